@@ -1,9 +1,12 @@
-"""Pretrain a diffusion transformer on latents of images or long videos, shared over processes by context parallelism.
+"""Pretrain a diffusion transformer on latents of images or long videos, shared over processes by
+context parallelism.
 
 torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/models/dit_tiny.toml
 """
 
-if __name__ == "__main__":  # before torch, whose import takes seconds in which a launcher may be killed
+if (
+    __name__ == "__main__"
+):  # before torch, whose import takes seconds in which a launcher may be killed
     from runtime.signals import end_with_launcher
 
     end_with_launcher()

@@ -3,7 +3,9 @@
 torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/models/llama_tiny.toml
 """
 
-if __name__ == "__main__":  # before torch, whose import takes seconds in which a launcher may be killed
+if (
+    __name__ == "__main__"
+):  # before torch, whose import takes seconds in which a launcher may be killed
     from runtime.signals import end_with_launcher
 
     end_with_launcher()

@@ -37,13 +37,17 @@ class MeasureError(UserError):
 
 @contextmanager
 def as_measure_errors(of: str = "") -> Iterator[None]:
-    """Raise a rank's failure in the block as a MeasureError: the last line, and which file has its traceback."""
+    """Raise a rank's failure in the block as a MeasureError: the last line, and which file has its
+    traceback.
+    """
     try:
         yield
     except RankError as error:
         message, *trace = str(error).strip().splitlines()
         if trace:
-            with tempfile.NamedTemporaryFile("w", prefix="longmesh-", suffix=".log", delete=False) as log:
+            with tempfile.NamedTemporaryFile(
+                "w", prefix="longmesh-", suffix=".log", delete=False
+            ) as log:
                 log.write(str(error))
             message = f"{message} {trace[-1]}; its traceback is in {log.name}"
         raise MeasureError(of + message) from None
@@ -55,12 +59,14 @@ def measured(
     max_seconds: float = math.inf,
     min_seconds: float = 0.0,
 ) -> dict[str, list[Figure]]:
-    """Let contestants take turns, so that what else the machine does hits all alike; return each one's figures.
+    """Let contestants take turns, so that what else the machine does hits all alike; return each
+    one's figures.
 
     Each round begins with another one, so that none always follows the same one.
 
     Args:
-        contestants: calls that return a figure of one step, such as its seconds; ``clocked`` makes one of a step.
+        contestants: calls that return a figure of one step, such as its seconds; ``clocked`` makes
+            one of a step.
         repeats: rounds, and more until ``min_seconds`` are over.
         max_seconds: after these no round after the third is begun.
     """
@@ -93,14 +99,22 @@ def clocked(step: Callable[[], object]) -> Callable[[], float]:
 def forward_backward(attend: Callable[..., Tensor], *given: Tensor) -> Callable[[], list[Tensor]]:
     """Return a step that attends forward and backward: out, and the gradients of what it takes.
 
-    ``given`` are the tensors that it takes, of which some may not count, and last the gradient of out.
+    ``given`` are the tensors that it takes, of which some may not count, and last the gradient of
+    out.
     """
     *tensors, dout = given
     leaves = [x.requires_grad_() for x in tensors]
 
     def step() -> list[Tensor]:
         out = attend(*leaves)
-        return [out.detach(), *(x for x in torch.autograd.grad(out, leaves, dout, allow_unused=True) if x is not None)]
+        return [
+            out.detach(),
+            *(
+                x
+                for x in torch.autograd.grad(out, leaves, dout, allow_unused=True)
+                if x is not None
+            ),
+        ]
 
     return step
 
@@ -109,7 +123,9 @@ def add_sizes(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
     """Add flags of an attention's sizes, fields of an ``AttentionShape``."""
     for name, default in defaults.items():
         help = SIZES[name] + (" (default: %(default)s)" if default else "")
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default, metavar="N", help=help)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=positive, default=default, metavar="N", help=help
+        )
 
 
 def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -120,14 +136,20 @@ def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_rounds(parser: argparse.ArgumentParser, repeats: int, max_seconds: float) -> None:
     """Add how often contestants are timed."""
-    parser.add_argument("--repeats", type=positive, default=repeats, help="rounds of all (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=positive, default=repeats, help="rounds of all (default: %(default)s)"
+    )
     limit = "no further round after this long, but for three (default: %(default)s)"
-    parser.add_argument("--max-seconds", type=float, default=max_seconds, metavar="SECONDS", help=limit)
+    parser.add_argument(
+        "--max-seconds", type=float, default=max_seconds, metavar="SECONDS", help=limit
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add where figures are written besides, for ``write_json``."""
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines")
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines"
+    )
 
 
 def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -140,7 +162,9 @@ def add_results(parser: argparse.ArgumentParser) -> None:
     """Add where tables and figures are written, and a remark for them."""
     what = "write JSON lines and Markdown here too, named after the machine"
     parser.add_argument("--results", type=Path, metavar="FOLDER", help=what)
-    parser.add_argument("--note", help="a remark for the results, such as what else the machine was doing")
+    parser.add_argument(
+        "--note", help="a remark for the results, such as what else the machine was doing"
+    )
 
 
 def heading(result: dict[str, Any]) -> list[str]:
@@ -150,15 +174,25 @@ def heading(result: dict[str, Any]) -> list[str]:
     return [f"{in_words(result['machine'])}; {load}.", *note, ""]
 
 
-def target(name: str, ratio: float, lower: float | None, upper: float | None = None) -> dict[str, Any]:
+def target(
+    name: str, ratio: float, lower: float | None, upper: float | None = None
+) -> dict[str, Any]:
     """Return a figure, what it is to be, and whether it is."""
     met = (lower or 0) <= ratio <= (upper or math.inf)
-    return {"name": name, "ratio": ratio, "bound": f"<= {upper}" if lower is None else f">= {lower}", "met": met}
+    return {
+        "name": name,
+        "ratio": ratio,
+        "bound": f"<= {upper}" if lower is None else f">= {lower}",
+        "met": met,
+    }
 
 
 def format_targets(targets: Sequence[dict[str, Any]]) -> list[str]:
     """Return a line for each target."""
-    return [f"{t['name']} {t['bound']}: {t['ratio']:.3f}, {'met' if t['met'] else 'MISSED'}" for t in targets]
+    return [
+        f"{t['name']} {t['bound']}: {t['ratio']:.3f}, {'met' if t['met'] else 'MISSED'}"
+        for t in targets
+    ]
 
 
 def need_cuda(device: str) -> None:
@@ -168,7 +202,9 @@ def need_cuda(device: str) -> None:
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each tensor, float64 ``[len(tensors)]``, by which to compare computations."""
+    """Return the sum of squares of each tensor, float64 ``[len(tensors)]``, by which to compare
+    computations.
+    """
     return torch.stack([x.double().square().sum() for x in tensors])
 
 
@@ -177,13 +213,19 @@ MISMATCH = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 
 
 def check_same(
-    name: str, got: list[float], want: list[float], dtype: str, truth: str = "scaled_dot_product_attention"
+    name: str,
+    got: list[float],
+    want: list[float],
+    dtype: str,
+    truth: str = "scaled_dot_product_attention",
 ) -> None:
     """Refuse to time what does not compute the same as ``truth``.
 
     Raises MeasureError: the fingerprints differ by more than ``MISMATCH``.
     """
-    if not all(abs(a - b) <= MISMATCH[dtype] * abs(b) for a, b in zip(got, want, strict=True)):  # a nan differs
+    if not all(
+        abs(a - b) <= MISMATCH[dtype] * abs(b) for a, b in zip(got, want, strict=True)
+    ):  # a nan differs
         raise MeasureError(
             f"{name} computes something else than {truth}: the squares of out, dq, dk, dv sum to {got} and should sum "
             f"to {want}; its time would mean nothing"

@@ -1,19 +1,21 @@
-"""Measure linear attention against quadratic over the length of a sequence: forward + backward on one CPU thread.
+"""Measure linear attention against quadratic over the length of a sequence: forward + backward on
+one CPU thread.
 
 Three ways to attend, each to one causal sequence of the same q, k and v:
 
-    chunked   linear attention with decay, 64 tokens at a time (kernels/linear_attention.py): what trains
-    naive     the same numbers from all T x T scores at once (kernels/reference.py)
-    softmax   torch's scaled_dot_product_attention, which never holds all scores but computes every one
+    chunked   linear attention with decay, 64 tokens at a time (kernels/linear_attention.py): what
+    trains naive     the same numbers from all T x T scores at once (kernels/reference.py) softmax
+    torch's scaled_dot_product_attention, which never holds all scores but computes every one
 
-Tokens per second of chunked stay level while those of the other two halve with each doubling, so that beyond some
-length it wins however good the others' constant is; the last lines say from which. naive stops where the T x T scores
-and decays that it keeps for its backward would exceed 1 GiB. The three take turns at each length, so that whatever else
-the machine does hits all alike, and chunked must equal naive before it is timed. Medians count.
+Tokens per second of chunked stay level while those of the other two halve with each doubling, so
+that beyond some length it wins however good the others' constant is; the last lines say from which.
+naive stops where the T x T scores and decays that it keeps for its backward would exceed 1 GiB. The
+three take turns at each length, so that whatever else the machine does hits all alike, and chunked
+must equal naive before it is timed. Medians count.
 
-    python -m bench.linear                                      # 256 to 16384 tokens, 4 heads of 32 (about a minute)
-    python -m bench.linear --num-heads 8 --head-dim 64 --max-length 8192
-    python -m bench.linear --results elsewhere --picture elsewhere/linear.png
+    python -m bench.linear                                      # 256 to 16384 tokens, 4 heads of 32
+    (about a minute) python -m bench.linear --num-heads 8 --head-dim 64 --max-length 8192 python -m
+    bench.linear --results elsewhere --picture elsewhere/linear.png
 """
 
 import argparse
@@ -29,7 +31,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import add_rounds, add_sizes, check_same, clocked, fingerprint, forward_backward, measured, sizes_of
+from bench.harness import (
+    add_rounds,
+    add_sizes,
+    check_same,
+    clocked,
+    fingerprint,
+    forward_backward,
+    measured,
+    sizes_of,
+)
 from kernels import reference
 from kernels.linear_scan import SCAN_CHUNK
 from kernels.ops import linear_attention
@@ -42,7 +53,11 @@ from tools.common.report import PALETTE, Column, Table, plain, write_records
 from tools.common.shapes import AttentionShape
 
 OURS = "chunked"
-LABELS = {OURS: "linear, in chunks", "naive": "linear, all scores at once", "softmax": "softmax (SDPA)"}
+LABELS = {
+    OURS: "linear, in chunks",
+    "naive": "linear, all scores at once",
+    "softmax": "softmax (SDPA)",
+}
 """Contestants, and their names in the picture."""
 SCORES_BYTES = 1 << 30
 """Limit on the size of the T x T matrices that naive keeps for the backward."""
@@ -52,15 +67,19 @@ MINIMUM_SECONDS = 0.5  # for all contestants at a length; the shortest step take
 
 
 def fits(work: AttentionShape) -> bool:
-    """Return whether the scores and decays that naive keeps for the backward take at most ``SCORES_BYTES``."""
+    """Return whether the scores and decays that naive keeps for the backward take at most
+    ``SCORES_BYTES``.
+    """
     return 4 * (work.batch + 1) * work.num_heads * work.seq_length**2 <= SCORES_BYTES
 
 
 def flops(name: str, work: AttentionShape) -> int:
-    """Count floating-point operations of matrix products, forward and backward; a multiply-add is two.
+    """Count floating-point operations of matrix products, forward and backward; a multiply-add is
+    two.
 
-    softmax computes the unmasked half of the scores, and again in the backward. naive computes all of them once, and
-    the final state. Each scan of chunked computes 64 scores per token, and writes and reads the state.
+    softmax computes the unmasked half of the scores, and again in the backward. naive computes all
+    of them once, and the final state. Each scan of chunked computes 64 scores per token, and writes
+    and reads the state.
     """
     width, rows = work.head_dim, work.batch * work.num_heads
     if name == "softmax":
@@ -72,7 +91,9 @@ def flops(name: str, work: AttentionShape) -> int:
 
 
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return one contestant's output ``[B, T, H, D]``, with the decays of a TransNormer's first layer."""
+    """Return one contestant's output ``[B, T, H, D]``, with the decays of a TransNormer's first
+    layer.
+    """
     if name == "softmax":
         return sdpa(q, k, v)
     log_decay = [-slope for slope in alibi_slopes(q.shape[2])]
@@ -82,13 +103,17 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def steps_of(work: AttentionShape) -> dict[str, Callable[[], list[Tensor]]]:
-    """Return a step of each contestant that fits: forward and backward, returning out, dq, dk and dv."""
+    """Return a step of each contestant that fits: forward and backward, returning out, dq, dk and
+    dv.
+    """
     names = [name for name in LABELS if name != "naive" or fits(work)]
     return {name: forward_backward(partial(attend, name), *work.tensors()) for name in names}
 
 
 def rows_at(work: AttentionShape, repeats: int, max_seconds: float) -> list[dict[str, Any]]:
-    """Time the contestants at a length; return a row of each. Raises MeasureError: chunked differs from naive."""
+    """Time the contestants at a length; return a row of each. Raises MeasureError: chunked differs
+    from naive.
+    """
     steps, rows = steps_of(work), []
     prints = {name: fingerprint(step()).tolist() for name, step in steps.items()}  # also warms up
     if "naive" in prints:
@@ -118,9 +143,15 @@ def lengths_between(shortest: int, longest: int) -> list[int]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Time the contestants at each length on one thread. Raises UserError: lengths that are none."""
     if args.max_length < args.min_length:
-        raise UserError(f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more")
+        raise UserError(
+            f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more"
+        )
     shape = AttentionShape(seq_length=args.min_length, **sizes_of(args))
-    threads, load_average, rows = torch.get_num_threads(), list(os.getloadavg()), list[dict[str, Any]]()
+    threads, load_average, rows = (
+        torch.get_num_threads(),
+        list(os.getloadavg()),
+        list[dict[str, Any]](),
+    )
     torch.set_num_threads(1)
     try:
         for length in lengths_between(args.min_length, args.max_length):
@@ -142,7 +173,9 @@ def by_length(result: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
 
 
 def overtakes(result: dict[str, Any], name: str) -> int | None:
-    """Return the length from which chunked is faster than ``name`` at all lengths of both; None if never."""
+    """Return the length from which chunked is faster than ``name`` at all lengths of both; None if
+    never.
+    """
     ours, theirs = by_length(result, OURS), by_length(result, name)
     slower = [length for length in theirs if ours[length]["median"] >= theirs[length]["median"]]
     return min((length for length in theirs if length > max(slower, default=0)), default=None)
@@ -153,7 +186,9 @@ def exponent(result: dict[str, Any], name: str) -> float | None:
     rows = [*by_length(result, name).values()]
     if len(rows) < 2:
         return None
-    return math.log(rows[-1]["median"] / rows[-2]["median"]) / math.log(rows[-1]["length"] / rows[-2]["length"])
+    return math.log(rows[-1]["median"] / rows[-2]["median"]) / math.log(
+        rows[-1]["length"] / rows[-2]["length"]
+    )
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -162,8 +197,13 @@ def markdown(result: dict[str, Any]) -> str:
     rows = []
     for length, ours in rates[OURS].items():
         row = {name: rates[name].get(length, {}).get("tokens_per_second") for name in LABELS}
-        rows.append(row | {"length": length, "ratio": rates["softmax"][length]["median"] / ours["median"]})
-    columns: dict[str, Column] = {"tokens": "{length:,}", **{name: f"{{{name}:,.0f}}" for name in LABELS}}
+        rows.append(
+            row | {"length": length, "ratio": rates["softmax"][length]["median"] / ours["median"]}
+        )
+    columns: dict[str, Column] = {
+        "tokens": "{length:,}",
+        **{name: f"{{{name}:,.0f}}" for name in LABELS},
+    }
     lines = [*Table(columns | {"chunked / softmax": "{ratio:.2f}"}, rows).markdown("---:"), ""]
     for name in LABELS:
         if (power := exponent(result, name)) is not None:
@@ -205,17 +245,30 @@ def main(argv: list[str] | None = None) -> None:
     add, plot = parser.add_argument, Path("docs/images/linear_throughput.png")
     add_sizes(parser, num_heads=4, head_dim=32, batch=1)
     add("--min-length", type=positive, default=256, help="shortest sequence (default: %(default)s)")
-    add("--max-length", type=positive, default=16384, help="longest; they double (default: %(default)s)")
+    add(
+        "--max-length",
+        type=positive,
+        default=16384,
+        help="longest; they double (default: %(default)s)",
+    )
     add_rounds(parser, 5, 15.0)
     where = "where linear-MACHINE.jsonl goes (default: %(default)s)"
     add("--results", type=Path, default=Path("bench/results"), metavar="FOLDER", help=where)
-    add("--picture", type=Path, default=plot, metavar="FILE", help="where the plot goes (default: %(default)s)")
+    add(
+        "--picture",
+        type=Path,
+        default=plot,
+        metavar="FILE",
+        help="where the plot goes (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     result = measure(args)
     machine, path = result["machine"], results_file(args.results, "linear", result["machine"])
     write_records(path, result)
     picture(result, args.picture)
-    print(f"{machine['device']}, torch {machine['torch']}, one thread; tokens per second\n\n{markdown(result)}")
+    print(
+        f"{machine['device']}, torch {machine['torch']}, one thread; tokens per second\n\n{markdown(result)}"
+    )
     print(f"written: {path}, {args.picture}")
 
 

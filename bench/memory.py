@@ -1,15 +1,17 @@
-"""Hold predicted memory against what a training step takes: every kind of model on meshes, every recompute policy.
+"""Hold predicted memory against what a training step takes: every kind of model on meshes, every
+recompute policy.
 
-Measured are the bytes of weights and optimizer before the second step, and the most that the step allocates: on the CPU
-every allocation and release, as torch.profiler records them, on a GPU torch's allocator (max_memory_allocated); of
-several processes counts the one that takes most. Predicted is ``planner.rehearsal``, which starts no process. "kept" is
-what is there beyond weights and optimizer when the forward is over. On GPUs that are not there `make cuda-stub` does
-the same.
+Measured are the bytes of weights and optimizer before the second step, and the most that the step
+allocates: on the CPU every allocation and release, as torch.profiler records them, on a GPU torch's
+allocator (max_memory_allocated); of several processes counts the one that takes most. Predicted is
+``planner.rehearsal``, which starts no process. "kept" is what is there beyond weights and optimizer
+when the forward is over. On GPUs that are not there `make cuda-stub` does the same.
 
-    python -m bench.memory                                   # 21 kinds and meshes, of 1, 4 and 8 processes of gloo
-    python -m bench.memory --policies                        # a sequence of 8192, 4 layers of 256
-    python -m bench.memory --policies --device cuda          # with offload too, in bfloat16
-    python -m bench.memory --only dit -- --hidden-size 64    # flags after -- are every case's
+    python -m bench.memory                                   # 21 kinds and meshes, of 1, 4 and 8
+    processes of gloo python -m bench.memory --policies                        # a sequence of 8192,
+    4 layers of 256 python -m bench.memory --policies --device cuda          # with offload too, in
+    bfloat16 python -m bench.memory --only dit -- --hidden-size 64    # flags after -- are every
+    case's
 """
 
 import os
@@ -72,7 +74,9 @@ def lines_of(text: str, only: str = "") -> list[str]:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if chosen := [line for line in lines if only in line]:
         return chosen
-    raise UserError(f"--only is {only!r}, which no case has in its name; there are: {'; '.join(lines)}")
+    raise UserError(
+        f"--only is {only!r}, which no case has in its name; there are: {'; '.join(lines)}"
+    )
 
 
 def command(line: str, models: Mapping[str, str] = MODELS) -> tuple[int, str]:
@@ -82,7 +86,9 @@ def command(line: str, models: Mapping[str, str] = MODELS) -> tuple[int, str]:
     """
     model, _, words = line.partition(" ")
     if model not in models:
-        raise UserError(f"{line!r} begins with {model!r}, which is no model; use {', '.join(models)}")
+        raise UserError(
+            f"{line!r} begins with {model!r}, which is no model; use {', '.join(models)}"
+        )
     case = case_of(words)
     return case.ranks, " ".join([models[model], *case.flags])
 
@@ -94,7 +100,9 @@ def configured(flags: str) -> tuple[Any, Any]:
 
 
 def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
-    """Return what this rank has at the peak of a real step, the second, and after its forward; collective."""
+    """Return what this rank has at the peak of a real step, the second, and after its forward;
+    collective.
+    """
     config, make_task = configured(flags)
     with distributed_mesh(config.mesh) as mesh:
         task = make_task(config, mesh)
@@ -127,7 +135,9 @@ def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
             marks.clear()
             steps.append(watch(lambda: runner.forward_backward(batches, 1), marks))
             optimizer.zero_grad(set_to_none=True)
-    leanest = min(steps, key=lambda step: step["peak"])  # gloo's workers let go of a tensor some time after it is sent
+    leanest = min(
+        steps, key=lambda step: step["peak"]
+    )  # gloo's workers let go of a tensor some time after it is sent
     return {
         "bytes": standing + leanest["peak"],
         "kept": leanest["kept"],
@@ -138,7 +148,10 @@ def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
 
 def watch_cpu(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
     """Add up what a step allocates and releases; return its peak and what is kept at marks."""
-    with _no_messages(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with (
+        _no_messages(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded,
+    ):
         begun = time.perf_counter()
         step()
         seconds = time.perf_counter() - begun
@@ -158,13 +171,20 @@ def watch_cuda(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
     step()
     torch.cuda.synchronize()
     seconds = time.perf_counter() - begun
-    peak, after_forward = torch.cuda.max_memory_allocated() - start, max(marks) - start if marks else None
+    peak, after_forward = (
+        torch.cuda.max_memory_allocated() - start,
+        max(marks) - start if marks else None,
+    )
     return {"peak": peak, "kept": after_forward, "seconds": seconds}
 
 
 def events(recorded: Any) -> Iterator[tuple[str, int]]:
-    """Yield the name of each event of a profile with memory, and the bytes that it allocates or, below 0, releases."""
-    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    """Yield the name of each event of a profile with memory, and the bytes that it allocates or,
+    below 0, releases.
+    """
+    for event in sorted(
+        recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
         yield event.name(), event.nbytes() if event.name() == "[memory]" else 0
 
 
@@ -183,14 +203,17 @@ def _no_messages() -> Iterator[None]:
 
 
 def compare(processes: int, flags: str) -> dict[str, Any]:
-    """Return predicted and measured bytes of the process that takes most, and the prediction's relative error.
+    """Return predicted and measured bytes of the process that takes most, and the prediction's
+    relative error.
 
     Raises MeasureError: a process failed.
     """
     config, task = configured(flags)
     stages = config.mesh.pipeline_model_parallel_size
     ranks = {*range(0, processes, processes // stages), processes - 1}
-    predicted = {rank: rehearse(config, task, rank, processes, per_node=processes) for rank in sorted(ranks)}
+    predicted = {
+        rank: rehearse(config, task, rank, processes, per_node=processes) for rank in sorted(ranks)
+    }
     with as_measure_errors():
         real = max(run_ranks(measured, processes, flags), key=lambda each: each["bytes"])
     largest = max(predicted.values(), key=lambda each: each.bytes)
@@ -211,8 +234,12 @@ def compare(processes: int, flags: str) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m bench.memory", __doc__)
-    parser.add_argument("--policies", action="store_true", help="the recompute policies, on one long sequence")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--policies", action="store_true", help="the recompute policies, on one long sequence"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
+    )
     parser.add_argument("--only", default="", help="only the cases that have this in them")
     parser.add_argument("more", nargs="*", metavar="FLAG", help="after --: flags of every case")
     add_json(parser)
@@ -228,8 +255,14 @@ def main(argv: list[str] | None = None) -> None:
         rows[line] = compare(processes, " ".join([flags + more, *args.more]))
         print(Table(COLUMNS).line({"name": line, **rows[line]}), flush=True)
     errors = [abs(row["error"]) for row in rows.values()]
-    print(f"{len(rows)} configurations: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
-    result = {"benchmark": "memory predicted against measured", "machine": describe(args.device), "cases": rows}
+    print(
+        f"{len(rows)} configurations: median {statistics.median(errors):.1%}, worst {max(errors):.1%}"
+    )
+    result = {
+        "benchmark": "memory predicted against measured",
+        "machine": describe(args.device),
+        "cases": rows,
+    }
     write_json(args, result)
 
 

@@ -1,14 +1,14 @@
 """Measure the same work by us and by other packages, in one run, taking turns.
 
-    make peers
-    python -m bench.peers                                        # attention on 2 processes, then training in one
-    python -m bench.peers --only attention --lengths 2048 4096
+    make peers python -m bench.peers                                        # attention on 2
+    processes, then training in one python -m bench.peers --only attention --lengths 2048 4096
 
-Attention: forward + backward, causal, 8 heads of 64 in float32, 2 processes pinned to a core each. Training: steps of
-llama_tiny in one process with a thread for each core, ours as it is and with --compile. Every contestant
-computes the same: outputs and gradients of the attention are compared before they are timed; in training everyone has
-the same shapes, micro-batches, mean loss over all tokens, clipping to norm 1 and torch's fused AdamW in float32, and
-each its own draw of weights. A package that cannot run here is listed with its reason.
+Attention: forward + backward, causal, 8 heads of 64 in float32, 2 processes pinned to a core each.
+Training: steps of llama_tiny in one process with a thread for each core, ours as it is and with
+--compile. Every contestant computes the same: outputs and gradients of the attention are compared
+before they are timed; in training everyone has the same shapes, micro-batches, mean loss over all
+tokens, clipping to norm 1 and torch's fused AdamW in float32, and each its own draw of weights. A
+package that cannot run here is listed with its reason.
 """
 
 import os
@@ -49,7 +49,9 @@ SETTLE = 2
 
 
 MODULES = {"ring-attention-pytorch": "ring_attention_pytorch", "transformers": "transformers"}
-"""Packages whose attention and whose training are measured; docs/evidence/speed.md says why others are not."""
+"""Packages whose attention and whose training are measured; docs/evidence/speed.md says why others
+are not.
+"""
 ATTENTION, TRAINING = MODULES
 
 
@@ -62,7 +64,8 @@ def installed(name: str) -> bool:
 def steps_of(
     packages: Sequence[str], config: Path, data: Path, flags: Sequence[str]
 ) -> Iterator[dict[str, Callable[[], float]]]:
-    """Yield an optimizer step on fixed tokens, which returns its loss, of "longmesh" and of each package.
+    """Yield an optimizer step on fixed tokens, which returns its loss, of "longmesh" and of each
+    package.
 
     Args:
         config: of ``pretrain_gpt.py``, with more ``flags``.
@@ -70,7 +73,9 @@ def steps_of(
     """
     flags_of_run = ["--config", str(config), "--save", str(data.parent / "run")]
     flags_of_run += ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
-    with trainer_of(LanguageTask, [*flags_of_run, "--context-parallel-size", "1", *flags], Records()) as trainer:
+    with trainer_of(
+        LanguageTask, [*flags_of_run, "--context-parallel-size", "1", *flags], Records()
+    ) as trainer:
         mesh = trainer.mesh
         step = next(batches(trainer.train_data, trainer.batches.batching, 0))
         local = [trainer.task.objective.local(batch) for batch in step]
@@ -78,7 +83,9 @@ def steps_of(
 
         def ours() -> float:
             loss = summed(trainer.runner.forward_backward(local, valid), mesh)
-            mean, _ = reduce_and_clip(trainer.runner, mesh.dp_cp, trainer.config.optimizer.clip_grad, loss)
+            mean, _ = reduce_and_clip(
+                trainer.runner, mesh.dp_cp, trainer.config.optimizer.clip_grad, loss
+            )
             trainer.optimizer.step()
             trainer.optimizer.zero_grad(set_to_none=True)
             return mean
@@ -102,7 +109,9 @@ def _step(model: nn.Module, sequences: Sequence[tuple[Tensor, Tensor]]) -> Calla
         total = 0.0
         for tokens, labels in sequences:
             logits = model(tokens).logits
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100) / len(sequences)
+            loss = F.cross_entropy(
+                logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100
+            ) / len(sequences)
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -124,7 +133,11 @@ def attention(length: int, repeats: int, max_seconds: float) -> dict[str, Any]:
     )
     return {
         "length": length,
-        **row({name: figures["seconds"] for name, figures in measured_rows["contestants"].items()}, OURS, theirs),
+        **row(
+            {name: figures["seconds"] for name, figures in measured_rows["contestants"].items()},
+            OURS,
+            theirs,
+        ),
     }
 
 
@@ -136,25 +149,46 @@ def training(repeats: int, flags: list[str]) -> dict[str, Any]:
         data = Path(folder) / "stdlib"
         prepare(Request(), data, progress=False)
         with steps_of(packages, CONFIG, data, flags) as steps:
-            seconds = measured({name: clocked(step) for name, step in steps.items()}, repeats + SETTLE)
-    return {"flags": flags, **row({name: all_of[SETTLE:] for name, all_of in seconds.items()}, ("longmesh",), packages)}
+            seconds = measured(
+                {name: clocked(step) for name, step in steps.items()}, repeats + SETTLE
+            )
+    return {
+        "flags": flags,
+        **row({name: all_of[SETTLE:] for name, all_of in seconds.items()}, ("longmesh",), packages),
+    }
 
 
-def row(seconds: dict[str, list[float]], ours: Sequence[str], theirs: Sequence[str]) -> dict[str, Any]:
-    """Return medians and quartiles by contestant, and how many times as fast our fastest is as their fastest."""
+def row(
+    seconds: dict[str, list[float]], ours: Sequence[str], theirs: Sequence[str]
+) -> dict[str, Any]:
+    """Return medians and quartiles by contestant, and how many times as fast our fastest is as
+    their fastest.
+    """
     medians = {name: median(all_of) for name, all_of in seconds.items()}
     return {
         "median": medians,
-        "quartiles": {name: quantiles(all_of, n=4, method="inclusive") for name, all_of in seconds.items()},
-        "against_best": min(map(medians.__getitem__, theirs)) / min(map(medians.__getitem__, ours)) if theirs else None,
+        "quartiles": {
+            name: quantiles(all_of, n=4, method="inclusive") for name, all_of in seconds.items()
+        },
+        "against_best": min(map(medians.__getitem__, theirs)) / min(map(medians.__getitem__, ours))
+        if theirs
+        else None,
     }
 
 
 def line_of(row: dict[str, Any]) -> str:
     """Show a row in a line."""
-    spread = {name: f"({low:.3f} to {high:.3f})" for name, (low, _, high) in row["quartiles"].items()}
-    times = ", ".join(f"{name} {middle:.3f} s {spread[name]}" for name, middle in row["median"].items())
-    ratio = "" if row["against_best"] is None else f"; our best is {row['against_best']:.2f} times as fast as theirs"
+    spread = {
+        name: f"({low:.3f} to {high:.3f})" for name, (low, _, high) in row["quartiles"].items()
+    }
+    times = ", ".join(
+        f"{name} {middle:.3f} s {spread[name]}" for name, middle in row["median"].items()
+    )
+    ratio = (
+        ""
+        if row["against_best"] is None
+        else f"; our best is {row['against_best']:.2f} times as fast as theirs"
+    )
     return f"{row['length'] if 'length' in row else ' '.join(['training', *row['flags']])}: {times}{ratio}"
 
 
@@ -163,9 +197,18 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m bench.peers", __doc__)
     parser.add_argument("--only", choices=("attention", "training"), help="measure this alone")
-    parser.add_argument("--lengths", type=positive, nargs="+", default=[2048, 4096, 8192], metavar="N", help="tokens")
+    parser.add_argument(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        default=[2048, 4096, 8192],
+        metavar="N",
+        help="tokens",
+    )
     add_rounds(parser, 9, 150)
-    parser.add_argument("--results", type=Path, metavar="DIR", help="write them there too, as into bench/results")
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="write them there too, as into bench/results"
+    )
     args = parser.parse_args(argv)
     if args.repeats < 2:
         raise UserError(f"--repeats is {args.repeats}; it must be 2 or more, to have quartiles")
@@ -173,14 +216,18 @@ def main(argv: list[str] | None = None) -> None:
     versions = {name: version(name) for name in MODULES if installed(name)}
     machine = describe("cpu")
     result: dict[str, Any] = {"benchmark": "peers", "machine": machine, "versions": versions}
-    print(f"{machine['device']}, torch {machine['torch']}; {', '.join(map(' '.join, versions.items()))}")
+    print(
+        f"{machine['device']}, torch {machine['torch']}; {', '.join(map(' '.join, versions.items()))}"
+    )
     for name in MODULES.keys() - versions.keys():
         print(f"not measured: {name} is not installed; make peers installs it")
     if not versions:
         raise UserError("no other package is installed; make peers installs them")
     if args.only != "training":
         for length in args.lengths:
-            result.setdefault("attention", []).append(attention(length, args.repeats, args.max_seconds))
+            result.setdefault("attention", []).append(
+                attention(length, args.repeats, args.max_seconds)
+            )
             print(line_of(result["attention"][-1]), flush=True)
     if args.only != "attention":
         for flags in FLAGS:

@@ -28,7 +28,8 @@ BUCKET = 512
 
 
 class Contestants:
-    """All processes of a run, a context manager that ends them. Methods are named as in ``MaskedShape.plan``.
+    """All processes of a run, a context manager that ends them. Methods are named as in
+    ``MaskedShape.plan``.
 
     Raises MeasureError: a process failed, died or did not answer.
     """
@@ -80,7 +81,9 @@ def _serve(
     ranks: int,
     folder: str,
 ) -> None:
-    """Answer requests until the process is ended: one of the ranks, on its core, or the single process on all."""
+    """Answer requests until the process is ended: one of the ranks, on its core, or the single
+    process on all.
+    """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # before any thread is started, so that all inherit it
     torch.set_num_threads(len(cores))
@@ -101,7 +104,8 @@ def _prepare(
     else:
         join_here(rank, ranks, folder)
         for method in methods:
-            # KV moves in the backward too, as in the papers: moving queries gives ring's idle rank the other's work
+            # KV moves in the backward too, as in the papers: moving queries gives ring's idle rank
+            # the other's work
             cp = ContextParallel(work.plan(method, ranks, backward="kv"), dist.group.WORLD)
             package = method.partition("@")[2]
             attend = attention_of(package) if package else cp.attend
@@ -124,13 +128,16 @@ def _prepare(
 
 
 def attention_of(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a package's attention over the ranks of the default group, each with a contiguous shard ``[B, T, H, D]``.
+    """Return a package's attention over the ranks of the default group, each with a contiguous
+    shard ``[B, T, H, D]``.
 
-    ring-attention-pytorch's striped form computes as many tiles: without CUDA it masks those that it does not need.
+    ring-attention-pytorch's striped form computes as many tiles: without CUDA it masks those that
+    it does not need.
     """
     assert name == "ring-attention-pytorch"
     from ring_attention_pytorch import ring, ring_flash_attention
 
-    # Without this, 0.5.20 takes what its last pass received and sent for dk and dv: the gradients are wrong.
+    # Without this, 0.5.20 takes what its last pass received and sent for dk and dv: the gradients
+    # are wrong.
     ring_flash_attention.ring_pass = lambda *given: ring.ring_pass(*given)[0]
     return lambda q, k, v: ring_flash_attention.ring_flash_attn(q, k, v, None, True, BUCKET, True)

@@ -1,4 +1,6 @@
-"""Fingerprints of data files, by which a resumed run detects changed data, and digests of a folder's arrays."""
+"""Fingerprints of data files, by which a resumed run detects changed data, and digests of a
+folder's arrays.
+"""
 
 import hashlib
 import json
@@ -26,10 +28,11 @@ def _digest(path: Path, size: int, changed: int) -> str:
 
 
 def fingerprint(index: Path, contents: Sequence[Path]) -> str:
-    """Return the SHA-256 of an index, the sizes of the files that it describes, and samples of their bytes.
+    """Return the SHA-256 of an index, the sizes of the files that it describes, and samples of
+    their bytes.
 
-    The samples are 64 blocks of 64 KiB, spread evenly over the concatenated files, first and last bytes included; up to
-    4 MiB are read whole. Names and times do not count.
+    The samples are 64 blocks of 64 KiB, spread evenly over the concatenated files, first and last
+    bytes included; up to 4 MiB are read whole. Names and times do not count.
     """
     sizes = [path.stat().st_size for path in contents]
     found = hashlib.sha256(f"{digest(index)} {sizes}".encode())
@@ -39,7 +42,9 @@ def fingerprint(index: Path, contents: Sequence[Path]) -> str:
         starts = list(range(0, total, SAMPLE_BYTES))
     before = 0
     for path, size in zip(contents, sizes, strict=True):
-        wanted = [start - before for start in starts if before - SAMPLE_BYTES < start < before + size]
+        wanted = [
+            start - before for start in starts if before - SAMPLE_BYTES < start < before + size
+        ]
         if wanted:
             with path.open("rb") as file:
                 for start in wanted:
@@ -61,7 +66,9 @@ def check_digests(folder: Path) -> None:
     try:
         noted = dict(json.loads((folder / DIGESTS).read_text(encoding="utf-8")).items())
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"the index cache {folder} has no list of its files ({error}); {remedy}") from error
+        raise DataError(
+            f"the index cache {folder} has no list of its files ({error}); {remedy}"
+        ) from error
     there = {path.name for path in folder.glob("*.npy")}
     if odd := sorted(noted.keys() ^ there):
         what = "lacks" if odd[0] in noted else "has not noted"
@@ -71,6 +78,10 @@ def check_digests(folder: Path) -> None:
         try:
             found = sha256(path)
         except OSError as error:
-            raise DataError(f"{path} of the index cache cannot be read ({error.strerror}); {remedy}") from error
+            raise DataError(
+                f"{path} of the index cache cannot be read ({error.strerror}); {remedy}"
+            ) from error
         if found != digest:
-            raise DataError(f"{path} of the index cache is damaged: its SHA-256 is not the one noted; {remedy}")
+            raise DataError(
+                f"{path} of the index cache is damaged: its SHA-256 is not the one noted; {remedy}"
+            )

@@ -6,8 +6,8 @@ A tokenizer.json is only a part of such a tokenizer. transformers (5.24, AutoTok
 * special_tokens_map.json and added_tokens.json, if that one has no ``added_tokens_decoder``;
 * config.json, whose model_type overrides some classes.
 
-Some classes keep only vocabulary, merges and post-processor of the tokenizer.json, and build the rest themselves
-(data/tokenizer_classes.py). Code of a model's repository is never run.
+Some classes keep only vocabulary, merges and post-processor of the tokenizer.json, and build the
+rest themselves (data/tokenizer_classes.py). Code of a model's repository is never run.
 """
 
 import json
@@ -36,18 +36,22 @@ class LoadedFolder:
     named: dict[str, str]
     """Texts of special tokens by name, such as eos_token."""
     control: frozenset[str]
-    """Added tokens that no text may spell: special ones, ends of texts and turns, and ``chat_control_tokens``."""
+    """Added tokens that no text may spell: special ones, ends of texts and turns, and
+    ``chat_control_tokens``.
+    """
     ends: tuple[int, ...]
     """Ids of eos_token_id in generation_config.json and config.json."""
     settings: dict[str, Any]
-    """Settings of ids from the files beside tokenizer.json: class, flags of added tokens, begin and end tokens."""
+    """Settings of ids from the files beside tokenizer.json: class, flags of added tokens, begin and
+    end tokens.
+    """
 
 
 def load_folder(path: Path, content: bytes) -> LoadedFolder:
     """Load a tokenizer.json, of which this is the content, with the files beside it.
 
-    Raises DataError: a file is no JSON object, or asks for what is not done here, by its field. Other exceptions are
-    the tokenizers library's for a damaged tokenizer.json.
+    Raises DataError: a file is no JSON object, or asks for what is not done here, by its field.
+    Other exceptions are the tokenizers library's for a damaged tokenizer.json.
     """
     from tokenizers import Tokenizer
 
@@ -86,7 +90,11 @@ def load_folder(path: Path, content: bytes) -> LoadedFolder:
         ends=tuple(ends),
         settings={
             "class": class_name,
-            **{name: config.get(name) for name in ("add_prefix_space", "legacy") if class_name is not None},
+            **{
+                name: config.get(name)
+                for name in ("add_prefix_space", "legacy")
+                if class_name is not None
+            },
             **{name: named.get(name) for name in ("bos_token", "eos_token")},
             "added": [
                 [number, token.content, *(getattr(token, flag) for flag in _FLAGS)]
@@ -106,9 +114,11 @@ def json_beside(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
 
 
 def tokenizer_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the tokenizer_config.json beside a tokenizer.json, {} if there is none. Raises DataError.
+    """Return the tokenizer_config.json beside a tokenizer.json, {} if there is none. Raises
+    DataError.
 
-    As in transformers, special_tokens_map.json has the last word if the configuration has no added_tokens_decoder.
+    As in transformers, special_tokens_map.json has the last word if the configuration has no
+    added_tokens_decoder.
     """
     config = json_beside(path, "tokenizer_config.json")
     extra = config.pop("additional_special_tokens", None)
@@ -118,9 +128,13 @@ def tokenizer_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         return config
 
     for name, value in json_beside(path, "special_tokens_map.json").items():
-        if name in ("additional_special_tokens", "extra_special_tokens") and isinstance(value, list):
+        if name in ("additional_special_tokens", "extra_special_tokens") and isinstance(
+            value, list
+        ):
             listed = list(config.get("extra_special_tokens") or [])
-            config["extra_special_tokens"] = listed + [token for token in value if token not in listed]
+            config["extra_special_tokens"] = listed + [
+                token for token in value if token not in listed
+            ]
         else:
             config[name] = value | {"special": True} if isinstance(value, dict) else value
     return config
@@ -128,8 +142,15 @@ def tokenizer_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens that a tokenizer_config.json names, such as eos_token."""
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in config.items()}
-    return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+    }
+    return {
+        name: text
+        for name, text in texts.items()
+        if name.endswith("_token") and isinstance(text, str)
+    }
 
 
 def make_special(backend: "Tokenizer", tokens: Iterable["AddedToken"]) -> None:
@@ -199,11 +220,13 @@ def _refuse_unread(path: Path, config: Mapping[str, Any], model: Mapping[str, An
             )
 
 
-def _is_bpe(path: Path, class_name: str, config: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
+def _is_bpe(
+    path: Path, class_name: str, config: Mapping[str, Any], whole: Mapping[str, Any]
+) -> bool:
     """Return whether a tokenizer.json has the merges that a class builds itself from.
 
-    A tokenizer of somebody's own, such as one of words, beside a model whose usual class is BPE, is its tokenizer.json.
-    Raises DataError: the configuration names the class for it.
+    A tokenizer of somebody's own, such as one of words, beside a model whose usual class is BPE, is
+    its tokenizer.json. Raises DataError: the configuration names the class for it.
     """
     model = whole["model"]
     if model.get("type", "BPE") == "BPE" and "merges" in model:
@@ -217,11 +240,15 @@ def _is_bpe(path: Path, class_name: str, config: Mapping[str, Any], whole: Mappi
 
 
 def _rebuilt(class_name: str, config: Mapping[str, Any], whole: Mapping[str, Any]) -> "Tokenizer":
-    """Build the tokenizer of a class that takes only vocabulary, merges and post-processor from the file."""
+    """Build the tokenizer of a class that takes only vocabulary, merges and post-processor from the
+    file.
+    """
     from tokenizers import Tokenizer
 
     model = whole["model"]
-    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
+    merges = [
+        tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]
+    ]
     backend = BUILDERS[class_name](model["vocab"], merges, config)
     # The post-processor alone: a vocabulary of hundreds of thousands need not be read again for it.
     empty = {"type": "BPE", "vocab": {}, "merges": []}
@@ -233,19 +260,29 @@ def _rebuilt(class_name: str, config: Mapping[str, Any], whole: Mapping[str, Any
 def _tokens_in_file(whole: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Return the added tokens of a tokenizer.json by id."""
     added = whole.get("added_tokens") or []
-    return {token["id"]: {name: value for name, value in token.items() if name != "id"} for token in added}
+    return {
+        token["id"]: {name: value for name, value in token.items() if name != "id"}
+        for token in added
+    }
 
 
-def _decoder(path: Path, config: Mapping[str, Any], in_file: Mapping[int, Any]) -> dict[int, "AddedToken"]:
+def _decoder(
+    path: Path, config: Mapping[str, Any], in_file: Mapping[int, Any]
+) -> dict[int, "AddedToken"]:
     """Return added tokens by id: those of tokenizer_config.json, or else of all the other files."""
     from tokenizers import AddedToken
 
     beside = path.with_name("tokenizer_config.json")
     if "added_tokens_decoder" in config:
         try:
-            return {int(number): _added(token) for number, token in config["added_tokens_decoder"].items()}
+            return {
+                int(number): _added(token)
+                for number, token in config["added_tokens_decoder"].items()
+            }
         except (AttributeError, TypeError, ValueError) as error:
-            raise DataError(f"{beside} has an added_tokens_decoder that is none ({error}); repair it") from error
+            raise DataError(
+                f"{beside} has an added_tokens_decoder that is none ({error}); repair it"
+            ) from error
 
     named = {text for name, text in special_tokens(config).items() if name in NAMES}
     named |= {_text(token) for token in _extra(config)}
@@ -257,7 +294,9 @@ def _decoder(path: Path, config: Mapping[str, Any], in_file: Mapping[int, Any]) 
     return decoder
 
 
-def _named_tokens(config: Mapping[str, Any], decoder: Mapping[int, "AddedToken"]) -> dict[str, "AddedToken | str"]:
+def _named_tokens(
+    config: Mapping[str, Any], decoder: Mapping[int, "AddedToken"]
+) -> dict[str, "AddedToken | str"]:
     """Return the special tokens with a name, in the order in which transformers adds them."""
     listed = {_text(token): token for token in decoder.values()}
     more = config.get("extra_special_tokens")
@@ -282,7 +321,9 @@ def _extra(config: Mapping[str, Any]) -> list[Any]:
 
 
 def _added(token: Any) -> "AddedToken":
-    """Return a token of a configuration with its flags; a text alone is a special one. Raises TypeError."""
+    """Return a token of a configuration with its flags; a text alone is a special one. Raises
+    TypeError.
+    """
     from tokenizers import AddedToken
 
     if isinstance(token, AddedToken):
@@ -293,19 +334,30 @@ def _added(token: Any) -> "AddedToken":
 
 
 def _text(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else token if isinstance(token, str) else token.content
+    return (
+        token["content"]
+        if isinstance(token, dict)
+        else token
+        if isinstance(token, str)
+        else token.content
+    )
 
 
-def _add(backend: "Tokenizer", decoder: Mapping[int, "AddedToken"], named: Iterable["AddedToken | str"]) -> None:
+def _add(
+    backend: "Tokenizer", decoder: Mapping[int, "AddedToken"], named: Iterable["AddedToken | str"]
+) -> None:
     """Add what the backend lacks, in transformers' order: the order gives new tokens their ids.
 
-    Tokens of ``decoder`` with other flags than the backend's replace those; named ones are only added if missing.
+    Tokens of ``decoder`` with other flags than the backend's replace those; named ones are only
+    added if missing.
     """
     named = list(named)
     texts_of_named = set(map(_text, named))
     present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     tokens = [token for _, token in sorted(decoder.items()) if repr(token) not in present]
-    texts = {token.content for token in backend.get_added_tokens_decoder().values()} | set(map(_text, tokens))
+    texts = {token.content for token in backend.get_added_tokens_decoder().values()} | set(
+        map(_text, tokens)
+    )
     for token in named:
         if _text(token) not in texts:
             texts.add(_text(token))
@@ -316,14 +368,22 @@ def _add(backend: "Tokenizer", decoder: Mapping[int, "AddedToken"], named: Itera
 
 
 def _end_ids(path: Path, model: Mapping[str, Any]) -> list[int]:
-    """Return the ids of eos_token_id in generation_config.json and config.json, a multimodal model's text part too."""
+    """Return the ids of eos_token_id in generation_config.json and config.json, a multimodal
+    model's text part too.
+    """
     text = model.get("text_config")
-    parts = [json_beside(path, "generation_config.json"), model, text if isinstance(text, dict) else {}]
+    parts = [
+        json_beside(path, "generation_config.json"),
+        model,
+        text if isinstance(text, dict) else {},
+    ]
     numbers = list[int]()
     for part in parts:
         value = part.get("eos_token_id")
         listed = value if isinstance(value, list) else [value]
-        numbers += [number for number in listed if isinstance(number, int) and number not in numbers]
+        numbers += [
+            number for number in listed if isinstance(number, int) and number not in numbers
+        ]
     return numbers
 
 
@@ -337,14 +397,19 @@ def _control(
 ) -> frozenset[str]:
     """Return the texts of added tokens that no text may become.
 
-    A pad token (or another name) that is only an ordinary word of the vocabulary, such as "!", is not among them.
+    A pad token (or another name) that is only an ordinary word of the vocabulary, such as "!", is
+    not among them.
     """
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     listed = [*in_file.values(), *(config.get("added_tokens_decoder") or {}).values()]
     in_files = {token["content"] for token in listed}
 
     texts = {token["content"] for token in listed if token.get("special")}
-    texts |= {text for text, token in added.items() if token.special and (text in in_files or text not in words)}
+    texts |= {
+        text
+        for text, token in added.items()
+        if token.special and (text in in_files or text not in words)
+    }
     texts |= {named[name] for name in ("bos_token", "eos_token") if name in named}
     texts |= {text for text in map(backend.id_to_token, ends) if text is not None}
     texts |= set(config.get("chat_control_tokens") or [])

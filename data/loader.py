@@ -1,7 +1,7 @@
 """Build the batches of each data-parallel rank. Legend: B micro-batch size, S sequence length.
 
-A step's samples depend only on the number of samples consumed before it: there is no iterator state to save, and
-neither the number of ranks nor the micro-batch size changes the order.
+A step's samples depend only on the number of samples consumed before it: there is no iterator state
+to save, and neither the number of ranks nor the micro-batch size changes the order.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,9 @@ Batch = dict[str, torch.Tensor]
 class Samples(Protocol):
     """Dataset of dicts of tensors; item None is a filler without loss.
 
-    Text samples hold `tokens`, `labels` (int64 [S]) and `loss_mask` ([S]), which batching applies to the labels, and
-    may hold `starts` (bool [S], the first tokens of documents). Other samples are stacked as they are.
+    Text samples hold `tokens`, `labels` (int64 [S]) and `loss_mask` ([S]), which batching applies
+    to the labels, and may hold `starts` (bool [S], the first tokens of documents). Other samples
+    are stacked as they are.
     """
 
     def __len__(self) -> int:
@@ -49,7 +50,10 @@ class Batching:
     """Page-lock the tensors, for non-blocking copies to a GPU."""
 
     def __post_init__(self) -> None:
-        if min(self.global_batch_size, self.micro_batch_size) < 1 or self.global_batch_size % self.together:
+        if (
+            min(self.global_batch_size, self.micro_batch_size) < 1
+            or self.global_batch_size % self.together
+        ):
             raise DataError(
                 f"global_batch_size {self.global_batch_size} is not a multiple of micro_batch_size "
                 f"{self.micro_batch_size} x data-parallel size {self.dp_size}; change one of them"
@@ -62,11 +66,13 @@ class Batching:
 
 
 def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:
-    """Yield steps without end, each this rank's micro-batches: dicts of `tokens` and `labels`, int64 [B, S].
+    """Yield steps without end, each this rank's micro-batches: dicts of `tokens` and `labels`,
+    int64 [B, S].
 
-    With samples that tell where documents start, also of `starts`, bool [B, S].
-    The micro-batches of all ranks in a step are exactly the samples [consumed, consumed + global_batch_size) of an
-    endless dataset; then `consumed` grows by global_batch_size. Labels without loss are IGNORE_INDEX.
+    With samples that tell where documents start, also of `starts`, bool [B, S]. The micro-batches
+    of all ranks in a step are exactly the samples [consumed, consumed + global_batch_size) of an
+    endless dataset; then `consumed` grows by global_batch_size. Labels without loss are
+    IGNORE_INDEX.
 
     Raises DataError: a bad sample, when reached.
     """
@@ -76,26 +82,34 @@ def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iter
 def evaluation_batches(dataset: Samples, batching: Batching, samples: int) -> Iterator[list[Batch]]:
     """Yield steps as `batches` does, over the samples [0, min(samples, len(dataset))), each once.
 
-    The last step is padded with samples whose labels are all IGNORE_INDEX, so every rank has the same number of steps
-    and micro-batches; a loss summed over ranks and divided by the number of valid labels is exact.
+    The last step is padded with samples whose labels are all IGNORE_INDEX, so every rank has the
+    same number of steps and micro-batches; a loss summed over ranks and divided by the number of
+    valid labels is exact.
     """
     wanted: list[int | None] = list(range(min(samples, len(dataset))))
     wanted += [None] * (-len(wanted) % batching.global_batch_size)
     return _steps(dataset, batching, iter(wanted))
 
 
-def _steps(dataset: Samples, batching: Batching, indices: Iterator[int | None]) -> Iterator[list[Batch]]:
+def _steps(
+    dataset: Samples, batching: Batching, indices: Iterator[int | None]
+) -> Iterator[list[Batch]]:
     if batching.num_workers:
         end_readers_at_exit()
-    begin, end = (rank * batching.micro_batch_size for rank in (batching.dp_rank, batching.dp_rank + 1))
+    begin, end = (
+        rank * batching.micro_batch_size for rank in (batching.dp_rank, batching.dp_rank + 1)
+    )
     loader: DataLoader[Any] = DataLoader(
         _Reader(dataset),  # type: ignore[arg-type]
         # As in Megatron, rank r takes the r-th micro-batch of every dp_size.
-        batch_sampler=(step[begin:end] for step in iter(lambda: list(islice(indices, batching.together)), [])),
+        batch_sampler=(
+            step[begin:end] for step in iter(lambda: list(islice(indices, batching.together)), [])
+        ),
         collate_fn=_collate,
         num_workers=batching.num_workers,
         pin_memory=batching.pin_memory,
-        # Own generator: the loader draws a seed for its workers, which must not advance the training's RNG.
+        # Own generator: the loader draws a seed for its workers, which must not advance the
+        # training's RNG.
         generator=torch.Generator(),
         worker_init_fn=leave_to_parent,
     )
@@ -111,7 +125,9 @@ def _steps(dataset: Samples, batching: Batching, indices: Iterator[int | None]) 
 
 
 class _Reader:
-    """Return a DataError as a value: raised in a worker, it would arrive with a traceback as its message."""
+    """Return a DataError as a value: raised in a worker, it would arrive with a traceback as its
+    message.
+    """
 
     def __init__(self, dataset: Samples) -> None:
         self._dataset = dataset

@@ -1,4 +1,6 @@
-"""Tokenizers behind one small interface: sentencepiece models trained here, and Hugging Face's tokenizer.json."""
+"""Tokenizers behind one small interface: sentencepiece models trained here, and Hugging Face's
+tokenizer.json.
+"""
 
 import io
 import json
@@ -12,7 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from data.hugging_face import backend_with_unknown, json_beside, load_folder, make_special, unknown_id
+from data.hugging_face import (
+    backend_with_unknown,
+    json_beside,
+    load_folder,
+    make_special,
+    unknown_id,
+)
 from data.text.indexed import writing
 from runtime.errors import DataError
 from runtime.files import sha256
@@ -20,7 +28,8 @@ from runtime.files import sha256
 END_OF_TEXT = "<|endoftext|>"
 # End-of-text tokens of well-known tokenizers, tried if no tokenizer_config.json names one.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
-# sentencepiece writes a space as this character, so a literal one must be spelled as its UTF-8 bytes.
+# sentencepiece writes a space as this character, so a literal one must be spelled as its UTF-8
+# bytes.
 _SPACE_MARK = "▁"
 
 
@@ -32,8 +41,8 @@ class Tokenizer(ABC):
     """Interface of tokenizers for Longmesh and Megatron's GPTDataset."""
 
     pad = -1
-    """GPTDataset masks every label equal to it: a real id here (many tokenizers reuse eod or unk) would silently drop
-    real tokens from the loss. No token has id -1."""
+    """GPTDataset masks every label equal to it: a real id here (many tokenizers reuse eod or unk)
+    would silently drop real tokens from the loss. No token has id -1."""
     bos: int | None = None
     """Id that begins a text, where there is one."""
     before: tuple[int, ...] = ()
@@ -50,21 +59,26 @@ class Tokenizer(ABC):
         self.path = path
         self.vocab_size = vocab_size
         self.eod = eod
-        # By content, not path: a retrained tokenizer at the same path must not reuse the old caches.
+        # By content, not path: a retrained tokenizer at the same path must not reuse the old
+        # caches.
         self.sha256 = sha256(content)
         self.unique_identifiers: OrderedDict[str, object] = OrderedDict(
             {"class": type(self).__name__, "sha256": self.sha256}
         )
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return _loaded_once, (self.path,)  # a process that is sent one again and again reads its file once
+        return _loaded_once, (
+            self.path,
+        )  # a process that is sent one again and again reads its file once
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of `text`; special tokens spelled out in it are ordinary text."""
 
     def begin(self, add_bos_token: "AddBos" = "auto") -> tuple[int, ...]:
-        """Return the ids to put before a text. Raises DataError: always, and the tokenizer has no begin token."""
+        """Return the ids to put before a text. Raises DataError: always, and the tokenizer has no
+        begin token.
+        """
         if add_bos_token == "never":
             return ()
         if add_bos_token == "always" and not self.before:
@@ -81,7 +95,9 @@ class Tokenizer(ABC):
         return [*self.begin(add_bos_token), *self.tokenize(text), *after, self.eod]
 
     def missing(self, entries: int, token: int) -> str | None:
-        """Say that a model of this many entries lacks a token; None if it has it, or the tokenizer does not."""
+        """Say that a model of this many entries lacks a token; None if it has it, or the tokenizer
+        does not.
+        """
         if not entries <= token < self.vocab_size:
             return None
         return (
@@ -95,7 +111,8 @@ class Tokenizer(ABC):
         return f"{token} ({text!r})" if text else str(token)
 
     def dropped(self, text: str, special: bool = False) -> int:
-        """Return how many tokens a text lacks, since the vocabulary has none for it, and none for the unknown.
+        """Return how many tokens a text lacks, since the vocabulary has none for it, and none for
+        the unknown.
 
         Args:
             special: special tokens spelled out in it count as such.
@@ -126,10 +143,16 @@ def _undamaged(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError, DataError):
         raise
-    except BaseException as error:  # the Rust library raises bare Exception, and BaseException for panics
-        reason = re.sub(r"^[A-Z_]+: src/.*\] ?", "", " ".join(str(error).split()))[:200]  # sentencepiece's own lines
+    except (
+        BaseException
+    ) as error:  # the Rust library raises bare Exception, and BaseException for panics
+        reason = re.sub(r"^[A-Z_]+: src/.*\] ?", "", " ".join(str(error).split()))[
+            :200
+        ]  # sentencepiece's own lines
         found = f" ({reason})" if reason else ""
-        raise DataError(f"{path} is no {kind} or is damaged{found}; copy or train it again") from error
+        raise DataError(
+            f"{path} is no {kind} or is damaged{found}; copy or train it again"
+        ) from error
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -141,9 +164,13 @@ class SentencePieceTokenizer(Tokenizer):
         content = _read(path)
         with _undamaged(path, "sentencepiece model"):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
-            self._model.id_to_piece(list(range(self._model.vocab_size())))  # raises for pieces that are not UTF-8
+            self._model.id_to_piece(
+                list(range(self._model.vocab_size()))
+            )  # raises for pieces that are not UTF-8
         if self._model.eos_id() < 0:
-            raise DataError(f"{path} has no end-of-text token (eos_id is -1); use a tokenizer that has one")
+            raise DataError(
+                f"{path} has no end-of-text token (eos_id is -1); use a tokenizer that has one"
+            )
         super().__init__(os.fspath(path), content, self._model.vocab_size(), self._model.eos_id())
         self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
         self._set_added(json_beside(path, "tokenizer_config.json"))
@@ -153,7 +180,9 @@ class SentencePieceTokenizer(Tokenizer):
         self._mark = mark if all(self._model.is_byte(i) for i in mark) else None
 
     def _set_added(self, config: dict[str, Any]) -> None:
-        """Set what is added to a text: the file does not say, and a tokenizer_config.json beside it may."""
+        """Set what is added to a text: the file does not say, and a tokenizer_config.json beside it
+        may.
+        """
         if config.get("add_bos_token") and self.bos is not None:
             self.before = (self.bos,)
         if config.get("add_eos_token"):
@@ -171,10 +200,11 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json` and the files beside it, which give the ids of `transformers` for the folder.
+    """A `tokenizer.json` and the files beside it, which give the ids of `transformers` for the
+    folder.
 
-    The end-of-text token is the `eos_token` of a `tokenizer_config.json` in the same folder, else the first well-known
-    one in the vocabulary.
+    The end-of-text token is the `eos_token` of a `tokenizer_config.json` in the same folder, else
+    the first well-known one in the vocabulary.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -192,8 +222,12 @@ class HuggingFaceTokenizer(Tokenizer):
         # Added tokens may leave gaps, so the highest id can exceed the number of entries.
         vocab_size = max(ids, default=-1) + 1
         if vocab_size > 10 * len(ids) + 1000:
-            raise DataError(f"{path} names id {vocab_size - 1} among {len(ids)} entries; it is damaged: copy it again")
-        ends = [token for token in (folder.named.get("eos_token"), *_KNOWN_ENDS) if token is not None]
+            raise DataError(
+                f"{path} names id {vocab_size - 1} among {len(ids)} entries; it is damaged: copy it again"
+            )
+        ends = [
+            token for token in (folder.named.get("eos_token"), *_KNOWN_ENDS) if token is not None
+        ]
         eod = next((i for i in map(self._backend.token_to_id, ends) if i is not None), None)
         if eod is None:
             raise DataError(
@@ -204,15 +238,23 @@ class HuggingFaceTokenizer(Tokenizer):
         self.settings = sha256(json.dumps(folder.settings))
 
         self.before, self.after = self._added_around()
-        self._backend.post_processor = ByteLevel(trim_offsets=False)  # a token's place includes its leading space
+        self._backend.post_processor = ByteLevel(
+            trim_offsets=False
+        )  # a token's place includes its leading space
         self._guard(folder.control)
-        self.bos = self._backend.token_to_id(folder.named["bos_token"]) if "bos_token" in folder.named else None
+        self.bos = (
+            self._backend.token_to_id(folder.named["bos_token"])
+            if "bos_token" in folder.named
+            else None
+        )
         unknown = unknown_id(self._backend, content)
         self.unknown = None if unknown == self.eod else unknown
         self._with_unknown = backend_with_unknown(self._backend)
 
     def _added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids that the post-processor puts before and after a text, here one of the end token alone."""
+        """Return the ids that the post-processor puts before and after a text, here one of the end
+        token alone.
+        """
         end = self._backend.id_to_token(self.eod)
         encoding = self._backend.encode(end, add_special_tokens=True)
         of_text = [place for place, added in enumerate(encoding.special_tokens_mask) if not added]
@@ -225,8 +267,8 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self._backend.get_added_tokens_decoder()
         control |= {token.content for number, token in added.items() if number == self.eod}
         guarded = [token for token in added.values() if token.content in control]
-        # The library reads special tokens as ordinary text while encode_special_tokens is set; nothing else of the
-        # encoding hangs on the flag.
+        # The library reads special tokens as ordinary text while encode_special_tokens is set;
+        # nothing else of the encoding hangs on the flag.
         make_special(self._backend, guarded)
         self._backend.encode_special_tokens = True
         self._control = frozenset(token.content for token in guarded)
@@ -234,16 +276,24 @@ class HuggingFaceTokenizer(Tokenizer):
         """Matches the text of every control token."""
         self.added = _any_of(token.content for token in added.values())
         """Matches the text of every added token."""
-        self._stripping = {number for number, token in added.items() if token.lstrip or token.rstrip}
-        self._by_encoding = {token.content for token in added.values() if token.normalized or token.single_word}
+        self._stripping = {
+            number for number, token in added.items() if token.lstrip or token.rstrip
+        }
+        self._by_encoding = {
+            token.content for token in added.values() if token.normalized or token.single_word
+        }
         self.added_ids = frozenset(added)
         """Ids of the tokens that no text is merged into."""
         self.spelled = self.search_for(())
-        """Returns the text of a control token that a text would become a part of, None if there is none."""
+        """Returns the text of a control token that a text would become a part of, None if there is
+        none.
+        """
 
     def tokenize(self, text: str) -> list[int]:
         with _undamaged(self.path, "Hugging Face tokenizer.json"):
-            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)  # without places in it
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=False
+            )  # without places in it
         ids: list[int] = encoding.ids
         if self.eod in ids:
             raise DataError(
@@ -253,9 +303,11 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids
 
     def tokenize_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text in which special tokens count as such, and the characters [begin, end) of each.
+        """Return the ids of a text in which special tokens count as such, and the characters
+        [begin, end) of each.
 
-        A token that takes white space beside it (lstrip, rstrip) has the characters of its own text alone.
+        A token that takes white space beside it (lstrip, rstrip) has the characters of its own text
+        alone.
         """
         with _undamaged(self.path, "Hugging Face tokenizer.json"):
             self._backend.encode_special_tokens = False
@@ -280,16 +332,24 @@ class HuggingFaceTokenizer(Tokenizer):
         return len(whole) - len(self.tokenize_special(text)[0] if special else self.tokenize(text))
 
     def is_paired(self, text: str) -> bool:
-        """Return whether an added token is one of a pair such as <think> and </think>, around a part of a text."""
+        """Return whether an added token is one of a pair such as <think> and </think>, around a
+        part of a text.
+        """
         opening = text.replace("</", "<", 1).replace("[/", "[", 1)
-        closing = opening.replace("<", "</", 1) if opening.startswith("<") else opening.replace("[", "[/", 1)
+        closing = (
+            opening.replace("<", "</", 1)
+            if opening.startswith("<")
+            else opening.replace("[", "[/", 1)
+        )
         pair = (opening, closing)
         return text not in self._control and all(self.added.fullmatch(part) for part in pair)
 
     def search_for(self, more: Iterable[str]) -> Callable[[str], str | None]:
-        """Return a function that names the control token, or one of ``more``, that a text would hold; else None.
+        """Return a function that names the control token, or one of ``more``, that a text would
+        hold; else None.
 
-        A token that is found in normalized text, or as a whole word alone, is looked for by encoding the text.
+        A token that is found in normalized text, or as a whole word alone, is looked for by
+        encoding the text.
         """
         texts = self._control.union(more)
         pattern = _any_of(texts)
@@ -319,7 +379,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer | Hug
         return SentencePieceTokenizer(path)
     if suffix == ".json":
         return HuggingFaceTokenizer(path)
-    raise DataError(f"tokenizer {path} must be a sentencepiece .model or a Hugging Face tokenizer.json")
+    raise DataError(
+        f"tokenizer {path} must be a sentencepiece .model or a Hugging Face tokenizer.json"
+    )
 
 
 @cache
@@ -327,26 +389,38 @@ def _loaded_once(path: str) -> Tokenizer:
     return load_tokenizer(path)
 
 
-def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], vocab_size: int) -> Path:
-    """Train a byte-fallback BPE on the first 8 million characters of `texts` and write `model_prefix`.model.
+def train_tokenizer(
+    texts: Iterable[str], model_prefix: str | os.PathLike[str], vocab_size: int
+) -> Path:
+    """Train a byte-fallback BPE on the first 8 million characters of `texts` and write
+    `model_prefix`.model.
 
-    Every text, Python sources included, round-trips exactly: nothing is normalised, no space is added or removed, and
-    bytes spell what no piece covers. The same texts give the same file, byte for byte; it is written atomically.
+    Every text, Python sources included, round-trips exactly: nothing is normalised, no space is
+    added or removed, and bytes spell what no piece covers. The same texts give the same file, byte
+    for byte; it is written atomically.
 
-    Raises DataError: no text, or a `vocab_size` that the texts cannot fill or that is too small for the 256 bytes.
+    Raises DataError: no text, or a `vocab_size` that the texts cannot fill or that is too small for
+    the 256 bytes.
     """
     import sentencepiece
 
     # A list: where an iterator raises, sentencepiece would print a traceback and continue.
-    model, lines = io.BytesIO(), [line for text in to_train_on(texts) for line in text.split("\n") if line]
+    model, lines = (
+        io.BytesIO(),
+        [line for text in to_train_on(texts) for line in text.split("\n") if line],
+    )
     if not lines:
-        raise DataError("there is no text to train a tokenizer on; check the corpus's path and suffix")
+        raise DataError(
+            "there is no text to train a tokenizer on; check the corpus's path and suffix"
+        )
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
             model_writer=model,
             model_type="bpe",
-            vocab_size=min(max(vocab_size, 2), 1 << 24),  # beyond: no bound is named, or gigabytes are taken
+            vocab_size=min(
+                max(vocab_size, 2), 1 << 24
+            ),  # beyond: no bound is named, or gigabytes are taken
             byte_fallback=True,
             normalization_rule_name="identity",
             add_dummy_prefix=False,
@@ -366,8 +440,14 @@ def train_tokenizer(texts: Iterable[str], model_prefix: str | os.PathLike[str], 
         )
     except RuntimeError as error:
         bound = re.search(r"(vs|<=) (\d+)\.", str(error))
-        fix = f"give --vocab-size {bound[2]} or {'more' if bound[1] == 'vs' else 'less'}" if bound else str(error)
-        raise DataError(f"vocab_size {vocab_size} does not suit the text to train on; {fix}") from error
+        fix = (
+            f"give --vocab-size {bound[2]} or {'more' if bound[1] == 'vs' else 'less'}"
+            if bound
+            else str(error)
+        )
+        raise DataError(
+            f"vocab_size {vocab_size} does not suit the text to train on; {fix}"
+        ) from error
     path = Path(f"{os.fspath(model_prefix)}.model")
     with writing(path) as (temporary,):
         temporary.write_bytes(model.getvalue())
@@ -385,7 +465,9 @@ def _read(path: str | os.PathLike[str]) -> bytes:
 
 
 def to_train_on(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the first 8 million characters of texts: a few thousand merges settle on them, within about a second."""
+    """Yield the first 8 million characters of texts: a few thousand merges settle on them, within
+    about a second.
+    """
     characters = 8_000_000
     for text in texts:
         yield text[:characters]

@@ -1,8 +1,9 @@
 """Classes of tokenizers of transformers 5.24, as data and as builders.
 
-A tokenizer of transformers' general class is its tokenizer.json. The others here take the vocabulary and the merges
-from it and build all else themselves, so that a normalizer or pre-tokenizer of the file does not count.
-tests/data/test_tokenizer_families.py compares tables and ids with the installed transformers.
+A tokenizer of transformers' general class is its tokenizer.json. The others here take the
+vocabulary and the merges from it and build all else themselves, so that a normalizer or
+pre-tokenizer of the file does not count. tests/data/test_tokenizer_families.py compares tables and
+ids with the installed transformers.
 """
 
 import tomllib
@@ -17,13 +18,17 @@ if TYPE_CHECKING:
 
 _END = "<|endoftext|>"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS_WITH_MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS_WITH_MARKS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 
 Merges = Sequence[tuple[str, str]]
 Builder = Callable[[Mapping[str, int], Merges, Mapping[str, Any]], "Tokenizer"]
 
-_TABLES: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES: dict[str, dict[str, str]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 _NAMES = {key: frozenset(text.split()) for key, text in _TABLES["names"].items()}
 REGISTERED = {kind: name for name, kinds in _TABLES["rebuilt"].items() for kind in kinds.split()}
 REGISTERED |= dict.fromkeys(_TABLES["names"]["general"].split(), "TokenizersBackend")
@@ -52,7 +57,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """Settings that a class has where tokenizer_config.json does not name them."""
 
 
-def class_of(path: Path, config: Mapping[str, Any], model: Mapping[str, Any], *, has_bytes: bool) -> str | None:
+def class_of(
+    path: Path, config: Mapping[str, Any], model: Mapping[str, Any], *, has_bytes: bool
+) -> str | None:
     """Return the class of a tokenizer that builds itself, or None if it is its tokenizer.json.
 
     The rules are those of transformers' AutoTokenizer, for folders without code of their own.
@@ -89,11 +96,21 @@ def _llama(vocab: Mapping[str, int], merges: Merges, config: Mapping[str, Any]) 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     prefix = config.get("add_prefix_space")
-    scheme = "never" if prefix is not None and not prefix else "always" if config.get("legacy") else "first"
-    backend = Tokenizer(models.BPE(vocab=dict(vocab), merges=list(merges), fuse_unk=True, byte_fallback=True))
+    scheme = (
+        "never"
+        if prefix is not None and not prefix
+        else "always"
+        if config.get("legacy")
+        else "first"
+    )
+    backend = Tokenizer(
+        models.BPE(vocab=dict(vocab), merges=list(merges), fuse_unk=True, byte_fallback=True)
+    )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     strip = [] if scheme == "never" else [decoders.Strip(content=" ", left=1)]
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return backend
 
 
@@ -111,7 +128,9 @@ def _gemma(vocab: Mapping[str, int], merges: Merges, config: Mapping[str, Any]) 
     backend = Tokenizer(model)
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(pattern=" ", behavior="merged_with_previous")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return backend
 
 
@@ -120,7 +139,11 @@ def _bytes(vocab: Mapping[str, int], merges: Merges) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models
 
     model = models.BPE(
-        vocab=dict(vocab), merges=list(merges), continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False
+        vocab=dict(vocab),
+        merges=list(merges),
+        continuing_subword_prefix="",
+        end_of_word_suffix="",
+        fuse_unk=False,
     )
     backend = Tokenizer(model)
     backend.decoder = decoders.ByteLevel()

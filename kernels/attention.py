@@ -1,9 +1,10 @@
-"""Attention of blocks, one or a list of tiles, forward and backward: the backends and their selection.
+"""Attention of blocks, one or a list of tiles, forward and backward: the backends and their
+selection.
 
-Shapes: q ``[B, T, H, D]``, k and v ``[B, S, K, D]`` with H a multiple of K, lse ``[B, T, H]`` float32 or wider.
-Blocks are FULL, CAUSAL or ANTI (``kernels.blocks``); the last two are always square, since kernels disagree on how to
-align a rectangle. Reversed along tokens, an ANTI block is a CAUSAL one, so it needs no kernel. Never pass a backend a
-fully masked row.
+Shapes: q ``[B, T, H, D]``, k and v ``[B, S, K, D]`` with H a multiple of K, lse ``[B, T, H]``
+float32 or wider. Blocks are FULL, CAUSAL or ANTI (``kernels.blocks``); the last two are always
+square, since kernels disagree on how to align a rectangle. Reversed along tokens, an ANTI block is
+a CAUSAL one, so it needs no kernel. Never pass a backend a fully masked row.
 """
 
 from collections.abc import Sequence
@@ -24,10 +25,12 @@ from runtime.errors import UserError
 def block_forward(
     q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float, backend: AttentionKernel
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of the queries to these keys only, by a backend that takes tiles one by one.
+    """Compute attention of the queries to these keys only, by a backend that takes tiles one by
+    one.
 
     Returns:
-        out ``[B, T, H, D]`` (on a GPU in the inputs' dtype, else float32 or wider) and lse ``[B, T, H]``.
+        out ``[B, T, H, D]`` (on a GPU in the inputs' dtype, else float32 or wider) and lse ``[B, T,
+        H]``.
     """
     assert backend.forward is not None
     causal = _is_causal(q, k, kind)
@@ -36,7 +39,9 @@ def block_forward(
     return out, lse
 
 
-def block_backward(rows: Rows, keys: Keys, kind: str, scale: float, backend: AttentionKernel) -> Gradients:
+def block_backward(
+    rows: Rows, keys: Keys, kind: str, scale: float, backend: AttentionKernel
+) -> Gradients:
     """Compute the gradients through this block; dtypes as in ``block_forward``."""
     assert backend.backward is not None
     causal = _is_causal(rows.q, keys.k, kind)
@@ -46,16 +51,20 @@ def block_backward(rows: Rows, keys: Keys, kind: str, scale: float, backend: Att
 
 
 def empty_results(rows: Sequence[int], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the results over no key of rows ``[B, T, H]``: out ``[B, T, H, D]`` of 0 and lse of -inf."""
+    """Return the results over no key of rows ``[B, T, H]``: out ``[B, T, H, D]`` of 0 and lse of
+    -inf.
+    """
     out = torch.zeros(*rows, q.shape[3], dtype=dtype, device=q.device)
     return out, torch.full(tuple(rows), float("-inf"), dtype=dtype, device=q.device)
 
 
-def only_block(tiles: Sequence[Tile], rows: int, columns: int | None, backend: AttentionKernel) -> Tile | None:
+def only_block(
+    tiles: Sequence[Tile], rows: int, columns: int | None, backend: AttentionKernel
+) -> Tile | None:
     """Return the tile if it is the only one and has all rows, and all columns if these are given.
 
-    What its kernel returns is then the sum of all tiles: to add it to zeros would only move memory. None also for a
-    backend that takes lists of tiles, which continues from results.
+    What its kernel returns is then the sum of all tiles: to add it to zeros would only move memory.
+    None also for a backend that takes lists of tiles, which continues from results.
     """
     if backend.tiled is not None or len(tiles) != 1 or tiles[0].q != slice(0, rows):
         return None
@@ -63,7 +72,13 @@ def only_block(tiles: Sequence[Tile], rows: int, columns: int | None, backend: A
 
 
 def attend_tiles_(
-    out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float, backend: AttentionKernel
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    keys: Keys,
+    tiles: Sequence[Tile],
+    scale: float,
+    backend: AttentionKernel,
 ) -> None:
     """Fold the attention of these tiles into running results, in place.
 
@@ -78,12 +93,19 @@ def attend_tiles_(
         if small:
             backend.packed.attend_(out, lse, q, keys, small, scale)
     for tile in tiles:
-        part = block_forward(q[:, tile.q], keys.k[:, tile.k], keys.v[:, tile.k], tile.kind, scale, backend)
+        part = block_forward(
+            q[:, tile.q], keys.k[:, tile.k], keys.v[:, tile.k], tile.kind, scale, backend
+        )
         merge_(out[:, tile.q], lse[:, tile.q], *part)
 
 
 def add_gradients_(
-    sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float, backend: AttentionKernel
+    sums: Gradients,
+    rows: Rows,
+    keys: Keys,
+    tiles: Sequence[Tile],
+    scale: float,
+    backend: AttentionKernel,
 ) -> None:
     """Add the gradients through these tiles to the sums so far, float32 or wider, in place."""
     if backend.tiled is not None:
@@ -101,13 +123,17 @@ def add_gradients_(
 
 
 @cache
-def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: bool = False) -> AttentionKernel:
-    """Return the kernel of backend ``name`` for this device and dtype; ``auto`` takes the fastest usable one.
+def select_backend(
+    name: str, device_type: str, dtype: torch.dtype, documents: bool = False
+) -> AttentionKernel:
+    """Return the kernel of backend ``name`` for this device and dtype; ``auto`` takes the fastest
+    usable one.
 
     With ``documents``, tiles have other shapes in each micro-batch.
 
     Raises:
-        UserError: the backend is unknown, not installed, broken, or cannot take this device or dtype.
+        UserError: the backend is unknown, not installed, broken, or cannot take this device or
+            dtype.
     """
     general = SOFTMAX["aten"]
     if name == "auto":
@@ -115,7 +141,9 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
     elif name in SOFTMAX:
         backend = SOFTMAX[name]
     else:
-        raise UserError(f"attention_backend is {name!r}, which does not exist; use {listed(SOFTMAX)}")
+        raise UserError(
+            f"attention_backend is {name!r}, which does not exist; use {listed(SOFTMAX)}"
+        )
     if refusal := backend.refusal(name, device_type, dtype):
         raise UserError(refusal)
     falls_back = name == "auto" and backend is not general
@@ -126,22 +154,34 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, documents: b
 def automatic_backend(device_type: str, here: Gpu, documents: bool) -> Backend:
     """Return the backend that ``auto`` takes."""
     candidates = SOFTMAX.values() if device_type != "cpu" else ()
-    return next((backend for backend in candidates if backend.is_automatic(here, documents)), SOFTMAX["aten"])
+    return next(
+        (backend for backend in candidates if backend.is_automatic(here, documents)),
+        SOFTMAX["aten"],
+    )
 
 
 def takes_whole(name: str, device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether torch's SDPA takes a whole sequence of this dtype at least as fast as the backend its tiles.
+    """Return whether torch's SDPA takes a whole sequence of this dtype at least as fast as the
+    backend its tiles.
 
-    So it is on a CPU, but for one thread where oneDNN's strips are faster. In bfloat16 it would round partial results.
+    So it is on a CPU, but for one thread where oneDNN's strips are faster. In bfloat16 it would
+    round partial results.
     """
-    return name in ("auto", "aten") and device_type == "cpu" and dtype == torch.float32 and not cpu.is_faster(dtype)
+    return (
+        name in ("auto", "aten")
+        and device_type == "cpu"
+        and dtype == torch.float32
+        and not cpu.is_faster(dtype)
+    )
 
 
 def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
     if kind not in (FULL, CAUSAL, ANTI):
         raise ValueError(f"a block of kind {kind!r} does not exist; use {FULL}, {CAUSAL} or {ANTI}")
     if kind != FULL and q.shape[1] != k.shape[1]:
-        raise ValueError(f"a block of kind {kind} is square; this one has {q.shape[1]} queries and {k.shape[1]} keys")
+        raise ValueError(
+            f"a block of kind {kind} is square; this one has {q.shape[1]} queries and {k.shape[1]} keys"
+        )
     return kind != FULL
 
 

@@ -1,12 +1,13 @@
-"""Blocks of visible (query, key) pairs, the operands of their attention, and the merge of partial results.
+"""Blocks of visible (query, key) pairs, the operands of their attention, and the merge of partial
+results.
 
-Three kinds of blocks suffice: FULL, any rectangle; CAUSAL, a square where query i sees keys j <= i; and ANTI, a square
-where query i sees keys j >= i.
+Three kinds of blocks suffice: FULL, any rectangle; CAUSAL, a square where query i sees keys j <= i;
+and ANTI, a square where query i sees keys j >= i.
 
-A sink is one more key per head, with a score of its own and a value of 0, in the softmax's denominator. off-by-one is a
-score of 0 (Miller 2023, "Attention is off by one"); gpt-oss and Megatron-LM learn the scores. A sink needs no tile: it
-is added once to the global results of all real keys, and the gradients of tiles, which take these results, then hold as
-they are.
+A sink is one more key per head, with a score of its own and a value of 0, in the softmax's
+denominator. off-by-one is a score of 0 (Miller 2023, "Attention is off by one"); gpt-oss and
+Megatron-LM learn the scores. A sink needs no tile: it is added once to the global results of all
+real keys, and the gradients of tiles, which take these results, then hold as they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -70,7 +71,9 @@ def as_numbers(tiles: Sequence[Tile]) -> tuple[TileNumbers, ...]:
 
 
 def halved(tile: Tile, leaf: int) -> Iterator[Tile]:
-    """Halve a CAUSAL or ANTI tile recursively into squares of at most ``leaf`` and FULL rectangles between them."""
+    """Halve a CAUSAL or ANTI tile recursively into squares of at most ``leaf`` and FULL rectangles
+    between them.
+    """
     side = tile.q.stop - tile.q.start
     if tile.kind == FULL or side <= leaf:
         yield tile
@@ -80,25 +83,34 @@ def halved(tile: Tile, leaf: int) -> Iterator[Tile]:
     q0, q1, q2 = tile.q.start, tile.q.start + half, tile.q.stop
     k0, k1, k2 = tile.k.start, tile.k.start + half, tile.k.stop
     yield from halved(Tile(slice(q0, q1), slice(k0, k1), tile.kind), leaf)
-    yield Tile(slice(q0, q1), slice(k1, k2), FULL) if tile.kind == ANTI else Tile(slice(q1, q2), slice(k0, k1), FULL)
+    yield (
+        Tile(slice(q0, q1), slice(k1, k2), FULL)
+        if tile.kind == ANTI
+        else Tile(slice(q1, q2), slice(k0, k1), FULL)
+    )
     yield from halved(Tile(slice(q1, q2), slice(k1, k2), tile.kind), leaf)
 
 
 def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Swap [B, T, H, ...] and [B, H, T, ...], as views; copy only where a head is not contiguous, as kernels need."""
+    """Swap [B, T, H, ...] and [B, H, T, ...], as views; copy only where a head is not contiguous,
+    as kernels need.
+    """
     return tuple(in_one_piece(x).transpose(1, 2) for x in tensors)
 
 
 def in_one_piece(x: Tensor) -> Tensor:
-    """Return x ``[B, T, H, D]`` with contiguous heads, copied if need be; lse ``[B, T, H]`` as it is."""
+    """Return x ``[B, T, H, D]`` with contiguous heads, copied if need be; lse ``[B, T, H]`` as it
+    is.
+    """
     return x if x.ndim < 4 or x.stride(-1) == 1 else x.contiguous()
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Fold one block's result into the running result of the same rows, in place.
 
-    With w = sigmoid(block_lse - lse) the merged rows are out + w (block_out - out): no bare exponential, so
-    nothing overflows. A row without keys so far has lse = -inf and takes the block's values.
+    With w = sigmoid(block_lse - lse) the merged rows are out + w (block_out - out): no bare
+    exponential, so nothing overflows. A row without keys so far has lse = -inf and takes the
+    block's values.
 
     Args:
         out, block_out: ``[B, T, H, D]``, or of any shape ``[..., D]``; ``out`` float32 or wider.
@@ -122,7 +134,8 @@ def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         lse: ``[C, B, T, H]``; -inf where a part has no key for a row.
 
     Returns:
-        out ``[B, T, H, D]`` and lse ``[B, T, H]``; 0 and -inf for a row without any key, such as padding.
+        out ``[B, T, H, D]`` and lse ``[B, T, H]``; 0 and -inf for a row without any key, such as
+        padding.
     """
     weight = torch.softmax(lse, 0)  # of differences from the largest, so nothing overflows
     weight = weight.masked_fill((lse == float("-inf")).all(0), 0)
@@ -130,7 +143,8 @@ def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out ``[B, T, H, D]`` and lse ``[B, T, H]`` with a sink in every row's denominator, in their dtypes.
+    """Return out ``[B, T, H, D]`` and lse ``[B, T, H]`` with a sink in every row's denominator, in
+    their dtypes.
 
     A row without keys, of out 0 and lse -inf, stays 0 and has the lse of its sink.
 
@@ -139,7 +153,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
         sinks: ``[H]``, the score of each head's sink, of any float dtype.
     """
     sinks = sinks.to(lse.dtype)
-    weight = torch.sigmoid(lse - sinks)  # exp(lse) / (exp(lse) + exp(sink)); no bare exponential, so nothing overflows
+    weight = torch.sigmoid(
+        lse - sinks
+    )  # exp(lse) / (exp(lse) + exp(sink)); no bare exponential, so nothing overflows
     return out * weight.to(out.dtype)[..., None], torch.logaddexp(lse, sinks)
 
 

@@ -1,16 +1,18 @@
-"""Softmax attention of tiles on a CPU: squares cut into strips, each by torch's kernel or by oneDNN's products.
+"""Softmax attention of tiles on a CPU: squares cut into strips, each by torch's kernel or by
+oneDNN's products.
 
-torch's kernel computes all that a mask hides within its step over keys. So squares that it does not take whole are
-halved until one step holds them, and then cut into strips. The forward takes strips of rows, each with all the keys
-that its queries see: a row is written once and not merged with itself. The backward takes strips of columns, so that dk
-and dv of a key are complete at once.
+torch's kernel computes all that a mask hides within its step over keys. So squares that it does not
+take whole are halved until one step holds them, and then cut into strips. The forward takes strips
+of rows, each with all the keys that its queries see: a row is written once and not merged with
+itself. The backward takes strips of columns, so that dk and dv of a key are complete at once.
 
-oneDNN's products take large strips where they are faster than MKL's in torch's kernel. A block of scores stays in the
-second cache while it is made, exponentiated and used. Exponentials are powers of two: torch's ``exp`` is MKL's too, and
-takes four times as long as its ``exp2`` on AMD's processors.
+oneDNN's products take large strips where they are faster than MKL's in torch's kernel. A block of
+scores stays in the second cache while it is made, exponentiated and used. Exponentials are powers
+of two: torch's ``exp`` is MKL's too, and takes four times as long as its ``exp2`` on AMD's
+processors.
 
-Shapes as in ``kernels.blocks``; of functions of a strip q, dout and out ``[B, H, T, D]``, k and v ``[B, K, S, D]``, lse
-``[B, H, T]``, mask ``[T, S]``, all float32 or wider.
+Shapes as in ``kernels.blocks``; of functions of a strip q, dout and out ``[B, H, T, D]``, k and v
+``[B, K, S, D]``, lse ``[B, H, T]``, mask ``[T, S]``, all float32 or wider.
 """
 
 import math
@@ -33,27 +35,32 @@ Part = tuple[slice, slice, bool, Tensor | None]  # rows, columns, causal, mask
 LARGE = 1 << 16
 """Numbers of q that earn a call of their own."""
 ROWS, WIDE, BLOCK = 192, 7 * 192, 1 << 18
-"""Queries, keys and most scores of a block: 1 MiB. A product sums one after the other: gradients of keys that sum more
-queries at once are off by more than one process's (tests/parallel/context/test_executor.py). A forward sums none."""
+"""Queries, keys and most scores of a block: 1 MiB. A product sums one after the other: gradients of
+keys that sum more queries at once are off by more than one process's
+(tests/parallel/context/test_executor.py). A forward sums none."""
 LEAST_WORK = 1 << 22
 """Scores times channels of a head below which Python's calls take longer than what they call."""
 NARROWEST = 32
 """Channels of a head below which there is nothing to gain."""
 GRAIN, EARNED = 64, 1_000_000
-"""Rows and columns that are multiples of the first come again. oneDNN compiles each other shape, 0.5 ms a product, and
-keeps the last 1,024, 0.7 GB at most: scores of all heads below the second, as of short documents of any lengths, do not
-earn that."""
+"""Rows and columns that are multiples of the first come again. oneDNN compiles each other shape,
+0.5 ms a product, and keeps the last 1,024, 0.7 GB at most: scores of all heads below the second, as
+of short documents of any lengths, do not earn that."""
 LOG2_E = math.log2(math.e)
 
 
 class Strips(NamedTuple):
-    """Sizes of strips, in tokens; ``square`` is the kernel's step over keys, in each of which a row must see some."""
+    """Sizes of strips, in tokens; ``square`` is the kernel's step over keys, in each of which a row
+    must see some.
+    """
 
     square: int
     rows: int
     columns: int
 
-    def attend_(self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
+    def attend_(
+        self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
+    ) -> None:
         """Fold the attention of these tiles into running results, in place."""
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
         q, k, v = heads_first(q, *keys)
@@ -63,17 +70,23 @@ class Strips(NamedTuple):
                 at_keys = k[:, groups, columns], v[:, groups, columns]
                 part = strip_forward(q[:, heads, rows], *at_keys, causal, scale, mask)
                 total = out[:, heads, rows], lse[:, heads, rows]
-                if total[1].max() == -torch.inf:  # the rows' first keys: to merge with nothing costs twice the time
+                if (
+                    total[1].max() == -torch.inf
+                ):  # the rows' first keys: to merge with nothing costs twice the time
                     total[0].copy_(part[0])
                     total[1].copy_(part[1])
                 else:
                     merge_(*total, *part)
 
-    def add_gradients_(self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
+    def add_gradients_(
+        self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float
+    ) -> None:
         """Add the gradients through these tiles to (dq, dk, dv), in place."""
         dq, dk, dv = (x.transpose(1, 2) for x in sums)
         rows, keys = Rows(*heads_first(*rows)), Keys(*heads_first(*keys))
-        for tokens, columns, causal, mask in self._parts(rows.q, keys.k, tiles, rows.lse.dtype, by_rows=False):
+        for tokens, columns, causal, mask in self._parts(
+            rows.q, keys.k, tiles, rows.lse.dtype, by_rows=False
+        ):
             for heads, groups in self._heads(rows.q[:, :, tokens], keys.k[:, :, columns]):
                 at_rows, at_keys = (slice(None), heads, tokens), (slice(None), groups, columns)
                 blocks = Rows(*(x[at_rows] for x in rows)), Keys(*(x[at_keys] for x in keys))
@@ -83,18 +96,25 @@ class Strips(NamedTuple):
                 dv[at_keys].add_(parts[2])
 
     def _heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yield heads to take together and their groups of keys: what comes back of all heads is as large as q."""
+        """Yield heads to take together and their groups of keys: what comes back of all heads is as
+        large as q.
+        """
         groups, each = k.shape[1], q.shape[1] // k.shape[1]
         if q[:, :each].numel() < LARGE or not suits(q[:, :each], k[:, :1]):
             groups, each = 1, q.shape[1]
         for group in range(groups):
-            yield slice(each * group, each * (group + 1)), slice(group, group + 1) if groups > 1 else slice(None)
+            yield (
+                slice(each * group, each * (group + 1)),
+                slice(group, group + 1) if groups > 1 else slice(None),
+            )
 
     def _parts(
         self, q: Tensor, k: Tensor, tiles: Sequence[Tile], dtype: torch.dtype, *, by_rows: bool
     ) -> Iterator[Part]:
         for tile in tiles:
-            if tile.kind == CAUSAL and suits(q[:, :, tile.q], k[:, :, tile.k]):  # from head to head, however large
+            if tile.kind == CAUSAL and suits(
+                q[:, :, tile.q], k[:, :, tile.k]
+            ):  # from head to head, however large
                 yield tile.q, tile.k, True, None
             else:
                 yield from self.parts([tile], dtype, by_rows=by_rows)
@@ -110,12 +130,18 @@ class Strips(NamedTuple):
                 other = (0, cut[1]) if (tile.kind == CAUSAL) == by_rows else (cut[0], side)
                 rows, columns = (cut, other) if by_rows else (other, cut)
                 causal = tile.kind == CAUSAL and rows[0] == columns[0]
-                mask = None if causal else triangle(tile.kind, self.square, dtype)[slice(*rows), slice(*columns)]
+                mask = (
+                    None
+                    if causal
+                    else triangle(tile.kind, self.square, dtype)[slice(*rows), slice(*columns)]
+                )
                 yield _moved(tile.q, rows), _moved(tile.k, columns), causal, mask
 
 
 def _cuts(side: int, step: int) -> list[int]:
-    """Return where to cut ``side`` tokens into strips of ``step``; the last has half to one and a half of it."""
+    """Return where to cut ``side`` tokens into strips of ``step``; the last has half to one and a
+    half of it.
+    """
     return [*range(0, max(1, side - step // 2), step), side]
 
 
@@ -134,16 +160,22 @@ def triangle(kind: str, side: int, dtype: torch.dtype) -> Tensor:
 def strip_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a strip, whose additive ``mask`` may be None; causal, T may exceed S (aligned top left)."""
+    """Return out and lse of a strip, whose additive ``mask`` may be None; causal, T may exceed S
+    (aligned top left).
+    """
     # Widen bfloat16 first: the kernel would round each partial result, and their sum must be exact.
     wide = accum_dtype(q.dtype)
     q, k, v = (x.to(wide) for x in (q, k, v))
     if suits(q, k):
         return onednn_forward(q, k, v, causal, scale, mask)
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
 
 
-def strip_backward(rows: Rows, keys: Keys, causal: bool, scale: float, mask: Tensor | None) -> Gradients:
+def strip_backward(
+    rows: Rows, keys: Keys, causal: bool, scale: float, mask: Tensor | None
+) -> Gradients:
     """Return dq, dk and dv through a strip; arguments as of ``strip_forward``."""
     wide = accum_dtype(rows.q.dtype)
     rows, keys = Rows(*(x.to(wide) for x in rows)), Keys(*(x.to(wide) for x in keys))
@@ -156,16 +188,20 @@ def strip_backward(rows: Rows, keys: Keys, causal: bool, scale: float, mask: Ten
 
 
 def is_faster(dtype: torch.dtype) -> bool:
-    """Return whether large strips of q, k and v of this dtype are faster here; their results are float32 or wider.
+    """Return whether large strips of q, k and v of this dtype are faster here; their results are
+    float32 or wider.
 
-    With several threads they are not: torch's kernel gives each its heads, and these would meet after every operator.
+    With several threads they are not: torch's kernel gives each its heads, and these would meet
+    after every operator.
     """
     alone = torch.get_num_threads() == 1
     return operators.ONEDNN and alone and accum_dtype(dtype) == torch.float32
 
 
 def suits(q: Tensor, k: Tensor) -> bool:
-    """Return whether oneDNN's products take a strip of these q and k, float32 or wider, rather than torch's kernel."""
+    """Return whether oneDNN's products take a strip of these q and k, float32 or wider, rather than
+    torch's kernel.
+    """
     rows, width, columns = *q.shape[2:], k.shape[2]
     earned = not (rows % GRAIN or columns % GRAIN) or q.shape[:3].numel() * columns >= EARNED
     if not earned or width < NARROWEST:
@@ -176,7 +212,9 @@ def suits(q: Tensor, k: Tensor) -> bool:
 def onednn_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of the queries over these keys; arguments as of ``strip_forward``, in float32."""
+    """Return out and lse of the queries over these keys; arguments as of ``strip_forward``, in
+    float32.
+    """
     (batch, heads, rows, width), columns = q.shape, k.shape[2]
     out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
     lse = q.new_empty(batch, heads, rows)
@@ -185,7 +223,9 @@ def onednn_forward(
     hide = _mask(causal, mask, q.dtype)
     for b, h, group in _heads(q, k):
         queries, keys = (q[b, h] * (scale * LOG2_E)).contiguous(), k[b, group].contiguous()
-        values = v[b, group].contiguous().t()  # with gaps between its rows a product takes a thousand times as long
+        values = (
+            v[b, group].contiguous().t()
+        )  # with gaps between its rows a product takes a thousand times as long
         for at, seen in blocks:
             most, total, parts = list[Tensor](), list[Tensor](), list[Tensor]()
             for to in seen:
@@ -206,11 +246,13 @@ def onednn_forward(
     return out, lse
 
 
-def onednn_backward(rows: Rows, keys: Keys, causal: bool, scale: float, mask: Tensor | None) -> Gradients:
+def onednn_backward(
+    rows: Rows, keys: Keys, causal: bool, scale: float, mask: Tensor | None
+) -> Gradients:
     """Return dq, dk and dv through these keys.
 
-    Blocks have keys before queries, so that a row's lse, and its sum of dout * out, are biases, which oneDNN adds on
-    its way.
+    Blocks have keys before queries, so that a row's lse, and its sum of dout * out, are biases,
+    which oneDNN adds on its way.
     """
     q, dout, out, lse = rows
     k, v = keys
@@ -243,8 +285,12 @@ def onednn_backward(rows: Rows, keys: Keys, causal: bool, scale: float, mask: Te
     return dq, dk, dv
 
 
-def _blocks(rows: int, columns: int, causal: bool, most_rows: int = ROWS) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield blocks of rows, each with those of the keys that it sees; of few shapes, but for the last."""
+def _blocks(
+    rows: int, columns: int, causal: bool, most_rows: int = ROWS
+) -> Iterator[tuple[slice, list[slice]]]:
+    """Yield blocks of rows, each with those of the keys that it sees; of few shapes, but for the
+    last.
+    """
     for start in range(0, rows, most_rows):
         stop = min(start + most_rows, rows)
         last = min(stop, columns) if causal else columns

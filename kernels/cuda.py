@@ -1,11 +1,13 @@
-"""Many small tiles packed into one launch of a GPU's kernel; kernels padded to their widths, and their fallbacks.
+"""Many small tiles packed into one launch of a GPU's kernel; kernels padded to their widths, and
+their fallbacks.
 
-A launch of packed tiles takes all CAUSAL and ANTI tiles, another all FULL ones. An ANTI tile is a CAUSAL one whose rows
-and columns are packed last to first. Rows are copied only if they do not lie in order already. Results go back in
-passes: no row and no column appears twice in a pass, so nothing depends on the order in which a device's threads add.
+A launch of packed tiles takes all CAUSAL and ANTI tiles, another all FULL ones. An ANTI tile is a
+CAUSAL one whose rows and columns are packed last to first. Rows are copied only if they do not lie
+in order already. Results go back in passes: no row and no column appears twice in a pass, so
+nothing depends on the order in which a device's threads add.
 
-Shapes as in ``kernels.attention``; packed, R rows and C columns of all tiles of a launch: q, dout, out ``[R, H, D]``; k
-and v ``[C, K, D]``, H a multiple of K; lse ``[R, H]``.
+Shapes as in ``kernels.attention``; packed, R rows and C columns of all tiles of a launch: q, dout,
+out ``[R, H, D]``; k and v ``[C, K, D]``, H a multiple of K; lse ``[R, H]``.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,13 +38,17 @@ from runtime.tensors import cached_on_device, to_device
 Kernel = tuple[Callable[..., Any], Callable[..., Any]]
 """A forward and its backward."""
 SMALL = 1 << 20
-"""Most pairs of a tile that shares a launch; a larger one keeps a device busy alone, and copies no rows."""
+"""Most pairs of a tile that shares a launch; a larger one keeps a device busy alone, and copies no
+rows.
+"""
 
 Index = slice | Tensor  # int64
 
 
 class Lengths(NamedTuple):
-    """Starts of packed tiles: int32 ``[n + 1]``, 0 first and the total last; and the most rows and columns of one."""
+    """Starts of packed tiles: int32 ``[n + 1]``, 0 first and the total last; and the most rows and
+    columns of one.
+    """
 
     rows: Tensor
     columns: Tensor
@@ -70,9 +76,14 @@ class Launch(NamedTuple):
 
 
 def with_fallback(
-    name: str, said: str, takes: Callable[[Tensor, Tensor], bool], kernel: Kernel, other: Kernel | None
+    name: str,
+    said: str,
+    takes: Callable[[Tensor, Tensor], bool],
+    kernel: Kernel,
+    other: Kernel | None,
 ) -> Kernel:
-    """Return a forward and a backward that take a kernel where it takes the shape, and elsewhere the other's.
+    """Return a forward and a backward that take a kernel where it takes the shape, and elsewhere
+    the other's.
 
     Raises, when called: UserError, the shape is not this kernel's and there is no other.
     """
@@ -97,7 +108,8 @@ def with_fallback(
 
 
 def pad_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
-    """Return a kernel's forward and backward for heads of any width, padded to a multiple of 8, which GPUs' take.
+    """Return a kernel's forward and backward for heads of any width, padded to a multiple of 8,
+    which GPUs' take.
 
     Channels of zeros add nothing to a score; the scale is given and stays.
     """
@@ -120,13 +132,19 @@ def pad_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kern
 
 @dataclass(frozen=True)
 class Packed:
-    """A kernel: forward (q, k, v, lengths, causal, scale), and backward (rows, keys, lengths, causal, scale)."""
+    """A kernel: forward (q, k, v, lengths, causal, scale), and backward (rows, keys, lengths,
+    causal, scale).
+    """
 
     forward: Callable[[Tensor, Tensor, Tensor, Lengths, bool, float], tuple[Tensor, Tensor]]
     backward: Callable[[Rows, Keys, Lengths, bool, float], Gradients]
 
-    def attend_(self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
-        """Fold the attention of these tiles into running results, in place; ``out`` and ``lse`` are contiguous."""
+    def attend_(
+        self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
+    ) -> None:
+        """Fold the attention of these tiles into running results, in place; ``out`` and ``lse`` are
+        contiguous.
+        """
         made = launches(tiles, q, keys.k)
         q, k, v = (in_one_piece(x).flatten(0, 1) for x in (q, *keys))
         out, lse = (x.view(-1, *x.shape[2:]) for x in (out, lse))
@@ -140,11 +158,15 @@ class Packed:
                     out.index_copy_(0, step.rows, rows_out)
                     lse.index_copy_(0, step.rows, rows_lse)
 
-    def add_gradients_(self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
+    def add_gradients_(
+        self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float
+    ) -> None:
         """Add the gradients through these tiles to (dq, dk, dv), in place; they are contiguous."""
         made = launches(tiles, rows.q, keys.k)
         dq, dk, dv = (x.view(-1, *x.shape[2:]) for x in sums)
-        flat_rows, flat_keys = ([in_one_piece(x).flatten(0, 1) for x in given] for given in (rows, keys))
+        flat_rows, flat_keys = (
+            [in_one_piece(x).flatten(0, 1) for x in given] for given in (rows, keys)
+        )
         for launch in made:
             packed_rows = Rows(*(_select(x, launch.rows) for x in flat_rows))
             packed_keys = Keys(*(_select(x, launch.columns) for x in flat_keys))
@@ -158,26 +180,36 @@ class Packed:
 def split_by_size(tiles: Sequence[Tile]) -> tuple[Sequence[Tile], Sequence[Tile]]:
     """Return the tiles that share launches, and those that take one each."""
     small = [tile for tile in tiles if tile.pairs <= SMALL]
-    return (small, [tile for tile in tiles if tile.pairs > SMALL]) if len(small) > 1 else ((), tiles)
+    return (
+        (small, [tile for tile in tiles if tile.pairs > SMALL]) if len(small) > 1 else ((), tiles)
+    )
 
 
 def launches(tiles: Sequence[Tile], q: Tensor, k: Tensor) -> tuple[Launch, ...]:
-    """Pack the tiles of queries ``[B, T, ...]`` and keys ``[B, S, ...]``, the same in each of the sequences.
+    """Pack the tiles of queries ``[B, T, ...]`` and keys ``[B, S, ...]``, the same in each of the
+    sequences.
 
     What was made is kept: all layers, and their backward, ask for the same.
     """
     return _launches(as_numbers(tiles), *q.shape[:2], k.shape[1], q.device)
 
 
-@cached_on_device(256)  # each round of a micro-batch asks for its own, up to as many as there are ranks
+@cached_on_device(
+    256
+)  # each round of a micro-batch asks for its own, up to as many as there are ranks
 def _launches(
     tiles: tuple[TileNumbers, ...], batch: int, rows: int, columns: int, device: torch.device
 ) -> tuple[Launch, ...]:
-    groups = [tile for tile in tiles if tile[4] != FULL], [tile for tile in tiles if tile[4] == FULL]
+    groups = (
+        [tile for tile in tiles if tile[4] != FULL],
+        [tile for tile in tiles if tile[4] == FULL],
+    )
     return tuple(_launch(group, batch, rows, columns, device) for group in groups if group)
 
 
-def _launch(tiles: list[TileNumbers], batch: int, rows: int, columns: int, device: torch.device) -> Launch:
+def _launch(
+    tiles: list[TileNumbers], batch: int, rows: int, columns: int, device: torch.device
+) -> Launch:
     passes = [
         [
             (q0 + b * rows, q1 + b * rows, k0 + b * columns, k1 + b * columns, kind)
@@ -191,14 +223,20 @@ def _launch(tiles: list[TileNumbers], batch: int, rows: int, columns: int, devic
     by_column = [_run(k0, k1, kind) for _, _, k0, k1, kind in ordered]
     row_starts, column_starts = (np.cumsum([0, *map(len, runs)]) for runs in (by_row, by_column))
     host = [row_starts, column_starts, np.concatenate(by_row), np.concatenate(by_column)]
-    moved = to_device(torch.from_numpy(np.concatenate(host)), device).split([len(x) for x in host])  # one copy
-    lengths = Lengths(moved[0].int(), moved[1].int(), max(map(len, by_row)), max(map(len, by_column)))
+    moved = to_device(torch.from_numpy(np.concatenate(host)), device).split(
+        [len(x) for x in host]
+    )  # one copy
+    lengths = Lengths(
+        moved[0].int(), moved[1].int(), max(map(len, by_row)), max(map(len, by_column))
+    )
     ends = np.cumsum([0, *map(len, passes)])
     steps = []
     for first, last in pairwise(ends):
         part = slice(int(row_starts[first]), int(row_starts[last]))
         other = slice(int(column_starts[first]), int(column_starts[last]))
-        steps.append(Pass(part, _index(host[2], moved[2], part), other, _index(host[3], moved[3], other)))
+        steps.append(
+            Pass(part, _index(host[2], moved[2], part), other, _index(host[3], moved[3], other))
+        )
     everything = slice(0, None)
     return Launch(
         _index(host[2], moved[2], everything),
@@ -211,10 +249,14 @@ def _launch(tiles: list[TileNumbers], batch: int, rows: int, columns: int, devic
 
 def _apart(tiles: list[TileNumbers], rows: int, columns: int) -> list[list[TileNumbers]]:
     """Split tiles into passes in which no row and no column appears twice."""
-    passes: list[tuple[list[TileNumbers], np.ndarray, np.ndarray]] = []  # members, rows and columns in use
+    passes: list[
+        tuple[list[TileNumbers], np.ndarray, np.ndarray]
+    ] = []  # members, rows and columns in use
     for tile in tiles:
         q, k = slice(*tile[:2]), slice(*tile[2:4])
-        found = next((some for some in passes if not some[1][q].any() and not some[2][k].any()), None)
+        found = next(
+            (some for some in passes if not some[1][q].any() and not some[2][k].any()), None
+        )
         if found is None:
             found = [], np.zeros(rows, dtype=bool), np.zeros(columns, dtype=bool)
             passes.append(found)

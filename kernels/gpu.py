@@ -16,7 +16,9 @@ Family = Literal["", "hopper", "h20", "blackwell"]
 
 
 class Gpu(NamedTuple):
-    """This process's GPU and its cuDNN: the one loaded, and the one that came with torch, 0 if none; torch's name."""
+    """This process's GPU and its cuDNN: the one loaded, and the one that came with torch, 0 if
+    none; torch's name.
+    """
 
     capability: tuple[int, int] = (0, 0)
     cudnn: int = 0
@@ -36,11 +38,18 @@ def gpu() -> Gpu:
     """Detect this process's GPU; once, as it cannot change."""
     if not torch.cuda.is_available():
         return Gpu()
-    return Gpu(torch.cuda.get_device_capability(), loaded_cudnn(), bundled_cudnn(), torch.cuda.get_device_name())
+    return Gpu(
+        torch.cuda.get_device_capability(),
+        loaded_cudnn(),
+        bundled_cudnn(),
+        torch.cuda.get_device_name(),
+    )
 
 
 def bundled_cudnn() -> int:
-    """Return the version of the cuDNN package that torch asks for, as it is installed; 0 if there is none."""
+    """Return the version of the cuDNN package that torch asks for, as it is installed; 0 if there
+    is none.
+    """
     try:
         asked = [re.match(r"nvidia-cudnn-cu\d+", line) for line in metadata.requires("torch") or ()]
         found = [metadata.version(name[0]) for name in asked if name]

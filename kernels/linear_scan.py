@@ -18,9 +18,13 @@ class Chunks:
     """Assignment of tokens to chunks; no chunk spans two documents."""
 
     index: Tensor | None
-    """Token at each place [N * C], arbitrary at empty places; None if all places are filled in order."""
+    """Token at each place [N * C], arbitrary at empty places; None if all places are filled in
+    order.
+    """
     places: Tensor | None
-    """Place of each token [T]; None as above. A mask instead would force a GPU sync to count its entries."""
+    """Place of each token [T]; None as above. A mask instead would force a GPU sync to count its
+    entries.
+    """
     lengths: Tensor
     """Tokens per chunk [N]."""
     begins: tuple[bool, ...]
@@ -29,7 +33,9 @@ class Chunks:
 
 @cached_on_device(64)  # packed documents differ from batch to batch
 def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.device) -> Chunks:
-    """Chunk packed documents of these cumulative lengths; by default one document of ``length`` tokens."""
+    """Chunk packed documents of these cumulative lengths; by default one document of ``length``
+    tokens.
+    """
     bounds = documents or (0, length)
     starts, lengths, begins = [], [], []
     for first, end in pairwise(bounds):
@@ -40,9 +46,16 @@ def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.devi
     counts = torch.tensor(lengths)
     if all(count == SCAN_CHUNK for count in lengths):
         return Chunks(None, None, to_device(counts, device), tuple(begins))
-    index = (torch.tensor(starts)[:, None] + torch.arange(SCAN_CHUNK)).clamp(max=length - 1).flatten()
+    index = (
+        (torch.tensor(starts)[:, None] + torch.arange(SCAN_CHUNK)).clamp(max=length - 1).flatten()
+    )
     places = (torch.arange(SCAN_CHUNK) < counts[:, None]).flatten().nonzero().flatten()
-    return Chunks(to_device(index, device), to_device(places, device), to_device(counts, device), tuple(begins))
+    return Chunks(
+        to_device(index, device),
+        to_device(places, device),
+        to_device(counts, device),
+        tuple(begins),
+    )
 
 
 def scan(
@@ -58,12 +71,14 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """Scan the tokens, from an incoming state.
 
-    Forwards, a token reads a state that includes its own key and value. Backwards (``reverse``), time is mirrored:
-    ``state`` is the gradient of the state after the last token, final that of the state before the first.
+    Forwards, a token reads a state that includes its own key and value. Backwards (``reverse``),
+    time is mirrored: ``state`` is the gradient of the state after the last token, final that of the
+    state before the first.
 
     Returns:
-        out ``[B, T, H, E]``, empty if q is None, and final ``[B, H, D, E]`` in float32 or wider. out may be in v's
-        dtype but with ``wide``, so that more can be added to it; here it always is in float32 or wider.
+        out ``[B, T, H, E]``, empty if q is None, and final ``[B, H, D, E]`` in float32 or wider.
+        out may be in v's dtype but with ``wide``, so that more can be added to it; here it always
+        is in float32 or wider.
     """
     dtype = accum_dtype(k.dtype)
     chunks = chunks_of(k.shape[1], None if documents is None else tuple(documents), k.device)
@@ -100,7 +115,9 @@ def _chunked(x: Tensor, chunks: Chunks, dtype: torch.dtype) -> Tensor:
 
 
 def _power(rates: Tensor, exponents: Tensor) -> Tensor:
-    """Return decay^exponent [N, H, C, 1] for exponents [N, C] >= 0: a single exponential, which cannot overflow."""
+    """Return decay^exponent [N, H, C, 1] for exponents [N, C] >= 0: a single exponential, which
+    cannot overflow.
+    """
     return (rates[:, None] * exponents[:, None, :]).exp()[..., None]
 
 

@@ -1,4 +1,5 @@
-"""Summed cross entropy, and functions of rows chunk by chunk, with little memory beyond what they are given.
+"""Summed cross entropy, and functions of rows chunk by chunk, with little memory beyond what they
+are given.
 
 Shapes: N rows (tokens), C their width, V vocabulary entries.
 """
@@ -29,20 +30,22 @@ def cross_entropy_sum(
 ) -> tuple[Tensor, Tensor]:
     """Sum -log softmax(logits)[label] over tokens, and count the tokens.
 
-    Computed in float32 (float64 for float64 logits), a chunk of rows at a time: between forward and backward only the
-    logits themselves are kept at their size.
+    Computed in float32 (float64 for float64 logits), a chunk of rows at a time: between forward and
+    backward only the logits themselves are kept at their size.
 
     Args:
         logits: ``[..., V]``, any floating dtype.
-        labels: ``[...]``, integers in [0, V), or ignore_index for a token without loss and gradient.
-        split: given if these logits are of some entries only; collective then, with the same labels on all ranks.
+        labels: ``[...]``, integers in [0, V), or ignore_index for a token without loss and
+            gradient.
+        split: given if these logits are of some entries only; collective then, with the same labels
+            on all ranks.
 
     Returns:
         loss_sum, a float32 (float64) scalar, differentiable once, and valid_count, an int64 scalar.
 
     Raises:
-        ValueError: the shapes do not match. A label out of range is an IndexError on the CPU and a device-side
-            assertion on CUDA.
+        ValueError: the shapes do not match. A label out of range is an IndexError on the CPU and a
+            device-side assertion on CUDA.
     """
     if logits.shape[:-1] != labels.shape:
         shapes = tuple(labels.shape), tuple(logits.shape[:-1])
@@ -59,11 +62,17 @@ def _row_chunks(logits: Tensor) -> Iterator[slice]:
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, split: Split | None) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, split: Split | None
+    ) -> Tensor:
         dtype = accum_dtype(logits.dtype)
         first, group = split or (0, None)
         valid = labels != ignore_index  # [N]
-        here = valid if split is None else valid & (labels >= first) & (labels < first + logits.shape[1])
+        here = (
+            valid
+            if split is None
+            else valid & (labels >= first) & (labels < first + logits.shape[1])
+        )
         column = (labels - first).where(here, 0)
         lse = torch.empty(labels.shape, dtype=dtype, device=logits.device)
         for rows in _row_chunks(logits):
@@ -72,7 +81,9 @@ class _CrossEntropySum(torch.autograd.Function):
         if split is not None:  # so far of these entries alone
             largest = lse.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            sums = torch.stack(((lse - largest).exp(), chosen.where(here, 0)))  # [2, N]: one message for both
+            sums = torch.stack(
+                ((lse - largest).exp(), chosen.where(here, 0))
+            )  # [2, N]: one message for both
             dist.all_reduce(sums, group=group)
             lse, chosen = largest + sums[0].log(), sums[1]
         ctx.save_for_backward(logits, column, here, valid, lse)
@@ -96,11 +107,13 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def over_chunks(fn: OfRows, x: Tensor, size: int, parameters: Sequence[Tensor]) -> Tensor:
-    """Apply fn to x [N, C], ``size`` rows at a time (Liu & Abbeel 2023); return the results stacked [N, ...].
+    """Apply fn to x [N, C], ``size`` rows at a time (Liu & Abbeel 2023); return the results stacked
+    [N, ...].
 
-    Only x is kept between forward and backward; the backward recomputes each chunk, so that the activations of one
-    chunk exist at a time. Parameter gradients accumulate in float32 or wider and are rounded once: autograd would round
-    every partial sum of a bfloat16 model. Differentiable once.
+    Only x is kept between forward and backward; the backward recomputes each chunk, so that the
+    activations of one chunk exist at a time. Parameter gradients accumulate in float32 or wider and
+    are rounded once: autograd would round every partial sum of a bfloat16 model. Differentiable
+    once.
 
     Args:
         fn: the same deterministic function of each row (no dropout).
@@ -110,10 +123,12 @@ def over_chunks(fn: OfRows, x: Tensor, size: int, parameters: Sequence[Tensor]) 
 
 
 def sum_over_chunks(fn: OfRows, x: Tensor, size: int, parameters: Sequence[Tensor]) -> Tensor:
-    """Sum fn, which returns scalars, over x [N, C], ``size`` rows at a time; as ``over_chunks``, but computed once.
+    """Sum fn, which returns scalars, over x [N, C], ``size`` rows at a time; as ``over_chunks``,
+    but computed once.
 
-    A sum's gradient is known but for a factor: the forward computes it with each chunk, and keeps that of x in its
-    dtype and those of the parameters in float32 or wider (Hsu et al. 2024, Liger Kernel, linear cross entropy).
+    A sum's gradient is known but for a factor: the forward computes it with each chunk, and keeps
+    that of x in its dtype and those of the parameters in float32 or wider (Hsu et al. 2024, Liger
+    Kernel, linear cross entropy).
     """
     return _SumOverChunks.apply(fn, size, torch.is_grad_enabled(), x, *parameters)
 
@@ -135,10 +150,13 @@ class _Gradients:
     def add(self, fn: OfRows, x: Tensor, rows: slice, grad: Tensor | None = None) -> Tensor:
         """Compute a chunk and add its gradients, given its result's, or 1; return the result."""
         part = x[rows].detach().requires_grad_(self._dx is not None)
-        # Without hooks: a checkpoint around this would compute all again for each chunk that reads what it keeps.
+        # Without hooks: a checkpoint around this would compute all again for each chunk that reads
+        # what it keeps.
         with torch.enable_grad(), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
             out = fn(part, rows)
-        found = torch.autograd.grad(out, self._wanted if self._dx is None else [part, *self._wanted], grad)
+        found = torch.autograd.grad(
+            out, self._wanted if self._dx is None else [part, *self._wanted], grad
+        )
         if self._dx is not None:
             self._dx[rows], found = found[0], found[1:]
         if self._sums:
@@ -150,10 +168,14 @@ class _Gradients:
         return out.detach()
 
     def times(self, factor: Tensor | None = None) -> list[Tensor | None]:
-        """Return the gradients of x and of all parameters, in their dtypes; None for what needs none."""
+        """Return the gradients of x and of all parameters, in their dtypes; None for what needs
+        none.
+        """
         for one in (self._dx, *self._sums):
             if factor is not None and one is not None:
-                one.mul_(factor.reshape(1))  # of one dimension, else it is rounded to bfloat16 before
+                one.mul_(
+                    factor.reshape(1)
+                )  # of one dimension, else it is rounded to bfloat16 before
         totals = iter(total.to(p.dtype) for total, p in zip(self._sums, self._wanted, strict=True))
         return [self._dx, *(next(totals) if needed else None for needed in self._needed)]
 
@@ -185,7 +207,9 @@ class _OverChunks(torch.autograd.Function):
 
 class _SumOverChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, fn: OfRows, size: int, trains: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, fn: OfRows, size: int, trains: bool, x: Tensor, *parameters: Tensor
+    ) -> Tensor:
         if not trains or not any(ctx.needs_input_grad):
             return torch.stack([fn(x[rows], rows) for rows in _chunks(x, size)]).sum()
         ctx.gradients = _Gradients(x, parameters, ctx.needs_input_grad[3:])
@@ -195,6 +219,8 @@ class _SumOverChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of a sum over chunks are kept for one backward, and this is another")
+            raise RuntimeError(
+                "the gradients of a sum over chunks are kept for one backward, and this is another"
+            )
         found, ctx.gradients = ctx.gradients.times(grad), None
         return None, None, None, *found

@@ -1,7 +1,9 @@
-"""Operators of a model's layers: products of activations and weights, rotary positions, a feed-forward's gate.
+"""Operators of a model's layers: products of activations and weights, rotary positions, a
+feed-forward's gate.
 
-For products of float32 on a CPU torch takes MKL, which keeps to AVX2 on AMD's processors; oneDNN uses their AVX-512 and
-is about twice as fast there. The others are one launch each on a GPU, but under torch.compile, which fuses torch's own.
+For products of float32 on a CPU torch takes MKL, which keeps to AVX2 on AMD's processors; oneDNN
+uses their AVX-512 and is about twice as fast there. The others are one launch each on a GPU, but
+under torch.compile, which fuses torch's own.
 
 Shapes: N rows (tokens), I and O widths before and after a product.
 """
@@ -27,9 +29,14 @@ FEWEST_ROWS = 32
 
 
 def _takes_onednn() -> bool:
-    if TorchVersion(torch.__version__) < "2.13":  # which cannot part a backward of our own in two (zero bubble)
+    if (
+        TorchVersion(torch.__version__) < "2.13"
+    ):  # which cannot part a backward of our own in two (zero bubble)
         return False
-    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if (
+        not torch.backends.mkldnn.is_available()
+        or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    ):
         return False
     info = Path("/proc/cpuinfo")
     return info.exists() and "AuthenticAMD" in info.read_text(encoding="utf-8")
@@ -40,7 +47,9 @@ ONEDNN = _takes_onednn()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + b as ``torch.nn.functional.linear``: x ``[..., I]``, weight ``[O, I]``, bias ``[O]``."""
+    """Compute x W^T + b as ``torch.nn.functional.linear``: x ``[..., I]``, weight ``[O, I]``, bias
+    ``[O]``.
+    """
     if x.device.type != "cpu" or not ONEDNN or not _suits(x, weight):
         return F.linear(x, weight, bias)
     # In rows: oneDNN's operator returns a view of others, which nothing could be added to in place.
@@ -49,11 +58,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
     """Return whether these are plain tensors in float32, with enough rows."""
-    if (x.dtype, weight.dtype) != (torch.float32, torch.float32) or x.shape[:-1].numel() < FEWEST_ROWS:
+    if (x.dtype, weight.dtype) != (torch.float32, torch.float32) or x.shape[
+        :-1
+    ].numel() < FEWEST_ROWS:
         return False
     from torch.distributed.tensor import DTensor
 
-    return not (isinstance(x, DTensor) or isinstance(weight, DTensor) or torch.is_autocast_enabled("cpu"))
+    return not (
+        isinstance(x, DTensor) or isinstance(weight, DTensor) or torch.is_autocast_enabled("cpu")
+    )
 
 
 class _Linear(torch.autograd.Function):
@@ -92,7 +105,9 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Return the sum over rows of the outer products of grad ``[N, O]`` and x ``[N, I]``: ``[O, I]``."""
+    """Return the sum over rows of the outer products of grad ``[N, O]`` and x ``[N, I]``: ``[O,
+    I]``.
+    """
     turned = grad.shape[1] > x.shape[1]  # oneDNN is fastest where the result is wide
     left, right = (x, grad) if turned else (grad, x)
     found = product(left.t(), right.t())
@@ -110,13 +125,15 @@ if torch.backends.mkldnn.is_available():
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries or keys by their tokens' angles (Su et al. 2021), channels i and i + D/2 a pair.
+    """Rotate queries or keys by their tokens' angles (Su et al. 2021), channels i and i + D/2 a
+    pair.
 
-    On a GPU in one launch where Triton is there; torch takes eight, and 12 times as much memory traffic in bfloat16.
+    On a GPU in one launch where Triton is there; torch takes eight, and 12 times as much memory
+    traffic in bfloat16.
 
     Args:
-        x: ``[B, T, H, D]``.
-        cos, sin: ``[T, 1, D/2]``, ``[B, T, 1, D/2]`` or ``[1, T, 1, D/2]``, float32 or wider, in which it is computed.
+        x: ``[B, T, H, D]``. cos, sin: ``[T, 1, D/2]``, ``[B, T, 1, D/2]`` or ``[1, T, 1, D/2]``,
+        float32 or wider, in which it is computed.
 
     Returns:
         ``[B, T, H, D]`` in x's dtype.
@@ -171,16 +188,21 @@ Activation = Literal["silu", "gelu"]
 """gelu is its tanh form (Hendrycks & Gimpel 2016)."""
 ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "silu": (F.silu, torch.ops.aten.silu_backward.grad_input),
-    "gelu": (partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")),
+    "gelu": (
+        partial(F.gelu, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+    ),
 }
 """Each with its gradient, of that of its result and its input."""
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
-    """Return activation(gate) * up (Shazeer 2020, eq. 6) for gate and up of one shape and dtype; keep these two alone.
+    """Return activation(gate) * up (Shazeer 2020, eq. 6) for gate and up of one shape and dtype;
+    keep these two alone.
 
-    Differentiable once. Autograd would keep activation(gate) too, which the backward computes again. On a GPU in one
-    launch each way where Triton is there; torch takes two and three, and 1.7 and 1.8 times as much memory traffic.
+    Differentiable once. Autograd would keep activation(gate) too, which the backward computes
+    again. On a GPU in one launch each way where Triton is there; torch takes two and three, and 1.7
+    and 1.8 times as much memory traffic.
     """
     if torch.compiler.is_compiling():
         return ACTIVATIONS[activation][0](gate) * up

@@ -28,16 +28,19 @@ def linear_attention(
     documents: Sequence[int] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal linear attention of ``kernels.linear_attention``; differentiable in q, k, v and state.
+    """Compute causal linear attention of ``kernels.linear_attention``; differentiable in q, k, v
+    and state.
 
     Args:
         log_decay: log of each head's decay, H numbers <= 0.
         state: state before the first token, default zero; only tokens of the first document see it.
-        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets the state.
+        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets the
+            state.
         backend: as for ``kernels.linear_attention.select_linear_backend``.
 
     Returns:
-        out ``[B, T, H, E]`` in v's dtype, and the state after the last token (of the last document).
+        out ``[B, T, H, E]`` in v's dtype, and the state after the last token (of the last
+        document).
 
     Raises:
         ValueError: a decay outside (0, 1], or shapes that do not match.
@@ -51,7 +54,13 @@ def linear_attention(
 
 
 def _linear_forward(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, log_decay: Any, documents: Any, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    log_decay: Any,
+    documents: Any,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     out, final = scan_of(backend)(q, k, v, log_decay, state, documents)
     return out.to(v.dtype), final
@@ -63,7 +72,15 @@ def _linear_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
 
 
 def _linear_backward(
-    dout: Tensor, dfinal: Any, q: Tensor, k: Tensor, v: Tensor, state: Any, log_decay: Any, documents: Any, backend: str
+    dout: Tensor,
+    dfinal: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Any,
+    log_decay: Any,
+    documents: Any,
+    backend: str,
 ) -> tuple[Tensor, ...]:
     return linear.backward(scan_of(backend), dout, dfinal, q, k, v, log_decay, state, documents)
 
@@ -94,8 +111,10 @@ def delta_rule(
         v: ``[B, T, H, E]``, H = n K.
         g: log of the gates, <= 0: ``[B, T, H]``, or ``[B, T, H, D]`` with H = K.
         beta: ``[B, T, H]``, from 0 to 2.
-        state: state before the first token ``[B, H, D, E]``, default zero; only the first document sees it.
-        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets the state.
+        state: state before the first token ``[B, H, D, E]``, default zero; only the first document
+            sees it.
+        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets the
+            state.
         backend: as for ``kernels.delta.rule.select_delta_backend``.
 
     Returns:
@@ -106,10 +125,14 @@ def delta_rule(
         UserError: the backend does not exist.
     """
     rule.check((q, k, v, g, beta), state, documents)
-    name = rule.select_delta_backend(backend, q.device.type, q.dtype, per_channel=g.ndim == 4, width=q.shape[-1])
+    name = rule.select_delta_backend(
+        backend, q.device.type, q.dtype, per_channel=g.ndim == 4, width=q.shape[-1]
+    )
     if name == "reference":
         return reference.delta_rule(q, k, v, g, beta, state, documents=documents)
-    out, states = torch.ops.longmesh.delta_rule(q, k, v, rule.gates_with_resets(g, documents), beta, state, name)
+    out, states = torch.ops.longmesh.delta_rule(
+        q, k, v, rule.gates_with_resets(g, documents), beta, state, name
+    )
     return out, states[-1]
 
 
@@ -144,15 +167,18 @@ differentiable(
 def causal_convolution(
     x: Tensor, weight: Tensor, before: Tensor | None = None, documents: Sequence[int] | None = None
 ) -> Tensor:
-    """Compute ``out[t, c] = sum over i < K of weight[c, K - 1 - i] x[t - i, c]``; differentiable in all tensors.
+    """Compute ``out[t, c] = sum over i < K of weight[c, K - 1 - i] x[t - i, c]``; differentiable in
+    all tensors.
 
     Sums are in float32 or wider. There is no bias and no activation.
 
     Args:
         x: ``[B, T, C]``.
         weight: ``[C, K]``, the last of each row for the token itself.
-        before: the K - 1 tokens before the first, ``[B, K - 1, C]``, default zeros; only the first document sees them.
-        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); none sees the one before.
+        before: the K - 1 tokens before the first, ``[B, K - 1, C]``, default zeros; only the first
+            document sees them.
+        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); none sees the
+            one before.
 
     Returns:
         ``[B, T, C]`` in x's dtype.
@@ -164,7 +190,9 @@ def causal_convolution(
     batch, length, channels = x.shape
     gap = weight.shape[1] - 1
     if before is not None and before.shape != (batch, gap, channels):
-        raise ValueError(f"before has shape {tuple(before.shape)}; this x and weight make it {(batch, gap, channels)}")
+        raise ValueError(
+            f"before has shape {tuple(before.shape)}; this x and weight make it {(batch, gap, channels)}"
+        )
     linear.check_sequence(length, (), None, documents)
     if documents is None or len(documents) == 2:
         rows = F.pad(x, (0, 0, gap, 0)) if before is None else torch.cat((before.to(x.dtype), x), 1)
@@ -211,4 +239,6 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-_convolve.register_autograd(lambda ctx, dout: convolve_backward(dout, *ctx.saved_tensors), setup_context=_save)
+_convolve.register_autograd(
+    lambda ctx, dout: convolve_backward(dout, *ctx.saved_tensors), setup_context=_save
+)

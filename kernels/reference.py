@@ -1,7 +1,7 @@
 """Naive softmax and linear attention: the reference for every fast path.
 
-Shapes: B batch, T queries, S keys, H query heads, K key/value heads (H a multiple of K), D head width. Linear attention
-has one key head per query head, keys of width D and values of width E.
+Shapes: B batch, T queries, S keys, H query heads, K key/value heads (H a multiple of K), D head
+width. Linear attention has one key head per query head, keys of width D and values of width E.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ def attention(
     window: tuple[int | None, int | None] = (None, None),
     documents: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute softmax attention with all scores materialised, in the dtype of the inputs; differentiable.
+    """Compute softmax attention with all scores materialised, in the dtype of the inputs;
+    differentiable.
 
     Args:
         q: ``[B, T, H, D]``.
@@ -30,7 +31,8 @@ def attention(
         causal: query t sees keys 0..t.
         scale: factor of the scores; default 1 / sqrt(D).
         window: (behind, ahead); query t sees keys t - behind to t + ahead; None: no limit.
-        documents: cumulative lengths (0, l1, l1 + l2, ..., T); query t sees keys of its document alone.
+        documents: cumulative lengths (0, l1, l1 + l2, ..., T); query t sees keys of its document
+            alone.
 
     Returns:
         out ``[B, T, H, D]`` and lse ``[B, T, H]``, the log of each row's sum of exponentials.
@@ -54,7 +56,9 @@ def attention(
     return out.flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)  # lse [B, K, G, T] -> [B, T, H]
 
 
-def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def block_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute attention of one block in float32 or wider; shapes as in ``attention``."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return attention(q.to(wide), k.to(wide), v.to(wide), causal=causal, scale=scale)
@@ -67,7 +71,9 @@ def block_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradie
     groups = (k.shape[2], q.shape[2] // k.shape[2])
     scores = _scores(q, k, scale=scale)
     if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+        scores = scores.masked_fill(
+            torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf")
+        )
     probabilities = torch.exp(scores - _from_rows(lse, groups)[..., None])
     grouped_dout = dout.unflatten(2, groups)  # [B, T, K, G, D]
     delta = _from_rows((dout * out).sum(-1), groups)  # [B, K, G, T]
@@ -98,14 +104,17 @@ def linear_attention(
     *,
     documents: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute linear attention with all scores materialised, in the dtype of the inputs; differentiable.
+    """Compute linear attention with all scores materialised, in the dtype of the inputs;
+    differentiable.
 
     Arguments, results and shapes as in ``kernels.linear_attention.linear_attention``.
     """
     length = q.shape[1]
     bounds = torch.tensor(documents or (0, length), device=q.device)
     place = torch.arange(length, device=q.device)
-    rates = torch.tensor(log_decay, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)  # [H]
+    rates = torch.tensor(
+        log_decay, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
+    )  # [H]
 
     def decay(distance: Tensor, seen: Tensor) -> Tensor:
         """Return decay^distance [H, ...] of distances [...]; 0 where not ``seen``."""
@@ -122,7 +131,10 @@ def linear_attention(
     if state is not None:
         state = state.to(q.dtype)
         out = out + torch.einsum("bthd,bhde,ht->bthe", q, state, decay(place + 1, document == 0))
-        final = final + state * decay(torch.tensor(length, device=q.device), document[-1] == 0)[:, None, None]
+        final = (
+            final
+            + state * decay(torch.tensor(length, device=q.device), document[-1] == 0)[:, None, None]
+        )
     return out, final.to(rates.dtype)
 
 
@@ -136,7 +148,8 @@ def delta_rule(
     *,
     documents: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gated delta rule token by token, in the widest dtype of the inputs; differentiable.
+    """Compute the gated delta rule token by token, in the widest dtype of the inputs;
+    differentiable.
 
     Arguments, results and shapes as in ``kernels.delta.rule.delta_rule``.
     """
@@ -145,7 +158,9 @@ def delta_rule(
     q, k, v, g, beta = (x.to(widest) for x in (q, k, v, g, beta))
     q, k = (x.repeat_interleave(shared, 2) for x in (q, k))
     gates = (g if g.ndim == 4 else g[..., None]).exp()
-    running = k.new_zeros(*v.shape[:1], *k.shape[2:], v.shape[-1]) if state is None else state.to(q.dtype)
+    running = (
+        k.new_zeros(*v.shape[:1], *k.shape[2:], v.shape[-1]) if state is None else state.to(q.dtype)
+    )
     out = []
     for t in range(q.shape[1]):
         if t and t in (documents or ()):

@@ -129,7 +129,9 @@ class DecoderConfig(LoraConfig, ABC):
         for name in ("norm_epsilon", "init_method_std"):
             require(self, 0 < getattr(self, name) < math.inf, name, "it must be a number above 0")
         must = f"it must be a multiple of num_attention_heads {heads}; change either, or set kv_channels"
-        require(self, self.kv_channels is not None or self.hidden_size % heads == 0, "hidden_size", must)
+        require(
+            self, self.kv_channels is not None or self.hidden_size % heads == 0, "hidden_size", must
+        )
         require(
             self,
             heads % self.query_groups == 0,
@@ -231,7 +233,9 @@ class DecoderConfig(LoraConfig, ABC):
         if isinstance(attend, HybridAttention):
             return attend
         core: Any = attend
-        return HybridAttention(linear=core) if self.linear_attention else HybridAttention(softmax=core)
+        return (
+            HybridAttention(linear=core) if self.linear_attention else HybridAttention(softmax=core)
+        )
 
     def embedding_scale(self, dtype: torch.dtype) -> float | None:
         """Return the factor of embeddings of this dtype; None is 1."""
@@ -355,7 +359,9 @@ class DecoderConfig(LoraConfig, ABC):
             "position_embedding_type": self.positions,
             "max_position_embeddings": self.position_table,
         }
-        entries["rotary_base"] = RopeConfig.rotary_base  # in every checkpoint, also of families without rope
+        entries["rotary_base"] = (
+            RopeConfig.rotary_base
+        )  # in every checkpoint, also of families without rope
         if self.lora_rank is not None:
             targets = ",".join(self.adapted_linears())
             entries |= {

@@ -47,12 +47,14 @@ class Decoder(nn.Module):
     }
     STREAM = Stream(plain=False)
 
-    def __init__(self, config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> None:
+    def __init__(
+        self, config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None
+    ) -> None:
         """Build it.
 
         Args:
-            attend: the attention core: softmax or linear as the model, both for a hybrid; by default that of one
-                device.
+            attend: the attention core: softmax or linear as the model, both for a hybrid; by
+                default that of one device.
         """
         super().__init__()
         self.config = config
@@ -61,13 +63,19 @@ class Decoder(nn.Module):
         self.local_rope = config.local_rope  # once, not in every step
         width, table = config.hidden_size, config.position_table
         self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, width)
-        self.position_embedding: nn.Embedding | None = None if table is None else nn.Embedding(table, width)
+        self.position_embedding: nn.Embedding | None = (
+            None if table is None else nn.Embedding(table, width)
+        )
         self.sinusoids = config.added_positions()
         attends = config.cores(attend)
-        self.layers = nn.ModuleList(config.block(layer, attends) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            config.block(layer, attends) for layer in range(config.num_layers)
+        )
         self.norm: nn.Module | None = config.norm()
         untied = config.untie_embeddings_and_output_weights
-        self.output: nn.Linear | None = Linear(width, config.vocabulary, bias=False) if untied else None
+        self.output: nn.Linear | None = (
+            Linear(width, config.vocabulary, bias=False) if untied else None
+        )
 
     def forward(
         self,
@@ -125,7 +133,9 @@ class Decoder(nn.Module):
         if positions is None:
             table, length = self.config.position_table, tokens.shape[1]
             if table is not None and length > table:
-                raise ValueError(f"{length} tokens are more than max_position_embeddings {table}; give fewer")
+                raise ValueError(
+                    f"{length} tokens are more than max_position_embeddings {table}; give fewer"
+                )
             positions = torch.arange(length, device=tokens.device)
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)
         places = self.places(positions, x.dtype)
@@ -158,7 +168,9 @@ class Decoder(nn.Module):
 
     def project(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden states [..., C]."""
-        return self.output(hidden) if self.output is not None else linear(hidden, self.output_weight)
+        return (
+            self.output(hidden) if self.output is not None else linear(hidden, self.output_weight)
+        )
 
     def keep(self, layers: range) -> None:
         """Reduce the model to these layers; parameters keep their names.
@@ -186,7 +198,9 @@ class Decoder(nn.Module):
         """
         self.to(dtype)
         for name, module in self.named_modules():
-            if getattr(module, "full_precision", False) or (frozen and is_adapter(f"{name}.weight")):
+            if getattr(module, "full_precision", False) or (
+                frozen and is_adapter(f"{name}.weight")
+            ):
                 module.float()
 
     @torch.no_grad()
@@ -197,5 +211,7 @@ class Decoder(nn.Module):
         """
         for name, weight in self.named_parameters():
             if weight.is_meta:
-                raise ValueError(f"{name} is on the meta device; call to_empty(device=...) before init_weights")
+                raise ValueError(
+                    f"{name} is on the meta device; call to_empty(device=...) before init_weights"
+                )
             weight.copy_(initial_value(self, Beginning(name, weight.shape, seed)))

@@ -1,7 +1,9 @@
-"""Diffusion transformers with adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748), for images and video.
+"""Diffusion transformers with adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748), for images and
+video.
 
-Shapes: B samples, T patches, C width of the residual stream, P elements of a patch; latents have F frames, H height, W
-width. The elements of a patch, in inputs and outputs, are in the order frames, height, width, channels.
+Shapes: B samples, T patches, C width of the residual stream, P elements of a patch; latents have F
+frames, H height, W width. The elements of a patch, in inputs and outputs, are in the order frames,
+height, width, channels.
 """
 
 import math
@@ -24,33 +26,46 @@ FREQUENCIES = 256
 
 
 full_sdpa = partial(sdpa, causal=False)
-"""Attention of one device that holds all patches, which see each other: an ``Attend`` without windows or sinks."""
+"""Attention of one device that holds all patches, which see each other: an ``Attend`` without
+windows or sinks.
+"""
 
 
 def patchify(latents: Tensor, config: DiTConfig) -> Tensor:
-    """Cut latents [B, channels, (F,) H, W], any channels, into patches [B, T, P], row by row, frame by frame."""
+    """Cut latents [B, channels, (F,) H, W], any channels, into patches [B, T, P], row by row, frame
+    by frame.
+    """
     (frames, height, width), (pt, ph, pw) = config.patch_grid, config.patch_shape
-    x = latents.reshape(len(latents), -1, frames, pt, height, ph, width, pw)  # [B, channels, f, pt, h, ph, w, pw]
+    x = latents.reshape(
+        len(latents), -1, frames, pt, height, ph, width, pw
+    )  # [B, channels, f, pt, h, ph, w, pw]
     return x.permute(0, 2, 4, 6, 3, 5, 7, 1).flatten(4).flatten(1, 3)
 
 
 def unpatchify(patches: Tensor, config: DiTConfig) -> Tensor:
-    """Assemble all patches [B, T, P] to latents [B, channels, (F,) H, W]; P determines the channels."""
+    """Assemble all patches [B, T, P] to latents [B, channels, (F,) H, W]; P determines the
+    channels.
+    """
     x = patches.unflatten(1, config.patch_grid).unflatten(4, (*config.patch_shape, -1))
     x = x.permute(0, 7, 1, 4, 2, 5, 3, 6)  # [B, channels, f, pt, h, ph, w, pw]
     return x.reshape(len(x), -1, *config.latent_shape[1:])
 
 
 def position_embedding(positions: Tensor, config: DiTConfig) -> Tensor:
-    """Return sines and cosines [T, C] of patches' places in the grid, float64; positions [T] are global integers.
+    """Return sines and cosines [T, C] of patches' places in the grid, float64; positions [T] are
+    global integers.
 
-    Half of the channels encode the column and half the row, as the original's get_2d_sincos_pos_embed. For video the
-    first quarter encodes the frame and the rest is as for an image, as in diffusers' get_3d_sincos_pos_embed. Positions
-    beyond the grid (padding) take its last row or frame.
+    Half of the channels encode the column and half the row, as the original's
+    get_2d_sincos_pos_embed. For video the first quarter encodes the frame and the rest is as for an
+    image, as in diffusers' get_3d_sincos_pos_embed. Positions beyond the grid (padding) take its
+    last row or frame.
     """
     frames, height, width = config.patch_grid
     row = positions // width
-    axes = [(positions % width, width), (row % height if config.video else row.clamp(max=height - 1), height)]
+    axes = [
+        (positions % width, width),
+        (row % height if config.video else row.clamp(max=height - 1), height),
+    ]
     time = config.hidden_size // 4 if config.video else 0
     found = []
     if config.video:
@@ -63,7 +78,9 @@ def position_embedding(positions: Tensor, config: DiTConfig) -> Tensor:
 def _sines(size: int, channels: int, device: torch.device) -> Tensor:
     """Return [size, channels]: sin, then cos of i / 10000^(2 j / channels)."""
     steps = torch.arange(channels // 2, dtype=torch.float64, device=device)
-    angles = torch.outer(torch.arange(size, dtype=torch.float64, device=device), 10000 ** (-steps / (channels // 2)))
+    angles = torch.outer(
+        torch.arange(size, dtype=torch.float64, device=device), 10000 ** (-steps / (channels // 2))
+    )
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
@@ -75,7 +92,9 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(Linear(FREQUENCIES, hidden_size), nn.SiLU(), Linear(hidden_size, hidden_size))
+        self.mlp = nn.Sequential(
+            Linear(FREQUENCIES, hidden_size), nn.SiLU(), Linear(hidden_size, hidden_size)
+        )
 
     def forward(self, times: Tensor) -> Tensor:
         half = FREQUENCIES // 2
@@ -86,7 +105,9 @@ class TimeEmbedding(nn.Module):
 
 
 class Modulation(nn.Sequential):
-    """Conditions [B, C] -> shifts, scales and gates, [B, 1, C] each, or [1, T, C] where patch t is of sample[t]."""
+    """Conditions [B, C] -> shifts, scales and gates, [B, 1, C] each, or [1, T, C] where patch t is
+    of sample[t].
+    """
 
     INIT: ClassVar[Inits] = {"1": "zeros"}
     SPLIT: ClassVar[Splits] = {"1": "whole"}
@@ -99,7 +120,9 @@ class Modulation(nn.Sequential):
         found = super().forward(conditions)
         if sample is None:
             return found[:, None].chunk(self._parts, dim=-1)
-        wide = found.float()  # a row's gradient sums those of all its patches, which bfloat16 would soon cease to add
+        wide = (
+            found.float()
+        )  # a row's gradient sums those of all its patches, which bfloat16 would soon cease to add
         return wide[sample][None].to(found.dtype).chunk(self._parts, dim=-1)
 
 
@@ -125,8 +148,12 @@ class Block(nn.Module):
         self.mlp = MLP(width, config.ffn_size)
         self.adaLN_modulation = Modulation(width, 6)
 
-    def forward(self, x: Tensor, conditions: Tensor, mask: Any = None, sample: Tensor | None = None) -> Tensor:
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(conditions, sample)
+    def forward(
+        self, x: Tensor, conditions: Tensor, mask: Any = None, sample: Tensor | None = None
+    ) -> Tensor:
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(
+            conditions, sample
+        )
         x = x + gate * self.attention(modulate(self.attention_norm(x), shift, scale), None, mask)
         return x + mlp_gate * self.mlp(modulate(self.mlp_norm(x), mlp_shift, mlp_scale))
 
@@ -149,7 +176,8 @@ class FinalLayer(nn.Module):
 
 
 class DiT(nn.Module):
-    """Noisy patches -> the objective's prediction. Weights are undefined until init_weights or load_state_dict.
+    """Noisy patches -> the objective's prediction. Weights are undefined until init_weights or
+    load_state_dict.
 
     Modules that `keep` dropped are None.
     """
@@ -170,24 +198,33 @@ class DiT(nn.Module):
         self.layers = nn.ModuleList(Block(config, attend) for _ in range(config.num_layers))
         self.final_layer: FinalLayer | None = FinalLayer(config)
 
-    def forward(self, x: Tensor, positions: Tensor, times: Tensor, labels: Tensor, mask: Any = None) -> Tensor:
-        """Predict patches [B, T, out_width] from noisy patches [B, T, patch_width] at global positions [T].
+    def forward(
+        self, x: Tensor, positions: Tensor, times: Tensor, labels: Tensor, mask: Any = None
+    ) -> Tensor:
+        """Predict patches [B, T, out_width] from noisy patches [B, T, patch_width] at global
+        positions [T].
 
-        times [B] are numbers, labels [B] integers; label num_classes means none. A part that `keep` made takes hidden
-        states [B, T, C] of earlier layers instead of patches, and returns hidden states if layers follow. The mask of
-        the micro-batch is handed to every attention unseen (``model.parts.attention.Attend``).
+        times [B] are numbers, labels [B] integers; label num_classes means none. A part that `keep`
+        made takes hidden states [B, T, C] of earlier layers instead of patches, and returns hidden
+        states if layers follow. The mask of the micro-batch is handed to every attention unseen
+        (``model.parts.attention.Attend``).
 
-        Samples may be joined, one after the other: x is [1, T, ...] of B samples, and positions go on from each to the
-        next. Then the model's ``attend`` must keep them apart, as documents.
+        Samples may be joined, one after the other: x is [1, T, ...] of B samples, and positions go
+        on from each to the next. Then the model's ``attend`` must keep them apart, as documents.
 
         Raises:
             ValueError: x has neither one row nor a row for each of the times.
         """
         if len(x) not in (1, len(times)):
-            raise ValueError(f"x is of {len(x)} samples and times of {len(times)}; give one for each, or join all")
+            raise ValueError(
+                f"x is of {len(x)} samples and times of {len(times)}; give one for each, or join all"
+            )
         sample, patches = None, self.config.num_patches
         if len(x) != len(times):
-            sample, positions = (positions // patches).clamp(max=len(times) - 1), positions % patches
+            sample, positions = (
+                (positions // patches).clamp(max=len(times) - 1),
+                positions % patches,
+            )
         if self.x_embedder is not None:
             x = self.x_embedder(x.to(self.x_embedder.weight.dtype))
             x = x + position_embedding(positions, self.config).to(x.dtype)
@@ -209,8 +246,8 @@ class DiT(nn.Module):
     def keep(self, layers: range) -> None:
         """Reduce the model to these layers; parameters keep their names.
 
-        The patch embedding stays with the first layer, the final layer with the last, time and label embeddings with
-        every part.
+        The patch embedding stays with the first layer, the final layer with the last, time and
+        label embeddings with every part.
         """
         total = len(self.layers)
         drop_layers(self.layers, layers)
@@ -250,7 +287,8 @@ def multiply_adds(config: DiTConfig) -> int:
 
 
 def dit_flops_per_patch(config: DiTConfig) -> float:
-    """Return the FLOPs of training on one patch, forward and backward: 6 per multiply-add, which counts as two.
+    """Return the FLOPs of training on one patch, forward and backward: 6 per multiply-add, which
+    counts as two.
 
     Work done once per sample is divided among its patches.
     """

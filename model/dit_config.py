@@ -14,7 +14,9 @@ class DiTConfig:
     num_layers: int = 12
     """Transformer layers."""
     hidden_size: int = 384
-    """Width of the residual stream: a multiple of 4, and of 16 for video, between whose axes positions share it."""
+    """Width of the residual stream: a multiple of 4, and of 16 for video, between whose axes
+    positions share it.
+    """
     ffn_hidden_size: int | None = None
     """Width inside the feed-forward; by default 4 x hidden_size."""
     num_attention_heads: int = 6
@@ -44,26 +46,47 @@ class DiTConfig:
     alternating: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "latent_shape", tuple(self.latent_shape))  # TOML and the command line give lists
+        object.__setattr__(
+            self, "latent_shape", tuple(self.latent_shape)
+        )  # TOML and the command line give lists
         at_least(
-            self, 1, "num_layers", "hidden_size", "num_attention_heads", "patch_size", "patch_size_t", "num_classes"
+            self,
+            1,
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "patch_size",
+            "patch_size_t",
+            "num_classes",
         )
         ffn, heads, step = self.ffn_hidden_size, self.num_attention_heads, 16 if self.video else 4
-        require(self, ffn is None or ffn >= 1, "ffn_hidden_size", "it must be 1 or more, or left out for its default")
+        require(
+            self,
+            ffn is None or ffn >= 1,
+            "ffn_hidden_size",
+            "it must be 1 or more, or left out for its default",
+        )
         for name in ("norm_epsilon", "init_method_std"):
             require(self, 0 < getattr(self, name) < math.inf, name, "it must be a number above 0")
-        require(self, 0 <= self.class_dropout_prob <= 1, "class_dropout_prob", "it must be from 0 to 1")
+        require(
+            self, 0 <= self.class_dropout_prob <= 1, "class_dropout_prob", "it must be from 0 to 1"
+        )
         must = f"it must be a multiple of num_attention_heads {heads}; change either"
         require(self, self.hidden_size % heads == 0, "hidden_size", must)
         self._check_latents()
-        must = (
-            f"it must be a multiple of {step}: the axes of the latents share it for the sines and cosines of positions"
-        )
+        must = f"it must be a multiple of {step}: the axes of the latents share it for the sines and cosines of positions"
         require(self, self.hidden_size % step == 0, "hidden_size", must)
 
     def architecture(self) -> dict[str, int | float | bool | str | None]:
         """Return all that decides the model's shapes and function, as checkpoints record it."""
-        sizes = ("num_layers", "hidden_size", "num_attention_heads", "patch_size", "patch_size_t", "num_classes")
+        sizes = (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "patch_size",
+            "patch_size_t",
+            "num_classes",
+        )
         names = (*sizes, "learn_sigma", "norm_epsilon")
         shape = "x".join(map(str, self.latent_shape))
         resolved = {"model_type": "dit", "ffn_hidden_size": self.ffn_size, "latent_shape": shape}
@@ -71,13 +94,17 @@ class DiTConfig:
 
     def _check_latents(self) -> None:
         shape = self.latent_shape
-        must = "it must be channels, height, width or channels, frames, height, width, each 1 or more"
+        must = (
+            "it must be channels, height, width or channels, frames, height, width, each 1 or more"
+        )
         whole = len(shape) in (3, 4) and all(isinstance(size, int) and size >= 1 for size in shape)
         require(self, whole, "latent_shape", must)
         *_, height, width = shape
         if height % self.patch_size or width % self.patch_size:
             fitting = ", ".join(map(str, divisors(math.gcd(height, width))))
-            must = f"it must divide height {height} and width {width} of latent_shape; {fitting} would"
+            must = (
+                f"it must divide height {height} and width {width} of latent_shape; {fitting} would"
+            )
             raise wrong(self, "patch_size", must)
         frames = shape[1] if self.video else 1
         if frames % self.patch_size_t:
@@ -121,7 +148,9 @@ class DiTConfig:
     def patch_grid(self) -> tuple[int, int, int]:
         """Patches along frames (1 for images), height and width."""
         sizes = (self.latent_shape[1] if self.video else 1, *self.latent_shape[-2:])
-        frames, height, width = (size // patch for size, patch in zip(sizes, self.patch_shape, strict=True))
+        frames, height, width = (
+            size // patch for size, patch in zip(sizes, self.patch_shape, strict=True)
+        )
         return frames, height, width
 
     @property
@@ -136,5 +165,7 @@ class DiTConfig:
 
     @property
     def out_width(self) -> int:
-        """Elements that the model predicts for a patch: frames x height x width x (twice the) channels."""
+        """Elements that the model predicts for a patch: frames x height x width x (twice the)
+        channels.
+        """
         return self.patch_width * (2 if self.learn_sigma else 1)

@@ -20,7 +20,9 @@ from model.parts.windows import Window
 from runtime.tensors import Part
 
 
-def build_model(config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None) -> Decoder:
+def build_model(
+    config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None
+) -> Decoder:
     """Build a model on torch's default device, with uninitialised weights and its adapters; attend
     as in the class."""
     model = Decoder(config, attend)
@@ -69,13 +71,13 @@ def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
     Counts 6 per weight of every matrix product, including the output projection but not embedding
     lookups, as PaLM does (Chowdhery et al. 2022, appendix B), and 4 per frozen one, which has no
     gradient. Attention adds 12 * layers * heads
-    * head width * seq_length for a full mask; the causal mask needs half, and half is counted, as in Megatron-LM's
-    num_floating_point_operations. PaLM and nanoGPT count the full square and so report a higher
-    utilisation. Under a window a token has the keys that it sees in the place of that half. Linear
-    attention adds 12 per element of a layer's state, which each token writes and reads, and a delta
-    rule 18: a token reads the state at its key, writes there, and reads it at its query (Yang,
-    Kautz and Hatamizadeh 2024, equation 10); the convolution before it adds 6 per tap. Each layer
-    of a hybrid counts as its kind. Sinks add nothing that counts.
+    * head width * seq_length for a full mask; the causal mask needs half, and half is counted, as
+    in Megatron-LM's num_floating_point_operations. PaLM and nanoGPT count the full square and so
+    report a higher utilisation. Under a window a token has the keys that it sees in the place of
+    that half. Linear attention adds 12 per element of a layer's state, which each token writes and
+    reads, and a delta rule 18: a token reads the state at its key, writes there, and reads it at
+    its query (Yang, Kautz and Hatamizadeh 2024, equation 10); the convolution before it adds 6 per
+    tap. Each layer of a hybrid counts as its kind. Sinks add nothing that counts.
     """
     fixed, windows = _counted(config)
     keys = sum(layers * mean_keys(window, seq_length) for window, layers in windows)
@@ -118,7 +120,9 @@ def attention_title(config: DecoderConfig) -> str | None:
     windows = list(filter(None, config.windows))
     words = []
     if windows:
-        words.append(f"{len(windows)} of {config.num_layers} layers see {windows[0][0]:,} tokens back")
+        words.append(
+            f"{len(windows)} of {config.num_layers} layers see {windows[0][0]:,} tokens back"
+        )
     if config.softmax_type != "vanilla":
         words.append(f"{config.softmax_type} softmax")
     return ", ".join(words) or None

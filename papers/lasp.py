@@ -1,8 +1,9 @@
-"""LASP (Sun et al. 2024, arXiv:2404.02882): volumes, scalability, longest sequences by activation saving, convergence.
+"""LASP (Sun et al. 2024, arXiv:2404.02882): volumes, scalability, longest sequences by activation
+saving, convergence.
 
-python -m papers.lasp
-python -m papers.lasp --table volumes --measure         # bytes counted on 4 processes
-python -m papers.lasp --table convergence --measure     # trains what is not in papers/results yet (20 minutes)
+python -m papers.lasp python -m papers.lasp --table volumes --measure         # bytes counted on 4
+processes python -m papers.lasp --table convergence --measure     # trains what is not in
+papers/results yet (20 minutes)
 """
 
 from bisect import bisect_right
@@ -23,19 +24,27 @@ from tools.common.arguments import run_command
 RANKS, MEMORY_GB = 4, 80.0
 STATES, OUTPUT = "weights, gradients, optimizer", "a layer's backward, or the logits"
 DDP_STATES_GB = 22.5
-"""Fitted to the floor of DDP's column: 22 bytes a parameter, where the planner has 18. FSDP has no fitted constant."""
+"""Fitted to the floor of DDP's column: 22 bytes a parameter, where the planner has 18. FSDP has no
+fitted constant.
+"""
 LOGIT_BYTES = 12
-"""A loss that is not fused holds logits and their gradient in 16 bits, log-probabilities and theirs in 32."""
+"""A loss that is not fused holds logits and their gradient in 16 bits, log-probabilities and theirs
+in 32.
+"""
 
 
 @lru_cache
 def model() -> StepShape:
-    """Return the work of a step of TransNormer 1B in bfloat16, batch 1, whose gradients are there throughout."""
+    """Return the work of a step of TransNormer 1B in bfloat16, batch 1, whose gradients are there
+    throughout.
+    """
     return replace(step_of("transnormer_1b"), micro_batches=2)
 
 
 def volumes(measured: bool = False) -> Iterator[Row]:
-    """Yield the elements that a rank sends in a layer's forward, of 262,144 tokens on 16 ranks, and counted bytes."""
+    """Yield the elements that a rank sends in a layer's forward, of 262,144 tokens on 16 ranks, and
+    counted bytes.
+    """
     work, tokens, ranks = model(), 256 * K, 16
     d, small = work.hidden, HEADS * WIDTH
     by_method = {
@@ -52,20 +61,27 @@ def volumes(measured: bool = False) -> Iterator[Row]:
             both = planned(make_plan(name, seq_len=tokens, size=ranks), work.heads, work.head_dim)
             analytic = {"elements": sum(both) // (4 if name == "lasp" else 2)}
         counts = {"bytes": sum(sent[name]), "formula_bytes": counted} if name in sent else None
-        yield Row({"method": name, "formula": formula}, {"elements": elements}, analytic, where, counts)
+        yield Row(
+            {"method": name, "formula": formula}, {"elements": elements}, analytic, where, counts
+        )
 
 
-def memory_gb(tokens: int, backend: str, gpus: int, lasp: bool = True, recompute: str = "none") -> float:
-    """Return the peak of a rank in 10^9 bytes, of ``tokens`` on ``gpus`` ranks or, without LASP, on each.
+def memory_gb(
+    tokens: int, backend: str, gpus: int, lasp: bool = True, recompute: str = "none"
+) -> float:
+    """Return the peak of a rank in 10^9 bytes, of ``tokens`` on ``gpus`` ranks or, without LASP, on
+    each.
 
-    DDP holds its states throughout. FSDP as the paper runs it holds all weights at the end of the forward, with the
-    shards of the rest (the planner's zero2), and at the end of the backward all gradients too (zero1), without
-    activations: their larger one is the peak.
+    DDP holds its states throughout. FSDP as the paper runs it holds all weights at the end of the
+    forward, with the shards of the rest (the planner's zero2), and at the end of the backward all
+    gradients too (zero1), without activations: their larger one is the peak.
     """
     work, plan = model(), make_plan("lasp", seq_len=tokens, size=gpus if lasp else 1)
 
     def parts(strategy: str) -> dict[str, float]:
-        return memory_of(work, plan, Arrangement(dp=gpus // plan.size, strategy=strategy, recompute=recompute))  # type: ignore[arg-type]
+        return memory_of(
+            work, plan, Arrangement(dp=gpus // plan.size, strategy=strategy, recompute=recompute)
+        )  # type: ignore[arg-type]
 
     forward = parts("zero2" if backend == "FSDP" else "ddp")
     forward[OUTPUT] = max(forward[OUTPUT], plan.local_len * work.vocab * LOGIT_BYTES)
@@ -80,7 +96,9 @@ def scalability() -> Iterator[Row]:
         for row in sorted(rows.published("lasp_scalability"), key=lambda row: int(row["gpus"])):
             tokens, gpus = int(row["seq_len"]), int(row["gpus"])
             size = memory_gb(tokens, backend, gpus)
-            theirs, rate = (row[f"{backend.lower()}_{name}"] for name in ("memory_gb", "tokens_per_s"))
+            theirs, rate = (
+                row[f"{backend.lower()}_{name}"] for name in ("memory_gb", "tokens_per_s")
+            )
             labels = {"backend": backend, "gpus": gpus, "seq_len": tokens}
             published: Figures = {
                 name: "OOM" if value == "OOM" else float(value)
@@ -91,11 +109,15 @@ def scalability() -> Iterator[Row]:
 
 
 def ablation() -> Iterator[Row]:
-    """Yield the longest sequence, in 1,024 tokens, by backend, recomputation (AC) and LASP, on 8 GPUs."""
+    """Yield the longest sequence, in 1,024 tokens, by backend, recomputation (AC) and LASP, on 8
+    GPUs.
+    """
     for row in rows.published("lasp_activation_ablation"):
         backend, *ways = row["method"].split("+")
         recompute = "full" if "AC" in ways else "none"
-        needed = partial(memory_gb, backend=backend, gpus=8, lasp="LASP" in ways, recompute=recompute)
+        needed = partial(
+            memory_gb, backend=backend, gpus=8, lasp="LASP" in ways, recompute=recompute
+        )
         longest = bisect_right(range(K, 2048 * K, K), MEMORY_GB, key=needed)
         theirs = int(row["max_sequence_ktokens_8xA100_80GB"])
         published = {"ktokens": theirs, "tokens_per_s": float(row["tokens_per_s"])}
@@ -103,7 +125,9 @@ def ablation() -> Iterator[Row]:
 
 
 def trained(measured: bool = False) -> Iterator[Row]:
-    """Yield the losses of the paper and those of the tiny models in papers/results, first training what is missing."""
+    """Yield the losses of the paper and those of the tiny models in papers/results, first training
+    what is missing.
+    """
     if measured:
         run_all(convergence.main)
     result, where = read_runs(convergence.RESULTS), ""
@@ -112,8 +136,12 @@ def trained(measured: bool = False) -> Iterator[Row]:
         commit = commit_told(on.get("commit", "unknown"))
         where = f"; measured on {on['device']}, {on['date'][:10]}, {commit}, tiny models"
     for name, theirs in convergence.published().items():
-        losses = {way: result["runs"].get(f"{name}/{way}", {}).get("loss") for way in convergence.WAYS}
-        yield Row({"row": name}, theirs, {}, f"8 A100{where}", None if None in losses.values() else losses)
+        losses = {
+            way: result["runs"].get(f"{name}/{way}", {}).get("loss") for way in convergence.WAYS
+        }
+        yield Row(
+            {"row": name}, theirs, {}, f"8 A100{where}", None if None in losses.values() else losses
+        )
 
 
 TABLES: rows.Makers = {

@@ -1,4 +1,6 @@
-"""Ring Attention (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889): blocks, memory, lengths, FLOPs, trajectories."""
+"""Ring Attention (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889): blocks, memory, lengths, FLOPs,
+trajectories.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +30,9 @@ def step_of(config: str) -> StepShape:
 
 @lru_cache
 def device(name: str) -> Cluster:
-    """Return one node of a device of table 2, with its rate, memory and link, and in all else an A100's."""
+    """Return one node of a device of table 2, with its rate, memory and link, and in all else an
+    A100's.
+    """
     row = next(row for row in rows.published("ring_minimal_block") if row["device"] == name)
     return replace(
         load_cluster(CLUSTERS / "a100_pod.toml"),
@@ -41,7 +45,9 @@ def device(name: str) -> Cluster:
 
 
 def minimal_blocks() -> Iterator[Row]:
-    """Yield the block that hides its transfer, the rate over the bandwidth, and 6 of them, in thousands of tokens."""
+    """Yield the block that hides its transfer, the rate over the bandwidth, and 6 of them, in
+    thousands of tokens.
+    """
     for row in rows.published("ring_minimal_block"):
         block = float(row["flops_tf"]) / float(row["interconnect_gb_per_s"])
         theirs = {name: float(row[f"minimal_{name}_ktokens"]) for name in ("block", "sequence")}
@@ -50,7 +56,9 @@ def minimal_blocks() -> Iterator[Row]:
 
 
 def activations() -> list[Row]:
-    """Return bytes of a layer's activations by the paper's formulas, and what our plan holds of them in a forward."""
+    """Return bytes of a layer's activations by the paper's formulas, and what our plan holds of
+    them in a forward.
+    """
     s, h, n, ranks = 64 * K, 4096, 32, 8
     c = s // ranks
     plan = make_plan("ring", seq_len=s, size=ranks)
@@ -79,7 +87,9 @@ KINDS = {"ratio": 1.0, "causal": 0.5}
 
 
 def flops_ratio(hidden: int, long: int, share: float = 1.0) -> float:
-    """Return FLOPs per token at a length over those at 4K: (6h + s2) / (6h + s1), with ``share`` of the scores."""
+    """Return FLOPs per token at a length over those at 4K: (6h + s2) / (6h + s1), with ``share`` of
+    the scores.
+    """
     return (6 * hidden + share * long) / (6 * hidden + share * SHORT)
 
 
@@ -89,7 +99,10 @@ def flops() -> list[Row]:
         Row(
             {"model": model, "context": times * SHORT},
             {"ratio": PRINTED.get((model, times))},
-            {name: round(flops_ratio(hidden, times * SHORT, share), 1) for name, share in KINDS.items()},
+            {
+                name: round(flops_ratio(hidden, times * SHORT, share), 1)
+                for name, share in KINDS.items()
+            },
             "any",
         )
         for model, hidden in RATIOS.items()
@@ -98,8 +111,14 @@ def flops() -> list[Row]:
 
 
 DEVICES = {"8x A100 NVLink": ("A100 NVLink", 8), "32x A100 InfiniBand": ("A100 InfiniBand", 32)}
-DEVICES |= {"TPUv3-512": ("TPU v3", 256), "TPUv4-1024": ("TPU v4", 512), "TPUv5e-256": ("TPU v5e", 128)}
-"""Device and number of them. Of TPUs it is the factor between the paper's last two columns: chips have two cores."""
+DEVICES |= {
+    "TPUv3-512": ("TPU v3", 256),
+    "TPUv4-1024": ("TPU v4", 512),
+    "TPUv5e-256": ("TPU v5e", 128),
+}
+"""Device and number of them. Of TPUs it is the factor between the paper's last two columns: chips
+have two cores.
+"""
 MODELS = {"3B": "striped_3b", "7B": "llama2_7b", "13B": "llama2_13b", "30B": "llama2_13b"}
 COLUMNS = ("vanilla", "memory_efficient_attention", "blockwise_attention_and_ffn", "ring_attention")
 
@@ -110,21 +129,29 @@ def model(size: str) -> StepShape:
     config = load_config(CONFIGS / f"{MODELS[size]}.toml")
     if size == "30B":
         shape = LlamaConfig(
-            num_layers=60, hidden_size=6656, ffn_hidden_size=17920, num_attention_heads=52, vocab_size=32000
+            num_layers=60,
+            hidden_size=6656,
+            ffn_hidden_size=17920,
+            num_attention_heads=52,
+            vocab_size=32000,
         )
         config = replace(config, model=shape)
     return workload_of(config.updated(bf16=False), 1, "cuda")
 
 
 def needed(work: StepShape, way: str, devices: int, tokens: int) -> float:
-    """Return the bytes of a device, of one sequence on all of them by Ring Attention and one on each by other ways.
+    """Return the bytes of a device, of one sequence on all of them by Ring Attention and one on
+    each by other ways.
 
-    All weights are sharded over all devices and every layer is recomputed from its input (FSDP and full checkpointing,
-    section 4). Vanilla attention holds its scores twice, before and after the softmax.
+    All weights are sharded over all devices and every layer is recomputed from its input (FSDP and
+    full checkpointing, section 4). Vanilla attention holds its scores twice, before and after the
+    softmax.
     """
     ring, chunk = way == "ring_attention", 2048 if way in COLUMNS[2:] else 0
     plan = make_plan("ring", seq_len=tokens, size=devices if ring else 1)
-    arranged = Arrangement(dp=1 if ring else devices, recompute="full", loss_chunk=chunk, ffn_chunk=chunk)
+    arranged = Arrangement(
+        dp=1 if ring else devices, recompute="full", loss_chunk=chunk, ffn_chunk=chunk
+    )
     scores = 2 * work.heads * tokens**2 * work.element_size if way == "vanilla" else 0
     return sum(memory_of(work, plan, arranged).values()) + scores
 
@@ -144,13 +171,22 @@ def max_context() -> Iterator[Row]:
         memory = device(name).memory_gb
         theirs = {column: int(row[f"{column}_ktokens"]) for column in COLUMNS}
         ours = {column: longest(row["model"], column, devices, memory) // K for column in COLUMNS}
-        labels: dict[str, str | int] = {"hardware": row["hardware"], "model": row["model"], "devices": devices}
+        labels: dict[str, str | int] = {
+            "hardware": row["hardware"],
+            "model": row["model"],
+            "devices": devices,
+        }
         yield Row(labels, theirs, ours, row["hardware"])
 
 
 STEP = 1000 * 4
 """Tokens of a trajectory: 1,000 steps of a return, a state, an action and a reward."""
-AGENTS = {"AT + ME 32": COLUMNS[1], "AT + BPT 32": COLUMNS[2], "AT + BPT 128": COLUMNS[2], "AT + RA 128": COLUMNS[3]}
+AGENTS = {
+    "AT + ME 32": COLUMNS[1],
+    "AT + BPT 32": COLUMNS[2],
+    "AT + BPT 128": COLUMNS[2],
+    "AT + RA 128": COLUMNS[3],
+}
 """Columns of table 5 whose model reads several trajectories, and their ways of table 3."""
 AGENT_FLAGS = """
     --model-type gpt --position-embedding-type rope --num-layers 24 --hidden-size 1024 --num-attention-heads 16
@@ -170,20 +206,31 @@ def agent(column: str) -> tuple[float, float]:
     flags = f"{AGENT_FLAGS} {sizes_of} --global-batch-size {1 if ring else AGENT_DEVICES}"
     config = parse_args(flags.split())
     seconds = predicted(config, AGENT_DEVICES, device("A100 NVLink")).time
-    return seconds, needed(workload_of(config, 1, "cuda"), AGENTS[column], AGENT_DEVICES, tokens) / 1e9
+    return seconds, needed(
+        workload_of(config, 1, "cuda"), AGENTS[column], AGENT_DEVICES, tokens
+    ) / 1e9
 
 
 def reinforcement() -> Iterator[Row]:
     """Yield table 5's returns, the planner's prediction for its models."""
     for row in rows.published("ring_rl"):
-        theirs = {name: value if value == "oom" else float(value) for name, value in row.items() if name != "task"}
+        theirs = {
+            name: value if value == "oom" else float(value)
+            for name, value in row.items()
+            if name != "task"
+        }
         yield Row({"row": row["task"]}, theirs, {}, "not stated")
     ours = {column: agent(column) for column in AGENTS}
     for place, what in enumerate(("seconds of a step", "10^9 bytes of a GPU")):
         yield Row(
-            {"row": what}, {}, {name: round(figures[place], 1) for name, figures in ours.items()}, "8 A100 of 80 GB"
+            {"row": what},
+            {},
+            {name: round(figures[place], 1) for name, figures in ours.items()},
+            "8 A100 of 80 GB",
         )
-    fits = {name: next(size for size in GPUS_GB if figures[1] <= size) for name, figures in ours.items()}
+    fits = {
+        name: next(size for size in GPUS_GB if figures[1] <= size) for name, figures in ours.items()
+    }
     yield Row({"row": "smallest GPU that fits, GB"}, {}, fits, "any")
 
 

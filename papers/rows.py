@@ -1,6 +1,7 @@
 """Tables row by row: published, predicted and measured, as text, CSV and a picture.
 
-A paper's module makes the rows of its tables, which tables/sheets.toml describes, and calls ``main``.
+A paper's module makes the rows of its tables, which tables/sheets.toml describes, and calls
+``main``.
 """
 
 import csv
@@ -40,7 +41,9 @@ def published(name: str) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table, ``of`` what by column; figures of one name are comparable, and analytic ones are predicted."""
+    """A row of a table, ``of`` what by column; figures of one name are comparable, and analytic
+    ones are predicted.
+    """
 
     of: Mapping[str, str | int]
     published: Figures
@@ -83,7 +86,9 @@ Makers = Mapping[str, Callable[..., Iterable[Row]]]
 """Callables that make the rows of each table, by its name."""
 
 
-def sheets_of(paper: str, makers: Makers, **summaries: Callable[[Sequence[Row]], str]) -> tuple[str, dict[str, Sheet]]:
+def sheets_of(
+    paper: str, makers: Makers, **summaries: Callable[[Sequence[Row]], str]
+) -> tuple[str, dict[str, Sheet]]:
     """Return the reference of a paper, and its tables by name."""
     described = tomllib.loads((FOLDER / "tables/sheets.toml").read_text(encoding="utf-8"))[paper]
     sheets = {}
@@ -94,7 +99,10 @@ def sheets_of(paper: str, makers: Makers, **summaries: Callable[[Sequence[Row]],
 
 def stamp() -> dict[str, str]:
     """Return the date, and the commit with a note if anything but results differs from it."""
-    return {"date": datetime.now(UTC).date().isoformat(), "commit": commit_of(ROOT, ".", ":(exclude)*/results/*")}
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit_of(ROOT, ".", ":(exclude)*/results/*"),
+    }
 
 
 def flat(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
@@ -104,7 +112,10 @@ def flat(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
     for part in parts:
         for row in rows:
             names |= {(part, name): None for name in getattr(row, part) or ()}
-    head = [name.replace("_", " ") if part == "of" else f"{part}: {name.replace('_', ' ')}" for part, name in names]
+    head = [
+        name.replace("_", " ") if part == "of" else f"{part}: {name.replace('_', ' ')}"
+        for part, name in names
+    ]
     return head, [[(getattr(row, part) or {}).get(name) for part, name in names] for row in rows]
 
 
@@ -132,7 +143,12 @@ def made_by(table: str) -> str:
 def _measured(table: str) -> set[tuple[int, str]]:
     """Return the measured cells of a table's CSV, by row and column."""
     rows = enumerate(csv.DictReader(io.StringIO(table)))
-    return {(n, name) for n, row in rows for name, value in row.items() if value and name.startswith("measured: ")}
+    return {
+        (n, name)
+        for n, row in rows
+        for name, value in row.items()
+        if value and name.startswith("measured: ")
+    }
 
 
 def write(base: Path, sheet: Sheet, rows: Sequence[Row]) -> None:
@@ -170,13 +186,16 @@ def colours(count: int) -> list[Any]:
 
 
 def draw(curves: Mapping[str, Any], rows: Sequence[Row]) -> "Figure":
-    """Draw the published figures as points and the predicted ones as lines, each line in a colour of its own."""
+    """Draw the published figures as points and the predicted ones as lines, each line in a colour
+    of its own.
+    """
     from matplotlib.figure import Figure
 
     from tools.common.report import plain
 
     panels = [
-        (name, list(panel_rows)) for name, panel_rows in groupby(rows, key=lambda row: row.of.get(curves["panel"], ""))
+        (name, list(panel_rows))
+        for name, panel_rows in groupby(rows, key=lambda row: row.of.get(curves["panel"], ""))
     ]
     figure = Figure(figsize=(1.5 + 3.5 * len(panels), 4.4), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -193,7 +212,14 @@ def draw(curves: Mapping[str, Any], rows: Sequence[Row]) -> "Figure":
                 y = [getattr(row, column).get(figure_name) for row in curve]
                 heights = [value if isinstance(value, float | int) else float("nan") for value in y]
                 label = ", ".join(words) if style == "-" else None
-                ax.plot([row.of[curves["x"]] for row in curve], heights, style, color=colour, alpha=0.8, label=label)
+                ax.plot(
+                    [row.of[curves["x"]] for row in curve],
+                    heights,
+                    style,
+                    color=colour,
+                    alpha=0.8,
+                    label=label,
+                )
         ax.set(title=f"{panel}", xlabel=curves["x"].replace("_", " "))
         if all(isinstance(row.of[curves["x"]], int) for row in shown):
             ax.set_xscale("log", base=2)
@@ -220,14 +246,21 @@ def main(
     parser = parser_for(f"python -m papers.{paper}", description)
     source, tables = sheets_of(paper, makers, **summaries)
     parser.add_argument("--table", choices=list(tables), help="one of %(choices)s (default: all)")
-    parser.add_argument("--measure", action="store_true", help="also measure here what this machine can")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="also write CSV and pictures there")
+    parser.add_argument(
+        "--measure", action="store_true", help="also measure here what this machine can"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="also write CSV and pictures there"
+    )
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for sheet in [tables[args.table]] if args.table else tables.values():
         measures = args.measure and sheet.measures
         if args.measure and not measures:
-            print(f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}", file=sys.stderr)
+            print(
+                f"{sheet.name} is not measured, but predicted: it needs {sheet.needs}",
+                file=sys.stderr,
+            )
         try:
             rows = list(sheet.rows(measured=True) if measures else sheet.rows())
         except NetworkError as error:
@@ -250,7 +283,9 @@ def text_of(sheet: Sheet, rows: Sequence[Row], source: str, command: str) -> str
         sheet.about,
     ]
     prose = [fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in about]
-    broken = [wrap(name, max(map(len, name.split()))) for name in head]  # names of columns, below each other
+    broken = [
+        wrap(name, max(map(len, name.split()))) for name in head
+    ]  # names of columns, below each other
     tallest = max(map(len, broken))
     above = zip(*([*[""] * (tallest - len(lines)), *lines] for lines in broken), strict=True)
     table = aligned([*above, *body], range(len(rows[0].of)))

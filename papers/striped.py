@@ -1,4 +1,6 @@
-"""Striped Attention (Brandon et al. 2023, arXiv:2311.09431): its speed-ups over Ring Attention, all 137 rows."""
+"""Striped Attention (Brandon et al. 2023, arXiv:2311.09431): its speed-ups over Ring Attention, all
+137 rows.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,12 +26,17 @@ def model(size: str) -> StepShape:
 
 
 def speedup(work: StepShape, ranks: int, block: int, double: bool, computed: float = 0.5) -> float:
-    """Return the time of Ring over that of Striped Attention on blocks of so many tokens, if all sending is hidden.
+    """Return the time of Ring over that of Striped Attention on blocks of so many tokens, if all
+    sending is hidden.
 
-    ``double``: attention's operations take twice as long as others (TF32 beside bfloat16, on the A100). ``computed`` is
-    the share of a causal block that is computed; half gives the theoretical maximum.
+    ``double``: attention's operations take twice as long as others (TF32 beside bfloat16, on the
+    A100). ``computed`` is the share of a causal block that is computed; half gives the theoretical
+    maximum.
     """
-    linear = 2 * (4 * work.hidden**2 + 2 * work.hidden * work.ffn) + 2 * work.hidden * work.vocab / work.layers
+    linear = (
+        2 * (4 * work.hidden**2 + 2 * work.hidden * work.ffn)
+        + 2 * work.hidden * work.vocab / work.layers
+    )
     pair = 4 * work.hidden * (2 if double else 1)
     ring, striped = (ranks - 1 + computed) * block, ranks * computed * block
     return (linear + pair * ring) / (linear + pair * striped)
@@ -38,12 +45,16 @@ def speedup(work: StepShape, ranks: int, block: int, double: bool, computed: flo
 def computed_share(block: int, tile: tuple[int, int]) -> float:
     """Return the share of a causal block in tiles that have at least one visible pair."""
     queries, keys = tile
-    seen = sum(min(-(-(start + queries) // keys) * keys, block) for start in range(0, block, queries))
+    seen = sum(
+        min(-(-(start + queries) // keys) * keys, block) for start in range(0, block, queries)
+    )
     return seen * queries / block**2
 
 
 def planned(work: StepShape, cluster: Cluster, tp: int, ranks: int, tokens: int) -> float:
-    """Return the planner's speed-up of a step: exact causal work, sends overlapped round by round, recomputed."""
+    """Return the planner's speed-up of a step: exact causal work, sends overlapped round by round,
+    recomputed.
+    """
     times = {}
     for method in ("ring", "striped"):
         plan = make_plan(method, seq_len=tokens, size=ranks, multiple=tp)
@@ -55,16 +66,28 @@ def speedups() -> Iterator[Row]:
     """Yield the paper's rows with what its formula, its tiles and the planner say."""
     for row in rows.published("striped_speedups"):
         work, on_gpu = model(row["model"]), row["hardware"].startswith("A100")
-        tp, ranks, tokens = (int(row[name]) for name in ("model_parallel", "sequence_parallel", "seq_len"))
+        tp, ranks, tokens = (
+            int(row[name]) for name in ("model_parallel", "sequence_parallel", "seq_len")
+        )
         block = tokens // ranks
         cluster = device(CHIPS[row["hardware"]])
         fraction = cluster.matmul_fraction / (2 if on_gpu else 1)
         share = computed_share(block, TILES["A100" if on_gpu else "TPU"])
         highest, tiled = (speedup(work, ranks, block, on_gpu, part) for part in (0.5, share))
         plan = planned(work, replace(cluster, attention_fraction=fraction), tp, ranks, tokens)
-        labels: dict[str, str | int] = {"hardware": row["hardware"], "mesh": f"{row['model']} {tp} x {ranks}"}
-        theirs = {"theoretical_max": row["theoretical_max_speedup"], "speedup": row["measured_speedup"]}
-        ours = {"theoretical_max": round(highest, 2), "speedup": round(tiled, 3), "by_the_planner": round(plan, 3)}
+        labels: dict[str, str | int] = {
+            "hardware": row["hardware"],
+            "mesh": f"{row['model']} {tp} x {ranks}",
+        }
+        theirs = {
+            "theoretical_max": row["theoretical_max_speedup"],
+            "speedup": row["measured_speedup"],
+        }
+        ours = {
+            "theoretical_max": round(highest, 2),
+            "speedup": round(tiled, 3),
+            "by_the_planner": round(plan, 3),
+        }
         published = {name: float(x) for name, x in theirs.items()}
         yield Row(labels | {"seq_len": tokens}, published, ours, row["hardware"])
 

@@ -37,7 +37,9 @@ class Arranged(Protocol):
         """Has ``bf16`` and ``compile``."""
 
 
-def parallelize(build: Callable[[], nn.Module], mesh: Mesh, config: Arranged, weight_of: WeightOf | None) -> list[Any]:
+def parallelize(
+    build: Callable[[], nn.Module], mesh: Mesh, config: Arranged, weight_of: WeightOf | None
+) -> list[Any]:
     """Build and arrange this rank's part of the model for each of its pipeline stages; collective.
 
     Args:

@@ -1,4 +1,6 @@
-"""Arrange a run's processes in a device mesh: pipeline (pp) x data (dp) x context (cp) x tensor parallel (tp)."""
+"""Arrange a run's processes in a device mesh: pipeline (pp) x data (dp) x context (cp) x tensor
+parallel (tp).
+"""
 
 import math
 import os
@@ -28,17 +30,24 @@ SIZES = ("pipeline_model_parallel_size", "context_parallel_size", "tensor_model_
 
 
 GPU_ENVIRONMENT = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # of 8, two streams may share one, and a transfer wait behind a product
-    "TORCH_NCCL_HIGH_PRIORITY": "1",  # the few blocks of a transfer start before the next of a product
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # lengths that change leave gaps in segments of fixed sizes
+    # of 8, two streams may share one, and a transfer wait behind a product
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # the few blocks of a transfer start before the next of a product
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
+    # lengths that change leave gaps in segments of fixed sizes
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Variables for CUDA, NCCL and torch's allocator, set before they start where the environment has none."""
+"""Variables for CUDA, NCCL and torch's allocator, set before they start where the environment has
+none.
+"""
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 """Folder of NVIDIA's driver with an entry for each GPU of the machine."""
 
 
 def check_cuda() -> None:
-    """Raise MeshError, which says whether torch or the machine is the reason, if torch finds no GPU."""
+    """Raise MeshError, which says whether torch or the machine is the reason, if torch finds no
+    GPU.
+    """
     if torch.cuda.is_available():
         return
     built = f"torch {torch.__version__} on {socket.gethostname()}"
@@ -46,11 +55,15 @@ def check_cuda() -> None:
         reason = f"{built} is built for CPUs: make venv TORCH=torch==2.13.0 installs PyTorch's build for GPUs"
     else:
         reason = f"{built} is built for GPUs: look at nvidia-smi there, and at CUDA_VISIBLE_DEVICES"
-    raise MeshError(f"device is cuda and torch finds no CUDA device; use --device cpu or auto ({reason})")
+    raise MeshError(
+        f"device is cuda and torch finds no CUDA device; use --device cpu or auto ({reason})"
+    )
 
 
 def idle_gpus(config: "MeshConfig") -> str:
-    """Warn of GPUs that ``device`` auto passes over, since torch cannot use them; empty if there are none."""
+    """Warn of GPUs that ``device`` auto passes over, since torch cannot use them; empty if there
+    are none.
+    """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if config.device != "auto" or config.device_type == "cuda" or hidden:
         return ""
@@ -65,24 +78,28 @@ def idle_gpus(config: "MeshConfig") -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Arrangement of the processes: pipeline (pp) x data (dp, what is left over) x context (cp) x tensor parallel."""
+    """Arrangement of the processes: pipeline (pp) x data (dp, what is left over) x context (cp) x
+    tensor parallel.
+    """
 
     tensor_model_parallel_size: int = 1
-    """Processes that share each layer's matrices, the vocabulary and, between the matrices, their tokens."""
+    """Processes that share each layer's matrices, the vocabulary and, between the matrices, their
+    tokens.
+    """
     pipeline_model_parallel_size: int = 1
     """Processes that share the layers, each a run of them."""
     context_parallel_size: int = 1
     """Processes that share each sequence."""
     balance_over: Literal["cp", "dp_cp"] = "cp"
-    """Over whom the tokens of packed documents are shared and balanced: the context-parallel processes of each
-    micro-batch, or, as one micro-batch, all data-parallel ones too; dp_cp needs reset_attention_mask or
-    pack_samples."""
+    """Over whom the tokens of packed documents are shared and balanced: the context-parallel
+    processes of each micro-batch, or, as one micro-batch, all data-parallel ones too; dp_cp needs
+    reset_attention_mask or pack_samples."""
     allow_resize: bool = field(default=False, compare=False)
-    """Go on with other processes than full_world_size: the planner chooses the sizes above and the micro-batch, and
-    the global batch and the order of the samples stay."""
+    """Go on with other processes than full_world_size: the planner chooses the sizes above and the
+    micro-batch, and the global batch and the order of the samples stay."""
     full_world_size: int | None = field(default=None, compare=False)
-    """Processes that the sizes above are for, where allow_resize is set; by default those that the run's config.toml
-    has: of its last start without allow_resize, or of its first."""
+    """Processes that the sizes above are for, where allow_resize is set; by default those that the
+    run's config.toml has: of its last start without allow_resize, or of its first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that every process computes on; auto takes cuda where it is available."""
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -93,7 +110,9 @@ class MeshConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, *SIZES, "full_world_size")
         fits = SHORTEST_TIMEOUT <= self.distributed_timeout_minutes <= LONGEST_TIMEOUT
-        must = f"it must be from {SHORTEST_TIMEOUT} (a second or so) to {LONGEST_TIMEOUT:,} (a week)"
+        must = (
+            f"it must be from {SHORTEST_TIMEOUT} (a second or so) to {LONGEST_TIMEOUT:,} (a week)"
+        )
         require(self, fits, "distributed_timeout_minutes", must)
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise UserError("distributed_backend is nccl and device is cpu; use gloo or auto")
@@ -102,22 +121,36 @@ class MeshConfig:
     def device_type(self) -> str:
         """``cpu`` or ``cuda``, with ``auto`` resolved."""
         if self.device != "cpu":
-            for name, value in GPU_ENVIRONMENT.items():  # before torch asks for a device, which starts CUDA
-                if name != "PYTORCH_ALLOC_CONF" or "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+            for (
+                name,
+                value,
+            ) in GPU_ENVIRONMENT.items():  # before torch asks for a device, which starts CUDA
+                if (
+                    name != "PYTORCH_ALLOC_CONF" or "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+                ):  # its older name
                     os.environ.setdefault(name, value)
-        return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        return (
+            ("cuda" if torch.cuda.is_available() else "cpu")
+            if self.device == "auto"
+            else self.device
+        )
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """The sizes of pp, cp and tp."""
-        return self.pipeline_model_parallel_size, self.context_parallel_size, self.tensor_model_parallel_size
+        return (
+            self.pipeline_model_parallel_size,
+            self.context_parallel_size,
+            self.tensor_model_parallel_size,
+        )
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return ``world_size`` divided by the sizes of pp, cp and tp."""
         return world_size // math.prod(self.sizes)
 
     def joined(self, world_size: int) -> "MeshConfig":
-        """Return the arrangement that ``balance_over`` asks for: dp_cp puts the data-parallel ranks among those of cp.
+        """Return the arrangement that ``balance_over`` asks for: dp_cp puts the data-parallel ranks
+        among those of cp.
 
         Sizes that do not divide ``world_size`` stay as they are.
         """
@@ -128,9 +161,13 @@ class MeshConfig:
 
     @property
     def context_ranks_per_node(self) -> int | None:
-        """Context-parallel ranks per node: the launcher's LOCAL_WORLD_SIZE divided by tp; None if it is not set."""
+        """Context-parallel ranks per node: the launcher's LOCAL_WORLD_SIZE divided by tp; None if
+        it is not set.
+        """
         launched = os.environ.get("LOCAL_WORLD_SIZE")
-        return None if launched is None else max(1, int(launched) // self.tensor_model_parallel_size)
+        return (
+            None if launched is None else max(1, int(launched) // self.tensor_model_parallel_size)
+        )
 
     @property
     def backend(self) -> str:
@@ -148,8 +185,8 @@ class MeshConfig:
 class Mesh:
     """A run's device, and the dimensions of its device mesh.
 
-    ``dp_cp`` flattens dp and cp: its ranks hold different tokens and the same part of the model, which FSDP shards over
-    them. Along tp and pp, ranks hold different parts and the same tokens.
+    ``dp_cp`` flattens dp and cp: its ranks hold different tokens and the same part of the model,
+    which FSDP shards over them. Along tp and pp, ranks hold different parts and the same tokens.
     """
 
     device: torch.device
@@ -162,7 +199,8 @@ class Mesh:
 
 @contextmanager
 def joined_processes(config: MeshConfig) -> Iterator[torch.device]:
-    """Join the launched processes and yield this one's device; leave at the end of the block if it ends cleanly.
+    """Join the launched processes and yield this one's device; leave at the end of the block if it
+    ends cleanly.
 
     A process group that is initialized already is used and kept.
 
@@ -186,8 +224,8 @@ def joined_processes(config: MeshConfig) -> Iterator[torch.device]:
 def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
     """Join the launched processes as ``joined_processes`` does, and yield their mesh.
 
-    The world size must be a multiple of pp * cp * tp. tp communicates most and is the innermost dimension, then cp:
-    their ranks are neighbours. pp communicates least and is the outermost.
+    The world size must be a multiple of pp * cp * tp. tp communicates most and is the innermost
+    dimension, then cp: their ranks are neighbours. pp communicates least and is the outermost.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     with joined_processes(config) as device:
@@ -203,7 +241,9 @@ def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
 
 
 def _own_gpu() -> torch.device:
-    """Return the GPU of this process: the LOCAL_RANK-th of its machine, or the only one that a launcher lets it see."""
+    """Return the GPU of this process: the LOCAL_RANK-th of its machine, or the only one that a
+    launcher lets it see.
+    """
     launched_world_size()  # a task of srun has its LOCAL_RANK from here on
     local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:

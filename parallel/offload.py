@@ -1,15 +1,18 @@
 """Activations in host memory between forward and backward, copied beside the computation.
 
-Two streams carry the copies, one out and one back. The host waits for nothing; streams wait for events of each other:
+Two streams carry the copies, one out and one back. The host waits for nothing; streams wait for
+events of each other:
 
 * out waits for the computation, which has written what is copied;
 * the computation waits for out before the memory that was copied from is free for others;
-* back waits for the computation, to which the memory that it copies to belonged, and which has waited for out;
+* back waits for the computation, to which the memory that it copies to belonged, and which has
+waited for out;
 * the computation waits for back before it reads.
 
-So the computation stands between any two copies: what is let go behind its wait, on the device or in host memory, no
-copy touches any more. ``Tensor.record_stream`` would not do: what it marks is free once the *host* sees the copy done,
-and the host, which queues a forward far ahead of the device, would take new memory for every layer.
+So the computation stands between any two copies: what is let go behind its wait, on the device or
+in host memory, no copy touches any more. ``Tensor.record_stream`` would not do: what it marks is
+free once the *host* sees the copy done, and the host, which queues a forward far ahead of the
+device, would take new memory for every layer.
 """
 
 import weakref
@@ -37,7 +40,8 @@ def pinned_bytes(count: int) -> int:
 
 
 class Slabs:
-    """Memory cut from slabs of a power of two bytes: torch pins no other, so that 1.1 GiB alone would take 2.
+    """Memory cut from slabs of a power of two bytes: torch pins no other, so that 1.1 GiB alone
+    would take 2.
 
     A slab is as large as all before it, up to 1 GiB or, of larger tensors, ``several``.
     """
@@ -49,9 +53,13 @@ class Slabs:
         self._memory: dict[int, Tensor] = {}
 
     def place(self, count: int) -> tuple[int, int]:
-        """Return which slab has room for so many bytes, a new one if need be, and where they begin in it."""
+        """Return which slab has room for so many bytes, a new one if need be, and where they begin
+        in it.
+        """
         need = -(-count // ALIGNED) * ALIGNED
-        number = next((number for number, left in enumerate(self._left) if left >= need), len(self._left))
+        number = next(
+            (number for number, left in enumerate(self._left) if left >= need), len(self._left)
+        )
         if number == len(self._left):
             as_many = 1 << sum(self.sizes).bit_length() >> 1
             most = max(SLAB, self._several * pinned_bytes(need))
@@ -61,12 +69,18 @@ class Slabs:
         return number, self.sizes[number] - self._left[number] - need
 
     def empty(self, count: int, pinned: bool) -> Tensor:
-        """Return memory, uint8 ``[count]``, whose storage is no larger: DCP copies what is a view before it writes."""
+        """Return memory, uint8 ``[count]``, whose storage is no larger: DCP copies what is a view
+        before it writes.
+        """
         number, start = self.place(count)
         if number not in self._memory:
-            if pinned and not self._memory:  # torch cannot see a copy of what numpy cut when it frees the slab
+            if (
+                pinned and not self._memory
+            ):  # torch cannot see a copy of what numpy cut when it frees the slab
                 weakref.finalize(self, torch.cuda.synchronize).atexit = False
-            self._memory[number] = torch.empty(self.sizes[number], dtype=torch.uint8, pin_memory=pinned)
+            self._memory[number] = torch.empty(
+                self.sizes[number], dtype=torch.uint8, pin_memory=pinned
+            )
         return torch.from_numpy(self._memory[number][start : start + count].numpy())
 
 
@@ -83,7 +97,9 @@ Pairs = Iterable[tuple[Tensor, Tensor]]
 
 
 class HostCopies:
-    """Two streams beside the computation that carry copies out to host memory and back; on a CPU they do nothing."""
+    """Two streams beside the computation that carry copies out to host memory and back; on a CPU
+    they do nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._here = device, get_device_module(device)
@@ -95,12 +111,16 @@ class HostCopies:
         return self._here.current_stream(self._device)
 
     def out(self, pairs: Pairs) -> Any:
-        """Begin copies to host memory of what the computation has written; return the event behind them."""
+        """Begin copies to host memory of what the computation has written; return the event behind
+        them.
+        """
         self._out.wait_event(self.compute.record_event())
         return self._copied(self._out, pairs)
 
     def back(self, pairs: Pairs, after: Any = None) -> Any:
-        """Begin copies to the device, behind the event ``after`` if one is given; return the event behind them."""
+        """Begin copies to the device, behind the event ``after`` if one is given; return the event
+        behind them.
+        """
         if after is not None:
             self._back.wait_event(after)
         return self._copied(self._back, pairs)
@@ -113,28 +133,38 @@ class HostCopies:
 
 
 ON_DEVICE = 2
-"""Layers whose kept tensors are on the device: in the forward the one that runs, and the one before, whose copies may
-still be under way; in the backward the one that runs, and the one that is next, whose tensors are on their way."""
+"""Layers whose kept tensors are on the device: in the forward the one that runs, and the one
+before, whose copies may still be under way; in the backward the one that runs, and the one that is
+next, whose tensors are on their way."""
 FETCH_AHEAD = 1 << 30
-"""Bytes of a layer up to which they are on their way while the layer after it runs. A layer that keeps more has so many
-tokens that reading them takes little beside its attention, and memory is what is scarce."""
+"""Bytes of a layer up to which they are on their way while the layer after it runs. A layer that
+keeps more has so many tokens that reading them takes little beside its attention, and memory is
+what is scarce."""
 
 SEVERAL = 4
-"""Tensors above 1 GiB that a slab of host memory has room for: of one alone, nearly half may be left."""
+"""Tensors above 1 GiB that a slab of host memory has room for: of one alone, nearly half may be
+left.
+"""
 
 
 class Offload:
-    """Host memory, streams and order of the layers of a model, or of a pipeline stage's part of one."""
+    """Host memory, streams and order of the layers of a model, or of a pipeline stage's part of
+    one.
+    """
 
     def __init__(self) -> None:
         self.idle: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """Pinned buffers of each size in bytes: pinning memory stops the device, so none is given back."""
+        """Pinned buffers of each size in bytes: pinning memory stops the device, so none is given
+        back.
+        """
         self._slabs = Slabs(SEVERAL)
         self._recent: deque[Layer] = deque()
         self._copies: HostCopies | None = None
 
     def layer(self, first: bool) -> "Layer":
-        """Begin the forward of the next layer, or of the ``first``; its copies have the time of a layer to end."""
+        """Begin the forward of the next layer, or of the ``first``; its copies have the time of a
+        layer to end.
+        """
         before = None if first or not self._recent else self._recent[-1]
         while len(self._recent) >= ON_DEVICE:
             self._recent.popleft().release()
@@ -148,11 +178,17 @@ class Offload:
 
     @allocates(KEPT)
     def buffer(self, count: int, device: torch.device) -> Tensor:
-        """Return so many bytes of host memory, which no copy touches once the computation gets here."""
+        """Return so many bytes of host memory, which no copy touches once the computation gets
+        here.
+        """
         if idle := self.idle[count]:
             return idle.pop()
         on_cpu = device.type == "cpu"
-        return torch.empty(count, dtype=torch.uint8) if on_cpu else self._slabs.empty(count, pinned=True)
+        return (
+            torch.empty(count, dtype=torch.uint8)
+            if on_cpu
+            else self._slabs.empty(count, pinned=True)
+        )
 
 
 class Layer:
@@ -165,9 +201,11 @@ class Layer:
 
     @torch.no_grad()
     def pack(self, x: Tensor) -> "OnHost | Tensor":
-        """Begin the copy of ``x`` to host memory, dense, in its order of dimensions; a single number stays.
+        """Begin the copy of ``x`` to host memory, dense, in its order of dimensions; a single
+        number stays.
 
-        Of such there is nothing to gain, and the seeds that torch's memory-efficient attention returns are on the host.
+        Of such there is nothing to gain, and the seeds that torch's memory-efficient attention
+        returns are on the host.
         """
         if x.ndim == 0 or not x.numel():
             return x
@@ -176,7 +214,17 @@ class Layer:
         buffer = self._offload.buffer(like.nbytes, own.device)
         host = buffer.view(like.dtype).as_strided(like.shape, like.stride())
         stored = copies.out([(host, own)])
-        kept = OnHost(self, self._offload, own.device, copies.compute, buffer, host, whole, source=x, stored=stored)
+        kept = OnHost(
+            self,
+            self._offload,
+            own.device,
+            copies.compute,
+            buffer,
+            host,
+            whole,
+            source=x,
+            stored=stored,
+        )
         self._kept.append(ref(kept))
         self._bytes += buffer.numel()
         return kept
@@ -188,9 +236,11 @@ class Layer:
                 kept.fetch()
 
     def fetch_with_next(self) -> None:
-        """As ``fetch``, and those of the layer before, whose backward is next, up to ``FETCH_AHEAD`` bytes.
+        """As ``fetch``, and those of the layer before, whose backward is next, up to
+        ``FETCH_AHEAD`` bytes.
 
-        More than that leaves the device for the time of this layer's backward, if it is the last layer's.
+        More than that leaves the device for the time of this layer's backward, if it is the last
+        layer's.
         """
         self.fetch()
         if self._before is not None and self._before._bytes <= FETCH_AHEAD:
@@ -206,7 +256,9 @@ class Layer:
 
 
 def take(kept: "OnHost | Tensor") -> Tensor:
-    """Return a tensor that ``Layer.pack`` was given; begin the copies of those that its backward needs next."""
+    """Return a tensor that ``Layer.pack`` was given; begin the copies of those that its backward
+    needs next.
+    """
     if isinstance(kept, Tensor):
         return kept
     kept.layer.fetch_with_next()
@@ -247,8 +299,12 @@ class OnHost:
         if self.source is not None or self.coming is not None:
             return
         # Memory of the computation's stream, to which it returns: behind its wait for the copy.
-        there = torch.empty_strided(self.host.shape, self.host.stride(), dtype=self.host.dtype, device=self.device)
-        copied = self.offload.copies(self.device).back([(there, self.host)], after=self.compute.record_event())
+        there = torch.empty_strided(
+            self.host.shape, self.host.stride(), dtype=self.host.dtype, device=self.device
+        )
+        copied = self.offload.copies(self.device).back(
+            [(there, self.host)], after=self.compute.record_event()
+        )
         self.coming = there, copied
 
     @torch.no_grad()
@@ -269,7 +325,9 @@ class OnHost:
         return there
 
     def __del__(self) -> None:
-        """Give the buffer to the next tensor of its size; also where no backward came, as behind an error."""
+        """Give the buffer to the next tensor of its size; also where no backward came, as behind an
+        error.
+        """
         self.release()
         if self.coming is not None:
             self._arrived()
@@ -283,7 +341,11 @@ def _own_part(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
 
     whole: Callable[[Tensor], Tensor] = identity
     if isinstance(x, DTensor):
-        placed: dict[str, Any] = {"placements": x.placements, "shape": x.shape, "stride": x.stride()}
+        placed: dict[str, Any] = {
+            "placements": x.placements,
+            "shape": x.shape,
+            "stride": x.stride(),
+        }
         whole = partial(DTensor.from_local, device_mesh=x.device_mesh, run_check=False, **placed)
         x = x.to_local()
     # The computation waits for what is still on its way, not the stream of the copies in its place.

@@ -1,7 +1,7 @@
 """Recompute a layer's activations in the backward, and offload what is kept to host memory.
 
-Applied in place to the layers of a plain model, before FSDP. A layer has ``attention.attend`` (the core attention) and
-``mlp``. No module is wrapped, so checkpoints keep the plain model's names.
+Applied in place to the layers of a plain model, before FSDP. A layer has ``attention.attend`` (the
+core attention) and ``mlp``. No module is wrapped, so checkpoints keep the plain model's names.
 """
 
 from collections import deque
@@ -38,9 +38,9 @@ ATTENTION = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
     }
 )
-"""Operators of an attention forward: ours, with the gather before and the exchange of heads or tokens after it, and the
-fused kernels of torch's SDPA. Not a delta rule's convolution: its rows are all channels of all tokens, and what ranks
-send for it those of a few tokens."""
+"""Operators of an attention forward: ours, with the gather before and the exchange of heads or
+tokens after it, and the fused kernels of torch's SDPA. Not a delta rule's convolution: its rows are
+all channels of all tokens, and what ranks send for it those of a few tokens."""
 
 
 class RecomputeError(UserError):
@@ -49,23 +49,32 @@ class RecomputeError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """Activations to compute again in the backward, which saves memory; no setting changes a result."""
+    """Activations to compute again in the backward, which saves memory; no setting changes a
+    result.
+    """
 
     recompute_granularity: Literal["none", "full", "selective", "attention_boundary"] = "none"
-    """Part of each layer to compute again: full is everything; attention_boundary (DistFlashAttention) everything but
-    the attention forward, whose output and lse are kept; selective, as in Megatron-LM, the core attention alone."""
+    """Part of each layer to compute again: full is everything; attention_boundary
+    (DistFlashAttention) everything but the attention forward, whose output and lse are kept;
+    selective, as in Megatron-LM, the core attention alone."""
     recompute_offload: bool = False
-    """Keep in host memory what full or attention_boundary keep between forward and backward; for a GPU."""
+    """Keep in host memory what full or attention_boundary keep between forward and backward; for a
+    GPU.
+    """
     loss_chunk_size: int = 0
-    """Tokens whose logits exist at once; their gradients follow at once. 0 computes all logits and keeps them."""
+    """Tokens whose logits exist at once; their gradients follow at once. 0 computes all logits and
+    keeps them.
+    """
     ffn_chunk_size: int = 0
-    """Tokens that go through a feed-forward layer at once (blockwise, Ring Attention); the backward computes its inside
-    again. 0 takes all tokens and leaves the inside to recompute_granularity."""
+    """Tokens that go through a feed-forward layer at once (blockwise, Ring Attention); the backward
+    computes its inside again. 0 takes all tokens and leaves the inside to recompute_granularity."""
 
     def __post_init__(self) -> None:
         for name in ("loss_chunk_size", "ffn_chunk_size"):
             if getattr(self, name) < 0:
-                raise RecomputeError(f"{name} is {getattr(self, name)}; it must be a number of tokens, or 0 for all")
+                raise RecomputeError(
+                    f"{name} is {getattr(self, name)}; it must be a number of tokens, or 0 for all"
+                )
         if self.recompute_offload and self.recompute_granularity in ("none", "selective"):
             raise RecomputeError(
                 f"recompute_offload is set and recompute_granularity is {self.recompute_granularity}, which keeps "
@@ -74,35 +83,48 @@ class RecomputeConfig:
 
 
 def recompute_layers(layers: nn.ModuleList, config: RecomputeConfig) -> None:
-    """Apply the policy of ``config`` to every layer in place; call once, before the model is sharded.
+    """Apply the policy of ``config`` to every layer in place; call once, before the model is
+    sharded.
 
-    With ``attention_boundary`` the layers raise RecomputeError if their attention is not an operator of ``ATTENTION``:
-    it would silently be recomputed.
+    With ``attention_boundary`` the layers raise RecomputeError if their attention is not an
+    operator of ``ATTENTION``: it would silently be recomputed.
     """
     offload = Offload() if config.recompute_offload else None
     for number, layer in enumerate(layers):
         parts: Any = layer
         if config.ffn_chunk_size:
-            parts.mlp.forward = partial(_in_chunks, parts.mlp, parts.mlp.forward, config.ffn_chunk_size)
+            parts.mlp.forward = partial(
+                _in_chunks, parts.mlp, parts.mlp.forward, config.ffn_chunk_size
+            )
         if config.recompute_granularity == "selective":
-            parts.attention.attend = partial(checkpoint, parts.attention.attend, use_reentrant=False)
+            parts.attention.attend = partial(
+                checkpoint, parts.attention.attend, use_reentrant=False
+            )
         elif config.recompute_granularity != "none":
             keep_attention = config.recompute_granularity == "attention_boundary"
             begin = partial(offload.layer, first=number == 0) if offload else None
             parts.forward = partial(_recomputed, parts.forward, keep_attention, begin)
 
 
-def _in_chunks(module: nn.Module, forward: Callable[[Tensor], Tensor], size: int, x: Tensor) -> Tensor:
+def _in_chunks(
+    module: nn.Module, forward: Callable[[Tensor], Tensor], size: int, x: Tensor
+) -> Tensor:
     """Apply ``forward`` to x [B, T, C], ``size`` tokens at a time."""
     # Read at every call: FSDP replaces the shards by whole weights while a layer runs.
     parameters = tuple(module.parameters())
-    return over_chunks(lambda part, _: forward(part), x.flatten(0, -2), size, parameters).unflatten(0, x.shape[:-1])
+    return over_chunks(lambda part, _: forward(part), x.flatten(0, -2), size, parameters).unflatten(
+        0, x.shape[:-1]
+    )
 
 
 def _recomputed(
-    forward: Callable[..., Tensor], keep_attention: bool, begin: Callable[[], Layer] | None, *inputs: Any
+    forward: Callable[..., Tensor],
+    keep_attention: bool,
+    begin: Callable[[], Layer] | None,
+    *inputs: Any,
 ) -> Tensor:
-    """Run ``forward``, keeping only its inputs and, with ``keep_attention``, the results of its attention.
+    """Run ``forward``, keeping only its inputs and, with ``keep_attention``, the results of its
+    attention.
 
     With ``begin`` they are kept in host memory.
     """
@@ -117,10 +139,14 @@ def _recomputed(
 
     def reuse(call: Callable[[], Any]) -> Any:
         if not kept:
-            raise RuntimeError("attention_boundary keeps each attention for one backward, and this is another one")
+            raise RuntimeError(
+                "attention_boundary keeps each attention for one backward, and this is another one"
+            )
         return tree_map_only((Tensor, OnHost), unpack, kept.popleft())
 
-    with saved_tensors_hooks(pack, unpack) if begin else nullcontext():  # packs the checkpoint's inputs
+    with (
+        saved_tensors_hooks(pack, unpack) if begin else nullcontext()
+    ):  # packs the checkpoint's inputs
         if not keep_attention:
             return checkpoint(forward, *inputs, use_reentrant=False)
         contexts = _AtAttentions(keep), _AtAttentions(reuse)
@@ -137,7 +163,8 @@ def _recomputed(
 class _AtAttentions(TorchDispatchMode):
     """Hand every call of an attention operator to ``take``, and let the others be.
 
-    torch's create_selective_checkpoint_contexts does the same, but cannot keep what they return in host memory.
+    torch's create_selective_checkpoint_contexts does the same, but cannot keep what they return in
+    host memory.
     """
 
     def __init__(self, take: Callable[[Callable[[], Any]], Any]) -> None:

@@ -1,6 +1,8 @@
-"""Settings that a run leaves to the planner: method and layout ``auto``, and the mesh under ``--allow-resize``.
+"""Settings that a run leaves to the planner: method and layout ``auto``, and the mesh under
+``--allow-resize``.
 
-A run on other processes than its mesh's sizes are for goes on with the same global batch and samples.
+A run on other processes than its mesh's sizes are for goes on with the same global batch and
+samples.
 """
 
 import math
@@ -26,11 +28,14 @@ from train.config.flags import ConfigError
 
 C = TypeVar("C", bound=CommonConfig)
 PREDICTED, PROFILED = 0.10, 0.036
-"""Errors of predicted seconds and of those of a few profiled iterations: standard deviations of their logarithms within
-a setting of ``bench/results/choices-amd-epyc-2-cores.md``, on 2026-11-23."""
+"""Errors of predicted seconds and of those of a few profiled iterations: standard deviations of
+their logarithms within a setting of ``bench/results/choices-amd-epyc-2-cores.md``, on
+2026-11-23."""
 
 
-def fastest_method(config: CommonConfig, world_size: int, *, steps: bool = True) -> tuple[ContextConfig, str]:
+def fastest_method(
+    config: CommonConfig, world_size: int, *, steps: bool = True
+) -> tuple[ContextConfig, str]:
     """Choose the method that is predicted fastest; return it with a line that says so.
 
     Without ``steps`` of training to come, memory is no condition.
@@ -51,7 +56,8 @@ def fastest_method(config: CommonConfig, world_size: int, *, steps: bool = True)
 
 
 def cluster_of(config: CommonConfig) -> Cluster:
-    """Return the cluster that is named or, with as many processes per node as launched, the one at hand.
+    """Return the cluster that is named or, with as many processes per node as launched, the one at
+    hand.
 
     Raises:
         ClusterError: its file is invalid, or none is about this device.
@@ -64,7 +70,8 @@ def cluster_of(config: CommonConfig) -> Cluster:
 
 
 def with_layout(config: C, cluster: Cluster | None = None) -> C:
-    """Replace the layout ``auto`` of a hybrid's softmax layers by the one predicted faster, here or on a cluster.
+    """Replace the layout ``auto`` of a hybrid's softmax layers by the one predicted faster, here or
+    on a cluster.
 
     Raises:
         ConfigError: there are two to choose from, and no cluster file matches this device.
@@ -87,9 +94,11 @@ def with_layout(config: C, cluster: Cluster | None = None) -> C:
 
 
 def with_schedule(config: C, cluster: Cluster | None = None) -> C:
-    """Replace the schedule ``auto`` of a delta rule's states by the one predicted fastest, here or on a cluster.
+    """Replace the schedule ``auto`` of a delta rule's states by the one predicted fastest, here or
+    on a cluster.
 
-    It stays where no cluster file is about this device: the longest document decides then (linear/segments.py).
+    It stays where no cluster file is about this device: the longest document decides then
+    (linear/segments.py).
     """
     context, (pp, cp, tp) = config.context, config.mesh.sizes
     given = context.delta_rule_schedule != "auto" or context.context_parallel_method == "none"
@@ -108,13 +117,15 @@ method_to_read = partial(fastest_method, steps=False)
 
 
 def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
-    """Return the configuration with the mesh, micro-batch and method predicted fastest here, and why.
+    """Return the configuration with the mesh, micro-batch and method predicted fastest here, and
+    why.
 
-    The method and its options stay where they suit; sharding and recomputation stay unless memory is short. ``entries``
-    are those of the tokenizer of a language model's run.
+    The method and its options stay where they suit; sharding and recomputation stay unless memory
+    is short. ``entries`` are those of the tokenizer of a language model's run.
 
     Raises:
-        ConfigError: nothing keeps global_batch_size, with the numbers of processes that would, or fits in memory.
+        ConfigError: nothing keeps global_batch_size, with the numbers of processes that would, or
+            fits in memory.
     """
     cluster = cluster_of(config)
     complete = config if entries is None else with_vocabulary(config, entries)
@@ -133,20 +144,30 @@ def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
     method, context = config.context.context_parallel_method, config.context
 
     def keeps_method(one: Candidate) -> bool:
-        return one.config.mesh.context_parallel_size == 1 or one.config.context.context_parallel_method == method
+        return (
+            one.config.mesh.context_parallel_size == 1
+            or one.config.context.context_parallel_method == method
+        )
 
-    own = found.candidates if method == "auto" else list(filter(keeps_method, found.candidates)) or found.candidates
+    own = (
+        found.candidates
+        if method == "auto"
+        else list(filter(keeps_method, found.candidates)) or found.candidates
+    )
     best = own[0].config
     if not suits(replace(best, context=context), processes):
         context = best.context
-    parts: Any = {name: getattr(best, name) for name in ("mesh", "train", "data_parallel", "recompute")}
+    parts: Any = {
+        name: getattr(best, name) for name in ("mesh", "train", "data_parallel", "recompute")
+    }
     return replace(config, context=context, **parts), (
         f"predicted to take {duration(own[0].prediction.time)} per iteration on {cluster.name}, the least of {len(own)}"
     )
 
 
 def divided(config: C, processes: int) -> Iterator[C]:
-    """Yield every mesh with the largest micro-batch up to the configured one that keeps global_batch_size.
+    """Yield every mesh with the largest micro-batch up to the configured one that keeps
+    global_batch_size.
 
     A pipeline may need more micro-batches: there, every smaller one too.
     """
@@ -161,8 +182,13 @@ def divided(config: C, processes: int) -> Iterator[C]:
 
 
 def _fitting(config: CommonConfig, processes: int) -> str:
-    """Return the numbers of processes, whole nodes of them, that some mesh with the configured method suits."""
-    node, full = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), config.mesh.full_world_size or processes
+    """Return the numbers of processes, whole nodes of them, that some mesh with the configured
+    method suits.
+    """
+    node, full = (
+        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        config.mesh.full_world_size or processes,
+    )
     step = node if processes % node == 0 else 1
     sizes = range(step, max(full, processes) + 1, step)
 
@@ -172,13 +198,18 @@ def _fitting(config: CommonConfig, processes: int) -> str:
     return ", ".join(str(size) for size in sizes if fits(size)) or "more"
 
 
-def combine_prediction_and_profile(predicted: Sequence[float], profiled: Sequence[float]) -> list[float]:
-    """Return candidates' seconds by prediction and profile together, weighed by the inverse squares of their errors.
+def combine_prediction_and_profile(
+    predicted: Sequence[float], profiled: Sequence[float]
+) -> list[float]:
+    """Return candidates' seconds by prediction and profile together, weighed by the inverse squares
+    of their errors.
 
     Of predictions the ratios count: by how much all are off is found from the profiles.
     """
     share = PROFILED**-2 / (PROFILED**-2 + PREDICTED**-2)
-    pairs = [(math.log(said), math.log(real)) for said, real in zip(predicted, profiled, strict=True)]
+    pairs = [
+        (math.log(said), math.log(real)) for said, real in zip(predicted, profiled, strict=True)
+    ]
     off = fmean(real - said for said, real in pairs)
     return [math.exp(share * real + (1 - share) * (said + off)) for said, real in pairs]
 

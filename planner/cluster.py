@@ -16,12 +16,21 @@ from runtime.errors import UserError
 from runtime.machine import card_of
 
 CLUSTERS = Path(__file__).resolve().parents[1] / "configs" / "clusters"
-OPTIONAL = ("host_gb_per_s", "host_memory_gb", "reserved_gb", "memory_gb_per_s", "public_error", "delta_fraction")
+OPTIONAL = (
+    "host_gb_per_s",
+    "host_memory_gb",
+    "reserved_gb",
+    "memory_gb_per_s",
+    "public_error",
+    "delta_fraction",
+)
 """Figures that may be 0."""
 KERNEL_FRACTIONS = {f"{kernel}_fraction": kernel for kernel in sorted(RATED)}
 """Keys of a cluster file for the rate of an attention kernel that is asked for."""
 DELTA = 1 / 6
-"""Share of attention's rate that is assumed of a delta rule where a file has none: that on an H200 by cuDNN."""
+"""Share of attention's rate that is assumed of a delta rule where a file has none: that on an H200
+by cuDNN.
+"""
 
 
 class ClusterError(UserError):
@@ -39,13 +48,19 @@ class Cluster:
     peak_tflops: float
     """Dense bfloat16 rate of one processor by its data sheet, in 10^12 operations per second."""
     matmul_fraction: float
-    """Fraction of that rate that a layer's products reach; without ``memory_gb_per_s``, with what is between them."""
+    """Fraction of that rate that a layer's products reach; without ``memory_gb_per_s``, with what
+    is between them.
+    """
     attention_fraction: float
-    """Fraction of that rate that the kernel which ``auto`` takes reaches, forward and backward together."""
+    """Fraction of that rate that the kernel which ``auto`` takes reaches, forward and backward
+    together.
+    """
     launch_us: float
     """Microseconds per attention kernel besides its rate: to start it and merge its result."""
     memory_gb: float
-    """Memory of one processor available to a run, in 10^9 bytes: what torch reports, less ``reserved_gb``."""
+    """Memory of one processor available to a run, in 10^9 bytes: what torch reports, less
+    ``reserved_gb``.
+    """
     inside_gb_per_s: float
     """Rate from one rank to others of its node."""
     inside_latency_us: float
@@ -57,30 +72,45 @@ class Cluster:
     between_link: Literal["node", "rank"]
     """Link of a node to others: its ranks share one, or each has its own rail."""
     memory_gb_per_s: float = 0.0
-    """Rate of a processor's own memory by its data sheet, for the pointwise work; 0: unknown, and not counted apart."""
+    """Rate of a processor's own memory by its data sheet, for the pointwise work; 0: unknown, and
+    not counted apart.
+    """
     exposed_share: float = 0.0
-    """Share of the exchange of weights and gradients that takes time although layers compute beside it."""
+    """Share of the exchange of weights and gradients that takes time although layers compute beside
+    it.
+    """
     attention_kernel: str = ""
     """The kernel of ``attention_fraction``, by its name in ``RATED``; empty: unknown."""
     kernel_fractions: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """``attention_fraction`` of each kernel that may be asked for, in a file cudnn_fraction and the like."""
+    """``attention_fraction`` of each kernel that may be asked for, in a file cudnn_fraction and the
+    like.
+    """
     delta_fraction: float = 0.0
-    """Fraction of that rate that the chunked gated delta rule reaches, forward and backward together; 0: unknown, and
-    taken as a share of ``attention_fraction``."""
+    """Fraction of that rate that the chunked gated delta rule reaches, forward and backward
+    together; 0: unknown, and taken as a share of ``attention_fraction``."""
     reserved_gb: float = 0.0
-    """Memory of a processor that the driver's context, CUDA's libraries and NCCL keep, besides ``memory_gb``."""
+    """Memory of a processor that the driver's context, CUDA's libraries and NCCL keep, besides
+    ``memory_gb``.
+    """
     masked_share: float = 0.0
     """Share of the pairs that a causal tile hides which its kernel computes all the same."""
     posted_overlap: float = 1.0
-    """Share of the shorter of computing and a transfer that is posted before it that goes on beside the longer."""
+    """Share of the shorter of computing and a transfer that is posted before it that goes on beside
+    the longer.
+    """
     shared_overlap: float = 0.0
-    """The same of a transfer that a rank waits for, while others that share its processor compute; 0 where none do."""
+    """The same of a transfer that a rank waits for, while others that share its processor compute;
+    0 where none do.
+    """
     host_gb_per_s: float = 0.0
-    """Rate of one processor's copies to host memory and back; 0: unknown, and offload is not tried."""
+    """Rate of one processor's copies to host memory and back; 0: unknown, and offload is not tried.
+    """
     host_memory_gb: float = 0.0
     """Host memory of one processor available to a run, in 10^9 bytes."""
     public_error: float = 0.0
-    """Largest error on published runs by ``attention_kernel`` that nothing was fitted to; 0: there are none."""
+    """Largest error on published runs by ``attention_kernel`` that nothing was fitted to; 0: there
+    are none.
+    """
     device: Literal["cuda", "cpu"] = "cuda"
     """Kind of the processors; a file measured on a CPU may have any name."""
 
@@ -88,7 +118,9 @@ class Cluster:
         for name, kind in get_type_hints(type(self)).items():
             value = getattr(self, name)
             if get_origin(kind) is Literal and value not in get_args(kind):
-                raise ClusterError(f"{name} is {value!r}; it must be one of {', '.join(get_args(kind))}")
+                raise ClusterError(
+                    f"{name} is {value!r}; it must be one of {', '.join(get_args(kind))}"
+                )
             if kind is int and (type(value) is not int or value < 1):
                 raise ClusterError(f"{name} is {value!r}; it must be an integer of 1 or more")
             if kind is float:
@@ -97,7 +129,9 @@ class Cluster:
             _check_number(f"{kernel}_fraction", value)
         if self.attention_kernel not in ("", *RATED):
             names = ", ".join(("", *sorted(RATED)))
-            raise ClusterError(f"attention_kernel is {self.attention_kernel!r}; it must be one of {names}")
+            raise ClusterError(
+                f"attention_kernel is {self.attention_kernel!r}; it must be one of {names}"
+            )
         if self.host_gb_per_s and not self.host_memory_gb:
             raise ClusterError(
                 f"host_gb_per_s is {self.host_gb_per_s:g} and host_memory_gb is not set; give both or none"
@@ -106,10 +140,12 @@ class Cluster:
             raise ClusterError(f"name is {self.name!r}; it must be text")
 
     def running(self, backend: str, documents: bool = False) -> "Cluster":
-        """Return the cluster with the attention kernel that will run, its rate, and no error of another's runs.
+        """Return the cluster with the attention kernel that will run, its rate, and no error of
+        another's runs.
 
         Args:
-            backend: as --attention-backend has it; ``auto`` passes cuDNN over for packed ``documents``.
+            backend: as --attention-backend has it; ``auto`` passes cuDNN over for packed
+                ``documents``.
         """
         passed_over = backend == "auto" and documents and self.attention_kernel == "cudnn"
         name = "aten" if passed_over else backend
@@ -145,7 +181,9 @@ class Cluster:
 def _check_number(name: str, value: Any) -> None:
     """Raise ClusterError unless this is a number that the figure ``name`` may have."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    may_be_zero = name.endswith(("_us", "_overlap", "_share")) or name in OPTIONAL or name in KERNEL_FRACTIONS
+    may_be_zero = (
+        name.endswith(("_us", "_overlap", "_share")) or name in OPTIONAL or name in KERNEL_FRACTIONS
+    )
     minimum = "a number of 0 or more" if may_be_zero else "a number above 0"
     if not number or value < 0 or (value == 0 and not may_be_zero):
         raise ClusterError(f"{name} is {value!r}; it must be {minimum}")
@@ -161,14 +199,17 @@ def _running(cluster: Cluster, kernel: str, rate: float) -> Cluster:
 
 
 def cluster_file(name: str | Path) -> Path:
-    """Return the file of a cluster: the path itself, or of a name such as h100 or a100_pod that of configs/clusters."""
+    """Return the file of a cluster: the path itself, or of a name such as h100 or a100_pod that of
+    configs/clusters.
+    """
     names = (CLUSTERS / f"{name}{ending}.toml" for ending in ("", "_pod", "_nvl72"))
     path = Path(name)
     return path if path.exists() and not path.is_dir() else next(filter(Path.is_file, names), path)
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Load a TOML file with every figure that has no default; ClusterError names the file, the key and the fix.
+    """Load a TOML file with every figure that has no default; ClusterError names the file, the key
+    and the fix.
 
     A name is as for ``cluster_file``.
     """
@@ -193,8 +234,12 @@ def load_cluster(path: str | Path) -> Cluster:
             raise ClusterError(f"{path}: unknown key {name}; known are {', '.join(known)}")
     for name, needed in known.items():
         if needed and name not in values:
-            raise ClusterError(f"{path}: {name} is missing; add it, as in configs/clusters/a100_pod.toml")
-    fractions = {kernel: values.pop(key) for key, kernel in KERNEL_FRACTIONS.items() if key in values}
+            raise ClusterError(
+                f"{path}: {name} is missing; add it, as in configs/clusters/a100_pod.toml"
+            )
+    fractions = {
+        kernel: values.pop(key) for key, kernel in KERNEL_FRACTIONS.items() if key in values
+    }
     try:
         return Cluster(**values, kernel_fractions=fractions)
     except ClusterError as error:
@@ -202,12 +247,16 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def largest_public_error() -> float:
-    """Return the largest ``public_error`` of all cluster files: over all cards, each by its own kernel."""
+    """Return the largest ``public_error`` of all cluster files: over all cards, each by its own
+    kernel.
+    """
     return max(load_cluster(str(path)).public_error for path in sorted(CLUSTERS.glob("*.toml")))
 
 
 def default_cluster(device_type: str) -> Cluster:
-    """Load the cluster of this machine's GPU, or of a CPU; raise ClusterError if no file describes this GPU."""
+    """Load the cluster of this machine's GPU, or of a CPU; raise ClusterError if no file describes
+    this GPU.
+    """
     if device_type == "cpu":
         return load_cluster(CLUSTERS / "cpu.toml")
     try:
@@ -216,7 +265,9 @@ def default_cluster(device_type: str) -> Cluster:
         found = "a GPU that is not here"
     if (card := card_of(found)) and card.cluster:
         return load_cluster(CLUSTERS / f"{card.cluster}.toml")
-    raise ClusterError(f"cluster is not set, and no file is about {found}; give --cluster FILE, as in configs/clusters")
+    raise ClusterError(
+        f"cluster is not set, and no file is about {found}; give --cluster FILE, as in configs/clusters"
+    )
 
 
 def endless(cluster: Cluster) -> Cluster:

@@ -1,4 +1,6 @@
-"""`--dry-run` of either entry: a run's memory, traffic and predicted time from one process, and its command."""
+"""`--dry-run` of either entry: a run's memory, traffic and predicted time from one process, and its
+command.
+"""
 
 import math
 import os
@@ -34,17 +36,20 @@ ALIKE = ("zigzag", "striped", "ulysses")
 
 
 def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
-    """Check a run of ``config`` and print its memory, traffic and time; return the first two by rank.
+    """Check a run of ``config`` and print its memory, traffic and time; return the first two by
+    rank.
 
-    The first rank of each pipeline stage is run and, where context-parallel ranks have unequal work, the last one of
-    the first stage. Ranks of dp and tp have the same.
+    The first rank of each pipeline stage is run and, where context-parallel ranks have unequal
+    work, the last one of the first stage. Ranks of dp and tp have the same.
 
     Raises:
         UserError: what the run itself would be refused for, but for missing files, which are noted.
         DoesNotFitError: it takes more memory than there is; after all is printed.
     """
     if "RANK" in os.environ:
-        raise ConfigError("dry_run is one process for all, and RANK is set; start it without torchrun")
+        raise ConfigError(
+            "dry_run is one process for all, and RANK is set; start it without torchrun"
+        )
     asked, named, mesh, task = config, config.context.cluster, config.mesh, task_of(config)
     method = config.context.context_parallel_method
     cluster = default_cluster(mesh.device_type) if named is None else load_cluster(named)
@@ -66,24 +71,39 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
     print(f"dry run of {counted(world_size, 'process')} on {cluster.name}: {ran}")
     fits, said = verdict(found, cluster)
     seconds = predicted(config, world_size, cluster, known_documents(config))
-    parts = ", ".join(f"{name} {duration(count)}" for name, count in seconds.seconds.items() if count)
+    parts = ", ".join(
+        f"{name} {duration(count)}" for name, count in seconds.seconds.items() if count
+    )
     iters = config.train.train_iters
-    whole = f"{counted(iters, 'step')} take{'s' if iters == 1 else ''} {duration(iters * seconds.time)}"
+    whole = (
+        f"{counted(iters, 'step')} take{'s' if iters == 1 else ''} {duration(iters * seconds.time)}"
+    )
     time = f"time: {duration(seconds.time)} a step, predicted: {parts}; {whole}"
     print("\n".join([*_table(found), time, *[said] * fits, *notes]))
     lacking += " ".join(rope_flags(config)).split()  # which complete's note asks for
-    print("\n".join(_commands([*arguments, *lacking], task.entry, cluster, world_size, asked)), flush=True)
+    print(
+        "\n".join(_commands([*arguments, *lacking], task.entry, cluster, world_size, asked)),
+        flush=True,
+    )
     if not fits:
-        raise DoesNotFitError(f"{said}; python -m tools.plan --fits with the same flags says what to change")
+        raise DoesNotFitError(
+            f"{said}; python -m tools.plan --fits with the same flags says what to change"
+        )
     return found
 
 
 def rehearsed(
-    config: Any, task: Build[Any], world_size: int, cluster: Cluster, documents: Sequence[int] | None = None
+    config: Any,
+    task: Build[Any],
+    world_size: int,
+    cluster: Cluster,
+    documents: Sequence[int] | None = None,
 ) -> Iterator[Rehearsal]:
-    """Rehearse each rank that has work of its own, and tell on stderr how far it is: each takes seconds.
+    """Rehearse each rank that has work of its own, and tell on stderr how far it is: each takes
+    seconds.
 
-    They are the first rank of each stage and, where context-parallel ranks have unequal work, the first stage's last.
+    They are the first rank of each stage and, where context-parallel ranks have unequal work, the
+    first stage's last.
     """
     pp, cp, tp = config.mesh.sizes
     ranks = [stage * (world_size // pp) for stage in range(pp)]
@@ -91,8 +111,19 @@ def rehearsed(
         ranks.insert(1, (cp - 1) * tp)
     with Progress() as progress:
         for number, rank in enumerate(ranks, 1):
-            progress.of = f"running rank {rank} of {world_size} without memory ({number} of {len(ranks)}): "
-            yield rehearse(config, task, rank, world_size, cluster.gpus_per_node, documents, cluster.device, progress)
+            progress.of = (
+                f"running rank {rank} of {world_size} without memory ({number} of {len(ranks)}): "
+            )
+            yield rehearse(
+                config,
+                task,
+                rank,
+                world_size,
+                cluster.gpus_per_node,
+                documents,
+                cluster.device,
+                progress,
+            )
 
 
 def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
@@ -108,7 +139,9 @@ def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
         if name == "load":
             hub = "hf download NAME --local-dir FOLDER"
             written = (
-                f"; {hub}" if path.startswith("hf:") else f"; {hub}, python -m tools.convert_hf import FOLDER {path}"
+                f"; {hub}"
+                if path.startswith("hf:")
+                else f"; {hub}, python -m tools.convert_hf import FOLDER {path}"
             )
         if not getattr(config.checkpoint if name == "load" else config.data, name):
             written = "" if name == "load" else written
@@ -120,7 +153,9 @@ def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
 
 
 def _entries(config: Any) -> int | None:
-    """Return the entries of the tokenizer or, if that is not here, of the vocabulary; None if the data are no text."""
+    """Return the entries of the tokenizer or, if that is not here, of the vocabulary; None if the
+    data are no text.
+    """
     if not config.reads_text:
         return None
     if config.data.tokenizer_model and Path(config.data.tokenizer_model).exists():
@@ -140,13 +175,21 @@ def verdict(found: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, str]:
     if most > 1e9 * room:
         return False, f"does not fit in {room:g} GB: a process takes {amount(most)}"
     if 0 < 1e9 * there < host:
-        return False, f"does not fit in {there:g} GB of host memory: a process moves {amount(host)} there"
-    return True, f"fits in {room:g} GB: a process takes at most {amount(most)}{tightly(most, cluster)}"
+        return (
+            False,
+            f"does not fit in {there:g} GB of host memory: a process moves {amount(host)} there",
+        )
+    return (
+        True,
+        f"fits in {room:g} GB: a process takes at most {amount(most)}{tightly(most, cluster)}",
+    )
 
 
 def tightly(count: float, cluster: Cluster) -> str:
     """Return a warning to append where so many bytes fit and leave an allocator too little."""
-    return ", which leaves less than the tenth that an allocator may need" * (count > ROOM * 1e9 * cluster.memory_gb)
+    return ", which leaves less than the tenth that an allocator may need" * (
+        count > ROOM * 1e9 * cluster.memory_gb
+    )
 
 
 def _table(found: Sequence[Rehearsal]) -> Iterator[str]:
@@ -155,15 +198,23 @@ def _table(found: Sequence[Rehearsal]) -> Iterator[str]:
     yield f"| stage | rank | {' | '.join(heads)} | GB sent {INSIDE} | {BETWEEN} |"
     yield "|" + " ---: |" * (len(heads) + 4)
     for one in found:
-        counts = [*(one.memory.get(cause, 0) for cause in CAUSES), one.bytes, one.host][: len(heads)]
+        counts = [*(one.memory.get(cause, 0) for cause in CAUSES), one.bytes, one.host][
+            : len(heads)
+        ]
         counts += [one.sent.get(link, 0) for link in (INSIDE, BETWEEN)]
         yield f"| {one.stage} | {one.rank} | {' | '.join(f'{count / 1e9:.3f}' for count in counts)} |"
 
 
-def _commands(arguments: Sequence[str], entry: str, cluster: Cluster, world_size: int, asked: Any) -> Iterator[str]:
-    """Yield the commands that start the run, by torchrun and, where a cluster file is named, by Slurm."""
+def _commands(
+    arguments: Sequence[str], entry: str, cluster: Cluster, world_size: int, asked: Any
+) -> Iterator[str]:
+    """Yield the commands that start the run, by torchrun and, where a cluster file is named, by
+    Slurm.
+    """
     flags, named = list(arguments), asked.context.cluster
-    chosen = asked.context.context_parallel_method == "auto" or asked.mesh.allow_resize  # by the run, for the cluster
+    chosen = (
+        asked.context.context_parallel_method == "auto" or asked.mesh.allow_resize
+    )  # by the run, for the cluster
     for index in reversed(range(len(flags))):
         flag, equals, _ = flags[index].replace("_", "-").partition("=")
         if flag in ("--dry-run", "--world-size") or (flag == "--cluster" and not chosen):

@@ -1,4 +1,6 @@
-"""The longest sequence that fits given processes, the fewest processes for it, and the changes that make a run fit."""
+"""The longest sequence that fits given processes, the fewest processes for it, and the changes that
+make a run fit.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -6,8 +8,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.cluster import Cluster
-from planner.levers import ORDER, STAGES, described, ever_leaner, least_changed, least_memory, settings, with_levers
-from planner.search import ROOM, arrangements, candidates_of, nothing_left, predicted, rank, suits, weigh
+from planner.levers import (
+    ORDER,
+    STAGES,
+    described,
+    ever_leaner,
+    least_changed,
+    least_memory,
+    settings,
+    with_levers,
+)
+from planner.search import (
+    ROOM,
+    arrangements,
+    candidates_of,
+    nothing_left,
+    predicted,
+    rank,
+    suits,
+    weigh,
+)
 from runtime.errors import UserError
 from runtime.progress import Progress, counted
 from train.config.entries import Config
@@ -22,9 +42,14 @@ MOST_TOKENS, MOST_PROCESSES = 1 << 30, 1 << 12
 
 
 def fits(
-    config: Config, world_size: int, cluster: Cluster, progress: Callable[[str], None] = lambda said: None
+    config: Config,
+    world_size: int,
+    cluster: Cluster,
+    progress: Callable[[str], None] = lambda said: None,
 ) -> bool:
-    """Return whether some arrangement and method fit in memory, with all that recomputation and stages save."""
+    """Return whether some arrangement and method fit in memory, with all that recomputation and
+    stages save.
+    """
 
     def held(one: Config) -> bool:
         asked = f"{counted(config.sequence_length, 'token')} on {counted(world_size, 'process')}"
@@ -33,7 +58,11 @@ def fits(
 
     found = candidates_of(arrangements(config, world_size), world_size, cluster, Counter())
     every = [lean for one in found for lean in least_memory(one, cluster)]
-    staged = (with_levers(one, (STAGES, stages)) for one in every for stages in STAGES.further(one, cluster))
+    staged = (
+        with_levers(one, (STAGES, stages))
+        for one in every
+        for stages in STAGES.further(one, cluster)
+    )
     return any(map(held, every)) or any(map(held, staged))
 
 
@@ -54,14 +83,18 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
 
 
 def fewest(config: Config, cluster: Cluster) -> int:
-    """Return the fewest processes that hold the sequence, a power of two or whole nodes; ConfigError above the most."""
+    """Return the fewest processes that hold the sequence, a power of two or whole nodes;
+    ConfigError above the most.
+    """
     node = cluster.gpus_per_node
     with Progress() as progress:
         for size in sorted({node, *(1 << power for power in range(node.bit_length()))}):
             if fits(config, size, cluster, progress):
                 return size
         nodes = 1 + _last(
-            lambda count: not fits(config, count * node, cluster, progress), MOST_PROCESSES // node, exact=True
+            lambda count: not fits(config, count * node, cluster, progress),
+            MOST_PROCESSES // node,
+            exact=True,
         )
     if nodes * node > MOST_PROCESSES:
         raise ConfigError(
@@ -73,7 +106,10 @@ def fewest(config: Config, cluster: Cluster) -> int:
 
 def _why_not(config: Config, world_size: int, cluster: Cluster) -> str:
     """Say why nothing fits: memory, or the reason for which all is refused."""
-    return nothing_left(rank(list(arrangements(config, world_size)), world_size, cluster, vary=least_memory), cluster)
+    return nothing_left(
+        rank(list(arrangements(config, world_size)), world_size, cluster, vary=least_memory),
+        cluster,
+    )
 
 
 def of_length(config: Config, tokens: int) -> Config:
@@ -82,7 +118,9 @@ def of_length(config: Config, tokens: int) -> Config:
 
 
 def _last(good: Callable[[int], bool], most: int, exact: bool = False) -> int:
-    """Binary search for the largest n in [1, most] with good(n), which is true up to there and for 1."""
+    """Binary search for the largest n in [1, most] with good(n), which is true up to there and for
+    1.
+    """
     known, above = 1, 2
     while above <= most and good(above):
         known, above = above, 2 * above
@@ -94,8 +132,16 @@ def _last(good: Callable[[int], bool], most: int, exact: bool = False) -> int:
 
 
 FIELDS = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "global_batch_size"),
-    *(f"context_parallel_{name}" for name in ("method", "team_size", "placement", "ranks_per_node")),
+    *(
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "global_batch_size",
+    ),
+    *(
+        f"context_parallel_{name}"
+        for name in ("method", "team_size", "placement", "ranks_per_node")
+    ),
     "ulysses_degree",
 )
 """Fields that decide memory besides the levers', and that change together before these."""
@@ -110,12 +156,18 @@ class Change:
 
 
 def changes(
-    config: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None, lengths: tuple[int, ...] = ()
+    config: Any,
+    world_size: int,
+    cluster: Cluster,
+    documents: tuple[int, ...] | None,
+    lengths: tuple[int, ...] = (),
 ) -> tuple[list[Change], float | None]:
-    """Return what to change for it to fit, in the order of docs/tasks/long_context.md; and the seconds of a step then.
+    """Return what to change for it to fit, in the order of docs/tasks/long_context.md; and the
+    seconds of a step then.
 
-    More context-parallel processes take the place of data-parallel ones, and the global batch stays. If no lever is
-    enough, the fastest method or, after that, mesh. Nothing and None: no arrangement fits.
+    More context-parallel processes take the place of data-parallel ones, and the global batch
+    stays. If no lever is enough, the fastest method or, after that, mesh. Nothing and None: no
+    arrangement fits.
     """
     wanted = _pulled(config, world_size, cluster, documents)
     if wanted is None:
@@ -129,29 +181,43 @@ def changes(
     return ordered, predicted(wanted, world_size, cluster, documents).time
 
 
-def _pulled(config: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> Any | None:
-    """Return the configuration with the first levers with which it fits, leaving room if it can; None if none do."""
+def _pulled(
+    config: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
+) -> Any | None:
+    """Return the configuration with the first levers with which it fits, leaving room if it can;
+    None if none do.
+    """
     dp, cp = config.mesh.data_parallel_size(world_size), config.mesh.context_parallel_size
     batch, larger = config.train.batch_size(dp), [config]
-    for more in (n for n in range(2, dp + 1) if dp % n == 0):  # ranks of cp take the place of data-parallel ones
+    for more in (
+        n for n in range(2, dp + 1) if dp % n == 0
+    ):  # ranks of cp take the place of data-parallel ones
         larger.append(config.updated(context_parallel_size=more * cp, global_batch_size=batch))
 
     def fits(one: Any) -> bool:
-        return one != config and suits(one, world_size) and weigh(one, world_size, limited, documents).fits(limited)
+        return (
+            one != config
+            and suits(one, world_size)
+            and weigh(one, world_size, limited, documents).fits(limited)
+        )
 
     for room in (ROOM, 1.0):
         limited = replace(cluster, memory_gb=room * cluster.memory_gb)
         for leaner in ever_leaner(config, cluster):
             tried = (replace(leaner, mesh=other.mesh, train=other.train) for other in larger)
             if found := [least_changed(one, config, cluster, fits) for one in tried if fits(one)]:
-                return min(found, key=lambda one: predicted(one, world_size, cluster, documents).time)
+                return min(
+                    found, key=lambda one: predicted(one, world_size, cluster, documents).time
+                )
     return None
 
 
 def _ordered(
     config: Any, wanted: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> Iterator[Change]:
-    """Yield the flags that lead from one configuration to the other; those that only go together, as one."""
+    """Yield the flags that lead from one configuration to the other; those that only go together,
+    as one.
+    """
     flags: list[str] = []
     changed: dict[str, Any] = {}
     steps = [FIELDS]

@@ -1,4 +1,5 @@
-"""The levers by which a run takes less memory, in one table, the settings that they lead to, and these in words.
+"""The levers by which a run takes less memory, in one table, the settings that they lead to, and
+these in words.
 
 A lever sets fields to one of a few values, each of which takes less memory than the one before.
 """
@@ -17,7 +18,8 @@ from train.config.flags import value_of
 AnyConfig = Any
 """A configuration of either entry."""
 RECOMPUTE = (("none",), ("attention_boundary",), ("full",))
-"""``selective`` recomputation is not among them: it keeps as much as ``none``, for a flash kernel."""
+"""``selective`` recomputation is not among them: it keeps as much as ``none``, for a flash kernel.
+"""
 LOSS_CHUNK, FFN_CHUNK = 2048, 8192
 """Tokens at once, where memory is short: enough to keep a GPU busy."""
 
@@ -48,15 +50,26 @@ def _chunks(config: AnyConfig, cluster: Cluster) -> list[tuple[int, int]]:
 
 
 def _shardings(config: AnyConfig, cluster: Cluster) -> list[tuple[str]]:
-    """Return the given strategy and those that hold one copy of the optimizer's state, the most divided last."""
-    name, strategy = config.data_parallel.data_parallel_sharding_strategy, config.data_parallel.strategy
+    """Return the given strategy and those that hold one copy of the optimizer's state, the most
+    divided last.
+    """
+    name, strategy = (
+        config.data_parallel.data_parallel_sharding_strategy,
+        config.data_parallel.strategy,
+    )
     between = [(other,) for other in ("zero1", "zero2") if other != strategy]
     return [(name,), *between, (name if strategy == "zero3" else "zero3",)]
 
 
 def _stages(config: AnyConfig, cluster: Cluster) -> list[tuple[int]]:
-    """Return all heads at once, then one head of each rank in a stage, where ranks exchange several."""
-    context, tp, cp = config.context, config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
+    """Return all heads at once, then one head of each rank in a stage, where ranks exchange
+    several.
+    """
+    context, tp, cp = (
+        config.context,
+        config.mesh.tensor_model_parallel_size,
+        config.mesh.context_parallel_size,
+    )
     method = METHODS.get(context.context_parallel_method)
     degree = cp if method and method.splits_heads else context.ulysses_degree
     stages = config.model.num_attention_heads // (tp * degree)
@@ -80,20 +93,26 @@ OFFLOAD = Lever(("recompute_offload",), _on_host)
 STAGES = Lever(("ulysses_head_chunks",), _stages)
 MOMENTS = Lever(("optimizer_cpu_offload",), _moments)
 ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS)
-"""As docs/tasks/long_context.md pulls them after more context-parallel processes; a lever that is there twice goes one
-value further each time, and all others to their last."""
+"""As docs/tasks/long_context.md pulls them after more context-parallel processes; a lever that is
+there twice goes one value further each time, and all others to their last."""
 
 
 def with_levers(config: AnyConfig, *pulled: tuple[Lever, tuple[Any, ...]]) -> AnyConfig:
-    """Return the configuration with these levers at these values; UserError if they contradict each other."""
+    """Return the configuration with these levers at these values; UserError if they contradict each
+    other.
+    """
     changed: dict[str, Any] = {}
     for lever, values in pulled:
         changed |= zip(lever.fields, values, strict=True)
     return config.updated(**changed)
 
 
-def _every(config: AnyConfig, ways: Iterable[tuple[Lever, Iterable[tuple[Any, ...]]]]) -> Iterator[AnyConfig]:
-    """Yield every combination of values that does not contradict itself; the last lever varies fastest."""
+def _every(
+    config: AnyConfig, ways: Iterable[tuple[Lever, Iterable[tuple[Any, ...]]]]
+) -> Iterator[AnyConfig]:
+    """Yield every combination of values that does not contradict itself; the last lever varies
+    fastest.
+    """
     levers, values = zip(*ways, strict=True)
     for found in product(*map(dict.fromkeys, values)):
         try:
@@ -103,24 +122,36 @@ def _every(config: AnyConfig, ways: Iterable[tuple[Lever, Iterable[tuple[Any, ..
 
 
 def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration as it is, then with every sharding, recomputation and offload of activations."""
+    """Yield the configuration as it is, then with every sharding, recomputation and offload of
+    activations.
+    """
     yield config
     ways = [(lever, lever.values(config, cluster)) for lever in (SHARDING, OFFLOAD, POLICY, CHUNKS)]
     yield from (one for one in _every(config, ways) if one != config)
 
 
 def least_memory(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield what takes the least memory: all sharded, full recomputation in chunks, with and without offload."""
+    """Yield what takes the least memory: all sharded, full recomputation in chunks, with and
+    without offload.
+    """
     ways = [(lever, lever.values(config, cluster)[-1:]) for lever in (SHARDING, POLICY, CHUNKS)]
     moments = [MOMENTS.of(config), *MOMENTS.further(config, cluster)]
-    yield from _every(config, [(MOMENTS, moments), (OFFLOAD, OFFLOAD.values(config, cluster)), *ways])
+    yield from _every(
+        config, [(MOMENTS, moments), (OFFLOAD, OFFLOAD.values(config, cluster)), *ways]
+    )
 
 
 def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[list[AnyConfig]]:
-    """Yield settings, then with heads in stages, then with moments on the host: what saves memory alone comes last."""
+    """Yield settings, then with heads in stages, then with moments on the host: what saves memory
+    alone comes last.
+    """
     yield tried
     for lever in (STAGES, *[MOMENTS] * moments):
-        leaner = [with_levers(one, (lever, values)) for one in tried for values in lever.further(one, cluster)]
+        leaner = [
+            with_levers(one, (lever, values))
+            for one in tried
+            for values in lever.further(one, cluster)
+        ]
         leaner = [one for one in leaner if one not in tried]
         tried = tried + leaner
         yield leaner
@@ -135,8 +166,12 @@ def ever_leaner(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
             yield config
 
 
-def least_changed(config: AnyConfig, given: AnyConfig, cluster: Cluster, fits: Callable[[Any], bool]) -> AnyConfig:
-    """Return the configuration with each lever as near to the given one as still fits, the last one first."""
+def least_changed(
+    config: AnyConfig, given: AnyConfig, cluster: Cluster, fits: Callable[[Any], bool]
+) -> AnyConfig:
+    """Return the configuration with each lever as near to the given one as still fits, the last one
+    first.
+    """
     for lever in reversed(tuple(dict.fromkeys(ORDER))):
         for values in (lever.of(given), *lever.further(given, cluster)):
             try:
@@ -152,14 +187,19 @@ def least_changed(config: AnyConfig, given: AnyConfig, cluster: Cluster, fits: C
 def untried_fields(config: AnyConfig, cluster: Cluster) -> tuple[str, ...]:
     """Return the fields by which a configuration would take less memory, but for stages of heads."""
     levers = [lever for lever in dict.fromkeys(ORDER) if lever is not STAGES]
-    ends = [zip(lever.fields, lever.of(config), lever.values(config, cluster)[-1], strict=True) for lever in levers]
+    ends = [
+        zip(lever.fields, lever.of(config), lever.values(config, cluster)[-1], strict=True)
+        for lever in levers
+    ]
     return tuple(name for end in ends for name, own, least in end if least and own != least)
 
 
 def method_of(config: AnyConfig) -> str:
     """Describe the method in a few words."""
     context = config.context
-    return context.title + (f", {context.context_parallel_placement}" if context.context_parallel_team_size > 1 else "")
+    return context.title + (
+        f", {context.context_parallel_placement}" if context.context_parallel_team_size > 1 else ""
+    )
 
 
 def mesh_of(config: AnyConfig) -> str:
@@ -171,9 +211,15 @@ def mesh_of(config: AnyConfig) -> str:
 def memory_of(config: AnyConfig) -> str:
     """Describe the sharding and what is computed again, in chunks or moved, in a few words."""
     again = config.recompute
-    chunks = [name for name, size in (("loss", again.loss_chunk_size), ("FFN", again.ffn_chunk_size)) if size]
+    chunks = [
+        name
+        for name, size in (("loss", again.loss_chunk_size), ("FFN", again.ffn_chunk_size))
+        if size
+    ]
     words = [config.data_parallel.strategy, again.recompute_granularity]
-    words += [f"{' and '.join(chunks)} in chunks"] * bool(chunks) + ["offload"] * again.recompute_offload
+    words += [f"{' and '.join(chunks)} in chunks"] * bool(chunks) + [
+        "offload"
+    ] * again.recompute_offload
     words += ["moments on the host"] * config.optimizer.optimizer_cpu_offload
     return ", ".join(word for word in words if word != "none")
 

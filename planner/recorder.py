@@ -1,4 +1,6 @@
-"""Record what a rank's operators on fake tensors would allocate and free, in order, and what it would send."""
+"""Record what a rank's operators on fake tensors would allocate and free, in order, and what it
+would send.
+"""
 
 import weakref
 from collections import Counter
@@ -22,7 +24,16 @@ from planner.delta_cost import DeltaShape
 from runtime.simulation import ALLOCATION_CAUSE, replaced
 from train.config.common import CommonConfig
 
-CAUSES = ("weights", "gathered weights", "gradients", "optimizer", "activations", "attention", "logits", "passing")
+CAUSES = (
+    "weights",
+    "gathered weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "attention",
+    "logits",
+    "passing",
+)
 """Causes of a process's memory: the last three are there within a forward or a backward alone."""
 INSIDE, BETWEEN = "inside nodes", "between nodes"
 _share: Callable[[int], float] = lambda n: (n - 1) / n  # noqa: E731
@@ -44,7 +55,11 @@ SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
 SHAPES = AttentionKernel(
     "shapes",
     lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(q[..., 0], dtype=torch.float32)),
-    lambda rows, keys, *_: (torch.empty_like(rows.q), torch.empty_like(keys.k), torch.empty_like(keys.v)),
+    lambda rows, keys, *_: (
+        torch.empty_like(rows.q),
+        torch.empty_like(keys.k),
+        torch.empty_like(keys.v),
+    ),
 )
 """A block's attention in the shapes and dtypes of a GPU's kernels."""
 
@@ -89,7 +104,8 @@ def key_of(func: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Resources of a rank: bytes of memory at the peak of a step, by cause; bytes sent in a micro-batch, by link.
+    """Resources of a rank: bytes of memory at the peak of a step, by cause; bytes sent in a
+    micro-batch, by link.
 
     ``host`` are the bytes in host memory: of a GPU's process those that torch pins.
     """
@@ -109,12 +125,15 @@ class Rehearsal:
 class Recorder(TorchDispatchMode):
     """Record what fake tensors would allocate and free, in order, and what a rank would send.
 
-    Softmax attention is run by its own code, round by round; a call is kept, to replay it. What takes no fake tensor,
-    such as the number of a plan, is computed.
+    Softmax attention is run by its own code, round by round; a call is kept, to replay it. What
+    takes no fake tensor, such as the number of a plan, is computed.
     """
 
-    def __init__(self, rank: int, per_node: int, entries: int = 0, tell: Callable[[str], None] | None = None) -> None:
-        """Set up for a rank that has ``entries`` of the vocabulary, by whose width logits are known.
+    def __init__(
+        self, rank: int, per_node: int, entries: int = 0, tell: Callable[[str], None] | None = None
+    ) -> None:
+        """Set up for a rank that has ``entries`` of the vocabulary, by whose width logits are
+        known.
 
         ``tell`` is told how far it is.
         """
@@ -149,14 +168,18 @@ class Recorder(TorchDispatchMode):
         shapes, resize = "_propagate_tensor_meta_non_cached", torch.UntypedStorage.resize_
         asked = getattr(ShardingPropagator, shapes)
 
-        def unrecorded(*args: Any) -> Any:  # it makes tensors as large as those of all ranks together
+        def unrecorded(
+            *args: Any,
+        ) -> Any:  # it makes tensors as large as those of all ranks together
             self._paused = True
             try:
                 return asked(*args)
             finally:
                 self._paused = False
 
-        def resized(storage: torch.UntypedStorage, size: int) -> None:  # so FSDP frees and allocates whole weights
+        def resized(
+            storage: torch.UntypedStorage, size: int
+        ) -> None:  # so FSDP frees and allocates whole weights
             resize(storage, size)
             if (number := self._numbers.get(storage)) is not None:
                 self._resized.add(number)
@@ -189,7 +212,9 @@ class Recorder(TorchDispatchMode):
             return self._by_its_code(func, OPDEFS[func.name()]._init_fn, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         meta, to = any(x.is_meta for x in tensors) or not tensors, kwargs.get("device")
-        stays = to.type == "meta" if meta and to else bool(tensors)  # not what to_empty and factories make
+        stays = (
+            to.type == "meta" if meta and to else bool(tensors)
+        )  # not what to_empty and factories make
         if stays and not any(isinstance(x, FakeTensor) for x in tensors):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -199,17 +224,25 @@ class Recorder(TorchDispatchMode):
             argument, part = SENT[func.name().partition(".")[0]]
             ranks = dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args))
             count = part(len(ranks)) * sum(x.nbytes for x in tree_leaves(args[argument]))
-            self.count(count, [self.rank, ranks[args[2]]] if func.name().startswith("c10d::send") else ranks)
+            self.count(
+                count,
+                [self.rank, ranks[args[2]]] if func.name().startswith("c10d::send") else ranks,
+            )
         out = func(*args, **kwargs)
         for x in tree_leaves(out):
-            if isinstance(x, FakeTensor) and x.device.type != "meta" and x.untyped_storage() not in self._numbers:
+            if (
+                isinstance(x, FakeTensor)
+                and x.device.type != "meta"
+                and x.untyped_storage() not in self._numbers
+            ):
                 kind = ALLOCATION_CAUSE.value or self.kind
                 logits = kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries
                 self._made(x.untyped_storage(), "logits" if logits else kind)
         return out
 
     def _by_its_code(self, func: Any, code: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operator's own code, or replay an earlier call with the same layouts, as each layer has.
+        """Run an operator's own code, or replay an earlier call with the same layouts, as each
+        layer has.
 
         A call can be replayed if it leaves nothing but its outputs behind.
         """
@@ -223,7 +256,10 @@ class Recorder(TorchDispatchMode):
             self._sizes += tape.sizes
             self.events += [(first + number, change) for number, change in tape.events]
             self.sent += tape.sent
-            outs = [torch.empty_strided(*like, dtype=dtype, device=device) for _, *like, dtype, device in tape.outs]
+            outs = [
+                torch.empty_strided(*like, dtype=dtype, device=device)
+                for _, *like, dtype, device in tape.outs
+            ]
             for x, (number, *_) in zip(outs, tape.outs, strict=True):
                 self._follow(x.untyped_storage(), first + number)
             return tree_unflatten(outs, tape.spec)
@@ -235,14 +271,24 @@ class Recorder(TorchDispatchMode):
             self.kind = kind
         outs, spec = tree_flatten(out)
         alive = [number for number in range(first, len(self._sizes)) if self._sizes[number]]
-        numbers = [self._numbers.get(x.untyped_storage(), -1) if isinstance(x, FakeTensor) else -1 for x in outs]
+        numbers = [
+            self._numbers.get(x.untyped_storage(), -1) if isinstance(x, FakeTensor) else -1
+            for x in outs
+        ]
         if sorted(numbers) == alive:
             self._tapes[key] = Tape(
-                [(number - first, change) for number, change in self.events[start:] if number >= first],
+                [
+                    (number - first, change)
+                    for number, change in self.events[start:]
+                    if number >= first
+                ],
                 self._kinds[first:],
                 self._sizes[first:],
                 self.sent - sent,
-                [(n - first, x.shape, x.stride(), x.dtype, x.device) for n, x in zip(numbers, outs, strict=True)],
+                [
+                    (n - first, x.shape, x.stride(), x.dtype, x.device)
+                    for n, x in zip(numbers, outs, strict=True)
+                ],
                 spec,
                 [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, FakeTensor)],
             )
@@ -264,15 +310,21 @@ class Recorder(TorchDispatchMode):
         self._sizes[number] = size
 
     def count(self, count: float, ranks: Collection[int]) -> None:
-        """Count bytes that this rank sends among ``ranks``; a group that leaves a node sends between nodes."""
-        self.sent[INSIDE if len({rank // self._per_node for rank in ranks}) == 1 else BETWEEN] += round(count)
+        """Count bytes that this rank sends among ``ranks``; a group that leaves a node sends
+        between nodes.
+        """
+        self.sent[INSIDE if len({rank // self._per_node for rank in ranks}) == 1 else BETWEEN] += (
+            round(count)
+        )
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Count storages that the block makes and leaves as activations kept for a backward."""
         first = len(self._sizes)
         yield
-        self.kept |= {number: size for number, size in enumerate(self._sizes) if size and number >= first}
+        self.kept |= {
+            number: size for number, size in enumerate(self._sizes) if size and number >= first
+        }
 
     def _alive(self, end: int) -> dict[int, int]:
         """Return the bytes of each storage after so many events."""
@@ -286,15 +338,17 @@ class Recorder(TorchDispatchMode):
     ) -> Rehearsal:
         """Return what the rank takes and sends; ``ran`` micro-batches were taken through it.
 
-        The optimizer's state is there from the start; so are, where one micro-batch stands for several, gradients,
-        whole or a shard, of earlier ones, and the activations of others in a pipeline. What lies in host memory is not
-        there.
+        The optimizer's state is there from the start; so are, where one micro-batch stands for
+        several, gradients, whole or a shard, of earlier ones, and the activations of others in a
+        pipeline. What lies in host memory is not there.
         """
         own = {self._numbers[x.untyped_storage()] for x in gradients}
         single, offload = config.pipeline.single, config.recompute.recompute_offload
         micro_batches = config.train.micro_batches(mesh.dp.size()) if single else 1
         at_end = self._alive(len(self.events))
-        early = {n for n in at_end if self._kinds[n] == "optimizer"} | (own if micro_batches > 1 else set())
+        early = {n for n in at_end if self._kinds[n] == "optimizer"} | (
+            own if micro_batches > 1 else set()
+        )
         moved = {n for n, kind in enumerate(self._kinds) if kind in (KEPT, MOMENTS)}
         kept = {n: size for n, size in self.kept.items() if n not in moved | self._resized}
         skipped = early | moved
@@ -303,18 +357,34 @@ class Recorder(TorchDispatchMode):
             live += 0 if number in skipped else change
             peaks.append(live)
         at_peak, memory = self._alive(peaks.index(max(peaks))), Counter[str]()
-        for n, size in ({n: at_peak[n] for n in at_peak.keys() - skipped} | {n: at_end[n] for n in early}).items():
+        for n, size in (
+            {n: at_peak[n] for n in at_peak.keys() - skipped} | {n: at_end[n] for n in early}
+        ).items():
             held = n in kept and self._kinds[n] != "logits"
-            kind = "gathered weights" if n in self._resized else "activations" if held else self._kinds[n]
+            kind = (
+                "gathered weights"
+                if n in self._resized
+                else "activations"
+                if held
+                else self._kinds[n]
+            )
             memory["gradients" if n in own else kind] += size
         ranks, stage = mesh.pp.size(), mesh.pp.get_local_rank()
         flying = int(config.pipeline.in_flight(stage, ranks, micro_batches)) if single else 1
         if not offload:
             memory["activations"] += round((flying - 1) * sum(kept.values()))
-        there = {kind: [at_end[n] for n in at_end if self._kinds[n] == kind] for kind in (KEPT, MOMENTS)}
+        there = {
+            kind: [at_end[n] for n in at_end if self._kinds[n] == kind] for kind in (KEPT, MOMENTS)
+        }
         host = in_slabs(there[KEPT] * flying, SEVERAL) + (in_slabs if gpu else sum)(there[MOMENTS])
         if config.data_parallel.strategy == "zero1" and micro_batches > 1:
-            memory["gradients"] *= mesh.dp_cp.size() // config.data_parallel.num_distributed_optimizer_instances
+            memory["gradients"] *= (
+                mesh.dp_cp.size() // config.data_parallel.num_distributed_optimizer_instances
+            )
         return Rehearsal(
-            self.rank, stage, dict(memory), {link: count // ran for link, count in self.sent.items()}, host
+            self.rank,
+            stage,
+            dict(memory),
+            {link: count // ran for link, count in self.sent.items()},
+            host,
         )

@@ -1,7 +1,8 @@
-"""One rank of any mesh forward and backward in one process, on tensors that have a shape and no memory.
+"""One rank of any mesh forward and backward in one process, on tensors that have a shape and no
+memory.
 
-torch's fake process group stands for the other ranks: its collectives return at once. torch's fake tensors run every
-operator's shape function; what the operators would allocate and send is recorded.
+torch's fake process group stands for the other ranks: its collectives return at once. torch's fake
+tensors run every operator's shape function; what the operators would allocate and send is recorded.
 """
 
 import os
@@ -37,14 +38,18 @@ ROUNDS = 3
 
 
 class _Waiting(NamedTuple):
-    """Tensors that a stage keeps of a micro-batch for its backward, or for the backward to its weights."""
+    """Tensors that a stage keeps of a micro-batch for its backward, or for the backward to its
+    weights.
+    """
 
     received: Tensor | None
     """Output of the stage before; the first has tokens."""
     out: Tensor
     gradient: Tensor | None = None
     groups: Any = None
-    """torch's parts of the graph that the weights' gradients are computed by, with the gradients that they wait with"""
+    """torch's parts of the graph that the weights' gradients are computed by, with the gradients
+    that they wait with
+    """
 
 
 @contextmanager
@@ -79,10 +84,12 @@ def rehearse(
     device: str | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Rehearsal:
-    """Run a rank forward, backward and through its optimizer. The configuration is complete and valid.
+    """Run a rank forward, backward and through its optimizer. The configuration is complete and
+    valid.
 
     Args:
-        documents: cumulative lengths of a micro-batch's, where they attend apart; by default one a sample.
+        documents: cumulative lengths of a micro-batch's, where they attend apart; by default one a
+            sample.
         device: cuda or cpu, by default the run's own.
         tell: is told how far it is.
 
@@ -91,7 +98,9 @@ def rehearse(
         RuntimeError: shapes that do not fit each other, as torch says it.
     """
     on_cpu = replace(config.mesh, device="cpu", distributed_backend="auto")
-    if config.context.attention_backend != "reference":  # the kernel need not run, or be installed, here
+    if (
+        config.context.attention_backend != "reference"
+    ):  # the kernel need not run, or be installed, here
         backend: Any = "chunked" if config.model.linear_attention else "auto"
         config = config.updated(attention_backend=backend)
     with fake_process_group(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
@@ -101,12 +110,16 @@ def rehearse(
             blank["starts"].view(-1)[list(documents[:-1])] = True
         batch = task.objective.local(blank)
         entries = getattr(config.model, "vocab_size", None) or 0
-        recorder = Recorder(rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size), tell)
+        recorder = Recorder(
+            rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size), tell
+        )
         device = device or config.mesh.device_type
         norm = _FusedNorm.apply if device == "cuda" else F.rms_norm
         with SIMULATED_DEVICE.set_to(device), replaced(F, "rms_norm", norm), recorder.recording():
             parts = task.build_parts(initialize=False)
-            averages = Ema(config.ema_decay, parts) if config.ema_decay else None  # they lie there meanwhile
+            averages = (
+                Ema(config.ema_decay, parts) if config.ema_decay else None
+            )  # they lie there meanwhile
             optimizer = build_optimizer(config.optimizer, *parts, portable=True)
             recorder.kind = "passing"
             count = _pass_through(task, parts, batch, recorder)
@@ -121,10 +134,13 @@ def rehearse(
     return found
 
 
-def _pass_through(task: Task[C], parts: Sequence[Any], batch: dict[str, Tensor], recorder: Recorder) -> int:
+def _pass_through(
+    task: Task[C], parts: Sequence[Any], batch: dict[str, Tensor], recorder: Recorder
+) -> int:
     """Take one micro-batch forward and backward through the stages, and return how many were taken.
 
-    An interleaved schedule takes several through, in its order, which decides what is there at once.
+    An interleaved schedule takes several through, in its order, which decides what is there at
+    once.
 
     Raises:
         UserError: a stage's output is not what the next one takes.
@@ -138,22 +154,36 @@ def _pass_through(task: Task[C], parts: Sequence[Any], batch: dict[str, Tensor],
     last = config.pipeline.stages(ranks) - 1
     runner: Any = None
     count = 1
-    actions: Iterable[tuple[int, str, int]] = [(s, "F", 0) for s in own] + [(s, "B", 0) for s in reversed(own)]
+    actions: Iterable[tuple[int, str, int]] = [(s, "F", 0) for s in own] + [
+        (s, "B", 0) for s in reversed(own)
+    ]
     if not config.pipeline.single:
         micro_batches = config.train.micro_batches(mesh.dp.size())
         rounds = max(1, micro_batches // ranks)
         count = min(rounds, ROUNDS) * micro_batches // rounds
         runner = task.build_runner(parts, count)
         order = runner.schedule.pipeline_order[mesh.pp.get_local_rank()]
-        actions = [(one.stage_index, one.computation_type.value, one.microbatch_index) for one in order if one]
+        actions = [
+            (one.stage_index, one.computation_type.value, one.microbatch_index)
+            for one in order
+            if one
+        ]
     waiting: dict[tuple[int, int], _Waiting] = {}
     for stage, action, index in actions:
         part = own[stage]
-        recorder.begin(f"{'forward' if action == 'F' else 'backward'} of micro-batch {index + 1} of {count}")
+        recorder.begin(
+            f"{'forward' if action == 'F' else 'backward'} of micro-batch {index + 1} of {count}"
+        )
         if action == "F":
             with recorder.forward():
-                received = torch.empty_like(hidden, device=mesh.device, requires_grad=True) if stage else None
-                out = objective.loss_sum(part, batch if received is None else batch | {name: received})
+                received = (
+                    torch.empty_like(hidden, device=mesh.device, requires_grad=True)
+                    if stage
+                    else None
+                )
+                out = objective.loss_sum(
+                    part, batch if received is None else batch | {name: received}
+                )
             if stage != last and (out.shape, out.dtype) != (hidden.shape, hidden.dtype):
                 raise UserError(
                     f"pipeline stage {stage} gives {list(out.shape)} {out.dtype}, and the next one takes "
@@ -210,8 +240,12 @@ def _name_layers(part: nn.Module, recorder: Recorder) -> None:
 
 
 def _to_inputs(stage: int, part: nn.Module, at: _Waiting) -> _Waiting:
-    """Go back to a stage's input, as torch's schedules do: the first stage has none and waits with all of it."""
-    from torch.distributed.pipelining._backward import stage_backward_input  # takes a second, for torch.compile
+    """Go back to a stage's input, as torch's schedules do: the first stage has none and waits with
+    all of it.
+    """
+    from torch.distributed.pipelining._backward import (
+        stage_backward_input,
+    )  # takes a second, for torch.compile
 
     gradient, groups = torch.ones_like(at.out), None
     if stage:
@@ -220,7 +254,9 @@ def _to_inputs(stage: int, part: nn.Module, at: _Waiting) -> _Waiting:
 
 
 def _gradients(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module]) -> list[Tensor]:
-    """Return this rank's shards of all gradients; a parameter without one is an error, as in the loop."""
+    """Return this rank's shards of all gradients; a parameter without one is an error, as in the
+    loop.
+    """
     found: list[Any] = []
     for part in parts:
         finish_gradients(part, mesh.dp_cp, config.data_parallel.strategy)
@@ -232,13 +268,16 @@ def _gradients(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module]) -> 
 
 
 class _FusedNorm(torch.autograd.Function):
-    """torch.nn.functional.rms_norm in the shapes of a GPU's kernel, which keeps its input and a number a token.
+    """torch.nn.functional.rms_norm in the shapes of a GPU's kernel, which keeps its input and a
+    number a token.
 
     On a CPU torch composes it of operators, which keep four times as much.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
         return torch.empty_like(x)
 

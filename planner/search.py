@@ -51,7 +51,9 @@ class Ranking:
 
 
 class Weighed(NamedTuple):
-    """A configuration as the cost model takes it, and the bytes of its busiest rank by cause, and on the host."""
+    """A configuration as the cost model takes it, and the bytes of its busiest rank by cause, and
+    on the host.
+    """
 
     config: AnyConfig
     inputs: tuple[StepShape, Plan, Arrangement]
@@ -64,19 +66,27 @@ class Weighed(NamedTuple):
         return sum(self.memory.values())
 
     def fits(self, cluster: Cluster) -> bool:
-        """Return whether a process has enough memory, and its host, where known, for what is moved there."""
+        """Return whether a process has enough memory, and its host, where known, for what is moved
+        there.
+        """
         known = bool(cluster.host_gb_per_s)
-        return self.device <= 1e9 * cluster.memory_gb and not (known and self.host > 1e9 * cluster.host_memory_gb)
+        return self.device <= 1e9 * cluster.memory_gb and not (
+            known and self.host > 1e9 * cluster.host_memory_gb
+        )
 
     def predicted(self, cluster: Cluster) -> Prediction:
         """Predict the time too, which takes far longer."""
         work, plan, arranged = self.inputs
         cluster = cluster.running(self.config.context.attention_backend, self.config.packed)
-        seconds, links = step_seconds(with_softmax_layers(work, self.config, cluster), plan, arranged, cluster)
+        seconds, links = step_seconds(
+            with_softmax_layers(work, self.config, cluster), plan, arranged, cluster
+        )
         return Prediction(seconds, self.memory, links, self.host)
 
 
-def weigh(config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None) -> Weighed:
+def weigh(
+    config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
+) -> Weighed:
     """Count the memory of a validated configuration with a method, or of one rank without.
 
     ``documents`` are those of a typical micro-batch, where documents attend apart.
@@ -117,7 +127,9 @@ def cost_inputs(
     if method == "none" and cp == 1:  # one rank runs every method alike
         method = next(contexts(config, 1)).context_parallel_method
     per_node = max(1, cluster.gpus_per_node // tp)
-    plan = _plan_of(config.context, method, per_node, config.joined_length, cp, tp, config.causal, documents)
+    plan = _plan_of(
+        config.context, method, per_node, config.joined_length, cp, tp, config.causal, documents
+    )
     return workload_of(config, arranged.dp, cluster.device), plan, arranged
 
 
@@ -134,14 +146,16 @@ def _plan_of(
 ) -> Plan:
     """Return the attention's plan, the same for all settings that save other memory."""
     options = context.plan_arguments(per_node)
-    return make_plan(method, seq_len=seq_len, size=cp, multiple=tp, causal=causal, documents=documents, **options)
+    return make_plan(
+        method, seq_len=seq_len, size=cp, multiple=tp, causal=causal, documents=documents, **options
+    )
 
 
 def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
     """Yield every method x team size x Ulysses degree x placement that fits the ranks, each once.
 
-    Linear attention has only the methods that pass states, without these options.
-    One rank per team is zigzag, one node is no double ring, and a degree of all ranks is Ulysses alone.
+    Linear attention has only the methods that pass states, without these options. One rank per team
+    is zigzag, one node is no double ring, and a degree of all ranks is Ulysses alone.
     """
     size = config.mesh.context_parallel_size
     inner = max(1, gpus_per_node // config.mesh.tensor_model_parallel_size)
@@ -171,9 +185,13 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
             yield replace(base, **fields)
             continue
         teams = [c for c in range(2, size + 1) if size % c**2 == 0] if method.teams else [1]
-        for degree, team, placement in product(degrees, teams, PLACEMENTS if method.teams else PLACEMENTS[:1]):
+        for degree, team, placement in product(
+            degrees, teams, PLACEMENTS if method.teams else PLACEMENTS[:1]
+        ):
             nodes = method.nodes and degree < inner < size
-            if size // degree % team**2 or (method.nodes and not (nodes or (method.needed_only and inner >= size))):
+            if size // degree % team**2 or (
+                method.nodes and not (nodes or (method.needed_only and inner >= size))
+            ):
                 continue
             if placement != PLACEMENTS[0] and size // degree == team**2:
                 continue  # there are no rings to place
@@ -189,14 +207,18 @@ def arrangements(config: C, world_size: int) -> Iterator[C]:
     for tp, pp, cp in product(sizes, sizes, sizes):
         if world_size % (tp * pp * cp) == 0:
             yield config.updated(
-                tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                context_parallel_size=cp,
             )
 
 
 def candidates_of(
     configs: Iterable[AnyConfig], world_size: int, cluster: Cluster, refused: Counter[str]
 ) -> Iterator[Any]:
-    """Yield these configurations with every method that suits them; count the others' reasons in ``refused``."""
+    """Yield these configurations with every method that suits them; count the others' reasons in
+    ``refused``.
+    """
     for config in (with_joined_ranks(config, world_size) for config in configs):
         for context in contexts(config, cluster.gpus_per_node):
             candidate = replace(config, context=context)
@@ -208,7 +230,9 @@ def candidates_of(
             yield candidate
 
 
-def suits(config: AnyConfig, world_size: int, check: Callable[[Any, int], object] = validate_sizes) -> bool:
+def suits(
+    config: AnyConfig, world_size: int, check: Callable[[Any, int], object] = validate_sizes
+) -> bool:
     """Return whether a configuration passes the check of its sizes."""
     try:
         check(config, world_size)
@@ -224,7 +248,8 @@ def rank(
     lengths: tuple[int, ...] = (),
     vary: Callable[[AnyConfig, Cluster], Iterable[AnyConfig]] | None = None,
 ) -> Ranking:
-    """Predict every method of these configurations on a cluster, each in the fastest of its settings that fits.
+    """Predict every method of these configurations on a cluster, each in the fastest of its
+    settings that fits.
 
     Args:
         lengths: of documents to draw from where these attend apart; by default those of the data.
@@ -239,7 +264,11 @@ def rank(
         for number, candidate in enumerate(every, 1):
             documents = typical_documents(candidate, lengths)
             varied = vary(candidate, cluster) if vary else [candidate]
-            suiting = [one for one in varied if one.mesh.pipeline_model_parallel_size == 1 or suits(one, world_size)]
+            suiting = [
+                one
+                for one in varied
+                if one.mesh.pipeline_model_parallel_size == 1 or suits(one, world_size)
+            ]
             tried: list[Weighed] = []
             for more in ladder(suiting, cluster, moments=vary is not None):
                 for one in more:
@@ -249,7 +278,9 @@ def rank(
                     break
             if fit:
                 found = [Candidate(one.config, one.predicted(cluster)) for one in fit]
-                roomy = [one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb]
+                roomy = [
+                    one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb
+                ]
                 fitting.append(min(roomy or found, key=lambda one: one.prediction.time))
             elif inside := [one.host for one in tried if one.device <= 1e9 * cluster.memory_gb]:
                 over_host_memory.append(min(inside))
@@ -258,7 +289,9 @@ def rank(
     fitting.sort(key=lambda candidate: candidate.prediction.time)
     saving = untried_fields(configs[0], cluster) if configs and not vary else ()
     on_host = (OFFLOAD, MOMENTS) if vary is None else (MOMENTS,)
-    moving = tuple(lever.fields[0] for one in configs[:1] for lever in on_host if lever.of(one) == (True,))
+    moving = tuple(
+        lever.fields[0] for one in configs[:1] for lever in on_host if lever.of(one) == (True,)
+    )
     return Ranking(fitting, refused, over_memory, over_host_memory, saving, moving)
 
 

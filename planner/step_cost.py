@@ -11,12 +11,21 @@ from parallel.context.traffic import Sizes
 from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links
 from planner.cluster import Cluster
 from planner.delta_cost import DeltaCost, fastest_schedule
-from planner.step_memory import Arrangement, StepShape, fetched_ahead, memory_of, moments, offloaded, own_sizes, pinned
+from planner.step_memory import (
+    Arrangement,
+    StepShape,
+    fetched_ahead,
+    memory_of,
+    moments,
+    offloaded,
+    own_sizes,
+    pinned,
+)
 
 POINTWISE, COMPILED = 42.0, 28.0
-"""Times that a layer's forward reads or writes the residual stream and half the feed-forward's width between its matrix
-products, as it is and compiled; a backward does twice. Fitted to papers/tables/public_runs.csv, with memory by data
-sheets."""
+"""Times that a layer's forward reads or writes the residual stream and half the feed-forward's
+width between its matrix products, as it is and compiled; a backward does twice. Fitted to
+papers/tables/public_runs.csv, with memory by data sheets."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,15 @@ def step_seconds(
     rows = work.micro_batch * plan.local_len
     rate = 1e12 * cluster.peak_tflops * cluster.matmul_fraction
     output = work.vocab * work.hidden
-    products = 2 * rows * (work.matrix_weights - output) / work.layers / tp / rate  # a layer's seconds forward
+    products = (
+        2 * rows * (work.matrix_weights - output) / work.layers / tp / rate
+    )  # a layer's seconds forward
     head = 2 * rows * output / tp / rate
     between = 0.0  # a layer's norms, activations, rotations and sums forward
     if cluster.memory_gb_per_s:
-        passed = (COMPILED if arranged.compiled else POINTWISE) * rows * (work.hidden + work.ffn / 2)
+        passed = (
+            (COMPILED if arranged.compiled else POINTWISE) * rows * (work.hidden + work.ffn / 2)
+        )
         between = passed * work.element_size / tp / (cluster.memory_gb_per_s * GB)
     layer = products + between
     forward, backward, links = _mean_attention(work, plan, of, cluster, tp)
@@ -68,9 +81,18 @@ def step_seconds(
     linear = layers * (products * passes + 3 * between) + head * passes
     again = layers * (layer if arranged.recompute in ("full", "attention_boundary") else 0.0)
     again += layers * (forward if arranged.recompute in ("full", "selective") else 0.0)
-    inside = (3 if work.gated else 2) * work.hidden * work.ffn * work.layers / (work.matrix_weights - output)
-    again += layers * (layer * inside if arranged.ffn_chunk else 0.0)  # the share inside the feed-forward
-    # 4 all-gathers and reduce-scatters of a layer forward, and as many backward (sequence parallelism)
+    inside = (
+        (3 if work.gated else 2)
+        * work.hidden
+        * work.ffn
+        * work.layers
+        / (work.matrix_weights - output)
+    )
+    again += layers * (
+        layer * inside if arranged.ffn_chunk else 0.0
+    )  # the share inside the feed-forward
+    # 4 all-gathers and reduce-scatters of a layer forward, and as many backward (sequence
+    # parallelism)
     sent = rows * work.hidden * work.element_size * (tp - 1) / tp
     shared = 8 * _ring_seconds(sent, tp, 1, cluster) if tp > 1 else 0.0
     steps = work.micro_batches + arranged.pp - 1  # fills and drains the pipeline
@@ -82,21 +104,29 @@ def step_seconds(
         "pipeline": steps * _pipeline(work, plan, arranged, cluster),
     }
     if arranged.offload and cluster.host_gb_per_s:
-        copy = offloaded(work, plan, arranged) / (cluster.host_gb_per_s * GB)  # each way, beside the computation
+        copy = offloaded(work, plan, arranged) / (
+            cluster.host_gb_per_s * GB
+        )  # each way, beside the computation
         there = max(0.0, copy - layers * (layer + forward))
         behind = layers * (products * (passes - 1) + 2 * between + backward) + again
         back = max(0.0, copy - behind) if fetched_ahead(work, plan, arranged) else copy
         seconds["offload"] = work.micro_batches * (there + back)
     if arranged.moments_on_host and cluster.host_gb_per_s:
-        seconds["optimizer offload"] = moments(work, plan, arranged) / (cluster.host_gb_per_s * GB)  # each way, alone
+        seconds["optimizer offload"] = moments(work, plan, arranged) / (
+            cluster.host_gb_per_s * GB
+        )  # each way, alone
     exchanged = _data(work, plan, arranged, cluster)
     hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
     seconds["data parallel"] = max(cluster.exposed_share * exchanged, exchanged - hidden)
     return seconds, links
 
 
-def _mean_attention(work: StepShape, plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
-    """Return the mean seconds of all layers, forward and backward, and the bytes of one, without a window if any is."""
+def _mean_attention(
+    work: StepShape, plan: Plan, of: Sizes, cluster: Cluster, tp: int
+) -> tuple[float, float, Links]:
+    """Return the mean seconds of all layers, forward and backward, and the bytes of one, without a
+    window if any is.
+    """
     whole = _attention(plan, of, cluster, tp)
     if work.delta is not None:
         others = replace(work, delta=None, layers=work.softmax_layers, softmax_layers=0)
@@ -111,14 +141,21 @@ def _mean_attention(work: StepShape, plan: Plan, of: Sizes, cluster: Cluster, tp
         return ahead + forward * softmax, back + (1 - forward) * softmax, whole[2]
     if work.window is None:
         return whole
-    windowed, share = _attention(plan.windowed(work.window), of, cluster, tp), work.windowed_layers / work.layers
-    forward, backward = (share * a + (1 - share) * b for a, b in zip(windowed[:2], whole[:2], strict=True))
+    windowed, share = (
+        _attention(plan.windowed(work.window), of, cluster, tp),
+        work.windowed_layers / work.layers,
+    )
+    forward, backward = (
+        share * a + (1 - share) * b for a, b in zip(windowed[:2], whole[:2], strict=True)
+    )
     return forward, backward, whole[2] if share < 1 else windowed[2]
 
 
 @lru_cache(maxsize=4096)
 def _attention(plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
-    """Return seconds forward and backward, and bytes; the same for all pipelines and recompute policies."""
+    """Return seconds forward and backward, and bytes; the same for all pipelines and recompute
+    policies.
+    """
     cost = AttentionCost(plan, of, cluster, tp)
     return cost.forward(), cost.backward(), cost.links()
 
@@ -164,8 +201,12 @@ def _data(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster) 
 
 
 def _ring_seconds(count: float, ranks: int, stride: int, cluster: Cluster) -> float:
-    """Time ``count`` bytes around a ring of every ``stride``-th rank; parallel groups share the links."""
+    """Time ``count`` bytes around a ring of every ``stride``-th rank; parallel groups share the
+    links.
+    """
     if ranks * stride <= cluster.gpus_per_node:
-        return count / (cluster.inside_gb_per_s * GB) + (ranks - 1) * cluster.inside_latency_us * MICRO
+        return (
+            count / (cluster.inside_gb_per_s * GB) + (ranks - 1) * cluster.inside_latency_us * MICRO
+        )
     rate = min(cluster.inside_gb_per_s, cluster.node_gb_per_s / min(stride, cluster.gpus_per_node))
     return count / (rate * GB) + (ranks - 1) * cluster.between_latency_us * MICRO

@@ -1,4 +1,6 @@
-"""A step in numbers, for the cost model: its work, the documents of a micro-batch, the layouts of a hybrid."""
+"""A step in numbers, for the cost model: its work, the documents of a micro-batch, the layouts of a
+hybrid.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,9 +56,14 @@ def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
     if device == "cpu":
         fields["first_layer"] = 0.0
         fields["wide_logits"] = LOSS_CHUNK["cpu"]
-        fields["residual"] = 10.0 if config.train.bf16 else StepShape.residual  # norms keep copies in float32
+        fields["residual"] = (
+            10.0 if config.train.bf16 else StepShape.residual
+        )  # norms keep copies in float32
         if delta := fields.get("delta"):
-            fields |= {"delta": delta._replace(slab=CPU_CHUNKS), "normed": 3.0 if config.train.bf16 else 1.0}
+            fields |= {
+                "delta": delta._replace(slab=CPU_CHUNKS),
+                "normed": 3.0 if config.train.bf16 else 1.0,
+            }
     else:
         fields["workspaces"] = WORKSPACES
     return StepShape(
@@ -75,7 +82,9 @@ def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
 
 @singledispatch
 def _numbers(config: CommonConfig) -> dict[str, Any]:
-    """Return the numbers of a kind of model: the fields of ``StepShape`` that are not the same for all."""
+    """Return the numbers of a kind of model: the fields of ``StepShape`` that are not the same for
+    all.
+    """
     raise TypeError(f"no numbers of {type(config)}")
 
 
@@ -91,7 +100,9 @@ def _(config: DiTRunConfig) -> dict[str, Any]:
 
 
 def with_softmax_layers(work: StepShape, config: CommonConfig, cluster: Cluster) -> StepShape:
-    """Return the work with the seconds of a hybrid's layers of softmax attention, in the faster of its layouts."""
+    """Return the work with the seconds of a hybrid's layers of softmax attention, in the faster of
+    its layouts.
+    """
     if not config.hybrid_layouts:
         return work
     seconds = min(layout_seconds(config, cluster).values())
@@ -104,7 +115,9 @@ def _language(model: DecoderConfig) -> dict[str, Any]:
     windows = [window for window in map(model.window, range(model.num_layers)) if window]
     with _Undrawn():
         delta = 3 * model.state_elements if model.delta_rule else 0  # counted apart, in chunks
-        products = int(flops_per_token(model.merged(), 0) / 6) - delta  # at length 0 there is no softmax attention
+        products = (
+            int(flops_per_token(model.merged(), 0) / 6) - delta
+        )  # at length 0 there is no softmax attention
         parameters, trained = num_parameters(model), num_trained(model)
     found: dict[str, Any] = {
         "gated": model.footprint.gated,
@@ -112,7 +125,10 @@ def _language(model: DecoderConfig) -> dict[str, Any]:
         "first_layer": model.footprint.first_layer,
         "vocab": model.vocabulary,
         "parameters": parameters,
-        "outside": (model.vocabulary * (1 + model.untie_embeddings_and_output_weights) + (model.position_table or 0))
+        "outside": (
+            model.vocabulary * (1 + model.untie_embeddings_and_output_weights)
+            + (model.position_table or 0)
+        )
         * model.hidden_size,
         "trained": trained,
         "matrix_weights": products,
@@ -122,7 +138,13 @@ def _language(model: DecoderConfig) -> dict[str, Any]:
     if not isinstance(model, DeltaConfig):
         return found
     heads = DeltaShape(
-        *(model.key_heads, model.value_heads, model.key_dim, model.value_dim, model.linear_conv_kernel_dim),
+        *(
+            model.key_heads,
+            model.value_heads,
+            model.key_dim,
+            model.value_dim,
+            model.linear_conv_kernel_dim,
+        ),
         per_channel=model.linear_gate == "per_channel",
     )
     norms = (1 + model.query_groups / model.num_attention_heads) * model.footprint.qk_norms
@@ -131,7 +153,9 @@ def _language(model: DecoderConfig) -> dict[str, Any]:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leaves weights as they are: torch draws those of the meta device by operators that take a second to import."""
+    """Leaves weights as they are: torch draws those of the meta device by operators that take a
+    second to import.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -148,21 +172,31 @@ def _diffusion(model: DiTConfig) -> dict[str, Any]:
         "parameters": num_dit_parameters(model),
         "outside": 2 * model.out_width * model.hidden_size,
         "matrix_weights": multiply_adds(model) // model.num_patches - attention,
-        "replicated": 6 * model.num_layers * model.hidden_size**2,  # which make shifts, scales and gates
+        "replicated": 6
+        * model.num_layers
+        * model.hidden_size**2,  # which make shifts, scales and gates
     }
 
 
 def layout_seconds(config: Any, cluster: Cluster) -> dict[HybridLayout, float]:
-    """Return the seconds of a softmax layer, forward and backward, in each layout that a hybrid may have.
+    """Return the seconds of a softmax layer, forward and backward, in each layout that a hybrid may
+    have.
 
-    An exchange moves q, k and v inward and the output outward, and their gradients in the backward: 2 x (2 heads +
-    2 kv_heads) x head_dim elements of each token that changes its rank. It is not overlapped.
+    An exchange moves q, k and v inward and the output outward, and their gradients in the backward:
+    2 x (2 heads + 2 kv_heads) x head_dim elements of each token that changes its rank. It is not
+    overlapped.
     """
-    model, size, tp = config.model, config.mesh.context_parallel_size, config.mesh.tensor_model_parallel_size
+    model, size, tp = (
+        config.model,
+        config.mesh.context_parallel_size,
+        config.mesh.tensor_model_parallel_size,
+    )
     seq_len, batch = config.joined_length, 1 if config.packed else config.train.micro_batch_size
     heads, kv_heads = model.num_attention_heads // tp, max(1, model.query_groups // tp)
     element_size = 2 if config.train.bf16 else 4
-    link = cluster.inside_gb_per_s if size * tp <= cluster.gpus_per_node else cluster.between_gb_per_s
+    link = (
+        cluster.inside_gb_per_s if size * tp <= cluster.gpus_per_node else cluster.between_gb_per_s
+    )
 
     found = {}
     linear = config.context.context_parallel_layout
@@ -170,7 +204,9 @@ def layout_seconds(config: Any, cluster: Cluster) -> dict[HybridLayout, float]:
         method = config.hybrid.context(layout).context_parallel_method
         plan = make_plan(method, seq_len=seq_len, size=size, multiple=tp, layout=layout)
         lies = "zigzag" if linear == "zigzag" else "auto"
-        outside = make_plan("lasp", seq_len=seq_len, size=size, multiple=plan.local_len, layout=lies)
+        outside = make_plan(
+            "lasp", seq_len=seq_len, size=size, multiple=plan.local_len, layout=lies
+        )
         moved = moved_tokens(outside.geometry, plan.geometry)
         exchanged = 2 * (2 * heads + 2 * kv_heads) * model.head_dim * element_size * batch * moved
         of = sizes(plan.geometry, batch, heads, kv_heads, model.head_dim, element_size)
@@ -183,14 +219,18 @@ class DocumentsError(UserError):
     """Lengths of documents that are not known, or are none."""
 
 
-def typical_documents(config: CommonConfig, lengths: tuple[int, ...] = ()) -> tuple[int, ...] | None:
-    """Return the cumulative lengths of the documents of one micro-batch; None if documents do not attend apart.
+def typical_documents(
+    config: CommonConfig, lengths: tuple[int, ...] = ()
+) -> tuple[int, ...] | None:
+    """Return the cumulative lengths of the documents of one micro-batch; None if documents do not
+    attend apart.
 
-    Drawn with a fixed seed as the dataset does: a shuffled stream of documents is cut into samples, or whole ones are
-    fitted into them.
+    Drawn with a fixed seed as the dataset does: a shuffled stream of documents is cut into samples,
+    or whole ones are fitted into them.
 
     Args:
-        lengths: tokens of documents to draw from; by default those of the data's .idx files, by their weights.
+        lengths: tokens of documents to draw from; by default those of the data's .idx files, by
+            their weights.
 
     Raises:
         DocumentsError: lengths below 1, or no data to take them from.
@@ -207,33 +247,52 @@ def typical_documents(config: CommonConfig, lengths: tuple[int, ...] = ()) -> tu
             "reset_attention_mask is set and data_path is empty, so that the documents' lengths are not known; give "
             "--data-path PREFIX, or state them: --document-lengths 300 2000 40000"
         )
-    draw = np.array(lengths) if lengths else _lengths(config.data.data_path, config.data.blend_by_length)
+    draw = (
+        np.array(lengths)
+        if lengths
+        else _lengths(config.data.data_path, config.data.blend_by_length)
+    )
     fill = _fitted if config.data.pack_documents else _cut
-    return fill(np.random.default_rng(0), draw[draw > 0].astype(np.int64), config.sequence_length, config.joined_length)
+    return fill(
+        np.random.default_rng(0),
+        draw[draw > 0].astype(np.int64),
+        config.sequence_length,
+        config.joined_length,
+    )
 
 
 def known_documents(config: CommonConfig) -> tuple[int, ...] | None:
-    """Return ``typical_documents``, or whole samples where this machine has no lengths of the data's documents.
+    """Return ``typical_documents``, or whole samples where this machine has no lengths of the
+    data's documents.
 
     Raises DataError: a file is broken.
     """
     paths = config.data.data_path
-    if not config.packed or config.sample_ends is not None or (paths and Path(f"{blend(paths)[0][0]}.idx").exists()):
+    if (
+        not config.packed
+        or config.sample_ends is not None
+        or (paths and Path(f"{blend(paths)[0][0]}.idx").exists())
+    ):
         return typical_documents(config)
     return tuple(range(0, config.joined_length + 1, config.sequence_length))
 
 
 def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
-    """Return the cumulative lengths of the run's own micro-batch with the longest documents, as `typical_documents`.
+    """Return the cumulative lengths of the run's own micro-batch with the longest documents, as
+    `typical_documents`.
 
-    It is the one of the run's first FIRST whose squared lengths add up to most: a long document's rows travel farthest.
+    It is the one of the run's first FIRST whose squared lengths add up to most: a long document's
+    rows travel farthest.
 
     Raises:
         DataError: data or tokenizer are missing or broken.
     """
     if not config.packed or config.sample_ends is not None:
         return typical_documents(config)
-    tokenizer, size = load_tokenizer(str(config.data.tokenizer_model)), config.train.micro_batch_size
+    tokenizer, size = (
+        load_tokenizer(str(config.data.tokenizer_model)),
+        config.train.micro_batch_size,
+    )
     samples, _, _ = build_datasets(
         config.data, config.sequence_length, config.train.seed, tokenizer, config.model.vocab_size
     )
@@ -246,7 +305,9 @@ def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=4)
 def _lengths(data_path: tuple[str, ...], blend_by_length: tuple[str, ...]) -> np.ndarray:
-    """Draw documents of every source, so many that their tokens are as its weight says; then of every length."""
+    """Draw documents of every source, so many that their tokens are as its weight says; then of
+    every length.
+    """
     generator, (prefixes, weights) = np.random.default_rng(0), blend(data_path)
     lengths = [open_indexed(prefix).document_lengths for prefix in prefixes]
     lengths = [found[:: -(-len(found) // MOST)] for found in lengths]
@@ -259,15 +320,21 @@ def _lengths(data_path: tuple[str, ...], blend_by_length: tuple[str, ...]) -> np
     return _by_share(generator, [drawn[(drawn >= a) & (drawn < b)] for a, b in bounds], shares)
 
 
-def _by_share(generator: np.random.Generator, groups: Sequence[np.ndarray], shares: Sequence[float]) -> np.ndarray:
+def _by_share(
+    generator: np.random.Generator, groups: Sequence[np.ndarray], shares: Sequence[float]
+) -> np.ndarray:
     """Draw documents of every group that has some, whose tokens are as its share says."""
     found = [(share, group) for share, group in zip(shares, groups, strict=True) if len(group)]
     often = np.array([share / group.mean() for share, group in found])
     counts = np.ceil(DRAWN * often / often.sum()).astype(int)
-    return np.concatenate([generator.choice(group, count) for (_, group), count in zip(found, counts, strict=True)])
+    return np.concatenate(
+        [generator.choice(group, count) for (_, group), count in zip(found, counts, strict=True)]
+    )
 
 
-def _cut(generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int) -> tuple[int, ...]:
+def _cut(
+    generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int
+) -> tuple[int, ...]:
     """Fill ``joined`` tokens from a point inside a document; samples end documents too."""
     drawn = generator.choice(lengths, 8 + 2 * joined // int(lengths.mean()))
     while drawn[1:].sum() < joined:
@@ -277,14 +344,23 @@ def _cut(generator: np.random.Generator, lengths: np.ndarray, sample: int, joine
     return tuple(bounds.tolist())
 
 
-def _fitted(generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int) -> tuple[int, ...]:
-    """Take samples from 16 times as many, which whole documents fill as in a run of pack_documents, and padding."""
+def _fitted(
+    generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int
+) -> tuple[int, ...]:
+    """Take samples from 16 times as many, which whole documents fill as in a run of pack_documents,
+    and padding.
+    """
     drawn = generator.choice(lengths, 16 + 16 * joined // int(lengths.mean())).astype(np.int32)
     while drawn.sum(dtype=np.int64) < 16 * joined:
         drawn = np.concatenate((drawn, generator.choice(lengths, len(drawn)).astype(np.int32)))
     fragments, bounds = packed_documents(drawn, np.arange(len(drawn)), sample, 0)
     found = set[int]()
-    for place, number in enumerate(generator.choice(len(bounds) - 1, joined // sample, replace=False)):
+    for place, number in enumerate(
+        generator.choice(len(bounds) - 1, joined // sample, replace=False)
+    ):
         ends = np.cumsum(fragments["length"][bounds[number] : bounds[number + 1]]).tolist()
-        found |= {place * sample + start for start in (0, *ends, *range(ends[-1], sample, PADDING_DOCUMENT))}
+        found |= {
+            place * sample + start
+            for start in (0, *ends, *range(ends[-1], sample, PADDING_DOCUMENT))
+        }
     return tuple(sorted(found | {joined}))

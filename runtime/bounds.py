@@ -46,14 +46,20 @@ def bounded(name: str, work: Callable[[], Result]) -> Result:
         if sys.platform == "linux":
             with open("/proc/self/statm", encoding="ascii") as file:
                 most = int(file.read().split()[0]) * resource.getpagesize() + MOST_BYTES
-            resource.setrlimit(resource.RLIMIT_AS, (min([most, *(n for n in limits if n >= 0)]), limits[1]))
+            resource.setrlimit(
+                resource.RLIMIT_AS, (min([most, *(n for n in limits if n >= 0)]), limits[1])
+            )
         found = work()
         running = False
         return found
     except _Expired:
-        raise UnboundedError(f"{name} does not end within {MOST_SECONDS:g} s of one processor; repair it") from None
+        raise UnboundedError(
+            f"{name} does not end within {MOST_SECONDS:g} s of one processor; repair it"
+        ) from None
     except MemoryError:
-        raise UnboundedError(f"{name} takes more than {MOST_BYTES >> 20:,} MiB of memory; repair it") from None
+        raise UnboundedError(
+            f"{name} takes more than {MOST_BYTES >> 20:,} MiB of memory; repair it"
+        ) from None
     finally:
         running = False
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,4 +1,6 @@
-"""The base of every error that a user can cause, checks that name a field and its value, and names that were meant."""
+"""The base of every error that a user can cause, checks that name a field and its value, and names
+that were meant.
+"""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -7,12 +9,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 class UserError(ValueError):
     """An error that the user can fix; its message is one line: what was found, where, and the fix.
 
-    Entries and tools print it and exit with its ``status``. Any other exception is a bug and keeps its traceback.
+    Entries and tools print it and exit with its ``status``. Any other exception is a bug and keeps
+    its traceback.
     """
 
     status = 1
     again = False
-    """True if the same command may succeed later: another process, which is ending or lost, is to blame."""
+    """True if the same command may succeed later: another process, which is ending or lost, is to
+    blame.
+    """
 
     def __str__(self) -> str:
         """Return the message as ``printable``: it may quote a file of others, or a flag."""
@@ -40,7 +45,13 @@ class StoppedError(DataError):
 def wrong(of: object, name: str, must: str) -> UserError:
     """Return the error of a field's value; ``must`` says what it must be, and the fix."""
     value = getattr(of, name)
-    shown = " ".join(map(str, value)) if isinstance(value, tuple) else "not set" if value is None else value
+    shown = (
+        " ".join(map(str, value))
+        if isinstance(value, tuple)
+        else "not set"
+        if value is None
+        else value
+    )
     return UserError(f"{name} is {shown}; {must}")
 
 
@@ -63,7 +74,9 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(value: int, fits: Iterable[int]) -> str:
-    """Name the largest of ``fits`` below a value and the smallest above it, as far as they are there."""
+    """Name the largest of ``fits`` below a value and the smallest above it, as far as they are
+    there.
+    """
     others = sorted(fits)
     near = [n for n in others if n < value][-1:] + [n for n in others if n > value][:1]
     return " or ".join(map(str, near))
@@ -88,13 +101,21 @@ def first_few(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + more
 
 
-def did_you_mean(name: str, known: Collection[str], answers: Mapping[str, str] | None = None) -> str | None:
-    """Ask for the nearest of the known names, or of others, to which there are answers; None if none is near."""
+def did_you_mean(
+    name: str, known: Collection[str], answers: Mapping[str, str] | None = None
+) -> str | None:
+    """Ask for the nearest of the known names, or of others, to which there are answers; None if
+    none is near.
+    """
     if (ours := OTHERS_WORDS.get(name)) in known:
         return f"did you mean {ours}?"
     answers = answers or {}
     close = difflib.get_close_matches(name, [*known, *answers], n=1, cutoff=0.7)
-    return " ".join([f"did you mean {close[0]}?", *filter(None, [answers.get(close[0])])]) if close else None
+    return (
+        " ".join([f"did you mean {close[0]}?", *filter(None, [answers.get(close[0])])])
+        if close
+        else None
+    )
 
 
 def unknown_argument(word: str, hint: Callable[[str], str | None]) -> str:
@@ -114,7 +135,9 @@ LONGEST = 4000
 
 
 def printable(text: str) -> str:
-    """Return a line that is safe to print: line breaks and control characters escaped, the middle of a long one cut."""
+    """Return a line that is safe to print: line breaks and control characters escaped, the middle
+    of a long one cut.
+    """
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]}[{len(text) - LONGEST:,} more characters]{text[-LONGEST // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,6 @@
-"""Write files atomically and durably, and lock folders so that one process at a time writes into them."""
+"""Write files atomically and durably, and lock folders so that one process at a time writes into
+them.
+"""
 
 import errno
 import hashlib
@@ -15,7 +17,8 @@ from runtime.errors import UserError
 from runtime.locks import InUseError, Lock, not_a_file
 
 _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
-# (pid, lock): fcntl grants a process its own lock twice, and closing one of the two would release both.
+# (pid, lock): fcntl grants a process its own lock twice, and closing one of the two would release
+# both.
 LOCK = ".lock"
 """A folder's lock, while a process owns it."""
 _HELD: set[tuple[int, str]] = set()
@@ -26,10 +29,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
-    """Yield drafts beside ``paths``, which the block writes, and rename them to ``paths`` when it ends, as `drafting`.
+    """Yield drafts beside ``paths``, which the block writes, and rename them to ``paths`` when it
+    ends, as `drafting`.
 
-    Their names differ only where ``paths`` do, so that a .bin/.idx pair stays a pair. Raises OSError: a draft cannot be
-    written, or another folder has its name.
+    Their names differ only where ``paths`` do, so that a .bin/.idx pair stays a pair. Raises
+    OSError: a draft cannot be written, or another folder has its name.
     """
     with drafting() as drafts_of:
         yield drafts_of(*paths)
@@ -37,14 +41,17 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
 
 @contextmanager
 def drafting() -> Iterator[Drafts]:
-    """Yield a function of paths that returns drafts beside them, all of which get their names when the block ends.
+    """Yield a function of paths that returns drafts beside them, all of which get their names when
+    the block ends.
 
-    A draft is a file or a folder, as the block makes it; a folder takes a free name, or an empty folder's. All drafts
-    are fsynced before the first is renamed, in the order of the calls, and the folders around them after. If the block
-    raises (KeyboardInterrupt included), drafts are removed and the paths are as before. Raises OSError: a draft cannot
-    be written, or another folder has its name.
+    A draft is a file or a folder, as the block makes it; a folder takes a free name, or an empty
+    folder's. All drafts are fsynced before the first is renamed, in the order of the calls, and the
+    folders around them after. If the block raises (KeyboardInterrupt included), drafts are removed
+    and the paths are as before. Raises OSError: a draft cannot be written, or another folder has
+    its name.
     """
-    # Keep suffixes: readers choose by them. mkstemp would ignore the umask and make the files private.
+    # Keep suffixes: readers choose by them. mkstemp would ignore the umask and make the files
+    # private.
     unique = uuid.uuid4().hex
     wanted: dict[Path, Path] = {}  # by draft
     renamed: list[Path] = []
@@ -92,9 +99,9 @@ def write_text(path: Path, text: str) -> None:
 def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Iterator[None]:
     """Lock a folder, or the files of one stem in it, against other processes until the block ends.
 
-    The lock (``runtime.locks``) is on ``.lock`` or ``.STEM.lock``. The block's end removes that file, and folders
-    made for it that are still empty. A killed process loses its lock; the drafts of ``replacing`` that it left are
-    removed here.
+    The lock (``runtime.locks``) is on ``.lock`` or ``.STEM.lock``. The block's end removes that
+    file, and folders made for it that are still empty. A killed process loses its lock; the drafts
+    of ``replacing`` that it left are removed here.
 
     Args:
         folder: created if missing.
@@ -102,7 +109,8 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
         wait: print a note and wait for the other process, instead of raising.
 
     Raises:
-        InUseError: another process or this one holds the lock, or its file is a link or closed to this user.
+        InUseError: another process or this one holds the lock, or its file is a link or closed to
+            this user.
         OSError: the lock file cannot be created.
     """
     made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
@@ -116,7 +124,10 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
         taken = Lock(lock, wait)
         for path in list(folder.iterdir()):
             if found := _DRAFT.fullmatch(path.name):
-                names = {found["stem"], found["stem"] + (found[2] or "")}  # a folder's name may have a dot
+                names = {
+                    found["stem"],
+                    found["stem"] + (found[2] or ""),
+                }  # a folder's name may have a dot
                 mine = stem is None or stem in names
                 if mine and not any((folder / f".{name}.lock").exists() for name in names - {stem}):
                     _remove(path)
@@ -137,13 +148,18 @@ def room(folder: Path) -> str:
 
 
 def unwritable(folder: Path, elsewhere: str) -> str:
-    """Say why a folder, or its nearest existing parent if missing, takes no files, and the fix; empty if it does.
+    """Say why a folder, or its nearest existing parent if missing, takes no files, and the fix;
+    empty if it does.
 
-    A nameless file is made there, so that nothing stays of a command that fails later. ``elsewhere`` is the fix if it
-    is closed, such as "choose another --save".
+    A nameless file is made there, so that nothing stays of a command that fails later.
+    ``elsewhere`` is the fix if it is closed, such as "choose another --save".
     """
     try:
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+        existing = next(
+            path
+            for path in (folder, *folder.absolute().parents)
+            if path.exists() or path.is_symlink()
+        )
         if not existing.exists():
             return f"and {existing} is a symlink that leads nowhere; give a folder"
         if not existing.is_dir():

@@ -1,9 +1,11 @@
-"""Lock files that one process at a time holds, and that say which, on file systems that several nodes share too.
+"""Lock files that one process at a time holds, and that say which, on file systems that several
+nodes share too.
 
-The kernel's lock (fcntl) ends with its holder, and other nodes see it where the file system passes it on: NFS, and
-Lustre mounted with ``flock``. Where it does not, or each node sees its own locks alone, the file itself decides: it
-names its holder, and the holder touches it every BEAT seconds. A holder on this host is dead if its process is; one on
-another host, if the file is left untouched for PATIENCE.
+The kernel's lock (fcntl) ends with its holder, and other nodes see it where the file system passes
+it on: NFS, and Lustre mounted with ``flock``. Where it does not, or each node sees its own locks
+alone, the file itself decides: it names its holder, and the holder touches it every BEAT seconds. A
+holder on this host is dead if its process is; one on another host, if the file is left untouched
+for PATIENCE.
 """
 
 import errno
@@ -27,12 +29,21 @@ from runtime.slurm import leave_ending
 
 BEAT = 5.0
 PATIENCE = 20.0
-"""Seconds without a beat after which a holder on another host is dead: one that only hangs ends at its next beat."""
+"""Seconds without a beat after which a holder on another host is dead: one that only hangs ends at
+its next beat.
+"""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-RECORD = re.compile(r"(?P<holder>process (?P<pid>\d+) on (?P<host>[^\s,]+).*)\n(?P<token>[0-9a-f]{32})\n")
+RECORD = re.compile(
+    r"(?P<holder>process (?P<pid>\d+) on (?P<host>[^\s,]+).*)\n(?P<token>[0-9a-f]{32})\n"
+)
 
 
-KINDS = {stat.S_IFREG: "", stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a fifo"}
+KINDS = {
+    stat.S_IFREG: "",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a fifo",
+}
 
 
 def not_a_file(path: Path) -> str:
@@ -72,7 +83,9 @@ class Lock:
         self._record = f"{own}\n{uuid.uuid4().hex}\n"
         self._handle = _acquire(path, wait, self._record)
         self._over = threading.Event()
-        self._beating = threading.Thread(target=self._beat, name=f"beat of {path.name}", daemon=True)
+        self._beating = threading.Thread(
+            target=self._beat, name=f"beat of {path.name}", daemon=True
+        )
         self._beating.start()
 
     def release(self) -> None:
@@ -97,7 +110,9 @@ class Lock:
         except OSError as error:
             stale = error.errno == errno.ESTALE  # NFS: another host removed the file
         if not stale and _is_at(self._path, self._handle):
-            return os.pread(self._handle, 1000, 0).decode(errors="replace")  # a new handle would end the kernel's lock
+            return os.pread(self._handle, 1000, 0).decode(
+                errors="replace"
+            )  # a new handle would end the kernel's lock
         return _Seen.at(self._path).text
 
     def _give_way(self) -> NoReturn:
@@ -118,10 +133,14 @@ class _Seen:
 
     @classmethod
     def at(cls, path: Path) -> "_Seen":
-        """Read the file anew, which NFS asks its server for. It releases this process's kernel lock on it."""
+        """Read the file anew, which NFS asks its server for. It releases this process's kernel lock
+        on it.
+        """
         try:
             with path.open("rb") as file:
-                return cls(file.read(1000).decode(errors="replace"), os.fstat(file.fileno()).st_mtime_ns)
+                return cls(
+                    file.read(1000).decode(errors="replace"), os.fstat(file.fileno()).st_mtime_ns
+                )
         except FileNotFoundError:
             return cls("", 0)
 
@@ -157,7 +176,11 @@ def _acquire(path: Path, wait: bool, record: str) -> int:
         said = f"{path.parent} is in use by {holder.holder} (lock {path.name})"
         if not wait:
             job = re.search(r", Slurm job (\S+),", holder.holder)
-            end = f" or end it (kill {holder.record['pid']} on {holder.record['host']})" if holder.record else ""
+            end = (
+                f" or end it (kill {holder.record['pid']} on {holder.record['host']})"
+                if holder.record
+                else ""
+            )
             end = f" or end it (scancel {job[1]})" if job else end
             ending = job is not None and os.environ.get("SLURM_JOB_ID") == job[1]
             raise (EndingError if ending else InUseError)(f"{said}; wait until it ends{end}")
@@ -194,14 +217,19 @@ def _runs(pid: int) -> bool:
 
 
 def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> _Seen | None:
-    """Watch the file: return its holder if it is touched or changes hands; else remove it, as one watcher can: None."""
+    """Watch the file: return its holder if it is touched or changes hands; else remove it, as one
+    watcher can: None.
+    """
     with suppress(OSError):
         fcntl.lockf(handle, fcntl.LOCK_UN)  # reading the file anew does so too
     before = _Seen.at(path)
     if before.text != text:
         return None
     if patience:
-        print(f"note: {path} is of {before.holder}; watching for {patience:g} s whether that is alive", file=sys.stderr)
+        print(
+            f"note: {path} is of {before.holder}; watching for {patience:g} s whether that is alive",
+            file=sys.stderr,
+        )
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         time.sleep(patience / 20)
@@ -212,14 +240,18 @@ def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> 
         os.link(path, over)
     except FileExistsError:
         with suppress(FileNotFoundError):
-            if time.time() - over.stat().st_ctime > PATIENCE:  # its watcher was killed between link and unlink
+            if (
+                time.time() - over.stat().st_ctime > PATIENCE
+            ):  # its watcher was killed between link and unlink
                 over.unlink()  # and look again with patience: others may be about to remove it
                 return _holder_unless_dead(path, handle, text, PATIENCE)
         return before
     except FileNotFoundError:
         return None
     try:
-        if _Seen.at(over) == before:  # a link to the dead one's file, not to one that was made since
+        if (
+            _Seen.at(over) == before
+        ):  # a link to the dead one's file, not to one that was made since
             path.unlink()
     finally:
         over.unlink(missing_ok=True)
@@ -227,7 +259,9 @@ def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> 
 
 
 def _open_or_create(path: Path) -> tuple[int, bool]:
-    """Open a lock file, writable by every user; create it and its folder if missing. Say whether it was."""
+    """Open a lock file, writable by every user; create it and its folder if missing. Say whether it
+    was.
+    """
     attempts = 100
     while True:
         try:
@@ -235,7 +269,10 @@ def _open_or_create(path: Path) -> tuple[int, bool]:
             if kind := not_a_file(path):  # a fifo would wait for its writer
                 raise InUseError(f"{path} is {kind}, which is no lock; remove it")
             try:
-                handle, fresh = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), True
+                handle, fresh = (
+                    os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666),
+                    True,
+                )
             except FileExistsError:
                 handle, fresh = os.open(path, os.O_RDWR | os.O_NOFOLLOW), False
         except FileNotFoundError:
@@ -249,7 +286,9 @@ def _open_or_create(path: Path) -> tuple[int, bool]:
             raise
         else:
             with suppress(OSError):  # another user's file
-                os.fchmod(handle, 0o666)  # despite the umask: other users must be able to take a killed run's lock
+                os.fchmod(
+                    handle, 0o666
+                )  # despite the umask: other users must be able to take a killed run's lock
             return handle, fresh
 
 
@@ -261,7 +300,9 @@ def _is_at(path: Path, handle: int) -> bool:
 
 
 def _lock(handle: int) -> bool | None:
-    """Take the kernel's lock; False if another process has it, None if this file system has no locks."""
+    """Take the kernel's lock; False if another process has it, None if this file system has no
+    locks.
+    """
     try:
         # Not flock: its locks outlive the process in forked children.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,6 @@
-"""Describe the machine that figures are measured on: its card, versions, other processes' load; time steps on it."""
+"""Describe the machine that figures are measured on: its card, versions, other processes' load;
+time steps on it.
+"""
 
 import importlib.metadata
 import os
@@ -18,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Card(NamedTuple):
-    """A card's dense bfloat16 FLOP/s by its data sheet, and the file of configs/clusters/ about nodes of it."""
+    """A card's dense bfloat16 FLOP/s by its data sheet, and the file of configs/clusters/ about
+    nodes of it.
+    """
 
     flops: float
     cluster: str = ""
@@ -52,7 +56,9 @@ CARDS = {
 }
 """By words of the name, of which all must be there; the first that matches counts."""
 PARTS = re.compile(r"mig|laptop|d|max|cnx|\d+(c|cme|q|a|b)")
-"""Words that make a part of a card, or another one, of a name that is in the table: such as 40C, a virtual GPU's."""
+"""Words that make a part of a card, or another one, of a name that is in the table: such as 40C, a
+virtual GPU's.
+"""
 
 
 def card_of(name: str) -> Card | None:
@@ -64,7 +70,9 @@ def card_of(name: str) -> Card | None:
 
 
 def commit_of(root: Path = ROOT, *below: str) -> str:
-    """Return a checkout's commit, with a note if files of it, or those ``below`` alone, differ from the commit's."""
+    """Return a checkout's commit, with a note if files of it, or those ``below`` alone, differ from
+    the commit's.
+    """
     top, head = _git(root, "rev-parse", "--show-toplevel"), _git(root, "rev-parse", "HEAD")
     if not head or not top or Path(top).resolve() != root.resolve():
         return "unknown (not taken from a git checkout)"
@@ -75,7 +83,9 @@ def commit_of(root: Path = ROOT, *below: str) -> str:
 def _git(root: Path, *command: str) -> str:
     """Return git's output; an empty string if git is missing or fails."""
     try:
-        done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(root), *command], capture_output=True, text=True, check=False
+        )
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
@@ -93,7 +103,11 @@ def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    names = (
+        re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        if info.exists()
+        else []
+    )
     return str(names[0] if names else platform.processor() or platform.machine())
 
 
@@ -108,7 +122,9 @@ def stamp() -> dict[str, str]:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Return the device, versions and stamp that go with every figure; packages not installed are left out."""
+    """Return the device, versions and stamp that go with every figure; packages not installed are
+    left out.
+    """
     found: dict[str, Any] = {
         "device": device_name(device),
         **stamp(),
@@ -138,7 +154,9 @@ def loaded_cudnn() -> int:
     """Return the version of the cuDNN that is loaded; 0 if there is none."""
     try:
         return torch.backends.cudnn.version() or 0
-    except RuntimeError:  # it is older than the one that torch was built with, which torch's own calls do not mind
+    except (
+        RuntimeError
+    ):  # it is older than the one that torch was built with, which torch's own calls do not mind
         return cudnn_number(".".join(map(str, torch._C._cudnn.getRuntimeVersion())))
 
 
@@ -150,7 +168,12 @@ def cudnn_number(version: str) -> int:
 
 def in_words(machine: dict[str, Any]) -> str:
     """Say what ``describe`` found; earlier results have no commit."""
-    words = [machine["device"], f"{machine['cores']} cores", machine["platform"], f"torch {machine['torch']}"]
+    words = [
+        machine["device"],
+        f"{machine['cores']} cores",
+        machine["platform"],
+        f"torch {machine['torch']}",
+    ]
     commit = [f"commit {machine['commit']}"] if "commit" in machine else []
     return ", ".join([*words, machine["date"], *commit])
 
@@ -160,8 +183,12 @@ def results_file(folder: Path, name: str, machine: dict[str, Any]) -> Path:
     return folder / f"{name}-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
 
 
-def time_steps(step: Callable[[], object], device: str, repeats: int, warm_up: int = 2) -> list[float]:
-    """Time ``repeats`` calls after ``warm_up`` more, in seconds: by CUDA events on a GPU, by the clock on a CPU."""
+def time_steps(
+    step: Callable[[], object], device: str, repeats: int, warm_up: int = 2
+) -> list[float]:
+    """Time ``repeats`` calls after ``warm_up`` more, in seconds: by CUDA events on a GPU, by the
+    clock on a CPU.
+    """
     for _ in range(warm_up):
         step()
     if device == "cuda":

@@ -1,4 +1,6 @@
-"""Join and leave the process group: the launcher's variables, equal versions, one gloo worker, a clean shutdown."""
+"""Join and leave the process group: the launcher's variables, equal versions, one gloo worker, a
+clean shutdown.
+"""
 
 import hashlib
 import json
@@ -37,26 +39,38 @@ T = TypeVar("T")
 def launched_world_size() -> int:
     """Return the number of processes that the launcher started; 1 without a launcher.
 
-    A task of srun without RANK gets torchrun's variables from Slurm's. Raises LaunchError: RANK, WORLD_SIZE, LOCAL_RANK
-    or LOCAL_WORLD_SIZE is not a number, out of range or missing, or contradicts Slurm's.
+    A task of srun without RANK gets torchrun's variables from Slurm's. Raises LaunchError: RANK,
+    WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not a number, out of range or missing, or
+    contradicts Slurm's.
     """
     os.environ.update(launched_by_srun(os.environ))
     if "RANK" not in os.environ:
         if (size := _number("WORLD_SIZE", 1, least=1)) > 1:
-            raise LaunchError(f"WORLD_SIZE is {size} and RANK is not set; torchrun sets both, or unset WORLD_SIZE")
+            raise LaunchError(
+                f"WORLD_SIZE is {size} and RANK is not set; torchrun sets both, or unset WORLD_SIZE"
+            )
         return 1
     size = _number("WORLD_SIZE", None, least=1)
     _number("RANK", None, below=size, bound="WORLD_SIZE")
     local_size = _number("LOCAL_WORLD_SIZE", size, least=1)
-    _number("LOCAL_RANK", 0, below=local_size, bound="LOCAL_WORLD_SIZE" if local_size < size else "WORLD_SIZE")
+    _number(
+        "LOCAL_RANK",
+        0,
+        below=local_size,
+        bound="LOCAL_WORLD_SIZE" if local_size < size else "WORLD_SIZE",
+    )
     return size
 
 
-def _number(name: str, default: int | None, *, least: int = 0, below: int | None = None, bound: str = "") -> int:
+def _number(
+    name: str, default: int | None, *, least: int = 0, below: int | None = None, bound: str = ""
+) -> int:
     text = os.environ.get(name)
     if text is None:
         if default is None:
-            raise LaunchError(f"RANK is set and {name} is not; torchrun sets both, or unset RANK to start alone")
+            raise LaunchError(
+                f"RANK is set and {name} is not; torchrun sets both, or unset RANK to start alone"
+            )
         return default
     top = "" if below is None else f" to {below - 1}" + (f", below {bound}" if bound else "")
     try:
@@ -74,8 +88,9 @@ def _number(name: str, default: int | None, *, least: int = 0, below: int | None
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Connect to the launcher's store; return the store, this process's rank and the world size.
 
-    Raises LaunchError: the launcher's variables are inconsistent or lack MASTER_ADDR or MASTER_PORT, rank 0's port is
-    in use, what answers there is not a store, or after ``timeout`` nothing answers or a process is missing.
+    Raises LaunchError: the launcher's variables are inconsistent or lack MASTER_ADDR or
+    MASTER_PORT, rank 0's port is in use, what answers there is not a store, or after ``timeout``
+    nothing answers or a process is missing.
     """
     launched_world_size()
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -107,9 +122,11 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _agreed_part(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return a part of torchrun's store that this start alone knows: it has the keys of the starts before, still.
+    """Return a part of torchrun's store that this start alone knows: it has the keys of the starts
+    before, still.
 
-    Its name is rank 0's. A rank is told under a name of its own, which no earlier start knew, until it has answered.
+    Its name is rank 0's. A rank is told under a name of its own, which no earlier start knew, until
+    it has answered.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     store.set(HELLO.format(rank), own)
@@ -117,24 +134,33 @@ def _agreed_part(store: dist.Store, rank: int, size: int, timeout: timedelta) ->
         try:
             part = dist.PrefixStore(store.get(WELCOME.format(own)).decode(), store)
         except dist.DistError as error:
-            raise AbsentError(f"rank {rank} met the launcher's store and waited in vain for rank 0") from error
+            raise AbsentError(
+                f"rank {rank} met the launcher's store and waited in vain for rank 0"
+            ) from error
         part.set(HELLO.format(rank), "")
         return part
     part, missing, welcomed = dist.PrefixStore(own, store), set(range(1, size)), set[bytes]()
     while missing := {other for other in missing if not part.check([HELLO.format(other)])}:
         for other in missing:
-            if store.check([HELLO.format(other)]) and (name := store.get(HELLO.format(other))) not in welcomed:
+            if (
+                store.check([HELLO.format(other)])
+                and (name := store.get(HELLO.format(other))) not in welcomed
+            ):
                 store.set(WELCOME.format(name.decode()), own)
                 welcomed.add(name)
         if time.monotonic() > deadline:
             ranks = ", ".join(str(other) for other in sorted(missing)[:8])
-            raise AbsentError(f"rank 0 waited in vain for rank {ranks}; check that {size} processes were started")
+            raise AbsentError(
+                f"rank 0 waited in vain for rank {ranks}; check that {size} processes were started"
+            )
         time.sleep(0.01)
     return part
 
 
 def _resolve(address: str) -> None:
-    """Raise LaunchError if this machine does not know the name; torch would ask for it again and again, for minutes."""
+    """Raise LaunchError if this machine does not know the name; torch would ask for it again and
+    again, for minutes.
+    """
     deadline = time.monotonic() + SECONDS_TO_ANSWER
     while True:
         try:
@@ -150,10 +176,11 @@ def _resolve(address: str) -> None:
 
 
 def _look_for_store(address: str, port: int, timeout: timedelta) -> None:
-    """Wait until the store at that address answers; torch's client would wait forever for a silent one.
+    """Wait until the store at that address answers; torch's client would wait forever for a silent
+    one.
 
-    A slow store has until ``timeout``; something that is not a store is detected within about SECONDS_TO_ANSWER, and so
-    is a torchrun that is gone: it has its store before its ranks.
+    A slow store has until ``timeout``; something that is not a store is detected within about
+    SECONDS_TO_ANSWER, and so is a torchrun that is gone: it has its store before its ranks.
     """
     began = time.monotonic()
     deadline = began + timeout.total_seconds()
@@ -175,7 +202,9 @@ def _look_for_store(address: str, port: int, timeout: timedelta) -> None:
         patience = timedelta(seconds=SECONDS_TO_ANSWER / 2)  # torch may take twice as long
         while True:
             try:
-                dist.TCPStore(address, port, is_master=False, timeout=patience, wait_for_workers=False)
+                dist.TCPStore(
+                    address, port, is_master=False, timeout=patience, wait_for_workers=False
+                )
                 return ""
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
@@ -192,7 +221,9 @@ def _look_for_store(address: str, port: int, timeout: timedelta) -> None:
 
 
 def in_time(call: Callable[[], T], seconds: float) -> T | None:
-    """Return what a call of a store returns; None if it fails, or takes longer, as it would for ever without answer."""
+    """Return what a call of a store returns; None if it fails, or takes longer, as it would for
+    ever without answer.
+    """
     answer: list[T] = []
 
     def ask() -> None:
@@ -212,11 +243,13 @@ def join(
     rank: int = 0,
     world_size: int = 1,
 ) -> None:
-    """Join the launcher's processes, or those that share ``store``; with neither, form a group of one.
+    """Join the launcher's processes, or those that share ``store``; with neither, form a group of
+    one.
 
     Raises:
         LaunchError: see ``meet``.
-        UserError: the launcher's processes run different code, or different versions of torch or Python.
+        UserError: the launcher's processes run different code, or different versions of torch or
+            Python.
     """
     use_one_worker()
     if store is None:
@@ -232,13 +265,17 @@ def join(
 
 
 def leave() -> None:
-    """Destroy the process group once gloo's workers are idle. Collective; call it after the last collective.
+    """Destroy the process group once gloo's workers are idle. Collective; call it after the last
+    collective.
 
-    A worker releases a collective's tensors some time after the collective ends. If the interpreter is shutting down
-    by then, the worker cannot take the GIL and aborts the process (github.com/pytorch/pytorch/issues/190489). A
-    group's single worker works in order: once it has released the last tensor, it holds no other.
+    A worker releases a collective's tensors some time after the collective ends. If the interpreter
+    is shutting down by then, the worker cannot take the GIL and aborts the process
+    (github.com/pytorch/pytorch/issues/190489). A group's single worker works in order: once it has
+    released the last tensor, it holds no other.
     """
-    groups = [g for g in dist.distributed_c10d._world.pg_map if "gloo" in str(dist.get_backend_config(g))]
+    groups = [
+        g for g in dist.distributed_c10d._world.pg_map if "gloo" in str(dist.get_backend_config(g))
+    ]
     dropped = list[weakref.ref[torch.Tensor]]()
     for group in groups:
         tensor = torch.zeros(1)  # not a barrier, which keeps earlier tensors alive
@@ -252,12 +289,16 @@ def leave() -> None:
 
 
 @contextmanager
-def process_group(backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -> Iterator[dist.ProcessGroup]:
-    """Join the processes that torchrun started, and leave at the end of the block so that none aborts at exit.
+def process_group(
+    backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT
+) -> Iterator[dist.ProcessGroup]:
+    """Join the processes that torchrun started, and leave at the end of the block so that none
+    aborts at exit.
 
-    For your own scripts; without torchrun, a group of one. ``backend`` may be "cpu:gloo,cuda:nccl". After an error the
-    group is destroyed only if it has one process: peers may be stuck in a collective, and waiting for them would hang.
-    Yields the group of all processes; raises as ``meet``.
+    For your own scripts; without torchrun, a group of one. ``backend`` may be "cpu:gloo,cuda:nccl".
+    After an error the group is destroyed only if it has one process: peers may be stuck in a
+    collective, and waiting for them would hang. Yields the group of all processes; raises as
+    ``meet``.
     """
     join(backend, timeout)
     group = dist.group.WORLD
@@ -272,7 +313,9 @@ def process_group(backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of the group's later collectives and point-to-point messages; a fake group waits for nobody."""
+    """Set the timeout of the group's later collectives and point-to-point messages; a fake group
+    waits for nobody.
+    """
     if dist.get_backend(group) == dist.Backend.FAKE:
         return
     dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -284,11 +327,12 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def use_one_worker() -> None:
     """Make every later gloo group run its collectives in one thread. Idempotent.
 
-    torch gives a group two (seen in 2.13; no release is known to fix it), and both write the name of the collective
-    that they completed to one string of the group, without a lock (``ProcessGroupGloo::runLoop``). Names of 16
-    characters or more are on the heap, so two threads that free one corrupt it: ALLGATHER_COALESCED, which DTensor
-    uses, is one. ``init_process_group`` takes no options for gloo, so ``__init__`` is patched to set them. A subclass
-    would be lost: torch returns a group's backend as the class that C++ knows.
+    torch gives a group two (seen in 2.13; no release is known to fix it), and both write the name
+    of the collective that they completed to one string of the group, without a lock
+    (``ProcessGroupGloo::runLoop``). Names of 16 characters or more are on the heap, so two threads
+    that free one corrupt it: ALLGATHER_COALESCED, which DTensor uses, is one.
+    ``init_process_group`` takes no options for gloo, so ``__init__`` is patched to set them. A
+    subclass would be lost: torch returns a group's backend as the class that C++ knows.
     """
     gloo: Any = dist.distributed_c10d.ProcessGroupGloo
     made_by_torch = gloo.__init__
@@ -304,7 +348,9 @@ def use_one_worker() -> None:
         **settings: bool,
     ) -> None:
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if interfaces]
+        devices = [
+            gloo.create_device(interface=name) for name in interfaces.split(",") if interfaces
+        ]
 
         options = gloo._Options()
         options._threads = 1
@@ -319,28 +365,49 @@ def use_one_worker() -> None:
 
 
 def sources(root: Path) -> str:
-    """Return a digest of the Python files in ``root`` and in its packages, but for the tests: 8 hexadecimal digits."""
-    folders = sorted(file.parent for file in root.glob("*/__init__.py") if file.parent.name != "tests")
+    """Return a digest of the Python files in ``root`` and in its packages, but for the tests: 8
+    hexadecimal digits.
+    """
+    folders = sorted(
+        file.parent for file in root.glob("*/__init__.py") if file.parent.name != "tests"
+    )
     found = hashlib.sha256()
-    for path in (*sorted(root.glob("*.py")), *(path for folder in folders for path in sorted(folder.rglob("*.py")))):
-        found.update(f"{path.relative_to(root)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    for path in (
+        *sorted(root.glob("*.py")),
+        *(path for folder in folders for path in sorted(folder.rglob("*.py"))),
+    ):
+        found.update(
+            f"{path.relative_to(root)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
+        )
     return found.hexdigest()[:8]
 
 
 def check_alike(store: dist.Store, rank: int, size: int) -> None:
-    """Raise UserError on all ranks, with one line, where their versions differ; through the store alone. Collective."""
+    """Raise UserError on all ranks, with one line, where their versions differ; through the store
+    alone. Collective.
+    """
     python = ".".join(platform.python_version_tuple()[:2])
-    own = {"host": socket.gethostname(), "torch": torch.__version__, "Python": python, "sources": sources(ROOT)}
+    own = {
+        "host": socket.gethostname(),
+        "torch": torch.__version__,
+        "Python": python,
+        "sources": sources(ROOT),
+    }
     store.set(OWN.format(rank), json.dumps(own))
     if rank == 0:
-        everyone = [json.loads(text) for text in store.multi_get([OWN.format(other) for other in range(size)])]
+        everyone = [
+            json.loads(text)
+            for text in store.multi_get([OWN.format(other) for other in range(size)])
+        ]
         store.set(DIFFER, "; ".join(_differences(everyone)))
     if line := store.get(DIFFER).decode():
         raise UserError(f"ranks differ: {line}; start all from one checkout and one environment")
 
 
 def _differences(everyone: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield, for each name, who has another value than most; rank 0 decides between two as frequent."""
+    """Yield, for each name, who has another value than most; rank 0 decides between two as
+    frequent.
+    """
     for name in sorted({name for one in everyone for name in one} - {"host"}):
         values = [one.get(name, "unknown") for one in everyone]
         usual = Counter(values).most_common(1)[0][0]
@@ -348,6 +415,9 @@ def _differences(everyone: Sequence[Mapping[str, str]]) -> Iterator[str]:
         for rank, value in enumerate(values):
             if value != usual:
                 others[value, everyone[rank]["host"]].append(str(rank))
-        told = [f"{value} on rank {', '.join(ranks)} ({host})" for (value, host), ranks in others.items()]
+        told = [
+            f"{value} on rank {', '.join(ranks)} ({host})"
+            for (value, host), ranks in others.items()
+        ]
         if told:
             yield f"{name} {', '.join(told)}, and {usual} on the others"

@@ -1,4 +1,6 @@
-"""Progress of a long computation, on stderr, a moving line or one a minute; counts, bytes and durations in words."""
+"""Progress of a long computation, on stderr, a moving line or one a minute; counts, bytes and
+durations in words.
+"""
 
 import shutil
 import sys
@@ -12,7 +14,9 @@ CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Tells what it is told with the seconds since it was made, until its block ends; in the first ones nothing."""
+    """Tells what it is told with the seconds since it was made, until its block ends; in the first
+    ones nothing.
+    """
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
@@ -24,7 +28,9 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, where: TracebackType | None
+    ) -> None:
         """Leave a terminal's line empty for what follows."""
         if self._terminal and self._told > self._began:
             print(end=CLEAR, file=sys.stderr, flush=True)
@@ -37,7 +43,12 @@ class Progress:
         self._told = now
         line = f"{self.of}{said}, {now - self._began:.0f} s"
         if self._terminal:
-            print(CLEAR + line[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+            print(
+                CLEAR + line[: shutil.get_terminal_size().columns - 1],
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
         else:
             self._every = LOGS
             print(line, file=sys.stderr, flush=True)
@@ -55,7 +66,9 @@ def amount(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds with four digits in the unit that suits them, such as 610.8 ms, 22.40 s, 35.21 min or 2.395 h."""
+    """Return seconds with four digits in the unit that suits them, such as 610.8 ms, 22.40 s, 35.21
+    min or 2.395 h.
+    """
     for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= (1 if unit == "s" else 2) * size:
             return f"{_four_digits(seconds / size)} {unit}"

@@ -18,12 +18,16 @@ from typing import Any, NamedTuple
 from runtime.signals import signals_later
 
 _context = multiprocessing.get_context("forkserver")
-_PRELOADED = ["tools.common.preload"]  # what the entries import; the server passes over a module that is not there
+_PRELOADED = [
+    "tools.common.preload"
+]  # what the entries import; the server passes over a module that is not there
 _context.set_forkserver_preload(_PRELOADED)
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not answer; if it raised, the lines after the first are its traceback."""
+    """A rank raised, died or did not answer; if it raised, the lines after the first are its
+    traceback.
+    """
 
 
 class Rank(NamedTuple):
@@ -45,13 +49,17 @@ def preload(module: str) -> None:
     _context.set_forkserver_preload(_PRELOADED)
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes joined by gloo; return their results by rank.
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0
+) -> list[Any]:
+    """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes joined by gloo; return their
+    results by rank.
 
-    ``fn`` is a module-level function; its result must pickle. No process outlives the call or this process, whatever
-    ends it.
+    ``fn`` is a module-level function; its result must pickle. No process outlives the call or this
+    process, whatever ends it.
 
-    Raises RankError: a rank raised (its traceback is in the message), died, or took longer than ``timeout`` seconds.
+    Raises RankError: a rank raised (its traceback is in the message), died, or took longer than
+    ``timeout`` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         bodies = [(_joined, (fn, rank, world_size, folder, args)) for rank in range(world_size)]
@@ -61,7 +69,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 @contextmanager
 def started(bodies: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> Iterator[list[Rank]]:
-    """Run ``body(pipe, *args)`` in a process each; none outlives the context or this process, whatever ends it."""
+    """Run ``body(pipe, *args)`` in a process each; none outlives the context or this process,
+    whatever ends it.
+    """
     ranks: list[Rank] = []
     lifeline, held = _context.Pipe(duplex=False)
     try:
@@ -69,7 +79,9 @@ def started(bodies: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> It
         with signals_later():
             for body, args in bodies:
                 ours, theirs = _context.Pipe()
-                process = _context.Process(target=_run, args=(body, theirs, lifeline, args), daemon=True)
+                process = _context.Process(
+                    target=_run, args=(body, theirs, lifeline, args), daemon=True
+                )
                 process.start()
                 theirs.close()
                 ranks.append(Rank(process, ours))
@@ -92,7 +104,8 @@ def receive(pipe: Connection) -> Any:
 
 
 def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
-    """Yield what ranks tell, with their numbers, until all have ended; stop at the first failure: others may hang.
+    """Yield what ranks tell, with their numbers, until all have ended; stop at the first failure:
+    others may hang.
 
     Raises RankError: a rank raised, died, or none told anything ``within`` so many seconds.
     """
@@ -100,7 +113,9 @@ def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
     while numbers:
         ready = wait(list(numbers), within)
         if not ready:
-            raise RankError(f"ranks {sorted(numbers.values())} did not answer within {within:.0f} s")
+            raise RankError(
+                f"ranks {sorted(numbers.values())} did not answer within {within:.0f} s"
+            )
         for pipe in [pipe for pipe in numbers if pipe in ready]:
             number = numbers[pipe]
             try:
@@ -108,7 +123,9 @@ def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
             except (EOFError, ConnectionResetError):
                 process = ranks[number].process
                 process.join(5)  # its pipe closes a moment before it ends
-                raise RankError(f"rank {number} died without a word, exit code {process.exitcode}") from None
+                raise RankError(
+                    f"rank {number} died without a word, exit code {process.exitcode}"
+                ) from None
             if not isinstance(value, _End):
                 yield number, value
             elif value.trace:
@@ -127,8 +144,12 @@ def one_of_each(ranks: Sequence[Rank], within: float) -> list[Any]:
     return [found[number] for number in range(len(ranks))]
 
 
-def _run(body: Callable[..., None], pipe: Connection, lifeline: Connection, args: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter too, which ends this process
+def _run(
+    body: Callable[..., None], pipe: Connection, lifeline: Connection, args: tuple[Any, ...]
+) -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the starter too, which ends this process
     faulthandler.enable()  # a native crash then prints each thread's stack
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     end = _End()
@@ -147,7 +168,12 @@ def _end_with(lifeline: Connection) -> None:
 
 
 def _joined(
-    pipe: Connection, fn: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]
+    pipe: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: str,
+    args: tuple[Any, ...],
 ) -> None:
     """Tell what ``fn`` returns, when all have called it."""
     import torch
@@ -169,4 +195,8 @@ def join_here(rank: int, world_size: int, folder: str) -> None:
     from runtime.processes import join
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    join(store=dist.FileStore(str(Path(folder) / "store"), world_size), rank=rank, world_size=world_size)
+    join(
+        store=dist.FileStore(str(Path(folder) / "store"), world_size),
+        rank=rank,
+        world_size=world_size,
+    )

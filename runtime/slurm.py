@@ -1,4 +1,6 @@
-"""A process and its Slurm: srun's variables as those that torchrun sets, and its end for the job's script."""
+"""A process and its Slurm: srun's variables as those that torchrun sets, and its end for the job's
+script.
+"""
 
 import os
 import re
@@ -15,7 +17,9 @@ FIRST_PORT, PORTS = 20_000, 12_000
 ENDINGS = "LONGMESH_ENDINGS"
 """Variable with the folder that slurm/job.sh reads a file of each rank from."""
 AGAIN = 75
-"""Status, EX_TEMPFAIL of sysexits.h, of a start that another process is to blame for: the next one may succeed."""
+"""Status, EX_TEMPFAIL of sysexits.h, of a start that another process is to blame for: the next one
+may succeed.
+"""
 
 
 def leave_ending(status: int, said: str) -> None:
@@ -24,14 +28,18 @@ def leave_ending(status: int, said: str) -> None:
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
         with suppress(OSError):  # a full disk
             Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, f"rank-{rank}").write_text(f"{status} {printable(said)}\n", encoding="utf-8")
+            Path(folder, f"rank-{rank}").write_text(
+                f"{status} {printable(said)}\n", encoding="utf-8"
+            )
 
 
 def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a task that srun started; empty unless it started several, and no torchrun.
+    """Return torchrun's variables for a task that srun started; empty unless it started several,
+    and no torchrun.
 
-    A step of one task, such as a shell, and a batch script are no ranks. MASTER_ADDR, MASTER_PORT are kept if set.
-    Raises LaunchError: a variable of Slurm's is missing or odd, or contradicts one of torchrun's that is set.
+    A step of one task, such as a shell, and a batch script are no ranks. MASTER_ADDR, MASTER_PORT
+    are kept if set. Raises LaunchError: a variable of Slurm's is missing or odd, or contradicts one
+    of torchrun's that is set.
     """
     if "SLURM_STEP_NUM_TASKS" not in environ or _number(environ, "SLURM_STEP_NUM_TASKS") < 2:
         return {}
@@ -39,7 +47,8 @@ def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
         _check_apart(environ)
         return {}
     rank, size, local, node = (
-        _number(environ, f"SLURM_{name}") for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")
+        _number(environ, f"SLURM_{name}")
+        for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")
     )
     per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if sum(per_node) != size or node >= len(per_node) or rank >= size or local >= per_node[node]:
@@ -48,7 +57,12 @@ def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
             f"{size} as SLURM_STEP_TASKS_PER_NODE {environ.get('SLURM_STEP_TASKS_PER_NODE')}; start with srun or "
             "torchrun, or unset SLURM_STEP_NUM_TASKS to start alone"
         )
-    found = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_node[node]}
+    found = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": per_node[node],
+    }
     for name, value in found.items():
         if environ.get(name, str(value)) != str(value):
             raise LaunchError(
@@ -58,7 +72,9 @@ def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
     # The ranks meet at the first node, at a port that this step has for itself.
     nodes = hosts(environ.get("SLURM_STEP_NODELIST", ""))
     if not nodes:
-        raise LaunchError("SLURM_STEP_NODELIST is not set, so that the ranks cannot meet; set MASTER_ADDR, MASTER_PORT")
+        raise LaunchError(
+            "SLURM_STEP_NODELIST is not set, so that the ranks cannot meet; set MASTER_ADDR, MASTER_PORT"
+        )
     job, step = (_number(environ, f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID"))
     meeting = {"MASTER_ADDR": nodes[0], "MASTER_PORT": str(FIRST_PORT + (job * 101 + step) % PORTS)}
     own = {name: str(value) for name, value in found.items()}
@@ -66,7 +82,9 @@ def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_apart(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if each of srun's tasks is told of fewer: by a torchrun of its own, or by an old shell."""
+    """Raise LaunchError if each of srun's tasks is told of fewer: by a torchrun of its own, or by
+    an old shell.
+    """
     tasks, agents = environ["SLURM_STEP_NUM_TASKS"], environ.get("GROUP_WORLD_SIZE")
     size = environ.get("WORLD_SIZE", "")
     if agents is None and size.isdigit() and int(size) < int(tasks):

@@ -1,4 +1,6 @@
-"""Tensors that the host makes: random weights in parts, cached copies on the device; and operators of our own."""
+"""Tensors that the host makes: random weights in parts, cached copies on the device; and operators
+of our own.
+"""
 
 import hashlib
 import math
@@ -19,42 +21,56 @@ Part = tuple[slice, ...]
 WHOLE = 1 << 20
 """Values of the largest weight that is drawn whole, in about 5 ms."""
 TILE = (64, 512)
-"""Rows and columns that a larger one is drawn in: as few rows as FSDP leaves a rank of many, columns tp one of 8."""
+"""Rows and columns that a larger one is drawn in: as few rows as FSDP leaves a rank of many,
+columns tp one of 8.
+"""
 FORGET: list[Callable[[], None]] = []
-"""Let go of what each function of `cached_on_device` keeps: the next call copies, as for another micro-batch."""
+"""Let go of what each function of `cached_on_device` keeps: the next call copies, as for another
+micro-batch.
+"""
 
 
 def initial_weight_slice(
     draw: Callable[..., Tensor], name: str, shape: Sequence[int], seed: int, part: Part = ()
 ) -> Tensor:
-    """Return a part (float32, on the CPU) of the random weight ``name``, which is the same whatever part is asked for.
+    """Return a part (float32, on the CPU) of the random weight ``name``, which is the same whatever
+    part is asked for.
 
-    A weight has a generator of its own. One of more than WHOLE values has one for each tile of its last two
-    dimensions, and only the tiles are drawn that the part has a share of. ``draw`` fills a tensor by a ``generator``,
-    and returns it, as the functions of ``torch.nn.init`` do.
+    A weight has a generator of its own. One of more than WHOLE values has one for each tile of its
+    last two dimensions, and only the tiles are drawn that the part has a share of. ``draw`` fills a
+    tensor by a ``generator``, and returns it, as the functions of ``torch.nn.init`` do.
     """
     if math.prod(shape) <= WHOLE:
         return draw(torch.empty(*shape), generator=generator_of(seed, name))[part]
     part = part or tuple(slice(0, length) for length in shape)
     edges = (*[1] * (len(shape) - 2), *TILE)[-len(shape) :]
     found = torch.empty([own.stop - own.start for own in part])
-    touched = [range(own.start // edge, -(-own.stop // edge)) for own, edge in zip(part, edges, strict=True)]
+    touched = [
+        range(own.start // edge, -(-own.stop // edge))
+        for own, edge in zip(part, edges, strict=True)
+    ]
     for numbers in product(*touched) if found.numel() else ():
         tile = tuple(
             slice(number * edge, min((number + 1) * edge, length))
             for number, edge, length in zip(numbers, edges, shape, strict=True)
         )
         values = draw(
-            torch.empty([of.stop - of.start for of in tile]), generator=generator_of(seed, f"{name} {numbers}")
+            torch.empty([of.stop - of.start for of in tile]),
+            generator=generator_of(seed, f"{name} {numbers}"),
         )
-        both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(part, tile, strict=True))
+        both = tuple(
+            slice(max(a.start, b.start), min(a.stop, b.stop))
+            for a, b in zip(part, tile, strict=True)
+        )
         found[_within(both, part)] = values[_within(both, tile)]
     return found
 
 
 def _within(inner: Part, outer: Part) -> Part:
     """Return where ``inner`` lies in a tensor that has ``outer`` alone."""
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))
+    return tuple(
+        slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True)
+    )
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
@@ -92,8 +108,8 @@ def constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 
 
 def cached_on_device(maxsize: int) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Keep what a function of hashable arguments returns, the device last: for each stream apart, as another one would
-    not wait for the copy."""
+    """Keep what a function of hashable arguments returns, the device last: for each stream apart,
+    as another one would not wait for the copy."""
 
     def decorate(make: Callable[..., R]) -> Callable[..., R]:
         cached = lru_cache(maxsize)(lambda stream, *arguments: make(*arguments))
@@ -128,7 +144,9 @@ def kept_in_object(method: M) -> M:
 
 
 class Handles(Generic[T]):
-    """A table of objects by number. It holds them weakly: the caller keeps each object alive as long as it is used."""
+    """A table of objects by number. It holds them weakly: the caller keeps each object alive as
+    long as it is used.
+    """
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -144,8 +162,8 @@ class Handles(Generic[T]):
     def tensor(self, thing: T, shape: tuple[int, ...] = ()) -> Tensor:
         """Return a handle of ``thing`` that torch.compile does not specialise on: int64 on the CPU.
 
-        Equal things share a number, and stand for each other. The tensor keeps the thing alive, so a backward that
-        saves the tensor can still use it.
+        Equal things share a number, and stand for each other. The tensor keeps the thing alive, so
+        a backward that saves the tensor can still use it.
         """
         number = self._tensors.get(thing)
         if number is None:
@@ -155,7 +173,9 @@ class Handles(Generic[T]):
         return handle
 
     def __getitem__(self, handle: int | Tensor) -> T:
-        """Return the object of a handle. Raises KeyError: no object has this handle, or it is no longer alive."""
+        """Return the object of a handle. Raises KeyError: no object has this handle, or it is no
+        longer alive.
+        """
         return self._objects[int(handle)]
 
     def __len__(self) -> int:
@@ -175,17 +195,19 @@ def differentiable(
     saves: Sequence[int] = (),
     owner: Callable[..., object] = lambda *others: None,
 ) -> None:
-    """Register an operator ``(*tensors, *others) -> (out, more)``, and its backward as the operator ``name_backward``.
+    """Register an operator ``(*tensors, *others) -> (out, more)``, and its backward as the operator
+    ``name_backward``.
 
     Results are made dense, and gradients cast to the dtypes of their inputs. Differentiable once.
 
     Args:
         name: namespace and name, such as longmesh::delta_rule.
         tensors: types and names of those that have gradients, such as "Tensor q, Tensor? state".
-        others: those of the other arguments; ``unsaved``: of the last ones, which the forward alone takes.
+        others: those of the other arguments; ``unsaved``: of the last ones, which the forward alone
+            takes.
         forward: computes the results; ``fake`` returns tensors like them.
-        backward: ``(dout, dmore or None, *tensors, *saved results, *others)`` -> the gradient of each tensor, whatever
-            that of one that is None.
+        backward: ``(dout, dmore or None, *tensors, *saved results, *others)`` -> the gradient of
+            each tensor, whatever that of one that is None.
         saves: which of the two results the backward needs.
         owner: returns, given the others, an object to keep alive until the backward.
     """
@@ -199,7 +221,9 @@ def differentiable(
     def gradients(dout: Tensor, dmore: Tensor | None, *given: Any) -> list[Tensor]:
         found = zip(backward(dout, dmore, *given), given[:count], strict=True)
         there = [(dx, x) for dx, x in found if x is not None and dx is not None]
-        return [dx.to(x.dtype, memory_format=torch.contiguous_format).contiguous() for dx, x in there]
+        return [
+            dx.to(x.dtype, memory_format=torch.contiguous_format).contiguous() for dx, x in there
+        ]
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.others = inputs[count:end]  # the handle of a plan among them keeps the plan alive
@@ -209,7 +233,9 @@ def differentiable(
         ctx.save_for_backward(*inputs[:count], *(output[index] for index in saves))
         ctx.set_materialize_grads(False)
 
-    def differentiate(ctx: Any, dout: Tensor | None, dmore: Tensor | None) -> tuple[Tensor | None, ...]:
+    def differentiate(
+        ctx: Any, dout: Tensor | None, dmore: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         dout = torch.zeros(**ctx.like) if dout is None else dout
         kept = ctx.saved_tensors  # asked for once: a checkpoint gives them once
         found = iter(reverse(dout, dmore, *kept, *ctx.others))
@@ -227,4 +253,6 @@ def differentiable(
         mutates_args=(),
         schema=f"(Tensor dout, Tensor? dmore, {tensors}, {saved}{others}) -> Tensor[]",
     )
-    reverse.register_fake(lambda _, __, *given: [x.new_empty(x.shape) for x in given[:count] if x is not None])
+    reverse.register_fake(
+        lambda _, __, *given: [x.new_empty(x.shape) for x in given[:count] if x is not None]
+    )

@@ -1,7 +1,8 @@
-"""Raise errors on all ranks together, since a rank that fails alone leaves the others waiting; name lost ranks.
+"""Raise errors on all ranks together, since a rank that fails alone leaves the others waiting; name
+lost ranks.
 
-Errors of a lost peer are recognised by the texts of gloo and the store. Not measured under NCCL, whose watchdog ends
-the process in C++ before Python sees an error.
+Errors of a lost peer are recognised by the texts of gloo and the store. Not measured under NCCL,
+whose watchdog ends the process in C++ before Python sees an error.
 """
 
 import os
@@ -30,12 +31,17 @@ CLOSED = re.compile(
     r"(Connection (closed|reset) by peer|Broken pipe|remote process exited|Application timeout)[^\n.]*(\.\d+[^\n.]*)*"
 )
 TIMED_OUT = re.compile(
-    r"(Timed out waiting \d+ ?ms for|wait timeout after|Timed out after \d+ seconds waiting for clients)[^\n.]*", re.I
+    r"(Timed out waiting \d+ ?ms for|wait timeout after|Timed out after \d+ seconds waiting for clients)[^\n.]*",
+    re.I,
 )
 TURN, SLOWED = 0.05, 10
-"""Seconds between two looks at the store, which are counted, as load slows all ranks alike; by how much it may."""
+"""Seconds between two looks at the store, which are counted, as load slows all ranks alike; by how
+much it may.
+"""
 GRACE = 1.5
-"""Seconds, on an idle machine, for a rank whose connection closed to hear that another one timed out."""
+"""Seconds, on an idle machine, for a rank whose connection closed to hear that another one timed
+out.
+"""
 _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 
 
@@ -52,10 +58,11 @@ def is_alone() -> bool:
 def gather_results(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Call ``fn`` on every rank of ``group`` and return all results, by rank. One collective.
 
-    ``fn`` must do local work only, such as reading files: a collective inside it would wait for a rank that has failed.
-    Its result must be picklable. Where this rank ``is_alone``, call ``fn`` here only. Raises the error of the lowest
-    rank that failed, on every rank. A ValueError (every UserError is one) or OSError keeps its type and message;
-    other ranks see anything else as a RuntimeError with the failing rank's traceback.
+    ``fn`` must do local work only, such as reading files: a collective inside it would wait for a
+    rank that has failed. Its result must be picklable. Where this rank ``is_alone``, call ``fn``
+    here only. Raises the error of the lowest rank that failed, on every rank. A ValueError (every
+    UserError is one) or OSError keeps its type and message; other ranks see anything else as a
+    RuntimeError with the failing rank's traceback.
     """
     if is_alone():
         return [fn()]
@@ -67,8 +74,12 @@ def gather_results(fn: Callable[[], T], group: dist.ProcessGroup | None = None) 
         mine = fn()
     except Exception as caught:
         error = caught
-        sent = RuntimeError(f"rank {own_rank} failed:\n{''.join(traceback.format_exception(error))}")
-        with suppress(Exception):  # its class is local, or its constructor needs more than the message
+        sent = RuntimeError(
+            f"rank {own_rank} failed:\n{''.join(traceback.format_exception(error))}"
+        )
+        with suppress(
+            Exception
+        ):  # its class is local, or its constructor needs more than the message
             if isinstance(error, (ValueError, OSError)):
                 sent = pickle.loads(pickle.dumps(error))
     dist.all_gather_object(everyone, (mine, sent), group=group)
@@ -94,7 +105,9 @@ def is_first() -> bool:
 
 @contextmanager
 def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block of local work; if it fails on one rank of ``group``, raise on all (see ``gather_results``)."""
+    """Run a block of local work; if it fails on one rank of ``group``, raise on all (see
+    ``gather_results``).
+    """
     error: Exception | None = None
     try:
         yield
@@ -109,17 +122,22 @@ def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def on_all_ranks(error: Exception) -> bool:
-    """Return whether all ranks raised an error together: then none is lost, and they can meet once more."""
-    return any(note.startswith(RAISED.format("").rstrip(")")) for note in getattr(error, "__notes__", ()))
+    """Return whether all ranks raised an error together: then none is lost, and they can meet once
+    more.
+    """
+    return any(
+        note.startswith(RAISED.format("").rstrip(")")) for note in getattr(error, "__notes__", ())
+    )
 
 
 @contextmanager
 def first_to_report(seconds: float) -> Iterator[bool]:
     """Yield whether this rank reports why the run fails: True on the first rank to arrive.
 
-    Also works before the process group exists, over the launcher's store. A rank that reaches no store reports: better
-    twice than never. At the end ranks wait for each other for up to ``seconds``, because the launcher ends the others
-    once one exits, and any rank may host the store.
+    Also works before the process group exists, over the launcher's store. A rank that reaches no
+    store reports: better twice than never. At the end ranks wait for each other for up to
+    ``seconds``, because the launcher ends the others once one exits, and any rank may host the
+    store.
     """
     store: dist.Store | None = None
     size, first = 1, True
@@ -127,23 +145,32 @@ def first_to_report(seconds: float) -> Iterator[bool]:
         size = dist.get_world_size() if dist.is_initialized() else launched_world_size()
         if size > 1:
             shared = dist.is_initialized()
-            store = dist.distributed_c10d._get_default_store() if shared else meet(timedelta(seconds=seconds))[0]
+            store = (
+                dist.distributed_c10d._get_default_store()
+                if shared
+                else meet(timedelta(seconds=seconds))[0]
+            )
             first = store.add("failed ranks", 1) == 1
     yield first
     deadline = time.monotonic() + seconds
-    # The store disconnects when the rank that hosts it leaves, which it does after all others arrived.
+    # The store disconnects when the rank that hosts it leaves, which it does after all others
+    # arrived.
     with suppress(RuntimeError):
         if store is not None:
             store.add("ranks that spoke or need not", 1)
-            while store.add("ranks that spoke or need not", 0) < size and time.monotonic() < deadline:
+            while (
+                store.add("ranks that spoke or need not", 0) < size and time.monotonic() < deadline
+            ):
                 time.sleep(0.02)
 
 
 def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
-    """Print one line if a collective failed because of a peer; return False, silently, for any other error.
+    """Print one line if a collective failed because of a peer; return False, silently, for any
+    other error.
 
-    Ranks that timed out call the roll through the store for up to ``seconds``; one of them names the ranks that do not
-    answer: stopped, hanging or gone. A rank whose connection closed reports only that.
+    Ranks that timed out call the roll through the store for up to ``seconds``; one of them names
+    the ranks that do not answer: stopped, hanging or gone. A rank whose connection closed reports
+    only that.
     """
     timed_out = TIMED_OUT.search(str(error))
     if (found := timed_out or CLOSED.search(str(error))) is None:
@@ -173,7 +200,9 @@ def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
 
 
 def _line_of_roll(alone: str, timed_out: re.Match[str] | None, seconds: float) -> str:
-    """Call the roll; return the line that this rank is to say, empty where another one names the silent ranks."""
+    """Call the roll; return the line that this rank is to say, empty where another one names the
+    silent ranks.
+    """
     store, name = own_connection(), "longmesh/answer of rank"
     another = "longmesh/timed out"
     if timed_out:
@@ -185,24 +214,35 @@ def _line_of_roll(alone: str, timed_out: re.Match[str] | None, seconds: float) -
     silent = sorted(set(range(dist.get_world_size())) - call_roll(store, name, "", seconds).keys())
     if store.add("longmesh/speaker", 1) > 1:
         return ""
-    reason, advice = alone.partition(" (")[2], "where they are only slow, give a longer --distributed-timeout-minutes"
+    reason, advice = (
+        alone.partition(" (")[2],
+        "where they are only slow, give a longer --distributed-timeout-minutes",
+    )
     if not silent:
-        return f"ranks waited in vain for each other ({reason}, and all of them answer now; {advice}"
+        return (
+            f"ranks waited in vain for each other ({reason}, and all of them answer now; {advice}"
+        )
     keys = {other: NODE.format(other) for other in silent}
-    nodes = {other: store.get(key).decode() if store.check([key]) else "" for other, key in keys.items()}
+    nodes = {
+        other: store.get(key).decode() if store.check([key]) else "" for other, key in keys.items()
+    }
     names = ", ".join(f"{other}{node and f' on {node}'}" for other, node in nodes.items())
     ranks = "ranks" if len(silent) > 1 else "rank"
     return f"{ranks} {names} did not answer ({reason}: stopped, hanging or lost, and so the others end; {advice}"
 
 
 def own_connection() -> dist.Store:
-    """Return the ranks' store on a connection of its own, as other threads may wait on the shared one."""
+    """Return the ranks' store on a connection of its own, as other threads may wait on the shared
+    one.
+    """
     shared: Any = dist.distributed_c10d._get_default_store()
     return shared.clone()
 
 
 def call_roll(store: dist.Store, name: str, said: str, seconds: float) -> dict[int, str]:
-    """Answer a roll call and wait until all ranks have; return what each rank says that answers in time."""
+    """Answer a roll call and wait until all ranks have; return what each rank says that answers in
+    time.
+    """
     keys = [f"{name} {rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], said)
     wait_for(lambda: store.check(keys), seconds)

@@ -29,26 +29,37 @@ FOLDER, EXCLUDE = "hangs", "hung_nodes.txt"
 """In a run's folder: the stacks; and the nodes of ranks that did not answer, a line each."""
 LEAST_STEPS = 3
 ROLL, WRITE = 2.5, 10.0
-"""Seconds, on an idle machine, for a hang's roll call; and for ranks that answered it to write their stacks."""
+"""Seconds, on an idle machine, for a hang's roll call; and for ranks that answered it to write
+their stacks.
+"""
 HANG = "longmesh/hang"
 DUMP = signal.SIGUSR2
-"""Makes a `Process` write its Python stacks into its file, even if no thread of it can take the GIL."""
+"""Makes a `Process` write its Python stacks into its file, even if no thread of it can take the
+GIL.
+"""
 Places = dict[int, Sequence[str]]
 """Each rank, and what its `pending_collective` returns."""
 
 
 class Watchdog:
-    """Ends a run whose ranks no longer make steps. A context manager, entered and left by all ranks together."""
+    """Ends a run whose ranks no longer make steps. A context manager, entered and left by all ranks
+    together.
+    """
 
     def __init__(self, factor: float, least: float, folder: str | None) -> None:
         """Watch from the third step on.
 
         Args:
-            factor: how many times the median of the last 100 steps a step may take; 0 watches nothing.
+            factor: how many times the median of the last 100 steps a step may take; 0 watches
+                nothing.
             least: seconds that it may take in any case.
             folder: of the run, for stacks; by default the system's for temporary files.
         """
-        self._factor, self._least, self._folder = factor, least, Path(folder or tempfile.gettempdir())
+        self._factor, self._least, self._folder = (
+            factor,
+            least,
+            Path(folder or tempfile.gettempdir()),
+        )
         self._steps = deque[float](maxlen=100)
         self._since, self._paused = time.monotonic(), 0
         self._over, self._told = threading.Event(), threading.Event()
@@ -62,7 +73,11 @@ class Watchdog:
         self._rank, self._ranks = dist.get_rank(), gather_results(lambda: (node, own_process()))
         self._store = own_connection()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
-        self._threads += [threading.Thread(target=self._listen, args=(own_connection(),), name="hangs", daemon=True)]
+        self._threads += [
+            threading.Thread(
+                target=self._listen, args=(own_connection(),), name="hangs", daemon=True
+            )
+        ]
         for thread in self._threads:
             thread.start()
         return self
@@ -108,7 +123,9 @@ class Watchdog:
         """Write the stacks of this rank, and of silent ones on its node; name who waits where; end."""
         time.sleep(0.2)
         if os.fstat(self._ranks[self._rank][1].stacks).st_size:
-            time.sleep(60)  # another rank has woken this one for its stacks, and is about to kill it
+            time.sleep(
+                60
+            )  # another rank has woken this one for its stacks, and is about to kill it
         waited, mine = time.monotonic() - self._since, pending_collective()
         self._write(self._rank, write_own_stacks)
 
@@ -122,14 +139,22 @@ class Watchdog:
             wait_for(lambda: self._store.add(f"{HANG} written", 0) >= len(places or ()), WRITE)
 
         places = in_time(roll, SLOWED * ROLL)
-        near = {rank: of for rank, (node, of) in enumerate(self._ranks) if node == self._ranks[self._rank][0]}
+        near = {
+            rank: of
+            for rank, (node, of) in enumerate(self._ranks)
+            if node == self._ranks[self._rank][0]
+        }
         if places is None:  # the store's holder is silent
-            lost = [rank for rank, process in near.items() if rank != self._rank and not process.runs]
+            lost = [
+                rank for rank, process in near.items() if rank != self._rank and not process.runs
+            ]
         else:
             lost = [rank for rank in range(len(self._ranks)) if rank not in places]
         helps = self._rank == min(rank for rank in near if rank not in lost)
         silent = {rank: near[rank] for rank in lost if helps and rank in near}
-        if self._rank == min(places) if places else helps:  # first: stacks may not come before others end
+        if (
+            self._rank == min(places) if places else helps
+        ):  # first: stacks may not come before others end
             self._report(waited, places, {self._rank: mine}, lost)
         until = time.monotonic() + WRITE / 2
         for rank, process in silent.items():
@@ -144,14 +169,21 @@ class Watchdog:
         """Name the ranks that did not answer, and those that wait together, the fewest first."""
         alike, places = defaultdict[str, list[int]](list), answers or own
         for rank, (collective, line) in places.items():
-            alike[f"waits in {collective}" if collective else f"in no collective, at {line}"].append(rank)
+            alike[
+                f"waits in {collective}" if collective else f"in no collective, at {line}"
+            ].append(rank)
         words = [f"{self._named(lost)} did not answer: stopped, hanging or lost"] if lost else []
-        words += [] if answers else [f"the store of {self._named([0])}, or of its torchrun, did not answer"]
+        words += (
+            []
+            if answers
+            else [f"the store of {self._named([0])}, or of its torchrun, did not answer"]
+        )
         for waits, ranks in sorted(alike.items(), key=lambda item: len(item[1])):
             words.append(f"{self._named(ranks)} {waits} (at {places[ranks[0]][1]})")
         said = f"hung: no step in {waited:.0f} s; {'; '.join(words)}; stacks of all in {self._folder / FOLDER}"
         print(said, file=sys.stderr, flush=True)
-        # A silent store hangs with its node, which overrules that only if it misses ranks: once woken it hears all.
+        # A silent store hangs with its node, which overrules that only if it misses ranks: once
+        # woken it hears all.
         nodes = sorted({self._ranks[rank][0] for rank in lost or ([] if answers else [0])})
         with suppress(OSError):
             with (self._folder / FOLDER / "report.txt").open("a", encoding="utf-8") as report:
@@ -204,10 +236,11 @@ def own_process() -> Process:
 
 
 def pending_collective() -> tuple[str, str]:
-    """Return the oldest collective that this process waits for, empty if none, and its main thread's line of ours.
+    """Return the oldest collective that this process waits for, empty if none, and its main
+    thread's line of ours.
 
-    The collective is from torch's flight recorder, which records gloo's and NCCL's, but not gloo's messages between two
-    ranks.
+    The collective is from torch's flight recorder, which records gloo's and NCCL's, but not gloo's
+    messages between two ranks.
     """
     import torch._C._distributed_c10d as c10d
 
@@ -217,9 +250,15 @@ def pending_collective() -> tuple[str, str]:
         if path.is_relative_to(ROOT) and not path.relative_to(ROOT).parts[0].startswith("."):
             break
         frame = frame.f_back
-    line = f"{os.path.relpath(frame.f_code.co_filename, ROOT)}:{frame.f_lineno}" if frame else "its end"
+    line = (
+        f"{os.path.relpath(frame.f_code.co_filename, ROOT)}:{frame.f_lineno}"
+        if frame
+        else "its end"
+    )
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        for entry in json.loads(getattr(c10d, dump)()).get("entries", []) if hasattr(c10d, dump) else []:
+        for entry in (
+            json.loads(getattr(c10d, dump)()).get("entries", []) if hasattr(c10d, dump) else []
+        ):
             if not entry["retired"]:
                 name = entry["profiling_name"].rpartition(":")[2]
                 return f"{name} {entry['collective_seq_id']} of {entry['process_group'][1]}", line
@@ -234,11 +273,16 @@ def write_own_stacks(out: IO[str]) -> None:
 
 
 def write_stacks_of(out: IO[str], process: Process, until: float) -> None:
-    """Write another process's stacks. If it is stopped, this wakes it, as Python's stacks come from itself.
+    """Write another process's stacks. If it is stopped, this wakes it, as Python's stacks come from
+    itself.
 
     Waits for them till ``until``, of ``time.monotonic``, and for a second at least.
     """
-    print(f"process {process.pid} did not answer\n{_native(process.pid)}\nPython:", file=out, flush=True)
+    print(
+        f"process {process.pid} did not answer\n{_native(process.pid)}\nPython:",
+        file=out,
+        flush=True,
+    )
     stacks, size, before = Path(f"/proc/{process.pid}/fd/{process.stacks}"), 1, 0
     with suppress(OSError):  # it is gone
         os.truncate(stacks, 1)  # so that it knows, however late it writes them
@@ -246,14 +290,18 @@ def write_stacks_of(out: IO[str], process: Process, until: float) -> None:
         ctypes.CDLL(None).tgkill(process.pid, process.pid, DUMP)
         process.send(signal.SIGCONT)
         until = max(until, time.monotonic() + 1)
-        while (size == 1 or size != before) and time.monotonic() < until:  # till all of them are written
+        while (
+            size == 1 or size != before
+        ) and time.monotonic() < until:  # till all of them are written
             time.sleep(0.5)
             size, before = stacks.stat().st_size, size
         out.write(stacks.read_text(errors="replace").strip("\0"))
 
 
 def _native(pid: int) -> str:
-    """Return what Linux tells of a process's threads; the kernel's stack, and others' system calls, only to root."""
+    """Return what Linux tells of a process's threads; the kernel's stack, and others' system calls,
+    only to root.
+    """
     lines = ["\nNative, per thread: name | state | kernel function | system call | kernel stack"]
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         found = {}
@@ -272,7 +320,9 @@ def _born(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on; empty if there is no such process, or no Linux."""
+    """Return the fields of /proc/PID/stat from the third on; empty if there is no such process, or
+    no Linux.
+    """
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []

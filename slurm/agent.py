@@ -1,8 +1,11 @@
-"""torchrun for a step of Slurm: it passes signals on to its ranks and waits, and ends with their status.
+"""torchrun for a step of Slurm: it passes signals on to its ranks and waits, and ends with their
+status.
 
-torchrun itself gives ranks half a minute after a signal, and ends with status 1 and a traceback whatever they do.
+torchrun itself gives ranks half a minute after a signal, and ends with status 1 and a traceback
+whatever they do.
 
-srun --ntasks-per-node 1 python -m slurm.agent --nnodes 2 --nproc-per-node 8 ... pretrain_gpt.py ...    as torchrun
+srun --ntasks-per-node 1 python -m slurm.agent --nnodes 2 --nproc-per-node 8 ... pretrain_gpt.py ...
+as torchrun
 """
 
 import os
@@ -23,8 +26,14 @@ from runtime.signals import ASKING
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Signal the ranks, or end where there are none. Slurm may have done so too; they take the two for one."""
-    ranks = [rank for task in Path("/proc/self/task").iterdir() for rank in (task / "children").read_text().split()]
+    """Signal the ranks, or end where there are none. Slurm may have done so too; they take the two
+    for one.
+    """
+    ranks = [
+        rank
+        for task in Path("/proc/self/task").iterdir()
+        for rank in (task / "children").read_text().split()
+    ]
     for rank in ranks:
         with suppress(ProcessLookupError):
             os.kill(int(rank), number)
@@ -33,7 +42,8 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 
 
 def bound_if_possible(argv: Sequence[str]) -> list[str]:
-    """Return torchrun's arguments without its binding to CPUs, after a line, where the node lacks what that needs.
+    """Return torchrun's arguments without its binding to CPUs, after a line, where the node lacks
+    what that needs.
 
     torchrun would end there. The entry's own arguments stay as they are.
     """

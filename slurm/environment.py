@@ -1,4 +1,6 @@
-"""Environment that a job's ranks run in: their interpreter, its torch, and the sources at submission."""
+"""Environment that a job's ranks run in: their interpreter, its torch, and the sources at
+submission.
+"""
 
 import os
 import shutil
@@ -20,11 +22,15 @@ spec = importlib.util.find_spec("torch")
 values = runpy.run_path(spec.submodule_search_locations[0] + "/version.py") if spec else {}
 print(values.get("__version__", ""), values.get("cuda") or values.get("hip") or "", sep="|")
 """
-"""Program that prints the version of an interpreter's torch and of its CUDA; importing torch would take seconds."""
+"""Program that prints the version of an interpreter's torch and of its CUDA; importing torch would
+take seconds.
+"""
 
 
 def interpreter(container: str | None = None) -> str | None:
-    """Return the Python of a job's ranks, as slurm/job.sh would choose it; None if an image has its own."""
+    """Return the Python of a job's ranks, as slurm/job.sh would choose it; None if an image has its
+    own.
+    """
     if container or os.environ.get("CONTAINER"):
         return None
     if named := os.environ.get("PYTHON"):
@@ -34,7 +40,8 @@ def interpreter(container: str | None = None) -> str | None:
 
 
 def digest_of_sources(config: str | None) -> str:
-    """Return the digest by which slurm/job.sh knows the sources, and the configuration's file, of a start.
+    """Return the digest by which slurm/job.sh knows the sources, and the configuration's file, of a
+    start.
 
     Empty on a machine whose shell lacks what it takes; the job's first start then makes it.
     """
@@ -56,7 +63,11 @@ def check_torch(gpus: int, container: str | None = None) -> None:
     version, _, cuda = done.stdout.strip().partition("|")
     if cuda:
         return
-    build = f"torch {version}, whose torch.version.cuda is None: it is built for CPUs" if version else "no torch"
+    build = (
+        f"torch {version}, whose torch.version.cuda is None: it is built for CPUs"
+        if version
+        else "no torch"
+    )
     raise UserError(
         f"{python} has {build}, and the job asks for {counted(gpus, 'GPU')} a node; make venv TORCH=torch=={TORCH} "
         "installs PyTorch's build for GPUs, also on a machine without one; or name another interpreter in PYTHON, "

@@ -1,4 +1,6 @@
-"""Head of a job's script: a template's options with a job's values, each below a comment that is true of it."""
+"""Head of a job's script: a template's options with a job's values, each below a comment that is
+true of it.
+"""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -19,8 +21,11 @@ COMMENTS = {
 """Comments of what the templates have no line for."""
 
 
-def header(template: Sequence[str], wanted: Mapping[str, str], by_hand: Collection[str]) -> list[str]:
-    """Return the lines of a script's head with the options of a job, each below the comment that is about it.
+def header(
+    template: Sequence[str], wanted: Mapping[str, str], by_hand: Collection[str]
+) -> list[str]:
+    """Return the lines of a script's head with the options of a job, each below the comment that is
+    about it.
 
     Args:
         template: lines of a .sbatch file up to its last option.

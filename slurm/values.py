@@ -1,4 +1,6 @@
-"""Texts of a job by the name of their flag or key, none of which becomes a line or a command of its script."""
+"""Texts of a job by the name of their flag or key, none of which becomes a line or a command of its
+script.
+"""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +11,10 @@ NAME = (r"\w[\w.,-]*", "letters, digits, and any of . , - _ after the first")
 TEXT = (r".*", "printable characters in a line")
 PATH = (r"[^-].*", "printable characters in a line, the first no -")
 FORMS = {
-    "name": (r"\w[\w .,+=@~-]*", "letters, digits, blanks, and any of . , + = @ ~ - _ after the first"),
+    "name": (
+        r"\w[\w .,+=@~-]*",
+        "letters, digits, blanks, and any of . , + = @ ~ - _ after the first",
+    ),
     "constraint": (r"[\w(\[][\w.,:&|*()\[\]-]*", "features, joined by any of & | ( ) [ ] * ,"),
     "interface": (r"[\w^=][\w.,:-]*", "names of interfaces, as NCCL_SOCKET_IFNAME takes them"),
     "after": (r"\d[\d:_]*", "the number of a job"),
@@ -18,12 +23,13 @@ FORMS = {
     **dict.fromkeys(("cluster", "save", "container", "container_mounts", "python"), PATH),
     **dict.fromkeys(("array", "command"), TEXT),
 }
-"""Pattern of a value by the name of its flag or key, so that none becomes a line or a command of the script, and the
-pattern in words; NAME of all others, those that are yet to come as well."""
+"""Pattern of a value by the name of its flag or key, so that none becomes a line or a command of
+the script, and the pattern in words; NAME of all others, those that are yet to come as well."""
 
 
 def check_text(values: Mapping[str, object], where: str = "", fix: str = "") -> None:
-    """Check values, and each word of lists, by their names. Numbers, and words that are chosen from, always pass.
+    """Check values, and each word of lists, by their names. Numbers, and words that are chosen
+    from, always pass.
 
     Raises UserError naming the value after ``where``, and what it may be.
     """

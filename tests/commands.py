@@ -1,9 +1,11 @@
-"""Commands of README and docs, each run in a scratch copy of the checkout or left out for a reason: a dated table.
+"""Commands of README and docs, each run in a scratch copy of the checkout or left out for a reason:
+a dated table.
 
-python -m tests.commands                                       # all pages, in a new user's order: an hour on 2 cores
-python -m tests.commands --pages README.md docs/tasks/data.md  # these pages alone; other rows stay as they are
-python -m tests.commands --only sampling --logs /tmp/logs      # commands with a word in them, and what they print
-python -m tests.commands --scratch /tmp/copy                   # a copy that stays, for later pages that need its runs
+python -m tests.commands                                       # all pages, in a new user's order:
+an hour on 2 cores python -m tests.commands --pages README.md docs/tasks/data.md  # these pages
+alone; other rows stay as they are python -m tests.commands --only sampling --logs /tmp/logs      #
+commands with a word in them, and what they print python -m tests.commands --scratch /tmp/copy
+# a copy that stays, for later pages that need its runs
 """
 
 import json
@@ -25,7 +27,14 @@ from tools.common.report import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path("bench/results/commands.md")
-ORDER = ("README.md", "docs/start/quickstart.md", "docs/start", "docs/tasks", "docs/concepts", "docs")
+ORDER = (
+    "README.md",
+    "docs/start/quickstart.md",
+    "docs/start",
+    "docs/tasks",
+    "docs/concepts",
+    "docs",
+)
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:make|python|torchrun|sbatch|squeue|scontrol|export|mkdir|git|pip|\.|\.ci/\w+) "
 NOT_RUN = {
     r"/path/to|\b(?:PREFIX|FILE|HOST|NAME|JOB|RUN)\b(?!=)": "placeholder: a name of yours stands in it",
@@ -58,13 +67,19 @@ class Command:
     @property
     def reason(self) -> str | None:
         """Why it is not run, if it is not."""
-        return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, self.text)), None)
+        return next(
+            (why for pattern, why in NOT_RUN.items() if re.search(pattern, self.text)), None
+        )
 
 
 def commands(page: Path, root: Path = ROOT) -> list[Command]:
-    """Return the commands in a page's blocks of code without a language, continued lines joined, comments cut."""
+    """Return the commands in a page's blocks of code without a language, continued lines joined,
+    comments cut.
+    """
     found = []
-    for block in re.findall(r"^```\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+    for block in re.findall(
+        r"^```\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S
+    ):
         lines = block.replace("\\\n", " ").splitlines()
         while lines:
             text = lines.pop(0)
@@ -81,16 +96,24 @@ def pages(root: Path = ROOT) -> list[Path]:
     """Return README and the pages of docs in the order in which a new user meets them."""
     found = [root / "README.md", *sorted(root.glob("docs/**/*.md"))]
     names = [path.relative_to(root).as_posix() for path in found]
-    rank = [next(i for i, start in enumerate((*ORDER, "")) if name.startswith(start)) for name in names]
+    rank = [
+        next(i for i, start in enumerate((*ORDER, "")) if name.startswith(start)) for name in names
+    ]
     return [path for _, _, path in sorted(zip(rank, names, found, strict=True))]
 
 
 def scratch_copy(root: Path, to: Path) -> None:
-    """Copy the checkout's files, and lay out the inputs that pages name: books/, a.jsonl, b.jsonl, photographs/."""
+    """Copy the checkout's files, and lay out the inputs that pages name: books/, a.jsonl, b.jsonl,
+    photographs/.
+    """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=root, capture_output=True, check=True).stdout
     pack = subprocess.run(
-        ["tar", "-c", "--null", "--files-from=-"], cwd=root, input=files, capture_output=True, check=True
+        ["tar", "-c", "--null", "--files-from=-"],
+        cwd=root,
+        input=files,
+        capture_output=True,
+        check=True,
     )
     subprocess.run(["tar", "-x"], cwd=to, input=pack.stdout, check=True)
     (to / "books").mkdir()
@@ -99,19 +122,27 @@ def scratch_copy(root: Path, to: Path) -> None:
         (to / "books" / f"{path.parent.name}_{path.stem}.txt").write_text(text, encoding="utf-8")
     texts = [path.read_text(encoding="utf-8") for path in sorted((to / "books").iterdir())[:200]]
     for name in ("a.jsonl", "b.jsonl"):
-        (to / name).write_text("".join(json.dumps({"text": text, "content": text}) + "\n" for text in texts))
+        (to / name).write_text(
+            "".join(json.dumps({"text": text, "content": text}) + "\n" for text in texts)
+        )
     from PIL import Image  # of training's requirements, which a listing of commands does without
 
     for label in range(10):
         (to / "photographs" / str(label)).mkdir(parents=True)
         for i in range(8):
-            Image.new("RGB", (48, 40), (20 * label, 30 * i, 99)).save(to / "photographs" / str(label) / f"{i}.png")
+            Image.new("RGB", (48, 40), (20 * label, 30 * i, 99)).save(
+                to / "photographs" / str(label) / f"{i}.png"
+            )
 
 
 def run(command: str, folder: Path, limit: float, log: Path | None) -> str:
     """Run a command to its end or the limit; return what became of it, and keep what it printed."""
     python = Path(sys.executable)
-    here = {"PATH": f"{python.parent}:{os.environ['PATH']}", "PY": str(python), "OMP_NUM_THREADS": "1"}
+    here = {
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+        "PY": str(python),
+        "OMP_NUM_THREADS": "1",
+    }
     begun = time.monotonic()
     with subprocess.Popen(
         ["bash", "-c", command], cwd=folder, env=os.environ | here, start_new_session=True, text=True, errors="replace",
@@ -128,14 +159,18 @@ def run(command: str, folder: Path, limit: float, log: Path | None) -> str:
     if process.returncode == 0:
         return f"ran, {time.monotonic() - begun:.0f} s"
     lines = (said.strip() or "no word").splitlines()
-    told = next((line for line in lines if line.startswith("error: ")), lines[-1])  # torchrun has a report below it
+    told = next(
+        (line for line in lines if line.startswith("error: ")), lines[-1]
+    )  # torchrun has a report below it
     return f"**failed**, status {process.returncode}: {told:.120}"
 
 
 def read_table(path: Path) -> dict[Command, list[str]]:
     """Return the rows of an earlier table by command: what became of it, and when."""
     rows = re.findall(
-        r"^\| (\S+) \| `(.*)` \| (.*) \| (\S*) \|$", path.read_text() if path.exists() else "", flags=re.M
+        r"^\| (\S+) \| `(.*)` \| (.*) \| (\S*) \|$",
+        path.read_text() if path.exists() else "",
+        flags=re.M,
     )
     return {Command(page, text): [result, date] for page, text, result, date in rows}
 
@@ -149,31 +184,49 @@ def write_table(path: Path, results: dict[Command, list[str]], left_out: Counter
     )
     rows = ([key.page, f"`{key.text}`", *result] for key, result in results.items())
     reasons = ([reason, str(count)] for reason, count in left_out.most_common())
-    tables = [*markdown(["page", "command", "result", "on"], rows), "", *markdown(["left out", "commands"], reasons)]
+    tables = [
+        *markdown(["page", "command", "result", "on"], rows),
+        "",
+        *markdown(["left out", "commands"], reasons),
+    ]
     path.write_text("\n".join([head, *tables]) + "\n", encoding="utf-8")
 
 
 def row_key(command: Command) -> Command:
     """Return a command as a table's cell can hold it."""
-    return Command(command.page, " ".join(command.text.split()).replace("|", "\\|").replace("`", "'"))
+    return Command(
+        command.page, " ".join(command.text.split()).replace("|", "\\|").replace("`", "'")
+    )
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the commands that can run here, one after the other; the status is 1 if one fails."""
     parser = parser_for("python -m tests.commands", __doc__)
-    parser.add_argument("--pages", nargs="+", metavar="PAGE", help="pages to take the commands of; all by default")
-    parser.add_argument("--only", metavar="WORDS", help="run the commands alone that have these words")
-    parser.add_argument("--limit", type=positive, default=900, metavar="S", help="seconds for one command (900)")
-    parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="the copy, made where it is not there; kept")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep there what each command printed")
+    parser.add_argument(
+        "--pages", nargs="+", metavar="PAGE", help="pages to take the commands of; all by default"
+    )
+    parser.add_argument(
+        "--only", metavar="WORDS", help="run the commands alone that have these words"
+    )
+    parser.add_argument(
+        "--limit", type=positive, default=900, metavar="S", help="seconds for one command (900)"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, metavar="FOLDER", help="the copy, made where it is not there; kept"
+    )
+    parser.add_argument(
+        "--logs", type=Path, metavar="FOLDER", help="keep there what each command printed"
+    )
     args = parser.parse_args(argv)
     chosen = {(ROOT / page).resolve() for page in args.pages} if args.pages else {*pages()}
     found = {row_key(command): command for page in pages() for command in commands(page)}
     left_out = Counter(command.reason for command in found.values() if command.reason)
     rows = {key: command for key, command in found.items() if not command.reason}
     earlier = {key: result for key, result in read_table(ROOT / TABLE).items() if result[1]}
-    by_text = {key.text: result for key, result in earlier.items()}  # a page's command may stand on another one since
+    by_text = {
+        key.text: result for key, result in earlier.items()
+    }  # a page's command may stand on another one since
     results = {key: earlier.get(key) or by_text.get(key.text, ["not run yet", ""]) for key in rows}
     done: dict[str, str] = {}
     if args.logs:

@@ -1,6 +1,8 @@
-"""Every method of context parallelism with its options and numbers of ranks: the one table that tests take cases from.
+"""Every method of context parallelism with its options and numbers of ranks: the one table that
+tests take cases from.
 
-Lines of words, as tools/common/cases.py reads them; ``METHODS`` stands for every method of softmax attention.
+Lines of words, as tools/common/cases.py reads them; ``METHODS`` stands for every method of softmax
+attention.
 """
 
 from typing import Any, NamedTuple
@@ -70,7 +72,9 @@ SLOW_RANKS = (8, 9)
 
 
 class Composition(NamedTuple):
-    """A method on a number of ranks, with the options that ``make_plan`` and ``context_parallel`` take."""
+    """A method on a number of ranks, with the options that ``make_plan`` and ``context_parallel``
+    take.
+    """
 
     method: str
     size: int
@@ -228,7 +232,9 @@ def _trained(lines: str) -> list[Trained]:
 
 
 TRAINED = _trained(_TRAINED)
-"""Meshes of training: nightly ones have each part in another too: a method, a strategy, a split of the model."""
+"""Meshes of training: nightly ones have each part in another too: a method, a strategy, a split of
+the model.
+"""
 MASKED = _trained(_MASKED)
 """Meshes with labels masked, whose gradients are compared element by element."""
 PACKED = _trained(_PACKED)

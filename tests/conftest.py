@@ -10,7 +10,11 @@ import pytest
 gc.disable()  # until all is imported and collected
 
 # Helpers of tests are rewritten too, so that a bound that fails prints both of its numbers.
-HELPERS = [path.stem for path in Path(__file__).parent.iterdir() if path.stem not in ("conftest", "__init__")]
+HELPERS = [
+    path.stem
+    for path in Path(__file__).parent.iterdir()
+    if path.stem not in ("conftest", "__init__")
+]
 pytest.register_assert_rewrite(*(f"tests.{name}" for name in HELPERS))
 
 from data.text.prepare import Request, prepare  # noqa: E402
@@ -22,7 +26,9 @@ preload("tests.preload")
 
 
 def pytest_xdist_auto_num_workers():
-    """Return one more than there are cores, at most 4: tests that start ranks wait for much of their time."""
+    """Return one more than there are cores, at most 4: tests that start ranks wait for much of
+    their time.
+    """
     return min(len(usable_cores()) + 1, 4)
 
 
@@ -30,7 +36,7 @@ LONG = """
     test_parity.py test_packed.py test_split.py test_schedule.py test_trainer.py test_dit.py test_bad_input.py
     test_step_memory.py test_delta.py test_plan.py test_trainer.py test_steps.py test_offload.py test_strategies.py
     test_apex.py test_dry_run.py test_attention.py test_linear_attention.py test_lora.py test_resume.py
-""".split()  # noqa: SIM905
+""".split()
 """Names of the files that take longest."""
 
 
@@ -40,14 +46,18 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Let collections of garbage pass over all modules and tests, which would take half a second each."""
+    """Let collections of garbage pass over all modules and tests, which would take half a second
+    each.
+    """
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Skip a test if a program that its ``needs`` marks name is missing, or for the reason that ``unless`` gives."""
+    """Skip a test if a program that its ``needs`` marks name is missing, or for the reason that
+    ``unless`` gives.
+    """
     for mark in item.iter_markers("needs"):
         missing = [name for name in mark.args if shutil.which(name) is None]
         why = f"there is no {', '.join(missing)}" if missing else mark.kwargs.get("unless", str)()
@@ -61,7 +71,8 @@ VOCABULARY = 1024
 
 @pytest.fixture(scope="session")
 def default_data(tmp_path_factory):
-    """Prefix of a part of the default corpus, the standard library's sources, with a small tokenizer beside it.
+    """Prefix of a part of the default corpus, the standard library's sources, with a small
+    tokenizer beside it.
 
     The first worker that asks makes it, once for all of them.
     """
@@ -70,6 +81,10 @@ def default_data(tmp_path_factory):
     with owned(prefix.parent.with_name("data-lock"), wait=True):
         if not prefix.parent.exists():
             draft = prefix.parent.with_name("data-draft")
-            prepare(Request(max_bytes=1_000_000, vocab_size=VOCABULARY), draft / prefix.name, progress=False)
+            prepare(
+                Request(max_bytes=1_000_000, vocab_size=VOCABULARY),
+                draft / prefix.name,
+                progress=False,
+            )
             draft.rename(prefix.parent)
     return prefix

@@ -19,10 +19,16 @@ class Ending:
 
     @property
     def wrong(self):
-        """Say what is wrong, if anything: a refusal is one line and a status, a success prints no errors."""
+        """Say what is wrong, if anything: a refusal is one line and a status, a success prints no
+        errors.
+        """
         lines = self.stderr.splitlines()
         if self.status == 0:
-            return f"status 0, and said {lines[-1]}" if any(line.startswith("error:") for line in lines) else None
+            return (
+                f"status 0, and said {lines[-1]}"
+                if any(line.startswith("error:") for line in lines)
+                else None
+            )
         if len(lines) != 1 or not lines[0].startswith("error: "):
             return f"status {self.status} and {len(lines)} lines: {self.stderr[-300:]!r}"
         if not lines[0].isprintable() or len(lines[0]) > 5000:
@@ -31,7 +37,9 @@ class Ending:
 
 
 def end(command, arguments, seconds_to_speak=SECONDS_TO_SPEAK):
-    """Call an entry's or a tool's main as its last line does; an unhandled exception is noted in ``stderr``."""
+    """Call an entry's or a tool's main as its last line does; an unhandled exception is noted in
+    ``stderr``.
+    """
     errors, out, statuses = io.StringIO(), io.StringIO(), [0]
 
     def noted(arguments):
@@ -50,7 +58,9 @@ def end(command, arguments, seconds_to_speak=SECONDS_TO_SPEAK):
 
 
 def apart(cases):
-    """Yield each case on ranks that have joined, which spares the imports of each, as if it were another run."""
+    """Yield each case on ranks that have joined, which spares the imports of each, as if it were
+    another run.
+    """
     store = dist.distributed_c10d._get_default_store()
     for case in cases:
         dist.distributed_c10d._get_default_store = lambda case=case: dist.PrefixStore(case, store)

@@ -1,4 +1,6 @@
-"""Samples that hold several documents, one step over any mesh, and the documents alone, for the tests of packing."""
+"""Samples that hold several documents, one step over any mesh, and the documents alone, for the
+tests of packing.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -33,11 +35,15 @@ TINY = f"""
 
 
 def write_packed(folder, tokenizer, seed=1, longest=50):
-    """Write documents of 1 to ``longest`` random tokens, each with an end; return the flags that name them."""
+    """Write documents of 1 to ``longest`` random tokens, each with an end; return the flags that
+    name them.
+    """
     eod = load_tokenizer(str(tokenizer)).eod
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(longest, (80,), generator=generator).tolist()
-    ids = [torch.randint(5, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    ids = [
+        torch.randint(5, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
     prefix = write_documents(folder / "packed", [[*document, eod] for document in ids])
     return ["--data-path", prefix, "--tokenizer-model", str(tokenizer)]
 
@@ -51,7 +57,9 @@ class Step:
     valid: int
 
     def difference(self, other):
-        """Return the largest relative difference of any gradient, but for a key's bias, whose gradient is zero."""
+        """Return the largest relative difference of any gradient, but for a key's bias, whose
+        gradient is zero.
+        """
         assert self.gradients.keys() == other.gradients.keys()
         return max(
             float((a - other.gradients[name]).norm() / other.gradients[name].norm())
@@ -61,7 +69,9 @@ class Step:
 
     def equal(self, other):
         """Return whether loss and gradients are the same bits."""
-        return self.loss == other.loss and all(torch.equal(x, other.gradients[n]) for n, x in self.gradients.items())
+        return self.loss == other.loss and all(
+            torch.equal(x, other.gradients[n]) for n, x in self.gradients.items()
+        )
 
 
 LOSS, GRADIENTS = 1e-6, 5e-6
@@ -93,23 +103,31 @@ def steps_on_rank(rank, world_size, runs, changes):
 
 
 def _step(trainer, change):
-    step = [change(batch) for batch in next(batches(trainer.train_data, trainer.batches.batching, 0))]
+    step = [
+        change(batch) for batch in next(batches(trainer.train_data, trainer.batches.batching, 0))
+    ]
     taken = trainer.batches.take(iter([[trainer.task.objective.local(batch) for batch in step]]))
-    loss = summed(trainer.runner.forward_backward(taken.micro_batches, taken.valid), trainer.mesh).item()
+    loss = summed(
+        trainer.runner.forward_backward(taken.micro_batches, taken.valid), trainer.mesh
+    ).item()
     gradients = {name: x for part in trainer.runner.parts for name, x in gradients_of(part).items()}
     trainer.optimizer.zero_grad(set_to_none=True)
     return Step(loss, gradients, taken.valid)
 
 
 def over_ranks(world_size, runs, changes=(as_it_is,)):
-    """Return the steps [run][change] of ``world_size`` ranks; pipeline stages have parts of the gradients."""
+    """Return the steps [run][change] of ``world_size`` ranks; pipeline stages have parts of the
+    gradients.
+    """
 
     def whole(steps):
         gradients = {name: x for step in steps for name, x in step.gradients.items()}
         return dataclasses.replace(steps[0], gradients=gradients)
 
     by_rank = run_ranks(steps_on_rank, world_size, runs, changes)
-    return [[whole(steps) for steps in zip(*run, strict=True)] for run in zip(*by_rank, strict=True)]
+    return [
+        [whole(steps) for steps in zip(*run, strict=True)] for run in zip(*by_rank, strict=True)
+    ]
 
 
 def validation_on_rank(rank, world_size, flags):
@@ -128,7 +146,9 @@ def validation_on_rank(rank, world_size, flags):
 
 
 def alone(flags, validation=False):
-    """Compute the same step, or all samples of the validation, from each document alone, in float64 and one process."""
+    """Compute the same step, or all samples of the validation, from each document alone, in float64
+    and one process.
+    """
     config = parse_args([*TINY, *flags])
     tokenizer = load_tokenizer(str(config.data.tokenizer_model))
     train, valid_data, _ = build_datasets(config.data, LENGTH, config.train.seed, tokenizer)
@@ -148,6 +168,8 @@ def alone(flags, validation=False):
 
 def documents(batch):
     """Yield tokens and labels of each document of each row."""
-    for tokens, labels, starts in zip(batch["tokens"], batch["labels"], batch["starts"], strict=True):
+    for tokens, labels, starts in zip(
+        batch["tokens"], batch["labels"], batch["starts"], strict=True
+    ):
         lengths = torch.tensor(cumulative_lengths(starts)).diff().tolist()
         yield from zip(tokens.split(lengths), labels.split(lengths), strict=True)

@@ -15,7 +15,8 @@ from train.callbacks import metrics
 with suppress(ImportError):
     import sklearn.datasets  # noqa: F401  # the digits, for most tests of diffusion transformers
 
-# A curve takes a rank as long as a tiny run's iterations; tests/train/callbacks/test_metrics.py draws it.
+# A curve takes a rank as long as a tiny run's iterations; tests/train/callbacks/test_metrics.py
+# draws it.
 metrics.plot_loss = lambda records, path: path.touch()
 gc.collect()
 gc.freeze()

@@ -14,7 +14,7 @@ TINY = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --seq-length 256 --device cpu
     --global-batch-size 4 --micro-batch-size 1 --lr 1e-3 --lr-warmup-iters 1
     --eval-iters 1 --eval-interval 1000 --log-interval 1000
-""".split()  # noqa: SIM905
+""".split()
 
 
 def flags_of(data, *more):
@@ -23,9 +23,11 @@ def flags_of(data, *more):
 
 
 def on_rank(rank, world_size, arguments):
-    """Run as a launcher would, but with a fixed peak for MFU, whose measurement takes longer than a step.
+    """Run as a launcher would, but with a fixed peak for MFU, whose measurement takes longer than a
+    step.
 
-    Return the output: a rank's stdout belongs to the first test that started ranks, not to the running one.
+    Return the output: a rank's stdout belongs to the first test that started ranks, not to the
+    running one.
     """
     with redirect_stdout(io.StringIO()) as said:
         try:
@@ -40,7 +42,7 @@ DIT = """
     --latent-shape 1 8 8 --patch-size 2 --num-classes 10 --num-layers 4 --hidden-size 32 --num-attention-heads 4
     --device cpu --global-batch-size 8 --micro-batch-size 2 --lr 1e-3 --eval-iters 1 --eval-interval 1000
     --log-interval 1000 --ema-decay 0.9 --samples-per-class 0
-""".split()  # noqa: SIM905
+""".split()
 
 
 def dit_on_rank(rank, world_size, arguments):
@@ -49,13 +51,17 @@ def dit_on_rank(rank, world_size, arguments):
 
 
 def pretrain_digits(world_size, save, *arguments):
-    """Train the tiny diffusion transformer on handwritten digits into ``save`` and return its metrics."""
+    """Train the tiny diffusion transformer on handwritten digits into ``save`` and return its
+    metrics.
+    """
     run_ranks(dit_on_rank, world_size, [*DIT, "--save", str(save), *arguments])
     return read_metrics(save / METRICS)
 
 
 def pretrain(world_size, data, save, *arguments):
-    """Train the tiny model on ``world_size`` ranks into ``save``, print the first's output, return the metrics."""
+    """Train the tiny model on ``world_size`` ranks into ``save``, print the first's output, return
+    the metrics.
+    """
     print(run_ranks(on_rank, world_size, flags_of(data, "--save", str(save), *arguments))[0])
     return read_metrics(save / METRICS)
 
@@ -66,7 +72,9 @@ def curve(save, *names):
 
 
 def carried_on(ranks, save, arguments, *names, body=on_rank):
-    """Train into ``save``, going on from what is there; print the first rank's output, return fields of all records."""
+    """Train into ``save``, going on from what is there; print the first rank's output, return
+    fields of all records.
+    """
     print(run_ranks(body, ranks, [*arguments, "--save", str(save), "--load", str(save)])[0])
     return curve(save, *names)
 

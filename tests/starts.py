@@ -19,7 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def torchrun(ranks: int) -> list[str]:
     """Return the words that start so many processes of the script that follows."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
 
 
 def ended(
@@ -32,7 +39,13 @@ def ended(
     """Run a command to its end, with the variables ``inherited`` and ``more``."""
     environment = {**inherited, **more}
     return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        command,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 
@@ -42,7 +55,9 @@ def interruptible() -> Iterator[None]:
 
     A shell's background jobs ignore Ctrl-C, and their children inherit that.
     """
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:

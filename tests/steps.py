@@ -38,7 +38,9 @@ class Step(NamedTuple):
 
 
 def of_step(command: list[str], limit: float) -> dict[str, Any]:
-    """Run a step by its command, which is given a file to write; return its figures, or why it ``failed``."""
+    """Run a step by its command, which is given a file to write; return its figures, or why it
+    ``failed``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         try:
@@ -53,9 +55,11 @@ def of_step(command: list[str], limit: float) -> dict[str, Any]:
 
 
 def ended(command: list[str], limit: float, stdout: int | None = None) -> tuple[int, str]:
-    """Run a command to its end; return its status and what it wrote to stderr. ``stdout`` is as of ``Popen``.
+    """Run a command to its end; return its status and what it wrote to stderr. ``stdout`` is as of
+    ``Popen``.
 
-    Whatever ends it, what it started ends too: ranks that hang would keep the devices that the next step needs.
+    Whatever ends it, what it started ends too: ranks that hang would keep the devices that the next
+    step needs.
 
     Raises TimeoutExpired: it took longer than ``limit`` seconds.
     """
@@ -65,7 +69,9 @@ def ended(command: list[str], limit: float, stdout: int | None = None) -> tuple[
             said = process.communicate(timeout=limit)[1]
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # ranks have sessions of their own, and end with their torchrun
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # ranks have sessions of their own, and end with their torchrun
     return process.returncode, said
 
 
@@ -88,9 +94,15 @@ def verdict(found: dict[str, Any]) -> str:
             return f"{word.replace('_', ' ')}: {found[word]}"
     if found.get("wrong"):
         more = len(found["wrong"]) - SHOWN
-        return f"WRONG: {'; '.join(found['wrong'][:SHOWN])}" + (f"; and {more} more" if more > 0 else "")
+        return f"WRONG: {'; '.join(found['wrong'][:SHOWN])}" + (
+            f"; and {more} more" if more > 0 else ""
+        )
     missed = [one for one in format_targets(found.get("targets", ())) if one.endswith("MISSED")]
-    shown = {name: value for name, value in found.items() if isinstance(value, int | float) and name != "seconds"}
+    shown = {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, int | float) and name != "seconds"
+    }
     return (
         "right"
         + "".join(f", {name} {value:.4g}" for name, value in shown.items())
@@ -99,21 +111,36 @@ def verdict(found: dict[str, Any]) -> str:
 
 
 def asked(
-    parser: argparse.ArgumentParser, steps: Iterable[str], argv: list[str] | None, more: Iterable[str] = ()
+    parser: argparse.ArgumentParser,
+    steps: Iterable[str],
+    argv: list[str] | None,
+    more: Iterable[str] = (),
 ) -> argparse.Namespace:
-    """Read the command line of a check, with the flags that every check has; ``more`` are steps that must be named."""
+    """Read the command line of a check, with the flags that every check has; ``more`` are steps
+    that must be named.
+    """
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     said = "which of %(choices)s to run; default: all" + (f" but {', '.join(more)}" if more else "")
-    parser.add_argument("--steps", nargs="+", choices=[*steps, *more], default=list(steps), help=said)
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="default: bench/results")
     parser.add_argument(
-        "--in-process", nargs=2, metavar=("STEP", "FILE"), help="a step alone, here; writes its figures"
+        "--steps", nargs="+", choices=[*steps, *more], default=list(steps), help=said
+    )
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, metavar="DIR", help="default: bench/results"
+    )
+    parser.add_argument(
+        "--in-process",
+        nargs=2,
+        metavar=("STEP", "FILE"),
+        help="a step alone, here; writes its figures",
     )
     return parser.parse_args(argv)
 
 
-def check(program: str, label: str, args: argparse.Namespace, steps: dict[str, Step], *more: str) -> None:
-    """Run the steps asked for, each by ``program`` with the flags ``more``, and write all results as each ends.
+def check(
+    program: str, label: str, args: argparse.Namespace, steps: dict[str, Step], *more: str
+) -> None:
+    """Run the steps asked for, each by ``program`` with the flags ``more``, and write all results
+    as each ends.
 
     Raises MeasureError: a step failed, or found something wrong.
     """
@@ -125,7 +152,16 @@ def check(program: str, label: str, args: argparse.Namespace, steps: dict[str, S
     for name in args.steps:
         print(f"{name}: {(steps[name].run.__doc__ or '').splitlines()[0]}", flush=True)
         start = time.monotonic()
-        command = [sys.executable, "-m", program, "--device", args.device, *more, "--in-process", name]
+        command = [
+            sys.executable,
+            "-m",
+            program,
+            "--device",
+            args.device,
+            *more,
+            "--in-process",
+            name,
+        ]
         found[name] = of_step(command, steps[name].limit)
         found[name]["seconds"] = time.monotonic() - start
         write_records(path, {"benchmark": label, "machine": describe(args.device), "steps": found})
@@ -136,7 +172,8 @@ def check(program: str, label: str, args: argparse.Namespace, steps: dict[str, S
 
 
 def launched(processes: int, *command: str) -> tuple[int, str]:
-    """Run a program under torchrun and print its lines as they come; return its status and the lines.
+    """Run a program under torchrun and print its lines as they come; return its status and the
+    lines.
 
     That is when all are gone that may print.
     """
@@ -150,11 +187,22 @@ def launched(processes: int, *command: str) -> tuple[int, str]:
 
 
 def tests(device: str, folder: Path, *chosen: str) -> dict[str, Any]:
-    """Run tests marked gpu, or the same on a CPU; count passed and skipped, and name those that failed."""
+    """Run tests marked gpu, or the same on a CPU; count passed and skipped, and name those that
+    failed.
+    """
     if importlib.util.find_spec("pytest") is None:
         raise SkippedStep("pytest is not installed")
     report, marked = folder / "report.xml", "gpu" if device == "cuda" else "not gpu"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", f"{marked} and not slow", f"--junitxml={report}", *chosen]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        f"{marked} and not slow",
+        f"--junitxml={report}",
+        *chosen,
+    ]
     command.append("--continue-on-collection-errors")
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     if not report.exists():

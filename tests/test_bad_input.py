@@ -1,4 +1,6 @@
-"""Bad input gives one message and a failing status on every rank, soon, and nothing is written over."""
+"""Bad input gives one message and a failing status on every rank, soon, and nothing is written
+over.
+"""
 
 import hashlib
 import os
@@ -68,7 +70,9 @@ def place(tmp_path_factory):
     """
     root = tmp_path_factory.mktemp("bad_input")
     (root / "text").mkdir()
-    (root / "text" / "a.txt").write_text("It was the best of tokens, it was the worst of tokens.\n" * 200)
+    (root / "text" / "a.txt").write_text(
+        "It was the best of tokens, it was the worst of tokens.\n" * 200
+    )
     prepare(Request(inputs=(str(root / "text"),), vocab_size=290), root / "words", progress=False)
     write(root / "good")
     run_ranks(on_rank, 2, flags_of(root, "--save @run --save-interval 1"))
@@ -84,40 +88,76 @@ def flags_of(root, flags=""):
 def snapshot(root):
     """Hashes of all files by name, but for the caches of sample indices, and the folders."""
     return {
-        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
         for path in root.rglob("*")
         if "cache" not in path.parts and not (path / "cache").is_dir()
     }
 
 
 CASES = {
-    "truncated .bin": ("--data-path @cut_bin", "cut_bin.bin has 1000 bytes", "write the pair again"),
+    "truncated .bin": (
+        "--data-path @cut_bin",
+        "cut_bin.bin has 1000 bytes",
+        "write the pair again",
+    ),
     "token id": ("--data-path @bad_id", "bad_id.bin holds token id 60000", "--tokenizer-model"),
     # One document has it, so that one of the two ranks reads it and the other one does not.
-    "token id in a batch": ("--data-path @bad_id --train-iters 60", "bad_id.bin: sample", "60000", "290"),
+    "token id in a batch": (
+        "--data-path @bad_id --train-iters 60",
+        "bad_id.bin: sample",
+        "60000",
+        "290",
+    ),
     "token id in a validation batch": (
         "--data-path @bad_id_valid --split 90,10 --eval-interval 1 --eval-iters 3",
         *("bad_id_valid.bin: sample", "60000", "290"),
     ),
     "missing tokenizer on one rank": ("", "no.model", "--tokenizer-model"),
-    "another architecture": ("--load @run --num-layers 3", "iter_0000002", "num_layers is 2 there and 3 here"),
+    "another architecture": (
+        "--load @run --num-layers 3",
+        "iter_0000002",
+        "num_layers is 2 there and 3 here",
+    ),
     "another kind of model": (
         "--load @run --model-type gpt --position-embedding-type rope",
         "a model of model_type llama, and this run's is gpt",
     ),
-    "broken named checkpoint": ("--load @broken --ckpt-step 2", "broken/iter_0000002/__0_0.distcp", "SHA-256"),
-    "missing checkpoint": ("--load @empty --exit-on-missing-checkpoint", "empty, which holds no checkpoint"),
+    "broken named checkpoint": (
+        "--load @broken --ckpt-step 2",
+        "broken/iter_0000002/__0_0.distcp",
+        "SHA-256",
+    ),
+    "missing checkpoint": (
+        "--load @empty --exit-on-missing-checkpoint",
+        "empty, which holds no checkpoint",
+    ),
     "world size": ("--context-parallel-size 3", "context_parallel_size is 3", "multiple of 3"),
-    "unknown method": ("--context-parallel-method rings", "context-parallel-method", "rings", "zigzag"),
+    "unknown method": (
+        "--context-parallel-method rings",
+        "context-parallel-method",
+        "rings",
+        "zigzag",
+    ),
     "unknown key": ("--config @key.toml", "key.toml", "seq_len", "did you mean seq_length"),
-    "a run is there": ("--save @run", "run, which holds a run", "iteration 2", "--load", "another --save"),
+    "a run is there": (
+        "--save @run",
+        "run, which holds a run",
+        "iteration 2",
+        "--load",
+        "another --save",
+    ),
     "metrics are corrupt": (
         "--load @metrics_broken --save @metrics_broken --train-iters 3",
         f"metrics_broken/{METRICS}, line 1",
     ),
     "no wandb": ("--wandb-project x", "wandb_project", "pip install"),
     "TensorBoard cannot be written": ("--tensorboard-dir /proc/events", "/proc/events"),
-    "divergence": (DIVERGING, "10 steps in a row were bad, the last one iteration 11: the loss was not finite"),
+    "divergence": (
+        DIVERGING,
+        "10 steps in a row were bad, the last one iteration 11: the loss was not finite",
+    ),
 }
 """Command lines of 2 ranks that must fail, and what the message must say."""
 BEFORE = {
@@ -160,7 +200,9 @@ def test_one_message_names_what_is_wrong(name, endings):
 
 
 def torchrun(script, arguments):
-    """Start two processes as a user does, which must fail in time; return the one line that begins with error:."""
+    """Start two processes as a user does, which must fail in time; return the one line that begins
+    with error:.
+    """
     process = starts.ended([*starts.torchrun(2), str(script), *arguments])
     assert process.returncode != 0
     assert 'pretrain_gpt.py", line' not in process.stderr, "no traceback of ours"
@@ -179,7 +221,9 @@ def torchrun(script, arguments):
 def test_torchrun_ends_all_ranks_before_they_joined_and_where_one_has_a_state_that_is_not_finite(
     flags, words, place, endings
 ):
-    """The rank after that one waits for the state, so the launcher alone can end it; it speaks of no lost peer."""
+    """The rank after that one waits for the state, so the launcher alone can end it; it speaks of
+    no lost peer.
+    """
     assert re.search(words, torchrun("pretrain_gpt.py", flags_of(place, flags)))
 
 
@@ -190,7 +234,9 @@ def test_what_no_corpus_is_made_of_is_one_line_and_nothing_is_written(given, tmp
         (source / given).touch()
         source = source / given if given == "a.jsonl" else source
     before = snapshot(tmp_path)
-    assert prepare_data(["--input", str(source), "--output-prefix", str(tmp_path / "out" / "d")]) == 1
+    assert (
+        prepare_data(["--input", str(source), "--output-prefix", str(tmp_path / "out" / "d")]) == 1
+    )
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("error: ")

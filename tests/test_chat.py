@@ -1,4 +1,6 @@
-"""Packed conversations train as each does alone, with loss on the assistant's tokens alone, on one rank and several."""
+"""Packed conversations train as each does alone, with loss on the assistant's tokens alone, on one
+rank and several.
+"""
 
 import dataclasses
 import json
@@ -40,12 +42,21 @@ def chats(tmp_path_factory):
     turns = []
     for _ in range(9):
         texts = [
-            "".join(draw.choices("abc xyz", k=draw.randint(2, 9))).strip() + "." for _ in range(draw.choice((2, 4)))
+            "".join(draw.choices("abc xyz", k=draw.randint(2, 9))).strip() + "."
+            for _ in range(draw.choice((2, 4)))
         ]
-        turns.append([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)])
+        turns.append(
+            [
+                {"role": ("user", "assistant")[i % 2], "content": text}
+                for i, text in enumerate(texts)
+            ]
+        )
     (folder / "in.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
     request = Request(
-        inputs=(str(folder / "in.jsonl"),), vocab_size=None, tokenizer_model=tokenizer, chat=Chat(seq_length=LENGTH)
+        inputs=(str(folder / "in.jsonl"),),
+        vocab_size=None,
+        tokenizer_model=tokenizer,
+        chat=Chat(seq_length=LENGTH),
     )
     of = prepare(request, folder / "chats", progress=False)[0].conversations
     assert 3 <= of["samples"] < 9  # some hold several
@@ -55,7 +66,9 @@ def chats(tmp_path_factory):
 
 
 def alone(chats):
-    """The token-weighted mean over the conversations, each computed by itself from its turns, in float64."""
+    """The token-weighted mean over the conversations, each computed by itself from its turns, in
+    float64.
+    """
     config, tokenizer = parse_args([*TINY, *chats.flags]), load_tokenizer(chats.tokenizer)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     template = load_template(chats.tokenizer)
@@ -98,9 +111,12 @@ def want(chats):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "methods"), [(1, ["striped"]), (2, ["exchange"]), pytest.param(2, METHODS, marks=pytest.mark.slow)]
+    ("ranks", "methods"),
+    [(1, ["striped"]), (2, ["exchange"]), pytest.param(2, METHODS, marks=pytest.mark.slow)],
 )
-def test_a_step_is_that_of_its_conversations_alone_whatever_others_hold(ranks, methods, chats, want):
+def test_a_step_is_that_of_its_conversations_alone_whatever_others_hold(
+    ranks, methods, chats, want
+):
     wrong = (all_learned, edges_ignored) * (ranks == 1)
     changes = (as_it_is, second_document_alone, others_changed, *wrong)
     runs = [[*chats.flags, *CP.format(ranks, method).split()] for method in methods]

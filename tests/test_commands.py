@@ -1,4 +1,6 @@
-"""The commands of pages: found and sorted, run, failed or ended at the limit; each has a row in the table."""
+"""The commands of pages: found and sorted, run, failed or ended at the limit; each has a row in the
+table.
+"""
 
 import pytest
 
@@ -32,13 +34,23 @@ def test_commands_run_fail_end_at_the_limit_or_have_a_reason(tmp_path, monkeypat
     monkeypatch.setattr(commands, "commands", lambda page: commands_of(page, tmp_path))
     (tmp_path / TABLE).parent.mkdir(parents=True)
     (tmp_path / "scratch" / "made").mkdir(parents=True)
-    flags = ["--scratch", str(tmp_path / "scratch"), "--logs", str(tmp_path / "logs"), "--limit", "1"]
+    flags = [
+        "--scratch",
+        str(tmp_path / "scratch"),
+        "--logs",
+        str(tmp_path / "logs"),
+        "--limit",
+        "1",
+    ]
     assert main(flags) == 1
     ran, failed, slow = (result for result, _ in read_table(tmp_path / TABLE).values())
     assert ran.startswith("ran, ")
     assert failed == "**failed**, status 1: no such thing"
     assert slow == "**failed**, status -9: killed after 1 s"
-    assert "| network: it downloads what every other command here already has | 1 |" in (tmp_path / TABLE).read_text()
+    assert (
+        "| network: it downloads what every other command here already has | 1 |"
+        in (tmp_path / TABLE).read_text()
+    )
     assert (tmp_path / "scratch" / "out.txt").read_text() == "two lines\n"
     assert "no such thing" in (tmp_path / "logs" / "002.log").read_text()
 
@@ -47,7 +59,10 @@ def test_commands_run_fail_end_at_the_limit_or_have_a_reason(tmp_path, monkeypat
     ("text", "reason"),
     [
         ("make pretrain", None),
-        ("python -m slurm.submit --dry-run --nodes 4 pretrain_gpt.py --bf16 --save runs/long_run", None),
+        (
+            "python -m slurm.submit --dry-run --nodes 4 pretrain_gpt.py --bf16 --save runs/long_run",
+            None,
+        ),
         ("torchrun --nproc-per-node 8 pretrain_gpt.py --bf16", "GPU"),
         ("torchrun --nnodes 4 --rdzv-endpoint HOST:29500 pretrain_gpt.py", "placeholder"),
         ("python -m slurm.submit --nodes 4 pretrain_gpt.py", "Slurm"),

@@ -1,4 +1,6 @@
-"""The published sizes of the models under configs/, and the commands that the help shows with these files."""
+"""The published sizes of the models under configs/, and the commands that the help shows with these
+files.
+"""
 
 import re
 from dataclasses import replace
@@ -48,7 +50,9 @@ PARAMETERS = {
     "transnormer_7b": 6_931_091_456,
     "transnormer_hybrid_tiny": 487_488,
 }
-"""Text parts; the names of Qwen3.5 and Gemma 3 count a vision part, and a layer that predicts more tokens, besides."""
+"""Text parts; the names of Qwen3.5 and Gemma 3 count a vision part, and a layer that predicts more
+tokens, besides.
+"""
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -61,7 +65,10 @@ def examples(introduction):
     """The processes and flags of each command in a help text."""
     commands = introduction.replace("\\\n", " ").splitlines()
     return [
-        (int((re.search(r"nproc-per-node (\d+)", command) or ["", 1])[1]), command.split("%(prog)s")[1].split())
+        (
+            int((re.search(r"nproc-per-node (\d+)", command) or ["", 1])[1]),
+            command.split("%(prog)s")[1].split(),
+        )
         for command in commands
         if "%(prog)s" in command
     ]
@@ -73,7 +80,10 @@ def test_the_examples_of_the_help_are_valid(entry, monkeypatch):
     shown = examples(entry.INTRODUCTION)
     assert len(shown) >= 3
     for processes, flags in shown:
-        words = ["configs/models/llama_tiny.toml" if word == "runs/zigzag/config.toml" else word for word in flags]
+        words = [
+            "configs/models/llama_tiny.toml" if word == "runs/zigzag/config.toml" else word
+            for word in flags
+        ]
         entry.validate(entry.parse_args(words), processes)
 
 
@@ -82,13 +92,27 @@ def test_the_examples_of_the_help_are_valid(entry, monkeypatch):
 )
 def test_a_recipe_says_what_the_planner_predicts_for_it_and_is_among_the_fastest(path):
     processes, device = re.search(r"_(\d+)x([a-z]+\d+)", path.stem).groups()
-    cluster, recipe = load_cluster(ROOT / "configs" / "clusters" / f"{device}_pod.toml"), load_config(path)
+    cluster, recipe = (
+        load_cluster(ROOT / "configs" / "clusters" / f"{device}_pod.toml"),
+        load_config(path),
+    )
     validate_sizes(recipe, int(processes))
     own = predicted(recipe, int(processes), cluster)
     figures = [f"{own.time:.1f} s a step", f"{own.bytes / 1e9:.1f} GB per GPU"]
-    figures += [f"{words} {count / 1e9:.1f}" for words, count in zip(PARTS, own.memory.values(), strict=True)]
-    said = " ".join(line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#"))
+    figures += [
+        f"{words} {count / 1e9:.1f}"
+        for words, count in zip(PARTS, own.memory.values(), strict=True)
+    ]
+    said = " ".join(
+        line.removeprefix("#").strip()
+        for line in path.read_text().splitlines()
+        if line.startswith("#")
+    )
     assert [figure for figure in figures if figure not in said] == []
     proven = replace(cluster, host_gb_per_s=0.0)  # offload has not run on a GPU
-    best = rank(list(arrangements(recipe, int(processes))), int(processes), proven, vary=settings).candidates[0]
-    assert best.prediction.time <= own.time <= 1.01 * best.prediction.time  # less means nothing, and may cost memory
+    best = rank(
+        list(arrangements(recipe, int(processes))), int(processes), proven, vary=settings
+    ).candidates[0]
+    assert (
+        best.prediction.time <= own.time <= 1.01 * best.prediction.time
+    )  # less means nothing, and may cost memory

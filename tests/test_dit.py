@@ -1,4 +1,6 @@
-"""A diffusion transformer trains on any mesh as in one process, resumes to the bit, and refuses what cannot be."""
+"""A diffusion transformer trains on any mesh as in one process, resumes to the bit, and refuses
+what cannot be.
+"""
 
 import shutil
 from pathlib import Path
@@ -21,7 +23,14 @@ from train.config.diffusion import load_config
 
 NOWHERE = Path("digits")
 CHOSEN = tuple(cases_of("cp=3 exchange joined=4\n ring pp=2|tp=2"))
-EXACT = ("diffusion_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "validation_loss")
+EXACT = (
+    "diffusion_loss",
+    "grad_norm",
+    "learning_rate",
+    "consumed_samples",
+    "consumed_tokens",
+    "validation_loss",
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +41,14 @@ def one_process():
 
 @pytest.mark.parametrize(
     "case",
-    [*CHOSEN, *(pytest.param(case, marks=pytest.mark.slow) for case in chosen_cases(DIFFUSION) if case not in CHOSEN)],
+    [
+        *CHOSEN,
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in chosen_cases(DIFFUSION)
+            if case not in CHOSEN
+        ),
+    ],
     ids=lambda case: case.title.replace(" ", ""),
 )
 def test_losses_and_gradients_equal_one_process(case, one_process):
@@ -76,14 +92,20 @@ def test_stopped_and_resumed_changes_no_bit_nor_do_the_averages(uninterrupted, s
     for section in ("model", "ema"):
         assert equal(loaded(save, 4, section), loaded(uninterrupted, 4, section))
     weights, averages = (loaded(save, 4, section) for section in ("model", "ema"))
-    assert all(not torch.equal(weights[name], averages[name]) for name in weights), "averages lie behind"
+    assert all(not torch.equal(weights[name], averages[name]) for name in weights), (
+        "averages lie behind"
+    )
 
 
 ELSEWHERE = "cp=4 wallfacer team=2", "dp=2 tp=2 zero1", "pp=2 virtual=2 Interleaved1F1B"
 
 
-@pytest.mark.parametrize("mesh", ["none", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ELSEWHERE)])
-def test_a_checkpoint_goes_on_on_another_mesh_and_with_another_method(mesh, uninterrupted, stopped, tmp_path):
+@pytest.mark.parametrize(
+    "mesh", ["none", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ELSEWHERE)]
+)
+def test_a_checkpoint_goes_on_on_another_mesh_and_with_another_method(
+    mesh, uninterrupted, stopped, tmp_path
+):
     """The validation, at the end, is one of the averages."""
     save, case = tmp_path / "run", case_of(mesh)
     pretrain_digits(case.ranks, save, *MESH, *case.flags, "--load", str(stopped))
@@ -105,21 +127,40 @@ def test_auto_takes_a_method_and_keeps_it_when_the_run_goes_on(tmp_path):
 
 def test_averages_that_a_checkpoint_lacks_begin_as_its_weights(tmp_path):
     save, flags = tmp_path / "run", ("--train-iters", "2", "--micro-batch-size", "8")
-    pretrain_digits(1, save, *flags, "--ema-decay", "none", "--exit-interval", "1", "--train-iters", "3")
+    pretrain_digits(
+        1, save, *flags, "--ema-decay", "none", "--exit-interval", "1", "--train-iters", "3"
+    )
     pretrain_digits(1, save, *flags, "--ema-decay", "0.5", "--load", str(save))
     before, weights = loaded(save, 1, "model"), loaded(save, 2, "model")
     averages = loaded(save, 2, "ema")
-    assert read_metrics(save / METRICS)[1]["learning_rate"] > load_config(save / "config.toml").optimizer.min_lr
-    assert load_config(save / "config.toml").optimizer.lr_decay_iters is None, "the checkpoint keeps its schedule"
-    assert all(torch.allclose(averages[name], (before[name] + weights[name]) / 2, atol=1e-7) for name in weights)
+    assert (
+        read_metrics(save / METRICS)[1]["learning_rate"]
+        > load_config(save / "config.toml").optimizer.min_lr
+    )
+    assert load_config(save / "config.toml").optimizer.lr_decay_iters is None, (
+        "the checkpoint keeps its schedule"
+    )
+    assert all(
+        torch.allclose(averages[name], (before[name] + weights[name]) / 2, atol=1e-7)
+        for name in weights
+    )
 
 
 BAD = {
     "--patch-size 3": ("patch_size is 3", "must divide", "1, 2, 4, 8"),
-    "--num-attention-heads 2 --tensor-model-parallel-size 4": ("tensor_model_parallel_size 4", "num_attention_heads 2"),
+    "--num-attention-heads 2 --tensor-model-parallel-size 4": (
+        "tensor_model_parallel_size 4",
+        "num_attention_heads 2",
+    ),
     "--context-parallel-size 3": ("context_parallel_size is 3", "sizes that fit"),
-    "--num-attention-heads 2 --context-parallel-size 4 --context-parallel-method ulysses": ("heads",),
-    "--patch-size 8 --context-parallel-size 4": ("1 patch", "context_parallel_size is 4", "patch_size"),
+    "--num-attention-heads 2 --context-parallel-size 4 --context-parallel-method ulysses": (
+        "heads",
+    ),
+    "--patch-size 8 --context-parallel-size 4": (
+        "1 patch",
+        "context_parallel_size is 4",
+        "patch_size",
+    ),
     "--latent-shape 3 8 8": ("digits holds latents of 1 8 8", "latent_shape is 3 8 8"),
     "--num-classes 5": ("num_classes 5", "label"),
     "--objective rectified_flow --learn-sigma": ("learn_sigma", "rectified_flow"),
@@ -136,7 +177,10 @@ BAD = {
 
 
 def end_cases(rank, world_size, save, cases):
-    return {flags: end(pretrain_dit.main, [*DIT, "--save", str(save), *flags.split()]) for flags in apart(cases)}
+    return {
+        flags: end(pretrain_dit.main, [*DIT, "--save", str(save), *flags.split()])
+        for flags in apart(cases)
+    }
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""The pages are true: links lead somewhere, commands and paths exist, and prose is readable in an editor."""
+"""The pages are true: links lead somewhere, commands and paths exist, and prose is readable in an
+editor.
+"""
 
 import ast
 import importlib
@@ -18,13 +20,19 @@ OTHERS_FLAGS = """
     --shutdown-timeout --gpus-per-task --requeue --signal --batch --reservation --test-only --gres --cpus-per-task
     --kill-on-invalid-dep --export --distribution --cpu-bind --gpu-bind --numa-binding --local-dir --exclude --include
     --ntasks-per-node --user --map-root-user --net --target
-""".split()  # noqa: SIM905
+""".split()
 
 
 def pages(root):
-    """The Markdown that people read: beside the front page, docs/, and what results say of themselves."""
+    """The Markdown that people read: beside the front page, docs/, and what results say of
+    themselves.
+    """
     found = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
-    return [path for path in [*found, *root.glob("papers/**/*.md"), *root.glob("bench/**/*.md")] if path.exists()]
+    return [
+        path
+        for path in [*found, *root.glob("papers/**/*.md"), *root.glob("bench/**/*.md")]
+        if path.exists()
+    ]
 
 
 def prose(page):
@@ -33,7 +41,9 @@ def prose(page):
 
 
 def code(page):
-    """The code of a page: the lines of its blocks, continued ones joined, and what stands between backticks."""
+    """The code of a page: the lines of its blocks, continued ones joined, and what stands between
+    backticks.
+    """
     text = page.read_text(encoding="utf-8")
     for block in re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.M | re.S):
         yield from block.replace("\\\n", " ").splitlines()
@@ -55,29 +65,43 @@ def anchors(page):
 
 
 def broken_links(page, root):
-    """Links to what the checkout lacks or to no heading of a page, and links of forms that are not looked up."""
+    """Links to what the checkout lacks or to no heading of a page, and links of forms that are not
+    looked up.
+    """
     text = SPAN.sub("", prose(page))
     for link in LINK.findall(text):
         path, _, name = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         if re.match(r"https?://[\w.-]+\.\w+(/|$)", link):
             continue
-        known = target.exists() and target.is_relative_to(root.resolve()) and not path.startswith("/")
+        known = (
+            target.exists() and target.is_relative_to(root.resolve()) and not path.startswith("/")
+        )
         if not known or ("#" in link and (target.suffix != ".md" or name not in anchors(target))):
             yield link
     rest = LINK.sub("", LINK.sub("", text))  # a picture may be a link's text
-    others = re.findall(r"\]\([^)]*\)?|\]\[.*?\]|^\[[^\]]+\]: .*|<(?:a|img)\b.*?>|<https?:.*?>", rest, flags=re.M)
+    others = re.findall(
+        r"\]\([^)]*\)?|\]\[.*?\]|^\[[^\]]+\]: .*|<(?:a|img)\b.*?>|<https?:.*?>", rest, flags=re.M
+    )
     yield from (f"{other}, which is not [text](target)" for other in others)
 
 
 def unknown_targets(page, root):
-    known = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(encoding="utf-8"), flags=re.M))
-    named = {target for line in code(page) for target in re.findall(r"(?:^|[;(] ?)make ([a-z][a-z-]*)", line)}
+    known = set(
+        re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(encoding="utf-8"), flags=re.M)
+    )
+    named = {
+        target
+        for line in code(page)
+        for target in re.findall(r"(?:^|[;(] ?)make ([a-z][a-z-]*)", line)
+    }
     return named - known
 
 
 def unknown_modules(page, root):
-    for module in {name for line in code(page) for name in re.findall(r"-m ([a-z_][\w.]*\w)", line)}:
+    for module in {
+        name for line in code(page) for name in re.findall(r"-m ([a-z_][\w.]*\w)", line)
+    }:
         path = root / module.replace(".", "/")
         if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
             yield f"python -m {module}"
@@ -97,15 +121,23 @@ def unknown_paths(page, root):
 
 @cache
 def sources(root):
-    """The text of every source but those of tests that are no programs: no page may take a flag from these."""
+    """The text of every source but those of tests that are no programs: no page may take a flag
+    from these.
+    """
     paths = [*root.glob("[a-z]*/**/*.py"), *root.glob("train/config/*.txt"), root / "Makefile"]
-    texts = ((path.is_relative_to(root / "tests"), path.read_text(encoding="utf-8")) for path in paths)
-    return "\n".join(text for of_tests, text in texts if not of_tests or "\n    run_command(main)" in text)
+    texts = (
+        (path.is_relative_to(root / "tests"), path.read_text(encoding="utf-8")) for path in paths
+    )
+    return "\n".join(
+        text for of_tests, text in texts if not of_tests or "\n    run_command(main)" in text
+    )
 
 
 def unknown_flags(page, root):
     """Flags that stand in no source, neither as they are nor as the field that they are made of."""
-    named = {flag for line in code(page) for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line)}
+    named = {
+        flag for line in code(page) for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line)
+    }
     for flag in named.difference(OTHERS_FLAGS):
         field = flag[2:].replace("-", "_")
         made_of = rf"^    ({field}|{field.removeprefix('no_')}): "
@@ -116,9 +148,13 @@ def unknown_flags(page, root):
 def unknown_imports(page, root):
     """The names that blocks of Python import from our modules, and that these do not have."""
     ours = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
-    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+    for block in re.findall(
+        r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S
+    ):
         nodes = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
-        for module, name in {(str(node.module), alias.name) for node in nodes for alias in node.names}:
+        for module, name in {
+            (str(node.module), alias.name) for node in nodes for alias in node.names
+        }:
             if module.split(".")[0] in ours and not has(module, name):
                 yield f"{module}.{name}"
 
@@ -131,9 +167,17 @@ def has(module, name):
 
 
 def wide_lines(page, root):
-    """Lines of prose over 120 characters: tables, code and the targets of links are as long as they must be."""
-    for line in prose(page).splitlines() if page.is_relative_to(root / "docs") or page.parent == root else ():
-        if len(SPAN.sub("", re.sub(r"\]\([^)]*\)", "]", line))) > WIDEST and not line.startswith("|"):
+    """Lines of prose over 120 characters: tables, code and the targets of links are as long as they
+    must be.
+    """
+    for line in (
+        prose(page).splitlines()
+        if page.is_relative_to(root / "docs") or page.parent == root
+        else ()
+    ):
+        if len(SPAN.sub("", re.sub(r"\]\([^)]*\)", "]", line))) > WIDEST and not line.startswith(
+            "|"
+        ):
             yield line
 
 
@@ -145,9 +189,18 @@ def long_readme(root):
 
 def wrong_defaults(root):
     """Defaults in the table of a first run's flags that are not those of the page of all flags."""
-    table, flags = root / "docs" / "start" / "first_flags.md", root / "docs" / "reference" / "flags.md"
-    rows = re.findall(r"^\|[^|]*\| `(--[\w-]+)` \| *(.*?) *\|", table.read_text() if table.exists() else "", flags=re.M)
-    known = re.findall(r"^\| `(--[\w-]+)` \|[^|]*\| *(.*?) *\|", flags.read_text() if rows else "", flags=re.M)
+    table, flags = (
+        root / "docs" / "start" / "first_flags.md",
+        root / "docs" / "reference" / "flags.md",
+    )
+    rows = re.findall(
+        r"^\|[^|]*\| `(--[\w-]+)` \| *(.*?) *\|",
+        table.read_text() if table.exists() else "",
+        flags=re.M,
+    )
+    known = re.findall(
+        r"^\| `(--[\w-]+)` \|[^|]*\| *(.*?) *\|", flags.read_text() if rows else "", flags=re.M
+    )
     first = dict(reversed(known)) | {"--config": ""}
     yield from (f"{flag}: {default}" for flag, default in rows if first.get(flag) != default)
 
@@ -155,23 +208,49 @@ def wrong_defaults(root):
 def unlisted(root):
     """Pages that the index does not name."""
     index = root / "docs" / "README.md"
-    named = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
-    yield from (str(page.relative_to(root)) for page in root.glob("docs/**/*.md") if page not in {*named, index})
+    named = {
+        (index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))
+    }
+    yield from (
+        str(page.relative_to(root))
+        for page in root.glob("docs/**/*.md")
+        if page not in {*named, index}
+    )
 
 
 def unlisted_commands(root):
     """Targets of make and programs that the page of commands does not name."""
     page = (root / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
-    targets = re.findall(r"^([a-z-]+):.* ## ", (root / "Makefile").read_text(encoding="utf-8"), flags=re.M)
-    programs = [path for path in root.glob("[a-z]*/**/*.py") if path.parts[len(root.parts)] not in ("tests", "runs")]
-    programs = [path for path in programs if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
-    modules = [".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__main__") for path in programs]
-    named = [f"`make {target}`" for target in targets] + [f"`python -m {module}`" for module in modules]
+    targets = re.findall(
+        r"^([a-z-]+):.* ## ", (root / "Makefile").read_text(encoding="utf-8"), flags=re.M
+    )
+    programs = [
+        path
+        for path in root.glob("[a-z]*/**/*.py")
+        if path.parts[len(root.parts)] not in ("tests", "runs")
+    ]
+    programs = [
+        path for path in programs if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    ]
+    modules = [
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__main__")
+        for path in programs
+    ]
+    named = [f"`make {target}`" for target in targets] + [
+        f"`python -m {module}`" for module in modules
+    ]
     yield from (name for name in named if name not in page and name != "`make help`")
 
 
 OF_A_PAGE = (
-    *(broken_links, unknown_targets, unknown_modules, unknown_paths, unknown_flags, unknown_imports),
+    *(
+        broken_links,
+        unknown_targets,
+        unknown_modules,
+        unknown_paths,
+        unknown_flags,
+        unknown_imports,
+    ),
     wide_lines,
 )
 OF_ALL = (long_readme, wrong_defaults, unlisted, unlisted_commands)
@@ -181,7 +260,11 @@ def wrong(check, root):
     """List the findings of a check, after the page where it is one of a page."""
     if check in OF_ALL:
         return [*check(root)]
-    return [f"{page.relative_to(root)}: {found}" for page in pages(root) for found in sorted(check(page, root))]
+    return [
+        f"{page.relative_to(root)}: {found}"
+        for page in pages(root)
+        for found in sorted(check(page, root))
+    ]
 
 
 @pytest.mark.parametrize("check", OF_A_PAGE + OF_ALL)
@@ -222,8 +305,12 @@ def test_what_is_wrong_is_seen(tmp_path, check, text):
     (tmp_path / "README.md").write_text(text)
     if check is wrong_defaults:
         (tmp_path / "docs" / "start").mkdir()
-        (tmp_path / "docs" / "start" / "first_flags.md").write_text("| a | `--some` | `2` | |\n| | `--other` | | |\n")
-        (tmp_path / "docs" / "reference" / "flags.md").write_text("| `--some` | N | `1` | |\n| `--other` | N |  | |\n")
+        (tmp_path / "docs" / "start" / "first_flags.md").write_text(
+            "| a | `--some` | `2` | |\n| | `--other` | | |\n"
+        )
+        (tmp_path / "docs" / "reference" / "flags.md").write_text(
+            "| `--some` | N | `1` | |\n| `--other` | N |  | |\n"
+        )
     if check is unlisted:
         (tmp_path / "docs" / "lost.md").touch()
     if check is unlisted_commands:

@@ -1,4 +1,5 @@
-"""A run that signals end goes on as if it had never been ended; one of which a rank is stopped ends, and says so.
+"""A run that signals end goes on as if it had never been ended; one of which a rank is stopped
+ends, and says so.
 
 Secrets in the environment are in no file of a run, and in nothing that it says.
 """
@@ -37,7 +38,9 @@ def flags(data, save):
 
 @pytest.fixture(scope="module")
 def whole(default_data, tmp_path_factory):
-    return carried_on(2, tmp_path_factory.mktemp("whole") / "run", flags_of(default_data, *FOUR), *EXACT)
+    return carried_on(
+        2, tmp_path_factory.mktemp("whole") / "run", flags_of(default_data, *FOUR), *EXACT
+    )
 
 
 PLACES = {
@@ -85,7 +88,10 @@ def test_all_ranks_save_and_end_and_what_follows_is_the_undisturbed_run(
 ):
     save = tmp_path / "run"
     said, _ = run_ranks(told_on_rank, 2, flags(default_data, save), where, int(number))
-    assert f"ended early after iteration 2: {number.name} to 1 of 2 processes; --load goes on\n" in said
+    assert (
+        f"ended early after iteration 2: {number.name} to 1 of 2 processes; --load goes on\n"
+        in said
+    )
     assert (save / POINTER).read_text() == "2\n"
     assert find_checkpoint(save) == save / "iter_0000002"
     assert [row[0] for row in curve(save, *EXACT)] == [1, 2]
@@ -100,11 +106,17 @@ def torchrun(*arguments, ranks=2):
     handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
     command = [*starts.torchrun(ranks), *handled, "pretrain_gpt.py", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def ranks_of(launcher):
-    return [pid for pid in children(launcher) if b"pretrain_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        pid
+        for pid in children(launcher)
+        if b"pretrain_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 LONG = ("--train-iters", "100000", "--eval-iters", "0", "--num-workers", "1")
@@ -113,7 +125,12 @@ LONG = ("--train-iters", "100000", "--eval-iters", "0", "--num-workers", "1")
 def started(default_data, save):
     """A run under torchrun that has made a step, and its ranks."""
     process = torchrun(*flags(default_data, save), *LONG, "--save-interval", "1000")
-    wait_until(lambda: process.poll() is not None or ((save / METRICS).exists() and (save / METRICS).stat().st_size))
+    wait_until(
+        lambda: (
+            process.poll() is not None
+            or ((save / METRICS).exists() and (save / METRICS).stat().st_size)
+        )
+    )
     assert process.poll() is None, process.communicate()[0]
     return process, ranks_of(process.pid)
 
@@ -149,39 +166,67 @@ def test_ranks_and_their_loaders_end_with_a_killed_torchrun(default_data, tmp_pa
 
 
 CANARY = "canary-of-longmesh"
-SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "SLURM_JWT", "DATABASE_PASSWORD")
+SECRETS = (
+    "WANDB_API_KEY",
+    "HF_TOKEN",
+    "AWS_SECRET_ACCESS_KEY",
+    "OPENAI_API_KEY",
+    "SLURM_JWT",
+    "DATABASE_PASSWORD",
+)
 
 
 def leaks(folder):
     """The files with the canary in them, or in their names."""
     found = [path for path in folder.rglob("*") if path.is_file()]
-    return [str(path) for path in found if CANARY in str(path) or CANARY.encode() in path.read_bytes()]
+    return [
+        str(path) for path in found if CANARY in str(path) or CANARY.encode() in path.read_bytes()
+    ]
 
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_all_stacks_are_written_nothing_is_left_and_no_secret_is_told(
     default_data, tmp_path, monkeypatch
 ):
-    """All that writes is on: services, profile, asynchronous saves, both tiers, and the stacks of the stopped rank."""
+    """All that writes is on: services, profile, asynchronous saves, both tiers, and the stacks of
+    the stopped rank.
+    """
     stopped = 0  # of rank 1 tests/runtime/test_watchdog.py tells
     for number, name in enumerate(SECRETS):
         monkeypatch.setenv(name, f"{number:040d}{CANARY}")
     monkeypatch.setenv("WANDB_MODE", "offline")
     save = tmp_path / "run"
-    given = [*flags(default_data, save), *LONG, "--watchdog-factor", "20", "--watchdog-min-seconds", "10"]
+    given = [
+        *flags(default_data, save),
+        *LONG,
+        "--watchdog-factor",
+        "20",
+        "--watchdog-min-seconds",
+        "10",
+    ]
     given += ["--async-save", "--profile", "--profile-step-start", "2", "--profile-step-end", "4"]
-    given += ["--non-persistent-save-interval", "3", "--non-persistent-local-ckpt-dir", str(tmp_path / "local")]
+    given += [
+        "--non-persistent-save-interval",
+        "3",
+        "--non-persistent-local-ckpt-dir",
+        str(tmp_path / "local"),
+    ]
     if find_spec("wandb") is not None:
         given += ["--wandb-project", "longmesh", "--tensorboard-dir", str(tmp_path / "tensorboard")]
     process = torchrun(*given)
-    wait_until(lambda: (save / METRICS).exists() and len((save / METRICS).read_text().splitlines()) > 8)
+    wait_until(
+        lambda: (save / METRICS).exists() and len((save / METRICS).read_text().splitlines()) > 8
+    )
     ranks = ranks_of(process.pid)
     theirs = [pid for rank in ranks for pid in children(rank)]
     os.kill(ranks[stopped], signal.SIGSTOP)
     said = process.communicate(timeout=PATIENCE)[0]
     host = socket.gethostname()
     (line,) = (line for line in said.splitlines() if line.startswith("hung: "))
-    assert f"s; rank {stopped} on {host} did not answer: stopped, hanging or lost; rank {1 - stopped} on " in line
+    assert (
+        f"s; rank {stopped} on {host} did not answer: stopped, hanging or lost; rank {1 - stopped} on "
+        in line
+    )
     assert line == (save / FOLDER / "report.txt").read_text().strip()
     assert (save / EXCLUDE).read_text() == f"{host}\n"
     for rank in (0, 1):

@@ -1,4 +1,6 @@
-"""The packages that `make` installs: those of training, extras where a target needs them, every one pinned."""
+"""The packages that `make` installs: those of training, extras where a target needs them, every one
+pinned.
+"""
 
 import os
 import re
@@ -25,7 +27,9 @@ def locked():
 
 
 def planned(target, folder, *variables, status=0):
-    """The commands that make would run for a target, with a fresh environment in ``folder``, or its refusal."""
+    """The commands that make would run for a target, with a fresh environment in ``folder``, or its
+    refusal.
+    """
     # A `make test` that this may run under hands its own variables on.
     own = ("MAKE", "MFLAGS", "PY", "VENV", "RUN", "CONFIG", "NPROC", "ARGS", "EXTRAS", "TORCH")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
@@ -36,7 +40,15 @@ def planned(target, folder, *variables, status=0):
 
 
 def test_what_training_does_without_is_an_extra_and_all_is_locked():
-    heavy = {"wandb", "tensorboard", "transformers", "diffusers", "datasets", "scikit-learn", "pytest"}
+    heavy = {
+        "wandb",
+        "tensorboard",
+        "transformers",
+        "diffusers",
+        "datasets",
+        "scikit-learn",
+        "pytest",
+    }
     assert not heavy & names(PROJECT["dependencies"])
     assert heavy <= {name for extra in EXTRAS.values() for name in names(extra)}
     required = names(PROJECT["dependencies"]).union(*map(names, EXTRAS.values()))
@@ -63,5 +75,9 @@ def test_extras_can_be_asked_for_and_an_environment_of_ones_own_is_left_alone(tm
 
 
 def test_quotes_and_blanks_of_variables_stay_words(tmp_path):
-    assert """'torch>=2.11,<2.14' '--pre'""" in planned("venv", tmp_path, "TORCH=torch>=2.11,<2.14 --pre")
-    assert planned("test", tmp_path, "ARGS=-m 'slurm and not slow'").endswith(" -m 'slurm and not slow'\n")
+    assert """'torch>=2.11,<2.14' '--pre'""" in planned(
+        "venv", tmp_path, "TORCH=torch>=2.11,<2.14 --pre"
+    )
+    assert planned("test", tmp_path, "ARGS=-m 'slurm and not slow'").endswith(
+        " -m 'slurm and not slow'\n"
+    )

@@ -1,7 +1,9 @@
-"""An entry reads its command line before heavy imports, and leaves nothing that can still abort its process.
+"""An entry reads its command line before heavy imports, and leaves nothing that can still abort its
+process.
 
-A thread of gloo's lets go of a collective's tensors after the collective has ended. If the interpreter is being taken
-down by then, the process aborts. How often depends on the machine, so the test is that none is taken down.
+A thread of gloo's lets go of a collective's tensors after the collective has ended. If the
+interpreter is being taken down by then, the process aborts. How often depends on the machine, so
+the test is that none is taken down.
 """
 
 import json
@@ -76,7 +78,9 @@ def ends(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exit")
     for name, text in {**SOURCES, "driver": DRIVER}.items():
         (folder / f"{name}.py").write_text(text)
-    process = starts.ended([sys.executable, "driver.py", "--cases", json.dumps([*CASES.values()])], folder)
+    process = starts.ended(
+        [sys.executable, "driver.py", "--cases", json.dumps([*CASES.values()])], folder
+    )
     assert process.returncode == 0, process.stderr
     found = {}
     for number, (name, status) in enumerate(zip(CASES, json.loads(process.stdout), strict=True)):
@@ -99,7 +103,17 @@ def test_training_and_drawing(tmp_path):
 
     run = str(tmp_path / "run")
     trained = ended(starts.torchrun(2), "pretrain_dit", *DIT, "--train-iters", "2", "--save", run)
-    drawing = ("tools.sample_dit", "--load", run, "--classes", "3", "--num-samples", "2", "--steps", "2")
+    drawing = (
+        "tools.sample_dit",
+        "--load",
+        run,
+        "--classes",
+        "3",
+        "--num-samples",
+        "2",
+        "--steps",
+        "2",
+    )
     for process, ranks in ((trained, 2), (ended([sys.executable], *drawing), 1)):
         assert process.returncode == 0, process.stderr
         assert "taken down" not in process.stdout
@@ -132,7 +146,16 @@ def test_an_error_has_its_status(name, said, ends):
 def test_streams_that_are_closed_or_full(redirection, status):
     """Output that cannot be written gives the status that Python itself ends with then."""
     code = "from train.run import run_entry; run_entry(lambda argv: print('done'))"
-    shell = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, code]
+    shell = [
+        "env",
+        "-u",
+        "PYTHONUNBUFFERED",
+        "bash",
+        "-c",
+        f'exec "$0" -c "$1" {redirection}',
+        sys.executable,
+        code,
+    ]
     assert starts.ended(shell).returncode == status
 
 
@@ -140,7 +163,7 @@ LAZY = """
     PIL datasets diffusers matplotlib megatron sentencepiece sklearn tensorboard tokenizers torch._dynamo
     torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.pipelining torch.distributed.tensor
     transformers wandb
-""".split()  # noqa: SIM905
+""".split()
 READING = """
 import runpy, sys
 def tell():
@@ -157,10 +180,14 @@ tell()
 
 
 def test_a_command_line_is_read_before_anything_heavy_is_loaded():
-    """--help of both entries, and a flag that is refused, which a person waits for; and so the entries' own imports."""
+    """--help of both entries, and a flag that is refused, which a person waits for; and so the
+    entries' own imports.
+    """
     done = starts.ended([sys.executable, "-c", READING], PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
-    *read, control = [line.split() for line in done.stdout.splitlines() if line.startswith("LOADED")]
+    *read, control = [
+        line.split() for line in done.stdout.splitlines() if line.startswith("LOADED")
+    ]
     assert len(read) == 3
     for modules in read:
         assert "train.config.flags" in modules

@@ -1,10 +1,12 @@
-"""Figures in the pages of evidence and of the papers: each stands in a result file that its page leads to.
+"""Figures in the pages of evidence and of the papers: each stands in a result file that its page
+leads to.
 
-A section's result files are those that it links to, and those of ``bench/results`` that their README says are told
-there; what stands before the first section quotes them all. A figure is a decimal, a power of ten or an integer such
-as 12,345; code, links and multiples of 256, which are sizes, are left out. It must be what a result rounds to: in a
-row of a table, of the records that have the row's first cell as a name, where there are any. Where a column's head
-says that it compares, it may be a quotient of the result's figures that belong together, or of the row's own.
+A section's result files are those that it links to, and those of ``bench/results`` that their
+README says are told there; what stands before the first section quotes them all. A figure is a
+decimal, a power of ten or an integer such as 12,345; code, links and multiples of 256, which are
+sizes, are left out. It must be what a result rounds to: in a row of a table, of the records that
+have the row's first cell as a name, where there are any. Where a column's head says that it
+compares, it may be a quotient of the result's figures that belong together, or of the row's own.
 """
 
 import json
@@ -38,7 +40,8 @@ LEFT_OUT = {
     ("exactness.md", "Exactness"): BY_TESTS,
     ("exactness.md", "Errors of linear attention's kernels"): BY_TESTS,
 }
-"""Sections by page and title, a page's whole where there is none, that have no figure of a result."""
+"""Sections by page and title, a page's whole where there is none, that have no figure of a result.
+"""
 ALLOWED = {
     "memory.md": {
         "32.5": "bytes added up in the sentence",
@@ -74,7 +77,9 @@ ALLOWED = {
 
 @dataclass
 class Record:
-    """A line of a result: its names, its numbers, and how many digits those have that are printed only."""
+    """A line of a result: its names, its numbers, and how many digits those have that are printed
+    only.
+    """
 
     names: set[str]
     values: set[float] = field(default_factory=set)
@@ -82,7 +87,8 @@ class Record:
 
     def has(self, figure, scales):
         return any(rounds_to(value, figure, scales) for value in self.values) or any(
-            digits(text) >= digits(figure) and rounds_to(number(text), figure, scales if "e" in text else AS_IT_IS)
+            digits(text) >= digits(figure)
+            and rounds_to(number(text), figure, scales if "e" in text else AS_IT_IS)
             for text in self.printed
         )
 
@@ -108,20 +114,34 @@ def rounds_to(value, figure, scales):
 
 def results_of(page, text):
     """The result files of a section's text; of a table with its Markdown that alone."""
-    found = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#]*/results/[^)#]+)\)", text)}
-    places = [f"/{page.name}#{anchor(title)})" for title in re.findall(r"^## (.+)$", text, flags=re.M)]
+    found = {
+        (page.parent / link).resolve()
+        for link in re.findall(r"\]\(([^)#]*/results/[^)#]+)\)", text)
+    }
+    places = [
+        f"/{page.name}#{anchor(title)})" for title in re.findall(r"^## (.+)$", text, flags=re.M)
+    ]
     readme = RESULTS / "README.md"
     for names, told in re.findall(r"^\| (.+?) \|.*\| (.+?) \|$", readme.read_text(), flags=re.M):
-        for stem in re.findall(r"`(.*?)\.(?:jsonl|md)`", names) if any(place in told for place in places) else ():
+        for stem in (
+            re.findall(r"`(.*?)\.(?:jsonl|md)`", names)
+            if any(place in told for place in places)
+            else ()
+        ):
             pattern = stem.replace("MACHINE", r"(?:amd|intel|nvidia)-[\w-]+")
             found |= {path for path in readme.parent.iterdir() if re.fullmatch(pattern, path.stem)}
     return sorted(
-        p for p in found if p.suffix in (".md", ".csv") or (p.suffix == ".jsonl" and not p.with_suffix(".md").exists())
+        p
+        for p in found
+        if p.suffix in (".md", ".csv")
+        or (p.suffix == ".jsonl" and not p.with_suffix(".md").exists())
     )
 
 
 def walk(value, name=""):
-    """Strings and numbers of a record by the first name on their way, without samples: other lists of more than 3."""
+    """Strings and numbers of a record by the first name on their way, without samples: other lists
+    of more than 3.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             if key not in OTHERS:
@@ -161,17 +181,24 @@ def read(files):
             if "tflops" in line and "matmul_tflops" in head:
                 quotients.values.add(line["tflops"] / head["matmul_tflops"])
         for same in groups.values():
-            quotients.values |= {a / b for a, b in permutations(same, 2) if b} if len(same) <= 8 else set()
+            quotients.values |= (
+                {a / b for a, b in permutations(same, 2) if b} if len(same) <= 8 else set()
+            )
     return records, quotients
 
 
 def sections(page):
-    """The texts of a page without code, the targets of links, and what is left out; the result files of each."""
+    """The texts of a page without code, the targets of links, and what is left out; the result
+    files of each.
+    """
     text = page.read_text(encoding="utf-8")
     for place, whole in enumerate(re.split(r"^(?=## )", text, flags=re.M)):
         for part in re.split(r"^#+ ", NOT_PROSE.sub("", whole), flags=re.M)[1:]:
             if not {(page.name, ""), (page.name, part.partition("\n")[0])} & LEFT_OUT.keys():
-                yield part, results_of(page, whole if place and page.parent.name == "evidence" else text)
+                yield (
+                    part,
+                    results_of(page, whole if place and page.parent.name == "evidence" else text),
+                )
 
 
 def figures(text):
@@ -183,7 +210,12 @@ def figures(text):
         for place, cell in enumerate(cells):
             for figure, percent in FIGURE.findall(cell):
                 if "," not in figure or number(figure) % 256:
-                    yield figure, bool(percent), line, head[place] if len(head) == len(cells) > 1 else ""
+                    yield (
+                        figure,
+                        bool(percent),
+                        line,
+                        head[place] if len(head) == len(cells) > 1 else "",
+                    )
         head = head if len(cells) > 1 else []
 
 
@@ -197,7 +229,9 @@ def is_known(found, records, quotients):
     row = {number(x) for x in re.findall(rf"{NUMBER}|\d+", line)} if head else set()
     same = {a / b for a, b in permutations(row, 2) if b}
     compares = not head or COMPARES.search(head)
-    return bool(compares) and (quotients.has(figure, scales) or Record(set(), same).has(figure, AS_IT_IS))
+    return bool(compares) and (
+        quotients.has(figure, scales) or Record(set(), same).has(figure, AS_IT_IS)
+    )
 
 
 def checked(page):
@@ -213,14 +247,29 @@ def checked(page):
 def test_every_figure_stands_in_a_result(page):
     allowed = " ".join(ALLOWED.get(page.name, {})).split()
     unknown = sorted({figure for figure, known in checked(page) if not known})
-    assert unknown == sorted(allowed), "take the result's figure, or leave it out; what is allowed must be needed"
+    assert unknown == sorted(allowed), (
+        "take the result's figure, or leave it out; what is allowed must be needed"
+    )
 
 
 def test_a_wrong_figure_is_named(tmp_path):
     (tmp_path / "results").mkdir()
-    record = {"of": "rows", "key": "ring", "length": 2048, "median": 0.19287, "peak": 3 << 20, "seconds": [0.5] * 9}
-    lines = [{"benchmark": "one"}, record, record | {"key": "zigzag", "median": 0.38577, "peak": 7 << 20}]
-    (tmp_path / "results" / "one.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = {
+        "of": "rows",
+        "key": "ring",
+        "length": 2048,
+        "median": 0.19287,
+        "peak": 3 << 20,
+        "seconds": [0.5] * 9,
+    }
+    lines = [
+        {"benchmark": "one"},
+        record,
+        record | {"key": "zigzag", "median": 0.38577, "peak": 7 << 20},
+    ]
+    (tmp_path / "results" / "one.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     text = """# One [figures](../one/results/one.jsonl)
 
 | | s | MiB | ring / it |

@@ -1,4 +1,6 @@
-"""`--finetune --load` of an imported model: fresh counters, the same losses on every mesh, changed rope noted."""
+"""`--finetune --load` of an imported model: fresh counters, the same losses on every mesh, changed
+rope noted.
+"""
 
 import shutil
 from dataclasses import replace
@@ -36,14 +38,21 @@ def imported(default_data, tmp_path_factory):
     )  # fmt: skip
     model = build_model(config)
     model.init_weights(7)
-    save_hf(folder / "theirs", config, model.to(torch.bfloat16).state_dict(), {"max_position_embeddings": 64})
+    save_hf(
+        folder / "theirs",
+        config,
+        model.to(torch.bfloat16).state_dict(),
+        {"max_position_embeddings": 64},
+    )
     for name in ("one", "two"):
         import_model(folder / "theirs", folder / name)
     return [folder / "one", folder / "two"]
 
 
 def finetuned(ranks, data, save, run, *flags):
-    return pretrain(ranks, data, save, "--config", str(run / "config.toml"), "--load", str(run), *STEPS, *flags)
+    return pretrain(
+        ranks, data, save, "--config", str(run / "config.toml"), "--load", str(run), *STEPS, *flags
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +66,9 @@ def alone(default_data, imported, trained):
 
 
 def exported(run, theirs, out):
-    """Weights of a model that was imported, and of a run's export, which has the same settings else."""
+    """Weights of a model that was imported, and of a run's export, which has the same settings
+    else.
+    """
     export_model(run, out, None, None, 10**9)
     before, after = load_hf(theirs), load_hf(out)
     assert replace(before[0], **LONGER) == after[0]
@@ -66,7 +77,8 @@ def exported(run, theirs, out):
 
 
 def test_what_was_finetuned_is_exported_as_what_was_imported(imported, alone, trained, tmp_path):
-    """Its type and the entries of its config.json, though its checkpoint has float32 and a folder of its own.
+    """Its type and the entries of its config.json, though its checkpoint has float32 and a folder
+    of its own.
 
     A run that goes on has its own folder as load, and no longer says where its weights came from.
     """
@@ -97,10 +109,16 @@ def test_another_mesh_has_the_same_losses(mesh, default_data, imported, alone, t
     assert (got[0]["iteration"], got[0]["consumed_samples"]) == (1, 4)
 
 
-def test_a_hugging_face_folder_does_what_its_import_does(default_data, imported, alone, tmp_path, capsys):
-    """The same losses to the bit; the run is exported as theirs, and its config.toml does not begin there again."""
+def test_a_hugging_face_folder_does_what_its_import_does(
+    default_data, imported, alone, tmp_path, capsys
+):
+    """The same losses to the bit; the run is exported as theirs, and its config.toml does not begin
+    there again.
+    """
     theirs, save = imported[0].parent / "theirs", tmp_path / "run"
-    got = finetuned(1, default_data, save, imported[0], "--finetune", "--load", f"hf:{theirs}", *ALONE)
+    got = finetuned(
+        1, default_data, save, imported[0], "--finetune", "--load", f"hf:{theirs}", *ALONE
+    )
     assert differences(got, alone) == 0
     assert f"weights from {theirs}; all else begins afresh" in capsys.readouterr().out
     assert load_config(save / "config.toml").checkpoint == CheckpointConfig(save=str(save))
@@ -109,53 +127,103 @@ def test_a_hugging_face_folder_does_what_its_import_does(default_data, imported,
 
 def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported, tmp_path):
     def begun(folder, *flags):
-        config = parse_args(["--config", str(imported[0] / "config.toml"), "--load", f"hf:{folder}", *flags])
+        config = parse_args(
+            ["--config", str(imported[0] / "config.toml"), "--load", f"hf:{folder}", *flags]
+        )
         model = build_model(config.model)
         optimizer = torch.optim.SGD(model.parameters())
         find_start(config, architecture_of(config.model), {}).load([model], optimizer)
 
     theirs = imported[0].parent / "theirs"
     begun(theirs, "--finetune")
-    pickled, broken = (Path(shutil.copytree(theirs, tmp_path / name)) for name in ("pickled", "broken"))
+    pickled, broken = (
+        Path(shutil.copytree(theirs, tmp_path / name)) for name in ("pickled", "broken")
+    )
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
     weights = load_file(broken / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(weights, broken / "model.safetensors")
     for folder, flags, said in (
         (theirs, (), "which holds weights alone, and finetune is not set; give --finetune"),
-        (theirs, ("--finetune", "--ckpt-step", "1"), "which holds weights alone, and ckpt_step is 1"),
-        (theirs, ("--finetune", "--num-layers", "3"), "another architecture: num_layers is 2 there and 3 here"),
-        (tmp_path / "none", ("--finetune",), "none/config.json does not exist; give the folder of a Hugging Face"),
+        (
+            theirs,
+            ("--finetune", "--ckpt-step", "1"),
+            "which holds weights alone, and ckpt_step is 1",
+        ),
+        (
+            theirs,
+            ("--finetune", "--num-layers", "3"),
+            "another architecture: num_layers is 2 there and 3 here",
+        ),
+        (
+            tmp_path / "none",
+            ("--finetune",),
+            "none/config.json does not exist; give the folder of a Hugging Face",
+        ),
         (pickled, ("--finetune",), "pytorch_model.bin is a pickle, which can run code"),
-        (broken, ("--finetune",), "layers.1.mlp.up_proj.weight holds 1 of [0-9]+ values that are not finite"),
+        (
+            broken,
+            ("--finetune",),
+            "layers.1.mlp.up_proj.weight holds 1 of [0-9]+ values that are not finite",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             begun(folder, *flags)
 
 
 def test_a_run_going_on_from_iteration_0_has_them_too(default_data, imported, alone, tmp_path):
-    assert differences(finetuned(1, default_data, tmp_path / "run", imported[1], *ALONE), alone) == 0
+    assert (
+        differences(finetuned(1, default_data, tmp_path / "run", imported[1], *ALONE), alone) == 0
+    )
 
 
 def test_dynamic_rope_goes_by_the_length_of_each_run(default_data, imported, tmp_path):
-    """A run's config.toml keeps no length that was not given, and the export has the one that it was trained at."""
-    dynamic = ("dynamic", "--rope-scaling-factor", "2", "--rope-scaling-original-max-position-embeddings", "64")
+    """A run's config.toml keeps no length that was not given, and the export has the one that it
+    was trained at.
+    """
+    dynamic = (
+        "dynamic",
+        "--rope-scaling-factor",
+        "2",
+        "--rope-scaling-original-max-position-embeddings",
+        "64",
+    )
     run, save = imported[0], tmp_path / "run"
-    finetuned(1, default_data, save, run, "--finetune", "--rope-scaling-type", *dynamic, *ALONE, "--train-iters", "1")
+    finetuned(
+        1,
+        default_data,
+        save,
+        run,
+        "--finetune",
+        "--rope-scaling-type",
+        *dynamic,
+        *ALONE,
+        "--train-iters",
+        "1",
+    )
     written = load_config(save / "config.toml")
-    assert (written.model.rope_scaling_type, written.model.rope_scaling_seq_length) == ("dynamic", None)
+    assert (written.model.rope_scaling_type, written.model.rope_scaling_seq_length) == (
+        "dynamic",
+        None,
+    )
     export_model(save, tmp_path / "out", None, None, 10**9)
     longer = written.model.rotary_base * 3 ** (24 / 22)  # 2 * 128 / 64 - 1
     assert load_hf(tmp_path / "out")[0].rotary_base == pytest.approx(longer)
 
 
-def test_other_weights_and_another_rope_have_other_losses(default_data, imported, alone, tmp_path, capsys):
+def test_other_weights_and_another_rope_have_other_losses(
+    default_data, imported, alone, tmp_path, capsys
+):
     """Negative control, and notes on what changed and on what is beyond the model's reach."""
     (tmp_path / "afresh").mkdir()
-    afresh = finetuned(1, default_data, tmp_path / "new", imported[0], "--load", str(tmp_path / "afresh"), *ALONE)
+    afresh = finetuned(
+        1, default_data, tmp_path / "new", imported[0], "--load", str(tmp_path / "afresh"), *ALONE
+    )
     assert differences(afresh, alone) > 1e-3
     assert "note: seq_length 128 is 2 times the 64 positions" in capsys.readouterr().out
     scaling = ("--rope-scaling-type", "linear", "--rope-scaling-factor", "2")
-    scaled = finetuned(1, default_data, tmp_path / "scaled", imported[0], "--finetune", *scaling, *ALONE)
+    scaled = finetuned(
+        1, default_data, tmp_path / "scaled", imported[0], "--finetune", *scaling, *ALONE
+    )
     assert differences(scaled, alone) > 100 * BOUND
     assert "note: rope_scaling_type was None and is linear" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""A run that is killed between two shared checkpoints goes on from the local one, as the run that nobody disturbed."""
+"""A run that is killed between two shared checkpoints goes on from the local one, as the run that
+nobody disturbed.
+"""
 
 import io
 import os
@@ -15,7 +17,14 @@ from runtime.ranks import run_ranks
 from tests.pretraining import curve, flags_of, on_rank
 from train.callbacks.checkpointing import Checkpointing
 
-EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
+EXACT = (
+    "iteration",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "consumed_samples",
+    "consumed_tokens",
+)
 
 
 def flags(data, save, *more):
@@ -25,7 +34,8 @@ def flags(data, save, *more):
 
 
 def _on_node(rank, size, arguments, nodes, at=None):
-    """Run as a rank of one of two nodes; the last rank is killed after the iteration ``at``. Return what it says.
+    """Run as a rank of one of two nodes; the last rank is killed after the iteration ``at``. Return
+    what it says.
 
     With --async-save each iteration waits for what goes on beside it.
     """
@@ -33,7 +43,10 @@ def _on_node(rank, size, arguments, nodes, at=None):
 
     def unless_killed(saving, step):
         if beside:
-            assert saving.saves._background._save is None or wait([saving.saves._background._save[2]], 300).done
+            assert (
+                saving.saves._background._save is None
+                or wait([saving.saves._background._save[2]], 300).done
+            )
         if rank == size - 1 and step.iteration == at:
             os.kill(os.getpid(), signal.SIGKILL)
         save(saving, step)
@@ -69,7 +82,9 @@ def test_a_killed_run_goes_on_from_the_local_one_and_without_a_node_from_the_sha
     with pytest.raises(RuntimeError, match="rank"):
         run_ranks(_on_node, size, flags(default_data, save, *more), nodes, 8)
     beside = "--async-save" in more
-    local = 7 if beside or size == 2 else 6  # beside, of iterations 1, 4 and 7: each takes two steps more
+    local = (
+        7 if beside or size == 2 else 6
+    )  # beside, of iterations 1, 4 and 7: each takes two steps more
     names = {path.name for path in Path(f"{nodes}1").glob("*/iter_*")}
     assert f"iter_000000{local}" in names
     assert len(names) == 1
@@ -87,7 +102,11 @@ def test_a_killed_run_goes_on_from_the_local_one_and_without_a_node_from_the_sha
     shutil.rmtree(f"{nodes}1")
     said = run_ranks(_on_node, size, flags(default_data, save, *more), nodes)[0]
     assert f"/iter_000000{local}/manifest.json is missing" in said
-    shared = f"no checkpoint in {save}: starting afresh" if beside else f"resumed from {save}/iter_0000004, 16 samples"
+    shared = (
+        f"no checkpoint in {save}: starting afresh"
+        if beside
+        else f"resumed from {save}/iter_0000004, 16 samples"
+    )
     assert shared in said
     assert curve(save, *EXACT) == curve(whole, *EXACT)
 

@@ -1,4 +1,6 @@
-"""The recipe of 524,288 tokens on a CPU: its four processes and one process give the first 16,384 tokens one loss."""
+"""The recipe of 524,288 tokens on a CPU: its four processes and one process give the first 16,384
+tokens one loss.
+"""
 
 from itertools import islice, pairwise
 from pathlib import Path
@@ -22,11 +24,15 @@ BOUND = 2e-6
 
 
 def of_the_first_tokens(rank, world_size, arguments):
-    """Return the mean loss of the first tokens: of all ranks; of torch's attention over each document; over halves."""
+    """Return the mean loss of the first tokens: of all ranks; of torch's attention over each
+    document; over halves.
+    """
     config = parse_args(arguments)
     with distributed_mesh(config.mesh) as mesh:
         trainer = build_trainer(config, mesh, PEAK)
-        ((batch,),) = islice(batches(trainer.train_data, Batching(global_batch_size=1, micro_batch_size=1), 0), 1)
+        ((batch,),) = islice(
+            batches(trainer.train_data, Batching(global_batch_size=1, micro_batch_size=1), 0), 1
+        )
         labels = batch["labels"].clone()
         labels[:, FIRST:] = -100
         total = trainer.runner.forward([trainer.task.objective.local(batch | {"labels": labels})])
@@ -39,7 +45,9 @@ def of_the_first_tokens(rank, world_size, arguments):
                 weight.copy_(initial_weight(model.config, name, weight.shape, config.train.seed))
         documents = [*cumulative_lengths(batch["starts"][0][:FIRST])]
         tokens, labels = batch["tokens"][:, :FIRST], labels[:, :FIRST]
-        want, wrong = (alone(model, tokens, labels, ends) for ends in (documents, [0, FIRST // 2, FIRST]))
+        want, wrong = (
+            alone(model, tokens, labels, ends) for ends in (documents, [0, FIRST // 2, FIRST])
+        )
         return total.item() / FIRST, want, wrong
 
 
@@ -54,8 +62,19 @@ def alone(model, tokens, labels, ends):
 @pytest.mark.parametrize("length", [65_536, 524_288])
 def test_a_long_sequence_begins_as_a_short_one(length, default_data, tmp_path):
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
-    arguments = ["--config", str(RECIPE), *data, "--seq-length", str(length), "--save", str(tmp_path / "run")]
-    arguments += ["--init-method-std", "0.2"]  # or attention hardly matters, and the control finds nothing
+    arguments = [
+        "--config",
+        str(RECIPE),
+        *data,
+        "--seq-length",
+        str(length),
+        "--save",
+        str(tmp_path / "run"),
+    ]
+    arguments += [
+        "--init-method-std",
+        "0.2",
+    ]  # or attention hardly matters, and the control finds nothing
     (got, want, wrong), *others = run_ranks(of_the_first_tokens, 4, arguments)
     assert got == pytest.approx(want, rel=BOUND)
     assert abs(wrong - want) > 100 * BOUND * want  # the control: documents that are none

@@ -1,4 +1,6 @@
-"""LoRA over any mesh: loss and gradients of one process and of PEFT's, frozen weights, resuming, exports."""
+"""LoRA over any mesh: loss and gradients of one process and of PEFT's, frozen weights, resuming,
+exports.
+"""
 
 import importlib
 import json
@@ -51,7 +53,9 @@ BOUND = 1e-5
 
 
 class Runs:
-    """A base of each kind, a run of one process with adapters that do something, and another that goes on from it."""
+    """A base of each kind, a run of one process with adapters that do something, and another that
+    goes on from it.
+    """
 
     def __init__(self, data, folder):
         self.data, self.folder = data, folder
@@ -60,7 +64,7 @@ class Runs:
         flags = (*LORA, "--finetune", "--load", str(load), *more)
         return trained(kind, case, self.data, None, *flags, iterations=iterations)
 
-    @cache  # noqa: B019 - as long as the module's tests
+    @cache  # noqa: B019
     def base(self, kind):
         model, folder = build_model(KINDS[kind]), self.folder / f"{kind}_hf"
         model.init_weights(7)
@@ -71,7 +75,9 @@ class Runs:
     @cache  # noqa: B019
     def begun(self, kind):
         run = self.folder / f"{kind}_lora"
-        self.finetuned(kind, REFERENCE, self.base(kind), "--save", str(run), "--lr", "1e-2", iterations=2)
+        self.finetuned(
+            kind, REFERENCE, self.base(kind), "--save", str(run), "--lr", "1e-2", iterations=2
+        )
         return run
 
     @cache  # noqa: B019
@@ -112,28 +118,40 @@ def rows():
         kinds, _, mesh = line.strip().partition(": ")
         for kind, case in product(kinds.split("|"), cases_of(mesh)):
             fast = case == Case(tp=2)
-            yield pytest.param(kind, case, marks=() if fast else pytest.mark.slow, id=f"{kind}-{case.title}")
+            yield pytest.param(
+                kind, case, marks=() if fast else pytest.mark.slow, id=f"{kind}-{case.title}"
+            )
 
 
 @pytest.mark.parametrize(("kind", "case"), [*rows()])
 def test_a_mesh_has_the_losses_and_gradients_of_one_process(kind, case, runs):
-    """All that is frozen keeps every bit, and adapters alone have gradients and an optimizer's state."""
+    """All that is frozen keeps every bit, and adapters alone have gradients and an optimizer's
+    state.
+    """
     got, want = runs.finetuned(kind, case, runs.begun(kind)), runs.alone(kind)
     row = compare(got, want)
     assert row.within, row
     adapters = {name for name in got.tensors["initial"] if is_adapter(name)}
     assert set(got.tensors["gradients"]) == adapters
     assert all(gradient.any() for gradient in got.tensors["gradients"].values())
-    frozen = [{n: t for n, t in got.tensors[when].items() if n not in adapters} for when in ("initial", "final")]
+    frozen = [
+        {n: t for n, t in got.tensors[when].items() if n not in adapters}
+        for when in ("initial", "final")
+    ]
     assert equal(*frozen)
-    assert not equal(*({n: got.tensors[when][n] for n in adapters} for when in ("initial", "final")))
+    assert not equal(
+        *({n: got.tensors[when][n] for n in adapters} for when in ("initial", "final"))
+    )
 
 
 @pytest.mark.parametrize(
     "case",
     [
         f"none {RECOMPUTED}",
-        *(pytest.param(case, marks=pytest.mark.slow) for case in (f"cp=2 tp=2 {RECOMPUTED}", "cp=2 selective")),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (f"cp=2 tp=2 {RECOMPUTED}", "cp=2 selective")
+        ),
         pytest.param("cp=2 attention_boundary", marks=pytest.mark.slow),
     ],
 )
@@ -158,7 +176,9 @@ def test_a_run_goes_on_on_another_mesh_from_the_same_bits(kind, first, second, r
     load = (*LORA, "--load", str(tmp_path), "--ckpt-step", "2")
     resumed = trained(kind, case_of(second), runs.data, None, *load, iterations=4)
     saved = went_on.tensors["saved"]
-    assert {name.split("/")[0] for name in saved if "/" in name} == {name for name in saved if is_adapter(name)}
+    assert {name.split("/")[0] for name in saved if "/" in name} == {
+        name for name in saved if is_adapter(name)
+    }
     assert equal(resumed.tensors["loaded"], saved)
     assert differences(resumed.records, went_on.records[2:]) <= BOUND
 
@@ -182,7 +202,9 @@ TOKENS = torch.randint(4099, (2, 40), generator=torch.Generator().manual_seed(0)
 
 def peft_of(base, adapter):
     peft = pytest.importorskip("peft", reason="compares with PEFT's adapters")
-    model = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32
+    )
     return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
 
 
@@ -196,7 +218,9 @@ def loss_of(logits):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
 
 
-def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits(runs, tmp_path, monkeypatch):
+def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits(
+    runs, tmp_path, monkeypatch
+):
     transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's models")
     run = runs.begun("llama")
     assert main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
@@ -221,15 +245,21 @@ def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits
     assert max((got[name] - want[name]).abs().max().item() for name in want) <= BOUND * largest
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (merged(TOKENS).logits - wanted).abs().max().item() <= BOUND
-    # There and back: a run of the base and the adapter has every bit, goes on from there, and exports both again.
+    # There and back: a run of the base and the adapter has every bit, goes on from there, and
+    # exports both again.
     import_model(runs.folder / "llama_hf", back := tmp_path / "back", tmp_path / "adapter")
     assert torch.equal(ours_of(back)(TOKENS), logits)
     for more in ((), ("--finetune",)):
-        went_on = trained("llama", REFERENCE, runs.data, None, *LORA, "--load", str(back), *more, iterations=1)
+        went_on = trained(
+            "llama", REFERENCE, runs.data, None, *LORA, "--load", str(back), *more, iterations=1
+        )
         assert equal(went_on.tensors["initial"], ours.state_dict())
     assert main(["export", str(back), str(tmp_path / "again"), "--adapter"]) == 0
     assert main(["export", str(back), str(tmp_path / "merged again")]) == 0
-    for once, again, file in (("adapter", "again", "adapter_model"), ("merged", "merged again", "model")):
+    for once, again, file in (
+        ("adapter", "again", "adapter_model"),
+        ("merged", "merged again", "model"),
+    ):
         tensors = [load_file(tmp_path / folder / f"{file}.safetensors") for folder in (once, again)]
         assert equal(*tensors)
     assert json.loads((tmp_path / "again" / "adapter_config.json").read_text()) == said
@@ -237,7 +267,9 @@ def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits
     unscaled = build_model(replace(ours.config, lora_alpha=None))
     unscaled.load_state_dict(ours.state_dict())
     assert (unscaled(TOKENS) - wanted).abs().max().item() > 100 * BOUND
-    monkeypatch.setattr("tools.convert_hf.merge", lambda weights, read, scale: merge(weights, read, 1.0))
+    monkeypatch.setattr(
+        "tools.convert_hf.merge", lambda weights, read, scale: merge(weights, read, 1.0)
+    )
     export_model(run, tmp_path / "unscaled", None, None, 10**9)
     wrong = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "unscaled")
     assert (wrong(TOKENS).logits - wanted).abs().max().item() > 100 * BOUND
@@ -245,7 +277,9 @@ def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits
 
 def test_what_adapters_cannot_begin_with_is_refused_in_a_line(runs, tmp_path, capsys):
     flags = ["--data-path", "x", "--tokenizer-model", "x.model"]
-    with pytest.raises(ConfigError, match="lora_rank is 4 and load is not set, so that the weights beside"):
+    with pytest.raises(
+        ConfigError, match="lora_rank is 4 and load is not set, so that the weights beside"
+    ):
         validate(parse_args([*flags, *LORA]), 1)
     base, run = runs.base("llama"), runs.begun("llama")
     (tmp_path / "empty").mkdir()
@@ -255,11 +289,17 @@ def test_what_adapters_cannot_begin_with_is_refused_in_a_line(runs, tmp_path, ca
         (run, ("--finetune",), "has adapters of lora_rank 4, lora_scale 1.5, lora_target wq,"),
         (run, ("--finetune", "--lora-rank", "8"), "and this run's are lora_rank 8, lora_scale 1.0"),
     ):
-        config = parse_args([*flags, "--config", str(base / "config.toml"), "--load", str(load), *more])
+        config = parse_args(
+            [*flags, "--config", str(base / "config.toml"), "--load", str(load), *more]
+        )
         with pytest.raises(CheckpointError, match=said):
-            find_start(config, architecture_of(config.model), {}).load([], torch.optim.SGD([torch.zeros(1)]))
+            find_start(config, architecture_of(config.model), {}).load(
+                [], torch.optim.SGD([torch.zeros(1)])
+            )
     assert main(["export", str(base), str(tmp_path / "out"), "--adapter"]) == 1
     assert "adapter is asked for, and lora_rank is not set" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match="model_type is gpt, whose linear layers are others in transformers"):
+    with pytest.raises(
+        UserError, match="model_type is gpt, whose linear layers are others in transformers"
+    ):
         write_adapter(tmp_path, {}, lambda name: TOKENS, replace(KINDS["gpt"], lora_rank=4), None)

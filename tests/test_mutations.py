@@ -1,4 +1,6 @@
-"""Files of a run, each damaged in every way of a table: accepted, noted or refused, always in one line."""
+"""Files of a run, each damaged in every way of a table: accepted, noted or refused, always in one
+line.
+"""
 
 import json
 import math
@@ -121,7 +123,10 @@ FORGED = {
     "architecture of none": {"architecture": {}},
     "architecture no table": {"architecture": 5},
     "a digest that is none": {"files": {".metadata": (1, "0")}},
-    **{f"size {size!r}": {"files": {".metadata": (size, "0" * 64)}} for size in (-1, 1.5, "1", True, 2**70)},
+    **{
+        f"size {size!r}": {"files": {".metadata": (size, "0" * 64)}}
+        for size in (-1, 1.5, "1", True, 2**70)
+    },
     **{f"iteration {number!r}": {"iteration": number} for number in (-2, 2.0, True, 2**70)},
     "extra no table": {"extra": 5},
     "extra a list": {"extra": []},
@@ -145,7 +150,10 @@ EXTRAS = {
     "sample order a list": {"progress": PROGRESS, "sample_order": [1]},
     "trained for a number": {"progress": PROGRESS, "trained_for": 1},
     "schedule a word": {"progress": PROGRESS, "schedule": "x"},
-    **{f"ema_decay {value!r}": {"progress": PROGRESS, "ema_decay": value} for value in ("x", 3.0, -1.0, [], True)},
+    **{
+        f"ema_decay {value!r}": {"progress": PROGRESS, "ema_decay": value}
+        for value in ("x", 3.0, -1.0, [], True)
+    },
 }
 
 RECORDS = {
@@ -174,7 +182,10 @@ def whole(tmp_path_factory):
         train(model, optimizer, range(iteration, iteration + 1))
         path = save(folder, iteration, model, optimizer)
         rewrite_manifest(path, extra={"progress": {**PROGRESS, "iteration": iteration}})
-    records = [{"iteration": i, "lm_loss": 8.0 / i, "grad_norm": 1.0, "learning_rate": 1e-3} for i in (1, 2, 3)]
+    records = [
+        {"iteration": i, "lm_loss": 8.0 / i, "grad_norm": 1.0, "learning_rate": 1e-3}
+        for i in (1, 2, 3)
+    ]
     (folder / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "config.toml").write_text("[train]\ntrain_iters = 3\n")
     return folder
@@ -209,7 +220,9 @@ def ended(call):
 @pytest.mark.parametrize("mutation", [*ANY_FILE, "of the other iteration"])
 def test_a_file_of_a_checkpoint(name, mutation, run):
     """The one before is taken, and the line names the damaged file."""
-    ({**ANY_FILE, "of the other iteration": of_the_other_iteration}[mutation])(run / "iter_0000002" / name)
+    ({**ANY_FILE, "of the other iteration": of_the_other_iteration}[mutation])(
+        run / "iter_0000002" / name
+    )
     iteration, lines = ended(lambda: resumed(run))
     if (name, mutation) == ("manifest.json", "cut by a byte"):  # the end of its last line
         assert (iteration, lines) == (2, [])
@@ -262,14 +275,18 @@ def test_the_records_of_a_run(mutation, reader, run):
     assert len(lines) <= 1
     if found is None and mutation in RECORDS:
         assert "line 1" in lines[0]
-    assert mutation not in RECORDS or found is None or reader == "plot", "a wrong record is no record"
+    assert mutation not in RECORDS or found is None or reader == "plot", (
+        "a wrong record is no record"
+    )
 
 
 FAILURE = {"iteration": 2, "checkpoint": 1, "why": "the loss was not finite"}
 START = {"time": 1.0, "iteration": 0, "device": "cpu"}
 LINES = {
     **{
-        f"{name} {value!r}": {name: value} for name in ("iteration", "checkpoint", "time") for value in ("x", [], 2**70)
+        f"{name} {value!r}": {name: value}
+        for name in ("iteration", "checkpoint", "time")
+        for value in ("x", [], 2**70)
     },
     **{f"why {value!r}": {"why": value} for value in (3, None)},
 }
@@ -278,8 +295,12 @@ LINES = {
 @pytest.mark.parametrize("mutation", [*ANY_FILE, *LINES])
 @pytest.mark.parametrize(("name", "line"), [(FAILURES, FAILURE), (STARTS, START)])
 def test_what_a_run_notes_of_its_starts_and_failures(name, line, mutation, run, tmp_path):
-    """They are read by the next start, which names the file where it is not taken, and starts.jsonl with local ones."""
-    config = parse_args(["--data-path", "x", "--tokenizer-model", "x", "--save", str(run), "--load", str(run)])
+    """They are read by the next start, which names the file where it is not taken, and starts.jsonl
+    with local ones.
+    """
+    config = parse_args(
+        ["--data-path", "x", "--tokenizer-model", "x", "--save", str(run), "--load", str(run)]
+    )
     (run / name).write_text(json.dumps(line | LINES.get(mutation, {})) + "\n")
     ANY_FILE.get(mutation, lambda path: None)(run / name)
 
@@ -313,7 +334,11 @@ def test_a_lock_that_is_no_file(kind, run):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, kind) for name in FILES for kind in ("fifo", "folder", "symlink out of the folder")),
+        *(
+            (name, kind)
+            for name in FILES
+            for kind in ("fifo", "folder", "symlink out of the folder")
+        ),
         *((f"hf/{name}", "fifo") for name in ("config.json", "more/vocab.json")),
         ("hf/config.json", "symlink out of the folder"),
     ],
@@ -324,7 +349,9 @@ def test_what_is_no_file_in_the_place_of_a_file_to_write_or_take_over(name, kind
     (run / name).touch()
     ANY_FILE[kind](run / name)
     save = tmp_path / "other" if name.startswith("hf/") else run
-    config = parse_args(["--data-path", "x", "--tokenizer-model", "x", "--save", str(save), "--load", str(run)])
+    config = parse_args(
+        ["--data-path", "x", "--tokenizer-model", "x", "--save", str(save), "--load", str(run)]
+    )
     _, (line,) = ended(lambda: claim_folder(config))
     assert f"and {name} there is a" in line
 

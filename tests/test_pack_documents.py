@@ -1,4 +1,6 @@
-"""Whole documents packed into samples train as each alone does, over any mesh, and a run goes on to the bit."""
+"""Whole documents packed into samples train as each alone does, over any mesh, and a run goes on to
+the bit.
+"""
 
 import os
 import signal
@@ -40,13 +42,19 @@ def flags(default_data, tmp_path_factory):
     [
         (1, ("",)),
         (2, (f"{CP} striped", f"{CP} exchange")),
-        pytest.param(4, (f"{CP} zigzag --micro-batch-size 1", f"{CP} exchange", CIRCLE), marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            (f"{CP} zigzag --micro-batch-size 1", f"{CP} exchange", CIRCLE),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_step_is_that_of_its_documents_alone(ranks, meshes, flags):
     want = alone(flags)
     runs = [[*flags, *mesh.split()] for mesh in meshes]
-    for mesh, (got, wrong) in zip(meshes, over_ranks(ranks, runs, (as_it_is, rows_joined)), strict=True):
+    for mesh, (got, wrong) in zip(
+        meshes, over_ranks(ranks, runs, (as_it_is, rows_joined)), strict=True
+    ):
         assert_equal(got, want)
         assert "micro-batch-size 1" in mesh or wrong.difference(want) > 100 * GRADIENTS
 
@@ -59,7 +67,9 @@ def test_validation_counts_each_document_once_and_no_filler(flags):
 
 @pytest.mark.slow  # runs of one and of four processes
 @pytest.mark.parametrize("more", ["", "--blend-by-length 20:0.3 61:0.5"])
-def test_a_run_on_two_by_two_ranks_has_the_losses_of_one_and_goes_on_to_the_bit(flags, more, tmp_path, capsys):
+def test_a_run_on_two_by_two_ranks_has_the_losses_of_one_and_goes_on_to_the_bit(
+    flags, more, tmp_path, capsys
+):
     names = ("lm_loss", "grad_norm", "consumed_tokens", "validation_loss")
     steps = [*TINY, *flags, *f"--eval-interval 2 --eval-iters 9 --train-iters 8 {more}".split()]
     circle = [*steps, *CIRCLE.split()]
@@ -96,7 +106,9 @@ def test_a_killed_run_goes_on_to_the_bit(flags, tmp_path):
     assert curve(killed, "iteration") == [[1], [2], [3], [4], [5]]
     assert (killed / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
     names = ("iteration", "lm_loss", "grad_norm", "consumed_tokens")
-    assert carried_on(2, killed, arguments, *names) == carried_on(2, tmp_path / "whole", arguments, *names)
+    assert carried_on(2, killed, arguments, *names) == carried_on(
+        2, tmp_path / "whole", arguments, *names
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +124,19 @@ def test_a_killed_run_goes_on_to_the_bit(flags, tmp_path):
 )
 def test_what_packing_does_not_go_with(more, message):
     with pytest.raises(UserError, match=message):
-        validate(parse_args(["--data-path", "x", "--reset-attention-mask", "--tokenizer-model", "x", *more.split()]), 1)
+        validate(
+            parse_args(
+                [
+                    "--data-path",
+                    "x",
+                    "--reset-attention-mask",
+                    "--tokenizer-model",
+                    "x",
+                    *more.split(),
+                ]
+            ),
+            1,
+        )
 
 
 def test_sft_sets_what_it_needs_against_a_file_but_not_against_a_flag(tmp_path):
@@ -125,7 +149,9 @@ def test_sft_sets_what_it_needs_against_a_file_but_not_against_a_flag(tmp_path):
         config = parse_args(flags)
         assert [getattr(config.data, name) for name in names] == [True, True]
         validate(config, 1)
-    file.write_text('[data]\ndata_path = ["x"]\ntokenizer_model = "x"\nsft = true\nreset_position_ids = false\n')
+    file.write_text(
+        '[data]\ndata_path = ["x"]\ntokenizer_model = "x"\nsft = true\nreset_position_ids = false\n'
+    )
     for flags in (["--config", str(file)], [*plain, "--sft", "--no-reset-attention-mask"]):
         with pytest.raises(UserError, match="sft is set"):
             validate(parse_args(flags), 1)

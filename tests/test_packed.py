@@ -1,4 +1,6 @@
-"""Packed documents train as each document alone does, on every kind of mesh; what is between them is zero."""
+"""Packed documents train as each document alone does, on every kind of mesh; what is between them
+is zero.
+"""
 
 import threading
 from contextlib import redirect_stdout
@@ -83,7 +85,9 @@ def step(flags):
 @pytest.mark.parametrize(
     ("kind", "case", "slow"),
     [
-        pytest.param(*row, marks=pytest.mark.slow if row.slow else (), id=f"{row.kind} {row.case.title}")
+        pytest.param(
+            *row, marks=pytest.mark.slow if row.slow else (), id=f"{row.kind} {row.case.title}"
+        )
         for row in PACKED
     ],
 )
@@ -106,7 +110,10 @@ def rows_joined(batch):
     return batch | {"starts": starts}
 
 
-SHARED = [f"{CP} zigzag", *(f"{KINDS[of]} {CP} {by}" for of, by in (("transnormer", "lasp"), ("olmo", "exchange")))]
+SHARED = [
+    f"{CP} zigzag",
+    *(f"{KINDS[of]} {CP} {by}" for of, by in (("transnormer", "lasp"), ("olmo", "exchange"))),
+]
 
 
 @pytest.mark.parametrize(("ranks", "meshes"), [(1, [""]), (2, SHARED)])
@@ -174,12 +181,22 @@ def test_other_documents_change_nothing_at_all(ranks, meshes, flags):
 
 
 def test_one_circle_over_data_and_context_parallel_ranks_is_a_larger_context(flags, want):
-    """2 x 2 ranks with a row each, and 4 ranks with both rows; the samples are those of any arrangement."""
+    """2 x 2 ranks with a row each, and 4 ranks with both rows; the samples are those of any
+    arrangement.
+    """
     shared = [*flags, "--context-parallel-method", "zigzag"]
     (joined,), (large,), (apart,) = over_ranks(
         4,
         [
-            [*shared, "--context-parallel-size", "2", "--micro-batch-size", "1", "--balance-over", "dp_cp"],
+            [
+                *shared,
+                "--context-parallel-size",
+                "2",
+                "--micro-batch-size",
+                "1",
+                "--balance-over",
+                "dp_cp",
+            ],
             [*shared, "--context-parallel-size", "4", "--micro-batch-size", "2"],
             [*shared, "--context-parallel-size", "2", "--micro-batch-size", "1"],
         ],
@@ -193,11 +210,15 @@ def test_one_circle_over_data_and_context_parallel_ranks_is_a_larger_context(fla
 def test_validation_counts_each_document_once_and_no_filler(ranks, mesh, flags):
     arguments = [*flags, "--eval-iters", "9", *mesh.split()]
     loss = alone(arguments, validation=True).loss
-    assert run_ranks(validation_on_rank, ranks, arguments) == [pytest.approx(loss, rel=LOSS)] * ranks
+    assert (
+        run_ranks(validation_on_rank, ranks, arguments) == [pytest.approx(loss, rel=LOSS)] * ranks
+    )
 
 
 def test_a_run_that_stops_and_goes_on_changes_no_bit(flags, tmp_path):
-    """Steps are made ahead, and what was made when the run stopped is made again; its folder has what was asked for."""
+    """Steps are made ahead, and what was made when the run stopped is made again; its folder has
+    what was asked for.
+    """
     names = ("lm_loss", "grad_norm", "consumed_tokens", "validation_loss")
     mesh = "--context-parallel-method exchange --balance-over dp_cp --micro-batch-size 1"
 
@@ -207,7 +228,11 @@ def test_a_run_that_stops_and_goes_on_changes_no_bit(flags, tmp_path):
     carried_on(2, tmp_path / "stopped", [*arguments, "--exit-interval", "2"])
     assert carried_on(2, tmp_path / "stopped", arguments, *names) == whole
     asked = load_config(tmp_path / "stopped" / "config.toml")
-    assert (asked.mesh.context_parallel_size, asked.mesh.balance_over, asked.train.micro_batch_size) == (1, "dp_cp", 1)
+    assert (
+        asked.mesh.context_parallel_size,
+        asked.mesh.balance_over,
+        asked.train.micro_batch_size,
+    ) == (1, "dp_cp", 1)
 
 
 def planned_in(rank, world_size, runs):
@@ -221,17 +246,27 @@ def planned_in(rank, world_size, runs):
             return make(*args)
 
         plan.rank_schedule = noting
-        with trainer_of(LanguageTask, [*TINY, *arguments], Records()) as trainer, redirect_stdout(StringIO()):
+        with (
+            trainer_of(LanguageTask, [*TINY, *arguments], Records()) as trainer,
+            redirect_stdout(StringIO()),
+        ):
             trainer.train()
         found.append(threads)
     return found
 
 
 def test_no_step_but_the_first_waits_for_its_plan(flags):
-    """Later steps of training and of validation have their plans in advance, those of other windows and layers too."""
+    """Later steps of training and of validation have their plans in advance, those of other windows
+    and layers too.
+    """
     steps = ["--train-iters", "4", "--eval-interval", "1", "--eval-iters", "9"]
-    runs = {"windows": (f"{CP} exchange --recompute-granularity full", 2), "hybrid": (f"{CP} lasp", 1)}
-    arguments = [[*flags, *steps, *KINDS[kind].split(), *mesh.split()] for kind, (mesh, _) in runs.items()]
+    runs = {
+        "windows": (f"{CP} exchange --recompute-granularity full", 2),
+        "hybrid": (f"{CP} lasp", 1),
+    }
+    arguments = [
+        [*flags, *steps, *KINDS[kind].split(), *mesh.split()] for kind, (mesh, _) in runs.items()
+    ]
     for rank in run_ranks(planned_in, 2, arguments):
         for threads, (_, plans) in zip(rank, runs.values(), strict=True):
             # 2 micro-batches of a step; later validations may still have the plans of the first

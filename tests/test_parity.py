@@ -1,4 +1,6 @@
-"""Training of every kind of model on any mesh equals training in one process, and goes on from its checkpoints."""
+"""Training of every kind of model on any mesh equals training in one process, and goes on from its
+checkpoints.
+"""
 
 import math
 from functools import cache
@@ -44,11 +46,15 @@ KINDS = {
     "smollm3": (config("smollm3"), (*CP1, *ALONE)),
     "granite": (config("granite3"), (*CP1, *ALONE)),
 }
-"""Flags of each kind, and of its reference: one process, plain SDPA, or all scores of a linear attention at once."""
+"""Flags of each kind, and of its reference: one process, plain SDPA, or all scores of a linear
+attention at once.
+"""
 
 
 def rows():
-    """Yield kinds, meshes and iterations: three see what twenty do, whose rounding has longer to grow."""
+    """Yield kinds, meshes and iterations: three see what twenty do, whose rounding has longer to
+    grow.
+    """
     for kind, case, slow in TRAINED:
         yield kind, case, 3, slow
         if kind == "llama" and not slow:
@@ -66,7 +72,9 @@ def one_process(default_data, tmp_path_factory):
     @cache
     def trained(kind, *flags):
         own, reference = KINDS[kind]
-        return pretrain(1, default_data, tmp_path_factory.mktemp("one") / "run", *own, *flags, *reference)
+        return pretrain(
+            1, default_data, tmp_path_factory.mktemp("one") / "run", *own, *flags, *reference
+        )
 
     return trained
 
@@ -78,7 +86,9 @@ def each_on_rank(rank, world_size, runs):
 
 @pytest.fixture(scope="module")
 def records(default_data, tmp_path_factory):
-    """The records of a run; all of as many ranks are trained in one go, the slow ones apart from the others."""
+    """The records of a run; all of as many ranks are trained in one go, the slow ones apart from
+    the others.
+    """
 
     @cache
     def trained(ranks, slow):
@@ -86,7 +96,9 @@ def records(default_data, tmp_path_factory):
         for kind, case, iterations, is_slow in rows():
             if (case.ranks, is_slow) == (ranks, slow):
                 save = folder / named(kind, case, iterations)
-                joined = ("--micro-batch-size", "2") if ranks == case.cp * case.tp else ()  # half of the collectives
+                joined = (
+                    ("--micro-batch-size", "2") if ranks == case.cp * case.tp else ()
+                )  # half of the collectives
                 flags = (*KINDS[kind][0], "--train-iters", str(iterations), *joined, *case.flags)
                 runs[save.name] = flags_of(default_data, "--save", str(save), *flags)
         run_ranks(each_on_rank, ranks, runs, timeout=3 * PATIENCE)
@@ -100,10 +112,17 @@ def records(default_data, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("kind", "case", "iterations", "slow"),
-    [pytest.param(*row, marks=pytest.mark.slow if row[-1] else (), id=named(*row[:-1])) for row in rows()],
+    [
+        pytest.param(*row, marks=pytest.mark.slow if row[-1] else (), id=named(*row[:-1]))
+        for row in rows()
+    ],
 )
-def test_every_iteration_and_the_validation_equal_one_process(kind, case, iterations, slow, records, one_process):
-    """Gradients are clipped, since their norm is above 1; two key-value heads: on tp 4 each is shared by two ranks."""
+def test_every_iteration_and_the_validation_equal_one_process(
+    kind, case, iterations, slow, records, one_process
+):
+    """Gradients are clipped, since their norm is above 1; two key-value heads: on tp 4 each is
+    shared by two ranks.
+    """
     want = one_process(kind, "--train-iters", str(iterations))
     got = records(kind, case, iterations, slow)
     assert differences(got, want) <= BOUND
@@ -126,7 +145,9 @@ def test_every_iteration_and_the_validation_equal_one_process(kind, case, iterat
         ),
     ],
 )
-def test_a_length_that_does_not_divide_is_padded_never_cut(kind, method, cp, default_data, one_process, tmp_path):
+def test_a_length_that_does_not_divide_is_padded_never_cut(
+    kind, method, cp, default_data, one_process, tmp_path
+):
     """Padding of a GPT reaches up to position 255 on four ranks, and its table ends at 250."""
     odd = ("--train-iters", "3", "--seq-length", "251")
     flags = (*KINDS[kind][0], *odd, "--micro-batch-size", "2", *case_of(f"cp={cp} {method}").flags)
@@ -136,7 +157,9 @@ def test_a_length_that_does_not_divide_is_padded_never_cut(kind, method, cp, def
 
 
 def without_the_shift(rank, world_size, arguments):
-    """Train with the diagonal kept in every round of striping, where the later ranks' tokens must not be seen."""
+    """Train with the diagonal kept in every round of striping, where the later ranks' tokens must
+    not be seen.
+    """
     tiles._compare = lambda rows, columns, shift, q0, k0: [
         (q0, q0 + rows, k0, k0 + columns, CAUSAL if shift < columns else FULL)
     ]
@@ -144,28 +167,42 @@ def without_the_shift(rank, world_size, arguments):
 
 
 def positions_from_zero(rank, world_size, arguments):
-    """Train with every rank's tokens numbered from 0 instead of by their places in the whole sequence."""
+    """Train with every rank's tokens numbered from 0 instead of by their places in the whole
+    sequence.
+    """
     hidden = Decoder.hidden
     Decoder.hidden = lambda self, tokens, *_: hidden(self, tokens)
     on_rank(rank, world_size, arguments)
 
 
-@pytest.mark.parametrize(("kind", "wrong"), [("llama", without_the_shift), ("gpt", positions_from_zero)])
-def test_a_wrong_mask_or_position_makes_parity_fail(kind, wrong, default_data, one_process, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "wrong"), [("llama", without_the_shift), ("gpt", positions_from_zero)]
+)
+def test_a_wrong_mask_or_position_makes_parity_fail(
+    kind, wrong, default_data, one_process, tmp_path, monkeypatch
+):
     monkeypatch.setattr("tests.pretraining.run_ranks", lambda _, *given: run_ranks(wrong, *given))
     flags = ("--train-iters", "3")
-    got = pretrain(2, default_data, tmp_path / "run", *KINDS[kind][0], *flags, *case_of("cp=2 striped").flags)
+    got = pretrain(
+        2, default_data, tmp_path / "run", *KINDS[kind][0], *flags, *case_of("cp=2 striped").flags
+    )
     monkeypatch.undo()
     assert differences(got, one_process(kind, *flags)) > 10 * BOUND
 
 
 def train_with_an_overflow(rank, world_size, arguments):
-    """Train, keys and values 1e25 times too large in iteration 3; the iterations skipped and all norms."""
+    """Train, keys and values 1e25 times too large in iteration 3; the iterations skipped and all
+    norms.
+    """
     config = parse_args(arguments)
     with distributed_mesh(config.mesh) as mesh:
         trainer = build_trainer(config, mesh, PEAK)
         plain, reduce, norms = trainer.runner.forward_backward, training.reduce_and_clip, []
-        weights = [p for name, p in trainer.runner.parameters().items() if name.endswith(("wk.weight", "wv.weight"))]
+        weights = [
+            p
+            for name, p in trainer.runner.parameters().items()
+            if name.endswith(("wk.weight", "wv.weight"))
+        ]
 
         def forward_backward(micro_batches, valid):
             before = [weight.detach().clone() for weight in weights]
@@ -192,13 +229,22 @@ def train_with_an_overflow(rank, world_size, arguments):
 def test_an_overflow_is_a_skipped_step_on_all_ranks(method, default_data):
     def train(world_size, *more):
         arguments = flags_of(
-            default_data, "--model-type", "transnormer", "--num-query-groups", "none", "--train-iters", "5", *more
+            default_data,
+            "--model-type",
+            "transnormer",
+            "--num-query-groups",
+            "none",
+            "--train-iters",
+            "5",
+            *more,
         )
         return run_ranks(train_with_an_overflow, world_size, arguments)
 
     ((skipped, want),) = train(1)
     assert skipped == 1
     assert [math.isfinite(norm) for norm in want] == [True, True, False, True, True]
-    for skipped, norms in train(2, "--context-parallel-size", "2", "--context-parallel-method", method):
+    for skipped, norms in train(
+        2, "--context-parallel-size", "2", "--context-parallel-method", method
+    ):
         assert skipped == 1
         assert norms == pytest.approx(want, rel=BOUND, nan_ok=True)

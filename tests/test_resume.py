@@ -1,4 +1,6 @@
-"""A run that is stopped and goes on is the run that never stopped, on its own mesh and on any other."""
+"""A run that is stopped and goes on is the run that never stopped, on its own mesh and on any
+other.
+"""
 
 import json
 import shutil
@@ -16,11 +18,20 @@ from train.callbacks.metrics import METRICS, read_metrics
 from train.config.language import load_config
 
 STRIPED = ("--context-parallel-method", "striped", "--context-parallel-size", "2")
-EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
+EXACT = (
+    "iteration",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "consumed_samples",
+    "consumed_tokens",
+)
 
 
 class Runs(NamedTuple):
-    """A run of ``last`` iterations with these flags on so many ranks, and one that was stopped half-way."""
+    """A run of ``last`` iterations with these flags on so many ranks, and one that was stopped
+    half-way.
+    """
 
     ranks: int
     last: int
@@ -40,7 +51,9 @@ def runs(request, default_data, tmp_path_factory):
     return Runs(ranks, last, flags, whole, stopped)
 
 
-def test_stopping_after_a_half_and_again_after_three_quarters_changes_no_bit(runs, default_data, tmp_path):
+def test_stopping_after_a_half_and_again_after_three_quarters_changes_no_bit(
+    runs, default_data, tmp_path
+):
     save, flags = tmp_path / "run", (*runs.flags, "--load", str(tmp_path / "run"))
     shutil.copytree(runs.stopped, save)
     pretrain(runs.ranks, default_data, save, *flags, "--exit-interval", str(runs.last * 3 // 4))
@@ -56,9 +69,21 @@ SLOW_MESHES = "dp=2 tp=2 zero1 none\n cp=2 dp=2 ring|zigzag|allgather\n cp=2 dp=
 SLOW = [(case, pytest.mark.slow) for case in cases_of(SLOW_MESHES)]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=marks, id=case.title) for case, marks in ELSEWHERE + SLOW])
-def test_another_method_mesh_or_strategy_goes_on_with_the_same_samples(case, runs, default_data, tmp_path):
-    got = pretrain(case.ranks, default_data, tmp_path / "run", *runs.flags, *case.flags, "--load", str(runs.stopped))
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=marks, id=case.title) for case, marks in ELSEWHERE + SLOW]
+)
+def test_another_method_mesh_or_strategy_goes_on_with_the_same_samples(
+    case, runs, default_data, tmp_path
+):
+    got = pretrain(
+        case.ranks,
+        default_data,
+        tmp_path / "run",
+        *runs.flags,
+        *case.flags,
+        "--load",
+        str(runs.stopped),
+    )
     assert differences(got, read_metrics(runs.whole / METRICS)[runs.last // 2 :]) <= 1e-5
 
 
@@ -67,14 +92,21 @@ def test_metrics_hold_every_iteration_once_after_a_crash(runs, default_data, tmp
     save, half = tmp_path / "run", runs.last // 2
     shutil.copytree(runs.stopped, save)
     with (save / METRICS).open("a") as file:
-        file.write(json.dumps({"iteration": half + 1, "lm_loss": 0.0}) + f'\n{{"iteration": {half + 2}, "lm_')
+        file.write(
+            json.dumps({"iteration": half + 1, "lm_loss": 0.0})
+            + f'\n{{"iteration": {half + 2}, "lm_'
+        )
     flags = ("--train-iters", str(runs.last), "--exit-interval", str(half + 2))
     pretrain(1, default_data, save, *flags, "--load", str(save))
-    assert [record["iteration"] for record in read_metrics(save / METRICS)] == list(range(1, half + 3))
+    assert [record["iteration"] for record in read_metrics(save / METRICS)] == list(
+        range(1, half + 3)
+    )
     assert read_metrics(save / METRICS)[half]["lm_loss"] > 0
 
 
-def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(default_data, tmp_path, capsys):
+def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(
+    default_data, tmp_path, capsys
+):
     flags = ("--min-lr", "1e-4", "--load", str(tmp_path / "run"))
     first = pretrain(1, default_data, tmp_path / "run", *flags, "--train-iters", "3")
     again = pretrain(1, default_data, tmp_path / "run", *flags, "--train-iters", "3")
@@ -84,8 +116,14 @@ def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(default_
     longer = pretrain(1, default_data, tmp_path / "run", *flags)
     assert [record["learning_rate"] for record in longer[2:]] == [1e-4] * 3
     said = capsys.readouterr().out
-    assert "note: lr at iteration 4 is 1.000000E-04 by the checkpoint's schedule (1.000000E-04 after iteration" in said
-    assert " and 2.318019E-04 by this configuration's (lr_decay_iters was 3 and is 5): it goes on with the che" in said
+    assert (
+        "note: lr at iteration 4 is 1.000000E-04 by the checkpoint's schedule (1.000000E-04 after iteration"
+        in said
+    )
+    assert (
+        " and 2.318019E-04 by this configuration's (lr_decay_iters was 3 and is 5): it goes on with the che"
+        in said
+    )
     assert "note: weight_decay was 0.1 and is 0.0; --weight-decay 0.1 keeps it\n" in said
     assert said.count("note:") == 2
     written = str(tmp_path / "run" / "config.toml")
@@ -122,15 +160,23 @@ def rows(lines, marks=()):
     """A kind of model, the mesh that saves and the one that goes on, of each line."""
     for line in lines.strip().splitlines():
         kind, _, meshes = line.strip().partition(": ")
-        yield pytest.param(kind, *(case_of(mesh) for mesh in meshes.split(" > ")), marks=marks, id=line.strip())
+        yield pytest.param(
+            kind, *(case_of(mesh) for mesh in meshes.split(" > ")), marks=marks, id=line.strip()
+        )
 
 
-@pytest.mark.parametrize(("kind", "first", "second"), [*rows(PAIRS), *rows(SLOW_PAIRS, pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "first", "second"), [*rows(PAIRS), *rows(SLOW_PAIRS, pytest.mark.slow)]
+)
 def test_the_same_bits_are_loaded_on_another_mesh(kind, first, second, default_data, tmp_path):
     went_on, resumed = both(kind, first, second, default_data, tmp_path)
     assert went_on.copies_differ == resumed.copies_differ == ()
     saved = went_on.tensors["saved"]
-    assert {name.split("/")[-1] for name in saved if "/" in name} == {"exp_avg", "exp_avg_sq", "step"}
+    assert {name.split("/")[-1] for name in saved if "/" in name} == {
+        "exp_avg",
+        "exp_avg_sq",
+        "step",
+    }
     assert all(saved[f"{name}/exp_avg"].any() for name in saved if "/" not in name)
     assert equal(resumed.tensors["loaded"], saved)
     assert counted(resumed) == counted(went_on)[2:]
@@ -138,7 +184,9 @@ def test_the_same_bits_are_loaded_on_another_mesh(kind, first, second, default_d
 
 
 def test_other_samples_would_be_seen(default_data, tmp_path):
-    """The bound on losses is one on the order of samples: eight samples too late, and they are far apart."""
+    """The bound on losses is one on the order of samples: eight samples too late, and they are far
+    apart.
+    """
     late = partial(samples_skipped, 8)
     went_on, resumed = both("llama", case_of("dp=2"), case_of("none"), default_data, tmp_path, late)
     assert equal(resumed.tensors["loaded"], went_on.tensors["saved"])
@@ -146,9 +194,13 @@ def test_other_samples_would_be_seen(default_data, tmp_path):
 
 
 def both(kind, first, second, data, folder, sabotage=None):
-    """4 iterations on one mesh, and from the second one's checkpoint on another; micro-batches of 2 where they fit."""
+    """4 iterations on one mesh, and from the second one's checkpoint on another; micro-batches of 2
+    where they fit.
+    """
     more = ("--micro-batch-size", "1" if 8 in (first.dp, second.dp) else "2")
-    went_on = trained(kind, first, data, None, *more, "--save", str(folder), "--save-interval", "2", iterations=4)
+    went_on = trained(
+        kind, first, data, None, *more, "--save", str(folder), "--save-interval", "2", iterations=4
+    )
     more += ("--load", str(folder), "--ckpt-step", "2")
     return went_on, trained(kind, second, data, sabotage, *more, iterations=4)
 
@@ -159,4 +211,7 @@ def losses_apart(resumed, went_on):
 
 
 def counted(run):
-    return [(record["iteration"], record["consumed_samples"], record["consumed_tokens"]) for record in run.records]
+    return [
+        (record["iteration"], record["consumed_samples"], record["consumed_tokens"])
+        for record in run.records
+    ]

@@ -1,7 +1,9 @@
-"""Settings that make no sense, a table of them: each is accepted, noted or refused in one line that names it.
+"""Settings that make no sense, a table of them: each is accepted, noted or refused in one line that
+names it.
 
-Every flag of both entries gets what is at the ends of its type and beyond; then come pairs that contradict each other,
-TOML of every wrong shape, paths to what is not there, and the flags of the tools.
+Every flag of both entries gets what is at the ends of its type and beyond; then come pairs that
+contradict each other, TOML of every wrong shape, paths to what is not there, and the flags of the
+tools.
 """
 
 import os
@@ -39,13 +41,18 @@ def values_of(field):
 
 
 def rows_of(entry):
-    """Every flag of an entry, of each family its own, with every extreme of its type; once without a value, too."""
+    """Every flag of an entry, of each family its own, with every extreme of its type; once without
+    a value, too.
+    """
     seen = set()
     for family, table in fields_by_variant(ENTRIES[entry][0]).items():
         chosen = ("--model-type", family) if seen else ()
         for field in (field for name, field in table.items() if name not in seen):
             if field.base is bool:
-                yield from ((*chosen, *row) for row in ((f"{field.flag}=x",), (field.flag, "x"), (f"{field.flag}=",)))
+                yield from (
+                    (*chosen, *row)
+                    for row in ((f"{field.flag}=x",), (field.flag, "x"), (f"{field.flag}=",))
+                )
                 continue
             yield from ((*chosen, f"{field.flag}={value}") for value in values_of(field))
             yield (*chosen, field.flag)
@@ -53,7 +60,9 @@ def rows_of(entry):
 
 
 def checked(entry):
-    """An entry's checks before any work, in one process: it reads, validates, and looks at the folder."""
+    """An entry's checks before any work, in one process: it reads, validates, and looks at the
+    folder.
+    """
     _, module, base = ENTRIES[entry]
 
     def main(arguments):
@@ -87,7 +96,10 @@ def test_every_flag_at_the_ends_of_its_type(entry, here):
         flag = next((word for word in row if word not in ("--model-type", *FAMILIES)), row[0])
         name = flag.partition("=")[0].lstrip("-")
         assert ending.status == 0 or len(ending.stderr) < 9000, row
-        assert ending.status == 0 or name in ending.stderr.replace("_", "-") or row[-1] == "x", (row, ending.stderr)
+        assert ending.status == 0 or name in ending.stderr.replace("_", "-") or row[-1] == "x", (
+            row,
+            ending.stderr,
+        )
     assert any(ending.status == 0 for ending in endings.values())
     assert not list(here.iterdir())
 
@@ -170,7 +182,18 @@ def places(here):
     os.symlink("gone/away", here / "dangling")
     os.symlink("loop", here / "loop")
     # No "/": what lies there is another on every machine.
-    inside = ["file", "empty", "folder", "mixed", "dangling", "loop", "none", "file/x", "folder/x/y", "dangling/x"]
+    inside = [
+        "file",
+        "empty",
+        "folder",
+        "mixed",
+        "dangling",
+        "loop",
+        "none",
+        "file/x",
+        "folder/x/y",
+        "dangling/x",
+    ]
     return [*inside, "n" * 300, "n/" * 3000, "/proc/x", "/dev/null", "", " ", ".", "\udcff"]
 
 
@@ -187,7 +210,9 @@ USES = {
     "prepare_data --tokenizer-model": lambda path: prepare_data.main(
         ["--input", "empty", "--output-prefix", "out", "--tokenizer-model", path]
     ),
-    "prepare_data --input": lambda path: prepare_data.main(["--input", path, "--output-prefix", "out"]),
+    "prepare_data --input": lambda path: prepare_data.main(
+        ["--input", path, "--output-prefix", "out"]
+    ),
     "convert_hf import": lambda path: convert_hf.main(["import", path, "out"]),
     "convert_hf export": lambda path: convert_hf.main(["export", path, "out"]),
     "prepare_latents --check": lambda path: prepare_latents.main(["--check", path]),

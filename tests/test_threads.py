@@ -13,7 +13,9 @@ from tests import threads
 from tests.compositions import with_options
 from tests.parallel.context.attended import DOCUMENTS, Masked, error, inputs, truth
 
-CASES = [(method, {}, masked) for method in METHODS for masked in (Masked(), Masked(DOCUMENTS, (9, 0)))]
+CASES = [
+    (method, {}, masked) for method in METHODS for masked in (Masked(), Masked(DOCUMENTS, (9, 0)))
+]
 CASES += [(method, options, Masked(DOCUMENTS)) for method, options in with_options(4)]
 
 
@@ -28,16 +30,21 @@ def forward(q, k, v, causal, scale):
 
 
 def backward(rows, keys, causal, scale):
-    return tuple(as_on_a_gpu(x, rows.q) for x in reference.block_backward(rows, keys, causal, scale))
+    return tuple(
+        as_on_a_gpu(x, rows.q) for x in reference.block_backward(rows, keys, causal, scale)
+    )
 
 
 @pytest.fixture
 def block_by_block(monkeypatch):
     """A kernel that takes one block, as those of a GPU; the CPU's takes lists of tiles.
 
-    What a forward returns is in the order of its dimensions all the same; gradients are once an operator returns them.
+    What a forward returns is in the order of its dimensions all the same; gradients are once an
+    operator returns them.
     """
-    monkeypatch.setattr(executor, "select_backend", lambda *_: AttentionKernel("", forward, backward))
+    monkeypatch.setattr(
+        executor, "select_backend", lambda *_: AttentionKernel("", forward, backward)
+    )
     monkeypatch.setattr(Executor, "forward", in_order(Executor.forward))
 
 
@@ -54,14 +61,20 @@ def in_order(plain):
 @pytest.mark.parametrize("moves", ["kv", "queries"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 3.1e-3)])
 def test_blocks_add_up_whatever_their_kernel_returns(dtype, bound, moves, block_by_block):
-    """In bfloat16 each block is rounded once, 3.0e-3; with sums that travel in it, as a rank alone may, 3.4e-3."""
+    """In bfloat16 each block is rounded once, 3.0e-3; with sums that travel in it, as a rank alone
+    may, 3.4e-3.
+    """
     for (method, options, masked), size in product(CASES, (1, 4)):
         if size == 1 and options:
             continue
         mask = {"documents": masked.documents, "window": masked.window}
-        plan = make_plan(method, seq_len=masked.length, size=size, backward=moves, **mask, **options)
+        plan = make_plan(
+            method, seq_len=masked.length, size=size, backward=moves, **mask, **options
+        )
         found = threads.attend(plan, [x.to(dtype) for x in inputs(masked, dtype)])
-        limit = 1.1 * bound if method == "ulysses" else bound  # whose ranks send each other's part of a KV head
+        limit = (
+            1.1 * bound if method == "ulysses" else bound
+        )  # whose ranks send each other's part of a KV head
         assert max(error(found, truth(masked, dtype))) < limit, (method, options, masked, size)
 
 
@@ -70,9 +83,13 @@ def test_a_message_that_is_changed_is_seen(monkeypatch):
     monkeypatch.setattr(
         threads.ThreadTransport,
         "_send",
-        lambda self, tensors, *rest: plain(self, [x.roll(1, 1) for x in tensors] if self.rank == 2 else tensors, *rest),
+        lambda self, tensors, *rest: plain(
+            self, [x.roll(1, 1) for x in tensors] if self.rank == 2 else tensors, *rest
+        ),
     )
-    found = threads.attend(make_plan("zigzag", seq_len=123, size=4), inputs(Masked(), torch.float64))
+    found = threads.attend(
+        make_plan("zigzag", seq_len=123, size=4), inputs(Masked(), torch.float64)
+    )
     assert min(error(found, truth(Masked(), torch.float64))) > 1e-3
 
 

@@ -1,7 +1,9 @@
-"""All ranks of a plan as threads of one process, on one device: their transfers are copies, on a GPU on side streams.
+"""All ranks of a plan as threads of one process, on one device: their transfers are copies, on a
+GPU on side streams.
 
-A GPU alone so shows whether a plan, its kernels and their waits are right together. Gradients come from the executor
-itself: autograd has one thread per GPU, in which ranks would wait for each other for ever.
+A GPU alone so shows whether a plan, its kernels and their waits are right together. Gradients come
+from the executor itself: autograd has one thread per GPU, in which ranks would wait for each other
+for ever.
 
 Shapes: B batch, S positions, H query heads, K key/value heads, D head width.
 """
@@ -47,8 +49,12 @@ class Mail:
     def take(self, channel: Channel, number: int) -> Any:
         """Wait for a message; raise TimeoutError if it does not come, or another rank failed."""
         with self._there:
-            if not self._there.wait_for(lambda: (channel, number) in self._arrived or self.failed, PATIENCE):
-                raise TimeoutError(f"rank {channel[1]} waited for message {number} of rank {channel[0]} ({channel[2]})")
+            if not self._there.wait_for(
+                lambda: (channel, number) in self._arrived or self.failed, PATIENCE
+            ):
+                raise TimeoutError(
+                    f"rank {channel[1]} waited for message {number} of rank {channel[0]} ({channel[2]})"
+                )
             if self.failed:
                 raise TimeoutError(f"rank {channel[1]} stops, since another rank failed")
             return self._arrived.pop((channel, number))
@@ -76,7 +82,9 @@ class ThreadTransport(Transport):
         return
 
     def _send(self, tensors: Sequence[Tensor], to: int, kind: str) -> None:
-        """Copy the tensors for another rank, which waits for the copy and not for this rank's stream."""
+        """Copy the tensors for another rank, which waits for the copy and not for this rank's
+        stream.
+        """
         channel, event = (self.rank, to, kind), None
         if self._copies is None:
             copies = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
@@ -126,7 +134,10 @@ class ThreadTransport(Transport):
         coming = [self._coming(other, "gather") for other in ranks]
 
         def wait() -> Tensors:
-            joined = (torch.cat(parts, 1) for parts in zip(*(arrival() for arrival in coming), strict=True))
+            joined = (
+                torch.cat(parts, 1)
+                for parts in zip(*(arrival() for arrival in coming), strict=True)
+            )
             return tuple(x if order is None else x.index_select(1, order) for x in joined)
 
         return wait
@@ -139,7 +150,9 @@ class ThreadTransport(Transport):
 
 @cache
 def pool(size: int) -> ThreadPoolExecutor:
-    """Return the threads of so many ranks: cuDNN's graphs are built anew in every thread, for up to half a second."""
+    """Return the threads of so many ranks: cuDNN's graphs are built anew in every thread, for up to
+    half a second.
+    """
     return ThreadPoolExecutor(size)
 
 
@@ -147,7 +160,8 @@ def attend(plan: Plan, inputs: Sequence[Tensor], backend: str = "auto") -> list[
     """Attend with all ranks of a plan of a softmax attention, each a thread.
 
     Args:
-        inputs: q and dout ``[B, S, H, D]``, k and v ``[B, S, K, D]`` as (q, k, v, dout), on the device to run on.
+        inputs: q and dout ``[B, S, H, D]``, k and v ``[B, S, K, D]`` as (q, k, v, dout), on the
+            device to run on.
 
     Returns:
         out, dq, dk and dv of the whole sequence, in its order.
@@ -168,7 +182,9 @@ def attend(plan: Plan, inputs: Sequence[Tensor], backend: str = "auto") -> list[
     wait([pool(plan.size).submit(run, rank) for rank in range(plan.size)])
     if errors:
         raise errors[0]
-    whole = [x.new_zeros(x.shape[0], plan.padded_len, *x.shape[2:]) for x in (inputs[3], *inputs[:3])]
+    whole = [
+        x.new_zeros(x.shape[0], plan.padded_len, *x.shape[2:]) for x in (inputs[3], *inputs[:3])
+    ]
     for rank, parts in enumerate(found):
         for into, part in zip(whole, parts, strict=True):
             into[:, plan.positions(rank).to(into.device)] = part
@@ -176,7 +192,9 @@ def attend(plan: Plan, inputs: Sequence[Tensor], backend: str = "auto") -> list[
 
 
 @torch.no_grad()
-def _attend(plan: Plan, rank: int, mail: Mail, inputs: Sequence[Tensor], backend: str) -> list[Tensor]:
+def _attend(
+    plan: Plan, rank: int, mail: Mail, inputs: Sequence[Tensor], backend: str
+) -> list[Tensor]:
     device, scale = inputs[0].device, inputs[0].shape[-1] ** -0.5
     transport = ThreadTransport(plan.geometry, rank, mail, device)
     heads, executor = HeadExchange(transport), Executor(transport, backend)
@@ -187,7 +205,8 @@ def _attend(plan: Plan, rank: int, mail: Mail, inputs: Sequence[Tensor], backend
     at = plan.positions(rank).to(device)
     padding = plan.padded_len - plan.seq_len
     q, k, v, dout = (
-        heads.to_heads(torch.cat([x, x.new_zeros(x.shape[0], padding, *x.shape[2:])], 1)[:, at]) for x in inputs
+        heads.to_heads(torch.cat([x, x.new_zeros(x.shape[0], padding, *x.shape[2:])], 1)[:, at])
+        for x in inputs
     )
     out, lse = executor.forward(plan, q, Keys(k, v), None, scale)
     gradients = executor.backward(plan, Rows(q, dout, out, lse), Keys(k, v), scale)

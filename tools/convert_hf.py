@@ -1,4 +1,5 @@
-"""Hugging Face models to runs and back, tensor by tensor: python -m tools.convert_hf import SRC RUN; export RUN DST.
+"""Hugging Face models to runs and back, tensor by tensor: python -m tools.convert_hf import SRC
+RUN; export RUN DST.
 
 A model of any size needs memory for a few of its tensors. A run made so begins at iteration 0:
 
@@ -50,11 +51,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
     """Make a run of a Hugging Face folder, and say what it is.
 
-    ``run`` gets config.toml, a checkpoint of iteration 0 with the dtypes as stored, and the folder ``hf`` with what the
-    model came with. Code of the model's repository is neither run nor copied. ``adapter`` is a folder of PEFT's
-    adapters (LoRA), which the run has beside the weights, as one of ``--lora-rank`` has.
+    ``run`` gets config.toml, a checkpoint of iteration 0 with the dtypes as stored, and the folder
+    ``hf`` with what the model came with. Code of the model's repository is neither run nor copied.
+    ``adapter`` is a folder of PEFT's adapters (LoRA), which the run has beside the weights, as one
+    of ``--lora-rank`` has.
 
-    Raises UserError: ``run`` exists, or the folder is not a whole model that we have; nothing is written then.
+    Raises UserError: ``run`` exists, or the folder is not a whole model that we have; nothing is
+    written then.
     """
     model, weights, read_base = open_hf(source, print)
     read, beside = read_base, ""
@@ -68,37 +71,63 @@ def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
         carry(source, kept, CONFIG)
         context = ContextConfig(context_parallel_method=default_method(model))
         config, files, note = Config(model=model, context=context), {}, ""
-        if (name := next((name for name in TOKENIZERS if (kept / name).exists()), None)) is not None:
+        if (
+            name := next((name for name in TOKENIZERS if (kept / name).exists()), None)
+        ) is not None:
             tokenizer = load_tokenizer(kept / name)
             config = with_vocabulary(config, tokenizer.vocab_size)
             size = config.model.vocabulary
             if (lacking := tokenizer.missing(size, size)) is not None:
                 note = f"\nnote: {tokenizer.vocab_size - size} entries are the tokenizer's alone: {lacking}"
-            config = replace(config, data=DataConfig(tokenizer_model=str((run / HF_FOLDER / name).absolute())))
+            config = replace(
+                config, data=DataConfig(tokenizer_model=str((run / HF_FOLDER / name).absolute()))
+            )
             files = {"tokenizer_model": digest(kept / name)}
         (draft / "config.toml").write_text(write_toml(config), encoding="utf-8")
         extra = {"progress": asdict(Progress()), "contents": files, IMPORTED: str(source)}
-        save_checkpoint(draft, 0, weights, None, architecture=architecture_of(config.model), extra=extra, read=read)
-    dtypes = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()}))
-    return f"imported {source}{beside} into {run}: {num_parameters(model):,} parameters of {dtypes}, " + (
-        f"tokenizer {run / HF_FOLDER / name}{note}" if name else "without a tokenizer: give --tokenizer-model"
+        save_checkpoint(
+            draft,
+            0,
+            weights,
+            None,
+            architecture=architecture_of(config.model),
+            extra=extra,
+            read=read,
+        )
+    dtypes = ", ".join(
+        sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
+    )
+    return (
+        f"imported {source}{beside} into {run}: {num_parameters(model):,} parameters of {dtypes}, "
+        + (
+            f"tokenizer {run / HF_FOLDER / name}{note}"
+            if name
+            else "without a tokenizer: give --tokenizer-model"
+        )
     )
 
 
 def export_model(
-    run: Path, target: Path, step: int | None, dtype: str | None, most_bytes: int, *, adapter: bool = False
+    run: Path,
+    target: Path,
+    step: int | None,
+    dtype: str | None,
+    most_bytes: int,
+    *,
+    adapter: bool = False,
 ) -> str:
-    """Write a run's weights as a Hugging Face folder, with what an imported model came with, and say what it is.
+    """Write a run's weights as a Hugging Face folder, with what an imported model came with, and
+    say what it is.
 
-    A model with rope is said to be meant for sequences as long as before, or as those that it was trained on if longer,
-    which the line says then.
-    Adapters (LoRA) are merged into the weights; with ``adapter`` they alone are written, as PEFT's files.
+    A model with rope is said to be meant for sequences as long as before, or as those that it was
+    trained on if longer, which the line says then. Adapters (LoRA) are merged into the weights;
+    with ``adapter`` they alone are written, as PEFT's files.
 
-    The dtype is by default that of the imported config.json, and of a run without one that of its checkpoint; an
-    import that was not trained keeps each tensor's, and so do adapters alone.
+    The dtype is by default that of the imported config.json, and of a run without one that of its
+    checkpoint; an import that was not trained keeps each tensor's, and so do adapters alone.
 
-    Raises UserError: ``target`` exists, the run has no whole checkpoint, or transformers cannot express the model;
-    nothing is written then.
+    Raises UserError: ``target`` exists, the run has no whole checkpoint, or transformers cannot
+    express the model; nothing is written then.
     """
     named, folder = config_file(run), checkpoint_of(run, step)
     manifest = read_manifest(folder)
@@ -106,14 +135,23 @@ def export_model(
         return export_dit(run, folder, manifest, target)
     config, extra = load_config(named), manifest.extra
     if config.model.vocab_size is None:
-        config = with_vocabulary(config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size)
+        config = with_vocabulary(
+            config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size
+        )
     config = config_as_trained(config, extra)
     model, load = config.model, config.checkpoint.load
-    kept = [run / HF_FOLDER, *([Path(load) / HF_FOLDER] if load else [])]  # of an import, or of what began with one
+    kept = [
+        run / HF_FOLDER,
+        *([Path(load) / HF_FOLDER] if load else []),
+    ]  # of an import, or of what began with one
     came_with = next((folder for folder in kept if (folder / CONFIG).is_file()), None)
     contents = {} if came_with is None else read_json(came_with / CONFIG)
     ours, read_ours = stored_weights(folder, architecture_of(model))
-    said = None if adapter or IMPORTED in extra else contents.get("dtype") or contents.get("torch_dtype")
+    said = (
+        None
+        if adapter or IMPORTED in extra
+        else contents.get("dtype") or contents.get("torch_dtype")
+    )
     wanted = DTYPES.get(str(dtype or said))
     if model.lora_rank is not None and not adapter:
         ours, read_ours = merge(ours, read_ours, model.lora_scale)
@@ -123,7 +161,9 @@ def export_model(
     if adapter:
         told = ""
         with new_folder(target) as draft:
-            count = write_adapter(draft, ours, read_cast, model, extra.get(IMPORTED) or _base_of(config, contents))
+            count = write_adapter(
+                draft, ours, read_cast, model, extra.get(IMPORTED) or _base_of(config, contents)
+            )
             if CHAT in extra:
                 if came_with is not None:
                     carry(came_with, draft)
@@ -132,7 +172,10 @@ def export_model(
         return f"exported {count} adapters of {folder} to {target}, as PEFT reads them{told}"
     longer = ""
     if IMPORTED not in extra and model.rope is not None and isinstance(model, LengthConfig):
-        before, trained_on = model.max_position_embeddings or model.rope.scaled_length, _length_trained_on(run, config)
+        before, trained_on = (
+            model.max_position_embeddings or model.rope.scaled_length,
+            _length_trained_on(run, config),
+        )
         model = replace(model, max_position_embeddings=max(before, trained_on))
         if trained_on > before > 0:
             longer = f"; max_position_embeddings is {trained_on:,}, the length trained on, and was {before:,}"
@@ -148,14 +191,23 @@ def export_model(
             longer += _write_chat(draft, chat, config, extra, settings)
         files = write_model(draft, theirs, settings, read, most_bytes)
     kind, many = with_article(settings["model_type"]), f"{len(files)} file{'s' * (len(files) > 1)}"
-    taken = f", with the {'tokenizer and ' * tokenizer}settings of {came_with}" if came_with is not None else ""
+    taken = (
+        f", with the {'tokenizer and ' * tokenizer}settings of {came_with}"
+        if came_with is not None
+        else ""
+    )
     return f"exported {folder} to {target}: {kind} of {', '.join(dtypes)} in {many}{taken}{longer}"
 
 
 def _write_chat(
-    draft: Path, chat: dict[str, Any], config: Config, extra: dict[str, Any], settings: dict[str, Any]
+    draft: Path,
+    chat: dict[str, Any],
+    config: Config,
+    extra: dict[str, Any],
+    settings: dict[str, Any],
 ) -> str:
-    """Write what a model of conversations needs beside its weights, and return a line's part that says so.
+    """Write what a model of conversations needs beside its weights, and return a line's part that
+    says so.
 
     The tokenizer is the one of training, where the model came with another one or with none.
     """
@@ -174,14 +226,20 @@ def _write_chat(
     else:
         told += "; the chat template of its conversations"
     if not chat["ends"]:
-        return f"{told}, whose turns end with no token of their own, so that generation may not stop"
+        return (
+            f"{told}, whose turns end with no token of their own, so that generation may not stop"
+        )
     return f"{told}, whose turns end with {', '.join(map(str, chat['ends']))}"
 
 
 def _length_trained_on(run: Path, config: Config) -> int:
     """Return the longest sequence of a run, and of those before it whose weights it began with."""
     longest, seen = config.train.seq_length, {run}
-    while (load := config.checkpoint.load) and (run := Path(load)) not in seen and (run / "config.toml").is_file():
+    while (
+        (load := config.checkpoint.load)
+        and (run := Path(load)) not in seen
+        and (run / "config.toml").is_file()
+    ):
         folder = find_checkpoint(run)
         if folder is None or IMPORTED in read_manifest(folder).extra:
             break
@@ -201,7 +259,8 @@ def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
 
 
 def import_dit(source: Path, run: Path) -> str:
-    """Make a run of iteration 0 of a diffusion transformer, and say what it is; its weights are in memory at once.
+    """Make a run of iteration 0 of a diffusion transformer, and say what it is; its weights are in
+    memory at once.
 
     Raises UserError: ``run`` exists, or the folder is not a whole model; nothing is written then.
     """
@@ -211,16 +270,24 @@ def import_dit(source: Path, run: Path) -> str:
         extra = {"progress": asdict(Progress()), IMPORTED: str(source)}
         weights = {name: weight.to("meta") for name, weight in state.items()}
         save_checkpoint(
-            draft, 0, weights, None, architecture=architecture_of(config), extra=extra, read=state.__getitem__
+            draft,
+            0,
+            weights,
+            None,
+            architecture=architecture_of(config),
+            extra=extra,
+            read=state.__getitem__,
         )
     count = sum(weight.numel() for weight in state.values())
     return f"imported {source} into {run}: a diffusion transformer of {count:,} parameters"
 
 
 def export_dit(run: Path, checkpoint: Path, manifest: Manifest, target: Path) -> str:
-    """Write a run's averaged weights, or those as trained where there are no averages, and say what they are.
+    """Write a run's averaged weights, or those as trained where there are no averages, and say what
+    they are.
 
-    Raises UserError: ``target`` exists, or the checkpoint is not of the model in the run's config.toml.
+    Raises UserError: ``target`` exists, or the checkpoint is not of the model in the run's
+    config.toml.
     """
     config = load_dit_config(run / "config.toml").model
     section = "ema" if AVERAGED in manifest.extra else "model"
@@ -243,18 +310,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m tools.convert_hf", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    reading = commands.add_parser("import", allow_abbrev=False, help="a Hugging Face folder to a run of iteration 0")
+    reading = commands.add_parser(
+        "import", allow_abbrev=False, help="a Hugging Face folder to a run of iteration 0"
+    )
     add = reading.add_argument
     add("source", type=Path, metavar="SRC", help="folder with config.json and safetensors")
     add("run", type=Path, metavar="RUN", help="folder to make")
     add("--adapter", type=Path, metavar="FOLDER", help="of PEFT's adapters (LoRA) of the model")
-    writing = commands.add_parser("export", allow_abbrev=False, help="a run's checkpoint to a Hugging Face folder")
+    writing = commands.add_parser(
+        "export", allow_abbrev=False, help="a run's checkpoint to a Hugging Face folder"
+    )
     add = writing.add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
     add("target", type=Path, metavar="DST", help="folder to make")
     add("--ckpt-step", type=int, metavar="N", help="iteration; by default the newest whole one")
     add("--dtype", choices=DTYPES, help="of the weights; by default the imported model's")
-    add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help="of a file (default: 5GB)")
+    add(
+        "--max-shard-size",
+        type=size,
+        default="5GB",
+        metavar="SIZE",
+        help="of a file (default: 5GB)",
+    )
     add("--adapter", action="store_true", help="the adapters of a LoRA run alone, as PEFT's files")
     args = parser.parse_args(argv)
     if args.command == "import":
@@ -263,7 +340,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif args.adapter is None:
             print(import_dit(args.source, args.run))
         else:
-            raise UserError(f"--adapter is {args.adapter}, and {args.source} is a diffusion transformer; leave it out")
+            raise UserError(
+                f"--adapter is {args.adapter}, and {args.source} is a diffusion transformer; leave it out"
+            )
     else:
         step, dtype, most = args.ckpt_step, args.dtype, args.max_shard_size
         print(export_model(args.run, args.target, step, dtype, most, adapter=args.adapter))

@@ -1,11 +1,11 @@
 """Loss and perplexity by position, on documents that are longer than a length.
 
-    python -m tools.evaluate runs/long --data-path runs/data/books --seq-length 65536
-    torchrun --standalone --nproc-per-node 4 -m tools.evaluate runs/long --text book.txt --seq-length 65536
+    python -m tools.evaluate runs/long --data-path runs/data/books --seq-length 65536 torchrun
+    --standalone --nproc-per-node 4 -m tools.evaluate runs/long --text book.txt --seq-length 65536
 
-The beginning of each document is one sequence, which the context-parallel ranks share: by default all processes. The
-numbers are those of one process, whatever the mesh. --last-tokens N adds the loss of its last N predictions, which see
-the most context.
+The beginning of each document is one sequence, which the context-parallel ranks share: by default
+all processes. The numbers are those of one process, whatever the mesh. --last-tokens N adds the
+loss of its last N predictions, which see the most context.
 """
 
 import argparse
@@ -75,9 +75,13 @@ class Bucket:
 
 
 class LossByPosition(NextToken):
-    """Next-token prediction whose losses are summed by position, on this rank and of its tokens, over all calls."""
+    """Next-token prediction whose losses are summed by position, on this rank and of its tokens,
+    over all calls.
+    """
 
-    def __init__(self, cp: ContextParallel, device: torch.device, chunk: int, bounds: Sequence[int]) -> None:
+    def __init__(
+        self, cp: ContextParallel, device: torch.device, chunk: int, bounds: Sequence[int]
+    ) -> None:
         """Set up for sequences and buckets [bounds[n], bounds[n + 1]) of their positions."""
         super().__init__(cp, device, chunk)
         self._chunk = chunk
@@ -86,7 +90,9 @@ class LossByPosition(NextToken):
         self.sums = torch.zeros(len(bounds) - 1, dtype=torch.float64, device=device)
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """Return the sum of this rank's token losses, float32, and add those of each bucket to ``sums``."""
+        """Return the sum of this rank's token losses, float32, and add those of each bucket to
+        ``sums``.
+        """
         labels = local["labels"]
 
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -107,12 +113,26 @@ class LossByPosition(NextToken):
 def main(argv: list[str]) -> None:
     """Run the command."""
     parser = parser_for("python -m tools.evaluate", __doc__)
-    add, source = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
+    add, source = (
+        parser.add_argument,
+        parser.add_mutually_exclusive_group(required=True).add_argument,
+    )
     add("run", type=Path, metavar="RUN", help="folder of the run")
     source("--data-path", metavar="PREFIX", help="a .bin/.idx pair")
-    source("--text", nargs="+", metavar="FILE", help="text files, rows or folders, as tools.prepare_data")
+    source(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="text files, rows or folders, as tools.prepare_data",
+    )
     add("--seq-length", type=positive, required=True, metavar="N", help="tokens of each document")
-    add("--documents", type=positive, default=32, metavar="N", help="the first N long enough (default: %(default)s)")
+    add(
+        "--documents",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="the first N long enough (default: %(default)s)",
+    )
     add("--last-tokens", type=positive, metavar="N", help="a row for the last N of each, too")
     add_begin(parser, "--text")
     add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
@@ -124,7 +144,9 @@ def main(argv: list[str]) -> None:
     run = open_run(args.run, args.ckpt_step)
     processes = launched_world_size()
     asked = mesh_of(args)
-    config = fitted(run.config, processes, asked.pop("context_parallel_method"), args.seq_length, **asked)
+    config = fitted(
+        run.config, processes, asked.pop("context_parallel_method"), args.seq_length, **asked
+    )
     validate_sizes(config, processes)
     folder = args.save or args.run / "evaluation"
     with distributed_mesh(config.mesh) as mesh:
@@ -144,13 +166,17 @@ def main(argv: list[str]) -> None:
         found = [bucket(*at, cuts, sums, len(rows)) for at in pairwise(bounds)]
         last = bucket(first, args.seq_length, cuts, sums, len(rows)) if args.last_tokens else None
         if not all(math.isfinite(bucket.loss) for bucket in found):
-            raise CheckpointError(f"{run.checkpoint} has losses that are not finite: its training diverged")
+            raise CheckpointError(
+                f"{run.checkpoint} has losses that are not finite: its training diverged"
+            )
         if is_first():
             _write(folder, run, args, len(rows), found, last)
 
 
 def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
-    """Yield the first S + 1 tokens, int64, of every document that has more than S of them. Raises DataError."""
+    """Yield the first S + 1 tokens, int64, of every document that has more than S of them. Raises
+    DataError.
+    """
     length, tokenizer = args.seq_length, run.tokenizer
     entries = min(tokenizer.vocab_size, run.config.model.vocabulary)
     missing = partial(tokenizer.missing, entries)
@@ -161,9 +187,13 @@ def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
         lengths = indexed.document_lengths
         ends, ids = np.cumsum(lengths, dtype=np.int64), indexed.token_ids()
         for number in np.flatnonzero(lengths > length):
-            whole = torch.from_numpy(ids[ends[number] - lengths[number] : ends[number]].astype(np.int64))
+            whole = torch.from_numpy(
+                ids[ends[number] - lengths[number] : ends[number]].astype(np.int64)
+            )
             text_ends = document_ends(whole, tokenizer.eod, begins_document=True)
-            cuts = [] if indexed.holds_conversations else (text_ends.nonzero().flatten() + 1).tolist()
+            cuts = (
+                [] if indexed.holds_conversations else (text_ends.nonzero().flatten() + 1).tolist()
+            )
             for document in whole.tensor_split(cuts):
                 if len(document) > length:
                     yield document[: length + 1].numpy()
@@ -178,26 +208,42 @@ def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
 
 def buckets(length: int) -> list[int]:
     """Return the bounds of buckets of [0, length), which double from ``SMALLEST_BUCKET`` on."""
-    powers = [SMALLEST_BUCKET << n for n in range(length.bit_length()) if SMALLEST_BUCKET << n < length]
+    powers = [
+        SMALLEST_BUCKET << n for n in range(length.bit_length()) if SMALLEST_BUCKET << n < length
+    ]
     return [0, *powers, length]
 
 
-def bucket(begin: int, end: int, cuts: Sequence[int], sums: Sequence[float], documents: int) -> Bucket:
-    """Return a bucket of so many documents, whose losses ``sums`` has for each [cuts[n], cuts[n + 1])."""
+def bucket(
+    begin: int, end: int, cuts: Sequence[int], sums: Sequence[float], documents: int
+) -> Bucket:
+    """Return a bucket of so many documents, whose losses ``sums`` has for each [cuts[n], cuts[n +
+    1]).
+    """
     tokens = documents * (end - begin)
     loss = sum(loss for at, loss in zip(cuts[:-1], sums, strict=True) if begin <= at < end)
     return Bucket(begin, end, tokens, loss / tokens)
 
 
-def losses(run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bounds: Sequence[int]) -> list[float]:
-    """Return the sums of the losses of all rows, each [S + 1], in each bucket of positions; collective."""
+def losses(
+    run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bounds: Sequence[int]
+) -> list[float]:
+    """Return the sums of the losses of all rows, each [S + 1], in each bucket of positions;
+    collective.
+    """
     task = LanguageTask(config, mesh)
-    objective = LossByPosition(task.cp, mesh.device, config.recompute.loss_chunk_size or CHUNK, bounds)
+    objective = LossByPosition(
+        task.cp, mesh.device, config.recompute.loss_chunk_size or CHUNK, bounds
+    )
     task.objective = objective
     parts = task.build_parts()
     load_model(run.checkpoint, parts, architecture_of(config.model))
     runner = task.build_runner(parts)
-    each, ranks, rank = config.train.micro_batches(mesh.dp.size()), mesh.dp.size(), mesh.dp.get_local_rank()
+    each, ranks, rank = (
+        config.train.micro_batches(mesh.dp.size()),
+        mesh.dp.size(),
+        mesh.dp.get_local_rank(),
+    )
     started = time.monotonic()
     for begin in range(0, len(rows), each * ranks):
         # All ranks take equally many, since they gather the model together.
@@ -205,7 +251,11 @@ def losses(run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bou
         batches = []
         for number in mine:
             tokens = torch.from_numpy(rows[number % len(rows)])[None]
-            labels = tokens[:, 1:] if number < len(rows) else torch.full_like(tokens[:, 1:], IGNORE_INDEX)
+            labels = (
+                tokens[:, 1:]
+                if number < len(rows)
+                else torch.full_like(tokens[:, 1:], IGNORE_INDEX)
+            )
             batches.append(objective.local({"tokens": tokens[:, :-1], "labels": labels}))
         runner.forward(batches)
         done, seconds = min(begin + each * ranks, len(rows)), time.monotonic() - started
@@ -215,16 +265,31 @@ def losses(run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bou
 
 
 def _write(
-    folder: Path, run: Run, args: argparse.Namespace, count: int, found: Sequence[Bucket], last: Bucket | None
+    folder: Path,
+    run: Run,
+    args: argparse.Namespace,
+    count: int,
+    found: Sequence[Bucket],
+    last: Bucket | None,
 ) -> None:
     tokens = sum(bucket.tokens for bucket in found)
-    whole = Bucket(0, args.seq_length, tokens, sum(bucket.loss * bucket.tokens for bucket in found) / tokens)
+    whole = Bucket(
+        0, args.seq_length, tokens, sum(bucket.loss * bucket.tokens for bucket in found) / tokens
+    )
     named = [*((f"{bucket.begin} to {bucket.end - 1}", bucket) for bucket in found), ("all", whole)]
     named += [] if last is None else [(f"last {last.end - last.begin}", last)]
     rows = [[name, f"{b.tokens:,}", f"{b.loss:.4f}", f"{b.perplexity:.2f}"] for name, b in named]
     title = f"{run.folder}, iteration {run.iteration}, {count} documents of more than {args.seq_length} tokens"
-    result: dict[str, Any] = {"run": str(run.folder), "iteration": run.iteration, "data": args.data_path or args.text}
-    result |= {"seq_length": args.seq_length, "trained_seq_length": run.trained_length, "documents": count}
+    result: dict[str, Any] = {
+        "run": str(run.folder),
+        "iteration": run.iteration,
+        "data": args.data_path or args.text,
+    }
+    result |= {
+        "seq_length": args.seq_length,
+        "trained_seq_length": run.trained_length,
+        "documents": count,
+    }
     result |= {"loss": whole.loss, "perplexity": whole.perplexity}
     result["buckets"] = [asdict(bucket) | {"perplexity": bucket.perplexity} for bucket in found]
     result["last"] = None if last is None else asdict(last) | {"perplexity": last.perplexity}

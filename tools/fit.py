@@ -1,11 +1,12 @@
-"""Fit a run to this machine: choose how many processes, and the flags that its configuration lacks for them.
+"""Fit a run to this machine: choose how many processes, and the flags that its configuration lacks
+for them.
 
     python -m tools.fit pretrain_gpt.py --config llama_tiny
 
-Prints one line for a shell, such as `4`, or on one GPU `1 --bf16 --context-parallel-size 1`, and reports changes on
-stderr. Each GPU gets one process, up to MOST, and softmax attention computes in bfloat16 there, since its kernels take
-no float32. A context-parallel size that does not fit the processes is replaced by the nearest that does; flags of the
-command line stay.
+Prints one line for a shell, such as `4`, or on one GPU `1 --bf16 --context-parallel-size 1`, and
+reports changes on stderr. Each GPU gets one process, up to MOST, and softmax attention computes in
+bfloat16 there, since its kernels take no float32. A context-parallel size that does not fit the
+processes is replaced by the nearest that does; flags of the command line stay.
 """
 
 import os
@@ -38,13 +39,17 @@ def parsed(arguments: Sequence[str]) -> CommonConfig:
 
 
 def main(argv: list[str]) -> None:
-    """Print the number of processes and the flags; a non-empty NPROC in the environment sets the number."""
+    """Print the number of processes and the flags; a non-empty NPROC in the environment sets the
+    number.
+    """
     entry, *flags = argv or ["--help"]
     if entry in ("-h", "--help", "--version"):
         print(f"longmesh {__version__}" if entry == "--version" else __doc__)
         return
     if entry not in ENTRIES:
-        raise ConfigError(f"the entry is {entry!r}; give {' or '.join(ENTRIES)}, and then its flags")
+        raise ConfigError(
+            f"the entry is {entry!r}; give {' or '.join(ENTRIES)}, and then its flags"
+        )
     if {"-h", "--help", "--version"} & set(flags):
         print(1)  # the entry prints it
         return
@@ -54,11 +59,15 @@ def main(argv: list[str]) -> None:
     size, more = fit(entry, flags, int(asked) if asked else None)
     print(size, *more)
     if more:
-        print(f"to suit {counted(size, 'process')} on this machine: {' '.join(more)}", file=sys.stderr)
+        print(
+            f"to suit {counted(size, 'process')} on this machine: {' '.join(more)}", file=sys.stderr
+        )
 
 
 def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[str]]:
-    """Return the number of processes and the flags to add; none if nothing fits, and the entry says why."""
+    """Return the number of processes and the flags to add; none if nothing fits, and the entry says
+    why.
+    """
     config = ENTRIES[entry].parse_args(flags)
     on_gpu = config.mesh.device_type == "cuda"
     gpus = torch.cuda.device_count() or 1  # the entry reports a missing CUDA device

@@ -32,13 +32,16 @@ LARGEST_PICTURE = 512
 def layout_figure(args: argparse.Namespace) -> "Figure":
     """Draw methods, by default ``PLAIN``, or ``PACKED`` under documents or a window.
 
-    Raises UserError: an unknown method, documents of another length, or a picture too large to read.
+    Raises UserError: an unknown method, documents of another length, or a picture too large to
+    read.
     """
     from tools.common.layouts import PACKED, PLAIN, draw, drawing
 
     lengths, length = args.documents, args.seq_length
     if lengths and length not in (None, sum(lengths)):
-        raise UserError(f"--seq-length is {length} and --documents have {sum(lengths)} tokens; leave --seq-length out")
+        raise UserError(
+            f"--seq-length is {length} and --documents have {sum(lengths)} tokens; leave --seq-length out"
+        )
     length = sum(lengths) if lengths else 32 if length is None else length
     documents = (0, *accumulate(lengths)) if lengths else None
     if length > LARGEST_PICTURE or args.size > length:
@@ -48,13 +51,17 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
         )
     window = (args.window, 0 if args.causal else args.window) if args.window else None
     methods = args.methods or (PACKED if documents or window else PLAIN)
-    return draw([drawing(method, length, args.size, args.causal, documents, window) for method in methods])
+    return draw(
+        [drawing(method, length, args.size, args.causal, documents, window) for method in methods]
+    )
 
 
 def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tuple[float, float]]]:
-    """Read a run's (place, value) pairs by field; a repeated iteration, as after a resume, counts as last written.
+    """Read a run's (place, value) pairs by field; a repeated iteration, as after a resume, counts
+    as last written.
 
-    Raises UserError: the file is missing, a line is not the record of an iteration, or none has the fields.
+    Raises UserError: the file is missing, a line is not the record of an iteration, or none has the
+    fields.
     """
     from train.callbacks.metrics import read_metrics
 
@@ -76,7 +83,9 @@ def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tup
 
 
 def smoothed(values: Sequence[tuple[float, float]], share: float) -> list[tuple[float, float]]:
-    """Average the values exponentially, each point with ``share`` of the mean before it, without pull to the start."""
+    """Average the values exponentially, each point with ``share`` of the mean before it, without
+    pull to the start.
+    """
     mean, weight, found = 0.0, 0.0, []
     for place, value in values:
         mean, weight = share * mean + (1 - share) * value, share * weight + 1 - share
@@ -85,7 +94,8 @@ def smoothed(values: Sequence[tuple[float, float]], share: float) -> list[tuple[
 
 
 def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: float) -> "Figure":
-    """Draw training loss as a line and validation loss as marks, a colour per run; and other fields, a panel each.
+    """Draw training loss as a line and validation loss as marks, a colour per run; and other
+    fields, a panel each.
 
     Raises UserError: ``smooth`` is out of range, or as ``read_curves``.
     """
@@ -99,10 +109,15 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
     losses = tuple(field for field in wanted if field in LOSSES)
     panels = list(dict.fromkeys(losses if field in LOSSES else (field,) for field in wanted))
     figure = Figure(figsize=(8, 4.5 + 2 * (len(panels) - 1)), layout="constrained")
-    for axes, fields in zip(figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels, strict=True):
+    for axes, fields in zip(
+        figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels, strict=True
+    ):
         units = set[str]()
         for index, run in enumerate(runs):
-            colour, name = PALETTE[index % len(PALETTE)], (run if run.is_dir() else run.parent).resolve().name
+            colour, name = (
+                PALETTE[index % len(PALETTE)],
+                (run if run.is_dir() else run.parent).resolve().name,
+            )
             for field, values in read_curves(run, fields, by).items():
                 checks = field == "validation_loss"
                 kind = LOSSES.get(field, field)
@@ -110,8 +125,17 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
                 if values:
                     units |= {UNITS[field]} if field in UNITS else set()
                     style, drawn = ("o--", values) if checks else ("-", smoothed(values, smooth))
-                    axes.plot(*zip(*drawn, strict=True), style, color=colour, label=label, linewidth=1.2, markersize=4)
-        axes.set(ylabel=f"loss ({' or '.join(sorted(units))})" if units else fields[0].replace("_", " "))
+                    axes.plot(
+                        *zip(*drawn, strict=True),
+                        style,
+                        color=colour,
+                        label=label,
+                        linewidth=1.2,
+                        markersize=4,
+                    )
+        axes.set(
+            ylabel=f"loss ({' or '.join(sorted(units))})" if units else fields[0].replace("_", " ")
+        )
         plain(axes)
         axes.legend(frameon=False)
     axes.set(xlabel=BY[by])
@@ -123,14 +147,22 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m tools.plot", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    layout = commands.add_parser("layout", help="who owns which token, and each round's tiles", allow_abbrev=False)
+    layout = commands.add_parser(
+        "layout", help="who owns which token, and each round's tiles", allow_abbrev=False
+    )
     add, mask = layout.add_argument, layout.add_mutually_exclusive_group().add_argument
-    methods = "default: ring striped zigzag allgather; with documents or a window exchange, not allgather"
+    methods = (
+        "default: ring striped zigzag allgather; with documents or a window exchange, not allgather"
+    )
     add("--methods", nargs="+", metavar="METHOD", help=methods)
     add("--seq-length", type=int, help="tokens (default: 32, or those of the documents)")
     add("--size", type=int, default=4, help="ranks (default: %(default)s)")
-    add("--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents")
-    window = "tokens that each sees before itself, in full attention behind itself too; default: all"
+    add(
+        "--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents"
+    )
+    window = (
+        "tokens that each sees before itself, in full attention behind itself too; default: all"
+    )
     add("--window", type=positive, metavar="TOKENS", help=window)
     mask("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
     mask("--full", dest="causal", action="store_false", help="full attention")
@@ -138,7 +170,12 @@ def main(argv: list[str] | None = None) -> None:
     losses = "training and validation loss of runs, or other fields of metrics.jsonl"
     add = commands.add_parser("losses", help=losses, allow_abbrev=False).add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    add("--metric", nargs="+", metavar="FIELD", help="of metrics.jsonl, losses in one panel (default: these)")
+    add(
+        "--metric",
+        nargs="+",
+        metavar="FIELD",
+        help="of metrics.jsonl, losses in one panel (default: these)",
+    )
     add("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
     smooth = "share that a point keeps of the mean before it, 0 to below 1 (default: 0); validation is not smoothed"
     add("--smooth", type=float, default=0.0, metavar="SHARE", help=smooth)
@@ -146,7 +183,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     refuse_folder("--output", args.output)
     layout = args.command == "layout"
-    figure = layout_figure(args) if layout else losses_figure(args.runs, args.metric, args.by, args.smooth)
+    figure = (
+        layout_figure(args)
+        if layout
+        else losses_figure(args.runs, args.metric, args.by, args.smooth)
+    )
     save(figure, args.output, "--output")
 
 

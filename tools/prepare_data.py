@@ -1,7 +1,8 @@
 """Turn text or conversations into what training reads: a tokenizer and Megatron's .bin/.idx.
 
-Without flags it takes the Python sources of this machine's standard library, so that a first run needs no download.
-What it wrote before with the same flags is kept, unless an input file has changed since: then it asks.
+Without flags it takes the Python sources of this machine's standard library, so that a first run
+needs no download. What it wrote before with the same flags is kept, unless an input file has
+changed since: then it asks.
 
     python -m tools.prepare_data                                   # runs/data/stdlib.bin, .idx, .model and .json
     python -m tools.prepare_data --input books/ --suffix .txt --output-prefix runs/data/books --vocab-size 32000
@@ -9,9 +10,11 @@ What it wrote before with the same flags is kept, unless an input file has chang
     python -m tools.prepare_data --input a.jsonl --json-keys content --output-prefix runs/data/a
     python -m tools.prepare_data --chat --input sharegpt.json --seq-length 4096 --tokenizer-model tokenizer.json \\
         --output-prefix runs/data/chats
-    python -m tools.prepare_data --chat --input sharegpt.json --seq-length 4096 --chat-template chatml \\
-        --output-prefix runs/data/chats          # trains runs/data/chats_tokenizer/tokenizer.json for that template
-    python -m tools.prepare_data --check runs/data/chats --tokenizer-model tokenizer.json --inspect 2
+    python -m tools.prepare_data --chat --input sharegpt.json --seq-length 4096 --chat-template
+        chatml \\ --output-prefix runs/data/chats          # trains
+        runs/data/chats_tokenizer/tokenizer.json for that template
+    python -m tools.prepare_data --check runs/data/chats --tokenizer-model tokenizer.json --inspect
+    2
 
 Then: pretrain_gpt.py --data-path PREFIX --tokenizer-model PREFIX.model
 """
@@ -63,7 +66,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         ".bz2, .xz or .zst; hf:NAME:SPLIT of the hub; other folders are searched for --suffix"
     )
     source("--input", nargs="+", metavar="PATH", help=inputs)
-    source("--check", metavar="PREFIX", help="write nothing, but read all of a prefix that is there")
+    source(
+        "--check", metavar="PREFIX", help="write nothing, but read all of a prefix that is there"
+    )
     inspect = (
         "with --check: show N documents, or samples of conversations, what carries loss marked, and the share of "
         "tokens in documents longer than 1K, 4K, 32K and 128K"
@@ -71,7 +76,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--inspect", type=positive, metavar="N", help=inspect)
     whole = "with --inspect: all of each text, not its beginning and end alone"
     add("--whole", action="store_true", help=whole)
-    add("--suffix", default=".txt", help="ending of the files taken from a folder (default: %(default)s)")
+    add(
+        "--suffix",
+        default=".txt",
+        help="ending of the files taken from a folder (default: %(default)s)",
+    )
     key = "field of the rows that holds the text (default: text); one, since a prefix holds one corpus"
     add("--json-keys", nargs="+", metavar="KEY", help=key)
     output = f"where to write (default: {DEFAULT_PREFIX}, for --stdlib alone)"
@@ -82,28 +91,55 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     tokenizer("--vocab-size", type=positive, metavar="N", help=entries)
     begin = "begin each document with the begin token (default: auto, if the tokenizer adds it by itself)"
     add("--add-bos-token", choices=("auto", "always", "never"), default="auto", help=begin)
-    add("--max-bytes", type=positive, metavar="N", help="stop after N bytes of text (default: take all)")
+    add(
+        "--max-bytes",
+        type=positive,
+        metavar="N",
+        help="stop after N bytes of text (default: take all)",
+    )
     add("--overwrite", action="store_true", help="write anew what is there already")
     workers = "processes that tokenize; the output is the same (default: cores)"
     add("--workers", type=positive, metavar="N", help=workers)
     chat = parser.add_argument_group("conversations").add_argument
-    chat("--chat", action="store_true", help="the input is conversations of ShareGPT or OpenAI messages")
-    chat("--seq-length", type=positive, metavar="N", help="tokens of a sample, which holds many of them")
+    chat(
+        "--chat",
+        action="store_true",
+        help="the input is conversations of ShareGPT or OpenAI messages",
+    )
+    chat(
+        "--seq-length",
+        type=positive,
+        metavar="N",
+        help="tokens of a sample, which holds many of them",
+    )
     names = f"use this jinja template (default: the tokenizer's), or one of {', '.join(NAMED)}"
     chat("--chat-template", metavar="FILE|NAME", help=names)
     policies = ["error", "split", "truncate-left", "truncate-right"]
-    chat("--too-long", choices=policies, default="error", help="for more than N tokens (default: error)")
+    chat(
+        "--too-long",
+        choices=policies,
+        default="error",
+        help="for more than N tokens (default: error)",
+    )
     refused = "list what cannot be used in PREFIX.refused.txt, and go on"
     chat("--skip-refused", action="store_true", help=refused)
-    strict = (
-        "refuse a conversation that has something not read, such as an unknown key, which is otherwise counted and said"
-    )
+    strict = "refuse a conversation that has something not read, such as an unknown key, which is otherwise counted and said"
     chat("--strict", action="store_true", help=strict)
     args = parser.parse_args(argv)
-    of_chat = args.seq_length or args.chat_template or args.skip_refused or args.strict or args.too_long != "error"
+    of_chat = (
+        args.seq_length
+        or args.chat_template
+        or args.skip_refused
+        or args.strict
+        or args.too_long != "error"
+    )
     one = "--json-keys names {} fields, and a prefix holds one corpus; prepare each on its own"
     named = f"--chat needs --tokenizer-model FILE, or to train one --chat-template NAME, one of {', '.join(NAMED)}"
-    lacking = [name for name, given in {"--input": args.input, "--seq-length": args.seq_length}.items() if not given]
+    lacking = [
+        name
+        for name, given in {"--input": args.input, "--seq-length": args.seq_length}.items()
+        if not given
+    ]
     wrong = {
         "--input needs --output-prefix: where to write": args.input and not args.output_prefix,
         one.format(len(args.json_keys or [])): args.json_keys and len(args.json_keys) > 1,
@@ -115,8 +151,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             of_chat and not args.chat
         ),
         "--json-keys goes with --input: whose rows it is for": args.json_keys and not args.input,
-        "--add-bos-token is for text; a chat template writes it itself": args.chat and args.add_bos_token != "auto",
-        "--max-bytes and --json-keys are for text, not for --chat": args.chat and (args.max_bytes or args.json_keys),
+        "--add-bos-token is for text; a chat template writes it itself": args.chat
+        and args.add_bos_token != "auto",
+        "--max-bytes and --json-keys are for text, not for --chat": args.chat
+        and (args.max_bytes or args.json_keys),
     }
     for said in (said for said, found in wrong.items() if found):
         parser.error(said)
@@ -143,7 +181,9 @@ def _prepare(args: argparse.Namespace) -> int:
     if args.json_keys:
         _check_that_rows_are_read(args.input, args.suffix)
     prefix = Path(args.output_prefix or DEFAULT_PREFIX)
-    if not (prefix / "cache").is_dir():  # a run on what an earlier call wrote keeps its indices of samples there
+    if not (
+        prefix / "cache"
+    ).is_dir():  # a run on what an earlier call wrote keeps its indices of samples there
         refuse_folder("--output-prefix", prefix, f"give {prefix}/NAME to write into it")
     prepared, kept = prepare(request, prefix, overwrite=args.overwrite, workers=args.workers)
     print(f"{'kept' if kept else 'wrote'} {prefix}.bin and .idx: {prepared.summary}")
@@ -157,11 +197,15 @@ def _prepare(args: argparse.Namespace) -> int:
     if prepared.skipped_files:
         print(f"skipped {prepared.skipped_files} files that are not UTF-8")
     if prepared.conversations and prepared.conversations["refused"]:
-        print(f"refused {prepared.conversations['refused']:,} conversations, listed in {prefix}.refused.txt")
+        print(
+            f"refused {prepared.conversations['refused']:,} conversations, listed in {prefix}.refused.txt"
+        )
     for key, count in (prepared.unread or {}).items():
         print(f"note: {count:,} conversations have {key}; --strict refuses them")
     if args.chat and not prepared.turn_ends:
-        print("note: no token of its own ends the assistant's turns, so that generation may not stop after them")
+        print(
+            "note: no token of its own ends the assistant's turns, so that generation may not stop after them"
+        )
     sft = f" --sft --seq-length {args.seq_length}" if args.chat else ""
     tokenizer = tokenizer_of(request, prefix)
     print(f"train on it with --data-path {prefix} --tokenizer-model {tokenizer}{sft}")
@@ -191,7 +235,9 @@ def _check(args: argparse.Namespace) -> int:
     what = "conversation" if indexed.holds_conversations else "document"
     lengths = indexed.lengths if indexed.holds_conversations else indexed.document_lengths
     trained = Path(f"{args.check}{TOKENIZER}/tokenizer.json")
-    tokenizer = load_tokenizer(args.tokenizer_model or (trained if trained.exists() else f"{args.check}.model"))
+    tokenizer = load_tokenizer(
+        args.tokenizer_model or (trained if trained.exists() else f"{args.check}.model")
+    )
     print(check_prefix(args.check, tokenizer))
     if args.inspect:
         texts = shown(args.check, tokenizer, args.inspect, args.whole, sys.stdout.isatty())
@@ -204,8 +250,8 @@ def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
     """Read a prefix whole, and return what it holds in one line.
 
     Raises:
-        DataError: whatever would stop training, a document of our own text without its end, or a loss mask that is
-            not of these tokens.
+        DataError: whatever would stop training, a document of our own text without its end, or a
+            loss mask that is not of these tokens.
     """
     import numpy as np
 
@@ -253,8 +299,11 @@ def _ends(indexed: "Indexed", eod: int) -> str:
     )
 
 
-def shown(prefix: str, tokenizer: "Tokenizer", count: int, whole: bool, colour: bool) -> Iterator[str]:
-    """Yield the first documents of a prefix as text, or samples of conversations, each with its boundaries.
+def shown(
+    prefix: str, tokenizer: "Tokenizer", count: int, whole: bool, colour: bool
+) -> Iterator[str]:
+    """Yield the first documents of a prefix as text, or samples of conversations, each with its
+    boundaries.
 
     Tokens that carry loss are green, or between ⟦ and ⟧ where there is no `colour`.
 
@@ -274,7 +323,9 @@ def shown(prefix: str, tokenizer: "Tokenizer", count: int, whole: bool, colour: 
     if learned is None:
         groups = [[length] for length in indexed.document_lengths[:count].tolist()]
     else:
-        groups = [indexed.lengths[a:b].tolist() for a, b in pairwise(indexed.bounds[: count + 1].tolist())]
+        groups = [
+            indexed.lengths[a:b].tolist() for a, b in pairwise(indexed.bounds[: count + 1].tolist())
+        ]
     for number, lengths in enumerate(groups):
         yield f"=== {'document' if learned is None else 'sample'} {number}: {sum(lengths):,} tokens"
         for place, length in enumerate(lengths):
@@ -282,12 +333,20 @@ def shown(prefix: str, tokenizer: "Tokenizer", count: int, whole: bool, colour: 
                 yield f"--- conversation {place + 1} of {len(lengths)}: {length:,} tokens"
             mask = np.zeros(length, bool) if learned is None else learned[at : at + length] > 0
             cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), length]
-            parts = ((tokenizer.detokenize(ids[at + a : at + b].tolist(), special=True), a) for a, b in pairwise(cuts))
+            parts = (
+                (tokenizer.detokenize(ids[at + a : at + b].tolist(), special=True), a)
+                for a, b in pairwise(cuts)
+            )
             text = [(character, bool(mask[a])) for part, a in parts for character in part]
             if not whole and len(text) > 2 * _SHOWN + 100:
                 left_out = f"{len(text) - 2 * _SHOWN:,} of {len(text):,} characters left out, which --whole shows"
-                text[_SHOWN:-_SHOWN] = [(character, False) for character in f"\n... {left_out} ...\n"]
-            runs = ((marked, "".join(c for c, _ in run)) for marked, run in groupby(text, key=itemgetter(1)))
+                text[_SHOWN:-_SHOWN] = [
+                    (character, False) for character in f"\n... {left_out} ...\n"
+                ]
+            runs = (
+                (marked, "".join(c for c, _ in run))
+                for marked, run in groupby(text, key=itemgetter(1))
+            )
             yield "".join(f"{begin}{run}{end}" if marked else run for marked, run in runs)
             at += length
 

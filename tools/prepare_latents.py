@@ -1,12 +1,14 @@
 """Turn a folder of images into what pretrain_dit.py reads: shards of latents and their index.
 
-Images are found as the imagefolder builder of datasets finds them, a folder per class, its classes numbered in the
-order of their names; each is cut to its middle square and resized. With --vae, the folder of a diffusers AutoencoderKL,
-its latents are written, the means without noise; without one, the colours themselves, from -1 to 1.
+Images are found as the imagefolder builder of datasets finds them, a folder per class, its classes
+numbered in the order of their names; each is cut to its middle square and resized. With --vae, the
+folder of a diffusers AutoencoderKL, its latents are written, the means without noise; without one,
+the colours themselves, from -1 to 1.
 
-    python -m tools.prepare_latents --input imagenet/train --vae sd-vae-ft-mse --size 256 --output latents
-    python -m tools.prepare_latents --input photographs --size 32 --output pixels
-    python -m tools.prepare_latents --check latents      # reads all values and labels, before a long run would
+    python -m tools.prepare_latents --input imagenet/train --vae sd-vae-ft-mse --size 256 --output
+    latents python -m tools.prepare_latents --input photographs --size 32 --output pixels python -m
+    tools.prepare_latents --check latents      # reads all values and labels, before a long run
+    would
 
 Then: pretrain_dit.py --data-path FOLDER --latent-shape C H W --num-classes N
 """
@@ -38,9 +40,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     below = "with --check: that labels are below it, as training wants"
     add("--num-classes", type=positive, metavar="N", help=below)
     add("--output", type=Path, metavar="DIR", help="folder to write")
-    add("--vae", type=Path, metavar="DIR", help="local folder of diffusers' AutoencoderKL, safetensors")
+    add(
+        "--vae",
+        type=Path,
+        metavar="DIR",
+        help="local folder of diffusers' AutoencoderKL, safetensors",
+    )
     add("--size", type=positive, default=256, metavar="N", help="side of the squares, in pixels")
-    add("--dtype", choices=["float32", "float16"], default="float32", help="of the latents in the files")
+    add(
+        "--dtype",
+        choices=["float32", "float16"],
+        default="float32",
+        help="of the latents in the files",
+    )
     add("--format", choices=["npy", "safetensors"], default="npy", help="of the files")
     add("--samples-per-shard", type=positive, default=4096, metavar="N", help="samples in a file")
     add("--batch-size", type=positive, default=32, metavar="N", help="images encoded at once")
@@ -56,16 +68,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         pictures = Pictures()
         batches = _batches(args.input, pictures, args.size, args.vae, args.batch_size)
-        form = {"dtype": args.dtype, "samples_per_shard": args.samples_per_shard, "kind": args.format}
+        form = {
+            "dtype": args.dtype,
+            "samples_per_shard": args.samples_per_shard,
+            "kind": args.format,
+        }
         write_latents(args.output, batches, **form)
         folder = LatentFolder(args.output)
         for note in pictures.notes():
             print(f"note: {note}", file=sys.stderr)
-    shape, classes = " ".join(map(str, folder.shape)), args.num_classes or int(folder.labels.max()) + 1
+    shape, classes = (
+        " ".join(map(str, folder.shape)),
+        args.num_classes or int(folder.labels.max()) + 1,
+    )
     if absent := classes - len(np.unique(folder.labels)):
         print(f"note: {absent:,} of {classes:,} classes have no sample", file=sys.stderr)
-    print(f"{folder.folder}: {len(folder):,} samples of {shape} in {len(folder.shards)} shards, {classes} classes")
-    print(f"train on it with --data-path {folder.folder} --latent-shape {shape} --num-classes {classes}")
+    print(
+        f"{folder.folder}: {len(folder):,} samples of {shape} in {len(folder.shards)} shards, {classes} classes"
+    )
+    print(
+        f"train on it with --data-path {folder.folder} --latent-shape {shape} --num-classes {classes}"
+    )
 
 
 def _batches(
@@ -81,8 +104,13 @@ def _batches(
         encode = Vae(vae, torch.device("cuda" if torch.cuda.is_available() else "cpu")).encode
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
-        pixels = np.stack([pictures.square(image["path"], image["bytes"], size) for image in batch["image"]])
-        yield pixels if encode is None else encode(pixels), np.asarray(batch["label"], dtype=np.int64)
+        pixels = np.stack(
+            [pictures.square(image["path"], image["bytes"], size) for image in batch["image"]]
+        )
+        yield (
+            pixels if encode is None else encode(pixels),
+            np.asarray(batch["label"], dtype=np.int64),
+        )
 
 
 def _image_folder(folder: Path) -> Any:
@@ -91,7 +119,9 @@ def _image_folder(folder: Path) -> Any:
     Uses datasets' own builder: no download, no remote code.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
-        raise DataError(f"input is {folder}, which is no folder with anything in it; name one with a folder per class")
+        raise DataError(
+            f"input is {folder}, which is no folder with anything in it; name one with a folder per class"
+        )
     try:
         from datasets import Image, disable_progress_bars, load_dataset
         from datasets.exceptions import DatasetGenerationError
@@ -118,20 +148,27 @@ def _image_folder(folder: Path) -> Any:
         why = f"; {metadata[0]} takes the place of their classes: move it away" if metadata else ""
         raise DataError(f"input {folder} holds no images in folders, one for each class{why}")
     images = found.cast_column("image", Image(decode=False))
-    paths = [Path(path) for path in images.data.column("image").combine_chunks().field("path").to_pylist()]
+    paths = [
+        Path(path)
+        for path in images.data.column("image").combine_chunks().field("path").to_pylist()
+    ]
     _check_classes({path.parent for path in paths})
     _check_whole(folder, set(paths), set(ImageFolder.EXTENSIONS))
     return images
 
 
 def _named_as_split(folder: Path) -> bool:
-    """Return whether datasets takes a folder inside as its training split, and would leave out all others."""
+    """Return whether datasets takes a folder inside as its training split, and would leave out all
+    others.
+    """
     folders = [path for path in folder.iterdir() if path.is_dir()]
     return len(folders) > 1 and any(path.name.lower() in ("train", "training") for path in folders)
 
 
 def _check_classes(folders: set[Path]) -> None:
-    """Raise DataError for folders that datasets would make a class of, or join to one, by their names alone."""
+    """Raise DataError for folders that datasets would make a class of, or join to one, by their
+    names alone.
+    """
     by_name: dict[str, Path] = {}
     for folder in sorted(folders):
         if outer := next((parent for parent in folder.parents if parent in folders), None):
@@ -140,7 +177,9 @@ def _check_classes(folders: set[Path]) -> None:
                 "images into a folder for each class"
             )
         if other := by_name.get(folder.name):
-            raise DataError(f"{other} and {folder} have one name, and would be one class; rename one")
+            raise DataError(
+                f"{other} and {folder} have one name, and would be one class; rename one"
+            )
         by_name[folder.name] = folder
 
 
@@ -149,8 +188,14 @@ def _check_whole(folder: Path, read: set[Path], endings: set[str]) -> None:
 
     Raises DataError: images that datasets leaves out, since others are named like a split of data.
     """
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_hidden(path.relative_to(folder))]
-    others = [path for path in files if path.suffix.lower() not in endings and path.stem != "metadata"]
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not _is_hidden(path.relative_to(folder))
+    ]
+    others = [
+        path for path in files if path.suffix.lower() not in endings and path.stem != "metadata"
+    ]
     if others:
         print(
             f"note: {len(others):,} files are not read, since their ending is of no kind of image that datasets reads "

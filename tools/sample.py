@@ -3,10 +3,11 @@
     python -m tools.sample --load runs/llama_tiny --prompt "def "
     torchrun --standalone --nproc-per-node 4 -m tools.sample --load runs/llama_512k \\
         --prompt-file book.txt --num-samples 1 --temperature 0
-    python -m tools.sample --load runs/chats --chat                    # asks for a line, answers, and so on
-    python -m tools.sample --load runs/chats --chat --prompt "2 + 2?"
+    python -m tools.sample --load runs/chats --chat                    # asks for a line, answers,
+    and so on python -m tools.sample --load runs/chats --chat --prompt "2 + 2?"
 
-Processes share the prompts (context parallelism), unless flags let them share the matrices or the layers.
+Processes share the prompts (context parallelism), unless flags let them share the matrices or the
+layers.
 """
 
 import argparse
@@ -45,9 +46,15 @@ class Session:
     def write(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         """Return the new tokens of each prompt. Raises CheckpointError for a model that overflows."""
         args = self.args
-        draw: dict[str, Any] = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+        draw: dict[str, Any] = {
+            "temperature": args.temperature,
+            "top_k": args.top_k,
+            "top_p": args.top_p,
+        }
         try:
-            return self.writer.write(prompts, args.num_tokens, stop=self.stop, seed=args.seed, **draw)
+            return self.writer.write(
+                prompts, args.num_tokens, stop=self.stop, seed=args.seed, **draw
+            )
         except DivergedError as error:
             raise CheckpointError(
                 f"{self.writer.folder} cannot be drawn from: {error}; its training diverged, so take an earlier one "
@@ -79,19 +86,26 @@ class Session:
     def sample(self, texts: Sequence[str], begun: Sequence[list[int]]) -> None:
         """Write, and print on the first rank, what follows each text, whose tokens are ``begun``."""
         args, run, tokenizer = self.args, self.run, self.run.tokenizer
-        # The template writes its begin token itself. An empty prompt needs one: the end token that documents follow.
+        # The template writes its begin token itself. An empty prompt needs one: the end token that
+        # documents follow.
         begin = () if args.chat else run.begin(args.add_bos_token)
         first = list(begin) if begin or all(begun) else [tokenizer.eod]
         prompts = [[*first, *prompt] for prompt in begun for _ in range(args.num_samples)]
         longest = max(map(len, prompts))
-        if (lacking := tokenizer.missing(run.config.model.vocabulary, max(map(max, prompts)))) is not None:
+        if (
+            lacking := tokenizer.missing(run.config.model.vocabulary, max(map(max, prompts)))
+        ) is not None:
             raise DataError(f"a prompt has a token that the model lacks: {lacking}")
         self.writer.check(prompts, args.num_tokens)
         if is_first():
             named = f"prompt {texts[0]!r:.200}" if len(texts) == 1 else f"{len(texts)} prompts"
             each = f"{args.num_samples} x {args.num_tokens} tokens"
             print(f"{args.load}, iteration {self.writer.iteration}, {named}, {each}")
-            if run.trained_length is not None and longest + args.num_tokens > run.trained_length and not args.chat:
+            if (
+                run.trained_length is not None
+                and longest + args.num_tokens > run.trained_length
+                and not args.chat
+            ):
                 note = f"prompt and tokens are more than the {run.trained_length} the model was trained on at a time"
                 print(f"note: {note}", file=sys.stderr)
         written = self.write(prompts)
@@ -137,12 +151,28 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     given("--prompt-file", type=Path, metavar="FILE", help="file with what the text begins with")
     add("--by-line", action="store_true", help="take each line of the file for a prompt")
     add("--num-samples", type=positive, metavar="N", help="texts of each prompt (2, with --chat 1)")
-    add("--num-tokens", type=positive, metavar="N", help="most tokens of each (160, with --chat 1024)")
+    add(
+        "--num-tokens",
+        type=positive,
+        metavar="N",
+        help="most tokens of each (160, with --chat 1024)",
+    )
     temperature = "divides logits; 0: likeliest token (0.8)"
     add("--temperature", type=at_least(0.0), default=0.8, metavar="T", help=temperature)
     add("--top-k", type=positive, metavar="K", default=50, help="of the K likeliest tokens (50)")
-    add("--top-p", type=float, metavar="P", help="of the fewest of these with probability P together")
-    add("--stop", nargs="+", default=[], metavar="TOKEN", help="texts or numbers of tokens that end a text too")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="of the fewest of these with probability P together",
+    )
+    add(
+        "--stop",
+        nargs="+",
+        default=[],
+        metavar="TOKEN",
+        help="texts or numbers of tokens that end a text too",
+    )
     add("--seed", type=at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
     add_begin(parser, "the prompts")
     chat = parser.add_argument_group("conversations").add_argument
@@ -157,7 +187,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if (args.chat_template or args.system) and not args.chat:
         parser.error("--chat-template and --system go with --chat")
     if args.talks and args.num_samples not in (None, 1):
-        parser.error("--num-samples goes with --prompt or --prompt-file; a conversation goes on with one answer")
+        parser.error(
+            "--num-samples goes with --prompt or --prompt-file; a conversation goes on with one answer"
+        )
     if args.by_line and args.prompt_file is None:
         parser.error("--by-line takes the lines of --prompt-file; give one")
     args.num_samples = args.num_samples or (1 if args.chat else 2)
@@ -165,14 +197,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _question(tokenizer: Tokenizer, template: ChatTemplate | None, turns: Sequence[Turn]) -> list[int]:
+def _question(
+    tokenizer: Tokenizer, template: ChatTemplate | None, turns: Sequence[Turn]
+) -> list[int]:
     """Return the tokens of a conversation with what precedes the answer.
 
     Raises DataError: a turn spells a special token, or the template fails.
     """
     assert template is not None
     assert isinstance(tokenizer, HuggingFaceTokenizer)  # or there would be no template
-    template.refuse_spelled(tokenizer, said([turn for turn in turns if turn["role"] != "assistant"]))
+    template.refuse_spelled(
+        tokenizer, said([turn for turn in turns if turn["role"] != "assistant"])
+    )
     return tokenizer.tokenize_special(template.render(turns, prompt=True))[0]
 
 
@@ -188,12 +224,16 @@ def _line() -> str | None:
 
 
 def _in_vocabulary(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
-    return [token for token in ids if token < tokenizer.vocab_size]  # padding of the vocabulary has no text
+    return [
+        token for token in ids if token < tokenizer.vocab_size
+    ]  # padding of the vocabulary has no text
 
 
 def _continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text of new tokens, which can depend on the piece before."""
-    return tokenizer.detokenize([*prompt, *_in_vocabulary(tokenizer, ids)])[len(tokenizer.detokenize(prompt)) :]
+    return tokenizer.detokenize([*prompt, *_in_vocabulary(tokenizer, ids)])[
+        len(tokenizer.detokenize(prompt)) :
+    ]
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -204,12 +244,16 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     try:
         text = args.prompt_file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DataError(f"--prompt-file is {args.prompt_file}, which does not exist; check the path") from None
+        raise DataError(
+            f"--prompt-file is {args.prompt_file}, which does not exist; check the path"
+        ) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{args.prompt_file} is not UTF-8 ({error}); convert it") from error
     found = [line for line in text.split("\n") if line.strip()] if args.by_line else [text]
     if not found:
-        raise DataError(f"{args.prompt_file} has no line that is not empty; write a prompt per line")
+        raise DataError(
+            f"{args.prompt_file} has no line that is not empty; write a prompt per line"
+        )
     return found
 
 

@@ -1,10 +1,11 @@
 """Draw pictures with a trained diffusion transformer: a PNG grid for each class, and one of all.
 
-    python -m tools.sample_dit --load runs/dit_tiny --classes 3 7
-    torchrun --standalone --nproc-per-node 4 -m tools.sample_dit --load runs/dit_tiny --guidance 2 --steps 100
+    python -m tools.sample_dit --load runs/dit_tiny --classes 3 7 torchrun --standalone
+    --nproc-per-node 4 -m tools.sample_dit --load runs/dit_tiny --guidance 2 --steps 100
 
-Started by torchrun, the processes form the run's mesh where their number allows it, else data parallelism alone: every
-data-parallel rank draws other samples, context and tensor parallel ranks share each. The pictures are the same.
+Started by torchrun, the processes form the run's mesh where their number allows it, else data
+parallelism alone: every data-parallel rank draws other samples, context and tensor parallel ranks
+share each. The pictures are the same.
 """
 
 import argparse
@@ -48,18 +49,46 @@ def main(argv: list[str]) -> None:
     parser = parser_for("python -m tools.sample_dit", __doc__)
     add = parser.add_argument
     add("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
-    add("--ckpt-step", type=int, metavar="N", help="iteration to load; by default the newest whole one")
+    add(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="iteration to load; by default the newest whole one",
+    )
     add("--no-ema", action="store_true", help="take the weights as trained, not their averages")
-    add("--classes", type=int, nargs="+", metavar="N", help="classes to draw; by default the first ten")
-    add("--num-samples", type=positive, default=8, metavar="N", help="samples of each class (default: %(default)s)")
+    add(
+        "--classes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="classes to draw; by default the first ten",
+    )
+    add(
+        "--num-samples",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="samples of each class (default: %(default)s)",
+    )
     guidance = "weight of the class over none in classifier-free guidance; 1 is without (default: the run's own)"
     add("--guidance", type=float, metavar="X", help=guidance)
     channels = "channels that guidance moves, the first ones; 3 in the original DiT's script (default: the run's own)"
     add("--guidance-channels", type=positive, metavar="N", help=channels)
-    add("--steps", type=positive, metavar="N", help="calls of the model for a sample (default: the run's own)")
+    add(
+        "--steps",
+        type=positive,
+        metavar="N",
+        help="calls of the model for a sample (default: the run's own)",
+    )
     method = "ddim, without noise on the way, or ddpm, with; euler for rectified_flow; by default the run's own"
     add("--method", choices=["ddim", "ddpm", "euler"], help=method)
-    add("--batch-size", type=positive, default=64, metavar="N", help="samples at once on each data-parallel rank (64)")
+    add(
+        "--batch-size",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="samples at once on each data-parallel rank (64)",
+    )
     seed = "seed of the noise; with the number of a sample it decides the sample (default: %(default)s)"
     add("--seed", type=int, default=LoopConfig().seed, metavar="N", help=seed)
     add("--vae", type=Path, metavar="DIR", help="folder of diffusers' AutoencoderKL that decodes")
@@ -70,12 +99,16 @@ def main(argv: list[str]) -> None:
     classes = list(range(min(known, MOST_CLASSES))) if args.classes is None else args.classes
     for number, label in enumerate(classes):
         if label in classes[:number]:
-            raise ConfigError(f"classes names {label} twice, whose pictures are one file; name each class once")
+            raise ConfigError(
+                f"classes names {label} twice, whose pictures are one file; name each class once"
+            )
         if not 0 <= label < known:
             raise ConfigError(f"classes names {label}, and the model has classes 0 to {known - 1}")
     asked = {"sample_steps": args.steps, "sample_method": args.method, "guidance": args.guidance}
     asked["guidance_channels"] = args.guidance_channels
-    sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})
+    sampling = replace(
+        config.sampling, **{name: value for name, value in asked.items() if value is not None}
+    )
     sampling.check(diffusion_of(config))
     sampling.check_guidance(config.model.class_dropout_prob)
     with distributed_mesh(config.mesh) as mesh:
@@ -83,12 +116,17 @@ def main(argv: list[str]) -> None:
 
 
 def _draw(
-    config: DiTRunConfig, mesh: Mesh, args: argparse.Namespace, sampling: SamplingConfig, classes: Sequence[int]
+    config: DiTRunConfig,
+    mesh: Mesh,
+    args: argparse.Namespace,
+    sampling: SamplingConfig,
+    classes: Sequence[int],
 ) -> None:
-    """Load averaged weights, or trained ones where asked or where there are no averages, draw and write; collective.
+    """Load averaged weights, or trained ones where asked or where there are no averages, draw and
+    write; collective.
 
-    Nothing of the model outlives the call. Raises CheckpointError: there is no such checkpoint, or its samples hold NaN
-    or infinity.
+    Nothing of the model outlives the call. Raises CheckpointError: there is no such checkpoint, or
+    its samples hold NaN or infinity.
     """
     checkpoint = checkpoint_of(args.load, args.ckpt_step)
     averaged = bool(config.ema.ema_decay) and not args.no_ema
@@ -96,7 +134,10 @@ def _draw(
         if averaged and AVERAGED not in read_manifest(checkpoint).extra:
             fix = "give --no-ema to take these as trained"
             raise CheckpointError(f"{checkpoint} keeps no averages of the weights; {fix}")
-    task, section = DiffusionTask(replace(config, sampling=sampling), mesh), "ema" if averaged else "model"
+    task, section = (
+        DiffusionTask(replace(config, sampling=sampling), mesh),
+        "ema" if averaged else "model",
+    )
     parts = task.build_parts()
     loaded = load_model(checkpoint, parts[0], architecture_of(config.model), section=section)
     sampler = task.sampler(parts, args.seed)
@@ -116,7 +157,9 @@ def _draw(
                 "--guidance"
             )
         if is_first():
-            _write(folder, latents if vae is None else vae.decode(latents), classes, args.num_samples)
+            _write(
+                folder, latents if vae is None else vae.decode(latents), classes, args.num_samples
+            )
 
 
 def config_of(run: Path) -> DiTRunConfig:
@@ -125,7 +168,9 @@ def config_of(run: Path) -> DiTRunConfig:
 
 
 def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
-    """Fit the run's configuration to ``processes``, without pipeline stages, which would wait for each other."""
+    """Fit the run's configuration to ``processes``, without pipeline stages, which would wait for
+    each other.
+    """
     sizes, context = config.mesh, config.context
     if processes % (sizes.tensor_model_parallel_size * sizes.context_parallel_size):
         sizes = MeshConfig()
@@ -133,13 +178,16 @@ def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
         context = FullContextConfig()
     if sizes.context_parallel_size == 1:
         context = FullContextConfig(context_parallel_method="none")
-    # Sampling needs no copies of shards and no global batch, which would have to fit the number of processes.
+    # Sampling needs no copies of shards and no global batch, which would have to fit the number of
+    # processes.
     fitting = replace(config, context=context, pipeline=PipelineConfig()).updated(
         tensor_model_parallel_size=sizes.tensor_model_parallel_size,
         context_parallel_size=sizes.context_parallel_size,
         pipeline_model_parallel_size=1,
         balance_over="cp",
-        device="auto" if config.mesh.device == "cuda" and not torch.cuda.is_available() else config.mesh.device,
+        device="auto"
+        if config.mesh.device == "cuda" and not torch.cuda.is_available()
+        else config.mesh.device,
         num_distributed_optimizer_instances=1,
         pack_samples=False,
         global_batch_size=None,
@@ -149,7 +197,9 @@ def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
 
 
 def _write(folder: Path, pictures: Tensor, classes: Sequence[int], each: int) -> None:
-    """Write a nearly square grid of every class, and one with a row per class; then remove older grids."""
+    """Write a nearly square grid of every class, and one with a row per class; then remove older
+    grids.
+    """
     paths = [*(folder / f"class_{label:04d}.png" for label in classes), folder / "all.png"]
     older = [path for path in (*folder.glob("class_*.png"), folder / "all.png") if path.exists()]
     with replacing(*paths) as (*own, whole):

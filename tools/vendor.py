@@ -1,10 +1,13 @@
-"""Write the attention alone, as one package `longmesh_attention` that another project keeps in its own tree.
+"""Write the attention alone, as one package `longmesh_attention` that another project keeps in its
+own tree.
 
-The package holds parallel/context, parallel/transformers, kernels and runtime, with their imports and the namespace of
-their custom operators renamed, so that a project with folders of these names can import it, even beside a checkout.
+The package holds parallel/context, parallel/transformers, kernels and runtime, with their imports
+and the namespace of their custom operators renamed, so that a project with folders of these names
+can import it, even beside a checkout.
 
-    python -m tools.vendor ../mine                   # writes ../mine/longmesh_attention, or brings it up to date
-    python -m tools.vendor wheels --package my_ring  # writes wheels/my_ring, a project, and its wheel beside it
+    python -m tools.vendor ../mine                   # writes ../mine/longmesh_attention, or brings
+    it up to date python -m tools.vendor wheels --package my_ring  # writes wheels/my_ring, a
+    project, and its wheel beside it
 """
 
 import ast
@@ -37,7 +40,8 @@ PARTS = {
 """Our packages, and their names inside the package."""
 OURS = re.compile(rf"({'|'.join(map(re.escape, PARTS))})\b")
 NAMESPACE = "longmesh"
-"""Namespace of our custom operators; a second library of the same name would silently replace them."""
+"""Namespace of our custom operators; a second library of the same name would silently replace them.
+"""
 ORIGIN = "ORIGIN.json"
 TEMPLATES = ROOT / "tools/templates"
 TESTS = (
@@ -56,7 +60,8 @@ def package(name: str = PACKAGE, namespace: str | None = None) -> dict[str, byte
 
     ``namespace`` is that of the package's custom operators, by default its name.
 
-    Raises UserError: a file imports something of ours that is not in the package, or cannot be renamed.
+    Raises UserError: a file imports something of ours that is not in the package, or cannot be
+    renamed.
     """
     folders = [module.replace(".", "/") for module in PARTS]
     commit = commit_of(ROOT, *folders, "LICENSE")
@@ -67,14 +72,18 @@ def package(name: str = PACKAGE, namespace: str | None = None) -> dict[str, byte
             inside = (Path(part) / path.relative_to(folder)).as_posix()
             files[inside] = renamed(path.read_bytes(), path.relative_to(ROOT), name, namespace)
     tree = ast.parse((ROOT / "parallel/context/__init__.py").read_text(encoding="utf-8"))
-    listed = next(x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
+    listed = next(
+        x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__"
+    )
     names = sorted(ast.literal_eval(listed.value))
     imported = "".join(f"    {public},\n" for public in names)
     listing = "".join(f'    "{public}",\n' for public in sorted([*names, "process_group"]))
     face = template("__init__.py", name=name, commit=commit, imported=imported, listing=listing)
     files["__init__.py"] = face.encode()
     files["LICENSE"] = (ROOT / "LICENSE").read_bytes()
-    ours = {path.parent.name for path in ROOT.glob("*/*.py")} | {path.stem for path in ROOT.glob("*.py")}
+    ours = {path.parent.name for path in ROOT.glob("*/*.py")} | {
+        path.stem for path in ROOT.glob("*.py")
+    }
     _check_imports(files, ours, name)
     return with_origin(files, commit)
 
@@ -91,7 +100,8 @@ def renamed(source: bytes, path: Path, name: str = PACKAGE, namespace: str | Non
 
     Packages become parts of ``name``, and operators' namespace ``namespace``, by default the same.
 
-    Raises UserError: a relative import, or an ``import a.b`` without ``as``, whose name is used all over the file.
+    Raises UserError: a relative import, or an ``import a.b`` without ``as``, whose name is used all
+    over the file.
     """
     lines, namespace = source.splitlines(keepends=True), namespace or name
     edits: set[tuple[int, int, str, str]] = set()  # row, column in bytes, old text and new text
@@ -106,12 +116,16 @@ def renamed(source: bytes, path: Path, name: str = PACKAGE, namespace: str | Non
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if (moved := _moved(alias.name, name)) != alias.name and not alias.asname:
-                    raise UserError(f"{path}:{node.lineno} imports {alias.name} by its full name; use from ... import")
+                    raise UserError(
+                        f"{path}:{node.lineno} imports {alias.name} by its full name; use from ... import"
+                    )
                 edits.add((alias.lineno - 1, alias.col_offset, alias.name, moved))
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == f"torch.ops.{NAMESPACE}":
             assert node.end_lineno is not None
             assert node.end_col_offset is not None
-            edits.add((node.end_lineno - 1, node.end_col_offset - len(NAMESPACE), NAMESPACE, namespace))
+            edits.add(
+                (node.end_lineno - 1, node.end_col_offset - len(NAMESPACE), NAMESPACE, namespace)
+            )
         elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{NAMESPACE}::"):
             column = lines[node.lineno - 1].index(f"{NAMESPACE}::".encode(), node.col_offset)
             edits.add((node.lineno - 1, column, NAMESPACE, namespace))
@@ -128,25 +142,36 @@ def _moved(module: str, name: str) -> str:
 
 def template(of: str, **values: str) -> str:
     """Return a file of the package or of its project, by ``of``, its name."""
-    return (TEMPLATES / f"{of}.in").read_text(encoding="utf-8").format(version=__version__, **values)
+    return (
+        (TEMPLATES / f"{of}.in").read_text(encoding="utf-8").format(version=__version__, **values)
+    )
 
 
 def _check_imports(files: dict[str, bytes], ours: set[str], package: str = PACKAGE) -> None:
     """Raise UserError if a file imports something of ours that the package lacks."""
-    modules = {f"{package}/{name}".removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files}
+    modules = {
+        f"{package}/{name}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in files
+    }
     for name, content in files.items():
         for node in ast.walk(ast.parse(content)) if name.endswith(".py") else ():
             found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for module in [node.module] if isinstance(node, ast.ImportFrom) and node.module else found:
-                if (top := module.split(".")[0]) in ours - {package} or (top == package and module not in modules):
-                    raise UserError(f"{name} of the package imports {module}, which is not in it; move what it needs")
+            for module in (
+                [node.module] if isinstance(node, ast.ImportFrom) and node.module else found
+            ):
+                if (top := module.split(".")[0]) in ours - {package} or (
+                    top == package and module not in modules
+                ):
+                    raise UserError(
+                        f"{name} of the package imports {module}, which is not in it; move what it needs"
+                    )
 
 
 def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Path:
     """Write the package into a folder, whole or not at all; return its path.
 
-    Raises UserError: the folder takes no files, or the target was not written by this command or was changed since;
-    InUseError: another process writes there; OSError: a file cannot be written.
+    Raises UserError: the folder takes no files, or the target was not written by this command or
+    was changed since; InUseError: another process writes there; OSError: a file cannot be written.
     """
     target = destination / name
     if why := unwritable(destination, "name another folder"):
@@ -160,7 +185,8 @@ def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Pa
                 (draft / inside).write_bytes(content)
             for path in (*draft.rglob("*"), draft):
                 fsync(path)
-            # Nothing is between the two renames, so that a kill hardly leaves none of the two packages.
+            # Nothing is between the two renames, so that a kill hardly leaves none of the two
+            # packages.
             if target.exists():
                 target.rename(old)
             draft.rename(target)
@@ -184,8 +210,12 @@ def _check_target(target: Path) -> None:
         files = json.loads((target / ORIGIN).read_text(encoding="utf-8"))["files"]
         kept = {str(name): str(digest) for name, digest in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{target} was not written by this command (no valid {ORIGIN} in it); {fix}") from None
-    kept |= {parent.as_posix(): "folder" for name in kept for parent in Path(name).parents if parent.name}
+        raise UserError(
+            f"{target} was not written by this command (no valid {ORIGIN} in it); {fix}"
+        ) from None
+    kept |= {
+        parent.as_posix(): "folder" for name in kept for parent in Path(name).parents if parent.name
+    }
     kept[ORIGIN] = sha256(target / ORIGIN)
     found = {}
     for path in target.rglob("*"):
@@ -203,20 +233,29 @@ def _check_target(target: Path) -> None:
 
 
 def _name(text: str) -> str:
-    """Return a package's name. Raises UserError: no module can have it, or one of Python's or ours has."""
+    """Return a package's name. Raises UserError: no module can have it, or one of Python's or ours
+    has.
+    """
     ours = {path.parent.name for path in ROOT.glob("*/*.py")} | {"transformers", "torch", "numpy"}
     if not text.isidentifier() or iskeyword(text) or text in sys.stdlib_module_names | ours:
-        raise UserError(f"--package is {text!r}; give a name that an import can have and no other module has")
+        raise UserError(
+            f"--package is {text!r}; give a name that an import can have and no other module has"
+        )
     return text
 
 
 def project(name: str, package: dict[str, bytes], commit: str) -> dict[str, bytes]:
     """Return the files of a project around the package by relative path, with its tests."""
     files = {f"src/{name}/{path}": content for path, content in package.items()}
-    files |= {made: template(made, name=name, commit=commit).encode() for made in ("pyproject.toml", "README.md")}
+    files |= {
+        made: template(made, name=name, commit=commit).encode()
+        for made in ("pyproject.toml", "README.md")
+    }
     files["LICENSE"] = package["LICENSE"]
     for path in TESTS:
-        files[f"tests/{path}"] = renamed((ROOT / "tests" / path).read_bytes(), Path("tests", path), name)
+        files[f"tests/{path}"] = renamed(
+            (ROOT / "tests" / path).read_bytes(), Path("tests", path), name
+        )
     folders = {parent for path in TESTS for parent in Path("tests", path).parents if parent.name}
     return files | {f"{folder.as_posix()}/__init__.py": b"" for folder in folders}
 
@@ -230,8 +269,19 @@ def wheel(destination: Path, files: dict[str, bytes]) -> Path:
         for path, content in files.items():
             (Path(folder, "project") / path).parent.mkdir(parents=True, exist_ok=True)
             (Path(folder, "project") / path).write_bytes(content)
-        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder]
-        done = subprocess.run([*command, f"{folder}/project"], capture_output=True, text=True, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            folder,
+        ]
+        done = subprocess.run(
+            [*command, f"{folder}/project"], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise UserError(
                 "the wheel could not be built; install pip and setuptools 77 or later here, or leave --package out: "
@@ -259,7 +309,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.package is not None:
         files = with_origin(project(name, files, origin["commit"]), origin["commit"])
     target = write(args.destination, files, name)
-    print(f"wrote {target}: {len(files)} files of longmesh {origin['version']}, commit {origin['commit']}")
+    print(
+        f"wrote {target}: {len(files)} files of longmesh {origin['version']}, commit {origin['commit']}"
+    )
     if args.package is not None:
         built = wheel(args.destination, files)
         print(f"built {built}: {built.stat().st_size / 1000:.0f} KB; pip install {built}")

@@ -1,4 +1,6 @@
-"""A rank's batches, made while the step before runs; with each the ranks agree on its size and on whether to go on."""
+"""A rank's batches, made while the step before runs; with each the ranks agree on its size and on
+whether to go on.
+"""
 
 import time
 from collections.abc import Iterator
@@ -27,8 +29,9 @@ T = TypeVar("T")
 class Prefetcher(Iterator[T], Generic[T]):
     """The items of an iterator, each made in a thread while its predecessor is in use.
 
-    The first is made by the caller's thread, which then is the one that starts a loader's processes. An error is raised
-    where its item is taken. A context manager, which waits for the thread to end.
+    The first is made by the caller's thread, which then is the one that starts a loader's
+    processes. An error is raised where its item is taken. A context manager, which waits for the
+    thread to end.
     """
 
     def __init__(self, items: Iterator[T], device: torch.device) -> None:
@@ -73,7 +76,9 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Mark a block as ``DATA``, ``UPDATE`` or ``SAVING`` for torch's profiler, and add its time to ``seconds``."""
+        """Mark a block as ``DATA``, ``UPDATE`` or ``SAVING`` for torch's profiler, and add its time
+        to ``seconds``.
+        """
         start = time.perf_counter()
         try:
             with record_function(name):
@@ -91,7 +96,9 @@ class StopAgreement(Callback):
         self.request, self._minutes = StopRequest(), minutes
         self._sums = [0] * (len(ASKING) + 1)
         self._worked = False
-        """True once a step is done. Before, no time is over: a run too slow to start would go in circles."""
+        """True once a step is done. Before, no time is over: a run too slow to start would go in
+        circles.
+        """
 
     @property
     def agreed(self) -> bool:
@@ -99,9 +106,17 @@ class StopAgreement(Callback):
         return any(self._sums)
 
     def requests(self) -> list[bool]:
-        """Return what asks this rank to stop: each signal of ASKING, and time, by the first rank's clock."""
-        over = self._minutes is not None and time.monotonic() - self.request.started > 60 * self._minutes
-        return [*(self.request.signal is number for number in ASKING), over and self._worked and is_first()]
+        """Return what asks this rank to stop: each signal of ASKING, and time, by the first rank's
+        clock.
+        """
+        over = (
+            self._minutes is not None
+            and time.monotonic() - self.request.started > 60 * self._minutes
+        )
+        return [
+            *(self.request.signal is number for number in ASKING),
+            over and self._worked and is_first(),
+        ]
 
     def agree(self, counts: list[float]) -> None:
         """Take how many ranks each asks to stop."""
@@ -115,7 +130,11 @@ class StopAgreement(Callback):
         """Say which signals came to how many processes, and whether the time is over."""
         *signals, over = self._sums
         size = dist.get_world_size()
-        came = [f"{number.name} to {of} of {size} processes" for number, of in zip(ASKING, signals, strict=True) if of]
+        came = [
+            f"{number.name} to {of} of {size} processes"
+            for number, of in zip(ASKING, signals, strict=True)
+            if of
+        ]
         return ", ".join(came + [f"exit_duration_in_mins {self._minutes} are over"] * bool(over))
 
 
@@ -140,30 +159,43 @@ class Batches:
         """The division of a global batch among the data-parallel ranks, and how it is read."""
 
     def prefetched(self, steps: Iterator[list[Batch]]) -> Prefetcher[list[Batch]]:
-        """Return this rank's parts of the micro-batches of each step, made while the step before runs."""
+        """Return this rank's parts of the micro-batches of each step, made while the step before
+        runs.
+        """
         local = self._task.objective.local
-        return Prefetcher(([local(batch) for batch in step] for step in steps), self._task.mesh.device)
+        return Prefetcher(
+            ([local(batch) for batch in step] for step in steps), self._task.mesh.device
+        )
 
     def take(self, steps: Iterator[list[Batch]]) -> Taken | None:
-        """Take a step's micro-batches, and agree on them; None at the end, on all ranks alike; collective.
+        """Take a step's micro-batches, and agree on them; None at the end, on all ranks alike;
+        collective.
 
-        A bad sample on one rank raises the same error on all: its flag travels with the count of tokens, at no cost. So
-        do requests to stop, after which there is no step to take, and whether a save in the background can go on.
+        A bad sample on one rank raises the same error on all: its flag travels with the count of
+        tokens, at no cost. So do requests to stop, after which there is no step to take, and
+        whether a save in the background can go on.
         """
         objective, error = self._task.objective, None
         micro_batches: list[Batch] = []
         try:
             with self._clock.part(DATA):
                 micro_batches = next(steps, [])
-        except (UserError, RuntimeError) as caught:  # a sample, its plan, or memory for its copy on the device
+        except (
+            UserError,
+            RuntimeError,
+        ) as caught:  # a sample, its plan, or memory for its copy on the device
             error = caught
         lengths = [length for local in micro_batches for length in objective.lengths(local)]
         flops = sum(length * self._flops(length) for length in lengths) / self._task.mesh.cp.size()
         valid = sum(int(local["count"]) for local in micro_batches)
         can_save = self._saves is not None and self._saves.ready
         counted = [valid, flops, error is not None, can_save, *self.stop.requests()]
-        counts = torch.tensor(counted, dtype=torch.float64)  # not on the device, whose queue it would wait for
-        dist.all_reduce(counts)  # over tp too: it counts the same tokens again, but one rank alone may fail
+        counts = torch.tensor(
+            counted, dtype=torch.float64
+        )  # not on the device, whose queue it would wait for
+        dist.all_reduce(
+            counts
+        )  # over tp too: it counts the same tokens again, but one rank alone may fail
         tokens, flops, failed, ready, *asked = counts.tolist()
         self.stop.agree(asked)
         if self._saves is not None:
@@ -174,11 +206,17 @@ class Batches:
             with raise_together():
                 if error is not None:
                     raise error
-        return Taken(micro_batches, int(tokens) // self._again, flops / self._again) if micro_batches else None
+        return (
+            Taken(micro_batches, int(tokens) // self._again, flops / self._again)
+            if micro_batches
+            else None
+        )
 
 
 def summed(share: Tensor, mesh: Mesh) -> Tensor:
-    """Sum a loss's shares over the ranks with different tokens; pipeline stages without a loss get it too."""
+    """Sum a loss's shares over the ranks with different tokens; pipeline stages without a loss get
+    it too.
+    """
     for ranks in (mesh.dp_cp, mesh.pp):
         dist.all_reduce(share, group=ranks.get_group())
     return share

@@ -68,7 +68,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, largest: flo
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], largest / norm)
 
 
-def reduce_and_clip(runner: Runner, replicas: DeviceMesh, largest: float, loss: Tensor) -> tuple[float, float]:
+def reduce_and_clip(
+    runner: Runner, replicas: DeviceMesh, largest: float, loss: Tensor
+) -> tuple[float, float]:
     """Reduce and clip a step's gradients; return the loss, and their norm before clipping.
 
     Collective. Both numbers come in one read, the step's only wait for the device.

@@ -21,7 +21,13 @@ from runtime.files import FULL, InUseError, not_a_file, owned, unwritable, write
 from runtime.processes import launched_world_size
 from runtime.signals import end_with_launcher
 from runtime.slurm import AGAIN, leave_ending
-from runtime.together import first_to_report, from_first, is_first, raise_together, report_unresponsive_ranks
+from runtime.together import (
+    first_to_report,
+    from_first,
+    is_first,
+    raise_together,
+    report_unresponsive_ranks,
+)
 from train.callbacks.health import FAILURES, Progress, read_failures
 from train.callbacks.metrics import (
     METRICS,
@@ -39,27 +45,36 @@ from train.checkpoint.search import POINTER, saved_iterations
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError, load, write_toml
 
-# How long failing ranks wait for the others, so that a launcher does not kill the one that reports the error.
+# How long failing ranks wait for the others, so that a launcher does not kill the one that reports
+# the error.
 SECONDS_TO_SPEAK = 5.0
 UNFLUSHED = 120  # Python's own status if output is lost at exit
 UNREAD = 141  # a shell's, of a program whose reader has enough
 FILES = ("config.toml", METRICS, STARTS, FAILURES, POINTER, "loss.png", "wandb_id.txt")
 """Files of a run's folder, besides its lock."""
 HF_FOLDER = "hf"
-"""Folder of a run with what came with an imported model: config.json, tokenizer, generation settings."""
+"""Folder of a run with what came with an imported model: config.json, tokenizer, generation
+settings.
+"""
 
 
 def exit_status(
-    main: Callable[[list[str]], None], arguments: list[str], seconds_to_speak: float = SECONDS_TO_SPEAK
+    main: Callable[[list[str]], None],
+    arguments: list[str],
+    seconds_to_speak: float = SECONDS_TO_SPEAK,
 ) -> int:
-    """Call ``main``; print a user's error as one line on stderr with its status, any other as its traceback.
+    """Call ``main``; print a user's error as one line on stderr with its status, any other as its
+    traceback.
 
-    However many ranks fail, only one prints: the error that all agreed on, or that of a rank that failed alone.
+    However many ranks fail, only one prints: the error that all agreed on, or that of a rank that
+    failed alone.
     """
     try:
         main(arguments)
     except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)  # not through the ranks' agreement, which is what failed
+        print(
+            f"error: {error}", file=sys.stderr, flush=True
+        )  # not through the ranks' agreement, which is what failed
         leave_ending(AGAIN if error.again else 1, f"error: {error}")
         return 1
     except (UserError, OSError) as error:
@@ -77,19 +92,22 @@ def exit_status(
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print(
-                "interrupted; with --load SAVE it goes on from its last checkpoint, if one was saved", file=sys.stderr
+                "interrupted; with --load SAVE it goes on from its last checkpoint, if one was saved",
+                file=sys.stderr,
             )
         return 130
     return 0
 
 
 def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
-    """Call ``main`` with the command line, and exit with its ``exit_status`` without finalising the interpreter.
+    """Call ``main`` with the command line, and exit with its ``exit_status`` without finalising the
+    interpreter.
 
-    A gloo thread releases its collective's tensors some time after the collective has ended. If the interpreter is
-    finalising by then, the thread cannot take the GIL and aborts a process whose work is done: this ended a third of
-    the tools.sample_dit runs on a busy machine (github.com/pytorch/pytorch/issues/190489). Output is flushed and exit
-    handlers are called as usual.
+    A gloo thread releases its collective's tensors some time after the collective has ended. If the
+    interpreter is finalising by then, the thread cannot take the GIL and aborts a process whose
+    work is done: this ended a third of the tools.sample_dit runs on a busy machine
+    (github.com/pytorch/pytorch/issues/190489). Output is flushed and exit handlers are called as
+    usual.
     """
     end_with_launcher()
     try:
@@ -100,7 +118,8 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
         if status == 1:
             sys.excepthook(*sys.exc_info())
     try:
-        # As multiprocessing does for its children: wait for non-daemon threads, then call the exit handlers.
+        # As multiprocessing does for its children: wait for non-daemon threads, then call the exit
+        # handlers.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -113,7 +132,9 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
 
 
 def _reader_has_gone() -> bool:
-    """Return whether nobody reads standard output any more: a pipe to a worker may break as well, and is a defect."""
+    """Return whether nobody reads standard output any more: a pipe to a worker may break as well,
+    and is a defect.
+    """
     poll = select.poll()
     poll.register(1, 0)  # errors are told unasked
     return any(state & (select.POLLERR | select.POLLHUP) for _, state in poll.poll(0))
@@ -121,7 +142,11 @@ def _reader_has_gone() -> bool:
 
 def _message(error: Exception) -> str:
     if isinstance(error, OSError):
-        fix = "free space there" if error.errno in FULL else "check that it is there and that you may use it"
+        fix = (
+            "free space there"
+            if error.errno in FULL
+            else "check that it is there and that you may use it"
+        )
         return printable(f"{error.filename or 'a file'}: {error.strerror}; {fix}")
     return str(error)
 
@@ -144,7 +169,9 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
                 try:
                     held.enter_context(owned(folder))
                 except InUseError as error:
-                    raise type(error)(f"save is {folder}, and {error}, or choose another --save") from None
+                    raise type(error)(
+                        f"save is {folder}, and {error}, or choose another --save"
+                    ) from None
                 remove_drafts(folder)
         if (local := config.checkpoint.non_persistent_local_ckpt_dir) is not None:
             with raise_together():
@@ -152,7 +179,9 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
         from_first(lambda: claim_folder(config))
         if is_first() and (warning := idle_gpus(config.mesh)):
             print(warning, file=sys.stderr, flush=True)
-        if is_first() and (several := launched_world_size()) > 1:  # seconds go by until the next line
+        if (
+            is_first() and (several := launched_world_size()) > 1
+        ):  # seconds go by until the next line
             print(f"{several} processes have joined; data and model come next", flush=True)
         yield
 
@@ -161,9 +190,9 @@ def claim_folder(config: CommonConfig) -> None:
     """Refuse to overwrite another run in ``--save``, or to start a run that could not be saved.
 
     Raises:
-        ConfigError: the folder holds a run that ``--load`` does not continue, or checkpoints later than the requested
-            one; it is not writable; something there, or to be taken over, is not a regular file; or a logging service
-            is not installed.
+        ConfigError: the folder holds a run that ``--load`` does not continue, or checkpoints later
+            than the requested one; it is not writable; something there, or to be taken over, is not
+            a regular file; or a logging service is not installed.
         TrainingError: failures.jsonl there is not one that a run writes.
     """
     check_services(config.logging)
@@ -173,7 +202,9 @@ def claim_folder(config: CommonConfig) -> None:
     check_writable(folder, "save")
     for path in (folder / name for name in FILES):
         if kind := not_a_file(path):
-            raise ConfigError(f"save is {folder}, and {path.name} there is {kind}, not a file; remove it")
+            raise ConfigError(
+                f"save is {folder}, and {path.name} there is {kind}, not a file; remove it"
+            )
     read_failures(folder / FAILURES)
     load = config.checkpoint.load
     source = Path(load or "") / HF_FOLDER
@@ -182,12 +213,18 @@ def claim_folder(config: CommonConfig) -> None:
             found = f"{HF_FOLDER}/{path.relative_to(source)} there is {kind}"
             raise ConfigError(f"load is {load}, and {found}, not a file; remove it")
     iterations = saved_iterations(folder)[::-1]
-    same = load is not None and os.path.realpath(load) == os.path.realpath(folder)  # Path.resolve fails on a loop
+    same = load is not None and os.path.realpath(load) == os.path.realpath(
+        folder
+    )  # Path.resolve fails on a loop
     goes_on = same and not config.checkpoint.finetune
     begun = iterations or ((folder / METRICS).exists() and not _begins_again(config, folder))
     if not goes_on and begun:
         name = fingerprint(folder)
-        held = f"with a checkpoint of iteration {iterations[-1]}" if iterations else "without a checkpoint"
+        held = (
+            f"with a checkpoint of iteration {iterations[-1]}"
+            if iterations
+            else "without a checkpoint"
+        )
         held = f"a run {f'({name}) ' if name else ''}{held}"
         how = f"go on with --load {folder}{' and without --finetune' * config.checkpoint.finetune}"
         how = how if iterations or not config.checkpoint.finetune else "move it away"
@@ -201,7 +238,8 @@ def claim_folder(config: CommonConfig) -> None:
 
 
 def _begins_again(config: CommonConfig, folder: Path) -> bool:
-    """Return whether a folder is of an earlier start of this run, killed before its first checkpoint.
+    """Return whether a folder is of an earlier start of this run, killed before its first
+    checkpoint.
 
     That is, of the same schedule, batches and steps.
     """
@@ -218,7 +256,8 @@ def check_writable(folder: Path, name: str) -> None:
 
 
 def open_log(config: CommonConfig, saved: CommonConfig, progress: Progress) -> RunLog | None:
-    """Write ``saved`` as config.toml and open the run's log on the first rank; return None on the others. Collective.
+    """Write ``saved`` as config.toml and open the run's log on the first rank; return None on the
+    others. Collective.
 
     Nothing is written if nothing is left to do.
     """
@@ -226,7 +265,9 @@ def open_log(config: CommonConfig, saved: CommonConfig, progress: Progress) -> R
     with raise_together():
         if is_first():
             folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-            if progress.iteration >= config.train.train_iters:  # no steps, but perhaps a validation that is missing
+            if (
+                progress.iteration >= config.train.train_iters
+            ):  # no steps, but perhaps a validation that is missing
                 file = None if folder is None else folder / METRICS
                 kept = read_metrics(file) if file is not None and file.exists() else []
                 kept = [record for record in kept if record["iteration"] <= progress.iteration]
@@ -242,7 +283,9 @@ def open_log(config: CommonConfig, saved: CommonConfig, progress: Progress) -> R
 
 
 def _copy_hf_files(given: CheckpointConfig, folder: Path) -> None:
-    """Copy the files that an imported model came with from this run's source, so that an export has them."""
+    """Copy the files that an imported model came with from this run's source, so that an export has
+    them.
+    """
     source = given.hugging_face or Path(given.load or "") / HF_FOLDER
     if given.load is not None and source.is_dir() and not (folder / HF_FOLDER).exists():
         with new_folder(folder / HF_FOLDER) as draft:

@@ -1,7 +1,8 @@
 """Draw samples of a diffusion transformer over the mesh that trains it, and write pictures of them.
 
-Each data-parallel rank draws its own samples; the ranks of a context-parallel group share each. Noise is drawn for
-whole samples from the seed and the sample's number, so that every mesh draws the same ones.
+Each data-parallel rank draws its own samples; the ranks of a context-parallel group share each.
+Noise is drawn for whole samples from the seed and the sample's number, so that every mesh draws the
+same ones.
 """
 
 import math
@@ -35,26 +36,38 @@ class SamplingConfig:
     """The samples that a run draws at each validation, into samples/iter_N.png of its folder."""
 
     samples_per_class: int = 4
-    """Samples of each class in the picture; 0 draws none. All are drawn anew at each validation, sample_steps times
-    through the model, twice as many with guidance; never more at once than micro_batch_size."""
+    """Samples of each class in the picture; 0 draws none. All are drawn anew at each validation,
+    sample_steps times through the model, twice as many with guidance; never more at once than
+    micro_batch_size."""
     sample_classes: int = 10
     """Classes in the picture: the first ones."""
     sample_steps: int = 50
     """Times that the model is asked for a sample."""
     sample_method: Literal["ddim", "ddpm", "euler"] | None = None
-    """ddim, without noise on the way, or ddpm, with; euler, for rectified_flow alone. By default ddim or euler."""
+    """ddim, without noise on the way, or ddpm, with; euler, for rectified_flow alone. By default
+    ddim or euler.
+    """
     guidance: float = 4.0
     """Weight of the class over none in classifier-free guidance; 1 is without."""
     guidance_channels: int | None = None
-    """Channels of the latents that guidance moves, the first ones; by default all; the original DiT has 3."""
+    """Channels of the latents that guidance moves, the first ones; by default all; the original DiT
+    has 3.
+    """
 
     def __post_init__(self) -> None:
         at_least(self, 0, "samples_per_class")
         at_least(self, 1, "sample_classes", "sample_steps", "guidance_channels")
-        require(self, 0 <= self.guidance < math.inf, "guidance", "it must be a number of 0 or more, such as 4")
+        require(
+            self,
+            0 <= self.guidance < math.inf,
+            "guidance",
+            "it must be a number of 0 or more, such as 4",
+        )
 
     def check(self, diffusion: Diffusion) -> None:
-        """Raise ConfigError for a method or steps that the objective lacks, or more channels than there are."""
+        """Raise ConfigError for a method or steps that the objective lacks, or more channels than
+        there are.
+        """
         method, objective = self.sample_method or diffusion.methods[0], diffusion.config.objective
         if method not in diffusion.methods:
             raise ConfigError(
@@ -94,7 +107,9 @@ class Sampler:
         diffusion: Diffusion,
         seed: int,
     ) -> None:
-        """Set up for a run's ``parts`` of a diffusion transformer; samples are joined as in its training."""
+        """Set up for a run's ``parts`` of a diffusion transformer; samples are joined as in its
+        training.
+        """
         self._joined = config.train.micro_batch_size if config.packed else None
         self._parts, self._mesh, self._cp, self._model = parts, mesh, cp, config.model
         self._diffusion, self._sampling, self._seed = diffusion, config.sampling, seed
@@ -102,17 +117,20 @@ class Sampler:
 
     @torch.no_grad()
     def draw(self, labels: Sequence[int], batch_size: int = 64) -> Tensor:
-        """Return latents ``[N, C, (F,) H, W]``, float32 on the CPU, one per label; on every rank, collective.
+        """Return latents ``[N, C, (F,) H, W]``, float32 on the CPU, one per label; on every rank,
+        collective.
 
-        Each data-parallel rank draws ``batch_size`` samples at once, with guidance by twice as many in the model;
-        joined ones go through it so many at a time as are joined.
+        Each data-parallel rank draws ``batch_size`` samples at once, with guidance by twice as many
+        in the model; joined ones go through it so many at a time as are joined.
         """
         ranks, rank = self._mesh.dp.size(), self._mesh.dp.get_local_rank()
         each = math.ceil(len(labels) / ranks)
-        # All ranks draw equally many, since they gather the sharded model together: some samples are drawn twice.
+        # All ranks draw equally many, since they gather the sharded model together: some samples
+        # are drawn twice.
         mine = [number % len(labels) for number in range(rank * each, (rank + 1) * each)]
         drawn = [
-            self._draw(mine[begin : begin + batch_size], labels) for begin in range(0, each, batch_size)
+            self._draw(mine[begin : begin + batch_size], labels)
+            for begin in range(0, each, batch_size)
         ]  # [b, T, W] each
         found = torch.cat(drawn)
         whole = found if self._joined else self._cp.unshard(found, dim=1)  # [each, all patches, W]
@@ -121,7 +139,9 @@ class Sampler:
         return unpatchify(torch.cat(gathered)[: len(labels)], self._model).cpu()
 
     def _draw(self, numbers: list[int], labels: Sequence[int]) -> Tensor:
-        """Return this rank's patches ``[B, T, W]`` of the samples with these numbers, or all if samples are joined."""
+        """Return this rank's patches ``[B, T, W]`` of the samples with these numbers, or all if
+        samples are joined.
+        """
         sampling = self._sampling
         asked = torch.tensor([labels[number] for number in numbers], device=self._mesh.device)
         none, channels = self._model.num_classes, sampling.guidance_channels
@@ -136,9 +156,14 @@ class Sampler:
         )
 
     def _noise(self, numbers: list[int], when: str) -> Tensor:
-        """Return this rank's patches ``[B, T, W]`` of the samples' noise, or all if samples are joined."""
+        """Return this rank's patches ``[B, T, W]`` of the samples' noise, or all if samples are
+        joined.
+        """
         noise = [
-            torch.randn(self._model.latent_shape, generator=generator_of(self._seed, f"drawn sample {number}, {when}"))
+            torch.randn(
+                self._model.latent_shape,
+                generator=generator_of(self._seed, f"drawn sample {number}, {when}"),
+            )
             for number in numbers
         ]
         patches = patchify(torch.stack(noise), self._model)
@@ -151,8 +176,13 @@ class Sampler:
         found = []
         for given in zip(*(values.split(count) for values in (x, times, labels)), strict=True):
             # The last sample fills the sequence.
-            full = [torch.cat((part, part[-1:].expand(count - len(part), *part.shape[1:]))) for part in given]
-            out = self._through_stages(self._cp.shard(full[0].flatten(0, 1)[None], dim=1), *full[1:])
+            full = [
+                torch.cat((part, part[-1:].expand(count - len(part), *part.shape[1:])))
+                for part in given
+            ]
+            out = self._through_stages(
+                self._cp.shard(full[0].flatten(0, 1)[None], dim=1), *full[1:]
+            )
             found.append(self._cp.unshard(out, dim=1).unflatten(1, (count, -1))[0][: len(given[0])])
         return torch.cat(found)
 
@@ -166,7 +196,9 @@ class Sampler:
             if owner == self._mesh.pp.get_local_rank():
                 x = part(x, self._positions, times, labels).contiguous()
             source, described = dist.get_global_rank(group, owner), [(x.shape, x.dtype)]
-            dist.broadcast_object_list(described, src=source, group=group)  # the others know neither shape nor dtype
+            dist.broadcast_object_list(
+                described, src=source, group=group
+            )  # the others know neither shape nor dtype
             shape, dtype = described[0]
             x = x if dist.get_rank() == source else torch.empty(shape, dtype=dtype, device=x.device)
             dist.broadcast(x, src=source, group=group)
@@ -174,10 +206,11 @@ class Sampler:
 
 
 def write_grid(path: Path, latents: Tensor, columns: int) -> None:
-    """Write samples ``[N, C, (F,) H, W]`` as one picture, ``columns`` per row; of a video the first frame.
+    """Write samples ``[N, C, (F,) H, W]`` as one picture, ``columns`` per row; of a video the first
+    frame.
 
-    One channel from -1 to 1 is grey, three are colours. Latents have no colours: their first three channels are shown,
-    or the first alone, from -3 to 3.
+    One channel from -1 to 1 is grey, three are colours. Latents have no colours: their first three
+    channels are shown, or the first alone, from -3 to 3.
     """
     from PIL import Image
 
@@ -189,10 +222,15 @@ def write_grid(path: Path, latents: Tensor, columns: int) -> None:
     pixels = pixels.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
     count, channels, height, width = pixels.shape
     gap, rows = 2, math.ceil(count / columns)
-    page = torch.full((rows * (height + gap) + gap, columns * (width + gap) + gap, channels), 255, dtype=torch.uint8)
+    page = torch.full(
+        (rows * (height + gap) + gap, columns * (width + gap) + gap, channels),
+        255,
+        dtype=torch.uint8,
+    )
     for number, image in enumerate(pixels):
         top, left = (
-            gap + place * (size + gap) for place, size in zip(divmod(number, columns), (height, width), strict=True)
+            gap + place * (size + gap)
+            for place, size in zip(divmod(number, columns), (height, width), strict=True)
         )
         page[top : top + height, left : left + width] = image.permute(1, 2, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +238,9 @@ def write_grid(path: Path, latents: Tensor, columns: int) -> None:
 
 
 def not_finite(samples: Tensor) -> int:
-    """Count the samples ``[N, ...]`` with a NaN or an infinity, which a picture would show as a shade."""
+    """Count the samples ``[N, ...]`` with a NaN or an infinity, which a picture would show as a
+    shade.
+    """
     return int((~samples.isfinite()).flatten(1).any(1).sum())
 
 
@@ -209,16 +249,26 @@ def by_class(classes: Sequence[int], per_class: int) -> list[int]:
     return [label for label in classes for _ in range(per_class)]
 
 
-def picture_writer(draw: Callable[[Sequence[int], int], Tensor], config: Any) -> Callable[[int], None] | None:
-    """Return a function of the iteration that writes samples/iter_N.png, for all ranks; None if there is none to write.
+def picture_writer(
+    draw: Callable[[Sequence[int], int], Tensor], config: Any
+) -> Callable[[int], None] | None:
+    """Return a function of the iteration that writes samples/iter_N.png, for all ranks; None if
+    there is none to write.
 
-    ``draw`` is a ``Sampler``'s, and ``config`` the run's. No more samples are in the model at once than in training.
-    Collective: raises on all ranks if the first one cannot write there or make a picture.
+    ``draw`` is a ``Sampler``'s, and ``config`` the run's. No more samples are in the model at once
+    than in training. Collective: raises on all ranks if the first one cannot write there or make a
+    picture.
     """
-    sampling, folder, micro_batch_size = config.sampling, config.checkpoint.save, config.train.micro_batch_size
+    sampling, folder, micro_batch_size = (
+        config.sampling,
+        config.checkpoint.save,
+        config.train.micro_batch_size,
+    )
     if not sampling.samples_per_class or folder is None:
         return None
-    labels = by_class(range(min(sampling.sample_classes, config.model.num_classes)), sampling.samples_per_class)
+    labels = by_class(
+        range(min(sampling.sample_classes, config.model.num_classes)), sampling.samples_per_class
+    )
     at_once = micro_batch_size if sampling.guidance == 1 else max(1, micro_batch_size // 2)
     pictures = Path(folder) / "samples"
     with raise_together():

@@ -16,7 +16,6 @@ from runtime.progress import counted
 from runtime.signals import StopRequest
 from runtime.together import is_first
 from runtime.watchdog import Watchdog
-from train.attention import kernel_lines
 from train.batches import Batches, Clock, Prefetcher, summed
 from train.callbacks import UPDATE, Callback, Step, say
 from train.callbacks.checkpointing import Checkpointing
@@ -29,6 +28,7 @@ from train.callbacks.validation import Validation
 from train.checkpoint.saving import Saves
 from train.checkpoint.search import saved_iterations
 from train.config.finalize import Final
+from train.context_attention import kernel_lines
 from train.ema import Ema
 from train.gradients import reduce_and_clip
 from train.optimizers.config import build_optimizer
@@ -51,7 +51,8 @@ class Trainer:
         """Build everything, and load what the run starts from; collective.
 
         Args:
-            peak_flops: FLOP/s per process that MFU is measured against; by default what one can reach.
+            peak_flops: FLOP/s per process that MFU is measured against; by default what one can
+                reach.
             open_log: opens the log of the first rank, as ``train.run.open_log`` does.
         """
         self.task, self.config, self.mesh = task, final.config, task.mesh
@@ -75,11 +76,17 @@ class Trainer:
         self.runner = task.build_runner(self.parts)
         self.clock = Clock()
         self.saves = Saves(config=config.checkpoint, say=say)
-        self.batches = Batches(task, self.clock, self.saves if config.checkpoint.async_save else None)
-        self.watchdog = Watchdog(
-            config.health.watchdog_factor, config.health.watchdog_min_seconds, config.checkpoint.save
+        self.batches = Batches(
+            task, self.clock, self.saves if config.checkpoint.async_save else None
         )
-        self.health = Health(config.health, config.checkpoint.save, self._good_steps(), self.progress)
+        self.watchdog = Watchdog(
+            config.health.watchdog_factor,
+            config.health.watchdog_min_seconds,
+            config.checkpoint.save,
+        )
+        self.health = Health(
+            config.health, config.checkpoint.save, self._good_steps(), self.progress
+        )
 
         # What stands beside a step.
         self.checkpointing = self._checkpointing()
@@ -97,7 +104,9 @@ class Trainer:
         if not self.peak_flops:
             self.peak_flops = peak_flops(self.mesh.device, config.train.dtype)
         available = None if self.valid_data is None else len(self.valid_data)
-        if note := few_samples(progress.iteration, config.train, available, self.task.validation_samples):
+        if note := few_samples(
+            progress.iteration, config.train, available, self.task.validation_samples
+        ):
             say(note)
 
         with self.saves.finished(), self.watchdog:
@@ -117,7 +126,9 @@ class Trainer:
         """Take steps until the run ends; return whether it is to roll back instead."""
         progress, train_iters = self.progress, self.config.train.train_iters
         left = max(0, train_iters - progress.iteration)
-        steps = islice(batches(self.train_data, self.batches.batching, progress.consumed_samples), left)
+        steps = islice(
+            batches(self.train_data, self.batches.batching, progress.consumed_samples), left
+        )
         with self.batches.prefetched(steps) as prefetched:
             while progress.iteration < train_iters and not self.batches.stop.agreed:
                 for callback in self.callbacks:
@@ -144,7 +155,9 @@ class Trainer:
 
         share = self.runner.forward_backward(batch.micro_batches, max(batch.valid, 1))
         total = summed(share, self.mesh)  # over the ranks with different tokens
-        loss, norm = reduce_and_clip(self.runner, self.mesh.dp_cp, self.config.optimizer.clip_grad, total)
+        loss, norm = reduce_and_clip(
+            self.runner, self.mesh.dp_cp, self.config.optimizer.clip_grad, total
+        )
 
         bad = self.health.judge(loss, norm)
         with self.clock.part(UPDATE):
@@ -181,7 +194,11 @@ class Trainer:
         """Return the loss and the gradient norm of the good steps so far, on the first rank."""
         records = self.log.records if self.log is not None else []
         name = self.task.objective.loss_name
-        return [(record[name], record["grad_norm"]) for record in records if not record.get("skipped_in_a_row")]
+        return [
+            (record[name], record["grad_norm"])
+            for record in records
+            if not record.get("skipped_in_a_row")
+        ]
 
     def _callbacks(self, data: Data) -> Iterator[Callback]:
         """Yield the callbacks before the checkpoints, in the order in which each moment calls them."""
@@ -206,7 +223,13 @@ class Trainer:
             yield Ruler(data.curve, self.runner, self.watchdog)
         if dist.get_world_size() > 1:
             yield Stragglers(self.parts, device, config.logging.log_interval, self.clock.seconds)
-        yield Report(self.log, self.task.objective, config.train.train_iters, config.logging.log_interval, device.type)
+        yield Report(
+            self.log,
+            self.task.objective,
+            config.train.train_iters,
+            config.logging.log_interval,
+            device.type,
+        )
 
     def _checkpointing(self) -> Checkpointing:
         return Checkpointing(
@@ -227,7 +250,9 @@ class Trainer:
 def files_left(folder: Path) -> str:
     """Say which files a run has left in its folder, for people who look for its curve."""
     meanings = {"loss.png": "the curve", METRICS: "every iteration", "config.toml": "every setting"}
-    files = [f"{name} ({meaning})" for name, meaning in meanings.items() if (folder / name).exists()]
+    files = [
+        f"{name} ({meaning})" for name, meaning in meanings.items() if (folder / name).exists()
+    ]
     saved = saved_iterations(folder)
     if saved:
         files.append(f"{counted(len(saved), 'checkpoint')}, the newest of iteration {saved[0]}")

@@ -1,14 +1,17 @@
-"""Measure training steps between two emulated nodes with a slow link: every context-parallel method on 8 ranks.
+"""Measure training steps between two emulated nodes with a slow link: every context-parallel method
+on 8 ranks.
 
-The nodes are network namespaces of 4 ranks each. 100 Mbit/s join them, shared by all ranks of a node, or, as rails, 100
-Mbit/s for each rank. A tiny GPT, a tiny LLaMA (grouped queries) and a tiny TransNormer (linear attention: LASP, Ulysses
-and Megatron-SP) train on the standard library's sources by pretrain_gpt.py, each configuration first without a limit
-and then within it. "Attention by the plan" is what of the crossed bytes the plans say; the rest is gradients, headers
-and collectives that do not send each to each. Needs Linux, iproute2 and root (or `unshare --user --map-root-user --net`
-before the command); nothing is left behind, however it ends.
+The nodes are network namespaces of 4 ranks each. 100 Mbit/s join them, shared by all ranks of a
+node, or, as rails, 100 Mbit/s for each rank. A tiny GPT, a tiny LLaMA (grouped queries) and a tiny
+TransNormer (linear attention: LASP, Ulysses and Megatron-SP) train on the standard library's
+sources by pretrain_gpt.py, each configuration first without a limit and then within it. "Attention
+by the plan" is what of the crossed bytes the plans say; the rest is gradients, headers and
+collectives that do not send each to each. Needs Linux, iproute2 and root (or `unshare --user
+--map-root-user --net` before the command); nothing is left behind, however it ends.
 
-    python -m bench.link                                           # every model, both links, every configuration
-    python -m bench.link --models gpt --links rails --cases wallfacer_c2 double_ring --seq-length 1024 2048
+    python -m bench.link                                           # every model, both links, every
+    configuration python -m bench.link --models gpt --links rails --cases wallfacer_c2 double_ring
+    --seq-length 1024 2048
 """
 
 import argparse
@@ -16,9 +19,25 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bench.link.cases import CASES, LINEAR_CASES, MODELS, cases_of, command_line, corpus, reference_of
+from bench.link.cases import (
+    CASES,
+    LINEAR_CASES,
+    MODELS,
+    cases_of,
+    command_line,
+    corpus,
+    reference_of,
+)
 from bench.link.network import LINKS, Network
-from bench.link.ranks import COLUMNS, SHARED, add_link, attention_crossing, figures, run_bench, train
+from bench.link.ranks import (
+    COLUMNS,
+    SHARED,
+    add_link,
+    attention_crossing,
+    figures,
+    run_bench,
+    train,
+)
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.report import Table
 from train.config.language import parse_args
@@ -34,7 +53,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--links", nargs="+", choices=LINKS, default=list(LINKS), help="default: both")
     cases = "configurations besides ring, or lasp of linear attention, which all are compared with (default: all)"
     add("--cases", nargs="+", choices=tuple(dict.fromkeys([*CASES, *LINEAR_CASES])), help=cases)
-    add("--seq-length", type=positive, nargs="+", default=[1024], metavar="N", help="one or more (default: 1024)")
+    add(
+        "--seq-length",
+        type=positive,
+        nargs="+",
+        default=[1024],
+        metavar="N",
+        help="one or more (default: 1024)",
+    )
     add(
         "--tokens",
         type=positive,
@@ -51,8 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
 def measure(args: argparse.Namespace) -> Row:
     """Measure all settings of a command line, with a line for each configuration.
 
-    Raises MeasureError: a rank failed; NetworkError: the machine does not allow the namespaces, or tc does not know the
-    rate.
+    Raises MeasureError: a rank failed; NetworkError: the machine does not allow the namespaces, or
+    tc does not know the rate.
     """
     rows = list[Row]()
     with corpus() as data:
@@ -61,12 +87,19 @@ def measure(args: argparse.Namespace) -> Row:
                 for model in args.models:
                     for length in args.seq_length:
                         batch = args.batch_size or max(1, args.tokens // length)
-                        setting = {"model": model, "link": link, "seq_length": length, "batch": batch}
+                        setting = {
+                            "model": model,
+                            "link": link,
+                            "seq_length": length,
+                            "batch": batch,
+                        }
                         rows += measure_setting(network, setting, data, args)
     return {"cases": rows}
 
 
-def measure_setting(network: Network, setting: Row, data: Path, args: argparse.Namespace) -> list[Row]:
+def measure_setting(
+    network: Network, setting: Row, data: Path, args: argparse.Namespace
+) -> list[Row]:
     """Return the rows of one setting, the reference's first."""
     model = setting["model"]
     cases, reference, rows = cases_of(model), reference_of(model), list[Row]()
@@ -79,7 +112,9 @@ def measure_setting(network: Network, setting: Row, data: Path, args: argparse.N
             return command_line(model, cases[name], data, **shape, iterations=steps)
 
         row = figures(network, args, lambda before, steps: train(network, flags(steps), before))
-        row["attention_by_plan"] = max(attention_crossing(parse_args(flags(1)), network.ranks_per_node))
+        row["attention_by_plan"] = max(
+            attention_crossing(parse_args(flags(1)), network.ranks_per_node)
+        )
         row["tokens_per_second"] = setting["batch"] * setting["seq_length"] / row["median"]
         row["times_as_fast"] = (rows[0] if rows else row)["median"] / row["median"]
         rows.append({**setting, "name": name, **row})
@@ -89,7 +124,10 @@ def measure_setting(network: Network, setting: Row, data: Path, args: argparse.N
 
 def columns_of(model: str) -> dict[str, Any]:
     """Return the columns of a model's table."""
-    compared = {"tokens/s": "{tokens_per_second:.0f}", f"times as fast as {reference_of(model)}": "{times_as_fast:.2f}"}
+    compared = {
+        "tokens/s": "{tokens_per_second:.0f}",
+        f"times as fast as {reference_of(model)}": "{times_as_fast:.2f}",
+    }
     return {**COLUMNS, **compared}
 
 

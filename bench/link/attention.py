@@ -1,13 +1,14 @@
 """Measure the attention alone, forward and backward, between two emulated nodes with a slow link.
 
-8 ranks in two network namespaces, as in ``python -m bench.link``, and no model: packed documents of log-normal lengths,
-documents of about 500 tokens, one document under a window, and one document, also with a KV head for four query heads;
-float32. The method exchange, each row once per node, against every other method twice: sending only the rows that a
-query sees, and sending all rows, as every method did before masks decided what travels. Where the best of these spends
-less than 70 % of its time on the link, it is not the link that is measured: give a lower --rate.
+8 ranks in two network namespaces, as in ``python -m bench.link``, and no model: packed documents of
+log-normal lengths, documents of about 500 tokens, one document under a window, and one document,
+also with a KV head for four query heads; float32. The method exchange, each row once per node,
+against every other method twice: sending only the rows that a query sees, and sending all rows, as
+every method did before masks decided what travels. Where the best of these spends less than 70 % of
+its time on the link, it is not the link that is measured: give a lower --rate.
 
-    python -m bench.link.attention                                     # 16384 tokens, 8 heads of 32, 100 Mbit/s
-    python -m bench.link.attention --cases short --methods ring zigzag --rate 50mbit
+    python -m bench.link.attention                                     # 16384 tokens, 8 heads of
+    32, 100 Mbit/s python -m bench.link.attention --cases short --methods ring zigzag --rate 50mbit
 """
 
 import argparse
@@ -63,11 +64,15 @@ class Contestant:
 
     def plan(self, work: MaskedShape, network: Network) -> Plan:
         """Return the plan on the ranks of a network. Raises ContextError: as ``make_plan``."""
-        plan = work.plan(self.method, network.size, ranks_per_node=network.ranks_per_node, team_size=self.team)
+        plan = work.plan(
+            self.method, network.size, ranks_per_node=network.ranks_per_node, team_size=self.team
+        )
         return AllRows(plan.geometry, plan.mask) if self.all_rows else plan
 
 
-def attend(pipe: Connection, work: MaskedShape, name: str, plan: Plan, truth: list[float], steps: int) -> None:
+def attend(
+    pipe: Connection, work: MaskedShape, name: str, plan: Plan, truth: list[float], steps: int
+) -> None:
     """Join, and run so many forwards and backwards, as ``ranks.run_steps``."""
     with process_group() as group:
         cp = ContextParallel(plan, group)
@@ -91,8 +96,8 @@ def build_parser() -> argparse.ArgumentParser:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all cases of a command line, with a line for each contestant.
 
-    Raises MeasureError: a rank failed, or computes something else than one process; NetworkError: the machine does not
-    allow the namespaces.
+    Raises MeasureError: a rank failed, or computes something else than one process; NetworkError:
+    the machine does not allow the namespaces.
     """
     rows, verdicts = list[dict[str, Any]](), dict[str, dict[str, Any]]()
     shape = {"seq_length": args.seq_length, "num_heads": args.num_heads, "head_dim": args.head_dim}
@@ -104,11 +109,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 name, plan = contestant.name, contestant.plan(work, network)
 
                 def run(
-                    before: Callable[[int], None], steps: int, given: tuple[Any, ...] = (work, name, plan, truth)
+                    before: Callable[[int], None],
+                    steps: int,
+                    given: tuple[Any, ...] = (work, name, plan, truth),
                 ) -> list[ranks.Iteration]:
                     return ranks.iterate(network, before, attend, *given, steps)
 
-                row = {"case": case, "name": name, "all_rows": contestant.all_rows, **ranks.figures(network, args, run)}
+                row = {
+                    "case": case,
+                    "name": name,
+                    "all_rows": contestant.all_rows,
+                    **ranks.figures(network, args, run),
+                }
                 rows.append(row | {"attention_by_plan": crossing(contestant, work, network)})
                 print(f"{case} {Table(COLUMNS).line(rows[-1])}", flush=True)
             about = {"mask": work.masked, "kv_heads": work.kv_heads}
@@ -118,7 +130,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def crossing(contestant: Contestant, work: MaskedShape, network: Network) -> int:
     """Return the bytes that cross in the busier direction, by the plan."""
-    sizes = {"batch": 1, "heads": work.num_heads, "kv_heads": work.kv_heads, "head_dim": work.head_dim}
+    sizes = {
+        "batch": 1,
+        "heads": work.num_heads,
+        "kv_heads": work.kv_heads,
+        "head_dim": work.head_dim,
+    }
     return max(plan_crossing(contestant.plan(work, network), network.ranks_per_node, **sizes))
 
 
@@ -129,7 +146,9 @@ def work_of(case: str, **shape: int) -> MaskedShape:
 
 
 def contestants(work: MaskedShape, methods: list[str]) -> list[Contestant]:
-    """Return ours and the others, in both forms if they differ: not of one document, nor where heads travel."""
+    """Return ours and the others, in both forms if they differ: not of one document, nor where
+    heads travel.
+    """
     chosen = [Contestant(OURS, OURS)]
     for name in methods:
         case = case_of(CONFIGURATIONS[name])
@@ -157,9 +176,14 @@ def verdict(case: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def markdown(result: dict[str, Any]) -> list[str]:
     """Format a table per case, fastest first, and what was asked."""
     work = result["workload"]
-    lines = [f"{work['seq_length']} tokens, {work['num_heads']} heads of {work['head_dim']}, {SHARED[result['link']]}."]
+    lines = [
+        f"{work['seq_length']} tokens, {work['num_heads']} heads of {work['head_dim']}, {SHARED[result['link']]}."
+    ]
     for case, verdict_of in result["verdicts"].items():
-        rows = sorted((row for row in result["attentions"] if row["case"] == case), key=lambda row: row["median"])
+        rows = sorted(
+            (row for row in result["attentions"] if row["case"] == case),
+            key=lambda row: row["median"],
+        )
         lines += [
             "",
             f"**{case}**: {verdict_of['mask']}, {verdict_of['kv_heads']} KV heads",

@@ -19,7 +19,10 @@ RANKS = 8
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 CASES: dict[str, str] = _FILE["softmax"]
 LINEAR_CASES: dict[str, str] = _FILE["linear"]
-_FLAGS = {name: flags.replace("configs/", f"{ROOT}/configs/").split() for name, flags in _FILE["models"].items()}
+_FLAGS = {
+    name: flags.replace("configs/", f"{ROOT}/configs/").split()
+    for name, flags in _FILE["models"].items()
+}
 CLUSTERS = Path(__file__).with_name("clusters")
 """A file for the planner for each kind of link."""
 MODELS = [name for name in _FLAGS if name != "dit"]
@@ -30,7 +33,10 @@ FRAME = (32, 32)
 
 def cases_of(model: str) -> dict[str, Case]:
     """Return a model's configurations by name."""
-    return {name: case_of(line) for name, line in (LINEAR_CASES if model == "transnormer" else CASES).items()}
+    return {
+        name: case_of(line)
+        for name, line in (LINEAR_CASES if model == "transnormer" else CASES).items()
+    }
 
 
 def reference_of(model: str) -> str:
@@ -38,15 +44,23 @@ def reference_of(model: str) -> str:
     return "lasp" if model == "transnormer" else "ring"
 
 
-def command_line(model: str, case: Case, data: Path, *, seq_length: int, batch: int, iterations: int) -> list[str]:
+def command_line(
+    model: str, case: Case, data: Path, *, seq_length: int, batch: int, iterations: int
+) -> list[str]:
     """Return the flags of pretrain_gpt.py or, for the model ``dit``, of pretrain_dit.py.
 
-    ``data`` is what ``data_of`` returns, and ``seq_length`` of ``dit`` the patches of a video. Every node has a copy of
-    the weights, and gradients are summed over the link once; with tensor parallelism each rank has its own weights, and
-    no matrix's gradient crosses.
+    ``data`` is what ``data_of`` returns, and ``seq_length`` of ``dit`` the patches of a video.
+    Every node has a copy of the weights, and gradients are summed over the link once; with tensor
+    parallelism each rank has its own weights, and no matrix's gradient crosses.
     """
     if model == "dit":
-        flags = [*_FLAGS[model], "--data-path", str(data), "--latent-shape", *map(str, latent_shape(seq_length))]
+        flags = [
+            *_FLAGS[model],
+            "--data-path",
+            str(data),
+            "--latent-shape",
+            *map(str, latent_shape(seq_length)),
+        ]
     else:
         flags = [*_FLAGS[model], "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
         flags += ["--seq-length", str(seq_length)]
@@ -54,8 +68,24 @@ def command_line(model: str, case: Case, data: Path, *, seq_length: int, batch: 
     copies = ["--num-distributed-optimizer-instances", "2"] if case.cp > 1 else []
     return [
         *(*flags, *case.flags, *copies),
-        *("--micro-batch-size", str(batch), "--global-batch-size", str(batch), "--train-iters", str(iterations)),
-        *("--lr-warmup-iters", "1", "--eval-iters", "0", "--save", "none", "--save-interval", "none"),
+        *(
+            "--micro-batch-size",
+            str(batch),
+            "--global-batch-size",
+            str(batch),
+            "--train-iters",
+            str(iterations),
+        ),
+        *(
+            "--lr-warmup-iters",
+            "1",
+            "--eval-iters",
+            "0",
+            "--save",
+            "none",
+            "--save-interval",
+            "none",
+        ),
     ]
 
 
@@ -74,7 +104,9 @@ def latent_shape(patches: int) -> tuple[int, ...]:
 
 
 def data_of(model: str, text: Path, seq_length: int) -> Path:
-    """Return what a model reads: the prefix of ``text``, or a folder of noise beside it, written if it is not there."""
+    """Return what a model reads: the prefix of ``text``, or a folder of noise beside it, written if
+    it is not there.
+    """
     if model != "dit":
         return text
     folder = text.parent / f"latents_{seq_length}"

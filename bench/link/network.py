@@ -1,7 +1,7 @@
 """Emulate two nodes on one machine: network namespaces with a slow link between them.
 
-The namespaces have no names: the kernel removes one, with its interfaces and limits, when no process is inside or holds
-it open. Nothing is left behind, however the bench ends.
+The namespaces have no names: the kernel removes one, with its interfaces and limits, when no
+process is inside or holds it open. Nothing is left behind, however the bench ends.
 """
 
 import ctypes
@@ -20,8 +20,9 @@ NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>; os.unshare and os.setns n
 BURST = "128kb"  # more than the 64 KiB packets that veth passes on whole
 QUEUE = 1 << 26  # bytes that may wait for the link: TCP's windows fit, nothing is dropped
 SHORT = ("u16", "0x0000", "0xff00", "at", "2")
-"""Packets of less than 256 bytes. They go ahead: acknowledgements behind what fits into such a queue would come after
-tenths of a second, which no switch does to them, and what they acknowledge would be sent late, or again."""
+"""Packets of less than 256 bytes. They go ahead: acknowledgements behind what fits into such a
+queue would come after tenths of a second, which no switch does to them, and what they acknowledge
+would be sent late, or again."""
 TRUNK = "trunk"
 CURRENT = "/proc/thread-self/ns/net"
 WITHOUT_ROOT = "unshare --user --map-root-user --net"
@@ -50,7 +51,9 @@ class Namespace:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Move the calling thread, and the processes it starts, into the namespace for the context's body."""
+        """Move the calling thread, and the processes it starts, into the namespace for the
+        context's body.
+        """
         with open(CURRENT, "rb", buffering=0) as outside:
             _call("setns", self._file, NEW_NETWORK)
             try:
@@ -74,9 +77,9 @@ class Namespace:
 class Network:
     """Two nodes of ``ranks_per_node`` ranks; a context manager.
 
-    Without rails the ranks of a node share its namespace, and all ranks share the link's rate. With rails every rank
-    has its own namespace and link, plugged into its node's bridge; between the bridges each rank may send at the rate,
-    whatever the destination.
+    Without rails the ranks of a node share its namespace, and all ranks share the link's rate. With
+    rails every rank has its own namespace and link, plugged into its node's bridge; between the
+    bridges each rank may send at the rate, whatever the destination.
 
     Raises NetworkError: no permission, or iproute2 or a kernel module is missing.
     """
@@ -102,7 +105,9 @@ class Network:
                     _connect(node, f"port{rank}", namespace, self.interface)
                     node.run("ip", "link", "set", f"port{rank}", "master", "switch")
                 if self.rails or rank % self.ranks_per_node == 0:
-                    namespace.run("ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
+                    namespace.run(
+                        "ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface
+                    )
             self._open_files = open_files.pop_all()
         return self
 
@@ -118,7 +123,8 @@ class Network:
         return self._ranks[rank].path
 
     def limit(self, rate: str | None) -> None:
-        """Limit the link, or each rail, to a rate in tc's notation, in both directions; None removes the limit.
+        """Limit the link, or each rail, to a rate in tc's notation, in both directions; None
+        removes the limit.
 
         Raises NetworkError: tc does not know the rate, or the kernel lacks htb or u32.
         """
@@ -134,12 +140,18 @@ class Network:
                 self._limit_class(node, 2 + place, rate, ("ip", "src", f"{source}/32"))
 
     def crossed(self) -> tuple[int, int]:
-        """Return the bytes sent from the first node to the second, and back, as the interfaces count them."""
+        """Return the bytes sent from the first node to the second, and back, as the interfaces
+        count them.
+        """
         sent = []
         for node in self._nodes:
             with node.inside():
                 lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
-            counts = next(line for line in lines if line.strip().startswith(f"{TRUNK}:")).split(":")[1].split()
+            counts = (
+                next(line for line in lines if line.strip().startswith(f"{TRUNK}:"))
+                .split(":")[1]
+                .split()
+            )
             sent.append(int(counts[8]))
         return sent[0], sent[1]
 
@@ -147,7 +159,19 @@ class Network:
     def _limit_class(node: Namespace, number: int, rate: str, match: Sequence[str]) -> None:
         # Without a quantum htb warns that it guessed one
         class_id, prio = f"1:{number}", str(number)
-        bucket = ("htb", "rate", rate, "burst", BURST, "cburst", BURST, "quantum", "65536", "prio", prio)
+        bucket = (
+            "htb",
+            "rate",
+            rate,
+            "burst",
+            BURST,
+            "cburst",
+            BURST,
+            "quantum",
+            "65536",
+            "prio",
+            prio,
+        )
         node.run("tc", "class", "add", "dev", TRUNK, "parent", "1:", "classid", class_id, *bucket)
         queue = ("handle", f"{number + 1}:", "bfifo", "limit", str(QUEUE))
         node.run("tc", "qdisc", "add", "dev", TRUNK, "parent", class_id, *queue)
@@ -164,13 +188,18 @@ def enter(path: str) -> None:
 def check_permission() -> None:
     """Check that this machine allows what the bench needs.
 
-    Raises NetworkError: it is not Linux, iproute2 is missing, or this process may not make network namespaces.
+    Raises NetworkError: it is not Linux, iproute2 is missing, or this process may not make network
+    namespaces.
     """
     if not Path(CURRENT).exists():
-        raise NetworkError("the link bench emulates nodes by Linux network namespaces, which this system does not have")
+        raise NetworkError(
+            "the link bench emulates nodes by Linux network namespaces, which this system does not have"
+        )
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            raise NetworkError(f"the link bench needs {tool} on the PATH; install iproute2 (apt-get install iproute2)")
+            raise NetworkError(
+                f"the link bench needs {tool} on the PATH; install iproute2 (apt-get install iproute2)"
+            )
     try:
         Namespace().close()
     except PermissionError as error:
@@ -182,9 +211,13 @@ def check_permission() -> None:
 
 
 def prepare_machine() -> None:
-    """Check the permission, and set the environment that ranks start with; raises as ``check_permission``."""
+    """Check the permission, and set the environment that ranks start with; raises as
+    ``check_permission``.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that namespaces have no name server
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # torch warns that namespaces have no name server
     check_permission()
 
 

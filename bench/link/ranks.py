@@ -1,4 +1,5 @@
-"""Train, or attend alone, on real ranks inside the namespaces: the time of every step, and the bytes that cross.
+"""Train, or attend alone, on real ranks inside the namespaces: the time of every step, and the
+bytes that cross.
 
 Ranks are forked from a server that has already imported torch and the entry, then enter their node.
 """
@@ -57,8 +58,12 @@ class Iteration(NamedTuple):
     back: int
 
 
-def _seated(network: Network, body: Callable[..., None], *arguments: Any) -> list[tuple[Callable[..., None], Any]]:
-    """Return what ``started`` takes to run ``body(pipe, *arguments)`` on every rank, as an agent per node would."""
+def _seated(
+    network: Network, body: Callable[..., None], *arguments: Any
+) -> list[tuple[Callable[..., None], Any]]:
+    """Return what ``started`` takes to run ``body(pipe, *arguments)`` on every rank, as an agent
+    per node would.
+    """
     seats = []
     for rank in range(network.size):
         environment = {
@@ -75,7 +80,11 @@ def _seated(network: Network, body: Callable[..., None], *arguments: Any) -> lis
 
 
 def _serve(
-    pipe: Connection, namespace: str, environment: dict[str, str], body: Callable[..., None], arguments: Any
+    pipe: Connection,
+    namespace: str,
+    environment: dict[str, str],
+    body: Callable[..., None],
+    arguments: Any,
 ) -> None:
     """Run a rank in its namespace, with the environment from its launcher."""
     enter(namespace)
@@ -86,18 +95,25 @@ def _serve(
 
 
 def train(
-    network: Network, arguments: list[str], before: Callable[[int], None], entry: str = "pretrain_gpt"
+    network: Network,
+    arguments: list[str],
+    before: Callable[[int], None],
+    entry: str = "pretrain_gpt",
 ) -> list[Iteration]:
-    """Run the entry with ``arguments`` on all ranks of the network; return its iterations, as ``iterate``."""
+    """Run the entry with ``arguments`` on all ranks of the network; return its iterations, as
+    ``iterate``.
+    """
     return iterate(network, before, _train, entry, arguments)
 
 
 def iterate(
     network: Network, before: Callable[[int], None], body: Callable[..., None], *arguments: Any
 ) -> list[Iteration]:
-    """Run ``body(pipe, *arguments)`` on all ranks of the network; return its iterations, which one rank ``report``s.
+    """Run ``body(pipe, *arguments)`` on all ranks of the network; return its iterations, which one
+    rank ``report``s.
 
-    ``before(i)`` is called while every rank waits to begin iteration i. No process outlives the call.
+    ``before(i)`` is called while every rank waits to begin iteration i. No process outlives the
+    call.
 
     Raises MeasureError: a rank failed, died or did not answer.
     """
@@ -115,13 +131,17 @@ def iterate(
 
 
 def calibrated(network: Network, work: AttentionShape, lengths: tuple[int, ...]) -> Figures:
-    """Return what ``tools.calibrate`` measures on the ranks of the network. Raises MeasureError: as ``train``."""
+    """Return what ``tools.calibrate`` measures on the ranks of the network. Raises MeasureError: as
+    ``train``.
+    """
     with as_measure_errors(), started(_seated(network, _calibrate, work, lengths)) as ranks:
         return next(figures for _, figures in messages(ranks, ANSWER_WITHIN))
 
 
 def report(pipe: Connection, seconds: float) -> None:
-    """Tell an iteration's seconds, then wait for permission to go on: no rank gets further without the first."""
+    """Tell an iteration's seconds, then wait for permission to go on: no rank gets further without
+    the first.
+    """
     send(pipe, seconds)
     receive(pipe)
 
@@ -147,7 +167,8 @@ def run_steps(
     name: str,
     truth: list[float],
 ) -> None:
-    """Report the time of each of so many float32 steps, from a barrier until the slowest rank has ended.
+    """Report the time of each of so many float32 steps, from a barrier until the slowest rank has
+    ended.
 
     The squares of what the first one returns must sum over the ranks to the truth.
     """
@@ -166,7 +187,8 @@ def run_steps(
 
 
 def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
-    """Return the bytes that a step's attentions send from the first node to the second, and back, by the plan.
+    """Return the bytes that a step's attentions send from the first node to the second, and back,
+    by the plan.
 
     Zero with tensor parallelism, whose layers send their tokens outside of the plan.
     """
@@ -193,7 +215,9 @@ def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
 
 
 def plan_crossing(plan: Plan, ranks_per_node: int, **sizes: Any) -> tuple[int, int]:
-    """Return the bytes that a float32 attention sends from the first node to the second, and back; as ``plan.cost``."""
+    """Return the bytes that a float32 attention sends from the first node to the second, and back;
+    as ``plan.cost``.
+    """
     sent = [0, 0]
     for rank in range(plan.size):
         cost = plan.cost(rank, **sizes, element_size=4)
@@ -204,18 +228,25 @@ def plan_crossing(plan: Plan, ranks_per_node: int, **sizes: Any) -> tuple[int, i
 
 def add_link(parser: argparse.ArgumentParser, repeats: int) -> None:
     """Add the link's rate, how many steps count, and where results go."""
-    parser.add_argument("--rate", default="100mbit", help="of the link or of each rail (default: %(default)s)")
-    parser.add_argument("--repeats", type=positive, default=repeats, help="steps that count (default: %(default)s)")
+    parser.add_argument(
+        "--rate", default="100mbit", help="of the link or of each rail (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=repeats, help="steps that count (default: %(default)s)"
+    )
     add_results(parser)
 
 
 def figures(
-    network: Network, args: argparse.Namespace, run: Callable[[Callable[[int], None], int], list[Iteration]]
+    network: Network,
+    args: argparse.Namespace,
+    run: Callable[[Callable[[int], None], int], list[Iteration]],
 ) -> dict[str, Any]:
-    """Return the medians of a contestant's steps without the limit and within it, and the bytes that crossed.
+    """Return the medians of a contestant's steps without the limit and within it, and the bytes
+    that crossed.
 
-    ``run(before, steps)`` is as ``iterate``. ``on_link`` is what the bytes take at the link's rate, as a share of the
-    step.
+    ``run(before, steps)`` is as ``iterate``. ``on_link`` is what the bytes take at the link's rate,
+    as a share of the step.
 
     Raises MeasureError: a rank failed, or computes something else than it should.
     """
@@ -240,10 +271,14 @@ def figures(
 
 
 def bits_per_second(rate: str) -> float:
-    """Return a rate in bits per second. Raises UserError: it is not a number with kbit, mbit or gbit."""
+    """Return a rate in bits per second. Raises UserError: it is not a number with kbit, mbit or
+    gbit.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
     if match is None or float(match[1]) <= 0:
-        raise UserError(f"--rate is {rate!r}; give a number with kbit, mbit or gbit, such as 100mbit")
+        raise UserError(
+            f"--rate is {rate!r}; give a number with kbit, mbit or gbit, such as 100mbit"
+        )
     return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
 
 
@@ -254,11 +289,19 @@ def run_bench(
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     markdown: Callable[[dict[str, Any]], list[str]],
 ) -> None:
-    """Measure, print and, if asked, write. Raises UserError: a wrong rate; NetworkError: as ``prepare_machine``."""
+    """Measure, print and, if asked, write. Raises UserError: a wrong rate; NetworkError: as
+    ``prepare_machine``.
+    """
     bits_per_second(args.rate)
     prepare_machine()
     machine = describe("cpu")
-    result = {"benchmark": title, "machine": machine, "note": args.note, "rate": args.rate, "repeats": args.repeats}
+    result = {
+        "benchmark": title,
+        "machine": machine,
+        "note": args.note,
+        "rate": args.rate,
+        "repeats": args.repeats,
+    }
     result |= measure(args)
     result["load_average"] = list(os.getloadavg())
     about = f"{args.rate} between two nodes in each direction; medians of {args.repeats} steps."

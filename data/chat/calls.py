@@ -1,7 +1,9 @@
-"""Tools and calls of them, from the forms that people's rows have to the one that chat templates take.
+"""Tools and calls of them, from the forms that people's rows have to the one that chat templates
+take.
 
-That is OpenAI's: `tools` are objects with a `function`, and a turn's `tool_calls` have a `function` with a name and its
-arguments, which may be an object or its JSON, and goes on as it is. Older and other forms are turned into it.
+That is OpenAI's: `tools` are objects with a `function`, and a turn's `tool_calls` have a `function`
+with a name and its arguments, which may be an object or its JSON, and goes on as it is. Older and
+other forms are turned into it.
 """
 
 import json
@@ -17,7 +19,8 @@ CALL_ROLES = ("function_call", "tool_call")
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools of a row, `tools` or OpenAI's older `functions`, each a list or its JSON; None if it has none.
+    """Return the tools of a row, `tools` or OpenAI's older `functions`, each a list or its JSON;
+    None if it has none.
 
     Raises DataError: neither a list nor the JSON of one, or one that is no object.
     """
@@ -40,20 +43,25 @@ def _listed(name: str, value: Any) -> list[Any] | None:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(f"it has {name} {value!r:.40}; they must be a list of objects, or the JSON of one")
+        raise DataError(
+            f"it has {name} {value!r:.40}; they must be a list of objects, or the JSON of one"
+        )
     return value
 
 
 def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
     """Return the calls of a turn: of `tool_calls`, or OpenAI's older `function_call`.
 
-    Raises DataError: a call without a name, or with arguments that are neither an object nor its JSON.
+    Raises DataError: a call without a name, or with arguments that are neither an object nor its
+    JSON.
     """
     calls, older = turn.get("tool_calls"), turn.get("function_call")
     if isinstance(calls, str) and calls.strip():
         calls = parsed(f"{where} has tool_calls", calls)
     if not says_nothing(calls) and not says_nothing(older):
-        raise DataError(f"{where} has tool_calls and function_call, which say the same; leave one out")
+        raise DataError(
+            f"{where} has tool_calls and function_call, which say the same; leave one out"
+        )
     if not says_nothing(older):
         return _called(where, older)
     if says_nothing(calls):
@@ -66,16 +74,20 @@ def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
 
 
 def holds_null(value: Any) -> bool:
-    """Return whether a call or a tool has a null in it, as files of columns write for a key that it lacks."""
+    """Return whether a call or a tool has a null in it, as files of columns write for a key that it
+    lacks.
+    """
     if isinstance(value, dict):
         return any(map(holds_null, value.values()))
     return value is None or (isinstance(value, (list, tuple)) and any(map(holds_null, value)))
 
 
 def with_calls_joined(turns: Sequence[Any]) -> list[Any]:
-    """Return turns in which calls of functions that follow each other are one turn, as ms-swift reads them.
+    """Return turns in which calls of functions that follow each other are one turn, as ms-swift
+    reads them.
 
-    These are turns of ShareGPT's roles. Raises DataError: one of them is marked as learned and another is not.
+    These are turns of ShareGPT's roles. Raises DataError: one of them is marked as learned and
+    another is not.
     """
     joined: list[Any] = []
     for number, turn in enumerate(turns, start=1):
@@ -84,8 +96,12 @@ def with_calls_joined(turns: Sequence[Any]) -> list[Any]:
             continue
         where, previous = f"turn {number}", joined[-1]
         if mark_of(where, turn) != mark_of(f"turn {number - 1}", previous):
-            raise DataError(f"{where} is a call beside that of the turn before, and marked otherwise; mark them alike")
-        calls = spoken_calls(f"turn {number - 1}", _content(previous)) + spoken_calls(where, _content(turn))
+            raise DataError(
+                f"{where} is a call beside that of the turn before, and marked otherwise; mark them alike"
+            )
+        calls = spoken_calls(f"turn {number - 1}", _content(previous)) + spoken_calls(
+            where, _content(turn)
+        )
         joined[-1] = {**turn, **previous, "content": calls, "value": calls}
     return joined
 
@@ -99,7 +115,9 @@ def _content(turn: Mapping[str, Any]) -> Any:
 
 
 def spoken_calls(where: str, content: Any) -> list[Call]:
-    """Return the calls that a turn of ShareGPT's role function_call has as its text: the JSON of one, or of several."""
+    """Return the calls that a turn of ShareGPT's role function_call has as its text: the JSON of
+    one, or of several.
+    """
     if isinstance(content, str):
         content = parsed(f"{where} is a call of a function and", content)
     return _called(where, content)
@@ -115,15 +133,23 @@ def _called(where: str, calls: Any) -> list[Call]:
         function = dict(call.get("function", call))
         function.setdefault("arguments", function.pop("parameters", {}))
         if isinstance(function["arguments"], str):
-            function["arguments"] = parsed(f"{where} calls {function['name']} and", function["arguments"])
+            function["arguments"] = parsed(
+                f"{where} calls {function['name']} and", function["arguments"]
+            )
         called.append({"type": "function", "function": function})
     return called
 
 
 def _check(where: str, call: Any) -> None:
     function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise DataError(f"{where} has tool_calls with one that names no function, {call!r:.60}; repair it")
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not function["name"]
+    ):
+        raise DataError(
+            f"{where} has tool_calls with one that names no function, {call!r:.60}; repair it"
+        )
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, (dict, str)):
         raise DataError(

@@ -43,22 +43,31 @@ NAMED = {
 }
 
 
-def train_chat_tokenizer(rows: Iterable[Row], skip_refused: bool, folder: Path, vocab_size: int, name: str) -> Path:
-    """Train a byte-level BPE on the first 8 million characters of conversations, for a template of NAMED.
+def train_chat_tokenizer(
+    rows: Iterable[Row], skip_refused: bool, folder: Path, vocab_size: int, name: str
+) -> Path:
+    """Train a byte-level BPE on the first 8 million characters of conversations, for a template of
+    NAMED.
 
-    Writes the tokenizer.json, whose path is returned, and tokenizer_config.json of a folder that `transformers` loads.
+    Writes the tokenizer.json, whose path is returned, and tokenizer_config.json of a folder that
+    `transformers` loads.
 
-    Raises DataError: a conversation that cannot be used, unless these are skipped, or a `vocab_size` that is too small
-    for the 256 bytes and the special tokens, or that the conversations cannot fill.
+    Raises DataError: a conversation that cannot be used, unless these are skipped, or a
+    `vocab_size` that is too small for the 256 bytes and the special tokens, or that the
+    conversations cannot fill.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from data.tokenizer import to_train_on  # imports numpy, and a program's --help names the templates alone
+    from data.tokenizer import (
+        to_train_on,
+    )  # imports numpy, and a program's --help names the templates alone
 
     template, alphabet = NAMED[name], pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + len(template.special)
     if vocab_size < least:
-        raise DataError(f"vocab_size is {vocab_size}; 256 bytes and the special tokens of {name} take {least} entries")
+        raise DataError(
+            f"vocab_size is {vocab_size}; 256 bytes and the special tokens of {name} take {least} entries"
+        )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -79,7 +88,9 @@ def train_chat_tokenizer(rows: Iterable[Row], skip_refused: bool, folder: Path, 
 
     backend.train_from_iterator(list(to_train_on(texts())), trainer)
     if (found := backend.get_vocab_size()) < vocab_size:
-        raise DataError(f"vocab_size is {vocab_size}, and the conversations fill {found} entries; give that or fewer")
+        raise DataError(
+            f"vocab_size is {vocab_size}, and the conversations fill {found} entries; give that or fewer"
+        )
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": template.end,

@@ -1,4 +1,6 @@
-"""Conversations to token ids and a loss mask, each within one sequence, and packed. S tokens of a sequence."""
+"""Conversations to token ids and a loss mask, each within one sequence, and packed. S tokens of a
+sequence.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,8 +21,8 @@ from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 
 UNREAD, END, TURNS = "unread: ", "end: ", "turns"
-"""Begin the names of counts: of what is lost or changed, such as a key that nothing reads; of a token that ends turns;
-and of learned turns."""
+"""Begin the names of counts: of what is lost or changed, such as a key that nothing reads; of a
+token that ends turns; and of learned turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +42,14 @@ class Chat:
 
     def __post_init__(self) -> None:
         if self.seq_length < 2:
-            raise DataError(f"seq_length is {self.seq_length}; a sequence that teaches anything has 2 tokens or more")
+            raise DataError(
+                f"seq_length is {self.seq_length}; a sequence that teaches anything has 2 tokens or more"
+            )
 
 
 def with_conversation(reads: Reads, row: Row) -> Row:
-    """Return a row's conversation, or its error, in its place: nested values may be too deep for another process.
+    """Return a row's conversation, or its error, in its place: nested values may be too deep for
+    another process.
 
     Args:
         reads: the names that the template uses.
@@ -58,13 +63,16 @@ def with_conversation(reads: Reads, row: Row) -> Row:
         return where, DataError("is nested too deeply; repair it")
 
 
-def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer, batch: Sequence[Row]) -> Tokens:
+def convert(
+    chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer, batch: Sequence[Row]
+) -> Tokens:
     """Tokenize conversations, cut what is too long, and count what became of each.
 
-    The rows are those of `with_conversation`. Counts have the keys that nothing reads, after UNREAD, and the ids of the
-    tokens that end turns, after END.
+    The rows are those of `with_conversation`. Counts have the keys that nothing reads, after
+    UNREAD, and the ids of the tokens that end turns, after END.
 
-    Raises DataError: a conversation that cannot be used, with file and line, unless these are skipped.
+    Raises DataError: a conversation that cannot be used, with file and line, unless these are
+    skipped.
     """
     pieces: list[tuple[np.ndarray, np.ndarray]] = []
     refused: list[str] = []
@@ -75,7 +83,9 @@ def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer,
                 raise row
             encoded = template.encode(tokenizer, row)
             if chat.strict and encoded.told:
-                raise DataError(f"has {', and '.join(encoded.told)}; remove it, or leave out --strict")
+                raise DataError(
+                    f"has {', and '.join(encoded.told)}; remove it, or leave out --strict"
+                )
             parts = _pieces(encoded.ids, encoded.learned, chat)
         except DataError as error:
             if not chat.skip_refused or isinstance(error, UnboundedError):
@@ -94,13 +104,23 @@ def convert(chat: Chat, template: ChatTemplate, tokenizer: HuggingFaceTokenizer,
     counts["refused"] = len(refused)
     masks = np.concatenate([np.zeros(0, bool), *(mask for _, mask in pieces)])
     joined_ids, lengths = joined(tokenizer, [part for part, _ in pieces])
-    return Tokens(ids=joined_ids, lengths=lengths, learned=masks.astype(np.uint8), counts=counts, refused=refused)
+    return Tokens(
+        ids=joined_ids,
+        lengths=lengths,
+        learned=masks.astype(np.uint8),
+        counts=counts,
+        refused=refused,
+    )
 
 
-def _pieces(ids: np.ndarray, learned: np.ndarray, chat: Chat) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Cut a conversation [T] into pieces of at most S tokens. Raises DataError if it must not be, or teaches nothing.
+def _pieces(
+    ids: np.ndarray, learned: np.ndarray, chat: Chat
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Cut a conversation [T] into pieces of at most S tokens. Raises DataError if it must not be,
+    or teaches nothing.
 
-    A piece's first token is never predicted, so pieces of a split share one token: each is predicted once.
+    A piece's first token is never predicted, so pieces of a split share one token: each is
+    predicted once.
     """
     size, starts = chat.seq_length, [0]
     if len(ids) > size and chat.too_long == "error":
@@ -116,7 +136,9 @@ def _pieces(ids: np.ndarray, learned: np.ndarray, chat: Chat) -> list[tuple[np.n
     for _, mask in pieces:
         mask[0] = False
     if not any(mask.any() for _, mask in pieces):
-        raise DataError("nothing that is left of it carries loss; leave it out, or cut it another way: --too-long")
+        raise DataError(
+            "nothing that is left of it carries loss; leave it out, or cut it another way: --too-long"
+        )
     return pieces
 
 
@@ -126,7 +148,8 @@ def write_packed(
     lengths: np.ndarray,
     capacity: int,
 ) -> int:
-    """Write .bin/.idx pairs of packed items, in which an item is a sequence and a bin, in a random order, a document.
+    """Write .bin/.idx pairs of packed items, in which an item is a sequence and a bin, in a random
+    order, a document.
 
     Returns the number of bins.
 
@@ -136,7 +159,8 @@ def write_packed(
         lengths: values of each item, int32, each in [1, capacity].
     """
     bins = best_fit_decreasing(lengths, capacity)
-    # Packed by length, and training takes the validation split from the end: that is to be a sample of all.
+    # Packed by length, and training takes the validation split from the end: that is to be a sample
+    # of all.
     drawn = np.random.default_rng(0).permutation(int(bins.max()) + 1)
     items, bounds = by_bin(np.argsort(drawn)[bins])
     ends = np.cumsum(lengths, dtype=np.int64)

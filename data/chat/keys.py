@@ -1,8 +1,9 @@
-"""Keys that rows and turns of conversations have: which mean nothing, mark what is learned, or hold what is not text.
+"""Keys that rows and turns of conversations have: which mean nothing, mark what is learned, or hold
+what is not text.
 
-A key that a template names is passed on to it, and one that it reads needs no word. Of the others those that are known
-to say nothing of the conversation are passed over, those that would be lost with harm are refused, and the rest is
-counted, so that a user is told.
+A key that a template names is passed on to it, and one that it reads needs no word. Of the others
+those that are known to say nothing of the conversation are passed over, those that would be lost
+with harm are refused, and the rest is counted, so that a user is told.
 """
 
 import re
@@ -39,7 +40,9 @@ _HARMLESS_WORDS = """
 """
 HARMLESS = frozenset(_HARMLESS_WORDS.split())
 """Keys of rows and turns that say nothing of what is spoken."""
-_HARMLESS_ENDS = re.compile(r".+_(?:id|ids|uuid|hash|score|scores|rating|time|timestamp|at|count|url|version|lang)")
+_HARMLESS_ENDS = re.compile(
+    r".+_(?:id|ids|uuid|hash|score|scores|rating|time|timestamp|at|count|url|version|lang)"
+)
 _LINKS = ("tool_call_id",)
 _PICTURES = re.compile(
     r"(?:.*_)?(?:images?|imgs?|pictures?|photos?|pixel_values|audios?|waveforms?|videos?|attachments?)"
@@ -51,7 +54,9 @@ _PREFERENCE_WORDS = """
     rejected_conversations kto_tag preferred dispreferred preferred_output non_preferred_output
 """
 _PREFERENCES = frozenset(_PREFERENCE_WORDS.split())
-_MARK_LIKE = re.compile(r"(?:.*_)?(?:loss|mask|masks|weight|weights|train|training|trainable|trained|learn)(?:_.*)?")
+_MARK_LIKE = re.compile(
+    r"(?:.*_)?(?:loss|mask|masks|weight|weights|train|training|trainable|trained|learn)(?:_.*)?"
+)
 _THOUGHT_LIKE = re.compile(
     r"(?:.*_)?(?:think|thinking|thought|thoughts|reason|reasons|reasoning|cot|chain_of_thought|rationale|analysis|"
     r"scratchpad|monologue)(?:_(?!effort|budget).*)?"
@@ -66,13 +71,17 @@ class Reads:
     variables: frozenset[str] = frozenset()
     """Variables that it takes from outside, such as documents."""
     names: frozenset[str] = frozenset()
-    """Attributes, and texts: all that may be keys of a turn. Which it reads is seen as it is called."""
+    """Attributes, and texts: all that may be keys of a turn. Which it reads is seen as it is
+    called.
+    """
     texts: frozenset[str] = frozenset()
     """Texts, one of which may be a role."""
 
     def __or__(self, other: "Reads") -> "Reads":
         return Reads(
-            variables=self.variables | other.variables, names=self.names | other.names, texts=self.texts | other.texts
+            variables=self.variables | other.variables,
+            names=self.names | other.names,
+            texts=self.texts | other.texts,
         )
 
     @property
@@ -87,14 +96,17 @@ class Reads:
 
 
 def says_nothing(value: Any) -> bool:
-    """Return whether a value is null or empty, as files of columns have it for a key that a row lacks."""
+    """Return whether a value is null or empty, as files of columns have it for a key that a row
+    lacks.
+    """
     return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
 
 
 def is_unread(where: str, key: str, value: Any) -> bool:
     """Return whether a user is to be told of a key that nothing reads.
 
-    Raises DataError: it holds pictures, a thought, the other half of a pair, or says what is learned.
+    Raises DataError: it holds pictures, a thought, the other half of a pair, or says what is
+    learned.
     """
     if says_nothing(value):
         return False
@@ -127,13 +139,16 @@ def is_unread(where: str, key: str, value: Any) -> bool:
 def refuse_pictures(where: str, key: str, value: Any) -> None:
     """Raise DataError for a key of pictures, sound or video that holds some."""
     if value and _PICTURES.fullmatch(key):  # a number of 0 pictures is no harm
-        raise DataError(f"{where} has {key}, and pictures, sound and video are not read; leave the conversation out")
+        raise DataError(
+            f"{where} has {key}, and pictures, sound and video are not read; leave the conversation out"
+        )
 
 
 def mark_of(where: str, contents: Mapping[str, Any]) -> bool | None:
     """Return what the marks of a row or a turn say of being learned; None if there are none.
 
-    Raises DataError: a mark that is neither true nor false, 1 nor 0, or two that contradict each other.
+    Raises DataError: a mark that is neither true nor false, 1 nor 0, or two that contradict each
+    other.
     """
     marks: dict[str, bool] = {}
     for key in (*MARKS, MASKED):

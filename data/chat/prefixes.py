@@ -1,10 +1,12 @@
-"""The assistant's turns in the text of a conversation, by prefixes of it, in time that grows as the text does.
+"""The assistant's turns in the text of a conversation, by prefixes of it, in time that grows as the
+text does.
 
-A turn is what the conversation through it adds to the conversation before it with the generation prompt, if both are
-prefixes of the whole. To write every prefix of a conversation of n turns takes time of n squared. So in a long one the
-first turns and some others, at most a few dozen, are compared with prefixes. Every turn, of all, is written as the last
-one of a short conversation, of the turns around it, and what that adds must stand where the turn is expected. A
-conversation for which anything of this does not hold is compared with every prefix.
+A turn is what the conversation through it adds to the conversation before it with the generation
+prompt, if both are prefixes of the whole. To write every prefix of a conversation of n turns takes
+time of n squared. So in a long one the first turns and some others, at most a few dozen, are
+compared with prefixes. Every turn, of all, is written as the last one of a short conversation, of
+the turns around it, and what that adds must stand where the turn is expected. A conversation for
+which anything of this does not hold is compared with every prefix.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +27,12 @@ _AROUND = 6
 """Turns before the previous answer among which its question is looked for."""
 
 
-def spans_by_prefixes(render: Render, conversation: Conversation, text: str) -> dict[int, Bounds] | int:
-    """Return the characters [begin, end) of each learned turn, or the first one for which prefixes do not hold."""
+def spans_by_prefixes(
+    render: Render, conversation: Conversation, text: str
+) -> dict[int, Bounds] | int:
+    """Return the characters [begin, end) of each learned turn, or the first one for which prefixes
+    do not hold.
+    """
     bounds = None
     if len(conversation.turns) > ALL_COMPARED:
         bounds = _by_windows(render, conversation.turns, text)
@@ -34,7 +40,11 @@ def spans_by_prefixes(render: Render, conversation: Conversation, text: str) -> 
     for number, learned in enumerate(conversation.learned):
         if not learned:
             continue
-        whole = _compared(render, conversation.turns, number, text) if bounds is None else bounds[number]
+        whole = (
+            _compared(render, conversation.turns, number, text)
+            if bounds is None
+            else bounds[number]
+        )
         if whole is None:
             return number
         begin, end = whole
@@ -53,7 +63,9 @@ def _compared(render: Render, turns: Sequence[Turn], number: int, text: str) -> 
 
 
 def _by_windows(render: Render, turns: Sequence[Turn], text: str) -> dict[int, Bounds] | None:
-    """Return the bounds of the assistant's turns, most of them by the turns around; None if anything does not hold."""
+    """Return the bounds of the assistant's turns, most of them by the turns around; None if
+    anything does not hold.
+    """
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     compared = _compared_answers(answers, len(turns))
     bounds: dict[int, Bounds] = {}
@@ -77,7 +89,11 @@ def _compared_answers(answers: Sequence[int], count: int) -> set[int]:
     """Return answers to compare with prefixes, whose lengths add up to a few times that of all."""
     wanted = [count * share // _SHARES for share in range(1, _SHARES)]
     wanted += [1 << power for power in range(count.bit_length())]
-    chosen = {number for number in answers if number < ALL_COMPARED} | set(answers[:1]) | set(answers[-2:])
+    chosen = (
+        {number for number in answers if number < ALL_COMPARED}
+        | set(answers[:1])
+        | set(answers[-2:])
+    )
     for limit in wanted:
         chosen |= set([number for number in answers if number <= limit][-1:])
     return chosen
@@ -86,7 +102,8 @@ def _compared_answers(answers: Sequence[int], count: int) -> set[int]:
 def _by_window(
     render: Render, turns: Sequence[Turn], previous: int, number: int, text: str, offset: int
 ) -> Bounds | None:
-    """Return a turn's bounds by a short conversation that it ends; None if the text goes on otherwise.
+    """Return a turn's bounds by a short conversation that it ends; None if the text goes on
+    otherwise.
 
     ``offset`` is where the text through the ``previous`` answer ends.
     """
@@ -108,7 +125,9 @@ def _by_window(
 
 
 def _around(turns: Sequence[Turn], previous: int) -> list[int]:
-    """Return the numbers of a few turns that end with the ``previous`` answer: what the system says, and a question."""
+    """Return the numbers of a few turns that end with the ``previous`` answer: what the system
+    says, and a question.
+    """
     leading = 0
     while turns[leading]["role"] in ("system", "developer"):
         leading += 1

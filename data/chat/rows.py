@@ -1,4 +1,6 @@
-"""Turns of conversations, from ShareGPT's and OpenAI's rows, with what else a chat template is given of them."""
+"""Turns of conversations, from ShareGPT's and OpenAI's rows, with what else a chat template is
+given of them.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,11 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.chat.calls import CALL_ROLES, calls_of, parsed, spoken_calls, tools_of, with_calls_joined
-from data.chat.keys import MARKS, MASKED, THOUGHTS, Reads, is_unread, mark_of, refuse_pictures, says_nothing
+from data.chat.keys import (
+    MARKS,
+    MASKED,
+    THOUGHTS,
+    Reads,
+    is_unread,
+    mark_of,
+    refuse_pictures,
+    says_nothing,
+)
 from runtime.errors import DataError
 
 Turn = dict[str, Any]
-"""A `role` and a `content`, as chat templates take them, and what else the template reads of a turn."""
+"""A `role` and a `content`, as chat templates take them, and what else the template reads of a
+turn.
+"""
 
 ROLES = {
     "system": "system", "developer": "developer", "tool": "tool",
@@ -63,15 +76,18 @@ def said(turns: Sequence[Turn]) -> Conversation:
 
 
 def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: B008, it is frozen
-    """Return the conversation of a row: ShareGPT's `conversations` of from and value, or OpenAI's `messages`.
+    """Return the conversation of a row: ShareGPT's `conversations` of from and value, or OpenAI's
+    `messages`.
 
     A row is an object, a list of turns, or the DataError of a broken line.
 
     Args:
-        reads: the names that the template uses. What they name of the row and of each turn is passed on to it.
+        reads: the names that the template uses. What they name of the row and of each turn is
+            passed on to it.
 
     Raises:
-        DataError: no turns, an empty one, an unknown role, nothing to learn, or something that would be lost.
+        DataError: no turns, an empty one, an unknown role, nothing to learn, or something that
+            would be lost.
     """
     if isinstance(row, DataError):
         raise row
@@ -93,12 +109,18 @@ def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: 
 
 def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
     """Return a row's turns as they stand there, a system text beside them first. Raises DataError."""
-    lists = {name: row[name] for name in ("messages", "conversations") if not says_nothing(row.get(name))}
+    lists = {
+        name: row[name] for name in ("messages", "conversations") if not says_nothing(row.get(name))
+    }
     if len(lists) == 2 and lists["messages"] != lists["conversations"]:
-        raise DataError("has messages and conversations, which are two conversations; leave one out")
+        raise DataError(
+            "has messages and conversations, which are two conversations; leave one out"
+        )
     key, turns = next(iter(lists.items()), ("", None))
     if isinstance(turns, str):
-        raise DataError(f"has {key} as a text; give the turns as a list, a text of JSON as json.loads reads it")
+        raise DataError(
+            f"has {key} as a text; give the turns as a list, a text of JSON as json.loads reads it"
+        )
     if not isinstance(turns, list):
         raise DataError(_without_turns(row))
     systems = {name: row[name] for name in _SYSTEM if not says_nothing(row.get(name))}
@@ -109,7 +131,9 @@ def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
         if first.get("role", first.get("from")) != "system":
             turns = [{"role": "system", "content": text}, *turns]
         elif text not in (first.get("content"), first.get("value")):
-            raise DataError(f"has {name} and a turn of the system that says something else; leave one out")
+            raise DataError(
+                f"has {name} and a turn of the system that says something else; leave one out"
+            )
     return turns
 
 
@@ -131,7 +155,9 @@ def _without_turns(row: Mapping[str, Any]) -> str:
     return f"has no turns{names}; {kind}"
 
 
-def _is_left(row: Mapping[str, Any], key: str, value: Any, reads: Reads, turns: Sequence[Any]) -> bool:
+def _is_left(
+    row: Mapping[str, Any], key: str, value: Any, reads: Reads, turns: Sequence[Any]
+) -> bool:
     """Return whether a key of a row is one to tell of. Raises DataError if it must not be left."""
     refuse_pictures("it", key, value)
     if key in _ROW and (key not in ("tools", "functions") or "tools" in reads.variables):
@@ -147,15 +173,19 @@ def _is_left(row: Mapping[str, Any], key: str, value: Any, reads: Reads, turns: 
 
 
 def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], list[str]]:
-    """Return what a template is given beside the turns, as transformers and TRL give it, and what it does not name.
+    """Return what a template is given beside the turns, as transformers and TRL give it, and what
+    it does not name.
 
-    Raises DataError: a variable of another type, one that is given twice, or one that would be lost with harm.
+    Raises DataError: a variable of another type, one that is given twice, or one that would be lost
+    with harm.
     """
     given = row.get("chat_template_kwargs")
     if isinstance(given, str) and given.strip():
         given = parsed("it has chat_template_kwargs", given)
     if not says_nothing(given) and not isinstance(given, dict):
-        raise DataError(f"it has chat_template_kwargs {given!r:.40}; they must be an object of variables")
+        raise DataError(
+            f"it has chat_template_kwargs {given!r:.40}; they must be an object of variables"
+        )
     variables: dict[str, Any] = {}
     unnamed: list[str] = []
     for name, value in row.items():
@@ -165,7 +195,9 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], li
         variables["tools"] = tools
     for name, value in (given or {}).items():
         if name in _NOT_VARIABLES:
-            raise DataError(f"it has chat_template_kwargs with {name}, which is no variable of a template; remove it")
+            raise DataError(
+                f"it has chat_template_kwargs with {name}, which is no variable of a template; remove it"
+            )
         if name in variables and variables[name] != value:
             raise DataError(f"it has {name} and another one in chat_template_kwargs; leave one out")
         if name not in reads.variables and not says_nothing(value):
@@ -201,9 +233,15 @@ def _turn(where: str, turn: Any, reads: Reads) -> _Read:
     content = _content(where, content, reads)
     empty = not any(text.strip() for _, text in _texts(content, "content"))
     if empty and not calls and role in ("system", "developer", "user", "assistant"):
-        others = [str(key) for key, value in turn.items() if key not in (*_TURN, *MARKS) and not says_nothing(value)]
+        others = [
+            str(key)
+            for key, value in turn.items()
+            if key not in (*_TURN, *MARKS) and not says_nothing(value)
+        ]
         beside = f" (it has {', '.join(others[:8])})" if others else ""
-        raise DataError(f"{where} ({role}) is empty{beside}; fill its content or leave the conversation out")
+        raise DataError(
+            f"{where} ({role}) is empty{beside}; fill its content or leave the conversation out"
+        )
     read: Turn = {"role": role}
     if content is not None:
         read["content"] = content
@@ -241,14 +279,18 @@ def _role(where: str, role: Any, reads: Reads) -> str:
 
 
 def _content(where: str, content: Any, reads: Reads) -> Any:
-    """Return a text, or its parts if the template reads these. Raises DataError: a part that is not text."""
+    """Return a text, or its parts if the template reads these. Raises DataError: a part that is not
+    text.
+    """
     if isinstance(content, list):
         parts = []
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None
             text = part.get("text", part.get("value")) if isinstance(part, dict) else part
             if kind not in ("text", "input_text", "output_text", None) or not isinstance(text, str):
-                raise DataError(f"{where} has a part that is not text ({kind}); leave the conversation out")
+                raise DataError(
+                    f"{where} has a part that is not text ({kind}); leave the conversation out"
+                )
             if isinstance(part, dict):
                 _refuse_unread_of_part(where, part)
             parts.append({"type": "text", "text": text})
@@ -259,7 +301,9 @@ def _content(where: str, content: Any, reads: Reads) -> Any:
 
 
 def _refuse_unread_of_part(where: str, part: Mapping[str, Any]) -> None:
-    """Raise DataError for keys of a part of a content beside its text, but for those that say nothing."""
+    """Raise DataError for keys of a part of a content beside its text, but for those that say
+    nothing.
+    """
     for key, value in part.items():
         if key in _PART or says_nothing(value):
             continue
@@ -273,7 +317,9 @@ def _refuse_unread_of_part(where: str, part: Mapping[str, Any]) -> None:
 
 
 def _thought(where: str, turn: Mapping[str, Any], reads: Reads) -> Turn:
-    """Return a turn's thought under all names that templates read, as transformers gives it. Raises DataError."""
+    """Return a turn's thought under all names that templates read, as transformers gives it. Raises
+    DataError.
+    """
     thoughts = {name: turn[name] for name in THOUGHTS if not says_nothing(turn.get(name))}
     for name, thought in thoughts.items():
         if not isinstance(thought, str):
@@ -290,7 +336,9 @@ def _thought(where: str, turn: Mapping[str, Any], reads: Reads) -> Turn:
 
 
 def _learned(mark: bool | None, read: Sequence[_Read]) -> list[bool]:
-    """Return which turns are learned, by the mark of the row and those of the turns. Raises DataError."""
+    """Return which turns are learned, by the mark of the row and those of the turns. Raises
+    DataError.
+    """
     learned = []
     for number, part in enumerate(read, start=1):
         ours = part.turn["role"] == "assistant"
@@ -300,13 +348,17 @@ def _learned(mark: bool | None, read: Sequence[_Read]) -> list[bool]:
                 "the mark"
             )
         if part.mark and mark is False:
-            raise DataError(f"turn {number} is marked as learned and its row as not; leave one of the marks out")
+            raise DataError(
+                f"turn {number} is marked as learned and its row as not; leave one of the marks out"
+            )
         wanted = mark is not False if part.mark is None else part.mark
         learned.append(ours and wanted)
     if all(part.turn["role"] != "assistant" for part in read):
         raise DataError("no turn is the assistant's, so that nothing carries loss; leave it out")
     if not any(learned):
-        raise DataError("every turn of the assistant is marked as not learned, so that nothing carries loss")
+        raise DataError(
+            "every turn of the assistant is marked as not learned, so that nothing carries loss"
+        )
     return learned
 
 

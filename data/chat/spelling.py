@@ -1,8 +1,9 @@
-"""Text of conversations that would become a token which ends a turn, or which a template writes around turns.
+"""Text of conversations that would become a token which ends a turn, or which a template writes
+around turns.
 
-A template writes its tokens as text, between texts of other people, so that a turn which spells one could end itself
-and begin another. Such conversations are refused. Ordinary added words, such as <think> or <tool_call>, may be spelled:
-they become tokens as in transformers.
+A template writes its tokens as text, between texts of other people, so that a turn which spells one
+could end itself and begin another. Such conversations are refused. Ordinary added words, such as
+<think> or <tool_call>, may be spelled: they become tokens as in transformers.
 """
 
 import re
@@ -33,7 +34,9 @@ def refuse_spelled(spelled_in: Search, conversation: Conversation) -> None:
         texts.setdefault((where, field), []).append(text)
 
     for (where, field), parts in texts.items():
-        whole = ["".join(parts)] if len(parts) > 1 else []  # as a template joins the parts of a content
+        whole = (
+            ["".join(parts)] if len(parts) > 1 else []
+        )  # as a template joins the parts of a content
         for text in parts + whole:
             spelled = spelled_in(text)
             if spelled is not None:
@@ -44,10 +47,12 @@ def refuse_spelled(spelled_in: Search, conversation: Conversation) -> None:
 
 
 def control_tokens(render: Render, tokenizer: HuggingFaceTokenizer) -> Search:
-    """Return the search for a tokenizer's control tokens, and for the added tokens that a template writes around turns.
+    """Return the search for a tokenizer's control tokens, and for the added tokens that a template
+    writes around turns.
 
-    The latter are all tokens of a user's turn, and the first one that begins an answer and that ends one. Later ones of
-    the assistant's turns, such as <think>, are words that a content may have.
+    The latter are all tokens of a user's turn, and the first one that begins an answer and that
+    ends one. Later ones of the assistant's turns, such as <think>, are words that a content may
+    have.
 
     Args:
         render: the template's.

@@ -1,7 +1,9 @@
-"""Numbers that stand in for what a conversation says, to see what of it a chat template writes, and where.
+"""Numbers that stand in for what a conversation says, to see what of it a chat template writes, and
+where.
 
-A short text such as "4" would be found by chance. So a conversation is written once more with a number between two
-marks in the place of each text, of each called function and its arguments, and of each tool's name.
+A short text such as "4" would be found by chance. So a conversation is written once more with a
+number between two marks in the place of each text, of each called function and its arguments, and
+of each tool's name.
 """
 
 import json
@@ -64,7 +66,9 @@ class StandIns:
         """Put numbers between ``begin`` and ``end`` in the place of the texts."""
         self._begin, self._end = begin, end
         self.spoken: list[Spoken] = []
-        self.turns = [Watched(self._turn(number, turn)) for number, turn in enumerate(conversation.turns)]
+        self.turns = [
+            Watched(self._turn(number, turn)) for number, turn in enumerate(conversation.turns)
+        ]
         self.variables: dict[str, Any] = dict(conversation.variables)
         if tools := self.variables.get("tools"):
             self.variables["tools"] = [self._tool(tool) for tool in tools]
@@ -77,7 +81,9 @@ class StandIns:
         return places
 
     def unread(self) -> list[str]:
-        """Return the keys of turns that a template was given and has not read, each once. DataError as `is_unread`."""
+        """Return the keys of turns that a template was given and has not read, each once. DataError
+        as `is_unread`.
+        """
         keys: dict[str, None] = {}
         for number, turn in enumerate(self.turns, start=1):
             for key, value in dict.items(turn):
@@ -98,7 +104,9 @@ class StandIns:
             changed |= {name: stand_in for name in THOUGHTS if name in turn}
         content = turn.get("content")
         if isinstance(content, list):
-            changed["content"] = [part | {"text": self._content(number, part["text"])} for part in content]
+            changed["content"] = [
+                part | {"text": self._content(number, part["text"])} for part in content
+            ]
         elif content is not None:
             changed["content"] = self._content(number, content)
         if "tool_calls" in turn:
@@ -140,7 +148,9 @@ class Written:
         self._squeezed: str | None = None
 
     def holds(self, content: str) -> bool:
-        """Return whether a content is in the text: as it is, or as in JSON, but for white space around it."""
+        """Return whether a content is in the text: as it is, or as in JSON, but for white space
+        around it.
+        """
         stripped = content.strip()
         for form in (stripped, json.dumps(stripped, ensure_ascii=False)[1:-1]):
             place = self.text.find(form, self._cursor)
@@ -151,7 +161,9 @@ class Written:
                 return True
         if "</think>" not in stripped:
             return False
-        if self._squeezed is None:  # templates set a thought that stands in the content apart by line breaks
+        if (
+            self._squeezed is None
+        ):  # templates set a thought that stands in the content apart by line breaks
             self._squeezed = "".join(self.text.split())
         return "".join(stripped.split()) in self._squeezed
 
@@ -171,7 +183,9 @@ def check_written(
         DataError: it drops or changes what a turn says.
     """
     turns, told = stand_ins.turns, dict[str, None]()
-    question = max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
+    question = max(
+        (number for number, turn in enumerate(turns) if turn["role"] == "user"), default=-1
+    )
     whole = Written(text)
     for number, spoken in enumerate(stand_ins.spoken):
         where = "its tools"
@@ -180,11 +194,15 @@ def check_written(
         what = where if spoken.kind in ("content", "tools") else f"the {spoken.kind} of {where}"
         if number not in places:
             if spoken.kind == "thought" and spoken.turn is not None and spoken.turn < question:
-                told["a turn's thought, which the template writes after the last question alone"] = None
+                told[
+                    "a turn's thought, which the template writes after the last question alone"
+                ] = None
                 continue
             raise DataError(f"the chat template {name} drops {what}; use one that keeps it")
         if spoken.text is not None and not whole.holds(spoken.text):
             raise DataError(f"the chat template {name} changes {what}; use one that keeps it")
         if spoken.in_json and written[max(0, places[number][0] - 2) : places[number][0]] == '\\"':
-            told["arguments of tool_calls that are the JSON of an object, which the template quotes as a text"] = None
+            told[
+                "arguments of tool_calls that are the JSON of an object, which the template quotes as a text"
+            ] = None
     return [*told, *stand_ins.unread()]

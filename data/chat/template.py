@@ -1,12 +1,14 @@
 """Chat templates: a conversation's token ids, and which of them the assistant has to learn.
 
-Templates are those of Hugging Face, jinja2 in a sandbox with what `transformers` gives them, but for the date of today
-(`strftime_now`), which would make the bytes depend on the day. Learned is what a template puts between
-`{% generation %}` and `{% endgeneration %}`. Without these marks, a turn of the assistant is what the conversation
-through it adds to the conversation before it with the generation prompt, if both are prefixes of the whole; white space
-at its end, which follows the token that ends it, is not.
+Templates are those of Hugging Face, jinja2 in a sandbox with what `transformers` gives them, but
+for the date of today (`strftime_now`), which would make the bytes depend on the day. Learned is
+what a template puts between `{% generation %}` and `{% endgeneration %}`. Without these marks, a
+turn of the assistant is what the conversation through it adds to the conversation before it with
+the generation prompt, if both are prefixes of the whole; white space at its end, which follows the
+token that ends it, is not.
 
-A template is a program of other people: it is compiled and called within bounds of processor time and memory.
+A template is a program of other people: it is compiled and called within bounds of processor time
+and memory.
 """
 
 import json
@@ -94,7 +96,10 @@ class ChatTemplate:
             UnboundedError: it does not end, or its text is too long.
         """
         given = {"tools": None, "documents": None, **dict(self.tokens), **(variables or {})}
-        template, name = _compiled(self.name, self._source(given["tools"])), f"the chat template {self.name}"
+        template, name = (
+            _compiled(self.name, self._source(given["tools"])),
+            f"the chat template {self.name}",
+        )
         work = partial(template.render, given, messages=turns, add_generation_prompt=prompt)
         before = _MARKS.set(marks)
         try:
@@ -113,32 +118,40 @@ class ChatTemplate:
         finally:
             _MARKS.reset(before)
         if len(text) > MOST_CHARACTERS:
-            raise UnboundedError(f"{name} makes {len(text):,} characters, and {MOST_CHARACTERS:,} are the most")
+            raise UnboundedError(
+                f"{name} makes {len(text):,} characters, and {MOST_CHARACTERS:,} are the most"
+            )
         return text
 
     def tokenize(
         self, tokenizer: HuggingFaceTokenizer, turns: Conversation | Sequence[Turn]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a conversation, int64 [T], and which are learned, bool [T]. DataError as of `encode`."""
+        """Return the ids of a conversation, int64 [T], and which are learned, bool [T]. DataError
+        as of `encode`.
+        """
         encoded = self.encode(tokenizer, turns if isinstance(turns, Conversation) else said(turns))
         return encoded.ids, encoded.learned
 
     def refuse_spelled(self, tokenizer: HuggingFaceTokenizer, conversation: Conversation) -> None:
-        """Raise DataError if a text of a conversation spells a control token of the tokenizer or of the template."""
+        """Raise DataError if a text of a conversation spells a control token of the tokenizer or of
+        the template.
+        """
         refuse_spelled(_control_tokens(self, tokenizer), conversation)
 
     def encode(self, tokenizer: HuggingFaceTokenizer, conversation: Conversation) -> Encoded:
         """Return the tokens of a conversation, and which of them are learned.
 
-        Raises DataError: the template fails, drops or changes a turn, or does not say exactly what is the assistant's;
-        a text spells a special token.
+        Raises DataError: the template fails, drops or changes a turn, or does not say exactly what
+        is the assistant's; a text spells a special token.
         """
         self.refuse_spelled(tokenizer, conversation)
         text = self.render(conversation.turns, variables=conversation.variables)
         # Begin and end of what is generated, and of a turn's number.
         marks = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text][:4]
         if len(marks) < 4:
-            raise DataError("spells nearly all noncharacters of Unicode, from U+FDD0 on; remove them")
+            raise DataError(
+                "spells nearly all noncharacters of Unicode, from U+FDD0 on; remove them"
+            )
         owners, told = self._owners(conversation, text, marks)
         calls = [call for turn in conversation.turns for call in turn.get("tool_calls", ())]
         if holds_null([*calls, conversation.variables.get("tools") or []]):
@@ -146,7 +159,9 @@ class ChatTemplate:
                 "nulls in tools or tool_calls, as files of columns write for keys that one lacks and another has"
             )
         if tokenizer.dropped(text, special=True):
-            told.append("characters that the tokenizer has no token for, nor one of what it does not know")
+            told.append(
+                "characters that the tokenizer has no token for, nor one of what it does not know"
+            )
         ids, places = tokenizer.tokenize_special(text)
         offsets = np.array(places, dtype=np.int64).reshape(-1, 2)
         across = None
@@ -172,7 +187,8 @@ class ChatTemplate:
     ) -> tuple[list[int | None] | None, list[str]]:
         """Return the turn of each text between generation marks, and what a user is to be told of.
 
-        None for a text that says nothing of any turn; None for all if the marks are not around the assistant's alone.
+        None for a text that says nothing of any turn; None for all if the marks are not around the
+        assistant's alone.
 
         Raises DataError: a turn is dropped or changed.
         """
@@ -191,13 +207,17 @@ class ChatTemplate:
         places = stand_ins.places(written)
         told = check_written(self.name, stand_ins, places, written, text)
         if dates:
-            told.append(f"a date of the template's own, since it is not given the day of today ({TODAY})")
+            told.append(
+                f"a date of the template's own, since it is not given the day of today ({TODAY})"
+            )
         if not spans:
             return None, told
         begins = np.array([begin for begin, _ in spans])
         owners: list[int | None] = [None] * len(spans)
         for number, spoken in enumerate(stand_ins.spoken):
-            ours = spoken.turn is not None and conversation.turns[spoken.turn]["role"] == "assistant"
+            ours = (
+                spoken.turn is not None and conversation.turns[spoken.turn]["role"] == "assistant"
+            )
             inside = []
             for place in places.get(number, ()):
                 span = int(np.searchsorted(begins, place, side="right")) - 1
@@ -211,15 +231,24 @@ class ChatTemplate:
         return owners, told
 
     def _candidates(
-        self, conversation: Conversation, text: str, marks: Sequence[str], owners: Sequence[int | None] | None
+        self,
+        conversation: Conversation,
+        text: str,
+        marks: Sequence[str],
+        owners: Sequence[int | None] | None,
     ) -> Iterator[list[Spans]]:
-        """Yield the spans of each learned turn: by the marks, and then by prefixes of the text, where these hold.
+        """Yield the spans of each learned turn: by the marks, and then by prefixes of the text,
+        where these hold.
 
         Raises DataError: neither hold.
         """
         by_marks = None
-        if owners is not None and "endgeneration" in self._source(conversation.variables.get("tools")):
-            marked = self.render(conversation.turns, marks=(marks[0], marks[1]), variables=conversation.variables)
+        if owners is not None and "endgeneration" in self._source(
+            conversation.variables.get("tools")
+        ):
+            marked = self.render(
+                conversation.turns, marks=(marks[0], marks[1]), variables=conversation.variables
+            )
             marked, spans = between(marked, marks)
             if marked == text and spans:  # marks change nothing else
                 by_marks = spans_of_turns(spans, owners, conversation)
@@ -245,9 +274,11 @@ def _control_tokens(template: ChatTemplate, tokenizer: HuggingFaceTokenizer) -> 
 
 
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
-    """Read a template: NAMED, of a file, or of chat_template.jinja or tokenizer_config.json beside the tokenizer.
+    """Read a template: NAMED, of a file, or of chat_template.jinja or tokenizer_config.json beside
+    the tokenizer.
 
-    Raises DataError: there is none, or it is no template; a name whose special tokens the tokenizer lacks.
+    Raises DataError: there is none, or it is no template; a name whose special tokens the tokenizer
+    lacks.
     """
     if Path(tokenizer).suffix != ".json":
         raise DataError(
@@ -269,7 +300,9 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
     elif file is None and not beside.is_file():
         name, entry = str(beside.with_name("tokenizer_config.json")), config.get("chat_template")
         several = entry if isinstance(entry, list) else [{"name": "default", "template": entry}]
-        named = {str(one.get("name")): one.get("template") for one in several if isinstance(one, dict)}
+        named = {
+            str(one.get("name")): one.get("template") for one in several if isinstance(one, dict)
+        }
         source = text if isinstance(text := named.get("default"), str) else None
         tool_use = text if isinstance(text := named.get("tool_use"), str) else None
     else:
@@ -284,8 +317,12 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
     return recorded_template(tokenizer, name, source, tool_use)
 
 
-def recorded_template(tokenizer: str, name: str, source: str, tool_use: str | None = None) -> ChatTemplate:
-    """Return a template of this source, with the special tokens of a tokenizer. Raises DataError if it is none."""
+def recorded_template(
+    tokenizer: str, name: str, source: str, tool_use: str | None = None
+) -> ChatTemplate:
+    """Return a template of this source, with the special tokens of a tokenizer. Raises DataError if
+    it is none.
+    """
     for text in filter(None, (source, tool_use)):
         _compiled(name, text)
     config = tokenizer_config(tokenizer)
@@ -299,7 +336,9 @@ def _read_source(path: str) -> str:
         with open(path, encoding="utf-8") as stream:
             return stream.read(MOST_SOURCE + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the chat template {path} ({error}); check --chat-template") from error
+        raise DataError(
+            f"cannot read the chat template {path} ({error}); check --chat-template"
+        ) from error
 
 
 @cache
@@ -312,14 +351,18 @@ def _reads(name: str, source: str) -> Reads:
         texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
         variables = frozenset(meta.find_undeclared_variables(tree))
-        return Reads(variables=variables, names=frozenset(texts | attributes), texts=frozenset(texts))
+        return Reads(
+            variables=variables, names=frozenset(texts | attributes), texts=frozenset(texts)
+        )
 
     return bounded(f"the chat template {name}", names)
 
 
 @cache
 def _environment() -> "Environment":
-    """Return what transformers compiles templates with: a sandbox, loop controls, marks (chat_template_utils.py)."""
+    """Return what transformers compiles templates with: a sandbox, loop controls, marks
+    (chat_template_utils.py).
+    """
     from jinja2 import TemplateError, Undefined, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
@@ -341,7 +384,9 @@ def _environment() -> "Environment":
         def __str__(self) -> str:
             name = self._undefined_name or ""
             if name.endswith("_token"):
-                raise TemplateError(f"it has {name}, which tokenizer_config.json does not name; write it there")
+                raise TemplateError(
+                    f"it has {name}, which tokenizer_config.json does not name; write it there"
+                )
             return ""
 
     def raise_exception(message: str) -> NoReturn:
@@ -354,10 +399,19 @@ def _environment() -> "Environment":
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:  # jinja2's own escapes HTML
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], undefined=Unnamed
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, loopcontrols],
+        undefined=Unnamed,
     )
     environment.filters["tojson"], environment.globals["raise_exception"] = tojson, raise_exception
     return environment
@@ -367,11 +421,15 @@ def _environment() -> "Environment":
 def _compiled(name: str, source: str) -> "Template":
     """Compile a template. Raises DataError: it is none, or too long."""
     if len(source) > MOST_SOURCE:
-        raise DataError(f"the chat template {name} has more than {MOST_SOURCE:,} characters; name another")
+        raise DataError(
+            f"the chat template {name} has more than {MOST_SOURCE:,} characters; name another"
+        )
     try:
         return bounded(f"the chat template {name}", lambda: _environment().from_string(source))
     except UnboundedError:
         raise
     except Exception as error:  # jinja2 computes constants, and Python compiles what it makes
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"the chat template {name} is none of jinja2 ({reason}); repair it") from error
+        raise DataError(
+            f"the chat template {name} is none of jinja2 ({reason}); repair it"
+        ) from error

@@ -1,8 +1,10 @@
-"""A folder of precomputed latents: shards of samples and the index.json that names them, read and written.
+"""A folder of precomputed latents: shards of samples and the index.json that names them, read and
+written.
 
 index.json: {"version": 1, "shape": [C, H, W] or [C, F, H, W], "dtype": "float32" or "float16",
-"shards": [{"latents": file, "labels": file, "samples": N}, ...]}. A .npy shard holds latents [N, *shape], a second .npy
-its labels, integers [N]; a .safetensors shard holds both under these names, and the entry has no "labels".
+"shards": [{"latents": file, "labels": file, "samples": N}, ...]}. A .npy shard holds latents [N,
+*shape], a second .npy its labels, integers [N]; a .safetensors shard holds both under these names,
+and the entry has no "labels".
 """
 
 import json
@@ -79,7 +81,9 @@ class Latents:
             allowed = "classes begin at 0"
             if num_classes is not None:
                 allowed = f"num_classes {num_classes} allows 0 to {num_classes - 1}"
-            remedy = f"set num_classes to {int(self.labels.max()) + 1} or more, or repair the labels"
+            remedy = (
+                f"set num_classes to {int(self.labels.max()) + 1} or more, or repair the labels"
+            )
             if below:
                 remedy = "number the classes from 0, and leave out samples without one"
             where = f"{shard.labels_path}: row {within}"
@@ -92,22 +96,30 @@ class LatentFolder(Latents):
     def __init__(self, folder: str | Path) -> None:
         """Open the folder and check everything but the values (`check_finite`).
 
-        Raises DataError: a missing or broken index, a shard that is missing, broken or not as the index says, or labels
-        that are not integers; names the file.
+        Raises DataError: a missing or broken index, a shard that is missing, broken or not as the
+        index says, or labels that are not integers; names the file.
         """
         self.folder = Path(folder)
         index = _index(self.folder)
         shape = tuple(index["shape"])
-        super().__init__([_open(self.folder, entry, shape, index["dtype"]) for entry in index["shards"]], shape)
+        super().__init__(
+            [_open(self.folder, entry, shape, index["dtype"]) for entry in index["shards"]], shape
+        )
 
     def check_finite(self) -> None:
-        """Read all values; raise DataError for a NaN or an infinity. Training checks each sample as it reads it."""
+        """Read all values; raise DataError for a NaN or an infinity. Training checks each sample as
+        it reads it.
+        """
         rows = max(1, _BLOCK // math.prod(self.shape))
         with Progress() as progress:
             for number, (begin, end) in enumerate(pairwise([0, *self._ends]), start=1):
                 for first in range(0, end - begin, rows):
-                    block = range(first, min(first + rows, end - begin))  # safetensors reads none past the end
-                    if not np.isfinite(self.shards[number - 1].read(slice(block.start, block.stop))).all():
+                    block = range(
+                        first, min(first + rows, end - begin)
+                    )  # safetensors reads none past the end
+                    if not np.isfinite(
+                        self.shards[number - 1].read(slice(block.start, block.stop))
+                    ).all():
                         for row in block:
                             self.latents(begin + row)
                 progress(f"{self.folder}: {number} of {len(self.shards)} shards checked")
@@ -118,7 +130,9 @@ def _missing(path: Path) -> DataError:
 
 
 def latents_fingerprint(folder: str | Path) -> str:
-    """Fingerprint a folder's index and the files that it names. Raises DataError as `LatentFolder` does."""
+    """Fingerprint a folder's index and the files that it names. Raises DataError as `LatentFolder`
+    does.
+    """
     entries = _index(Path(folder))["shards"]
     names = [entry[part] for entry in entries for part in ("latents", "labels") if entry.get(part)]
     for path in (path for name in names if not (path := Path(folder) / name).is_file()):
@@ -129,10 +143,14 @@ def latents_fingerprint(folder: str | Path) -> str:
 def _index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     if not folder.is_dir():
-        raise DataError(f"data_path is {folder}, which is no folder; name one that tools/prepare_latents.py wrote")
+        raise DataError(
+            f"data_path is {folder}, which is no folder; name one that tools/prepare_latents.py wrote"
+        )
     if not path.is_file():  # a named pipe would be waited for
         what = f"holds no {INDEX}" if any(folder.iterdir()) else "is empty"
-        raise DataError(f"{folder} {what}; name a folder of latents that tools/prepare_latents.py wrote")
+        raise DataError(
+            f"{folder} {what}; name a folder of latents that tools/prepare_latents.py wrote"
+        )
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -140,19 +158,33 @@ def _index(folder: Path) -> dict[str, Any]:
     if not isinstance(index, dict) or index.get("version") != 1:
         raise DataError(f"{path} is not an index of version 1; {_WRITE}")
     shape, shards = index.get("shape"), index.get("shards")
-    if not isinstance(shape, list) or len(shape) not in (3, 4) or not all(type(n) is int and n > 0 for n in shape):
-        raise DataError(f"{path}: shape is {shape}; it must be [channels, (frames,) height, width]; {_WRITE}")
+    if (
+        not isinstance(shape, list)
+        or len(shape) not in (3, 4)
+        or not all(type(n) is int and n > 0 for n in shape)
+    ):
+        raise DataError(
+            f"{path}: shape is {shape}; it must be [channels, (frames,) height, width]; {_WRITE}"
+        )
     if index.get("dtype") not in list(DTYPES):  # not in the dict: JSON lists are unhashable
-        raise DataError(f"{path}: dtype is {index.get('dtype')}; it must be {' or '.join(DTYPES)}; {_WRITE}")
+        raise DataError(
+            f"{path}: dtype is {index.get('dtype')}; it must be {' or '.join(DTYPES)}; {_WRITE}"
+        )
     if not isinstance(shards, list) or not shards:
         raise DataError(f"{path} names no shards, so the folder is empty; {_WRITE}")
     for entry in shards:
-        names = [entry.get("latents"), entry.get("labels", "")] if isinstance(entry, dict) else [None]
+        names = (
+            [entry.get("latents"), entry.get("labels", "")] if isinstance(entry, dict) else [None]
+        )
         # Plain names only: an index must not point outside its folder.
         if not all(isinstance(name, str) and name == Path(name).name for name in names):
-            raise DataError(f"{path}: a shard is {entry}; it must name files of the folder as latents and labels")
+            raise DataError(
+                f"{path}: a shard is {entry}; it must name files of the folder as latents and labels"
+            )
         if type(entry.get("samples")) is not int or entry["samples"] < 1:
-            raise DataError(f"{path}: {names[0]} has samples {entry.get('samples')}; it must be 1 or more; {_WRITE}")
+            raise DataError(
+                f"{path}: {names[0]} has samples {entry.get('samples')}; it must be 1 or more; {_WRITE}"
+            )
     return index
 
 
@@ -166,7 +198,9 @@ def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: st
         array, labels = _npy(path), _npy(labels_path)
         found, read = (str(array.dtype), array.shape), array.__getitem__
     else:
-        raise DataError(f"{folder / INDEX}: {path.name} is no .safetensors, nor a .npy with labels; {_WRITE}")
+        raise DataError(
+            f"{folder / INDEX}: {path.name} is no .safetensors, nor a .npy with labels; {_WRITE}"
+        )
     wanted = (dtype, (samples, *shape))
     if found != wanted:
         raise DataError(
@@ -180,7 +214,9 @@ def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: st
     over = labels > np.iinfo(np.int64).max  # uint64 would wrap around to other labels
     if over.any():
         row = int(np.argmax(over))
-        raise DataError(f"{labels_path}: row {row} has label {labels[row]}, which is no int64; repair the labels")
+        raise DataError(
+            f"{labels_path}: row {row} has label {labels[row]}, which is no int64; repair the labels"
+        )
     labels = np.asarray(labels, dtype=np.int64)
     return Shard(path=path, labels=labels, labels_path=labels_path, read=read)
 
@@ -194,7 +230,9 @@ def _npy(path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
-def _safetensors(path: Path) -> tuple[tuple[str, tuple[int, ...]], np.ndarray, Callable[[slice], np.ndarray]]:
+def _safetensors(
+    path: Path,
+) -> tuple[tuple[str, tuple[int, ...]], np.ndarray, Callable[[slice], np.ndarray]]:
     """Return the latents' dtype and shape, the labels, and a reader of rows."""
     from safetensors import safe_open
 
@@ -232,12 +270,13 @@ def write_latents(
     samples_per_shard: int = 4096,
     kind: Literal["npy", "safetensors"] = "npy",
 ) -> int:
-    """Write batches of latents [n, *shape] and labels [n] as a folder; return the number of samples.
+    """Write batches of latents [n, *shape] and labels [n] as a folder; return the number of
+    samples.
 
-    Shards are filled in order; they appear at the end, the index last, so a killed write leaves no valid folder. If
-    anything raises, `batches` included, nothing stays. Raises DataError: the folder has an index, is being written or
-    is not writable, there are no samples, or latents differ in shape or are not finite (also after the cast to `dtype`:
-    float16 has a smaller range).
+    Shards are filled in order; they appear at the end, the index last, so a killed write leaves no
+    valid folder. If anything raises, `batches` included, nothing stays. Raises DataError: the
+    folder has an index, is being written or is not writable, there are no samples, or latents
+    differ in shape or are not finite (also after the cast to `dtype`: float16 has a smaller range).
     """
     folder = Path(folder)
     shards: list[dict[str, Any]] = []
@@ -258,7 +297,9 @@ def write_latents(
             finite = np.isfinite(latents.reshape(len(latents), -1)).all(1)
             if not finite.all():
                 row = first + int(np.argmin(finite))
-                raise DataError(f"sample {row} holds a NaN or an infinity in {dtype}; leave it out, or use float32")
+                raise DataError(
+                    f"sample {row} holds a NaN or an infinity in {dtype}; leave it out, or use float32"
+                )
             with _writable(folder):
                 names = _write_shard(drafts_of, folder, len(shards), latents, labels, kind)
             shards.append({**names, "samples": len(latents)})
@@ -274,7 +315,9 @@ def write_latents(
 def _write_shard(
     drafts_of: Drafts, folder: Path, number: int, latents: np.ndarray, labels: np.ndarray, kind: str
 ) -> dict[str, str]:
-    """Write the drafts of a shard's files; return their names by what they hold, as an index has them."""
+    """Write the drafts of a shard's files; return their names by what they hold, as an index has
+    them.
+    """
     arrays = {"latents": latents, "labels": labels.astype(np.int64)}
     names = {what: f"{what}-{number:05d}.npy" for what in arrays}
     if kind == "safetensors":
@@ -283,7 +326,9 @@ def _write_shard(
     if kind == "safetensors":
         from safetensors.numpy import save
 
-        paths[0].write_bytes(save(arrays))  # not save_file: it ignores the umask and makes files private
+        paths[0].write_bytes(
+            save(arrays)
+        )  # not save_file: it ignores the umask and makes files private
     else:
         for path, array in zip(paths, arrays.values(), strict=True):
             np.save(path, array)
@@ -300,14 +345,20 @@ def _writable(folder: Path) -> Iterator[None]:
         raise DataError(f"{error}, or name another folder") from error
     except (OSError, SafetensorError) as error:
         said = reason(error, folder) if isinstance(error, OSError) else error
-        raise DataError(f"cannot write to {folder} ({said}); free space or name a folder to write to") from error
+        raise DataError(
+            f"cannot write to {folder} ({said}); free space or name a folder to write to"
+        ) from error
 
 
-def _regrouped(batches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _regrouped(
+    batches: Iterable[tuple[np.ndarray, np.ndarray]], size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     held: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in chain(batches, [None]):  # None at the end: then the last, smaller one too
         held += [] if batch is None else [batch]
-        while (count := sum(len(labels) for _, labels in held)) >= size or (count and batch is None):
+        while (count := sum(len(labels) for _, labels in held)) >= size or (
+            count and batch is None
+        ):
             latents, labels = (np.concatenate(part) for part in zip(*held, strict=True))
             yield latents[:size], labels[:size]
             held = [(latents[size:], labels[size:])]

@@ -1,7 +1,7 @@
 """Picture files as colours: of any depth, upright, with nothing shown that transparency hides.
 
-The one place that knows of Pillow's modes. Its own conversion to RGB cuts 16 bits off at 255, takes floats from 0 to 1
-for black, and paints transparent pixels with whatever lies under them.
+The one place that knows of Pillow's modes. Its own conversion to RGB cuts 16 bits off at 255, takes
+floats from 0 to 1 for black, and paints transparent pixels with whatever lies under them.
 """
 
 import io
@@ -37,7 +37,8 @@ class Pictures:
         self._first: dict[str, str] = {}
 
     def square(self, path: str, content: bytes | None, size: int) -> np.ndarray:
-        """Read a picture, crop it to its middle square and resize it: float32 [3, size, size] from -1 to 1.
+        """Read a picture, crop it to its middle square and resize it: float32 [3, size, size] from
+        -1 to 1.
 
         Args:
             path: of the file; a name alone if there is `content`.
@@ -47,8 +48,12 @@ class Pictures:
         from PIL import Image, ImageOps
 
         try:
-            # A file, not its name: Pillow maps a named TIFF of one tile, and mixes up the sides of a turned one.
-            with open(path, "rb") if content is None else io.BytesIO(content) as file, Image.open(file) as image:
+            # A file, not its name: Pillow maps a named TIFF of one tile, and mixes up the sides of
+            # a turned one.
+            with (
+                open(path, "rb") if content is None else io.BytesIO(content) as file,
+                Image.open(file) as image,
+            ):
                 _scale_transparency(image)
                 image.load()
                 self._count(path, image)
@@ -57,13 +62,17 @@ class Pictures:
             raise
         except Exception as error:  # whatever Pillow's many decoders raise
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{path} cannot be read as an image ({reason}); repair or remove it") from error
+            raise DataError(
+                f"{path} cannot be read as an image ({reason}); repair or remove it"
+            ) from error
 
         side = min(upright.size)
         left, top = ((length - side) // 2 for length in upright.size)
         # Not by resize's own box: its filter would reach pixels outside of the square.
         cropped = upright.crop((left, top, left + side, top + side))
-        pixels = np.asarray(cropped.resize((size, size), Image.Resampling.BICUBIC), dtype=np.float32)
+        pixels = np.asarray(
+            cropped.resize((size, size), Image.Resampling.BICUBIC), dtype=np.float32
+        )
         if pixels.ndim == 2:  # one deep channel, in which the filter may overshoot
             pixels = np.repeat(pixels.clip(0, 255)[..., None], 3, axis=-1)
         return pixels.transpose(2, 0, 1) / 127.5 - 1
@@ -108,16 +117,22 @@ def _colours(image: "Image") -> "Image":
     if image.mode in _DEEP or image.mode in ("I", "F"):
         converted = Image.fromarray(_one_deep_channel(image))
     elif image.has_transparency_data:
-        converted = Image.alpha_composite(Image.new("RGBA", image.size, "white"), _rgba(image)).convert("RGB")
+        converted = Image.alpha_composite(
+            Image.new("RGBA", image.size, "white"), _rgba(image)
+        ).convert("RGB")
     else:
         converted = image.convert("RGB")
     if 0x0112 in image.getexif():
-        converted.getexif()[0x0112] = image.getexif()[0x0112]  # the orientation, which fromarray loses
+        converted.getexif()[0x0112] = image.getexif()[
+            0x0112
+        ]  # the orientation, which fromarray loses
     return converted
 
 
 def _one_deep_channel(image: "Image") -> np.ndarray:
-    """Return the values of a picture of integers of more than 8 bits, or of floats: float32 [H, W] from 0 to 255."""
+    """Return the values of a picture of integers of more than 8 bits, or of floats: float32 [H, W]
+    from 0 to 255.
+    """
     values = np.asarray(image).astype(np.float64)
     if image.mode == "F":
         if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):

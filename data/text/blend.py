@@ -1,4 +1,5 @@
-"""Endless datasets whose sample n is a pure function of n: epochs of a file, a blend of files, drawn tokens.
+"""Endless datasets whose sample n is a pure function of n: epochs of a file, a blend of files,
+drawn tokens.
 
 Samples may tell where documents begin (data/text/documents.py). S tokens of a sample.
 """
@@ -19,9 +20,11 @@ _PERIOD = 1 << 16
 
 @dataclass(eq=False)
 class EpochedDataset:
-    """Endless epochs: sample n is number n mod len of epoch n // len; each epoch has every token once, reshuffled.
+    """Endless epochs: sample n is number n mod len of epoch n // len; each epoch has every token
+    once, reshuffled.
 
-    Megatron builds one index over all epochs of a run, so that its order depends on the run's length.
+    Megatron builds one index over all epochs of a run, so that its order depends on the run's
+    length.
     """
 
     first: Samples
@@ -36,7 +39,8 @@ class EpochedDataset:
     missing: Callable[[int], str | None] = lambda token: None
     """As of `check_indexed`."""
     eod_mask_loss: bool = False
-    """Mask the loss of a label that begins another document; samples of the dataset have `begins`."""
+    """Mask the loss of a label that begins another document; samples of the dataset have `begins`.
+    """
     tells_documents: bool = False
     """Samples tell where documents start; those of the dataset have `begins`."""
     check: Callable[[], None] = lambda: None
@@ -56,8 +60,9 @@ class EpochedDataset:
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
         """Return sample `index` >= 0, or for None a filler of the same shape with all loss masked.
 
-        It holds `tokens`, `labels`, `loss_mask` and, with `tells_documents`, `starts`, each [S]. Raises DataError: a
-        token id outside the vocabulary, or a changed file; names the file and the sample.
+        It holds `tokens`, `labels`, `loss_mask` and, with `tells_documents`, `starts`, each [S].
+        Raises DataError: a token id outside the vocabulary, or a changed file; names the file and
+        the sample.
         """
         epoch, within = (0, None) if index is None else divmod(index, len(self))
         self.check()
@@ -83,7 +88,9 @@ class EpochedDataset:
             return sample
         if index is not None and (lost := int((loss_mask == 0).sum())):
             # GPTDataset masks labels equal to its pad id, -1, and hides them.
-            raise DataError(f"{self.name}: sample {index} holds token id -1 in {lost} places; write the file again")
+            raise DataError(
+                f"{self.name}: sample {index} holds token id -1 in {lost} places; write the file again"
+            )
 
         finished = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
         if self.eod_mask_loss:
@@ -94,8 +101,11 @@ class EpochedDataset:
 
     def _epoch(self, epoch: int) -> Samples:
         if epoch not in self._epochs:
-            # Reading goes forward: keep epoch 0 for fillers, and the previous one, in use at the boundary.
-            self._epochs = {e: dataset for e, dataset in self._epochs.items() if e in (0, epoch - 1)}
+            # Reading goes forward: keep epoch 0 for fillers, and the previous one, in use at the
+            # boundary.
+            self._epochs = {
+                e: dataset for e, dataset in self._epochs.items() if e in (0, epoch - 1)
+            }
             self._epochs[epoch] = self.build(epoch)
         return self._epochs[epoch]
 
@@ -103,8 +113,8 @@ class EpochedDataset:
 class BlendedDataset:
     """Interleave endless datasets by weight; each keeps the order of its samples.
 
-    In each period of 65,536 samples, dataset i comes round(65536 * weight_i) times, spread evenly, if none is padded;
-    padded ones come more often, so that their tokens are as the weights say.
+    In each period of 65,536 samples, dataset i comes round(65536 * weight_i) times, spread evenly,
+    if none is padded; padded ones come more often, so that their tokens are as the weights say.
 
     Args:
         datasets: the datasets to blend.
@@ -119,7 +129,11 @@ class BlendedDataset:
         self._counts = np.maximum(np.floor(exact).astype(np.int64), 1)
         while (missing := _PERIOD - int(self._counts.sum())) != 0:  # by largest remainders
             step = 1 if missing > 0 else -1
-            self._counts[np.argmax(np.where(self._counts + step >= 1, step * (exact - self._counts), -np.inf))] += step
+            self._counts[
+                np.argmax(
+                    np.where(self._counts + step >= 1, step * (exact - self._counts), -np.inf)
+                )
+            ] += step
         self.fill = float(self._counts @ fills) / _PERIOD
         """As a dataset's."""
         owners = np.repeat(np.arange(len(self._counts)), self._counts)
@@ -158,7 +172,9 @@ class MockTokenizer:
 
 @dataclass(frozen=True)
 class MockSamples:
-    """Endless samples of ``seq_length`` tokens; small ids are frequent, so that there is something to learn."""
+    """Endless samples of ``seq_length`` tokens; small ids are frequent, so that there is something
+    to learn.
+    """
 
     seq_length: int
     vocab_size: int
@@ -171,11 +187,13 @@ class MockSamples:
         return 1 << 20
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
-        """Return sample ``index``, a function of the seed and the index, or for None a filler without loss.
+        """Return sample ``index``, a function of the seed and the index, or for None a filler
+        without loss.
 
         ``tokens`` and ``labels`` are int64, ``loss_mask`` is float32, each [S].
         """
-        # The index first: words of zero at the end do not count, nor would index 0 behind a seed of two words.
+        # The index first: words of zero at the end do not count, nor would index 0 behind a seed of
+        # two words.
         uniform = np.random.default_rng((index or 0, self.seed)).random(self.seq_length + 1)
         ids = torch.from_numpy((self.vocab_size * uniform**4).astype(np.int64))
         loss_mask = torch.full((self.seq_length,), float(index is not None))
@@ -185,12 +203,15 @@ class MockSamples:
 def positions_in_documents(starts: torch.Tensor) -> torch.Tensor:
     """Count each token's place in its document from 0, given ``starts`` [..., S]: int64 [..., S].
 
-    Equal to the position ids of Megatron's ``_get_ltor_masks_and_position_ids`` with reset_position_ids.
+    Equal to the position ids of Megatron's ``_get_ltor_masks_and_position_ids`` with
+    reset_position_ids.
     """
     places = starts.new_ones(starts.shape).cumsum(-1) - 1
     return places - (places * starts).cummax(-1).values
 
 
 def cumulative_lengths(starts: torch.Tensor) -> tuple[int, ...]:
-    """Return the cumulative lengths of the documents of ``starts`` [S], of which the first is set: (0, l1, ..., S)."""
+    """Return the cumulative lengths of the documents of ``starts`` [S], of which the first is set:
+    (0, l1, ..., S).
+    """
     return *starts.nonzero().flatten().tolist(), len(starts)

@@ -1,4 +1,5 @@
-"""Documents and rows of files in a fixed order: text, JSON lines, JSON arrays, Parquet, datasets, folders of them.
+"""Documents and rows of files in a fixed order: text, JSON lines, JSON arrays, Parquet, datasets,
+folders of them.
 
 The one place that knows of pyarrow and datasets, which are optional.
 """
@@ -19,21 +20,33 @@ from runtime.errors import DataError, first_few
 from runtime.files import sha256
 
 HUB = "hf:"
-"""Begins the name of a dataset on Hugging Face's hub, hf:NAME or hf:NAME:SPLIT, where a path is taken."""
+"""Begins the name of a dataset on Hugging Face's hub, hf:NAME or hf:NAME:SPLIT, where a path is
+taken.
+"""
 Row = tuple[str, Any]
-"""A row's place, such as "a.jsonl, line 3", and the row, or the DataError of a line that alone is broken."""
+"""A row's place, such as "a.jsonl, line 3", and the row, or the DataError of a line that alone is
+broken.
+"""
 _CHUNK = 1 << 20
 _GAP = re.compile(r"[\s,]*")
 _DATASET_FILES = ("state.json", "dataset_dict.json")  # of datasets' save_to_disk
-_JSON_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+_JSON_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 @dataclass(eq=False)
 class Corpus:
-    """Iterate over the documents of `files` in order, up to `max_bytes` of UTF-8. Can be iterated repeatedly.
+    """Iterate over the documents of `files` in order, up to `max_bytes` of UTF-8. Can be iterated
+    repeatedly.
 
-    A row of JSON lines, a JSON array, Parquet or a dataset is one document, under `json_key`; so is any other file.
-    Empty documents are skipped. Raises DataError: while iterating, a file cannot be read; names the file and the line.
+    A row of JSON lines, a JSON array, Parquet or a dataset is one document, under `json_key`; so is
+    any other file. Empty documents are skipped. Raises DataError: while iterating, a file cannot be
+    read; names the file and the line.
     """
 
     files: Sequence[Path]
@@ -71,7 +84,8 @@ class Corpus:
         if path not in self._told and _looks_like_rows(text):
             self._told.add(path)
             print(
-                f"note: {path} is taken as one text, and is of JSON objects: name it .jsonl for rows", file=sys.stderr
+                f"note: {path} is taken as one text, and is of JSON objects: name it .jsonl for rows",
+                file=sys.stderr,
             )
         yield text
 
@@ -90,7 +104,9 @@ def _text(where: str, found: Any, key: str) -> str:
         raise DataError(f"{where}: {found}")
     if not isinstance(found, dict):
         what = _name_of(found)
-        raise DataError(f'{where}: holds {what}, not an object with its text under "{key}"; repair it')
+        raise DataError(
+            f'{where}: holds {what}, not an object with its text under "{key}"; repair it'
+        )
     if key not in found:
         fields = first_few([json.dumps(name, ensure_ascii=False) for name in found], 8) or "none"
         raise DataError(
@@ -98,7 +114,9 @@ def _text(where: str, found: Any, key: str) -> str:
         )
     if not isinstance(text := found[key], str):
         what = _name_of(text)
-        raise DataError(f'{where}: field "{key}" is {what}, not text; repair it or name another: --json-keys')
+        raise DataError(
+            f'{where}: field "{key}" is {what}, not text; repair it or name another: --json-keys'
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -126,7 +144,9 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         for path in self.files:
             if not has_rows(path):
-                raise DataError(f"{path} holds no rows; conversations are in {ROW_ENDINGS} or a dataset")
+                raise DataError(
+                    f"{path} holds no rows; conversations are in {ROW_ENDINGS} or a dataset"
+                )
             yield from rows(path)
 
 
@@ -139,7 +159,10 @@ def stdlib_files() -> list[Path]:
     """List the Python sources of the standard library, without test suites and installed packages."""
     root = stdlib_folder()
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-    return _shuffled(root, (path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)))
+    return _shuffled(
+        root,
+        (path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)),
+    )
 
 
 def input_files(inputs: Sequence[str | os.PathLike[str]], suffix: str) -> list[Path]:
@@ -164,20 +187,24 @@ def input_files(inputs: Sequence[str | os.PathLike[str]], suffix: str) -> list[P
 def _shuffled(root: Path, paths: Iterable[Path]) -> list[Path]:
     """Order files by the hashes of their relative names: mixed, and the same everywhere.
 
-    GPTDataset takes the validation split from the end, and max_bytes cuts there. Sorted by name, that would be the last
-    packages of the alphabet, not a sample of all.
+    GPTDataset takes the validation split from the end, and max_bytes cuts there. Sorted by name,
+    that would be the last packages of the alphabet, not a sample of all.
     """
     names = ((sha256(path.relative_to(root).as_posix()), path) for path in paths)
     return [path for _, path in sorted(names) if path.is_file()]
 
 
 def is_dataset(path: Path) -> bool:
-    """Return whether a path is a dataset on the hub, or a folder that datasets' ``save_to_disk`` wrote."""
+    """Return whether a path is a dataset on the hub, or a folder that datasets' ``save_to_disk``
+    wrote.
+    """
     return str(path).startswith(HUB) or any((path / name).is_file() for name in _DATASET_FILES)
 
 
 def has_rows(path: Path) -> bool:
-    """Return whether ``rows`` reads a path; any other file is one text. Raises DataError (`form_of`)."""
+    """Return whether ``rows`` reads a path; any other file is one text. Raises DataError
+    (`form_of`).
+    """
     return is_dataset(path) or form_of(path) != "text"
 
 
@@ -185,20 +212,27 @@ def size_of(path: Path) -> int:
     """Return the bytes of a file or a folder; 0 for a dataset on the hub."""
     if str(path).startswith(HUB):
         return 0
-    return sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
+    return (
+        sum(file.stat().st_size for file in path.rglob("*"))
+        if path.is_dir()
+        else path.stat().st_size
+    )
 
 
 def rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file or a dataset in order, in memory that does not grow with it.
 
-    Raises DataError: a file that cannot be read, is cut off or of another format; a package that is not installed.
+    Raises DataError: a file that cannot be read, is cut off or of another format; a package that is
+    not installed.
     """
     readers = {"lines": _lines, "json": _json, "parquet": _parquet}
     yield from (_dataset if is_dataset(path) else readers[form_of(path)])(path)
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """Yield the elements of an array, or objects a line each, which many files that end in .json hold."""
+    """Yield the elements of an array, or objects a line each, which many files that end in .json
+    hold.
+    """
     with opened(path) as (file, encoding):
         lines = io.TextIOWrapper(file, encoding, errors="replace")
         first = next(filter(str.strip, lines), "")
@@ -208,18 +242,27 @@ def _json(path: Path) -> Iterator[Row]:
 def _lines(path: Path) -> Iterator[Row]:
     with opened(path) as (file, encoding):
         # Bytes, as long as they are UTF-8: then a line that is not is refused by itself.
-        lines: Iterable[bytes | str] = file if encoding == "utf-8" else io.TextIOWrapper(file, encoding, newline="\n")
+        lines: Iterable[bytes | str] = (
+            file if encoding == "utf-8" else io.TextIOWrapper(file, encoding, newline="\n")
+        )
         for number, line in enumerate(lines, start=1):
             where = f"{path}, line {number}"
             if line.strip():
                 try:
                     yield where, json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    yield where, DataError(f"not JSON in {encoding.upper()} ({error}); repair it or leave it out")
+                    yield (
+                        where,
+                        DataError(
+                            f"not JSON in {encoding.upper()} ({error}); repair it or leave it out"
+                        ),
+                    )
 
 
 def _array(path: Path) -> Iterator[Row]:
-    """Yield the elements of an array, decoded from a piece of the file that doubles until an element is whole."""
+    """Yield the elements of an array, decoded from a piece of the file that doubles until an
+    element is whole.
+    """
     decode = json.JSONDecoder().raw_decode
     line, number, text, at = 1, 1, "", 0
     with opened(path) as (stream, encoding):
@@ -232,17 +275,23 @@ def _array(path: Path) -> Iterator[Row]:
                 continue
             if number > 1 and text.startswith("]", at):
                 if (text[at + 1 :] + file.read()).strip():
-                    raise DataError(f"{path}, line {line}: goes on after its array; make it one array, or a line each")
+                    raise DataError(
+                        f"{path}, line {line}: goes on after its array; make it one array, or a line each"
+                    )
                 return
             where = f"{path}, line {line}, element {number - 1}"
             try:
                 if number == 1 and at < len(text):
-                    raise DataError(f"{path}: holds no array of objects; give objects in [...], or a line each: .jsonl")
+                    raise DataError(
+                        f"{path}: holds no array of objects; give objects in [...], or a line each: .jsonl"
+                    )
                 row, end = decode(text, at)
             except (json.JSONDecodeError, RecursionError) as error:
                 more = file.read(max(_CHUNK, len(text) - at))
                 if not more:
-                    raise DataError(f"{where}: not JSON, or cut off ({error}); repair it") from error
+                    raise DataError(
+                        f"{where}: not JSON, or cut off ({error}); repair it"
+                    ) from error
                 text, at = text[at:] + more, 0
                 continue
             yield where, row
@@ -263,23 +312,31 @@ def _parquet(path: Path) -> Iterator[Row]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
-    except Exception as error:  # whatever its reader, and its numbers and times that Python has none for, raise
+    except (
+        Exception
+    ) as error:  # whatever its reader, and its numbers and times that Python has none for, raise
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{path}: no Parquet, or cut off, after row {number} ({reason}); copy it again") from error
+        raise DataError(
+            f"{path}: no Parquet, or cut off, after row {number} ({reason}); copy it again"
+        ) from error
 
 
 def _dataset(path: Path) -> Iterator[Row]:
     try:
         import datasets
     except ImportError as error:
-        raise DataError(f"{path} takes datasets: pip install datasets (make venv EXTRAS=data)") from error
+        raise DataError(
+            f"{path} takes datasets: pip install datasets (make venv EXTRAS=data)"
+        ) from error
     name, _, split = str(path).removeprefix(HUB).partition(":")
     number, hub = 0, str(path).startswith(HUB)
     try:
         if hub:
             found = datasets.load_dataset(name, split=split or "train", streaming=True)
         elif isinstance(found := datasets.load_from_disk(str(path)), dict):
-            raise DataError(f"{path} holds the splits {', '.join(found)}; give one: {path / next(iter(found))}")
+            raise DataError(
+                f"{path} holds the splits {', '.join(found)}; give one: {path / next(iter(found))}"
+            )
         # A format that was saved with it would hide columns, or make tensors of them.
         for number, row in enumerate(found.with_format(None), start=1):
             yield f"{path}, row {number}", row
@@ -287,4 +344,6 @@ def _dataset(path: Path) -> Iterator[Row]:
         raise
     except Exception as error:  # whatever its readers and the network raise
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{path} cannot be read after row {number} ({reason}); check name and files") from error
+        raise DataError(
+            f"{path} cannot be read after row {number} ({reason}); check name and files"
+        ) from error

@@ -1,8 +1,9 @@
-"""Boundaries of documents inside of samples: those of the `.idx`, and end-of-document tokens. S tokens of a sample.
+"""Boundaries of documents inside of samples: those of the `.idx`, and end-of-document tokens. S
+tokens of a sample.
 
-Megatron's own flags look for end-of-document tokens alone, and its preprocess_data.py writes them with --append-eod
-alone. The `.idx` knows every document, however it ends. A document may hold several texts, each with its end: these are
-documents too.
+Megatron's own flags look for end-of-document tokens alone, and its preprocess_data.py writes them
+with --append-eod alone. The `.idx` knows every document, however it ends. A document may hold
+several texts, each with its end: these are documents too.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 def document_ends(ids: Tensor, eod: int, begins_document: bool) -> Tensor:
     """Mark the tokens of one document of the `.idx`, or of a part of it, that end a text: bool [T].
 
-    A tokenizer such as GPT-2's begins a text with the token that ends it. As the first of several tokens it ends
-    nothing.
+    A tokenizer such as GPT-2's begins a text with the token that ends it. As the first of several
+    tokens it ends nothing.
 
     Args:
         ids: token ids, int64 [T].
@@ -34,12 +35,14 @@ def document_ends(ids: Tensor, eod: int, begins_document: bool) -> Tensor:
 class DocumentStream:
     """An epoch of GPTDataset, whose samples say where documents begin.
 
-    A sample is cut from a stream, so its first document may have begun before it, and its last may go on after it; here
-    both are documents of their own.
+    A sample is cut from a stream, so its first document may have begun before it, and its last may
+    go on after it; here both are documents of their own.
     """
 
     def __init__(self, dataset: "GPTDataset", lengths: np.ndarray, eod: int) -> None:
-        """Take an epoch, the tokens of each document, int32 [documents], and the token that ends a document."""
+        """Take an epoch, the tokens of each document, int32 [documents], and the token that ends a
+        document.
+        """
         self._dataset, self._lengths, self._eod = dataset, lengths, eod
 
     def __len__(self) -> int:
@@ -47,10 +50,14 @@ class DocumentStream:
         return len(self._dataset)
 
     def __getitem__(self, index: int | None) -> dict[str, Any]:
-        """Return GPTDataset's sample with `begins`, bool [S + 1]: the tokens, and the last label, that begin one."""
+        """Return GPTDataset's sample with `begins`, bool [S + 1]: the tokens, and the last label,
+        that begin one.
+        """
         sample = self._dataset[index]
         text = torch.cat((sample["tokens"], sample["labels"][-1:]))  # [S + 1]
-        sample["begins"] = self._begins(text, 0 if index is None else index)  # it fills up with sample 0
+        sample["begins"] = self._begins(
+            text, 0 if index is None else index
+        )  # it fills up with sample 0
         return sample
 
     def _begins(self, text: Tensor, index: int) -> Tensor:
@@ -64,7 +71,9 @@ class DocumentStream:
         return begins
 
     def _pieces(self, index: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return place and tokens of each piece of a document in a sample, and whether its document begins there."""
+        """Return place and tokens of each piece of a document in a sample, and whether its document
+        begins there.
+        """
         number = self._dataset.shuffle_index[index]
         first, offset = self._dataset.sample_index[number].tolist()
         last = int(self._dataset.sample_index[number + 1][0])

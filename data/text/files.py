@@ -26,7 +26,19 @@ _LOADERS = {
     ".tsv": '"csv", sep="\\t", data_files="{path}"',
     ".arrow": '"arrow", data_files="{path}"',
 }
-_OTHER_TABLES = (".xlsx", ".xls", ".ods", ".feather", ".orc", ".avro", ".sqlite", ".db", ".npy", ".npz", ".pkl")
+_OTHER_TABLES = (
+    ".xlsx",
+    ".xls",
+    ".ods",
+    ".feather",
+    ".orc",
+    ".avro",
+    ".sqlite",
+    ".db",
+    ".npy",
+    ".npz",
+    ".pkl",
+)
 _ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 _DECOMPRESSORS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
@@ -45,7 +57,8 @@ _MARKS = {  # the longest first: that of UTF-32 begins as that of UTF-16 does
 
 
 def form_of(path: Path) -> Form:
-    """Return the form of a file by its ending, in any case and under a compression's; of any other one it is text.
+    """Return the form of a file by its ending, in any case and under a compression's; of any other
+    one it is text.
 
     Raises DataError: a table or an archive, which would be trained on as one text.
     """
@@ -77,7 +90,9 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], str]]:
         with open_file(path) as file:
             stream = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)
             start = stream.peek(4)[:4]
-            encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), "utf-8")
+            encoding = next(
+                (name for mark, name in _MARKS.items() if start.startswith(mark)), "utf-8"
+            )
             if encoding == "utf-8-sig":
                 stream.read(len(codecs.BOM_UTF8))
                 encoding = "utf-8"
@@ -86,11 +101,15 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], str]]:
         raise _undecodable(path, error, "") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise DataError(f"cannot read {path} ({reason}); repair it or remove it from the input") from error
+        raise DataError(
+            f"cannot read {path} ({reason}); repair it or remove it from the input"
+        ) from error
 
 
 def text_of(path: Path) -> str:
-    """Return a file's text without a byte-order mark. Raises DataError (`opened`), and for NUL characters."""
+    """Return a file's text without a byte-order mark. Raises DataError (`opened`), and for NUL
+    characters.
+    """
     with opened(path) as (file, encoding):
         content = file.read()
     try:

@@ -1,8 +1,10 @@
-"""Megatron's indexed token files: a `.bin` of token ids and an `.idx` that splits it into documents.
+"""Megatron's indexed token files: a `.bin` of token ids and an `.idx` that splits it into
+documents.
 
-Layout of the `.idx` (megatron.core.datasets.indexed_dataset, version 1), little-endian: magic (9 bytes), version (u64),
-dtype code (u8), number of sequences N (u64), number of document bounds D (u64), lengths int32 [N] in tokens,
-pointers int64 [N] in bytes, document bounds int64 [D], and for multimodal data a mode int8 [N].
+Layout of the `.idx` (megatron.core.datasets.indexed_dataset, version 1), little-endian: magic (9
+bytes), version (u64), dtype code (u8), number of sequences N (u64), number of document bounds D
+(u64), lengths int32 [N] in tokens, pointers int64 [N] in bytes, document bounds int64 [D], and for
+multimodal data a mode int8 [N].
 """
 
 import json
@@ -27,9 +29,9 @@ _HEADER = struct.Struct("<9sQBQQ")
 # Megatron's codes for dtypes that can hold token ids; 6 and 7 are floats.
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _BLOCK = 1 << 22
-# Check this many ids from each end: all of them up to 134 million tokens, in well under a second. In larger corpora,
-# where a full scan takes minutes, this still shows a wrong tokenizer or a damaged file; a bad id in between is caught
-# when its sample is read.
+# Check this many ids from each end: all of them up to 134 million tokens, in well under a second.
+# In larger corpora, where a full scan takes minutes, this still shows a wrong tokenizer or a
+# damaged file; a bad id in between is caught when its sample is read.
 _SCAN_TOKENS = 1 << 26
 _REWRITE = "write the pair again (tools/prepare_data.py)"
 
@@ -51,7 +53,8 @@ class Indexed:
 
     @cached_property
     def document_lengths(self) -> np.ndarray:
-        """Tokens of each document of text, or of each conversation: int32 [documents]; see ``is_lumped``.
+        """Tokens of each document of text, or of each conversation: int32 [documents]; see
+        ``is_lumped``.
 
         Raises DataError: document bounds that do not ascend, or a document of 2^31 tokens or more.
         """
@@ -69,15 +72,19 @@ class Indexed:
 
     @property
     def is_lumped(self) -> bool:
-        """True if the `.idx` has one document of many sequences, as tools write that know of no documents.
+        """True if the `.idx` has one document of many sequences, as tools write that know of no
+        documents.
 
-        Each sequence then counts as a document, since else there would be none to shuffle and to split.
+        Each sequence then counts as a document, since else there would be none to shuffle and to
+        split.
         """
         return len(self.bounds) == 2 and len(self.lengths) > 1
 
     @property
     def holds_conversations(self) -> bool:
-        """True if tools/prepare_data.py --chat wrote it: a sequence is a conversation, and bounds are of samples."""
+        """True if tools/prepare_data.py --chat wrote it: a sequence is a conversation, and bounds
+        are of samples.
+        """
         return os.path.exists(f"{self.prefix}{LOSS_MASK}.idx")
 
     @cached_property
@@ -92,7 +99,9 @@ class Indexed:
         return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r", shape=(self.tokens,))
 
     def check_tokenizer(self, path: str, sha256: str, settings: str | None) -> None:
-        """Raise DataError if the record of tools/prepare_data.py beside the pair names another tokenizer."""
+        """Raise DataError if the record of tools/prepare_data.py beside the pair names another
+        tokenizer.
+        """
         prepared = prepared_record(self.prefix)
         if "tokenizer_sha256" not in prepared:
             return  # written by another tool
@@ -110,10 +119,16 @@ class Indexed:
 
 
 def prepared_record(prefix: str) -> dict[str, Any]:
-    """Return what the record of tools/prepare_data.py beside a pair says of it; {} if there is none of ours."""
+    """Return what the record of tools/prepare_data.py beside a pair says of it; {} if there is none
+    of ours.
+    """
     record = Path(f"{prefix}.json")
     try:
-        return dict(json.loads(record.read_text(encoding="utf-8"))["prepared"]) if record.is_file() else {}
+        return (
+            dict(json.loads(record.read_text(encoding="utf-8"))["prepared"])
+            if record.is_file()
+            else {}
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
@@ -133,20 +148,30 @@ def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:
                     f"{path} does not exist; --sft reads conversations that tools/prepare_data.py --chat wrote, and "
                     f"{text} holds text: leave out --sft"
                 )
-            hint = "give the prefix without .bin or .idx" if prefix.endswith((".bin", ".idx")) else "check the path"
-            raise DataError(f"{path} does not exist; {hint}, or write it with tools/prepare_data.py")
+            hint = (
+                "give the prefix without .bin or .idx"
+                if prefix.endswith((".bin", ".idx"))
+                else "check the path"
+            )
+            raise DataError(
+                f"{path} does not exist; {hint}, or write it with tools/prepare_data.py"
+            )
     size = index.stat().st_size
     with index.open("rb") as stream:
         header = stream.read(_HEADER.size)
     if not header.startswith(_MAGIC):
-        raise DataError(f"{index} does not begin with Megatron's magic bytes, so it is no index; {_REWRITE}")
+        raise DataError(
+            f"{index} does not begin with Megatron's magic bytes, so it is no index; {_REWRITE}"
+        )
     if len(header) < _HEADER.size:
         raise DataError(f"{index} is cut off inside its header ({size} bytes); {_REWRITE}")
     _, version, code, sequences, bounds = _HEADER.unpack(header)
     if version != 1:
         raise DataError(f"{index} has version {version}; only version 1 can be read; {_REWRITE}")
     if code not in _DTYPES:
-        raise DataError(f"{index} has dtype code {code}, which holds no token ids ({sorted(_DTYPES)}); {_REWRITE}")
+        raise DataError(
+            f"{index} has dtype code {code}, which holds no token ids ({sorted(_DTYPES)}); {_REWRITE}"
+        )
     expected = _HEADER.size + 12 * sequences + 8 * bounds
     if size not in (expected, expected + sequences):
         raise DataError(
@@ -165,7 +190,11 @@ def open_indexed(prefix: str | os.PathLike[str]) -> Indexed:
         )
     offset = _HEADER.size + 12 * sequences
     # An empty array cannot be memory-mapped; `check_indexed` rejects it.
-    ends = np.memmap(index, dtype="<i8", mode="r", offset=offset, shape=(bounds,)) if bounds else np.empty(0, "<i8")
+    ends = (
+        np.memmap(index, dtype="<i8", mode="r", offset=offset, shape=(bounds,))
+        if bounds
+        else np.empty(0, "<i8")
+    )
     return Indexed(prefix=prefix, lengths=lengths, tokens=tokens, bounds=ends, dtype=dtype)
 
 
@@ -176,7 +205,8 @@ def check_indexed(
     *,
     missing: Callable[[int], str | None] = lambda token: None,
 ) -> Indexed:
-    """Open a pair, and check that the index's arrays agree and that token ids are inside the vocabulary.
+    """Open a pair, and check that the index's arrays agree and that token ids are inside the
+    vocabulary.
 
     Args:
         prefix: path without .bin or .idx.
@@ -191,13 +221,19 @@ def check_indexed(
     ids = indexed.token_ids()
     head = min(indexed.tokens, scan_tokens)
     ends = (0, head), (max(head, indexed.tokens - scan_tokens), indexed.tokens)
-    for start, stop in ((at, min(at + _BLOCK, end)) for begin, end in ends for at in range(begin, end, _BLOCK)):
+    for start, stop in (
+        (at, min(at + _BLOCK, end)) for begin, end in ends for at in range(begin, end, _BLOCK)
+    ):
         block = ids[start:stop]
         if block.max() >= vocab_size or block.min() < 0:
             at = start + int(np.argmax((block >= vocab_size) | (block < 0)))
-            document = int(np.searchsorted(np.cumsum(indexed.lengths, dtype=np.int64), at, side="right"))
+            document = int(
+                np.searchsorted(np.cumsum(indexed.lengths, dtype=np.int64), at, side="right")
+            )
             if (lacking := missing(int(ids[at]))) is not None:
-                raise DataError(f"{prefix}.bin, document {document}, token {at} of the file: {lacking}")
+                raise DataError(
+                    f"{prefix}.bin, document {document}, token {at} of the file: {lacking}"
+                )
             raise DataError(
                 f"{prefix}.bin holds token id {ids[at]} (document {document}, token {at} of the file), but the "
                 f"vocabulary has {vocab_size} entries; give --tokenizer-model the tokenizer that wrote it, or "
@@ -207,19 +243,25 @@ def check_indexed(
 
 
 def id_type(vocab_size: int) -> np.dtype:
-    """Return the dtype of token ids below `vocab_size`, as Megatron chooses it (DType.optimal_dtype)."""
+    """Return the dtype of token ids below `vocab_size`, as Megatron chooses it
+    (DType.optimal_dtype).
+    """
     return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
 
 
 def write_index(
-    path: Path, dtype: np.dtype, lengths: np.ndarray, bounds: Sequence[int] | np.ndarray | None = None
+    path: Path,
+    dtype: np.dtype,
+    lengths: np.ndarray,
+    bounds: Sequence[int] | np.ndarray | None = None,
 ) -> None:
     """Write an `.idx`, a block at a time.
 
     Args:
         dtype: of an id in the `.bin`.
         lengths: tokens of each of N sequences, int32 [N].
-        bounds: sequences before each document, then their total; by default a sequence is a document.
+        bounds: sequences before each document, then their total; by default a sequence is a
+            document.
     """
     code = next(code for code, found in _DTYPES.items() if np.dtype(found) == dtype)
     count, offset = len(lengths), 0
@@ -238,33 +280,40 @@ def write_index(
 
 
 def token_counts(prefix: str | os.PathLike[str], limit: int = 1 << 26) -> np.ndarray:
-    """Count each id among the first `limit` tokens of `prefix`.bin. Raises DataError (`open_indexed`)."""
+    """Count each id among the first `limit` tokens of `prefix`.bin. Raises DataError
+    (`open_indexed`).
+    """
     indexed, counts = open_indexed(prefix), np.zeros(1, dtype=np.int64)
     size = min(indexed.tokens, limit)
     with open(f"{prefix}.bin", "rb") as file:  # a memory map would hold all of it
         for start in range(0, size, _BLOCK):
-            block = np.bincount(np.fromfile(file, indexed.dtype, min(size - start, _BLOCK)), minlength=len(counts))
+            block = np.bincount(
+                np.fromfile(file, indexed.dtype, min(size - start, _BLOCK)), minlength=len(counts)
+            )
             block[: len(counts)] += counts
             counts = block
     return counts
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Return the entropy of frequencies in nats: the loss per token of a model that knows only these."""
+    """Return the entropy of frequencies in nats: the loss per token of a model that knows only
+    these.
+    """
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
 class TokenReader:
-    """Read a `.bin` in place of megatron.core's readers, and detect that it or its `.idx` is truncated meanwhile.
+    """Read a `.bin` in place of megatron.core's readers, and detect that it or its `.idx` is
+    truncated meanwhile.
 
-    With a truncated file, a memory map kills the process by SIGBUS, and megatron.core's other reader returns stale
-    memory.
+    With a truncated file, a memory map kills the process by SIGBUS, and megatron.core's other
+    reader returns stale memory.
     """
 
     def __init__(self, prefix: str) -> None:
         self._paths = f"{prefix}.bin", f"{prefix}.idx"
-        self._files = [open(path, "rb", buffering=0) for path in self._paths]  # noqa: SIM115, as long as the run
+        self._files = [open(path, "rb", buffering=0) for path in self._paths]  # noqa: SIM115
         self._sizes = [os.fstat(file.fileno()).st_size for file in self._files]
 
     def check(self) -> None:
@@ -283,7 +332,9 @@ class TokenReader:
         return np.frombuffer(found, dtype=dtype)
 
     def _changed(self, path: str, size: int, found: int) -> DataError:
-        return DataError(f"{path} has {found} bytes, and had {size}: it was changed while it is read; {_REWRITE}")
+        return DataError(
+            f"{path} has {found} bytes, and had {size}: it was changed while it is read; {_REWRITE}"
+        )
 
 
 @contextmanager
@@ -299,21 +350,31 @@ def writing(*paths: Path) -> Iterator[tuple[Path, ...]]:
 def cannot_write(path: Path, error: OSError) -> StoppedError:
     """Return the error for a file that cannot be written."""
     said = reason(error, path.parent)
-    return StoppedError(f"cannot write {path} ({said}); free space or choose a folder that you can write to")
+    return StoppedError(
+        f"cannot write {path} ({said}); free space or choose a folder that you can write to"
+    )
 
 
 def _check_arrays(indexed: Indexed) -> None:
-    """Check that lengths, pointers and document bounds of the `.idx` describe one `.bin` without gaps."""
+    """Check that lengths, pointers and document bounds of the `.idx` describe one `.bin` without
+    gaps.
+    """
     index = f"{indexed.prefix}.idx"
     sequences = len(indexed.lengths)
-    pointers = np.memmap(index, dtype="<i8", mode="r", offset=_HEADER.size + 4 * sequences, shape=(sequences,))
+    pointers = np.memmap(
+        index, dtype="<i8", mode="r", offset=_HEADER.size + 4 * sequences, shape=(sequences,)
+    )
     offset = 0
     for start in range(0, sequences, _BLOCK):
         lengths = indexed.lengths[start : start + _BLOCK].astype(np.int64)
         if lengths.min() < 0:
-            raise DataError(f"{index} gives document {start + int(lengths.argmin())} a negative length; {_REWRITE}")
+            raise DataError(
+                f"{index} gives document {start + int(lengths.argmin())} a negative length; {_REWRITE}"
+            )
         ends = offset + np.cumsum(lengths) * indexed.dtype.itemsize
-        if not np.array_equal(pointers[start : start + _BLOCK], ends - lengths * indexed.dtype.itemsize):
+        if not np.array_equal(
+            pointers[start : start + _BLOCK], ends - lengths * indexed.dtype.itemsize
+        ):
             raise DataError(f"{index} points into the .bin where its lengths do not; {_REWRITE}")
         offset = int(ends[-1])
     _check_bounds(indexed)

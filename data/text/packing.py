@@ -1,8 +1,9 @@
 """Whole documents packed into samples, of text and of conversations. S tokens of a sample.
 
-Text is packed by its `.idx` alone, and the pair stays as it is. Only a document of more than S tokens is cut, into
-fragments of S and a rest; a fragment is a document of its own, whose last label is still the document's next token.
-Texts that end inside of a document of the `.idx` are not packed apart, but told apart.
+Text is packed by its `.idx` alone, and the pair stays as it is. Only a document of more than S
+tokens is cut, into fragments of S and a rest; a fragment is a document of its own, whose last label
+is still the document's next token. Texts that end inside of a document of the `.idx` are not packed
+apart, but told apart.
 """
 
 from bisect import bisect_left, insort
@@ -21,27 +22,33 @@ from runtime.errors import DataError
 PADDING_DOCUMENT = 1024
 """Tokens of a document of padding: attention inside of it costs little, however much there is."""
 FRAGMENT = np.dtype([("begin", "<i8"), ("length", "<i4"), ("more", "?"), ("first", "?")])
-"""A document, or a part of one: the tokens before it in the `.bin`, its own, whether its document goes on, and whether
-it begins its document."""
+"""A document, or a part of one: the tokens before it in the `.bin`, its own, whether its document
+goes on, and whether it begins its document."""
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Pack items into bins: each, the longest first, into the bin with the least room that is enough.
+    """Pack items into bins: each, the longest first, into the bin with the least room that is
+    enough.
 
-    It takes at most 11/9 of the least possible number of bins, and 1 more (Johnson et al. 1974, "Worst-case performance
-    bounds for simple one-dimensional packing algorithms"); Ding et al. (2024, arXiv:2404.10830) train on such samples.
-    All items of a length are placed at once, and into all bins of the same room: such a step at least halves the room,
-    so that N items of D different lengths take O(N log N) to sort and O(D log^2 capacity) to place.
+    It takes at most 11/9 of the least possible number of bins, and 1 more (Johnson et al. 1974,
+    "Worst-case performance bounds for simple one-dimensional packing algorithms"); Ding et al.
+    (2024, arXiv:2404.10830) train on such samples. All items of a length are placed at once, and
+    into all bins of the same room: such a step at least halves the room, so that N items of D
+    different lengths take O(N log N) to sort and O(D log^2 capacity) to place.
 
-    Returns the bin of each item, int64 [N], given their lengths [N], each in [1, capacity]. Bins are numbered from 0,
-    and the same lengths give the same bins.
+    Returns the bin of each item, int64 [N], given their lengths [N], each in [1, capacity]. Bins
+    are numbered from 0, and the same lengths give the same bins.
     """
     order = np.argsort(-lengths.astype(np.int32), kind="stable")
     sizes, counts = (found[::-1].tolist() for found in np.unique(lengths, return_counts=True))
     rooms: list[int] = []  # ascending and distinct: the rooms that some bin has
-    with_room: defaultdict[int, list[range]] = defaultdict(list)  # bins, the first to be filled last
+    with_room: defaultdict[int, list[range]] = defaultdict(
+        list
+    )  # bins, the first to be filled last
     opened = 0
-    placed = [(0, 0, 1, 0)]  # of items in order: the first bin, the step to the next one, items of a bin, items
+    placed = [
+        (0, 0, 1, 0)
+    ]  # of items in order: the first bin, the step to the next one, items of a bin, items
     for size, left in zip(sizes, counts, strict=True):
         while left:
             at = bisect_left(rooms, size)
@@ -67,23 +74,31 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     first, step, each, items = np.array(placed, dtype=np.int64).T
     within = np.arange(len(lengths)) - np.repeat(np.cumsum(items) - items, items)
     found = np.empty(len(lengths), np.int64)
-    found[order] = np.repeat(first, items) + np.repeat(step, items) * (within // np.repeat(each, items))
+    found[order] = np.repeat(first, items) + np.repeat(step, items) * (
+        within // np.repeat(each, items)
+    )
     return found
 
 
 def by_bin(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return items by bin, ascending in each, int64 [N], and the items before each bin, then N: int64 [bins + 1]."""
-    return np.argsort(bins, kind="stable"), np.concatenate(([0], np.cumsum(np.bincount(bins), dtype=np.int64)))
+    """Return items by bin, ascending in each, int64 [N], and the items before each bin, then N:
+    int64 [bins + 1].
+    """
+    return np.argsort(bins, kind="stable"), np.concatenate(
+        ([0], np.cumsum(np.bincount(bins), dtype=np.int64))
+    )
 
 
 def packed_documents(
     lengths: np.ndarray, documents: np.ndarray, seq_length: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pack some documents of a file into samples of at most S tokens; a pure function of its arguments.
+    """Pack some documents of a file into samples of at most S tokens; a pure function of its
+    arguments.
 
     The seed decides which of equally long fragments share a sample.
 
-    Returns fragments sample by sample, FRAGMENT [F], and the fragments before each sample, then F; int64 [samples + 1].
+    Returns fragments sample by sample, FRAGMENT [F], and the fragments before each sample, then F;
+    int64 [samples + 1].
 
     Args:
         lengths: tokens of all documents of the file, int32 [N]; one without any is in no sample.
@@ -113,12 +128,16 @@ def write_packing(stem: Path, *packing: np.ndarray) -> None:
 
 def read_packing(stem: Path) -> tuple[np.ndarray, np.ndarray]:
     """Map what `write_packing` wrote. Raises OSError or ValueError."""
-    fragments, bounds = (np.load(f"{stem}_{name}.npy", mmap_mode="r") for name in ("fragments", "bounds"))
+    fragments, bounds = (
+        np.load(f"{stem}_{name}.npy", mmap_mode="r") for name in ("fragments", "bounds")
+    )
     return fragments, bounds
 
 
 class PackedSamples:
-    """Samples of packed fragments of a pair, by number; `learned` is a pair that says what carries loss."""
+    """Samples of packed fragments of a pair, by number; `learned` is a pair that says what carries
+    loss.
+    """
 
     def __init__(
         self,
@@ -147,10 +166,12 @@ class PackedSamples:
             reader.check()
 
     def sample(self, number: int | None, eod: int) -> dict[str, Tensor]:
-        """Return a sample, or for None padding alone: `tokens`, `labels`, `loss_mask`, `starts`, each [S].
+        """Return a sample, or for None padding alone: `tokens`, `labels`, `loss_mask`, `starts`,
+        each [S].
 
-        A document's last token has no label, since the next one is another's. Padding is `eod`, without loss. In a
-        document of text, `eod` ends a text, and another one begins; in conversations it may end a turn.
+        A document's last token has no label, since the next one is another's. Padding is `eod`,
+        without loss. In a document of text, `eod` ends a text, and another one begins; in
+        conversations it may end a turn.
         """
         tokens = torch.full((self._seq_length,), eod)
         labels, loss_mask = tokens.clone(), torch.zeros(self._seq_length)
@@ -158,7 +179,9 @@ class PackedSamples:
         first, last = (0, 0) if number is None else self._bounds[number : number + 2]
         for begin, length, more, begins_document in self._fragments[first:last].tolist():
             ids, *learned = (
-                torch.from_numpy(reader.read(dtype.type, length + more, begin * dtype.itemsize).astype(np.int64))
+                torch.from_numpy(
+                    reader.read(dtype.type, length + more, begin * dtype.itemsize).astype(np.int64)
+                )
                 for reader, dtype in self._readers
             )
             predicted = slice(end, end + max(0, length - 1 + more))
@@ -176,10 +199,12 @@ class PackedSamples:
 
 
 class Conversations(PackedSamples):
-    """The packed conversations at a prefix, for ``--sft``; with ``check`` both pairs are read as by `check_indexed`.
+    """The packed conversations at a prefix, for ``--sft``; with ``check`` both pairs are read as by
+    `check_indexed`.
 
-    A sequence of the pair is a conversation, and a document is a sample. A second pair, PREFIX_loss_mask, has ones and
-    zeros in the same places, which say what is learned. Padding is not in the files.
+    A sequence of the pair is a conversation, and a document is a sample. A second pair,
+    PREFIX_loss_mask, has ones and zeros in the same places, which say what is learned. Padding is
+    not in the files.
 
     Raises DataError: a broken pair, two that do not go together, or a sample longer than S.
     """
@@ -193,12 +218,17 @@ class Conversations(PackedSamples):
         missing: Callable[[int], str | None] = lambda token: None,
     ) -> None:
         mask = prefix + LOSS_MASK
-        self.indexed = check_indexed(prefix, vocab_size, missing=missing) if check else open_indexed(prefix)
+        self.indexed = (
+            check_indexed(prefix, vocab_size, missing=missing) if check else open_indexed(prefix)
+        )
         masked = check_indexed(mask, 2) if check else open_indexed(mask)
         if check and not (
-            np.array_equal(masked.lengths, self.indexed.lengths) and np.array_equal(masked.bounds, self.indexed.bounds)
+            np.array_equal(masked.lengths, self.indexed.lengths)
+            and np.array_equal(masked.bounds, self.indexed.bounds)
         ):
-            raise DataError(f"{mask}.idx and {prefix}.idx are of different conversations; write them again")
+            raise DataError(
+                f"{mask}.idx and {prefix}.idx are of different conversations; write them again"
+            )
         begins = np.concatenate(([0], np.cumsum(self.indexed.lengths, dtype=np.int64)))
         self.longest = int(np.diff(begins[self.indexed.bounds]).max())
         """Tokens of the longest sample."""
@@ -215,7 +245,9 @@ class Conversations(PackedSamples):
 class PackedEpoch:
     """Samples [begin, end) in a random order, as an epoch of an EpochedDataset."""
 
-    def __init__(self, samples: PackedSamples, begin: int, end: int, seed: int, eod: int, epoch: int) -> None:
+    def __init__(
+        self, samples: PackedSamples, begin: int, end: int, seed: int, eod: int, epoch: int
+    ) -> None:
         self._samples, self._eod = samples, eod
         self._order = begin + np.random.default_rng((seed, epoch)).permutation(end - begin)
 

@@ -1,4 +1,6 @@
-"""Prepare text and conversations as Megatron's indexed token files: train a tokenizer, tokenize, write, or keep."""
+"""Prepare text and conversations as Megatron's indexed token files: train a tokenizer, tokenize,
+write, or keep.
+"""
 
 import json
 import shutil
@@ -18,7 +20,15 @@ from data.chat.conversations import NAMED, train_chat_tokenizer
 from data.chat.convert import END, TURNS, UNREAD, convert, with_conversation, write_packed
 from data.chat.template import load_template
 from data.text.corpus import Corpus, Rows, input_files, size_of, stdlib_files, stdlib_folder
-from data.text.indexed import LOSS_MASK, cannot_write, entropy, id_type, token_counts, write_index, writing
+from data.text.indexed import (
+    LOSS_MASK,
+    cannot_write,
+    entropy,
+    id_type,
+    token_counts,
+    write_index,
+    writing,
+)
 from data.text.record import (
     CHAT,
     CHAT_ENDS,
@@ -71,24 +81,38 @@ class Written:
 
 
 RESUMED = ("bin", "lengths", "learned", "refused", "journal")
-"""Endings of the drafts of a killed preparation, which versions before 2026-11-28 would have resumed."""
+"""Endings of the drafts of a killed preparation, which versions before 2026-11-28 would have
+resumed.
+"""
 
 
 def prepare(
-    request: Request, prefix: Path, overwrite: bool = False, progress: bool = True, workers: int | None = 1
+    request: Request,
+    prefix: Path,
+    overwrite: bool = False,
+    progress: bool = True,
+    workers: int | None = 1,
 ) -> tuple[Prepared, bool]:
-    """Write `prefix`.bin and .idx, .model or _tokenizer/ if one is trained, and .json, the record of the request.
+    """Write `prefix`.bin and .idx, .model or _tokenizer/ if one is trained, and .json, the record
+    of the request.
 
-    Complete data of the same request and unchanged input is kept. The files appear together at the end or not at all,
-    the same for any number of `workers`, the processes that tokenize (None: as many as the input keeps busy); a run
-    that was stopped is begun again. Returns facts about the data, and whether it was kept.
+    Complete data of the same request and unchanged input is kept. The files appear together at the
+    end or not at all, the same for any number of `workers`, the processes that tokenize (None: as
+    many as the input keeps busy); a run that was stopped is begun again. Returns facts about the
+    data, and whether it was kept.
 
-    Raises DataError: nothing to read, an unreadable file, a bad tokenizer, other data at the prefix, or another process
-    writing there.
+    Raises DataError: nothing to read, an unreadable file, a bad tokenizer, other data at the
+    prefix, or another process writing there.
     """
     if not prefix.name:
-        raise DataError(f"the output prefix {prefix} ends in no file name; give one such as runs/data/mine")
-    if request.chat is not None and request.tokenizer_model is None and request.chat.chat_template not in NAMED:
+        raise DataError(
+            f"the output prefix {prefix} ends in no file name; give one such as runs/data/mine"
+        )
+    if (
+        request.chat is not None
+        and request.tokenizer_model is None
+        and request.chat.chat_template not in NAMED
+    ):
         raise DataError(
             f"chat_template is {request.chat.chat_template}, and a tokenizer is trained for one of {', '.join(NAMED)}; "
             "name one, or give --tokenizer-model"
@@ -99,13 +123,17 @@ def prepare(
         with ExitStack() as held:
             try:
                 paths = {end: with_end(prefix, end) for end in ends_of(request)}
-                for stem in dict.fromkeys(path.name if end == TOKENIZER else path.stem for end, path in paths.items()):
+                for stem in dict.fromkeys(
+                    path.name if end == TOKENIZER else path.stem for end, path in paths.items()
+                ):
                     held.enter_context(owned(prefix.parent, stem))
             except InUseError as error:
                 raise DataError(f"cannot write {prefix}: {error}") from error
             except OSError as error:
                 raise cannot_write(prefix, error) from error
-            if not overwrite and (kept := existing(request, prefix)):  # another process finished it meanwhile
+            if not overwrite and (
+                kept := existing(request, prefix)
+            ):  # another process finished it meanwhile
                 return kept, True
             for name in RESUMED:
                 prefix.with_name(f".{prefix.name}.resume.{name}").unlink(missing_ok=True)
@@ -115,10 +143,14 @@ def prepare(
                 print("nothing was written; the same command begins again", file=sys.stderr)
                 raise
     except OSError as error:  # write errors are DataErrors by now
-        raise DataError(f"cannot read {error.filename or prefix} ({error.strerror}); check that you may") from error
+        raise DataError(
+            f"cannot read {error.filename or prefix} ({error.strerror}); check that you may"
+        ) from error
 
 
-def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, workers: int | None) -> Prepared:
+def _prepare(
+    request: Request, prefix: Path, overwrite: bool, progress: bool, workers: int | None
+) -> Prepared:
     files = input_files(request.inputs, request.suffix) if request.inputs else stdlib_files()
     source: Corpus | Rows = Rows(files)
     if request.chat is None:
@@ -128,10 +160,13 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
     ends = ends_of(request)
     with writing(*(with_end(prefix, end) for end in ends)) as drafts, ExitStack() as stack:
         draft = dict(zip(ends, drafts, strict=True))
-        tokenizer = load_tokenizer(request.tokenizer_model or _train(request, source, draft, progress))
+        tokenizer = load_tokenizer(
+            request.tokenizer_model or _train(request, source, draft, progress)
+        )
         if request.chat is None:
             written = Written(stack.enter_context(draft[".bin"].open("wb")), None)
-        else:  # in files without a name, which a killed process does not leave, until they are packed
+        # in files without a name, which a killed process does not leave, until they are packed
+        else:
             ids, learned = (stack.enter_context(TemporaryFile(dir=prefix.parent)) for _ in range(2))
             written = Written(ids, learned)
         unit = "text_bytes" if request.chat is None else "read"
@@ -144,7 +179,11 @@ def _prepare(request: Request, prefix: Path, overwrite: bool, progress: bool, wo
                 bar.update(tokens.counts[unit])
         written.flush()
         prepared = _finish(request, tokenizer, written, draft, skipped=len(source.skipped))
-        record: dict[str, Any] = {"made_with": made_with_of(request), "prepared": asdict(prepared), "inputs": inputs}
+        record: dict[str, Any] = {
+            "made_with": made_with_of(request),
+            "prepared": asdict(prepared),
+            "inputs": inputs,
+        }
         record["python"] = sys.version
         if request.chat is not None:
             template = load_template(tokenizer.path, request.chat.chat_template)
@@ -189,9 +228,13 @@ def _checked(request: Request, source: Corpus | Rows, progress: bool) -> int | N
         what = "text" if request.chat is None else "conversation"
         folders = any(Path(name).is_dir() for name in request.inputs)
         suffix = f" and --suffix {request.suffix}" if folders else ""
-        raise DataError(f"there is no {what} in {', '.join(request.inputs)}; check the paths{suffix}")
+        raise DataError(
+            f"there is no {what} in {', '.join(request.inputs)}; check the paths{suffix}"
+        )
     if not size:
-        raise DataError(f"{stdlib_folder()} holds no Python sources on this machine; give other text by --input")
+        raise DataError(
+            f"{stdlib_folder()} holds no Python sources on this machine; give other text by --input"
+        )
     return size
 
 
@@ -210,7 +253,9 @@ def _tokens(
     request: Request, source: Corpus | Rows, tokenizer: Tokenizer, workers: int | None
 ) -> Generator[Tokens, None, None]:
     """Yield the tokens of documents or rows, in order."""
-    work: Callable[[list[Any]], Tokens] = partial(tokenized, tokenizer, add_bos_token=request.add_bos_token)
+    work: Callable[[list[Any]], Tokens] = partial(
+        tokenized, tokenizer, add_bos_token=request.add_bos_token
+    )
     items: Iterator[Any] = iter(source)
     if request.chat is not None:
         assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
@@ -223,13 +268,17 @@ def _tokens(
     return in_order(work, batched(items), workers or busy)
 
 
-def _finish(request: Request, tokenizer: Tokenizer, written: Written, draft: dict[str, Path], skipped: int) -> Prepared:
+def _finish(
+    request: Request, tokenizer: Tokenizer, written: Written, draft: dict[str, Path], skipped: int
+) -> Prepared:
     """Write the drafts of the output that are not there yet."""
     lengths = np.concatenate([np.zeros(0, np.int32), *written.lengths])
     dtype, refused, conversations = id_type(tokenizer.vocab_size), written.refused, None
     if not len(lengths):
         why = (
-            f"all {len(refused)} conversations were refused, the first: {refused[0]}" if refused else "check the input"
+            f"all {len(refused)} conversations were refused, the first: {refused[0]}"
+            if refused
+            else "check the input"
         )
         raise DataError(f"there is nothing to write; {why}")
     if request.chat is None:
@@ -242,7 +291,9 @@ def _finish(request: Request, tokenizer: Tokenizer, written: Written, draft: dic
         conversations = {name: written.counts[name] for name in CONVERSATIONS}
         conversations |= {"samples": samples, "places": samples * request.chat.seq_length}
         if request.chat.skip_refused:
-            draft[".refused.txt"].write_text("".join(f"{line}\n" for line in refused), encoding="utf-8")
+            draft[".refused.txt"].write_text(
+                "".join(f"{line}\n" for line in refused), encoding="utf-8"
+            )
     lost = tokenizer.unknown
     counts = token_counts(draft[".bin"].with_suffix(""), sys.maxsize)
     return Prepared(
@@ -254,7 +305,9 @@ def _finish(request: Request, tokenizer: Tokenizer, written: Written, draft: dic
         text_bytes=written.counts["text_bytes"],
         skipped_files=skipped,
         unigram_entropy=entropy(counts),
-        unknown_tokens=int(counts[lost : lost + 1].sum()) if lost is not None else written.counts[DROPPED],
+        unknown_tokens=int(counts[lost : lost + 1].sum())
+        if lost is not None
+        else written.counts[DROPPED],
         conversations=conversations,
         begin=None if request.chat else list(tokenizer.begin(request.add_bos_token)),
         unread=_counted(written.counts, UNREAD) or None,
@@ -264,19 +317,26 @@ def _finish(request: Request, tokenizer: Tokenizer, written: Written, draft: dic
 
 def _counted(counts: Counter[str], begin: str) -> dict[str, int]:
     """Return the counts whose names begin so, the largest first."""
-    named = {name.removeprefix(begin): count for name, count in counts.items() if name.startswith(begin)}
+    named = {
+        name.removeprefix(begin): count for name, count in counts.items() if name.startswith(begin)
+    }
     return dict(sorted(named.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
 def _turn_ends(tokenizer: Tokenizer, counts: Counter[str]) -> list[int]:
     """Return the tokens at which generation is to stop.
 
-    Special tokens, of any turn, and an added one that ends at least half of the turns: that of few may be their text's.
+    Special tokens, of any turn, and an added one that ends at least half of the turns: that of few
+    may be their text's.
     """
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     ends = []
     for name, count in _counted(counts, END).items():
         text = tokenizer.detokenize([int(name)], special=True)
-        if tokenizer.special.fullmatch(text) or int(name) == tokenizer.eod or 2 * count >= counts[TURNS]:
+        if (
+            tokenizer.special.fullmatch(text)
+            or int(name) == tokenizer.eod
+            or 2 * count >= counts[TURNS]
+        ):
             ends.append(int(name))
     return ends

@@ -20,7 +20,9 @@ CONVERSATIONS = ("read", "kept", "split", "truncated", "refused", "left_out", "l
 """Counts of what became of conversations."""
 CHAT_ENDS = (f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".refused.txt")
 CHAT = "chat"
-"""Key of the template and the ends of turns, in the record of prepared conversations and in a run's checkpoints."""
+"""Key of the template and the ends of turns, in the record of prepared conversations and in a run's
+checkpoints.
+"""
 TOKENIZER = "_tokenizer"
 """Ends the prefix of the folder of a tokenizer that is trained for a chat template."""
 
@@ -68,12 +70,16 @@ class Prepared:
     unknown_tokens: int = 0
     """Tokens that stand for what the vocabulary lacks, or that text lacks therefore: it is lost."""
     conversations: dict[str, int] | None = None
-    """Conversations that were read, kept whole, split, truncated and refused; pieces without loss, which were
-    left_out; tokens that carry loss, learned; samples, and the places in them."""
+    """Conversations that were read, kept whole, split, truncated and refused; pieces without loss,
+    which were left_out; tokens that carry loss, learned; samples, and the places in them."""
     begin: list[int] | None = None
-    """Ids that begin each document of text; None in records of before documents had any, and of conversations."""
+    """Ids that begin each document of text; None in records of before documents had any, and of
+    conversations.
+    """
     unread: dict[str, int] | None = None
-    """In how many conversations nothing reads a key, or something that a template leaves out by its own rule."""
+    """In how many conversations nothing reads a key, or something that a template leaves out by its
+    own rule.
+    """
     tokenizer_settings: str | None = None
     """Digest of what files beside a tokenizer.json change of its ids; None in older records."""
     turn_ends: list[int] | None = None
@@ -81,7 +87,13 @@ class Prepared:
 
     def check(self) -> None:
         """Raise TypeError or ValueError for numbers that no preparation notes."""
-        counts = [self.documents, self.tokens, self.text_bytes, self.skipped_files, self.unknown_tokens]
+        counts = [
+            self.documents,
+            self.tokens,
+            self.text_bytes,
+            self.skipped_files,
+            self.unknown_tokens,
+        ]
         if (of := self.conversations) is not None:
             counts += [of[name] for name in (*CONVERSATIONS, "samples", "places")]
         counts += [*(self.unread or {}).values(), *(self.turn_ends or [])]
@@ -110,14 +122,18 @@ class Prepared:
 
 
 def existing(request: Request, prefix: Path) -> Prepared | None:
-    """Return the data at the prefix if this request made it, None if there is none. Else raise DataError."""
+    """Return the data at the prefix if this request made it, None if there is none. Else raise
+    DataError.
+    """
     ends = ends_of(request)
     there = [str(path) for end in ends if (path := with_end(prefix, end)).exists()]
     if not there:
         return None
     remedy = "give --overwrite to write it anew, or another --output-prefix"
     if len(there) < len(ends):
-        raise DataError(f"{', '.join(there)} exists, but is not the whole of what this tool writes; {remedy}")
+        raise DataError(
+            f"{', '.join(there)} exists, but is not the whole of what this tool writes; {remedy}"
+        )
     record = with_end(prefix, ".json")
     if not (record.is_file() or record.is_dir()):
         raise DataError(f"{record} is no file; {remedy}")
@@ -131,7 +147,9 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
     defaults = {field.name: field.default for field in fields(Request)}  # older records lack some
     for name, value in made_with_of(request).items():
         if made_with.get(name, defaults.get(name)) != value:
-            raise DataError(f"{prefix}.bin was made with {name} {made_with.get(name)}, not {value}; {remedy}")
+            raise DataError(
+                f"{prefix}.bin was made with {name} {made_with.get(name)}, not {value}; {remedy}"
+            )
     found = open_indexed(prefix)
     if (len(found.lengths), found.tokens) != (prepared.documents, prepared.tokens):
         raise DataError(f"{prefix}.idx and {record} disagree on the number of tokens; {remedy}")
@@ -140,7 +158,9 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
     if tokenizer.sha256 != prepared.tokenizer_sha256:
         raise DataError(f"{named} is not the tokenizer that wrote {prefix}.bin; {remedy}")
     if prepared.tokenizer_settings not in (None, tokenizer.settings):
-        raise DataError(f"files beside {named}, such as tokenizer_config.json, changed since {prefix}.bin; {remedy}")
+        raise DataError(
+            f"files beside {named}, such as tokenizer_config.json, changed since {prefix}.bin; {remedy}"
+        )
     begin = tuple(prepared.begin or ())
     if request.chat is None and begin != tokenizer.begin(request.add_bos_token):
         asked = tokenizer.begin(request.add_bos_token)
@@ -148,7 +168,11 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
             f"documents of {prefix}.bin begin with the tokens {list(begin)}, and would now with {list(asked)}; {remedy}"
         )
     now = inputs_of(request)
-    if was and now and (other := sorted(name for name in was | now if was.get(name) != now.get(name))):
+    if (
+        was
+        and now
+        and (other := sorted(name for name in was | now if was.get(name) != now.get(name)))
+    ):
         how = "is gone" if other[0] not in now else "has changed" if other[0] in was else "is new"
         raise DataError(f"{other[0]} {how} since {prefix}.bin was made; {remedy}")
     return prepared
@@ -157,7 +181,9 @@ def existing(request: Request, prefix: Path) -> Prepared | None:
 def made_with_of(request: Request) -> dict[str, Any]:
     """Return the request as its record has it: paths absolute, the chat template by its digest."""
     made_with = asdict(request)
-    made_with["inputs"] = [path if path.startswith(HUB) else os.path.abspath(path) for path in request.inputs]
+    made_with["inputs"] = [
+        path if path.startswith(HUB) else os.path.abspath(path) for path in request.inputs
+    ]
     if request.tokenizer_model is not None:
         made_with["tokenizer_model"] = os.path.abspath(request.tokenizer_model)
     if request.chat is not None:
@@ -168,18 +194,23 @@ def made_with_of(request: Request) -> dict[str, Any]:
         else:
             template = load_template(model, name)
             source, tool_use = template.source, template.tool_use
-        made_with["chat"]["chat_template"] = sha256(source if tool_use is None else json.dumps([source, tool_use]))
+        made_with["chat"]["chat_template"] = sha256(
+            source if tool_use is None else json.dumps([source, tool_use])
+        )
         if not request.chat.strict:
             del made_with["chat"]["strict"]  # as of records before there was such a setting
     return made_with
 
 
 def chat_record(prefixes: Sequence[str]) -> dict[str, Any] | None:
-    """Return the template and the ends of turns of prepared conversations, which a run has in its checkpoints.
+    """Return the template and the ends of turns of prepared conversations, which a run has in its
+    checkpoints.
 
     The template is None where prefixes have different ones. None if no record beside them has any.
     """
-    records = [record for prefix in prefixes if (record := _chat_of(Path(f"{prefix}.json"))) is not None]
+    records = [
+        record for prefix in prefixes if (record := _chat_of(Path(f"{prefix}.json"))) is not None
+    ]
     if not records:
         return None
     ends = dict.fromkeys(end for record in records for end in record["ends"])
@@ -190,15 +221,23 @@ def chat_record(prefixes: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _chat_of(path: Path) -> dict[str, Any] | None:
-    """Return what a record says of the chat template; None if it says nothing. Raises DataError for a broken one."""
+    """Return what a record says of the chat template; None if it says nothing. Raises DataError for
+    a broken one.
+    """
     if not path.is_file():
         return None
     try:
         chat = json.loads(path.read_text(encoding="utf-8")).get(CHAT)
         if chat is None:
             return None
-        record = {"chat_template": chat["chat_template"], "tool_use": chat.get("tool_use"), "ends": chat["ends"]}
-        texts = isinstance(record["chat_template"], str) and isinstance(record["tool_use"], (str, type(None)))
+        record = {
+            "chat_template": chat["chat_template"],
+            "tool_use": chat.get("tool_use"),
+            "ends": chat["ends"],
+        }
+        texts = isinstance(record["chat_template"], str) and isinstance(
+            record["tool_use"], (str, type(None))
+        )
         if not texts or not all(type(end) is int and end >= 0 for end in record["ends"]):
             raise ValueError("chat holds no template and ends of turns")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -209,14 +248,18 @@ def _chat_of(path: Path) -> dict[str, Any] | None:
 
 
 def inputs_of(request: Request) -> dict[str, list[int]]:
-    """Return size and time of change, in ns, of the input's files that are there; not of the standard library's."""
+    """Return size and time of change, in ns, of the input's files that are there; not of the
+    standard library's.
+    """
     files = input_files([path for path in request.inputs if Path(path).exists()], request.suffix)
     found = ((os.path.abspath(path), path.stat()) for path in files)
     return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in found}
 
 
 def ends_of(request: Request) -> list[str]:
-    """Return the ends of the files' names, and of the tokenizer's folder if one is trained for conversations."""
+    """Return the ends of the files' names, and of the tokenizer's folder if one is trained for
+    conversations.
+    """
     ends = [".bin", ".idx", ".json"]
     if request.tokenizer_model is None:
         ends.append(".model" if request.chat is None else TOKENIZER)

@@ -42,7 +42,8 @@ class Tokens:
 def joined(tokenizer: Tokenizer, documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return `ids` and `lengths`, as in `Tokens`, of documents, int64 each.
 
-    Raises DataError: an id outside of the tokenizer's vocabulary, which the file's dtype would silently wrap.
+    Raises DataError: an id outside of the tokenizer's vocabulary, which the file's dtype would
+    silently wrap.
     """
     ids = np.concatenate([np.zeros(0, np.int64), *documents])
     if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
@@ -55,8 +56,12 @@ def joined(tokenizer: Tokenizer, documents: Sequence[np.ndarray]) -> tuple[np.nd
 
 
 def tokenized(tokenizer: Tokenizer, texts: Sequence[str], add_bos_token: AddBos = "auto") -> Tokens:
-    """Tokenize documents and end each with the end-of-document token; `counts` are those of the texts."""
-    documents = [np.array(tokenizer.document(text, add_bos_token), dtype=np.int64) for text in texts]
+    """Tokenize documents and end each with the end-of-document token; `counts` are those of the
+    texts.
+    """
+    documents = [
+        np.array(tokenizer.document(text, add_bos_token), dtype=np.int64) for text in texts
+    ]
     counts = Counter(read=len(texts), text_bytes=sum(len(text.encode()) for text in texts))
     counts[DROPPED] = sum(map(tokenizer.dropped, texts))
     ids, lengths = joined(tokenizer, documents)
@@ -64,7 +69,9 @@ def tokenized(tokenizer: Tokenizer, texts: Sequence[str], add_bos_token: AddBos 
 
 
 def batched(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield documents together, up to about 4 million characters, or rows, of a size that is not known."""
+    """Yield documents together, up to about 4 million characters, or rows, of a size that is not
+    known.
+    """
     batch: list[Any] = []
     characters = 0
     for item in items:
@@ -77,11 +84,13 @@ def batched(items: Iterable[Any]) -> Iterator[list[Any]]:
         yield batch
 
 
-def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Generator[Result, None, None]:
+def in_order(
+    work: Callable[[Item], Result], items: Iterable[Item], workers: int
+) -> Generator[Result, None, None]:
     """Yield `work` of each item, in order, computed in as many processes; 1 is this one.
 
-    At most 2 items a process are read ahead. The processes end with this one, even if it is killed. Raises
-    StoppedError: a process was killed.
+    At most 2 items a process are read ahead. The processes end with this one, even if it is killed.
+    Raises StoppedError: a process was killed.
     """
     if workers == 1:
         yield from map(work, items)
@@ -105,5 +114,7 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int
 
 
 def _start(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the first one ends the others
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches every process; the first one ends the others
     end_with_parent(parent)

@@ -1,7 +1,8 @@
-"""Fine-tune on packed chats by TRL's SFTTrainer, each sequence on two ranks; answers alone have a loss.
+"""Fine-tune on packed chats by TRL's SFTTrainer, each sequence on two ranks; answers alone have a
+loss.
 
-torchrun --nproc-per-node 4 -m docs.examples.finetune_chats       # 2 ranks for a sequence, 2 groups of them
-torchrun --nproc-per-node 1 -m docs.examples.finetune_chats       # the same losses
+torchrun --nproc-per-node 4 -m docs.examples.finetune_chats       # 2 ranks for a sequence, 2 groups
+of them torchrun --nproc-per-node 1 -m docs.examples.finetune_chats       # the same losses
 """
 
 import os
@@ -31,7 +32,10 @@ class LongTrainer(ContextParallelTrainer, SFTTrainer):
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return one whose tokens are words."""
-    words = {word: i for i, word in enumerate(["<unknown>", "<end>", "u", "a", "after", "comes", *NUMBERS])}
+    words = {
+        word: i
+        for i, word in enumerate(["<unknown>", "<end>", "u", "a", "after", "comes", *NUMBERS])
+    }
     made = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     found = PreTrainedTokenizerFast(
@@ -47,14 +51,25 @@ def chats(count: int) -> Dataset:
     for i in range(count):
         asked = [NUMBERS[(i + j) % 10] for j in range(2 + i % 5)]
         told = [NUMBERS[(i + len(asked) + j) % 10] for j in range(1 + i % 7)]
-        rows.append([{"role": "user", "content": " ".join(asked)}, {"role": "assistant", "content": " ".join(told)}])
+        rows.append(
+            [
+                {"role": "user", "content": " ".join(asked)},
+                {"role": "assistant", "content": " ".join(told)},
+            ]
+        )
     return Dataset.from_dict({"messages": rows})
 
 
 def trained(
-    folder: str, processes: int, ranks: int, kind: type = LongTrainer, steps: int = 20, **others: Any
+    folder: str,
+    processes: int,
+    ranks: int,
+    kind: type = LongTrainer,
+    steps: int = 20,
+    **others: Any,
 ) -> SFTTrainer:
-    """Return the trainer after steps of 8 packs of chats in two halves, each on ``ranks`` of the processes.
+    """Return the trainer after steps of 8 packs of chats in two halves, each on ``ranks`` of the
+    processes.
 
     ``others`` go to the trainer, such as the ``peft_config`` of adapters.
     """
@@ -89,4 +104,6 @@ def trained(
 
 if __name__ == "__main__":
     world = int(os.environ["WORLD_SIZE"])
-    trained(sys.argv[1] if sys.argv[1:] else "runs/finetune_chats", world, 2 if world > 1 else 1).end()
+    trained(
+        sys.argv[1] if sys.argv[1:] else "runs/finetune_chats", world, 2 if world > 1 else 1
+    ).end()

@@ -1,9 +1,10 @@
 """Fine-tune a model of transformers on packed text, each sequence on two ranks.
 
-torchrun --nproc-per-node 4 -m docs.examples.finetune_text        # 2 ranks for a sequence, 2 groups of them
-torchrun --nproc-per-node 1 -m docs.examples.finetune_text        # the same losses
+torchrun --nproc-per-node 4 -m docs.examples.finetune_text        # 2 ranks for a sequence, 2 groups
+of them torchrun --nproc-per-node 1 -m docs.examples.finetune_text        # the same losses
 
-With the installed package, its name stands for `parallel`. The model and its text are made on the spot, and small.
+With the installed package, its name stands for `parallel`. The model and its text are made on the
+spot, and small.
 """
 
 import os
@@ -49,13 +50,22 @@ def made_model() -> PreTrainedModel:
 
 def documents(count: int) -> list[dict[str, list[int]]]:
     """Return documents of several lengths, a letter a token."""
-    return [{"input_ids": [ord(x) for x in (TEXT[5 * i :] + TEXT)[: 16 + 8 * (i % 3)]]} for i in range(count)]
+    return [
+        {"input_ids": [ord(x) for x in (TEXT[5 * i :] + TEXT)[: 16 + 8 * (i % 3)]]}
+        for i in range(count)
+    ]
 
 
 def trained(
-    folder: str, processes: int, ranks: int, kind: type = LongTrainer, resume: str | None = None, **others: Any
+    folder: str,
+    processes: int,
+    ranks: int,
+    kind: type = LongTrainer,
+    resume: str | None = None,
+    **others: Any,
 ) -> Trainer:
-    """Return the trainer after 6 steps of 8 documents in two halves, each sequence on ``ranks`` of the processes.
+    """Return the trainer after 6 steps of 8 documents in two halves, each sequence on ``ranks`` of
+    the processes.
 
     ``others`` are more arguments of training, such as ``fsdp=True`` on GPUs.
     """
@@ -79,7 +89,8 @@ def trained(
     trainer = kind(
         made_model(),
         arguments,
-        DataCollatorWithFlattening(),  # documents one after the other, with positions that begin again
+        # documents one after the other, with positions that begin again
+        DataCollatorWithFlattening(),
         documents(20),
         documents(7),
         context_parallel_size=ranks,
@@ -90,5 +101,7 @@ def trained(
 
 if __name__ == "__main__":
     world = int(os.environ["WORLD_SIZE"])
-    trainer = trained(sys.argv[1] if sys.argv[1:] else "runs/finetune_text", world, 2 if world > 1 else 1)
+    trainer = trained(
+        sys.argv[1] if sys.argv[1:] else "runs/finetune_text", world, 2 if world > 1 else 1
+    )
     trainer.end()

@@ -14,7 +14,11 @@ def native_version(here: Gpu) -> FlashAttention | None:
 
 def describe_kernel(kernel: str, here: Gpu) -> str:
     """Name a backend of a GPU and its cuDNN in a few words."""
-    brings = f", where torch brings {version_of(here.bundled)}" if here.bundled not in (0, here.cudnn) else ""
+    brings = (
+        f", where torch brings {version_of(here.bundled)}"
+        if here.bundled not in (0, here.cudnn)
+        else ""
+    )
     loaded = f"cuDNN {version_of(here.cudnn)} loaded{brings}" if here.cudnn else "no cuDNN loaded"
     title = SOFTMAX[kernel].title if kernel in SOFTMAX else ""
     named = kernel if title.lower() in ("", kernel) else f"{kernel} ({title})"
@@ -43,19 +47,27 @@ def warning(
     if kernel == "cudnn":
         right = prefers_cudnn(here)
         wrong = (
-            "" if right else f"; before {version_of(FAST_CUDNN)} lengths that 128 does not divide can come out wrong"
+            ""
+            if right
+            else f"; before {version_of(FAST_CUDNN)} lengths that 128 does not divide can come out wrong"
         )
         return None if right and not shadowed else newer + wrong
 
     reason = native.problem()
-    install = f"install {native.title} ({native.install})" + ("" if reason in (None, ABSENT) else f": {reason}")
+    install = f"install {native.title} ({native.install})" + (
+        "" if reason in (None, ABSENT) else f": {reason}"
+    )
     fix = f"packed documents pass cuDNN over: {install}" if documents else f"{newer}, or {install}"
     if requested == "aten":
         fix = "leave --attention-backend out"
     elif reason is None:
         fix = newer
-    slow, cudnn, fast = (SOFTMAX[name].shares[here.family] for name in ("aten", "cudnn", native.name))
-    published = " (published, on H100: 606 s a step in place of 373 s)" if here.family == "hopper" else ""
+    slow, cudnn, fast = (
+        SOFTMAX[name].shares[here.family] for name in ("aten", "cudnn", native.name)
+    )
+    published = (
+        " (published, on H100: 606 s a step in place of 373 s)" if here.family == "hopper" else ""
+    )
     return (
         f"attention runs by FlashAttention 2, at about {slow} of this GPU's peak, where cuDNN reaches {cudnn} and "
         f"{native.title} {fast}, and takes at least {min(cudnn, fast) / slow:.1f} times as long{published}. {fix}"

@@ -27,7 +27,9 @@ class Aten(GpuBackend):
         """Say what the dtype lacks on a GPU."""
         return None if device_type == "cpu" else super().refusal(requested, device_type, dtype)
 
-    def softmax_kernel(self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None) -> AttentionKernel:
+    def softmax_kernel(
+        self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None
+    ) -> AttentionKernel:
         """Return FlashAttention 2, or the strips of a CPU."""
         if device_type == "cpu":
             # The kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.

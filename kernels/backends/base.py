@@ -23,10 +23,14 @@ Slab = tuple[Callable[..., None], Callable[..., Tensor]]
 class Tiled(Protocol):
     """A kernel that takes lists of tiles by itself, as ``kernels.attention.attend_tiles_``."""
 
-    def attend_(self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
+    def attend_(
+        self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
+    ) -> None:
         """Fold the attention of these tiles into running results, in place."""
 
-    def add_gradients_(self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
+    def add_gradients_(
+        self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float
+    ) -> None:
         """Add the gradients through these tiles to (dq, dk, dv), in place."""
 
 
@@ -67,7 +71,8 @@ class Backend:
     rate_name: str = ""
     """Its name in a cluster file's ``<name>_fraction``, where that differs."""
     shares: ClassVar[Shares] = {}
-    """Share of a GPU's peak that it reaches, forward and backward, where a cluster file has none."""
+    """Share of a GPU's peak that it reaches, forward and backward, where a cluster file has none.
+    """
     softmax: bool = False
     """True if ``softmax_kernel`` is there."""
     linear: bool = False
@@ -84,11 +89,14 @@ class Backend:
     def is_automatic(self, here: Gpu, documents: bool) -> bool:
         """Return whether ``auto`` takes it for softmax attention on this GPU.
 
-        The first in the table is taken. With ``documents``, tiles have other shapes in each micro-batch.
+        The first in the table is taken. With ``documents``, tiles have other shapes in each
+        micro-batch.
         """
         return False
 
-    def softmax_kernel(self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None) -> AttentionKernel:
+    def softmax_kernel(
+        self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None
+    ) -> AttentionKernel:
         """Return the kernel of softmax attention; ``other`` takes the shapes that it does not take."""
         raise NotImplementedError
 

@@ -35,10 +35,14 @@ class Cudnn(GpuBackend):
         """
         return prefers_cudnn(here) and not documents
 
-    def softmax_kernel(self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None) -> AttentionKernel:
+    def softmax_kernel(
+        self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None
+    ) -> AttentionKernel:
         """Return its kernels of tiles, and FlashAttention's of packed ones."""
         limit = f"takes heads of up to {max_head_dim()} channels here and more than one key"
-        kernel = with_fallback(self.name, limit, takes_cudnn, (cudnn_forward, cudnn_backward), pair_of(other))
+        kernel = with_fallback(
+            self.name, limit, takes_cudnn, (cudnn_forward, cudnn_backward), pair_of(other)
+        )
         _, packed = flash(None)
         return AttentionKernel(self.name, *pad_heads(*kernel), packed=Packed(*pad_heads(*packed)))
 
@@ -58,7 +62,9 @@ def takes_cudnn(q: Tensor, k: Tensor) -> bool:
     return q.shape[-1] <= max_head_dim() and k.shape[1] > 1
 
 
-def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return the attention of a tile, and its log-sum-exp, by cuDNN."""
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
@@ -71,8 +77,25 @@ def cudnn_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradie
     """Return the gradients through a tile by cuDNN."""
     no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # unused without dropout
     lengths = (rows.q.shape[1], keys.k.shape[1])
-    q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
-    given = dout, q, k, v, out, lse.contiguous()[..., None], no_seed, no_seed, None, None, None, *lengths, 0.0, causal
+    q, dout, out, lse, k, v = heads_first(
+        rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys
+    )
+    given = (
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous()[..., None],
+        no_seed,
+        no_seed,
+        None,
+        None,
+        None,
+        *lengths,
+        0.0,
+        causal,
+    )
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(*given, scale=scale)
     dq, dk, dv = heads_first(dq, dk, dv)
     return dq, dk, dv

@@ -47,7 +47,9 @@ class FlashAttention(GpuBackend):
         """Return whether it was written for this GPU and can run."""
         return here.capability[0] == self.native and self.problem() is None
 
-    def softmax_kernel(self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None) -> AttentionKernel:
+    def softmax_kernel(
+        self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None
+    ) -> AttentionKernel:
         """Return its kernels of tiles and packed tiles; ``other`` takes wider heads."""
         kernel, packed = flash(self.impl)
         limit = f"takes heads of up to {self.max_head_dim} channels"
@@ -56,10 +58,14 @@ class FlashAttention(GpuBackend):
             return q.shape[-1] <= self.max_head_dim
 
         tiles = with_fallback(self.name, limit, fits, kernel, pair_of(other))
-        tiles_packed = with_fallback(self.name, limit, fits, packed, pair_of(other and other.packed))
-        return AttentionKernel(self.name, *pad_heads(*tiles), packed=Packed(*pad_heads(*tiles_packed)))
+        tiles_packed = with_fallback(
+            self.name, limit, fits, packed, pair_of(other and other.packed)
+        )
+        return AttentionKernel(
+            self.name, *pad_heads(*tiles), packed=Packed(*pad_heads(*tiles_packed))
+        )
 
-    @cache  # noqa: B019  # a backend is one object for the whole process
+    @cache  # a backend is one object for the whole process  # noqa: B019
     def problem(self) -> str | None:
         """Say why it cannot run here, by putting it in place once; None if it can."""
         capability = gpu().capability
@@ -71,10 +77,17 @@ class FlashAttention(GpuBackend):
         try:
             put(self.impl)
             put(None)
-        except Exception as error:  # another torch's build raises ImportError, OSError, a stub anything
-            if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == self.package:
+        except (
+            Exception
+        ) as error:  # another torch's build raises ImportError, OSError, a stub anything
+            if (
+                isinstance(error, ModuleNotFoundError)
+                and (error.name or "").split(".")[0] == self.package
+            ):
                 return ABSENT
-            return "its import fails ({})".format(" ".join(f"{type(error).__name__}: {error}".split()))
+            return "its import fails ({})".format(
+                " ".join(f"{type(error).__name__}: {error}".split())
+            )
         return None
 
 
@@ -126,12 +139,19 @@ def flash(impl: str | None) -> tuple[Kernel, Kernel]:
 
         return call
 
-    return (placed(flash_forward), placed(flash_backward)), (placed(packed_forward), placed(packed_backward))
+    return (placed(flash_forward), placed(flash_backward)), (
+        placed(packed_forward),
+        placed(packed_backward),
+    )
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return the attention of a tile, and its log-sum-exp, by FlashAttention."""
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(*heads_first(q, k, v), 0.0, causal, False, scale=scale)
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(
+        *heads_first(q, k, v), 0.0, causal, False, scale=scale
+    )
     out, lse = heads_first(out, lse)
     return out, lse
 
@@ -140,9 +160,24 @@ def flash_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradie
     """Return the gradients through a tile by FlashAttention."""
     no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # unused without dropout
     lengths = (rows.q.shape[1], keys.k.shape[1])
-    q, dout, out, lse, k, v = heads_first(rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys)
+    q, dout, out, lse, k, v = heads_first(
+        rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys
+    )
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        None,
+        None,
+        *lengths,
+        0.0,
+        causal,
+        no_seed,
+        no_seed[:0],
+        scale=scale,
     )
     dq, dk, dv = heads_first(dq, dk, dv)
     return dq, dk, dv
@@ -157,11 +192,23 @@ def packed_forward(
     return out, lse.transpose(0, 1)
 
 
-def packed_backward(rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: float) -> Gradients:
+def packed_backward(
+    rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: float
+) -> Gradients:
     """Return the gradients through packed tiles by FlashAttention."""
     q, dout, out, lse = rows
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
     lse = lse.float().transpose(0, 1).contiguous()  # [H, R]
     return aten._flash_attention_backward(
-        dout, q, *keys, out.to(q.dtype), lse, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
+        dout,
+        q,
+        *keys,
+        out.to(q.dtype),
+        lse,
+        *lengths,
+        0.0,
+        causal,
+        no_seed,
+        no_seed[:0],
+        scale=scale,
     )

@@ -16,6 +16,8 @@ class Reference(Chunked):
     name = "reference"
     softmax = True
 
-    def softmax_kernel(self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None) -> AttentionKernel:
+    def softmax_kernel(
+        self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None
+    ) -> AttentionKernel:
         """Return the naive block."""
         return AttentionKernel(self.name, reference.block_forward, reference.block_backward)

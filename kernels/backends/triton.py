@@ -30,11 +30,13 @@ class Triton(Backend):
             return f"attention_backend triton takes no {dtype}; use auto or reference"
         return None
 
-    def softmax_kernel(self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None) -> AttentionKernel:
+    def softmax_kernel(
+        self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None
+    ) -> AttentionKernel:
         """Return the kernel of all tiles."""
-        from kernels.triton import attention
+        from kernels.triton import flash_attention
 
-        return AttentionKernel(self.name, tiled=attention)
+        return AttentionKernel(self.name, tiled=flash_attention)
 
     def is_automatic_linear(self, device_type: str, dtype: torch.dtype) -> bool:
         """Return whether this is a GPU with Triton, and 16 bits."""

@@ -1,7 +1,8 @@
-"""Short causal convolution of each channel, which linear attention has before its queries, keys and values.
+"""Short causal convolution of each channel, which linear attention has before its queries, keys and
+values.
 
-Rows lie with a gap of K - 1 before each stretch of tokens: zeros where a document begins, else the tokens before it.
-Then every output is the same sum of K shifted products, and no gap's own is read.
+Rows lie with a gap of K - 1 before each stretch of tokens: zeros where a document begins, else the
+tokens before it. Then every output is the same sum of K shifted products, and no gap's own is read.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ def check(x: Tensor, weight: Tensor) -> None:
 
 
 def spaced(x: Tensor, bounds: Sequence[int], gap: int) -> tuple[Tensor, Tensor]:
-    """Put ``gap`` zeros before each stretch of x ``[B, T, C]``, whose cumulative lengths are ``bounds``.
+    """Put ``gap`` zeros before each stretch of x ``[B, T, C]``, whose cumulative lengths are
+    ``bounds``.
 
     Returns:
         The rows, and which of their convolution's outputs belongs to each token: int64 ``[T]``.
@@ -34,7 +36,9 @@ def spaced(x: Tensor, bounds: Sequence[int], gap: int) -> tuple[Tensor, Tensor]:
     begins[list(bounds[1:-1])] = gap
     at = (begins.cumsum(0) + torch.arange(x.shape[1])).to(x.device, non_blocking=True)
     stretches = max(1, len(bounds) - 1)
-    return x.new_zeros(len(x), x.shape[1] + gap * stretches, x.shape[2]).index_copy(1, gap + at, x), at
+    return x.new_zeros(len(x), x.shape[1] + gap * stretches, x.shape[2]).index_copy(
+        1, gap + at, x
+    ), at
 
 
 def forward(rows: Tensor, weight: Tensor) -> Tensor:
@@ -55,7 +59,10 @@ def weight_gradient(dout: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     taps = _taps(rows, weight)
     dtaps = torch.zeros_like(taps)
     for slab in _slabs(dout):
-        x, dy = rows[:, slab.start : slab.stop + len(taps) - 1].to(taps.dtype), dout[:, slab].to(taps.dtype)
+        x, dy = (
+            rows[:, slab.start : slab.stop + len(taps) - 1].to(taps.dtype),
+            dout[:, slab].to(taps.dtype),
+        )
         for i in range(len(taps)):
             dtaps[i] += (x[:, i : i + dy.shape[1]] * dy).sum((0, 1))
     return dtaps.T.to(weight.dtype, memory_format=torch.contiguous_format)

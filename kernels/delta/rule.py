@@ -1,16 +1,18 @@
-"""Linear attention by the gated delta rule, forward and backward: Gated DeltaNet and Kimi Delta Attention.
+"""Linear attention by the gated delta rule, forward and backward: Gated DeltaNet and Kimi Delta
+Attention.
 
-A token's key k overwrites what the state S [D, E] holds there: it decays S by its gate, then moves the value at k by
-the share beta towards its own (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, equation 10):
+A token's key k overwrites what the state S [D, E] holds there: it decays S by its gate, then moves
+the value at k by the share beta towards its own (Yang, Kautz and Hatamizadeh 2024,
+arXiv:2412.06464, equation 10):
 
     S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_(t-1) + beta_t k_t v_t^T      o_t = S_t^T q_t
 
-The gate is one number per head, or one per channel of the key (Kimi Linear 2025, arXiv:2510.26692). Keys have norm 1 or
-less and queries are scaled before; with beta up to 2 no state grows.
+The gate is one number per head, or one per channel of the key (Kimi Linear 2025, arXiv:2510.26692).
+Keys have norm 1 or less and queries are scaled before; with beta up to 2 no state grows.
 
-Any tokens are scanned in slabs of chunks: memory and time are linear in the number of tokens. A slab is computed by
-``kernels.delta.chunks`` in torch or by ``kernels.triton.delta`` on a GPU. The states between slabs are kept, and all
-else is computed again in the backward.
+Any tokens are scanned in slabs of chunks: memory and time are linear in the number of tokens. A
+slab is computed by ``kernels.delta.chunks`` in torch or by ``kernels.triton.delta`` on a GPU. The
+states between slabs are kept, and all else is computed again in the backward.
 """
 
 import math
@@ -31,17 +33,26 @@ CPU_CHUNKS, GPU_CHUNKS = 32, 4096
 """Chunks of all rows in one slab."""
 
 
-def check(inputs: tuple[Tensor, ...], state: Tensor | None = None, documents: Sequence[int] | None = None) -> None:
+def check(
+    inputs: tuple[Tensor, ...], state: Tensor | None = None, documents: Sequence[int] | None = None
+) -> None:
     """Raise ValueError for the first argument of ``delta_rule`` that is wrong."""
     q, k, v, g, beta = inputs
     (batch, length, key_heads, width), heads = q.shape, v.shape[2]
-    if k.shape != q.shape or v.shape[:2] != q.shape[:2] or heads % key_heads or not q.dtype == k.dtype == v.dtype:
+    if (
+        k.shape != q.shape
+        or v.shape[:2] != q.shape[:2]
+        or heads % key_heads
+        or not q.dtype == k.dtype == v.dtype
+    ):
         raise ValueError(
             f"the delta rule takes q and k [B, T, K, D] and v [B, T, H, E] of one dtype, H a multiple of K, and got q "
             f"{tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype}"
         )
     if batch * length == 0:
-        raise ValueError(f"the delta rule got {batch} sequences of {length} tokens; give at least one of each")
+        raise ValueError(
+            f"the delta rule got {batch} sequences of {length} tokens; give at least one of each"
+        )
     per_head = batch, length, heads
     per_channel = (*per_head, width) if heads == key_heads else per_head
     if g.shape not in (per_head, per_channel) or beta.shape != per_head:
@@ -59,7 +70,8 @@ def select_delta_backend(
     per_channel: bool = False,
     width: int = 128,
 ) -> str:
-    """Return the backend, as ``select_linear_backend``; ``auto`` takes ``chunked`` for what the fastest does not take.
+    """Return the backend, as ``select_linear_backend``; ``auto`` takes ``chunked`` for what the
+    fastest does not take.
 
     Raises:
         UserError: the backend does not exist, or cannot take these inputs.
@@ -85,17 +97,27 @@ def kernel_of(backend: str, k: Tensor, g: Tensor) -> Slab:
     """Return a slab's forward and backward, as ``kernels.delta.chunks`` has them."""
     if SIMULATED_SLAB.value is not None:
         return SIMULATED_SLAB.value
-    name = select_delta_backend(backend, k.device.type, k.dtype, per_channel=g.ndim == 4, width=k.shape[-1])
+    name = select_delta_backend(
+        backend, k.device.type, k.dtype, per_channel=g.ndim == 4, width=k.shape[-1]
+    )
     return LINEAR[name].delta_slab()
 
 
 def scan(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, *, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    *,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return out ``[B, T, H, E]`` and the states ``[S + 1, B, H, D, E]`` before each slab and after the last token.
+    """Return out ``[B, T, H, E]`` and the states ``[S + 1, B, H, D, E]`` before each slab and after
+    the last token.
 
-    Both are in float32 or wider. Arguments as of ``delta_rule``, but that a state may have more columns than values
-    have; a gate of -inf forgets all before its token.
+    Both are in float32 or wider. Arguments as of ``delta_rule``, but that a state may have more
+    columns than values have; a gate of -inf forgets all before its token.
     """
     state = _zero_state(k, v) if state is None else state
     slabs, (run, _) = _slabs(k, v), kernel_of(backend, k, g)
@@ -110,22 +132,32 @@ def scan(
 def wide_scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scan tokens whose incoming state S is not known yet: any state is M S + U, the output out_0 + Q S.
+    """Scan tokens whose incoming state S is not known yet: any state is M S + U, the output out_0 +
+    Q S.
 
-    One pass over a state of E + D columns, which begins as [0 | I] and whose last D columns no value enters.
+    One pass over a state of E + D columns, which begins as [0 | I] and whose last D columns no
+    value enters.
 
     Returns:
         out_0 ``[B, T, H, E]``, Q ``[B, T, H, D]``, and [U | M] of each state that ``scan`` returns,
         ``[S + 1, B, H, D, E + D]``.
     """
     zero, width = _zero_state(k, v), q.shape[-1]
-    start = torch.cat((zero, torch.eye(width, dtype=zero.dtype, device=zero.device).expand(*zero.shape[:3], -1)), -1)
+    start = torch.cat(
+        (zero, torch.eye(width, dtype=zero.dtype, device=zero.device).expand(*zero.shape[:3], -1)),
+        -1,
+    )
     out, states = scan(q, k, v, g, beta, start, backend=backend)
     return out[..., : v.shape[-1]], out[..., v.shape[-1] :], states
 
 
 def backward(
-    inputs: tuple[Tensor, ...], states: Tensor, dout: Tensor, dfinal: Tensor | None, *, backend: str = "auto"
+    inputs: tuple[Tensor, ...],
+    states: Tensor,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    *,
+    backend: str = "auto",
 ) -> tuple[Tensor, ...]:
     """Return dq, dk, dv, dg, dbeta and dstate, float32 or wider.
 

@@ -12,5 +12,7 @@ def has_triton() -> bool:
 
 
 def interpreted() -> bool:
-    """Return whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 before Triton is imported)."""
+    """Return whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 before Triton is
+    imported).
+    """
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,15 +1,19 @@
-"""The gated delta rule of a slab of chunks as Triton kernels, forward; gates per head. Backward: ``delta_backward``.
+"""The gated delta rule of a slab of chunks as Triton kernels, forward; gates per head. Backward:
+``delta_backward``.
 
-The formulas are those of ``kernels.delta.chunks``, in three launches: ``solve_kernel`` inverts the triangular system of
-each chunk, ``states_kernel`` goes through the chunks with some columns of a state in registers, and ``output_kernel``
-reads the states. Nothing else is written: decays and products of queries and keys are computed again where they are
-needed, from the gates, whose sums are over just the tokens that a decay spans (Yang et al. 2024, arXiv:2412.06464).
+The formulas are those of ``kernels.delta.chunks``, in three launches: ``solve_kernel`` inverts the
+triangular system of each chunk, ``states_kernel`` goes through the chunks with some columns of a
+state in registers, and ``output_kernel`` reads the states. Nothing else is written: decays and
+products of queries and keys are computed again where they are needed, from the gates, whose sums
+are over just the tokens that a decay spans (Yang et al. 2024, arXiv:2412.06464).
 
-Operands are float32. Where the inputs are, and in the inverse always, a product is three of TF32, which cost no digit
-that float32 has; inputs of 16 bits lose more by their own rounding than one product of TF32 does.
+Operands are float32. Where the inputs are, and in the inverse always, a product is three of TF32,
+which cost no digit that float32 has; inputs of 16 bits lose more by their own rounding than one
+product of TF32 does.
 
-Shapes: B sequences, T tokens, H value heads, ``shared`` of them to a key head, R = B H, D and E the widths of keys and
-values, W the columns of a state (E, or E + D for a scan of any state), N chunks of C tokens.
+Shapes: B sequences, T tokens, H value heads, ``shared`` of them to a key head, R = B H, D and E the
+widths of keys and values, W the columns of a state (E, or E + D for a scan of any state), N chunks
+of C tokens.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +31,9 @@ EXACT = tl.constexpr("tf32x3")
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """Multiply matrices of one dtype. What TF32 cannot hold of an operand is rounded off, as a GPU cuts it off."""
+    """Multiply matrices of one dtype. What TF32 cannot hold of an operand is rounded off, as a GPU
+    cuts it off.
+    """
     if PRECISION == "tf32" and a.dtype == tl.float32:
         a = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         b = ((b.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
@@ -43,7 +49,9 @@ def numbers_of(x, strides, row, H, token, filled):
 
 @triton.jit
 def chunk_of(g, strides, T, H, C: tl.constexpr):
-    """Return a program's row and place among all, the tokens of its chunk, which of them there are, and their gates."""
+    """Return a program's row and place among all, the tokens of its chunk, which of them there are,
+    and their gates.
+    """
     row = tl.program_id(1).to(tl.int64)
     place, c = row * tl.num_programs(0) + tl.program_id(0), tl.arange(0, C)
     token = tl.program_id(0) * C + c
@@ -80,7 +88,9 @@ def decay_out_of(g, strides, row, H, token, filled, C: tl.constexpr, T):
 
 @triton.jit
 def decay_between(gates, C: tl.constexpr):
-    """Return the decay from the token of a column to that of a row, ``[C, C]``, zero above the diagonal."""
+    """Return the decay from the token of a column to that of a row, ``[C, C]``, zero above the
+    diagonal.
+    """
     c = tl.arange(0, C)
     sums = tl.cumsum(tl.where(c[:, None] > c[None, :], gates[:, None], 0.0), 0)
     return tl.where(c[:, None] >= c[None, :], tl.exp(sums), 0.0)
@@ -103,12 +113,16 @@ def products_of(
 
 @triton.jit
 def inverse_of(lower, C: tl.constexpr, WIDEN: tl.constexpr):
-    """Return (I + lower)^-1 of a strictly lower matrix ``[C, C]``, by halves: whose blocks are bounded.
+    """Return (I + lower)^-1 of a strictly lower matrix ``[C, C]``, by halves: whose blocks are
+    bounded.
 
-    The inverse of blocks of 2 h tokens is that of their halves, less their product around the lower left quarter.
+    The inverse of blocks of 2 h tokens is that of their halves, less their product around the lower
+    left quarter.
     """
     c = tl.arange(0, C)
-    apart = c[:, None] ^ c[None, :]  # below 2 h, two tokens lie in one block of 2 h, and below h in the same half
+    apart = (
+        c[:, None] ^ c[None, :]
+    )  # below 2 h, two tokens lie in one block of 2 h, and below h in the same half
     found = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, lower, 0.0)
     half = 2
     while half < C:
@@ -124,7 +138,9 @@ def solve_kernel(
     D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute T, T (beta K_in) and, as the first E columns of ``changes``, T (beta V) of one chunk of a row."""
+    """Compute T, T (beta K_in) and, as the first E columns of ``changes``, T (beta V) of one chunk
+    of a row.
+    """
     row, place, c, token, filled, gates = chunk_of(g, strides, T, H, C)
     share = numbers_of(beta, strides[4], row, H, token, filled)
     key_row, key_heads = row // shared, H // shared
@@ -153,9 +169,15 @@ def states_kernel(
     D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Go through the chunks of a row with some columns of its state: write it before each chunk, and the changes."""
+    """Go through the chunks of a row with some columns of its state: write it before each chunk,
+    and the changes.
+    """
     row = tl.program_id(1).to(tl.int64)
-    d, e, c = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, C)
+    d, e, c = (
+        tl.arange(0, ROWS),
+        tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS),
+        tl.arange(0, C),
+    )
     held = (d < D)[:, None] & (e < W)[None, :]
     own = d[:, None] * W + e[None, :]
     running = tl.load(state + row * D * W + own, held, 0.0)
@@ -170,9 +192,13 @@ def states_kernel(
         change -= product(keys_taken, running, PRECISION, WIDEN)
         tl.store(here, change, (e < W)[None, :])
         gates = numbers_of(g, strides[3], row, H, token, filled)
-        keys = rows_of(k, strides[1], row // shared, H // shared, token, filled, d, D).to(tl.float32)
+        keys = rows_of(k, strides[1], row // shared, H // shared, token, filled, d, D).to(
+            tl.float32
+        )
         keys *= decay_out_of(g, strides[3], row, H, token, filled, C, T)[:, None]
-        running = running * tl.exp(tl.sum(gates, 0)) + product(tl.trans(keys), change, PRECISION, WIDEN)
+        running = running * tl.exp(tl.sum(gates, 0)) + product(
+            tl.trans(keys), change, PRECISION, WIDEN
+        )
     tl.store(final + row * D * W + own, running, held)
 
 
@@ -195,14 +221,21 @@ def output_kernel(
         found = product(reads, block_of(changes + place * C * W, c, e, W), PRECISION, WIDEN)
         for above in range(0, D, BLOCK):
             d = above + tl.arange(0, BLOCK)
-            queries = rows_of(q, strides[0], key_row, key_heads, token, filled, d, D).to(tl.float32) * into[:, None]
-            found += product(queries, state_of(entering + place * D * W, d, e, D, W), PRECISION, WIDEN)
+            queries = (
+                rows_of(q, strides[0], key_row, key_heads, token, filled, d, D).to(tl.float32)
+                * into[:, None]
+            )
+            found += product(
+                queries, state_of(entering + place * D * W, d, e, D, W), PRECISION, WIDEN
+            )
         at = outputs + token.to(tl.int64)[:, None] * out_strides[1] + e[None, :]
         tl.store(at, found, filled[:, None] & (e < W)[None, :])
 
 
 class Blocking(NamedTuple):
-    """Block sizes: tokens of a chunk, channels of a block, rows and columns of a state in registers."""
+    """Block sizes: tokens of a chunk, channels of a block, rows and columns of a state in
+    registers.
+    """
 
     C: int
     BLOCK: int
@@ -272,7 +305,9 @@ class Solved(NamedTuple):
 
 
 def solve(slab: Slab, state: Tensor, final: Tensor) -> Solved:
-    """Compute states and changes of a slab from the state before it ``[B, H, D, W]``; write the one after it."""
+    """Compute states and changes of a slab from the state before it ``[B, H, D, W]``; write the one
+    after it.
+    """
     _, k, v, g, beta = slab.inputs
     (chunks, rows), (C, block, held, columns), W = slab.grid, slab.blocking, slab.columns
     D, E = k.shape[-1], v.shape[-1]

@@ -1,9 +1,10 @@
 """The gated delta rule's backward of a slab of chunks as Triton kernels.
 
-States and changes are computed again. Then, by the formulas of ``kernels.delta.chunks``: ``read_back_kernel`` gives
-what outputs ask of changes, ``states_back_kernel`` goes through the chunks from the last one with some columns of the
-gradient of a state in registers, ``changes_back_kernel`` and ``keys_back_kernel`` compute the gradients of each chunk.
-No exponential is differentiated: a decay acts through the vectors alone that it multiplies.
+States and changes are computed again. Then, by the formulas of ``kernels.delta.chunks``:
+``read_back_kernel`` gives what outputs ask of changes, ``states_back_kernel`` goes through the
+chunks from the last one with some columns of the gradient of a state in registers,
+``changes_back_kernel`` and ``keys_back_kernel`` compute the gradients of each chunk. No exponential
+is differentiated: a decay acts through the vectors alone that it multiplies.
 
 Shapes as in ``kernels.triton.delta``, with W = E.
 """
@@ -53,9 +54,15 @@ def states_back_kernel(
     D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Go back through the chunks of a row: write the gradients of the state after each chunk, and of its changes."""
+    """Go back through the chunks of a row: write the gradients of the state after each chunk, and
+    of its changes.
+    """
     row = tl.program_id(1).to(tl.int64)
-    d, e, c = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, C)
+    d, e, c = (
+        tl.arange(0, ROWS),
+        tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS),
+        tl.arange(0, C),
+    )
     held = (d < D)[:, None] & (e < E)[None, :]
     own = d[:, None] * E + e[None, :]
     key_row, key_heads = row // shared, H // shared
@@ -88,8 +95,8 @@ def changes_back_kernel(
     T, H, shared, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute dv and dbeta of one chunk of a row, the gradients of P and a before their decay, and what these two add
-    to the gradients of gates."""
+    """Compute dv and dbeta of one chunk of a row, the gradients of P and a before their decay, and
+    what these two add to the gradients of gates."""
     row, place, c, token, filled, gates = chunk_of(g, strides, T, H, C)
     share = numbers_of(beta, strides[4], row, H, token, filled)
     key_row, key_heads = row // shared, H // shared
@@ -108,10 +115,20 @@ def changes_back_kernel(
         missed = rows_of(v, strides[2], row, H, token, filled, e, E).to(tl.float32)
         for above in range(0, D, BLOCK):
             d = above + tl.arange(0, BLOCK)
-            keys = rows_of(k, strides[1], key_row, key_heads, token, filled, d, D).to(tl.float32) * into[:, None]
-            missed -= product(keys, state_of(entering + place * D * E, d, e, D, E), PRECISION, WIDEN)
+            keys = (
+                rows_of(k, strides[1], key_row, key_heads, token, filled, d, D).to(tl.float32)
+                * into[:, None]
+            )
+            missed -= product(
+                keys, state_of(entering + place * D * E, d, e, D, E), PRECISION, WIDEN
+            )
         dshare += tl.sum(solved * missed, 1)
-        at = dv + row // H * strides[6][0] + row % H * strides[6][2] + token.to(tl.int64)[:, None] * strides[6][1]
+        at = (
+            dv
+            + row // H * strides[6][0]
+            + row % H * strides[6][2]
+            + token.to(tl.int64)[:, None] * strides[6][1]
+        )
         tl.store(at + e[None, :], solved * share[:, None], filled[:, None] & (e < E)[None, :])
 
     decay = decay_between(gates, C)
@@ -120,7 +137,12 @@ def changes_back_kernel(
     )  # fmt: skip
     met = tl.where(c[:, None] > c[None, :], met * decay, 0.0)
     dshare += tl.sum(system * met, 1)
-    at = dbeta + row // H * strides[7][0] + row % H * strides[7][2] + token.to(tl.int64) * strides[7][1]
+    at = (
+        dbeta
+        + row // H * strides[7][0]
+        + row % H * strides[7][2]
+        + token.to(tl.int64) * strides[7][1]
+    )
     tl.store(at, dshare, filled)
     system *= share[:, None]
     through = system * met
@@ -130,7 +152,8 @@ def changes_back_kernel(
         q, strides[0], k, strides[1], key_row, key_heads, token, filled, C, D, BLOCK, PRECISION, WIDEN
     )  # fmt: skip
     tl.store(dreads + place * C * C + pairs, read * decay)
-    # Pairs that a gate stands between: a difference of sums over all pairs would leave the rounding of the others.
+    # Pairs that a gate stands between: a difference of sums over all pairs would leave the rounding
+    # of the others.
     crossing = tl.where(c[None, :] < c[:, None], tl.cumsum(through, 0, reverse=True), 0.0)
     tl.store(dgates + place * C + c, tl.sum(crossing, 1))
 
@@ -152,7 +175,11 @@ def keys_back_kernel(
     from_start = tl.zeros((C,), dtype=tl.float32)
     to_end = tl.zeros((C,), dtype=tl.float32)
     kept = tl.zeros((BLOCK,), dtype=tl.float32)
-    at = row // H * strides[8][0] + row % H * strides[8][2] + token.to(tl.int64)[:, None] * strides[8][1]
+    at = (
+        row // H * strides[8][0]
+        + row % H * strides[8][2]
+        + token.to(tl.int64)[:, None] * strides[8][1]
+    )
     for above in range(0, D, BLOCK):
         d = above + tl.arange(0, BLOCK)
         of_queries = tl.zeros((C, BLOCK), dtype=tl.float32)
@@ -166,7 +193,9 @@ def keys_back_kernel(
             state, after = tl.trans(state), tl.trans(after)
             gradients = rows_of(dout, strides[5], row, H, token, filled, e, E).to(tl.float32)
             of_queries += product(gradients, state, PRECISION, WIDEN)
-            of_taken -= product(rows_of(dv, strides[6], row, H, token, filled, e, E), state, PRECISION, WIDEN)
+            of_taken -= product(
+                rows_of(dv, strides[6], row, H, token, filled, e, E), state, PRECISION, WIDEN
+            )
             of_given += product(block_of(changes + place * C * E, c, e, E), after, PRECISION, WIDEN)
         of_queries *= into
         of_taken *= into
@@ -182,15 +211,26 @@ def keys_back_kernel(
         tl.store(dq + at + d[None, :], of_queries, own)
         tl.store(dk + at + d[None, :], of_keys, own)
     crossing = tl.where(c[None, :] >= c[:, None], from_start[None, :], to_end[None, :])
-    found = tl.load(dgates + place * C + c) + tl.sum(crossing, 1) + tl.sum(kept, 0) * tl.exp(tl.sum(gates, 0))
-    at = dg + row // H * strides[7][0] + row % H * strides[7][2] + token.to(tl.int64) * strides[7][1]
+    found = (
+        tl.load(dgates + place * C + c)
+        + tl.sum(crossing, 1)
+        + tl.sum(kept, 0) * tl.exp(tl.sum(gates, 0))
+    )
+    at = (
+        dg + row // H * strides[7][0] + row % H * strides[7][2] + token.to(tl.int64) * strides[7][1]
+    )
     tl.store(at, found, filled)
 
 
 def backward(
-    inputs: tuple[Tensor, ...], dout: Tensor, dfinal: Tensor, state: Tensor, found: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...],
+    dout: Tensor,
+    dfinal: Tensor,
+    state: Tensor,
+    found: tuple[Tensor, ...],
 ) -> Tensor:
-    """Write the gradients of a slab's inputs into float32 tensors of their shapes, and return the state's.
+    """Write the gradients of a slab's inputs into float32 tensors of their shapes, and return the
+    state's.
 
     Args:
         dfinal: gradient of the state after the slab ``[B, H, D, E]``.
@@ -200,11 +240,19 @@ def backward(
     q, k, v, g, beta = slab.inputs
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dq, dk, dv, dg, dbeta = found
-    (chunks, rows), (C, block, held, columns), (heads, shared) = slab.grid, slab.blocking, slab.sizes
+    (chunks, rows), (C, block, held, columns), (heads, shared) = (
+        slab.grid,
+        slab.blocking,
+        slab.sizes,
+    )
     if shared > 1:  # each value head's, to be summed
         dq, dk = (x.new_empty(*x.shape[:2], heads, x.shape[-1]) for x in (dq, dk))
     inverse, taken, entering, changes = solve(slab, state, torch.empty_like(state))
-    dchanges, leaving, dstate = slab.new(*changes.shape[2:]), slab.new(*entering.shape[2:]), torch.empty_like(state)
+    dchanges, leaving, dstate = (
+        slab.new(*changes.shape[2:]),
+        slab.new(*entering.shape[2:]),
+        torch.empty_like(state),
+    )
     dreads, dkeys, dgates = slab.new(C, C), slab.new(C, C), slab.new(C)
     # dout is 5 of these, dv 6, the gradients of gates and beta 7, those of queries and keys 8.
     strides = slab.strides(dout, dv, dbeta, dq)
@@ -217,10 +265,41 @@ def backward(
         heads, shared, **sizes, ROWS=held, COLUMNS=columns, **slab.precision, num_warps=8, num_stages=1,
     )  # fmt: skip
     changes_back_kernel[chunks, rows](
-        q, k, v, g, beta, dout, inverse, entering, changes, dchanges, dv, dbeta, dreads, dkeys, dgates, *rest, **each
+        q,
+        k,
+        v,
+        g,
+        beta,
+        dout,
+        inverse,
+        entering,
+        changes,
+        dchanges,
+        dv,
+        dbeta,
+        dreads,
+        dkeys,
+        dgates,
+        *rest,
+        **each,
     )
     keys_back_kernel[chunks, rows](
-        q, k, g, dout, entering, leaving, changes, dv, dreads, dkeys, dgates, dq, dk, dg, *rest, **each
+        q,
+        k,
+        g,
+        dout,
+        entering,
+        leaving,
+        changes,
+        dv,
+        dreads,
+        dkeys,
+        dgates,
+        dq,
+        dk,
+        dg,
+        *rest,
+        **each,
     )
     if shared > 1:
         for dx, parts in zip(found, (dq, dk), strict=False):

@@ -1,13 +1,16 @@
-"""Linear attention's scan as a fused Triton kernel: intra-chunk, inter-chunk and state update in one pass.
+"""Linear attention's scan as a fused Triton kernel: intra-chunk, inter-chunk and state update in
+one pass.
 
-One program runs one head of one segment and a block of its value channels through the segment's chunks, and keeps the
-state of these channels in float32 registers. A segment is a document, or, where these are too few to fill a GPU, some
-consecutive chunks of one. Such segments run at once, in three launches, as in lightning attention (Qin et al. 2024) and
-flash-linear-attention's simple GLA, which keep a state per chunk: the kernel computes what each segment adds to the
-state; ``carry_kernel`` goes through these states in order; the kernel computes the outputs from each segment's start.
-Forward and backward share the kernels, see ``kernels.linear_attention``.
+One program runs one head of one segment and a block of its value channels through the segment's
+chunks, and keeps the state of these channels in float32 registers. A segment is a document, or,
+where these are too few to fill a GPU, some consecutive chunks of one. Such segments run at once, in
+three launches, as in lightning attention (Qin et al. 2024) and flash-linear-attention's simple GLA,
+which keep a state per chunk: the kernel computes what each segment adds to the state;
+``carry_kernel`` goes through these states in order; the kernel computes the outputs from each
+segment's start. Forward and backward share the kernels, see ``kernels.linear_attention``.
 
-Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of values, C tokens per chunk, S segments.
+Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of values, C tokens per
+chunk, S segments.
 """
 
 from collections.abc import Sequence
@@ -26,14 +29,18 @@ from runtime.tensors import cached_on_device, constants, to_device
 SIZE = 512
 """Numbers of a state that one program of ``carry_kernel`` holds."""
 MULTIPROCESSORS = 132
-"""An H100 or H200 has so many; all GPUs take this number, to round alike. One has registers for one program."""
+"""An H100 or H200 has so many; all GPUs take this number, to round alike. One has registers for one
+program.
+"""
 PROGRAMS = 4 * MULTIPROCESSORS
 """Programs to cut a scan into, at most: a few about equal waves of them."""
 
 
 @triton.jit
 def segment_of(bounds, row, segments, carried, REVERSE: tl.constexpr, EACH: tl.constexpr):
-    """Find this program's segment: its first token, its length, its state's place, if one enters and if one leaves."""
+    """Find this program's segment: its first token, its length, its state's place, if one enters
+    and if one leaves.
+    """
     segment = tl.program_id(0) % segments
     if EACH:
         slot = tl.load(bounds + segments + 1 + segment)
@@ -51,7 +58,11 @@ def segment_of(bounds, row, segments, carried, REVERSE: tl.constexpr, EACH: tl.c
 @triton.jit
 def rows_of(at, stride, token, channel, filled, width):
     """Load these channels of these tokens of one head, zero where there are none."""
-    return tl.load(at + token[:, None] * stride + channel[None, :], filled[:, None] & (channel < width)[None, :], 0.0)
+    return tl.load(
+        at + token[:, None] * stride + channel[None, :],
+        filled[:, None] & (channel < width)[None, :],
+        0.0,
+    )
 
 
 @triton.jit(do_not_specialize=["segments", "carried"])  # they differ from batch to batch
@@ -60,17 +71,23 @@ def scan_kernel(
     C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, REVERSE: tl.constexpr, HAS_STATE: tl.constexpr,
     OUTPUT: tl.constexpr, EACH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Scan as in ``kernels.linear_attention.scan``; out and final are contiguous, channels have stride 1.
+    """Scan as in ``kernels.linear_attention.scan``; out and final are contiguous, channels have
+    stride 1.
 
-    ``strides`` are of batch, token and head of q, k and v, and of row and column of the state.
-    With ``EACH`` segments have states (``segments_of``): without outputs the one that each adds, with
-    outputs the one that it starts with. Otherwise segments are documents, of which one takes and one leaves a state.
+    ``strides`` are of batch, token and head of q, k and v, and of row and column of the state. With
+    ``EACH`` segments have states (``segments_of``): without outputs the one that each adds, with
+    outputs the one that it starts with. Otherwise segments are documents, of which one takes and
+    one leaves a state.
     """
     row = (tl.program_id(0) // segments).to(tl.int64)  # of B * H
     batch, head = row // H, row % H
     first, length, place, enters, leaves = segment_of(bounds, row, segments, carried, REVERSE, EACH)
     rate = tl.load(rates + head)
-    d, e, c = tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, C)
+    d, e, c = (
+        tl.arange(0, BLOCK_D),
+        tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E),
+        tl.arange(0, C),
+    )
     held = (d < D)[:, None] & (e < E)[None, :]
     running = tl.zeros((BLOCK_D, BLOCK_E), dtype=tl.float32)
     if HAS_STATE:
@@ -79,8 +96,13 @@ def scan_kernel(
         running = tl.load(states, mask=held & enters, other=0.0).to(tl.float32)
 
     distance = c[None, :] - c[:, None] if REVERSE else c[:, None] - c[None, :]
-    decay = tl.where(distance >= 0, tl.exp(rate * tl.maximum(distance, 0).to(tl.float32)), 0.0)  # [C, C]
-    queries_at, keys_at = q + batch * strides[0] + head * strides[2], k + batch * strides[3] + head * strides[5]
+    decay = tl.where(
+        distance >= 0, tl.exp(rate * tl.maximum(distance, 0).to(tl.float32)), 0.0
+    )  # [C, C]
+    queries_at, keys_at = (
+        q + batch * strides[0] + head * strides[2],
+        k + batch * strides[3] + head * strides[5],
+    )
     values_at = v + batch * strides[6] + head * strides[8]
     chunks = tl.cdiv(length, C)
     if EACH and not OUTPUT:
@@ -100,7 +122,11 @@ def scan_kernel(
             result = dot(queries, rounded(running, queries.dtype, WIDEN), PRECISION, WIDEN)
             result *= tl.exp(rate * (after if REVERSE else before))[:, None]
             result += dot(rounded(scores, values.dtype, WIDEN), values, PRECISION, WIDEN)
-            outputs = out + ((batch * tl.load(bounds + segments) + token[:, None]) * H + head) * E + e[None, :]
+            outputs = (
+                out
+                + ((batch * tl.load(bounds + segments) + token[:, None]) * H + head) * E
+                + e[None, :]
+            )
             wanted = filled[:, None] & (e < E)[None, :]
             tl.store(outputs, rounded(result, out.dtype.element_ty, WIDEN), mask=wanted)
         weights = tl.exp(rate * (before if REVERSE else after))
@@ -117,7 +143,9 @@ def carry_kernel(
     states, state, final, rates, steps, state_row, state_column, H, E, numbers, carried,
     REVERSE: tl.constexpr, HAS_STATE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Replace what each segment adds to the state by the state that it starts with, and give that after the last."""
+    """Replace what each segment adds to the state by the state that it starts with, and give that
+    after the last.
+    """
     row = tl.program_id(0).to(tl.int64)  # of B * H
     i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)  # of D * E
     held = i < numbers
@@ -139,7 +167,8 @@ def carry_kernel(
 
 
 def parts_of(programs: int) -> int:
-    """Return how many segments to cut a sequence into whose scan in one piece would be so many programs.
+    """Return how many segments to cut a sequence into whose scan in one piece would be so many
+    programs.
 
     1 if these keep four of five multiprocessors busy: to cut costs about a fifth more operations.
     """
@@ -148,7 +177,9 @@ def parts_of(programs: int) -> int:
 
 
 class Segments(NamedTuple):
-    """S segments, of which N have a state ``[B, H, N, D, E]``: those of documents in several, of the first and last."""
+    """S segments, of which N have a state ``[B, H, N, D, E]``: those of documents in several, of
+    the first and last.
+    """
 
     bounds: Tensor
     """int32 ``[2, S + 1]``: their cumulative lengths; the places of their states, or -1."""
@@ -156,9 +187,15 @@ class Segments(NamedTuple):
     """int32 ``[2, N + 1]``, of those with a state: their lengths; 1 where a document starts."""
 
 
-@cached_on_device(64)  # packed documents differ from batch to batch; all layers of a step ask for the same
-def segments_of(documents: tuple[int, ...], wanted: int, chunk: int, device: torch.device) -> Segments:
-    """Cut documents into at least ``wanted`` segments of whole chunks, if they have as many; N <= 2 * (wanted + 1)."""
+@cached_on_device(
+    64
+)  # packed documents differ from batch to batch; all layers of a step ask for the same
+def segments_of(
+    documents: tuple[int, ...], wanted: int, chunk: int, device: torch.device
+) -> Segments:
+    """Cut documents into at least ``wanted`` segments of whole chunks, if they have as many; N <= 2
+    * (wanted + 1).
+    """
     chunks = [-(-(end - first) // chunk) for first, end in pairwise(documents)]
     bounds, places, lengths, starts = list[int](), list[int](), list[int](), list[int]()
     for (first, end), count in zip(pairwise(documents), chunks, strict=True):
@@ -172,7 +209,9 @@ def segments_of(documents: tuple[int, ...], wanted: int, chunk: int, device: tor
                 lengths.append(stop - start)
                 starts.append(int(start == first > 0))
     tables = [[*bounds, documents[-1]], [*places, -1]], [[*lengths, 0], [*starts, 0]]
-    return Segments(*(to_device(torch.tensor(table, dtype=torch.int32), device) for table in tables))
+    return Segments(
+        *(to_device(torch.tensor(table, dtype=torch.int32), device) for table in tables)
+    )
 
 
 class Blocking(NamedTuple):
@@ -186,14 +225,17 @@ class Blocking(NamedTuple):
 
 
 def blocking_of(width: int, value_width: int, dtype: torch.dtype) -> Blocking:
-    """Return sizes whose state fits the registers: compiled for sm_80 and sm_90, bfloat16 spills <= 32 bytes to D 256.
+    """Return sizes whose state fits the registers: compiled for sm_80 and sm_90, bfloat16 spills <=
+    32 bytes to D 256.
 
     float32, for tests and small exact runs, spills from a width of 128 on.
     """
     rows = max(16, triton.next_power_of_2(width))
     columns = 64 if rows <= 64 and dtype != torch.float32 else 32
     columns = min(columns, max(16, triton.next_power_of_2(value_width)))
-    return Blocking(32 if rows > 128 or dtype == torch.float32 else 64, rows, columns, num_warps=8, num_stages=2)
+    return Blocking(
+        32 if rows > 128 or dtype == torch.float32 else 64, rows, columns, num_warps=8, num_stages=2
+    )
 
 
 def scan(
@@ -228,8 +270,15 @@ def scan(
     segments, carried = bounds.shape[1] - 1, steps.shape[1] - 1
     rates = constants(tuple(log_decay), torch.float32, k.device)
 
-    def run(q: Tensor | None, state: Tensor | None, final: Tensor, own: tuple[int, int], each: bool) -> None:
-        takes = {"REVERSE": reverse, "HAS_STATE": state is not None, "OUTPUT": q is not None, "EACH": each}
+    def run(
+        q: Tensor | None, state: Tensor | None, final: Tensor, own: tuple[int, int], each: bool
+    ) -> None:
+        takes = {
+            "REVERSE": reverse,
+            "HAS_STATE": state is not None,
+            "OUTPUT": q is not None,
+            "EACH": each,
+        }
         read = k if q is None else q, k, v  # what is None is not read
         strides = *(stride for x in read for stride in x.stride()[:3]), *own
         given: Any = *read, out, k if state is None else state, final, rates, bounds, strides
@@ -241,11 +290,23 @@ def scan(
     if segments == len(ends) - 1:
         run(q, state, final, strides, each=False)
         return out, final
-    states = torch.empty(batch, heads, carried, width, value_width, dtype=torch.float32, device=k.device)
+    states = torch.empty(
+        batch, heads, carried, width, value_width, dtype=torch.float32, device=k.device
+    )
     own = value_width, 1
     run(None, None, states, own, each=True)
     numbers = width * value_width
-    given = states, states if state is None else state, final, rates, steps, *strides, heads, value_width, numbers
+    given = (
+        states,
+        states if state is None else state,
+        final,
+        rates,
+        steps,
+        *strides,
+        heads,
+        value_width,
+        numbers,
+    )
     grid = batch * heads, triton.cdiv(numbers, SIZE)
     carry_kernel[grid](*given, carried, REVERSE=reverse, HAS_STATE=state is not None, SIZE=SIZE)
     if q is not None:

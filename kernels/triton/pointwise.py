@@ -1,4 +1,5 @@
-"""Rotary positions, a feed-forward's gate and its gradients, and the merge of partial attention, in one launch each.
+"""Rotary positions, a feed-forward's gate and its gradients, and the merge of partial attention, in
+one launch each.
 
 For the merge torch takes five.
 """
@@ -11,19 +12,35 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-ACTIVATIONS = {"silu": (1.0, 0.0), "gelu": (2 * (2 / math.pi) ** 0.5, 2 * (2 / math.pi) ** 0.5 * 0.044715)}
-"""A and B of g * sigmoid(A g + B g^3), which both activations are: 1 + tanh(x) is 2 sigmoid(2 x)."""
+ACTIVATIONS = {
+    "silu": (1.0, 0.0),
+    "gelu": (2 * (2 / math.pi) ** 0.5, 2 * (2 / math.pi) ** 0.5 * 0.044715),
+}
+"""A and B of g * sigmoid(A g + B g^3), which both activations are: 1 + tanh(x) is 2 sigmoid(2 x).
+"""
 NUMBERS = 1024
 """Numbers of a program: 16 bytes of bfloat16 for each of its 128 threads."""
 
 
 @triton.jit(do_not_specialize=["count", "T", "H"])
 def rotate_kernel(
-    x, cos, sin, out, strides, count, T, H, BACK: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr
+    x,
+    cos,
+    sin,
+    out,
+    strides,
+    count,
+    T,
+    H,
+    BACK: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
 ):
     """Turn N of ``count`` rows, each a head of a token, by the token's angles, or BACK.
 
-    ``strides`` are of batch, token and head of x, and of batch and token of cos and sin; ``out`` is dense.
+    ``strides`` are of batch, token and head of x, and of batch and token of cos and sin; ``out`` is
+    dense.
     """
     row, d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, WIDTH)
     batch, token, head = (row // (T * H)).to(tl.int64), (row // H % T).to(tl.int64), row % H
@@ -31,7 +48,10 @@ def rotate_kernel(
     x += (batch * strides[0] + token * strides[1] + head * strides[2])[:, None] + d[None, :]
     angle = (batch * strides[3] + token * strides[4])[:, None] + d[None, :]
     out += row.to(tl.int64)[:, None] * (2 * HALF) + d[None, :]
-    first, second = tl.load(x, mask=held).to(tl.float32), tl.load(x + HALF, mask=held).to(tl.float32)
+    first, second = (
+        tl.load(x, mask=held).to(tl.float32),
+        tl.load(x + HALF, mask=held).to(tl.float32),
+    )
     c, s = tl.load(cos + angle, mask=held), tl.load(sin + angle, mask=held)
     if BACK:
         s = -s
@@ -40,11 +60,19 @@ def rotate_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    """Rotate as ``kernels.operators.rotate``, or by the opposite angles; x of 16 or 32 bits, cos and sin float32."""
+    """Rotate as ``kernels.operators.rotate``, or by the opposite angles; x of 16 or 32 bits, cos
+    and sin float32.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, tokens, heads, width = x.shape
-    out, count, half = torch.empty(x.shape, dtype=x.dtype, device=x.device), batch * tokens * heads, width // 2
-    cos, sin = (angle.contiguous().expand(batch, tokens, 1, half) for angle in (cos, sin))  # strides of 0 where shared
+    out, count, half = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        batch * tokens * heads,
+        width // 2,
+    )
+    cos, sin = (
+        angle.contiguous().expand(batch, tokens, 1, half) for angle in (cos, sin)
+    )  # strides of 0 where shared
     rotate_kernel[(triton.cdiv(count, ROWS),)](
         x, cos, sin, out, (*x.stride()[:3], *cos.stride()[:2]), count, tokens, heads,
         BACK=back, HALF=half, WIDTH=triton.next_power_of_2(half), N=ROWS,
@@ -59,15 +87,27 @@ def gate_kernel(gate, up, out, count, A: tl.constexpr, B: tl.constexpr, N: tl.co
     That 16 divides ``count`` must be known, or 16 bytes would not be loaded at once.
     """
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    g, u = tl.load(gate + at, mask=at < count).to(tl.float32), tl.load(up + at, mask=at < count).to(tl.float32)
-    tl.store(out + at, (g * tl.sigmoid(g * (A + B * g * g)) * u).to(out.dtype.element_ty), mask=at < count)
+    g, u = (
+        tl.load(gate + at, mask=at < count).to(tl.float32),
+        tl.load(up + at, mask=at < count).to(tl.float32),
+    )
+    tl.store(
+        out + at,
+        (g * tl.sigmoid(g * (A + B * g * g)) * u).to(out.dtype.element_ty),
+        mask=at < count,
+    )
 
 
 @triton.jit
-def gate_backward_kernel(dout, gate, up, dgate, dup, count, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
+def gate_backward_kernel(
+    dout, gate, up, dgate, dup, count, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr
+):
     """Write the gradients of gate and up for N of ``count`` numbers, each rounded once."""
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    g, u = tl.load(gate + at, mask=at < count).to(tl.float32), tl.load(up + at, mask=at < count).to(tl.float32)
+    g, u = (
+        tl.load(gate + at, mask=at < count).to(tl.float32),
+        tl.load(up + at, mask=at < count).to(tl.float32),
+    )
     d, share = tl.load(dout + at, mask=at < count).to(tl.float32), tl.sigmoid(g * (A + B * g * g))
     slope = share * (1 + g * (A + 3 * B * g * g) * (1 - share))
     tl.store(dgate + at, (d * u * slope).to(dgate.dtype.element_ty), mask=at < count)
@@ -82,17 +122,40 @@ def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     return out
 
 
-def gated_backward(dout: Tensor, gate: Tensor, up: Tensor, activation: str = "silu") -> tuple[Tensor, Tensor]:
+def gated_backward(
+    dout: Tensor, gate: Tensor, up: Tensor, activation: str = "silu"
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up for that of ``gated``."""
     dout, gate, up = (x.contiguous() for x in (dout, gate, up))
-    (a, b), dgate, dup, count = ACTIVATIONS[activation], torch.empty_like(gate), torch.empty_like(up), gate.numel()
-    gate_backward_kernel[(triton.cdiv(count, NUMBERS),)](dout, gate, up, dgate, dup, count, A=a, B=b, N=NUMBERS)
+    (a, b), dgate, dup, count = (
+        ACTIVATIONS[activation],
+        torch.empty_like(gate),
+        torch.empty_like(up),
+        gate.numel(),
+    )
+    gate_backward_kernel[(triton.cdiv(count, NUMBERS),)](
+        dout, gate, up, dgate, dup, count, A=a, B=b, N=NUMBERS
+    )
     return dgate, dup
 
 
 @triton.jit(do_not_specialize=["count", "T", "H"])
-def merge_kernel(out, lse, part, part_lse, strides, count, T, H, D: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):
-    """Merge N of ``count`` rows as ``kernels.blocks.merge_``; strides of batch, token and head of each tensor."""
+def merge_kernel(
+    out,
+    lse,
+    part,
+    part_lse,
+    strides,
+    count,
+    T,
+    H,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Merge N of ``count`` rows as ``kernels.blocks.merge_``; strides of batch, token and head of
+    each tensor.
+    """
     row, d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, WIDTH)
     batch, token, head = (row // (T * H)).to(tl.int64), (row // H % T).to(tl.int64), row % H
     out += (batch * strides[0] + token * strides[1] + head * strides[2])[:, None] + d[None, :]
@@ -103,13 +166,17 @@ def merge_kernel(out, lse, part, part_lse, strides, count, T, H, D: tl.constexpr
     old, new = tl.load(lse, mask=real, other=0.0), tl.load(part_lse, mask=real, other=0.0)
     held = real[:, None] & (d < D)[None, :]
     total = tl.load(out, mask=held, other=0.0)
-    total += tl.sigmoid(new - old)[:, None] * (tl.load(part, mask=held, other=0.0).to(tl.float32) - total)
+    total += tl.sigmoid(new - old)[:, None] * (
+        tl.load(part, mask=held, other=0.0).to(tl.float32) - total
+    )
     tl.store(out, total, mask=held)
     tl.store(lse, tl.maximum(old, new) + tl.log(1.0 + tl.exp(-tl.abs(new - old))), mask=real)
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Fold a block's result in, as ``kernels.blocks.merge_``; ``out`` ``[B, T, H, D]`` or ``[T, H, D]``, float32."""
+    """Fold a block's result in, as ``kernels.blocks.merge_``; ``out`` ``[B, T, H, D]`` or ``[T, H,
+    D]``, float32.
+    """
     if out.ndim == 3:
         out, lse, block_out, block_lse = (x[None] for x in (out, lse, block_out, block_lse))
     given = out, lse, block_out if block_out.stride(-1) == 1 else block_out.contiguous(), block_lse

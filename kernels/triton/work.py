@@ -1,7 +1,9 @@
-"""Products and roundings of all kernels; work lists: for each block of rows, or of columns, the tiles that touch it.
+"""Products and roundings of all kernels; work lists: for each block of rows, or of columns, the
+tiles that touch it.
 
-A tile is a band: queries i and keys j with ``low <= j - i <= high``; seen from its columns, rows and columns change
-places, and so do -low and -high. A list is made once for all layers and lies on the device.
+A tile is a band: queries i and keys j with ``low <= j - i <= high``; seen from its columns, rows
+and columns change places, and so do -low and -high. A list is made once for all layers and lies on
+the device.
 """
 
 import numpy as np
@@ -16,7 +18,9 @@ from runtime.tensors import cached_on_device, to_device
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """Multiply in float32. The interpreter cannot multiply bfloat16; widened operands give the same product."""
+    """Multiply in float32. The interpreter cannot multiply bfloat16; widened operands give the same
+    product.
+    """
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
@@ -36,13 +40,16 @@ FAR = 1 << 30
 
 
 @cached_on_device(256)  # a few for each round of a ring, and other ones with every micro-batch
-def work_of(tiles: tuple[TileNumbers, ...], size: int, by_rows: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return blocks and entries of the tiles, for blocks of ``size`` rows, or columns; int32 on the device.
+def work_of(
+    tiles: tuple[TileNumbers, ...], size: int, by_rows: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return blocks and entries of the tiles, for blocks of ``size`` rows, or columns; int32 on the
+    device.
 
     Returns:
-        Blocks ``[touched, 4]``: number of the block, its first and last + 1 entry, 0; most pairs first, so that no
-        long one is left at the end. Entries ``[n, 6]``: a tile's first and last + 1 row, first and last + 1 column,
-        low and high; or columns first.
+        Blocks ``[touched, 4]``: number of the block, its first and last + 1 entry, 0; most pairs
+        first, so that no long one is left at the end. Entries ``[n, 6]``: a tile's first and last +
+        1 row, first and last + 1 column, low and high; or columns first.
     """
     bands = np.array([_band(tile, by_rows) for tile in tiles])
     first, last = bands[:, 0] // size, (bands[:, 1] - 1) // size
@@ -51,8 +58,13 @@ def work_of(tiles: tuple[TileNumbers, ...], size: int, by_rows: bool, device: to
     block = np.arange(len(tile)) + np.repeat(first - np.cumsum(counts) + counts, counts)
     order = np.argsort(block, kind="stable")
     block, entries = block[order], bands[tile[order]]
-    x0, x1 = np.maximum(block * size, entries[:, 0]), np.minimum(block * size + size, entries[:, 1]) - 1
-    seen = np.minimum(entries[:, 3], x1 + entries[:, 5] + 1) - np.maximum(entries[:, 2], x0 + entries[:, 4])
+    x0, x1 = (
+        np.maximum(block * size, entries[:, 0]),
+        np.minimum(block * size + size, entries[:, 1]) - 1,
+    )
+    seen = np.minimum(entries[:, 3], x1 + entries[:, 5] + 1) - np.maximum(
+        entries[:, 2], x0 + entries[:, 4]
+    )
     numbers, starts = np.unique(block, return_index=True)
     table = np.stack([numbers, starts, np.append(starts[1:], len(block)), 0 * starts], 1)
     table = table[np.argsort(-np.add.reduceat(seen, starts), kind="stable")]

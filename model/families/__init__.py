@@ -23,7 +23,9 @@ DEFAULT = NAMES[0]
 def _family(name: str) -> ModelFamily:
     family: ModelFamily = import_module(f"{__name__}.{name}").FAMILY
     if missing := sorted(family.config.__abstractmethods__):
-        raise TypeError(f"model/families/{name}.py: {family.config.__name__} lacks {', '.join(missing)}")
+        raise TypeError(
+            f"model/families/{name}.py: {family.config.__name__} lacks {', '.join(missing)}"
+        )
     return family
 
 

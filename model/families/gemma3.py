@@ -40,7 +40,9 @@ class Gemma3Config(LocalRopeConfig, RopePositionsConfig):
         """Build a layer, counted from 0."""
         attention = self.attention(layer, attends.softmax, qk_norm=self.head_norm)
         assert isinstance(attention.q_norm, ZeroCentredRMSNorm)
-        attention.q_norm.scale = math.sqrt(self.head_dim / self.query_scalar)  # attend divides by sqrt(D)
+        attention.q_norm.scale = math.sqrt(
+            self.head_dim / self.query_scalar
+        )  # attend divides by sqrt(D)
         return BothNormsLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size, "gelu"))
 
     def norm(self, width: int | None = None) -> nn.Module:

@@ -100,7 +100,9 @@ GPT2 = Family(
         "initializer_range": Field("init_method_std", float, 0.02),
     },
     tied=True,
-    parts=(Part(("n_ctx",), lambda hf, settings: {}, lambda config: {}),),  # of old files, beside n_positions
+    parts=(
+        Part(("n_ctx",), lambda hf, settings: {}, lambda config: {}),
+    ),  # of old files, beside n_positions
     own={"position_embedding_type": "learned_absolute"},
     only={
         "activation_function": (

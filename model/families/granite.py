@@ -50,7 +50,9 @@ class GraniteConfig(WindowedConfig, RopePositionsConfig):
         super().check()
         for name in FACTORS:
             value = getattr(self, name)
-            require(self, value is None or 0 < value < math.inf, name, "it must be a number above 0")
+            require(
+                self, value is None or 0 < value < math.inf, name, "it must be a number above 0"
+            )
 
     @property
     def score_scale(self) -> float:
@@ -86,7 +88,9 @@ class ScaledLayer(PreNormLayer):
         super().__init__(config.norm, attention, mlp)
         self.scale = config.residual_multiplier
 
-    def forward(self, x: Tensor, places: Any, mask: Any = None, states: States | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, places: Any, mask: Any = None, states: States | None = None
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), places, mask, states) * self.scale
         return x + self.mlp(self.mlp_norm(x)) * self.scale
 

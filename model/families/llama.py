@@ -43,7 +43,9 @@ class LlamaConfig(WindowedConfig, RopePositionsConfig):
     def block(self, layer: int, attends: HybridAttention) -> nn.Module:
         """Build a layer, counted from 0."""
         qk_norm = self.head_norm if self.qk_layernorm else None
-        attention = self.attention(layer, attends.softmax, qkv_bias=self.add_qkv_bias, qk_norm=qk_norm)
+        attention = self.attention(
+            layer, attends.softmax, qkv_bias=self.add_qkv_bias, qk_norm=qk_norm
+        )
         return PreNormLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size))
 
     def architecture(self) -> Architecture:

@@ -35,7 +35,9 @@ class OlmoHybridConfig(WindowedConfig, LengthConfig, DeltaConfig):
         """Build a layer, counted from 0."""
         feed_forward = SwiGLU(self.hidden_size, self.ffn_size)
         if not self.has_softmax(layer):
-            return PreNormLayer(self.norm, DeltaAttention(self, layer, attends.linear), feed_forward)
+            return PreNormLayer(
+                self.norm, DeltaAttention(self, layer, attends.linear), feed_forward
+            )
         attention = self.attention(layer, attends.softmax, qk_norm=self.joint_norm)
         return PostNormLayer(self.norm, attention, feed_forward)
 
@@ -49,7 +51,11 @@ def _no_rope(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     """Return nothing. Without a table transformers turns by a base of 10,000; only one of null is
     none."""
     rope = hf.get("rope_parameters")
-    if not isinstance(rope, dict) or rope.get("rope_theta", 0) is not None or hf.get("rope_theta") is not None:
+    if (
+        not isinstance(rope, dict)
+        or rope.get("rope_theta", 0) is not None
+        or hf.get("rope_theta") is not None
+    ):
         rest = (
             ": transformers turns queries and keys by it, and here an OLMo Hybrid has no rope, as the released one; "
             'only {"rope_theta": null} is'
@@ -81,10 +87,14 @@ LINEAR_NAMES = NAMES.renamed(
     },
     fused={"linear_attn.conv1d": CONVOLUTION},
 )
-HYBRID_NAMES = NAMES.renamed(POST_NORMS, linear=LINEAR_NAMES, ours_of=taps_from_hf, theirs_of=taps_to_hf)
+HYBRID_NAMES = NAMES.renamed(
+    POST_NORMS, linear=LINEAR_NAMES, ours_of=taps_from_hf, theirs_of=taps_to_hf
+)
 RELEASED = HYBRID_NAMES.renamed(
     {},
-    linear=LINEAR_NAMES.renamed({"attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}),
+    linear=LINEAR_NAMES.renamed(
+        {"attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}
+    ),
 )
 """Names in the released files."""
 SAVED = RELEASED.renamed({"attention_norm": "feedforward_layer_norm"})
@@ -113,7 +123,9 @@ OLMO_HYBRID = Family(
     only={**SILU, "linear_allow_neg_eigval": (True,)},
     rates=("attention_dropout",),
     ids=TOKEN_IDS,
-    ignored=frozenset(f"linear_{one}" for one in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")),
+    ignored=frozenset(
+        f"linear_{one}" for one in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")
+    ),
     needs=(SMALL_STD,),
     names=HYBRID_NAMES,
     stored=(RELEASED, SAVED),

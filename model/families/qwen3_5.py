@@ -47,7 +47,9 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
         """Build a layer, counted from 0."""
         feed_forward = SwiGLU(self.hidden_size, self.ffn_size)
         if not self.has_softmax(layer):
-            return PreNormLayer(self.norm, DeltaAttention(self, layer, attends.linear), feed_forward)
+            return PreNormLayer(
+                self.norm, DeltaAttention(self, layer, attends.linear), feed_forward
+            )
         attention = self.attention(layer, attends.softmax, qk_norm=self.head_norm, output_gate=True)
         return PreNormLayer(self.norm, attention, feed_forward)
 
@@ -64,7 +66,9 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
             "it must be above 0, and 1 (all) at most",
         )
         width = self.rotary_dim
-        must = f"{width} of {self.head_dim} channels would turn, which must be an even number above 0"
+        must = (
+            f"{width} of {self.head_dim} channels would turn, which must be an even number above 0"
+        )
         even = width % 2 == 0 or self.rotary_percent == 1
         require(self, width > 0 and even, "rotary_percent", must)
         if self.rotary_percent == 1:
@@ -103,7 +107,9 @@ QWEN3_5_NAMES = NAMES.renamed(
             "attention.wo": "linear_attn.out_proj",
         },
         fused={
-            "linear_attn.in_proj_qkv": Fused(("attention.wq", "attention.wk", "attention.wv"), sizes=sizes),
+            "linear_attn.in_proj_qkv": Fused(
+                ("attention.wq", "attention.wk", "attention.wv"), sizes=sizes
+            ),
             "linear_attn.conv1d": CONVOLUTION,
         },
     ),

@@ -59,12 +59,16 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
     @property
     def layers_with_rope(self) -> list[bool]:
         """Return for each layer whether it turns queries and keys by their positions."""
-        return [not without for without in layers_of(self.no_rope_freq, self.num_layers, WITHOUT_ROPE)]
+        return [
+            not without for without in layers_of(self.no_rope_freq, self.num_layers, WITHOUT_ROPE)
+        ]
 
     @property
     def alternating(self) -> dict[str, Any]:
         """Settings with which layers with and without rope take turns in any number of layers."""
-        every = 2 if not all(self.layers_with_rope) else self.num_layers + 1  # which no layer reaches
+        every = (
+            2 if not all(self.layers_with_rope) else self.num_layers + 1
+        )  # which no layer reaches
         return {"no_rope_freq": str(every)}
 
     def block(self, layer: int, attends: HybridAttention) -> nn.Module:
@@ -89,9 +93,13 @@ def _layers_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     rotates = hf.get("no_rope_layers")
     if rotates is None:
         if interval < 2:
-            raise unsupported("no_rope_layer_interval", interval, "; only 2 or more is, with rope in some layers")
+            raise unsupported(
+                "no_rope_layer_interval", interval, "; only 2 or more is, with rope in some layers"
+            )
         return {"no_rope_freq": str(interval)}
-    numbers = isinstance(rotates, list) and all(type(value) is int and value in (0, 1) for value in rotates)
+    numbers = isinstance(rotates, list) and all(
+        type(value) is int and value in (0, 1) for value in rotates
+    )
     if not numbers or len(rotates) < count or not any(rotates[:layers]):
         must = f"; only a 1 or a 0 for each of {count} layers is, with a 1 for some of them"
         raise unsupported("no_rope_layers", rotates, must)
@@ -103,7 +111,11 @@ def _layers_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _layers_to_hf(config: SmolLM3Config) -> dict[str, Any]:
     rotates = [int(has_rope) for has_rope in config.layers_with_rope]
-    interval = {"no_rope_layer_interval": int(config.no_rope_freq)} if config.no_rope_freq.isdecimal() else {}
+    interval = (
+        {"no_rope_layer_interval": int(config.no_rope_freq)}
+        if config.no_rope_freq.isdecimal()
+        else {}
+    )
     return {"no_rope_layers": rotates, "layer_types": [WHOLE] * config.num_layers, **interval}
 
 

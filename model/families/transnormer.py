@@ -56,7 +56,9 @@ class TransnormerConfig(WindowedConfig, RotaryConfig, PeriodicConfig, LinearConf
     def check(self) -> None:
         """Check that rope has layers of softmax attention."""
         super().check()
-        must = f"model_type {self.model_type} has LRPE positions, which take no settings; leave it out"
+        must = (
+            f"model_type {self.model_type} has LRPE positions, which take no settings; leave it out"
+        )
         require(self, self.some_softmax or self.is_default("rotary_base"), "rotary_base", must)
 
     @property
@@ -83,9 +85,13 @@ def _from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
         entry(hf, "hidden_dim", int),
     )
     if heads < 1 or inside % heads:
-        raise UserError(f"{CONFIG}: hidden_dim is {inside}; it must be a multiple of decoder_attention_heads {heads}")
+        raise UserError(
+            f"{CONFIG}: hidden_dim is {inside}; it must be a multiple of decoder_attention_heads {heads}"
+        )
     layers, lrpe = settings["num_layers"], entry(hf, "linear_use_lrpe_list", list)
-    if len(lrpe) != layers or [bool(one) for one in lrpe] != [number == 0 for number in range(len(lrpe))]:
+    if len(lrpe) != layers or [bool(one) for one in lrpe] != [
+        number == 0 for number in range(len(lrpe))
+    ]:
         raise unsupported("linear_use_lrpe_list", lrpe, "; only the first layer has LRPE")
     width = settings["hidden_size"] if ffn == -1 else ffn
     return {"ffn_hidden_size": width, "kv_channels": inside // heads, "norm_epsilon": EPSILON}
@@ -137,7 +143,11 @@ TRANSNORMER = Family(
             "mlp.up": "channel_mixer.l2",
             "mlp.down": "channel_mixer.l3",
         },
-        fused={"token_mixer.qkvu_proj": Fused(tuple(f"attention.{w}" for w in ("wq", "wk", "wv", "wu")))},
+        fused={
+            "token_mixer.qkvu_proj": Fused(
+                tuple(f"attention.{w}" for w in ("wq", "wk", "wv", "wu"))
+            )
+        },
         ours_of=lambda config, name, weight: weight.flatten() if name == THETA else weight,
         theirs_of=_theta_to_theirs,
     ),

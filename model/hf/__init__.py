@@ -1,7 +1,8 @@
-"""Convert between published formats, such as Hugging Face's, and ours; the families' tables are in model/families.
+"""Convert between published formats, such as Hugging Face's, and ours; the families' tables are in
+model/families.
 
-The names below are those of api.py, imported when one of them is read: it reads the families' tables,
-which are made of what family.py has.
+The names below are those of api.py, imported when one of them is read: it reads the families'
+tables, which are made of what family.py has.
 """
 
 from importlib import import_module

@@ -1,4 +1,6 @@
-"""Adapters of a model (``model.parts.lora``) from and to PEFT's adapter_config.json and adapter_model.safetensors."""
+"""Adapters of a model (``model.parts.lora``) from and to PEFT's adapter_config.json and
+adapter_model.safetensors.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +43,9 @@ ONLY: dict[str, tuple[Any, ...]] = {
     # Others change the base's weights when they begin, or its layers.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-"""Keys of adapter_config.json with the values that a sum W + (alpha / r) B A has; of others, nothing is supported."""
+"""Keys of adapter_config.json with the values that a sum W + (alpha / r) B A has; of others,
+nothing is supported.
+"""
 _WORDS = """
 r lora_alpha lora_dropout target_modules
 auto_mapping peft_version base_model_name_or_path revision inference_mode megatron_core qalora_group_size eva_config
@@ -52,9 +56,14 @@ MERGE = "merge it into its model with PEFT's merge_and_unload, and import that"
 
 
 def write_adapter(
-    folder: Path, ours: Mapping[str, Tensor], read: Callable[[str], Tensor], config: DecoderConfig, base: str | None
+    folder: Path,
+    ours: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    config: DecoderConfig,
+    base: str | None,
 ) -> int:
-    """Write into an empty folder what ``peft.PeftModel.from_pretrained`` loads, and return how many adapters these are.
+    """Write into an empty folder what ``peft.PeftModel.from_pretrained`` loads, and return how many
+    adapters these are.
 
     Args:
         ours: (meta) tensors of the model by our names.
@@ -62,11 +71,13 @@ def write_adapter(
         base: the name of the model that they belong to, as transformers finds it.
 
     Raises:
-        UserError: the model has no adapters, or no linear layers that transformers has alike; for values that are not
-            finite, when they are read.
+        UserError: the model has no adapters, or no linear layers that transformers has alike; for
+            values that are not finite, when they are read.
     """
     if config.lora_rank is None:
-        raise UserError("adapter is asked for, and lora_rank is not set: the run has none; leave --adapter out")
+        raise UserError(
+            "adapter is asked for, and lora_rank is not set: the run has none; leave --adapter out"
+        )
     if set(config.linears) != {*THEIRS.values()}:
         raise UserError(
             f"adapter is asked for, and model_type is {config.model_type}, whose linear layers are others in "
@@ -80,7 +91,9 @@ def write_adapter(
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha or config.lora_rank,
         "lora_dropout": 0.0,
-        "target_modules": [theirs for theirs, name in THEIRS.items() if name in config.adapted_linears()],
+        "target_modules": [
+            theirs for theirs, name in THEIRS.items() if name in config.adapted_linears()
+        ],
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -100,15 +113,16 @@ def peft_name(name: str) -> str:
 def read_adapter(
     folder: Path, config: DecoderConfig, tell: Callable[[str], Any]
 ) -> tuple[DecoderConfig, dict[str, Tensor], Read]:
-    """Return a model's configuration with PEFT's adapters, meta tensors of these by our names, and what reads one.
+    """Return a model's configuration with PEFT's adapters, meta tensors of these by our names, and
+    what reads one.
 
     Args:
         config: of the model that they belong to.
         tell: takes a line of what is passed over.
 
     Raises:
-        UserError: naming the file and what our adapters cannot be (DoRA, rank-stabilised, of other modules, ...); for
-            values that are not finite, when they are read.
+        UserError: naming the file and what our adapters cannot be (DoRA, rank-stabilised, of other
+            modules, ...); for values that are not finite, when they are read.
     """
     path = inside(folder, CONFIG)
     contents = read_json(path)
@@ -133,13 +147,21 @@ def read_adapter(
     with naming(path):
         check_described(found, {theirs: ours[name] for name, theirs in names.items()})
     if dropout:
-        tell(f"note: {path}: lora_dropout = {dropout} is passed over; adapters have no dropout here")
+        tell(
+            f"note: {path}: lora_dropout = {dropout} is passed over; adapters have no dropout here"
+        )
     whole = finite(theirs.__getitem__)
-    return config, {name: found[theirs] for name, theirs in names.items()}, lambda name: whole(names[name])
+    return (
+        config,
+        {name: found[theirs] for name, theirs in names.items()},
+        lambda name: whole(names[name]),
+    )
 
 
 def _targets(said: Any, theirs: Iterable[str]) -> tuple[str, ...]:
-    """Return our names of the linear layers with an adapter; those of a pattern are those that the file has."""
+    """Return our names of the linear layers with an adapter; those of a pattern are those that the
+    file has.
+    """
     found = said
     if isinstance(said, str):
         found = sorted({name.removeprefix(BASE).rpartition(".lora_")[0] for name in theirs} - {""})
@@ -149,15 +171,25 @@ def _targets(said: Any, theirs: Iterable[str]) -> tuple[str, ...]:
                 "the pattern, or the names, that it was trained with"
             )
     if not isinstance(found, list) or not found:
-        raise UserError(f"target_modules is {shown(said)}; it must be a list of names, or a pattern")
-    leaves = [name.rsplit(".", 1)[-1] if isinstance(name, str) else name for name in found]  # names may be whole paths
-    if strange := [name for name, leaf in zip(found, leaves, strict=True) if leaf not in list(THEIRS)]:
-        raise UserError(f"target_modules has {shown(strange[0])}, only {', '.join(THEIRS)} can have adapters; {MERGE}")
+        raise UserError(
+            f"target_modules is {shown(said)}; it must be a list of names, or a pattern"
+        )
+    leaves = [
+        name.rsplit(".", 1)[-1] if isinstance(name, str) else name for name in found
+    ]  # names may be whole paths
+    if strange := [
+        name for name, leaf in zip(found, leaves, strict=True) if leaf not in list(THEIRS)
+    ]:
+        raise UserError(
+            f"target_modules has {shown(strange[0])}, only {', '.join(THEIRS)} can have adapters; {MERGE}"
+        )
     return tuple(ours for name, ours in THEIRS.items() if name in leaves)
 
 
 def _unmatched(pattern: str, names: Sequence[str]) -> str | None:
-    """Return the first name that a pattern of someone else does not match; any, if it is no pattern."""
+    """Return the first name that a pattern of someone else does not match; any, if it is no
+    pattern.
+    """
     try:
         return bounded(
             f"target_modules is {shown(pattern)}, whose match",

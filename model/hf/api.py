@@ -1,4 +1,5 @@
-"""Convert between Hugging Face models and ours: configurations, state dicts and safetensors folders.
+"""Convert between Hugging Face models and ours: configurations, state dicts and safetensors
+folders.
 
 The families' tables are in model/families. Tensors are converted one by one if asked.
 """
@@ -46,7 +47,9 @@ def families(config: DecoderConfig) -> tuple[Family, ...]:
     tables = FAMILIES[config.model_type].hugging_face
     if not tables:
         ours = [name for name, family in FAMILIES.items() if family.hugging_face]
-        raise UserError(f"model_type is {config.model_type}, which Hugging Face has no model of; only {_listed(ours)}")
+        raise UserError(
+            f"model_type is {config.model_type}, which Hugging Face has no model of; only {_listed(ours)}"
+        )
     windows = any("sliding_window" in table.known for table in tables)
     for name, default in (("window_size", None), ("softmax_type", "vanilla")):
         value = getattr(config, name, default)
@@ -91,14 +94,23 @@ def family_in(hf: Contents) -> Family:
 
 
 def text_entries(hf: Contents) -> Contents:
-    """Return the entries of the text model in a config.json of a model that has other parts; otherwise all."""
-    family = next((one for one in HUGGING_FACE.values() if one.whole and one.whole == hf.get("model_type")), None)
+    """Return the entries of the text model in a config.json of a model that has other parts;
+    otherwise all.
+    """
+    family = next(
+        (one for one in HUGGING_FACE.values() if one.whole and one.whole == hf.get("model_type")),
+        None,
+    )
     if family is None:
         return hf
     inner = hf.get(family.nested)
     if not isinstance(inner, dict):
         raise unsupported(family.nested, inner, "; only a table is")
-    outer = {key: hf[key] for key in (*TOKEN_IDS, "quantization_config") if key in hf and key not in inner}
+    outer = {
+        key: hf[key]
+        for key in (*TOKEN_IDS, "quantization_config")
+        if key in hf and key not in inner
+    }
     tied = {TIED: hf[TIED]} if TIED in hf else {}  # transformers looks at the outer one
     return {"model_type": family.kind} | outer | inner | tied
 
@@ -106,8 +118,8 @@ def text_entries(hf: Contents) -> Contents:
 def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> DecoderConfig:
     """Build a DecoderConfig from the contents of a folder's config.json.
 
-    Raises UserError naming a key that is missing, of the wrong type, not supported (another activation, ...), or not
-    known to change nothing.
+    Raises UserError naming a key that is missing, of the wrong type, not supported (another
+    activation, ...), or not known to change nothing.
     """
     with naming(folder / CONFIG):
         hf = text_entries(hf)
@@ -117,20 +129,24 @@ def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> DecoderConfi
         return family.read(hf)
 
 
-def config_to_hf(config: DecoderConfig, contents: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def config_to_hf(
+    config: DecoderConfig, contents: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the contents of a config.json that transformers reads as the same model.
 
-    contents are entries that our configuration does not have, and are kept: those of the config.json that the model was
-    read from (`load_hf`), or single ones such as max_position_embeddings (default 2048 for a LLaMA), bos_token_id and
-    eos_token_id (default null). The configuration's own entries override them.
+    contents are entries that our configuration does not have, and are kept: those of the
+    config.json that the model was read from (`load_hf`), or single ones such as
+    max_position_embeddings (default 2048 for a LLaMA), bos_token_id and eos_token_id (default
+    null). The configuration's own entries override them.
 
-    contents that describe this very model are returned as they are. A LLaMA becomes the first of LLaMA, Mistral,
-    Ministral, Qwen2 and Qwen3 that can express it, that of the contents before others: one whose hidden_size is not a
-    multiple of its heads is a Mistral without a window to transformers.
+    contents that describe this very model are returned as they are. A LLaMA becomes the first of
+    LLaMA, Mistral, Ministral, Qwen2 and Qwen3 that can express it, that of the contents before
+    others: one whose hidden_size is not a multiple of its heads is a Mistral without a window to
+    transformers.
 
-    Raises UserError for contents of another kind of model, and for a model that transformers cannot express: a LLaMA
-    with biases and norms of q and k, a GPT with rope, fewer key heads or another head width, a TransNormer with another
-    decay or epsilon, a Linear Transformer.
+    Raises UserError for contents of another kind of model, and for a model that transformers cannot
+    express: a LLaMA with biases and norms of q and k, a GPT with rope, fewer key heads or another
+    head width, a TransNormer with another decay or epsilon, a Linear Transformer.
     """
     contents = text_entries(contents or {})
     names = [one.kind for one in families(config)]
@@ -177,7 +193,9 @@ class Joined(Mapping[str, Tensor]):
             for first in [name for name in state if parts[0] in name]:
                 names = [first.replace(parts[0], part) for part in parts]
                 if all(name in self._parts for name in names):
-                    self._parts = {name: own for name, own in self._parts.items() if name not in names}
+                    self._parts = {
+                        name: own for name, own in self._parts.items() if name not in names
+                    }
                     self._parts[first.replace(parts[0], whole)] = names
 
     def __getitem__(self, name: str) -> Tensor:
@@ -192,7 +210,9 @@ class Joined(Mapping[str, Tensor]):
 
 
 def from_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Return our state dict. Raises UserError for missing, unknown, misshapen, wrongly tied or non-finite weights."""
+    """Return our state dict. Raises UserError for missing, unknown, misshapen, wrongly tied or
+    non-finite weights.
+    """
     ours, read = our_weights(state, config)
     return {name: read(name) for name in ours}
 
@@ -200,10 +220,11 @@ def from_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Ten
 def our_weights(
     state: Mapping[str, Tensor], config: DecoderConfig, tell: Callable[[str], Any] = warnings.warn
 ) -> tuple[dict[str, Tensor], Read]:
-    """Return meta tensors of our parameters, and what reads one of theirs as ours; the state may be ``Weights``.
+    """Return meta tensors of our parameters, and what reads one of theirs as ours; the state may be
+    ``Weights``.
 
-    ``tell`` takes a line of what is passed over. Raises UserError as ``from_hf``: for non-finite values when they are
-    read, for the rest now.
+    ``tell`` takes a line of what is passed over. Raises UserError as ``from_hf``: for non-finite
+    values when they are read, for the rest now.
     """
     family = families(config)[0]
     state = Joined(state, family.apart) if family.apart else state
@@ -217,12 +238,21 @@ def our_weights(
     }
     check_sizes(found, config.num_layers, sizes)
     ours = meta_state(config)
-    names = {name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name: name for name in found}
-    names = {whole: name for whole, name in names.items() if not re.fullmatch(family.derived, whole)}
+    names = {
+        name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name: name
+        for name in found
+    }
+    names = {
+        whole: name for whole, name in names.items() if not re.fullmatch(family.derived, whole)
+    }
     if passed := sorted(name for name in names if re.fullmatch(family.skipped, name)):
-        parts = ", ".join(dict.fromkeys(re.sub(r"^(model\.)?(\w+)\..*", r"\1\2", name) for name in passed))
+        parts = ", ".join(
+            dict.fromkeys(re.sub(r"^(model\.)?(\w+)\..*", r"\1\2", name) for name in passed)
+        )
         kind = with_article(config.model_type)
-        tell(f"note: {len(passed)} weights of {parts} are passed over: they are no part of {kind} here")
+        tell(
+            f"note: {len(passed)} weights of {parts} are passed over: they are no part of {kind} here"
+        )
         names = {name: names[name] for name in names.keys() - set(passed)}
     if sinks := sorted(name for name in names if name.endswith(".sinks")):
         raise UserError(
@@ -235,7 +265,9 @@ def our_weights(
     if not config.untie_embeddings_and_output_weights and "lm_head.weight" in names:
         output, embedding = state[names.pop("lm_head.weight")], names.get(whole_embedding)
         if embedding is not None and not torch.equal(output, state[embedding]):
-            raise UserError(f"lm_head.weight differs from {whole_embedding}, yet tie_word_embeddings is true")
+            raise UserError(
+                f"lm_head.weight differs from {whole_embedding}, yet tie_word_embeddings is true"
+            )
     metas = {whole: found[name] for whole, name in names.items()}
     check_described(metas, table.to_theirs(ours, config))
     whole = finite(lambda name: state[names[name]])
@@ -246,7 +278,8 @@ def our_weights(
 def to_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
     """Return the state dict of their module for ours, a tied lm_head.weight included.
 
-    Raises UserError for missing, unknown or misshapen weights, and for a model that transformers cannot express.
+    Raises UserError for missing, unknown or misshapen weights, and for a model that transformers
+    cannot express.
     """
     described_theirs, read = their_weights(described(state), state.__getitem__, config)
     theirs = {name: read(name) for name in described_theirs}
@@ -255,8 +288,11 @@ def to_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tenso
     return theirs
 
 
-def their_weights(ours: Mapping[str, Tensor], read: Read, config: DecoderConfig) -> tuple[dict[str, Tensor], Read]:
-    """Return meta tensors of their parameters, without tied copies, and what reads one of ours as theirs.
+def their_weights(
+    ours: Mapping[str, Tensor], read: Read, config: DecoderConfig
+) -> tuple[dict[str, Tensor], Read]:
+    """Return meta tensors of their parameters, without tied copies, and what reads one of ours as
+    theirs.
 
     Args:
         ours: meta tensors of all of our parameters.
@@ -272,7 +308,9 @@ def their_weights(ours: Mapping[str, Tensor], read: Read, config: DecoderConfig)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the contents of a folder's config.json. Raises UserError for a file, or a folder of adapters."""
+    """Return the contents of a folder's config.json. Raises UserError for a file, or a folder of
+    adapters.
+    """
     if folder.is_file():
         raise UserError(f"{folder} is a file; give the folder of a model")
     if (folder / ADAPTER).exists():
@@ -283,19 +321,25 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(inside(folder, CONFIG))
 
 
-def open_hf(folder: Path, tell: Callable[[str], Any] = warnings.warn) -> tuple[DecoderConfig, dict[str, Tensor], Read]:
-    """Return a folder's configuration, meta tensors of our parameters, and what reads one. UserError as load_hf."""
+def open_hf(
+    folder: Path, tell: Callable[[str], Any] = warnings.warn
+) -> tuple[DecoderConfig, dict[str, Tensor], Read]:
+    """Return a folder's configuration, meta tensors of our parameters, and what reads one.
+    UserError as load_hf.
+    """
     config = config_from_hf(read_config(folder), folder)
     return config, *our_weights(Weights(folder, tell), config, tell)
 
 
 def load_hf(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor], dict[str, Any]]:
-    """Load a Hugging Face folder, sharded or not: configuration, our state dict (CPU, dtypes as stored), config.json.
+    """Load a Hugging Face folder, sharded or not: configuration, our state dict (CPU, dtypes as
+    stored), config.json.
 
-    Pass the contents of config.json to `save_hf` to keep entries that our configuration has no field for.
+    Pass the contents of config.json to `save_hf` to keep entries that our configuration has no
+    field for.
 
-    Reads only safetensors, never pickles, and only files directly in the folder, whatever an index names. Raises
-    UserError naming the file and what is wrong with it.
+    Reads only safetensors, never pickles, and only files directly in the folder, whatever an index
+    names. Raises UserError naming the file and what is wrong with it.
     """
     contents = read_config(Path(folder))
     config = config_from_hf(contents, Path(folder))
@@ -303,15 +347,20 @@ def load_hf(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor], dict[
 
 
 def save_hf(
-    folder: str | Path, config: DecoderConfig, state: Mapping[str, Tensor], contents: Mapping[str, Any] | None = None
+    folder: str | Path,
+    config: DecoderConfig,
+    state: Mapping[str, Tensor],
+    contents: Mapping[str, Any] | None = None,
 ) -> None:
     """Write our state dict as config.json and model.safetensors, for transformers' from_pretrained.
 
-    contents as for `config_to_hf`. Creates the folder. Raises UserError, and writes nothing, if the folder holds
-    anything or is not writable, and as `config_to_hf` and `to_hf` do.
+    contents as for `config_to_hf`. Creates the folder. Raises UserError, and writes nothing, if the
+    folder holds anything or is not writable, and as `config_to_hf` and `to_hf` do.
     """
     said = config_to_hf(config, contents)
-    theirs, read = their_weights(described(state), state.__getitem__, config)  # transformers ties lm_head.weight again
+    theirs, read = their_weights(
+        described(state), state.__getitem__, config
+    )  # transformers ties lm_head.weight again
     dtype = str(theirs[family_of(config).embedding].dtype).removeprefix("torch.")
     with new_folder(Path(folder)) as draft:
         write_model(draft, theirs, said | {"torch_dtype": dtype}, read)

@@ -21,7 +21,9 @@ def eos_ids(contents: Mapping[str, Any]) -> list[int]:
 
 
 def generation_ends(folder: Path) -> list[int]:
-    """Return the ids at which transformers' generation stops with a folder's model. UserError for a broken file."""
+    """Return the ids at which transformers' generation stops with a folder's model. UserError for a
+    broken file.
+    """
     for name in (GENERATION, "config.json"):
         if (folder / name).is_file() and (ids := eos_ids(read_json(inside(folder, name)))):
             return ids
@@ -31,7 +33,8 @@ def generation_ends(folder: Path) -> list[int]:
 def write_chat(folder: Path, chat: Mapping[str, Any], contents: Mapping[str, Any]) -> list[int]:
     """Write the template and the ends of turns into a folder, in the place of those that it has.
 
-    Returns the ids at which generation stops: the ends of turns, and after them those that the folder had.
+    Returns the ids at which generation stops: the ends of turns, and after them those that the
+    folder had.
 
     Args:
         chat: of a checkpoint: chat_template, which may be None, tool_use and ends.
@@ -41,7 +44,10 @@ def write_chat(folder: Path, chat: Mapping[str, Any], contents: Mapping[str, Any
         UserError: a file of the folder is no JSON object.
     """
     settings = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    for name in ("bos_token_id", "pad_token_id"):  # transformers takes none from config.json where there is this file
+    for name in (
+        "bos_token_id",
+        "pad_token_id",
+    ):  # transformers takes none from config.json where there is this file
         if name not in settings and contents.get(name) is not None:
             settings[name] = contents[name]
     ends = list(dict.fromkeys([*chat["ends"], *(eos_ids(settings) or eos_ids(contents))]))
@@ -62,7 +68,9 @@ def write_chat(folder: Path, chat: Mapping[str, Any], contents: Mapping[str, Any
 
 
 def carry_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer alone, in the place of those that are there. UserError as of ``carry``."""
+    """Copy the files of a tokenizer alone, in the place of those that are there. UserError as of
+    ``carry``.
+    """
     for name in TOKENIZER_FILES:
         (target / name).unlink(missing_ok=True)
     for name in TOKENIZER_FILES:

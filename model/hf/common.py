@@ -21,7 +21,9 @@ FIELDS = {
 
 def fields(**defaults: Any) -> dict[str, Field]:
     """Return LLaMA's fields, some with another value where the key is missing."""
-    return {key: one._replace(default=defaults.get(key, one.default)) for key, one in FIELDS.items()}
+    return {
+        key: one._replace(default=defaults.get(key, one.default)) for key, one in FIELDS.items()
+    }
 
 
 ROPE_PART = Part(ROPE, rope_from_hf, rope_to_hf)

@@ -1,7 +1,9 @@
-"""Convert the original DiT's checkpoints (github.com/facebookresearch/DiT): state dicts and safetensors folders.
+"""Convert the original DiT's checkpoints (github.com/facebookresearch/DiT): state dicts and
+safetensors folders.
 
-The original fuses queries, keys and values in one matrix, has a convolution as patch embedding, and stores the fixed
-positions. For video, which it does not have, the convolution has a frames dimension.
+The original fuses queries, keys and values in one matrix, has a convolution as patch embedding, and
+stores the fixed positions. For video, which it does not have, the convolution has a frames
+dimension.
 """
 
 import dataclasses
@@ -37,12 +39,16 @@ NAMES = Names(
     layer={"attention.wo": "attn.proj", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"},
     fused={"attn.qkv": Fused(("attention.wq", "attention.wk", "attention.wv"))},
     ours_of=lambda config, name, weight: _to_linear(weight) if name == PATCHES else weight,
-    theirs_of=lambda config, name, weight: _to_convolution(weight, config) if name == PATCHES else weight,
+    theirs_of=lambda config, name, weight: (
+        _to_convolution(weight, config) if name == PATCHES else weight
+    ),
 )
 
 
 def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Return our state dict. Raises UserError for missing, unknown or misshapen weights, or other positions."""
+    """Return our state dict. Raises UserError for missing, unknown or misshapen weights, or other
+    positions.
+    """
     sizes = {
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.ffn_size,
@@ -69,7 +75,9 @@ def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str,
 
 
 def check_state(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Raise UserError for missing, unknown or misshapen weights, and for non-float or non-finite ones."""
+    """Raise UserError for missing, unknown or misshapen weights, and for non-float or non-finite
+    ones.
+    """
     check_described(state, like)
     read = finite(state.__getitem__)
     for name in like:
@@ -77,10 +85,12 @@ def check_state(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None
 
 
 def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
-    """Load configuration and our state dict (CPU, dtypes as stored) from a folder that `save_dit` wrote.
+    """Load configuration and our state dict (CPU, dtypes as stored) from a folder that `save_dit`
+    wrote.
 
-    To load the original's weights, save them as model.safetensors and write a config.json with the fields of DiTConfig.
-    Reads only safetensors, never pickles. Raises UserError naming the file and what is wrong with it.
+    To load the original's weights, save them as model.safetensors and write a config.json with the
+    fields of DiTConfig. Reads only safetensors, never pickles. Raises UserError naming the file and
+    what is wrong with it.
     """
     folder = Path(folder)
     contents = read_json(folder / CONFIG)
@@ -90,7 +100,9 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
     kinds = {tuple: list, type(None): int}
     defaults = {field.name: field.default for field in dataclasses.fields(DiTConfig)}
     if unknown := sorted(contents.keys() - defaults.keys()):
-        raise UserError(f"{folder / CONFIG}: {unknown[0]} is no field of a DiT's configuration; leave it out")
+        raise UserError(
+            f"{folder / CONFIG}: {unknown[0]} is no field of a DiT's configuration; leave it out"
+        )
     with naming(folder / CONFIG):
         values = {
             name: entry(contents, name, kinds.get(type(default), type(default)), default)
@@ -126,7 +138,9 @@ def _check_positions(found: Tensor, config: DiTConfig) -> None:
     shape = (1, config.num_patches, config.hidden_size)
     if found.shape == shape:
         want = position_embedding(torch.arange(config.num_patches), config)[None]
-        if torch.allclose(found.double(), want, rtol=0, atol=max(1e-5, torch.finfo(found.dtype).eps)):
+        if torch.allclose(
+            found.double(), want, rtol=0, atol=max(1e-5, torch.finfo(found.dtype).eps)
+        ):
             return
     raise UserError(
         f"{POSITIONS} {tuple(found.shape)} is not the sines and cosines {shape} that the configuration makes it; "

@@ -47,7 +47,9 @@ IGNORED = frozenset(_WORDS.split())
 
 
 class Field(NamedTuple):
-    """The field of ours that a key of config.json holds, its type, and the value where the key is missing."""
+    """The field of ours that a key of config.json holds, its type, and the value where the key is
+    missing.
+    """
 
     ours: str
     kind: type
@@ -81,7 +83,8 @@ class Fused(NamedTuple):
     sizes: Callable[[Any], Sequence[int]] | None = None
     """Channels of each part, along ``dim``; all alike by default."""
     groups: Callable[[Any], int] = lambda config: 1
-    """Groups that the joined channels are in, each with its share of every part, such as the heads."""
+    """Groups that the joined channels are in, each with its share of every part, such as the heads.
+    """
 
     def part(self, weight: Tensor, number: int, config: Any) -> Tensor:
         """Return one of our modules' weight: a view, unless there are groups."""
@@ -140,13 +143,16 @@ class Names:
         return f"{self.layers}.{layer}.{table.layer.get(module, module)}.{kind}", None, 0
 
     def ours(self, theirs: Read, name: str, config: Any) -> Tensor:
-        """Return one of our parameters: the same tensor as theirs or a view of it, unless ``ours_of`` copies it.
+        """Return one of our parameters: the same tensor as theirs or a view of it, unless
+        ``ours_of`` copies it.
 
         One of a group's channels is a copy.
         """
         their_name, fused, part = self._place(name, config)
         weight = theirs(their_name)
-        return self.ours_of(config, name, weight if fused is None else fused.part(weight, part, config))
+        return self.ours_of(
+            config, name, weight if fused is None else fused.part(weight, part, config)
+        )
 
     def inside(self, names: Iterable[str], config: Any) -> dict[str, list[str]]:
         """Return which of our parameters each of theirs holds, in its order."""
@@ -159,14 +165,21 @@ class Names:
         return found
 
     def theirs(self, ours: Read, inside: Sequence[str], config: Any) -> Tensor:
-        """Return one of their parameters: the same tensor as ours, unless it is fused or ``theirs_of`` copies it."""
+        """Return one of their parameters: the same tensor as ours, unless it is fused or
+        ``theirs_of`` copies it.
+        """
         weights = [ours(name) for name in inside]
         fused = self._place(inside[0], config)[1]
-        return self.theirs_of(config, inside[0], weights[0] if fused is None else fused.joined(weights, config))
+        return self.theirs_of(
+            config, inside[0], weights[0] if fused is None else fused.joined(weights, config)
+        )
 
     def to_theirs(self, ours: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
         """Return their state dict, as ``theirs``."""
-        return {name: self.theirs(ours.__getitem__, own, config) for name, own in self.inside(ours, config).items()}
+        return {
+            name: self.theirs(ours.__getitem__, own, config)
+            for name, own in self.inside(ours, config).items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,12 +203,14 @@ class Family:
     own: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ours that all of its models have alike."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys that may ask for what our model does not compute, with the supported values; a missing key means the first,
-    which an export writes unless it is None."""
+    """Keys that may ask for what our model does not compute, with the supported values; a missing
+    key means the first, which an export writes unless it is None."""
     rates: tuple[str, ...] = ()
     """Keys of dropout, which a trained model does not use; an export writes 0."""
     ids: tuple[str, ...] = ("bos_token_id", "eos_token_id")
-    """Ids of tokens that transformers has defaults for, of its own vocabularies; an export writes null."""
+    """Ids of tokens that transformers has defaults for, of its own vocabularies; an export writes
+    null.
+    """
     ignored: frozenset[str] = frozenset()
     """Keys of its own that change nothing."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -211,11 +226,15 @@ class Family:
     apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Modules that files may hold in parts, by theirs."""
     nested: str = ""
-    """Key of the table that holds this model's entries where it is part of another one, of ``whole``."""
+    """Key of the table that holds this model's entries where it is part of another one, of
+    ``whole``.
+    """
     whole: str = ""
     """model_type of that other one."""
     instead_of: str = ""
-    """Another family's kind, whose files are this one's to transformers if they have the key ``told_by``."""
+    """Another family's kind, whose files are this one's to transformers if they have the key
+    ``told_by``.
+    """
     told_by: str = ""
     skipped: str = r"(?!)"
     """Pattern of names of parts that are no part of our model; a line says so."""
@@ -228,19 +247,33 @@ class Family:
     @property
     def known(self) -> set[str]:
         """Keys that are read, or known to change nothing."""
-        own = {*self.fields, *(key for part in self.parts for key in part.keys), *self.only, *self.aliases}
+        own = {
+            *self.fields,
+            *(key for part in self.parts for key in part.keys),
+            *self.only,
+            *self.aliases,
+        }
         return own | {*self.rates, *self.ignored, *IGNORED, *ONLY, *TOKEN_IDS, "model_type", TIED}
 
     def refuse(self, config: DecoderConfig) -> None:
         """Raise UserError if it cannot express a model of ours."""
-        own = [(name, getattr(config, name) in (value, None), f"{value}") for name, value in self.own.items()]
-        needs = [(need.ours, need.holds(config), need.only.format(config=config)) for need in self.needs]
+        own = [
+            (name, getattr(config, name) in (value, None), f"{value}")
+            for name, value in self.own.items()
+        ]
+        needs = [
+            (need.ours, need.holds(config), need.only.format(config=config)) for need in self.needs
+        ]
         for name, holds, only in own + needs:
             if not holds:
-                raise UserError(f"{name} is {getattr(config, name)}, and {self.title} has only {only}")
+                raise UserError(
+                    f"{name} is {getattr(config, name)}, and {self.title} has only {only}"
+                )
 
     def check(self, hf: Contents) -> None:
-        """Raise UserError for entries of a config.json that may change what is computed, or are of a wrong type."""
+        """Raise UserError for entries of a config.json that may change what is computed, or are of
+        a wrong type.
+        """
         for key, value in hf.items():
             if (supported := self.only.get(key, ONLY.get(key))) is not None:
                 check_value(CONFIG, key, value, supported)
@@ -251,16 +284,30 @@ class Family:
                 )
                 raise unsupported(shown(key)[1:-1], value, rest)
         for key in TOKEN_IDS:
-            entry(hf, key, list if key == "eos_token_id" and isinstance(hf.get(key), list) else int, None)
+            entry(
+                hf,
+                key,
+                list if key == "eos_token_id" and isinstance(hf.get(key), list) else int,
+                None,
+            )
         if (longest := entry(hf, "max_position_embeddings", int, None)) is not None and longest < 1:
-            raise UserError(f"{CONFIG}: max_position_embeddings is below 1; it must be the longest sequence")
+            raise UserError(
+                f"{CONFIG}: max_position_embeddings is below 1; it must be the longest sequence"
+            )
         for key in self.rates:
             if not 0 <= (entry(hf, key, float, None) or 0) < 1:
-                raise UserError(f"{CONFIG}: {key} is {shown(hf[key])}; it must be from 0 to below 1")
+                raise UserError(
+                    f"{CONFIG}: {key} is {shown(hf[key])}; it must be from 0 to below 1"
+                )
 
     def read(self, hf: Contents) -> DecoderConfig:
-        """Build a DecoderConfig from a config.json's contents. Raises KeyError if missing, UserError if unsupported."""
-        hf = {**hf, **{name: entry(hf, key, int) for key, name in self.aliases.items() if key in hf}}
+        """Build a DecoderConfig from a config.json's contents. Raises KeyError if missing,
+        UserError if unsupported.
+        """
+        hf = {
+            **hf,
+            **{name: entry(hf, key, int) for key, name in self.aliases.items() if key in hf},
+        }
         settings: dict[str, Any] = dict(self.own)
         for key, (ours, kind, default) in self.fields.items():
             settings[ours] = entry(hf, key, kind, *([] if default is REQUIRED else [default]))
@@ -275,7 +322,9 @@ class Family:
             raise UserError(f"{key} {problem}") from None
 
     def write(self, config: DecoderConfig, kept: Contents) -> dict[str, Any]:
-        """Return a config.json for transformers: entries that our fields determine, and ``kept`` ones beside them."""
+        """Return a config.json for transformers: entries that our fields determine, and ``kept``
+        ones beside them.
+        """
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.kind}
         for key, (ours, kind, _) in self.fields.items():
             if (value := config.resolved(ours)[ours]) is not None:
@@ -284,8 +333,16 @@ class Family:
         for part in self.parts:
             found |= part.write(config)
         unsaid: dict[str, Any] = dict.fromkeys(self.ids) | dict.fromkeys(self.rates, 0.0)
-        unsaid |= {key: one.default for key, one in self.fields.items() if one.default not in (REQUIRED, None)}
+        unsaid |= {
+            key: one.default
+            for key, one in self.fields.items()
+            if one.default not in (REQUIRED, None)
+        }
         unsaid |= {key: values[0] for key, values in self.only.items() if values[0] is not None}
         replaced = {*self.aliases, *(key for part in self.parts for key in part.keys)}
         known = {key: value for key, value in kept.items() if key in self.known - replaced}
-        return unsaid | {key: value for key, value in known.items() if value is not None or key not in unsaid} | found
+        return (
+            unsaid
+            | {key: value for key, value in known.items() if value is not None or key not in unsaid}
+            | found
+        )

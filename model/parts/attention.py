@@ -1,7 +1,8 @@
-"""Grouped-query attention with an injected core, so that the model does not know how the sequence is sharded.
+"""Grouped-query attention with an injected core, so that the model does not know how the sequence
+is sharded.
 
-Shapes: B sequences, T tokens, H query heads, G key and value heads, D width of a head, C width of the residual stream.
-In linear attention queries and keys have width D, values width E.
+Shapes: B sequences, T tokens, H query heads, G key and value heads, D width of a head, C width of
+the residual stream. In linear attention queries and keys have width D, values width E.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,13 +36,15 @@ class Attend(Protocol):
         window: Window | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return attention scaled by 1 / sqrt(D): q [B, T, H, D], k and v [B, T, G, D] -> [B, T, H, D].
+        """Return attention scaled by 1 / sqrt(D): q [B, T, H, D], k and v [B, T, G, D] -> [B, T, H,
+        D].
 
         The model passes only what is set.
 
         Args:
-            mask: what the micro-batch's tokens see of each other, made where ``attend`` was; the model hands it on. It
-                is no tensor, which FSDP would cast. None is what ``attend`` was made for, such as a causal mask.
+            mask: what the micro-batch's tokens see of each other, made where ``attend`` was; the
+                model hands it on. It is no tensor, which FSDP would cast. None is what ``attend``
+                was made for, such as a causal mask.
             window: of this layer, on top of the mask.
             sinks: [H], the score of one more key per head, whose value is 0.
         """
@@ -59,8 +62,8 @@ def sdpa(
 ) -> Tensor:
     """Compute attention on one device that holds the whole sequence in order; shapes as in Attend.
 
-    A window or sinks, which are causal, take blocks of queries, so that memory grows with T times the window; learned
-    sinks keep their scores for the backward.
+    A window or sinks, which are causal, take blocks of queries, so that memory grows with T times
+    the window; learned sinks keep their scores for the backward.
 
     Raises:
         UserError: a mask, which belongs to a method of context parallelism.
@@ -69,13 +72,20 @@ def sdpa(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or G, T, D]
     if window is None and sinks is None:
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=grouped
+        ).transpose(1, 2)
     assert causal, "a window and sinks are"
     length, left = q.shape[2], _left(window)
     found = []
     for start in range(0, length, BLOCK):
-        rows, columns = slice(start, start + BLOCK), slice(0 if left is None else max(0, start - left), start + BLOCK)
-        found.append(_of_last(q[:, :, rows], k[:, :, columns], v[:, :, columns], window=window, sinks=sinks))
+        rows, columns = (
+            slice(start, start + BLOCK),
+            slice(0 if left is None else max(0, start - left), start + BLOCK),
+        )
+        found.append(
+            _of_last(q[:, :, rows], k[:, :, columns], v[:, :, columns], window=window, sinks=sinks)
+        )
     return torch.cat(found, 2).transpose(1, 2)
 
 
@@ -97,8 +107,12 @@ def _left(window: Window | None) -> int | None:
     return None if window is None or window[0] < 0 else window[0]
 
 
-def _of_last(q: Tensor, k: Tensor, v: Tensor, *, window: Window | None, sinks: Tensor | None) -> Tensor:
-    """Compute causal attention of the last T of S tokens: q [B, H, T, D], k and v [B, G, S, D] -> [B, H, T, D]."""
+def _of_last(
+    q: Tensor, k: Tensor, v: Tensor, *, window: Window | None, sinks: Tensor | None
+) -> Tensor:
+    """Compute causal attention of the last T of S tokens: q [B, H, T, D], k and v [B, G, S, D] ->
+    [B, H, T, D].
+    """
     (heads, tokens), seen, left = q.shape[1:3], k.shape[2], _left(window)
     bias = torch.ones(tokens, seen, dtype=torch.bool, device=q.device).tril(seen - tokens)  # [T, S]
     if left is not None:
@@ -107,7 +121,9 @@ def _of_last(q: Tensor, k: Tensor, v: Tensor, *, window: Window | None, sinks: T
     if sinks is not None:
         wide = accum_dtype(q.dtype)
         k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))  # a key and a value of 0 before the others
-        scores = torch.zeros(bias.shape, dtype=wide, device=q.device).masked_fill(~bias, float("-inf"))
+        scores = torch.zeros(bias.shape, dtype=wide, device=q.device).masked_fill(
+            ~bias, float("-inf")
+        )
         sink = sinks.to(wide)[:, None, None].expand(heads, tokens, 1)
         bias = torch.cat((sink, scores[0].expand(heads, -1, -1)), 2)[None]  # [1, H, T, 1 + S]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=heads != k.shape[1])
@@ -118,23 +134,36 @@ class PrefetchingAttend(Protocol):
     """An Attend that can start on k and v before q is ready."""
 
     def prefetch_kv(
-        self, k: Tensor, v: Tensor, mask: Any = None, *, window: Window | None = None, sinks: Tensor | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        mask: Any = None,
+        *,
+        window: Window | None = None,
+        sinks: Tensor | None = None,
     ) -> Callable[[Tensor], Tensor]:
-        """Return q -> attention to k and v, to be called once, before any other attention of this object."""
+        """Return q -> attention to k and v, to be called once, before any other attention of this
+        object.
+        """
 
 
 class LinearAttend(Protocol):
     """The core of linear attention."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: Any = None) -> Tensor:
-        """Return causal, unscaled attention: q and k [B, T, H, D], v [B, T, H, E], H log decays -> [B, T, H, E].
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: Any = None
+    ) -> Tensor:
+        """Return causal, unscaled attention: q and k [B, T, H, D], v [B, T, H, E], H log decays ->
+        [B, T, H, E].
 
         ``mask`` as in Attend; passed only if it is set.
         """
 
 
 def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: Any = None) -> Tensor:
-    """Compute linear attention on one device that holds the whole sequence in order: a LinearAttend without masks."""
+    """Compute linear attention on one device that holds the whole sequence in order: a LinearAttend
+    without masks.
+    """
     refuse_mask(mask)
     return linear_attention(q, k, v, log_decay)[0]
 
@@ -142,7 +171,8 @@ def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: An
 class HybridAttention(NamedTuple):
     """The two attention cores of a hybrid model.
 
-    ``linear`` is a LinearAttend, or in a model with a delta rule a ``model.parts.delta.DeltaAttend``.
+    ``linear`` is a LinearAttend, or in a model with a delta rule a
+    ``model.parts.delta.DeltaAttend``.
     """
 
     linear: Any = linear
@@ -150,7 +180,9 @@ class HybridAttention(NamedTuple):
 
 
 class LinearCore(nn.Module):
-    """The core of linear attention: injected, or in generation the recurrence on states that the caller keeps."""
+    """The core of linear attention: injected, or in generation the recurrence on states that the
+    caller keeps.
+    """
 
     attend: LinearAttend
 
@@ -172,17 +204,20 @@ class LinearCore(nn.Module):
         if states.shared:
             states.layers[layer] = states.total(state_after(own_k, own_v, log_decay, states.left))
             return self.attend(q, k, v, log_decay)
-        out, states.layers[layer] = linear_attention(own_q, own_k, own_v, log_decay, states.layers[layer])
+        out, states.layers[layer] = linear_attention(
+            own_q, own_k, own_v, log_decay, states.layers[layer]
+        )
         return F.pad(out, (0, 0, 0, 0, 0, q.shape[1] - states.count))
 
 
 class Attention(nn.Module):
-    """Projections, optional norms and rotary positions, attend, optional gate, output projection: [B, T, C], as x.
+    """Projections, optional norms and rotary positions, attend, optional gate, output projection:
+    [B, T, C], as x.
 
     The projections are separate linears, so that tensor parallelism can split each by heads.
 
-    ``sinks`` [H] are learned in the weights' dtype, bfloat16 in such a run, and added in float32: rounding moves a sink
-    by 0.4 % at most, as it does a norm's weight.
+    ``sinks`` [H] are learned in the weights' dtype, bfloat16 in such a run, and added in float32:
+    rounding moves a sink by 0.4 % at most, as it does a norm's weight.
     """
 
     INIT: ClassVar[Inits] = {
@@ -267,7 +302,9 @@ class Attention(nn.Module):
         # -1, not the number of heads: under tensor parallelism a device holds some of them.
         # k and v first: with several devices they may be in transit while q is projected.
         # What has been rotated has no name: its memory is free for the attention.
-        k = self._placed(self.wk(x).unflatten(-1, (-1, self.head_dim)), self.k_norm, rotary)  # [B, T, G, D]
+        k = self._placed(
+            self.wk(x).unflatten(-1, (-1, self.head_dim)), self.k_norm, rotary
+        )  # [B, T, G, D]
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         attention = self._prefetched(k, v, mask, states, sinks)
         out = attention(self._queries(x, rotary))  # [B, T, H, D]
@@ -276,7 +313,9 @@ class Attention(nn.Module):
 
     def _queries(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
-        return self._placed(q if self.query_scale == 1 else q * self.query_scale, self.q_norm, rotary)
+        return self._placed(
+            q if self.query_scale == 1 else q * self.query_scale, self.q_norm, rotary
+        )
 
     @staticmethod
     def _placed(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
@@ -291,7 +330,9 @@ class Attention(nn.Module):
         sinks = self.own_sinks(k, sinks)
         if states is not None:
             refuse_mask(mask)
-            if (attention := states.attention(self.layer, k, v, _left(self.window), sinks)) is not None:
+            if (
+                attention := states.attention(self.layer, k, v, _left(self.window), sinks)
+            ) is not None:
                 return attention
         found: dict[str, Any] = {"mask": mask, "window": self.window, "sinks": sinks}
         settings = {name: value for name, value in found.items() if value is not None}
@@ -300,7 +341,8 @@ class Attention(nn.Module):
         return lambda q: self.attend(q, k, v, **settings)
 
     def own_sinks(self, like: Tensor, sinks: Tensor | None = None) -> Tensor | None:
-        """Return the scores [H] of the sinks of this device's heads on the device of ``like``; None if there are none.
+        """Return the scores [H] of the sinks of this device's heads on the device of ``like``; None
+        if there are none.
 
         off-by-one is a score of 0, whose exponential is 1. Learned ones are ``sinks``, by default
         all heads'.

@@ -28,21 +28,29 @@ class PreNormLayer(nn.Module):
         self.attention_norm, self.attention = norm(), attention
         self.mlp_norm, self.mlp = norm(), mlp
 
-    def forward(self, x: Tensor, places: Any, mask: Any = None, states: States | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, places: Any, mask: Any = None, states: States | None = None
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), places, mask, states)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class PostNormLayer(PreNormLayer):
-    """A layer that normalises what it adds to the residual stream, as OLMo 2 and 3 do (arXiv:2501.00656)."""
+    """A layer that normalises what it adds to the residual stream, as OLMo 2 and 3 do
+    (arXiv:2501.00656).
+    """
 
-    def forward(self, x: Tensor, places: Any, mask: Any = None, states: States | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, places: Any, mask: Any = None, states: States | None = None
+    ) -> Tensor:
         x = x + self.attention_norm(self.attention(x, places, mask, states))
         return x + self.mlp_norm(self.mlp(x))
 
 
 class BothNormsLayer(PreNormLayer):
-    """A layer that normalises what it reads of the residual stream and what it adds to it, as Gemma 2 and 3 do."""
+    """A layer that normalises what it reads of the residual stream and what it adds to it, as Gemma
+    2 and 3 do.
+    """
 
     INIT: ClassVar[Inits] = {
         **PreNormLayer.INIT,
@@ -59,8 +67,12 @@ class BothNormsLayer(PreNormLayer):
         super().__init__(norm, attention, mlp)
         self.attention_post_norm, self.mlp_post_norm = norm(), norm()
 
-    def forward(self, x: Tensor, places: Any, mask: Any = None, states: States | None = None) -> Tensor:
-        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), places, mask, states))
+    def forward(
+        self, x: Tensor, places: Any, mask: Any = None, states: States | None = None
+    ) -> Tensor:
+        x = x + self.attention_post_norm(
+            self.attention(self.attention_norm(x), places, mask, states)
+        )
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
 

@@ -1,9 +1,10 @@
 """The gated delta rule as a layer, whose attention keeps a state of constant size.
 
-Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464) has the gated delta rule, and Kimi Delta Attention
-(Kimi Linear 2025, arXiv:2510.26692) gates per channel.
+Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464) has the gated delta rule, and
+Kimi Delta Attention (Kimi Linear 2025, arXiv:2510.26692) gates per channel.
 
-Shapes: B sequences, T tokens, C width of the residual stream, K key heads of width D, H value heads of width E.
+Shapes: B sequences, T tokens, C width of the residual stream, K key heads of width D, H value heads
+of width E.
 """
 
 import math
@@ -33,10 +34,16 @@ L2_EPSILON = 1e-6
 
 
 class DeltaAttend(Protocol):
-    """The core of a layer with a delta rule, and the convolution before it: they alone see other tokens."""
+    """The core of a layer with a delta rule, and the convolution before it: they alone see other
+    tokens.
+    """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any = None) -> Tensor:
-        """Return ``kernels.delta.rule.delta_rule`` of the whole sequence [B, T, H, E]; ``mask`` as in Attend."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any = None
+    ) -> Tensor:
+        """Return ``kernels.delta.rule.delta_rule`` of the whole sequence [B, T, H, E]; ``mask`` as
+        in Attend.
+        """
 
     def convolve(self, x: Tensor, weight: Tensor, mask: Any = None) -> Tensor:
         """Return the causal convolution [B, T, X] of x [B, T, X] with weight [X, taps]."""
@@ -45,12 +52,18 @@ class DeltaAttend(Protocol):
 class OneDevice:
     """A DeltaAttend of one device that holds the whole sequence in order."""
 
-    def __init__(self, documents: Callable[[Any], Sequence[int] | None] = refuse_mask, backend: str = "auto") -> None:
+    def __init__(
+        self, documents: Callable[[Any], Sequence[int] | None] = refuse_mask, backend: str = "auto"
+    ) -> None:
         """Set it up; ``documents`` returns the cumulative lengths that a mask says."""
         self._documents, self._backend = documents, backend
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any = None) -> Tensor:
-        return delta_rule(q, k, v, g, beta, documents=self._documents(mask), backend=self._backend)[0]
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any = None
+    ) -> Tensor:
+        return delta_rule(q, k, v, g, beta, documents=self._documents(mask), backend=self._backend)[
+            0
+        ]
 
     def convolve(self, x: Tensor, weight: Tensor, mask: Any = None) -> Tensor:
         """Do as in DeltaAttend."""
@@ -58,7 +71,9 @@ class OneDevice:
 
 
 class Taps(nn.Module):
-    """The weight of a convolution of each channel, [channels * taps], a vector as a norm's: it does not decay."""
+    """The weight of a convolution of each channel, [channels * taps], a vector as a norm's: it does
+    not decay.
+    """
 
     SPLIT: ClassVar[Splits] = {"weight": "heads"}
 
@@ -69,12 +84,15 @@ class Taps(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels * taps))
 
     def forward(self, weight: Tensor | None = None) -> Tensor:
-        """Return it, or that of this device's channels, as [channels, taps]; the last is of the token itself."""
+        """Return it, or that of this device's channels, as [channels, taps]; the last is of the
+        token itself.
+        """
         return (self.weight if weight is None else weight).unflatten(0, (-1, self.taps))
 
 
 class Gates(nn.Module):
-    """Log gates -exp(A_log) softplus(a + dt_bias) <= 0 of a projection a [B, T, H], or of each channel [B, T, H * D].
+    """Log gates -exp(A_log) softplus(a + dt_bias) <= 0 of a projection a [B, T, H], or of each
+    channel [B, T, H * D].
 
     They and their parameters are float32 when the rest is bfloat16.
     """
@@ -101,8 +119,12 @@ class Gates(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads * channels))
 
-    def forward(self, a: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None) -> Tensor:
-        """Return [B, T, H], or [B, T, H, D], of these heads; by their parameters, where a device holds some of them."""
+    def forward(
+        self, a: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None
+    ) -> Tensor:
+        """Return [B, T, H], or [B, T, H, D], of these heads; by their parameters, where a device
+        holds some of them.
+        """
         A_log = self.A_log if A_log is None else A_log
         dt_bias = self.dt_bias if dt_bias is None else dt_bias
         rates = F.softplus(a.to(accum_dtype(a.dtype)) + dt_bias)
@@ -120,23 +142,29 @@ class DeltaConfig(PeriodicConfig):
     linear_num_key_heads: int | None = None
     """Key heads of a layer with a gated delta rule; by default num_attention_heads."""
     linear_num_value_heads: int | None = None
-    """Value heads of a layer with a gated delta rule, a multiple of its key heads; by default as many."""
+    """Value heads of a layer with a gated delta rule, a multiple of its key heads; by default as
+    many.
+    """
     linear_key_head_dim: int | None = None
-    """Width of a key head of a layer with a gated delta rule; by default that of a head of softmax attention."""
+    """Width of a key head of a layer with a gated delta rule; by default that of a head of softmax
+    attention.
+    """
     linear_value_head_dim: int | None = None
     """Width of a value head of a layer with a gated delta rule; by default that of a key head."""
     linear_conv_kernel_dim: int = 4
     """Tokens that the convolution before a gated delta rule sees, its own among them."""
     linear_gate: Literal["per_head", "per_channel"] = "per_head"
-    """Gate of a delta rule: a number per head (Gated DeltaNet), or one per channel of each key, with output gates
-    through a bottleneck too (Kimi Delta Attention)."""
+    """Gate of a delta rule: a number per head (Gated DeltaNet), or one per channel of each key,
+    with output gates through a bottleneck too (Kimi Delta Attention)."""
 
     default_period = 4
     delta_rule = True
     max_beta = 1.0
     """Largest share of its change that a token's key writes: above 1 eigenvalues are negative."""
     dt_ones = False
-    """True if the bias of the gates begins at 1, not as softplus^-1 of 0.001 to 0.1; not per channel."""
+    """True if the bias of the gates begins at 1, not as softplus^-1 of 0.001 to 0.1; not per
+    channel.
+    """
 
     def check(self) -> None:
         """Check the heads of layers with a gated delta rule."""
@@ -160,7 +188,9 @@ class DeltaConfig(PeriodicConfig):
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """The linear layers of a layer that may get an adapter; a gate per channel goes through a bottleneck."""
+        """The linear layers of a layer that may get an adapter; a gate per channel goes through a
+        bottleneck.
+        """
         gates = ("wu", "wb", "wa") if self.linear_gate == "per_head" else ("wu", "wb")
         return ("wq", "wk", "wv", *gates, "wo", "gate", "up", "down")
 
@@ -201,10 +231,11 @@ class DeltaConfig(PeriodicConfig):
 
 
 class DeltaAttention(nn.Module):
-    """Projections, a convolution and SiLU of q, k and v, the gated delta rule, a norm and gate per head, the output.
+    """Projections, a convolution and SiLU of q, k and v, the gated delta rule, a norm and gate per
+    head, the output.
 
-    The projections are separate linears, so that tensor parallelism can split each by key heads and their value heads;
-    the convolution is one, so that what it reads of other devices travels once.
+    The projections are separate linears, so that tensor parallelism can split each by key heads and
+    their value heads; the convolution is one, so that what it reads of other devices travels once.
     """
 
     INIT: ClassVar[Inits] = {
@@ -234,14 +265,32 @@ class DeltaAttention(nn.Module):
         """Its place in ``States``."""
         self.attend, self.convolve = attend, attend.convolve
         width, taps = config.hidden_size, config.linear_conv_kernel_dim
-        self.key_dim, self.value_dim, self.max_beta = config.key_dim, config.value_dim, config.max_beta
-        heads, keys, values = config.value_heads, config.key_heads * self.key_dim, config.value_heads * self.value_dim
+        self.key_dim, self.value_dim, self.max_beta = (
+            config.key_dim,
+            config.value_dim,
+            config.max_beta,
+        )
+        heads, keys, values = (
+            config.value_heads,
+            config.key_heads * self.key_dim,
+            config.value_heads * self.value_dim,
+        )
         self.wq, self.wk, self.wv = (Linear(width, out, bias=False) for out in (keys, keys, values))
-        self.conv_q, self.conv_k, self.conv_v = (Taps(channels, taps) for channels in (keys, keys, values))
+        self.conv_q, self.conv_k, self.conv_v = (
+            Taps(channels, taps) for channels in (keys, keys, values)
+        )
         self.per_channel = config.linear_gate == "per_channel"
         channels = self.key_dim if self.per_channel else 1
-        through = partial(Bottleneck, width, self.value_dim) if self.per_channel else partial(Linear, width, bias=False)
-        self.wu, self.wa, self.wb = through(values), through(heads * channels), Linear(width, heads, bias=False)
+        through = (
+            partial(Bottleneck, width, self.value_dim)
+            if self.per_channel
+            else partial(Linear, width, bias=False)
+        )
+        self.wu, self.wa, self.wb = (
+            through(values),
+            through(heads * channels),
+            Linear(width, heads, bias=False),
+        )
         self.gates = Gates(
             heads,
             channels,
@@ -251,11 +300,15 @@ class DeltaAttention(nn.Module):
         self.out_norm = RMSNorm(self.value_dim, eps=config.out_epsilon)
         self.wo = Linear(values, width, bias=False)
 
-    def forward(self, x: Tensor, places: Any = None, mask: Any = None, states: States | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, places: Any = None, mask: Any = None, states: States | None = None
+    ) -> Tensor:
         """Apply it to x [B, T, C]; with states, read and replace this layer's."""
         if states is not None and not states.shared and (more := x.shape[1] - states.count):
             return F.pad(self.forward(x[:, : states.count], states=states), (0, 0, 0, more))
-        parts = [w(x) for w in (self.wq, self.wk, self.wv)]  # heads of this device, [B, T, K D or H E]
+        parts = [
+            w(x) for w in (self.wq, self.wk, self.wv)
+        ]  # heads of this device, [B, T, K D or H E]
         weight = torch.cat([conv() for conv in (self.conv_q, self.conv_k, self.conv_v)])
         rows = torch.cat(parts, -1)
         convolved = F.silu(self._convolved(rows, weight, mask, states))
@@ -283,13 +336,22 @@ class DeltaAttention(nn.Module):
         return causal_convolution(rows, weight, before)
 
     def _core(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any, states: States | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        mask: Any,
+        states: States | None,
     ) -> Tensor:
         if states is None:
             return self.attend(q, k, v, g, beta, *(() if mask is None else (mask,)))
         before, state = states.layers[self.layer]
         if states.shared:
-            attend: Any = self.attend  # parallel.context.linear.attention.DeltaAttention, as its devices share tokens
+            attend: Any = (
+                self.attend
+            )  # parallel.context.linear.delta_attention.DeltaAttention, as its devices share tokens
             out, state = attend.with_state(q, k, v, g, beta)
             states.layers[self.layer] = before, states.total(state)
             return out
@@ -300,9 +362,13 @@ class DeltaAttention(nn.Module):
 
 
 def normalised(x: Tensor, scale: float = 1.0) -> Tensor:
-    """Return each head's x [..., D] with norm ``scale``, computed in float32 or wider, in x's dtype."""
+    """Return each head's x [..., D] with norm ``scale``, computed in float32 or wider, in x's
+    dtype.
+    """
     wide = x.to(accum_dtype(x.dtype))
-    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPSILON))).to(x.dtype)
+    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPSILON))).to(
+        x.dtype
+    )
 
 
 def initial_rate(x: Tensor, least: float, *, generator: torch.Generator) -> Tensor:
@@ -311,6 +377,8 @@ def initial_rate(x: Tensor, least: float, *, generator: torch.Generator) -> Tens
 
 
 def initial_bias(x: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Fill x with the softplus^-1 of numbers whose logs are uniform from those of 0.001 to 0.1, as Mamba does."""
+    """Fill x with the softplus^-1 of numbers whose logs are uniform from those of 0.001 to 0.1, as
+    Mamba does.
+    """
     steps = x.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_().clamp_(min=1e-4)
     return x.copy_(steps + (-torch.expm1(-steps)).log())

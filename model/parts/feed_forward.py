@@ -1,4 +1,6 @@
-"""Feed-forwards: SwiGLU, GeGLU, SGLU and GELU with biases. B sequences, T tokens, C width of the residual stream."""
+"""Feed-forwards: SwiGLU, GeGLU, SGLU and GELU with biases. B sequences, T tokens, C width of the
+residual stream.
+"""
 
 from typing import ClassVar
 
@@ -11,7 +13,8 @@ from model.parts.weights import Inits, Splits
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward, down(silu(gate(x)) * up(x)) (Shazeer 2020, eq. 6): [B, T, C] -> [B, T, C].
+    """Gated feed-forward, down(silu(gate(x)) * up(x)) (Shazeer 2020, eq. 6): [B, T, C] -> [B, T,
+    C].
 
     With another activation it is a GeGLU.
     """
@@ -19,7 +22,9 @@ class SwiGLU(nn.Module):
     INIT: ClassVar[Inits] = {"gate": "matrix", "up": "matrix", "down": "residual"}
     SPLIT: ClassVar[Splits] = {"gate": "columns", "up": "columns", "down": "rows"}
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, activation: Activation = "silu") -> None:
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, activation: Activation = "silu"
+    ) -> None:
         super().__init__()
         self.activation: Activation = activation
         self.gate = Linear(hidden_size, ffn_hidden_size, bias=False)
@@ -31,14 +36,18 @@ class SwiGLU(nn.Module):
 
 
 class SGLU(SwiGLU):
-    """Gated feed-forward without an activation, down(gate(x) * up(x)) (Qin et al. 2023): [B, T, C] -> [B, T, C]."""
+    """Gated feed-forward without an activation, down(gate(x) * up(x)) (Qin et al. 2023): [B, T, C]
+    -> [B, T, C].
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.gate(x) * self.up(x))
 
 
 class MLP(nn.Module):
-    """Feed-forward with biases, down(gelu(up(x))), with GPT-2's tanh form of GELU (Hendrycks & Gimpel 2016)."""
+    """Feed-forward with biases, down(gelu(up(x))), with GPT-2's tanh form of GELU (Hendrycks &
+    Gimpel 2016).
+    """
 
     INIT: ClassVar[Inits] = {"up": "matrix", "down": "residual"}
     SPLIT: ClassVar[Splits] = {"up": "columns", "down": "rows"}

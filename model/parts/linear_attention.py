@@ -1,8 +1,9 @@
 """Linear attention of two models, which keeps a state of constant size.
 
-TransNormerLLM's (Qin et al. 2023, arXiv:2307.14995) has decay, and its output is normalised and gated. The Linear
-Transformer's (Katharopoulos et al. 2020) has features elu + 1 and no decay. Sinusoidal positions (Vaswani et al. 2017,
-section 3.5) are added to the embeddings and set no maximum length.
+TransNormerLLM's (Qin et al. 2023, arXiv:2307.14995) has decay, and its output is normalised and
+gated. The Linear Transformer's (Katharopoulos et al. 2020) has features elu + 1 and no decay.
+Sinusoidal positions (Vaswani et al. 2017, section 3.5) are added to the embeddings and set no
+maximum length.
 
 Shapes: B sequences, T tokens, H heads, D width of a head, C width of the residual stream.
 """
@@ -31,7 +32,9 @@ class LinearConfig(DecoderConfig):
     """Linear attention, which has embeddings times the root of their width."""
 
     no_scale_embedding: bool = False
-    """Leave the embeddings of a model with linear attention as they are, not times the root of hidden_size."""
+    """Leave the embeddings of a model with linear attention as they are, not times the root of
+    hidden_size.
+    """
 
     linear_attention = True
 
@@ -53,12 +56,17 @@ class LinearConfig(DecoderConfig):
 
     @property
     def own_softmax_layout(self) -> bool:
-        """Return whether layers of softmax attention may lie in another layout than those of linear attention."""
+        """Return whether layers of softmax attention may lie in another layout than those of linear
+        attention.
+        """
         return self.some_softmax
 
     def architecture(self) -> Architecture:
         """Return that of ``DecoderConfig``, with the scale of embeddings."""
-        return super().architecture() | {"linear_decay": None, "no_scale_embedding": self.no_scale_embedding}
+        return super().architecture() | {
+            "linear_decay": None,
+            "no_scale_embedding": self.no_scale_embedding,
+        }
 
     def embedding_scale(self, dtype: torch.dtype) -> float | None:
         """Return the factor of the embeddings (Vaswani et al. 2017, section 3.4)."""
@@ -68,8 +76,8 @@ class LinearConfig(DecoderConfig):
 def released_decay(heads: int, layers: int, layer: int) -> tuple[float, ...]:
     """Return the log decays of the heads in a layer, counted from 0; deeper layers forget less.
 
-    That is -slope of the head * (1 - layer / (layers - 1) + 1e-5), with ALiBi's slopes, as TransNormerLLM's released
-    models have it.
+    That is -slope of the head * (1 - layer / (layers - 1) + 1e-5), with ALiBi's slopes, as
+    TransNormerLLM's released models have it.
     """
     depth = 1 - layer / max(layers - 1, 1) + 1e-5
     return tuple(-slope * depth for slope in alibi_slopes(heads))
@@ -84,7 +92,9 @@ def paper_decay(heads: int, layers: int, layer: int) -> tuple[float, ...]:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return slopes 2^(-8 h / H), h from 1; if H is no power of two, fill up from the next one (Press et al. 2022)."""
+    """Return slopes 2^(-8 h / H), h from 1; if H is no power of two, fill up from the next one
+    (Press et al. 2022).
+    """
     whole = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (head + 1) / whole) for head in range(whole)]
     return slopes if whole == heads else slopes + alibi_slopes(2 * whole)[::2][: heads - whole]
@@ -98,10 +108,12 @@ def initial_angles(weight: Beginning) -> Tensor:
 
 
 class LRPE(nn.Module):
-    """Linearized relative positions (Qin et al. 2023b): x -> [x cos(theta t), x sin(theta t)], twice as wide.
+    """Linearized relative positions (Qin et al. 2023b): x -> [x cos(theta t), x sin(theta t)],
+    twice as wide.
 
-    The product of two such vectors turns by theta (s - t). theta [H * D] is learned, an angle per head and channel. It
-    stays in float32 when the rest is bfloat16, whose angles are off by up to 2 radians at position 1000.
+    The product of two such vectors turns by theta (s - t). theta [H * D] is learned, an angle per
+    head and channel. It stays in float32 when the rest is bfloat16, whose angles are off by up to 2
+    radians at position 1000.
     """
 
     full_precision = True
@@ -114,13 +126,20 @@ class LRPE(nn.Module):
         self.head_dim = head_dim
         self.theta = nn.Parameter(torch.empty(heads * head_dim))
 
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor, theta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map q and k [B, T, H, D] at positions [T] or [B, T] to [B, T, H, 2 D] each, in their dtype.
+    def forward(
+        self, q: Tensor, k: Tensor, positions: Tensor, theta: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Map q and k [B, T, H, D] at positions [T] or [B, T] to [B, T, H, 2 D] each, in their
+        dtype.
 
         ``theta`` [H * D] is of these heads: under tensor parallelism a device holds some of them.
         """
-        angles = (self.theta if theta is None else theta).unflatten(0, (-1, self.head_dim)).double()  # [H, D]
-        turns = torch.remainder(angles * positions[..., None, None], 2 * math.pi)  # exact far beyond float32's reach
+        angles = (
+            (self.theta if theta is None else theta).unflatten(0, (-1, self.head_dim)).double()
+        )  # [H, D]
+        turns = torch.remainder(
+            angles * positions[..., None, None], 2 * math.pi
+        )  # exact far beyond float32's reach
         turns = turns.to(accum_dtype(q.dtype))  # [T, H, D] or [B, T, H, D]
         cos, sin = turns.cos(), turns.sin()
         q, k = (torch.cat((x * cos, x * sin), dim=-1).to(x.dtype) for x in (q, k))
@@ -128,7 +147,9 @@ class LRPE(nn.Module):
 
 
 class TokenMixer(LinearCore):
-    """Projections, SiLU on queries and keys, positions in the first layer, linear attention, norm, gate, output."""
+    """Projections, SiLU on queries and keys, positions in the first layer, linear attention, norm,
+    gate, output.
+    """
 
     INIT: ClassVar[Inits] = {
         "wq": "qkv",
@@ -147,10 +168,16 @@ class TokenMixer(LinearCore):
         "wo": "rows",
     }
 
-    def __init__(self, config: DecoderConfig, layer: int, attend: LinearAttend, log_decay: tuple[float, ...]) -> None:
+    def __init__(
+        self, config: DecoderConfig, layer: int, attend: LinearAttend, log_decay: tuple[float, ...]
+    ) -> None:
         """Build it; ``log_decay`` is of each head."""
         super().__init__()
-        width, heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+        width, heads, self.head_dim = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.head_dim,
+        )
         inside = heads * self.head_dim
         self.attend = attend
         self.layer, self.log_decay = layer, log_decay
@@ -159,17 +186,25 @@ class TokenMixer(LinearCore):
         self.norm = RMSNorm(inside, eps=config.norm_epsilon, elementwise_affine=False)
         self.wo = Linear(inside, width, bias=False)
 
-    def forward(self, x: Tensor, places: Tensor | Rotary, mask: Any = None, states: States | None = None) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
+    def forward(
+        self, x: Tensor, places: Tensor | Rotary, mask: Any = None, states: States | None = None
+    ) -> Tensor:
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
+        )  # [B, T, H, D]
         q, k = F.silu(q), F.silu(k)
         if self.lrpe is not None:
-            q, k = self.lrpe(q, k, places.positions if isinstance(places, Rotary) else places)  # [B, T, H, 2 D]
+            q, k = self.lrpe(
+                q, k, places.positions if isinstance(places, Rotary) else places
+            )  # [B, T, H, 2 D]
         out = self.core(q, k, v, self.log_decay, mask, states, self.layer)  # [B, T, H, D]
         return self.wo(self.wu(x) * self.norm(out.flatten(-2)))
 
 
 def features(x: Tensor) -> Tensor:
-    """Return elu(x) + 1, not as a sum, which would round to 0 for very negative channels: a divisor uses them."""
+    """Return elu(x) + 1, not as a sum, which would round to 0 for very negative channels: a divisor
+    uses them.
+    """
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
@@ -184,27 +219,41 @@ class Sinusoids(nn.Module):
         self.width = width
 
     def forward(self, positions: Tensor) -> Tensor:
-        exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device) / self.width  # [C/2]
+        exponents = (
+            torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device)
+            / self.width
+        )  # [C/2]
         angles = positions.to(torch.float64)[..., None] * 10000.0**-exponents
         return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
 class LinearAttention(LinearCore):
-    """Projections with biases, features, linear attention normalised by the sum of weights, output projection."""
+    """Projections with biases, features, linear attention normalised by the sum of weights, output
+    projection.
+    """
 
     INIT: ClassVar[Inits] = {"wq": "qkv", "wk": "qkv", "wv": "qkv", "wo": "residual"}
     SPLIT: ClassVar[Splits] = {"wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows"}
 
     def __init__(self, config: DecoderConfig, layer: int, attend: LinearAttend) -> None:
         super().__init__()
-        width, heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+        width, heads, self.head_dim = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.head_dim,
+        )
         self.attend, self.layer = attend, layer
         self.wq, self.wk, self.wv = (Linear(width, heads * self.head_dim) for _ in range(3))
         self.wo = Linear(heads * self.head_dim, width)
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, H, D]
-        # An extra value channel of ones computes the normaliser z, so its state travels with the others.
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None
+    ) -> Tensor:
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
+        )  # [B, T, H, D]
+        # An extra value channel of ones computes the normaliser z, so its state travels with the
+        # others.
         v = F.pad(v, (0, 1), value=1.0)  # [B, T, H, D + 1]
         out = self.core(features(q), features(k), v, (0.0,) * q.shape[2], mask, states, self.layer)
         return self.wo((out[..., :-1] / out[..., -1:]).flatten(-2))

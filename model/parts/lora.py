@@ -1,7 +1,8 @@
-"""LoRA: adapters of low rank beside frozen linear layers (Hu et al. 2021, arXiv:2106.09685, equation 3).
+"""LoRA: adapters of low rank beside frozen linear layers (Hu et al. 2021, arXiv:2106.09685,
+equation 3).
 
-A linear layer W [out, in] adds (alpha / r) B A x to its output. A [r, in] and B [out, r] are linear layers inside of
-it, lora_A and lora_B as PEFT names them.
+A linear layer W [out, in] adds (alpha / r) B A x to its output. A [r, in] and B [out, r] are linear
+layers inside of it, lora_A and lora_B as PEFT names them.
 """
 
 import math
@@ -36,33 +37,49 @@ class LoraConfig:
     """Adapters of low rank, trained in the place of the weights."""
 
     lora_rank: int | None = None
-    """Train adapters of this rank alone (LoRA), beside the weights of --load, which stay as they are; by default the
-    weights are trained."""
+    """Train adapters of this rank alone (LoRA), beside the weights of --load, which stay as they
+    are; by default the weights are trained."""
     lora_alpha: float | None = None
     """Adapters count lora_alpha / lora_rank times; by default once."""
     lora_target: tuple[str, ...] = ()
-    """Linear layers that get an adapter: wq wk wv wo of attention (and wu, a gate of its output; wa and wb, a delta
-    rule's gates and betas) and gate up down of the feed-forward, or PEFT's names of a LLaMA's, such as q_proj; by
-    default all of them."""
+    """Linear layers that get an adapter: wq wk wv wo of attention (and wu, a gate of its output; wa
+    and wb, a delta rule's gates and betas) and gate up down of the feed-forward, or PEFT's names of
+    a LLaMA's, such as q_proj; by default all of them."""
 
     def adapted(self, linears: Sequence[str], width: int) -> tuple[str, ...]:
-        """Return which of a layer's ``linears`` get an adapter, by our names; ``width`` is the residual stream's.
+        """Return which of a layer's ``linears`` get an adapter, by our names; ``width`` is the
+        residual stream's.
 
         Raises:
             UserError: a target that is none of them, or settings without sense.
         """
         rank, alpha = self.lora_rank, self.lora_alpha
         if rank is None:
-            for name, value in (("lora_alpha", alpha), ("lora_target", " ".join(self.lora_target) or None)):
+            for name, value in (
+                ("lora_alpha", alpha),
+                ("lora_target", " ".join(self.lora_target) or None),
+            ):
                 if value is not None:
                     only = f"give --lora-rank, or leave {name} out"
                     raise UserError(f"{name} is {value} and lora_rank is not set; {only}")
             return ()
-        require(self, 1 <= rank <= width, "lora_rank", f"it must be from 1 to hidden_size {width}, such as 16")
-        require(self, alpha is None or 0 < alpha < math.inf, "lora_alpha", "it must be a number above 0, or left out")
+        require(
+            self,
+            1 <= rank <= width,
+            "lora_rank",
+            f"it must be from 1 to hidden_size {width}, such as 16",
+        )
+        require(
+            self,
+            alpha is None or 0 < alpha < math.inf,
+            "lora_alpha",
+            "it must be a number above 0, or left out",
+        )
         chosen = {THEIRS.get(name, name): name for name in self.lora_target}
         if strange := [name for ours, name in chosen.items() if ours not in linears]:
-            raise UserError(f"lora_target has {strange[0]}, and a layer of this model has {' '.join(linears)}")
+            raise UserError(
+                f"lora_target has {strange[0]}, and a layer of this model has {' '.join(linears)}"
+            )
         return tuple(name for name in linears if name in chosen or not chosen)
 
     @property
@@ -95,7 +112,8 @@ def add_adapters(model: nn.Module, targets: Sequence[str], rank: int, scale: flo
         if name.rpartition(".")[2] in targets and isinstance(module, nn.Linear):
             module.lora_A = AdapterA(module.in_features, rank, bias=False)
             module.lora_B = AdapterB(rank, module.out_features, bias=False)
-            # A hook, not a forward of its own: tensor parallelism replaces the forwards of all three layers.
+            # A hook, not a forward of its own: tensor parallelism replaces the forwards of all
+            # three layers.
             module.register_forward_hook(partial(_adapt, scale))
 
 
@@ -113,7 +131,8 @@ def is_adapter(name: str) -> bool:
 def merge(
     weights: Mapping[str, Tensor], read: Callable[[str], Tensor], scale: float
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """Return the (meta) weights without adapters, and what reads one of them with its adapter: W + (alpha / r) B A.
+    """Return the (meta) weights without adapters, and what reads one of them with its adapter: W +
+    (alpha / r) B A.
 
     A weight with an adapter is read in float32, whatever it is stored in.
     """

@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from model.parts.weights import Inits, Splits
 from runtime.tensors import accum_dtype
 
-# Normalises 16-bit inputs in float32 and rounds once, at the end (Zhang & Sennrich 2019, eq. 4); the fused kernel saves
-# x and one number per token. Hugging Face also rounds before the weight, which changes a quarter of bf16 outputs.
+# Normalises 16-bit inputs in float32 and rounds once, at the end (Zhang & Sennrich 2019, eq. 4);
+# the fused kernel saves x and one number per token. Hugging Face also rounds before the weight,
+# which changes a quarter of bf16 outputs.
 RMSNorm = nn.RMSNorm
 
 
 class ZeroCentredRMSNorm(nn.RMSNorm):
-    """RMS norm times 1 + weight, all in float32, since 1 + weight in bfloat16 has few of the weight's digits."""
+    """RMS norm times 1 + weight, all in float32, since 1 + weight in bfloat16 has few of the
+    weight's digits.
+    """
 
     INIT: ClassVar[Inits] = {"weight": "zeros"}
 
@@ -25,7 +28,9 @@ class ZeroCentredRMSNorm(nn.RMSNorm):
     """A factor of the result, before it is rounded."""
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Normalise x; by another ``weight`` under tensor parallelism, where the module's own is a DTensor."""
+        """Normalise x; by another ``weight`` under tensor parallelism, where the module's own is a
+        DTensor.
+        """
         wide = accum_dtype(x.dtype)
         weight = self.scale * (1 + (self.weight if weight is None else weight).to(wide))
         return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)

@@ -23,7 +23,10 @@ class Bottleneck(nn.Module):
 
     def __init__(self, hidden_size: int, channels: int, out: int) -> None:
         super().__init__()
-        self.narrow, self.wide = Linear(hidden_size, channels, bias=False), Linear(channels, out, bias=False)
+        self.narrow, self.wide = (
+            Linear(hidden_size, channels, bias=False),
+            Linear(channels, out, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.wide(self.narrow(x))

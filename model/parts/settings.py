@@ -66,7 +66,9 @@ class WindowedConfig(DecoderConfig):
         entries = super().architecture()
         if window := next(filter(None, self.windows), None):
             entries["window_size"] = f"{window[0]},{window[1]}"
-            entries["window_attn_skip_freq"] = f"[{','.join(str(int(w is not None)) for w in self.windows)}]"
+            entries["window_attn_skip_freq"] = (
+                f"[{','.join(str(int(w is not None)) for w in self.windows)}]"
+            )
         if self.softmax_type != "vanilla":
             entries["softmax_type"] = self.softmax_type
         return entries
@@ -106,7 +108,11 @@ class RotaryConfig(RopeConfig, DecoderConfig):
         """Positions that the model is meant for or its scaling of rope reaches; 0 if it says
         neither."""
         longest = super().reach
-        stretched = int(longest * (self.rope_scaling_factor or 1)) if self.rope_scaling_type == "linear" else 0
+        stretched = (
+            int(longest * (self.rope_scaling_factor or 1))
+            if self.rope_scaling_type == "linear"
+            else 0
+        )
         return max(longest, self.scaled_length, stretched)
 
     def with_rope_length(self: R, length: int) -> R:

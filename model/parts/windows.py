@@ -1,6 +1,7 @@
 """Sliding windows of attention, the layers that have them, and sinks, in Megatron-LM's words.
 
-``window_size`` is "L,R": query i sees keys i - L .. i + R. ``window_attn_skip_freq`` names the layers that see all.
+``window_size`` is "L,R": query i sees keys i - L .. i + R. ``window_attn_skip_freq`` names the
+layers that see all.
 """
 
 import ast
@@ -11,7 +12,9 @@ from runtime.errors import UserError
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Window = tuple[int, int]
-"""(left, right): query i sees keys i - left .. i + right, -1 being all on that side; right is 0 under a causal mask."""
+"""(left, right): query i sees keys i - left .. i + right, -1 being all on that side; right is 0
+under a causal mask.
+"""
 
 WIDEST = 10**9 - 1
 MOST_LAYERS = 100_000
@@ -21,7 +24,8 @@ LONGEST_PATTERN = 10_000
 
 @lru_cache
 def windows_of(size: str | None, skip: str | None, layers: int) -> tuple[Window | None, ...]:
-    """Return the window of each layer of a causal model, at most ``MOST_LAYERS``; None sees all earlier tokens.
+    """Return the window of each layer of a causal model, at most ``MOST_LAYERS``; None sees all
+    earlier tokens.
 
     Args:
         size: ``window_size``; None, and -1 before a token, are no window.
@@ -40,11 +44,15 @@ def windows_of(size: str | None, skip: str | None, layers: int) -> tuple[Window 
 
 
 def window_of(size: str | None) -> Window | None:
-    """Parse a causal window, such as "1023,0" or "(1023, 0)"; None, and -1 before a token, are none."""
+    """Parse a causal window, such as "1023,0" or "(1023, 0)"; None, and -1 before a token, are
+    none.
+    """
     if size is None:
         return None
     try:
-        left, right = (int(word) for word in size.strip().removeprefix("(").removesuffix(")").split(","))
+        left, right = (
+            int(word) for word in size.strip().removeprefix("(").removesuffix(")").split(",")
+        )
     except ValueError:
         raise UserError(
             f"window_size is {size}; it must be two numbers, the keys that a token sees before and after its own, such "
@@ -65,7 +73,11 @@ def window_of(size: str | None) -> Window | None:
 
 def _layers(skip: str | None, layers: int) -> list[bool]:
     """Parse which layers have the window."""
-    return [True] * min(layers, MOST_LAYERS) if skip is None else layers_of(skip, layers, WINDOW_PATTERN)
+    return (
+        [True] * min(layers, MOST_LAYERS)
+        if skip is None
+        else layers_of(skip, layers, WINDOW_PATTERN)
+    )
 
 
 class Pattern(NamedTuple):
@@ -135,14 +147,18 @@ def layers_of(text: str, layers: int, pattern: Pattern) -> list[bool]:
 
 
 def _value(node: ast.expr, most: int, pattern: Pattern) -> int | list[int]:
-    """Evaluate lists of 1 and 0, numbers, + and *, and nothing else; no list grows longer than ``most``."""
+    """Evaluate lists of 1 and 0, numbers, + and *, and nothing else; no list grows longer than
+    ``most``.
+    """
     match node:
         case ast.Constant(value=int() as number) if type(number) is int:
             return number
         case ast.List(elts=elements):
             found = [_value(element, most, pattern) for element in elements]
             if any(one not in (0, 1) for one in found):
-                raise ValueError(f"a list has a 1 for each layer with {pattern.listed} and a 0 for each without")
+                raise ValueError(
+                    f"a list has a 1 for each layer with {pattern.listed} and a 0 for each without"
+                )
             return [int(one) for one in found if isinstance(one, int)]
         case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
             values = [_value(left, most, pattern), _value(right, most, pattern)]

@@ -1,1 +1,3 @@
-"""Ring Attention's table of trajectories in small: episodes as tokens, a world of doors, models that learn in it."""
+"""Ring Attention's table of trajectories in small: episodes as tokens, a world of doors, models
+that learn in it.
+"""

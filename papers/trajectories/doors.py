@@ -1,8 +1,10 @@
-"""A small world in which attempts teach: rooms in a row, and in each of them one door that leads on.
+"""A small world in which attempts teach: rooms in a row, and in each of them one door that leads
+on.
 
-An attempt begins in the first room and opens one door a step. The right one leads to the next room and gives a reward,
-the room's number from 1; any other leaves the player where it is, without. The right doors are the task: a draw of 8^4,
-so that no weight can know them, and one attempt is too short to find them. K tasks, R rooms, N attempts of T steps.
+An attempt begins in the first room and opens one door a step. The right one leads to the next room
+and gives a reward, the room's number from 1; any other leaves the player where it is, without. The
+right doors are the task: a draw of 8^4, so that no weight can know them, and one attempt is too
+short to find them. K tasks, R rooms, N attempts of T steps.
 """
 
 from dataclasses import dataclass
@@ -19,12 +21,15 @@ DOORS = 8
 SLIPS = (0.1, 0.2, 0.3)
 """Shares of a player's steps that are drawn, whatever it knows; each player has one."""
 NOVICE = 24
-"""Bound of the attempts in which a player draws all steps and only looks; each player has a number of them. Without
-them whoever counts doors would know the right ones from the player's habits, and would need no reward."""
+"""Bound of the attempts in which a player draws all steps and only looks; each player has a number
+of them. Without them whoever counts doors would know the right ones from the player's habits, and
+would need no reward."""
 
 
 def tasks(seed: int, first: int, count: int) -> np.ndarray:
-    """Return the right door of each room, int64 [K, R], of ``count`` tasks from ``first`` on, all different."""
+    """Return the right door of each room, int64 [K, R], of ``count`` tasks from ``first`` on, all
+    different.
+    """
     numbers = np.random.default_rng(seed).permutation(DOORS**ROOMS)[first : first + count]
     return numbers[:, None] // DOORS ** np.arange(ROOMS) % DOORS
 
@@ -46,11 +51,15 @@ class Rooms:
         return reward
 
 
-def histories(right: np.ndarray, attempts: int, seed: int, *, perfect: bool = False) -> list[np.ndarray]:
-    """Return what players of mixed quality see and do who learn from attempt to attempt: int64 [K, N, T] each.
+def histories(
+    right: np.ndarray, attempts: int, seed: int, *, perfect: bool = False
+) -> list[np.ndarray]:
+    """Return what players of mixed quality see and do who learn from attempt to attempt: int64 [K,
+    N, T] each.
 
-    Rooms, doors and rewards. A player opens the door that it knows, or one that it has not seen fail. When it begins
-    to, and how often it slips, differ between players. A perfect one begins at once and never slips.
+    Rooms, doors and rewards. A player opens the door that it knows, or one that it has not seen
+    fail. When it begins to, and how often it slips, differ between players. A perfect one begins at
+    once and never slips.
     """
     rng, every = np.random.default_rng((seed, 1)), np.arange(len(right))
     slips, novice = np.zeros(len(right)), np.zeros(len(right), np.int64)
@@ -65,11 +74,15 @@ def histories(right: np.ndarray, attempts: int, seed: int, *, perfect: bool = Fa
         for _ in range(STEPS):
             room = world.room
             door = (2 * knows[every, room] + rng.random((len(right), DOORS))).argmax(1)
-            door = np.where(rng.random(len(right)) < share, rng.integers(DOORS, size=len(right)), door)
+            door = np.where(
+                rng.random(len(right)) < share, rng.integers(DOORS, size=len(right)), door
+            )
             reward = world.open(door)
             knows[every, room, door] = np.where(reward, 1, -1)
             steps.append((room, door, reward))
-    return [np.stack(part, 1).reshape(len(right), attempts, STEPS) for part in zip(*steps, strict=True)]
+    return [
+        np.stack(part, 1).reshape(len(right), attempts, STEPS) for part in zip(*steps, strict=True)
+    ]
 
 
 def episodes(right: np.ndarray, attempts: int, seed: int) -> list[Episode]:

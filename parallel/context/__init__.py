@@ -1,4 +1,5 @@
-"""Context parallelism: attention to one sequence sharded over ranks, by a layout, a plan and an executor.
+"""Context parallelism: attention to one sequence sharded over ranks, by a layout, a plan and an
+executor.
 
 plan = make_plan("striped", seq_len=4096, size=4)          # no processes needed
 cp = context_parallel("striped", seq_len=4096, group=group)

@@ -19,8 +19,8 @@ from kernels.ops import linear_attention
 from parallel.context import ops
 from parallel.context.executor import Executor, StagedExecutor
 from parallel.context.layout import ContextError, Window
-from parallel.context.linear.attention import DeltaAttention
 from parallel.context.linear.delta import DeltaExecutor
+from parallel.context.linear.delta_attention import DeltaAttention
 from parallel.context.linear.halo import Convolution
 from parallel.context.linear.state import StateExecutor
 from parallel.context.methods import LINEAR_METHODS, METHODS
@@ -34,8 +34,12 @@ class SoftmaxAttention:
     Shapes: q ``[B, T_local, H, D]``, k and v ``[B, T_local, K, D]``, H a multiple of K.
     """
 
-    def __init__(self, executor: Executor, heads: HeadExchange, plan: Tensor, *, gathers: bool) -> None:
-        """Bind an executor to a plan; ``plan`` is a handle in ``PLANS``, ``gathers`` whether it joins whole k and v."""
+    def __init__(
+        self, executor: Executor, heads: HeadExchange, plan: Tensor, *, gathers: bool
+    ) -> None:
+        """Bind an executor to a plan; ``plan`` is a handle in ``PLANS``, ``gathers`` whether it
+        joins whole k and v.
+        """
         self._executor, self._heads, self._plan, self._gathers = executor, heads, plan, gathers
         self._geometry = executor.geometry
 
@@ -53,13 +57,15 @@ class SoftmaxAttention:
         """Return ``[B, T_local, H, D]`` in q's dtype. Rows of padding are undefined.
 
         Args:
-            mask: the plan of these sequences, from ``ContextParallel.handle``; by default the one bound.
+            mask: the plan of these sequences, from ``ContextParallel.handle``; by default the one
+                bound.
             window: keys (left, right) that a query of this layer sees besides its own, -1 for all.
             sinks: a score per head, ``[H]``, in the denominator of the softmax.
             scale: factor of the scores, by default 1 / sqrt(D).
 
         Raises:
-            ContextError: shapes or dtypes do not fit each other or the plan; a window that sees nothing or the future.
+            ContextError: shapes or dtypes do not fit each other or the plan; a window that sees
+                nothing or the future.
         """
         self._check_keys(k, v)
         self._check_queries(q, k, sinks)
@@ -74,7 +80,8 @@ class SoftmaxAttention:
         window: Window | None = None,
         sinks: Tensor | None = None,
     ) -> Callable[[Tensor], Tensor]:
-        """Start gathering k and v, if the method does; return q -> attention, to be called before any other.
+        """Start gathering k and v, if the method does; return q -> attention, to be called before
+        any other.
 
         Raises:
             ContextError: as the attention; or k and v were prefetched and never taken.
@@ -94,7 +101,9 @@ class SoftmaxAttention:
         scale: float | None = None,
         early: bool = False,
     ) -> Callable[[Tensor], Tensor]:
-        """Return q -> attention to these keys and values, whose gathering starts now if it is ``early``."""
+        """Return q -> attention to these keys and values, whose gathering starts now if it is
+        ``early``.
+        """
         keys, values, executor = (
             ops.tokens_to_heads(self._heads, k),
             ops.tokens_to_heads(self._heads, v),
@@ -107,7 +116,9 @@ class SoftmaxAttention:
             own = None if sinks is None else self._heads.own(sinks)
             factor = q.shape[-1] ** -0.5 if scale is None else scale
             queries = ops.tokens_to_heads(self._heads, q)
-            out = ops.context_attention(executor, queries, keys, values, own, factor, plan, window, prefetch)
+            out = ops.context_attention(
+                executor, queries, keys, values, own, factor, plan, window, prefetch
+            )
             return ops.heads_to_tokens(self._heads, out)
 
         return attention
@@ -121,7 +132,12 @@ class SoftmaxAttention:
             )
 
     def _check_queries(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> None:
-        if q.shape[:2] != k.shape[:2] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3] or q.dtype != k.dtype:
+        if (
+            q.shape[:2] != k.shape[:2]
+            or q.shape[2] % k.shape[2]
+            or q.shape[3] != k.shape[3]
+            or q.dtype != k.dtype
+        ):
             raise ContextError(
                 f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not fit: lengths, head "
                 "widths and dtypes must be equal, and query heads a multiple of the key heads"
@@ -129,7 +145,9 @@ class SoftmaxAttention:
         self._geometry.check_heads(q.shape[2], k.shape[2])
         if sinks is not None and sinks.shape != q.shape[2:3]:
             given = tuple(sinks.shape)
-            raise ContextError(f"attend: sinks {given} do not fit {q.shape[2]} query heads; pass one per head")
+            raise ContextError(
+                f"attend: sinks {given} do not fit {q.shape[2]} query heads; pass one per head"
+            )
 
 
 class ContextParallel:
@@ -161,9 +179,11 @@ class ContextParallel:
     def under(
         self, *, documents: tuple[int, ...] | None = None, window: tuple[int, int] | None = None
     ) -> "ContextParallel":
-        """Return a copy under another mask, with the same ranks, groups and operators. Not collective.
+        """Return a copy under another mask, with the same ranks, groups and operators. Not
+        collective.
 
-        Use both in any order, as long as all ranks use the same one; a backward uses its forward's mask.
+        Use both in any order, as long as all ranks use the same one; a backward uses its forward's
+        mask.
 
         Args:
             documents, window: as for ``make_plan``.
@@ -176,14 +196,21 @@ class ContextParallel:
         return other
 
     def over(self, seq_len: int, *, documents: tuple[int, ...] | None = None) -> "ContextParallel":
-        """Return one of the same method, ranks and groups for sequences of another length. Not collective.
+        """Return one of the same method, ranks and groups for sequences of another length. Not
+        collective.
 
         Raises:
             ContextError: as ``make_plan``.
         """
         geometry, mask = self.plan.geometry, self.plan.mask
         of: dict[str, Any] = {"causal": mask.causal, "window": mask.window, "documents": documents}
-        plan = make_plan(geometry.method.name, seq_len=seq_len, size=geometry.size, **of, **asdict(geometry.options))
+        plan = make_plan(
+            geometry.method.name,
+            seq_len=seq_len,
+            size=geometry.size,
+            **of,
+            **asdict(geometry.options),
+        )
         return ContextParallel(plan, self.group, self._backend, links=self.transport)
 
     def plan_ahead(self, windows: Iterable[Window | None] = (None,)) -> None:
@@ -202,13 +229,20 @@ class ContextParallel:
     def _bind_plan(self, plan: Plan) -> None:
         self.plan = plan
         self.positions = plan.positions(self._rank)
-        """Ascending global positions of this rank: int64 ``[T_local]``; ``plan.seq_len`` and above are padding."""
+        """Ascending global positions of this rank: int64 ``[T_local]``; ``plan.seq_len`` and above
+        are padding.
+        """
         self._padding = int((self.positions >= plan.seq_len).sum())
         self.handle = PlanHandle(PLANS.tensor(plan))
-        """The plan, for a model to hand on to ``attend`` or ``attend_linear`` of any mask of these ranks."""
+        """The plan, for a model to hand on to ``attend`` or ``attend_linear`` of any mask of these
+        ranks.
+        """
         gathers = self._executor.gathers_keys and not plan.sparse
-        self.attend = SoftmaxAttention(self._executor, self._outside, self.handle.tensor, gathers=gathers)
-        """Softmax attention: this rank's q, k, v -> out; it can start on k and v before q is ready."""
+        self.attend = SoftmaxAttention(
+            self._executor, self._outside, self.handle.tensor, gathers=gathers
+        )
+        """Softmax attention: this rank's q, k, v -> out; it can start on k and v before q is ready.
+        """
         self.delta = DeltaAttention(self._delta_executor, self._convolution, plan, self.handle)
         self.attend_delta = self.delta.attend
         """The gated delta rule: this rank's q, k, v, g, beta -> out, see ``DeltaAttention``."""
@@ -216,7 +250,8 @@ class ContextParallel:
         """The short causal convolution before it: this rank's x, and weight -> out."""
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
-        """Return this rank's shard of ``x`` along ``dim``; pad a length of ``seq_len`` with ``pad_value``.
+        """Return this rank's shard of ``x`` along ``dim``; pad a length of ``seq_len`` with
+        ``pad_value``.
 
         Raises:
             ContextError: ``x`` has neither the length ``seq_len`` nor ``padded_len`` along ``dim``.
@@ -232,22 +267,36 @@ class ContextParallel:
         return x.index_select(dim, self.positions.to(x.device))
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """Gather the full tensor, ``seq_len`` long along ``dim``, from all shards. Collective; no gradient."""
+        """Gather the full tensor, ``seq_len`` long along ``dim``, from all shards. Collective; no
+        gradient.
+        """
         if self.plan.size == 1:
             return x.narrow(dim, 0, self.plan.seq_len)
         parts = [torch.empty_like(x) for _ in range(self.plan.size)]
         dist.all_gather(parts, x.detach().contiguous(), group=self.group)
-        positions = torch.cat([self.plan.positions(rank) for rank in range(self.plan.size)]).to(x.device)
+        positions = torch.cat([self.plan.positions(rank) for rank in range(self.plan.size)]).to(
+            x.device
+        )
         whole = torch.cat(parts, dim)
-        return torch.empty_like(whole).index_copy_(dim, positions, whole).narrow(dim, 0, self.plan.seq_len)
+        return (
+            torch.empty_like(whole)
+            .index_copy_(dim, positions, whole)
+            .narrow(dim, 0, self.plan.seq_len)
+        )
 
     def attend_linear(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: PlanHandle | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Sequence[float],
+        mask: PlanHandle | None = None,
     ) -> Tensor:
-        """Compute causal, unscaled linear attention over the whole sequence; differentiable, collective.
+        """Compute causal, unscaled linear attention over the whole sequence; differentiable,
+        collective.
 
-        A method that splits heads gives this rank the whole sequence and the decays of some heads; others pass
-        states on.
+        A method that splits heads gives this rank the whole sequence and the decays of some heads;
+        others pass states on.
 
         Args:
             q, k: ``[B, T_local, H, D]``.
@@ -256,11 +305,12 @@ class ContextParallel:
             mask: the plan of these sequences, another ``handle``; by default this object's own.
 
         Returns:
-            ``[B, T_local, H, E]`` in v's dtype, 1 in padding: a model may divide by a channel of it.
+            ``[B, T_local, H, E]`` in v's dtype, 1 in padding: a model may divide by a channel of
+            it.
 
         Raises:
-            ContextError: a method for softmax attention only; shapes, heads or dtypes that do not fit; a decay outside
-                (0, 1].
+            ContextError: a method for softmax attention only; shapes, heads or dtypes that do not
+                fit; a decay outside (0, 1].
         """
         geometry, handle = self.plan.geometry, mask or self.handle
         geometry.method.check_kind("attend_linear", "linear attention", LINEAR_METHODS)
@@ -274,9 +324,13 @@ class ContextParallel:
             check(q, k, v, log_decay)
         except ValueError as error:
             raise ContextError(f"attend_linear: {error}") from error
-        q, k, v = map(self._without_padding, (q, k, v))  # NaN there would reach tokens by products with 0
+        q, k, v = map(
+            self._without_padding, (q, k, v)
+        )  # NaN there would reach tokens by products with 0
         if geometry.method.states:
-            return self._without_padding(ops.state_attention(self._state_executor, q, k, v, log_decay, handle.tensor))
+            return self._without_padding(
+                ops.state_attention(self._state_executor, q, k, v, log_decay, handle.tensor)
+            )
         geometry.check_heads(q.shape[2], q.shape[2])
         ranks, bounds = geometry.head_group(self._rank), PLANS[handle.tensor].boundaries
         own = len(log_decay) // len(ranks)
@@ -287,7 +341,9 @@ class ContextParallel:
         return self._without_padding(ops.heads_to_tokens(self._heads, out))
 
     def _without_padding(self, x: Tensor) -> Tensor:
-        """Return x [B, T_local, H, D] with ones for padding, which is last and has no gradient then."""
+        """Return x [B, T_local, H, D] with ones for padding, which is last and has no gradient
+        then.
+        """
         if not self._padding:
             return x
         return F.pad(x[:, : x.shape[1] - self._padding], (0, 0, 0, 0, 0, self._padding), value=1.0)
@@ -309,8 +365,10 @@ def context_parallel(
         group: the ranks that share a sequence; None is this process alone.
         backend: attention kernel, see ``kernels.attention`` or ``kernels.linear_attention``.
         timeout: for the subgroups of teams and Ulysses within ``group``; by default torch's.
-        links: those of the same method and ranks for another length, to take in the place of new subgroups.
-        others: as for ``make_plan``: ``causal``, ``documents``, ``window`` and the fields of ``PlanOptions``.
+        links: those of the same method and ranks for another length, to take in the place of new
+            subgroups.
+        others: as for ``make_plan``: ``causal``, ``documents``, ``window`` and the fields of
+            ``PlanOptions``.
 
     Raises:
         ContextError: as in ``make_plan``.

@@ -1,7 +1,8 @@
-"""Circulate KV or queries among ranks, round by round, and return their gradients: whole tensors, or the rows needed.
+"""Circulate KV or queries among ranks, round by round, and return their gradients: whole tensors,
+or the rows needed.
 
-Every transfer is posted before the compute that hides it. What is added, is added in a fixed order, so that results do
-not depend on what arrives first.
+Every transfer is posted before the compute that hides it. What is added, is added in a fixed order,
+so that results do not depend on what arrives first.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +24,11 @@ class Whole:
     """Whole tensors circulate, as the method's paper says; a gradient follows one round behind."""
 
     def __init__(
-        self, transport: Transport, rounds: tuple[Round, ...], holders: tuple[int, ...], arrival: Arrival
+        self,
+        transport: Transport,
+        rounds: tuple[Round, ...],
+        holders: tuple[int, ...],
+        arrival: Arrival,
     ) -> None:
         """``arrival`` brings what the first round holds: the tensors of ``holders``, joined."""
         self._transport, self._rounds, self._holders = transport, rounds, holders
@@ -56,7 +61,9 @@ class Whole:
 
 
 class Needed:
-    """Only rows that a query sees travel (parallel/context/sparse/flow.py); methods as in ``Whole``."""
+    """Only rows that a query sees travel (parallel/context/sparse/flow.py); methods as in
+    ``Whole``.
+    """
 
     def __init__(self, transport: Transport, rounds: tuple[RankRound, ...], own: Tensors) -> None:
         self._transport, self._rounds, self._own = transport, rounds, own
@@ -69,10 +76,17 @@ class Needed:
         self._transport.connect_all(self._own[0].device)
         self._post(self._rounds[0].joined, self._own, 0, self._arriving)
         for i, step in enumerate(self._rounds):
-            held = self._own if step.in_place else self._filled(step.length, self._arriving.pop(i, []))
+            held = (
+                self._own if step.in_place else self._filled(step.length, self._arriving.pop(i, []))
+            )
             self._finish(i)
             self._post(step.moves, held, i + 1, self._arriving)
-            if step.tiles or step.gradients.sends or step.gradients.receives or i in self._returning:
+            if (
+                step.tiles
+                or step.gradients.sends
+                or step.gradients.receives
+                or i in self._returning
+            ):
                 yield i, step.tiles, held
         self._finish(len(self._rounds))
 
@@ -95,11 +109,19 @@ class Needed:
         return self._sums
 
     def _post(
-        self, parcels: Parcels, tensors: Tensors, following: int, waiting: dict[int, list[tuple[Rows, Arrival]]]
+        self,
+        parcels: Parcels,
+        tensors: Tensors,
+        following: int,
+        waiting: dict[int, list[tuple[Rows, Arrival]]],
     ) -> None:
         """Start sends of ``tensors`` and receives like them; ``following`` is the next round."""
         for due in sorted({parcel.due for side in parcels for parcel in side}):
-            sends = [(parcel.peer, _taken(tensors, parcel.rows)) for parcel in parcels.sends if parcel.due == due]
+            sends = [
+                (parcel.peer, _taken(tensors, parcel.rows))
+                for parcel in parcels.sends
+                if parcel.due == due
+            ]
             receives = [parcel for parcel in parcels.receives if parcel.due == due]
             wanted = [(parcel.peer, _empty(tensors, count(parcel.rows))) for parcel in receives]
             arrivals, sent = self._transport.isend_irecv(sends, wanted, due > following)
@@ -120,9 +142,11 @@ class Needed:
         return buffer
 
     def _finish(self, index: int) -> None:
-        """Let go of what is sent: keys that were due by round ``index``, gradients of two rounds before it.
+        """Let go of what is sent: keys that were due by round ``index``, gradients of two rounds
+        before it.
 
-        The rank that is in the earliest round waits for nothing that is not posted, so ranks cannot wait in a circle.
+        The rank that is in the earliest round waits for nothing that is not posted, so ranks cannot
+        wait in a circle.
         """
         for until, sent in self._sent:
             if until <= index:

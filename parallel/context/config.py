@@ -17,46 +17,65 @@ class ContextConfig:
     """Attention of one sequence that context-parallel processes share."""
 
     context_parallel_method: MethodName = "striped"
-    """Layout and communication of the attention; none is plain SDPA in one process, to compare with. exchange sends
-    each rank just the keys that its queries see: for packed documents, windows and several nodes. For linear
-    attention: lasp, or lasp2, which pass states on, or ulysses. auto takes what the cost model finds fastest on the
-    cluster, once, as the run starts (docs/concepts/planner.md)."""
+    """Layout and communication of the attention; none is plain SDPA in one process, to compare
+    with. exchange sends each rank just the keys that its queries see: for packed documents, windows
+    and several nodes. For linear attention: lasp, or lasp2, which pass states on, or ulysses. auto
+    takes what the cost model finds fastest on the cluster, once, as the run starts
+    (docs/concepts/planner.md)."""
     context_parallel_layout: Literal["auto", "contiguous", "striped", "zigzag", "balanced"] = "auto"
-    """Who owns which tokens, for the methods that take any; auto is zigzag where a causal mask must be balanced.
-    balanced, exchange's own, follows the documents of each micro-batch: equal tokens and work on every rank. Under
-    full attention striped and zigzag bring nothing, as layouts and as methods, and run only where this names them."""
+    """Who owns which tokens, for the methods that take any; auto is zigzag where a causal mask must
+    be balanced. balanced, exchange's own, follows the documents of each micro-batch: equal tokens
+    and work on every rank. Under full attention striped and zigzag bring nothing, as layouts and as
+    methods, and run only where this names them."""
     context_parallel_team_size: int = 1
-    """Ranks of a team of wallfacer (C), whose square must divide the context-parallel size; 1 is a plain ring."""
+    """Ranks of a team of wallfacer (C), whose square must divide the context-parallel size; 1 is a
+    plain ring.
+    """
     context_parallel_placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
     """Who are neighbours, and so share a node, in wallfacer: a team's members, or a ring's."""
     context_parallel_ranks_per_node: int | None = None
-    """Context-parallel ranks in a node, the inner ring of double_ring; by default as launched, all where unknown."""
+    """Context-parallel ranks in a node, the inner ring of double_ring; by default as launched, all
+    where unknown.
+    """
     ulysses_degree: int = 1
-    """Neighbouring ranks that split the heads among them; the method runs over such groups. For ulysses it is all."""
+    """Neighbouring ranks that split the heads among them; the method runs over such groups. For
+    ulysses it is all.
+    """
     ulysses_head_chunks: int = 1
-    """Stages in which heads are exchanged and attended with (UPipe), to divide the memory of the exchanged q, k, v and
-    out by this; it must divide the query heads of a rank. Softmax attention alone."""
+    """Stages in which heads are exchanged and attended with (UPipe), to divide the memory of the
+    exchanged q, k, v and out by this; it must divide the query heads of a rank. Softmax attention
+    alone."""
     delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
-    """Rounds by which the states of a delta rule pass between ranks: one rank after the other, or in a tree; auto takes
-    the one predicted fastest."""
+    """Rounds by which the states of a delta rule pass between ranks: one rank after the other, or
+    in a tree; auto takes the one predicted fastest."""
     cluster: str | None = None
-    """TOML file of the cluster that auto chooses for, as in configs/clusters; by default by the kind of device."""
+    """TOML file of the cluster that auto chooses for, as in configs/clusters; by default by the
+    kind of device.
+    """
     attention_backend: BackendName = "auto"
-    """Kernel of one attention block; on Hopper and Blackwell auto takes cudnn, for documents and where cuDNN is older
-    than 9.15.1 FlashAttention 3 or 4 if installed, else aten, which is FlashAttention 2. triton is our kernel
-    for a GPU, which takes all tiles at once. Of linear attention: chunked or triton; auto takes triton on a GPU in
-    bfloat16, else chunked."""
+    """Kernel of one attention block; on Hopper and Blackwell auto takes cudnn, for documents and
+    where cuDNN is older than 9.15.1 FlashAttention 3 or 4 if installed, else aten, which is
+    FlashAttention 2. triton is our kernel for a GPU, which takes all tiles at once. Of linear
+    attention: chunked or triton; auto takes triton on a GPU in bfloat16, else chunked."""
 
     @property
     def title(self) -> str:
         """Return the method, team size and Ulysses degree in a few words."""
-        teams = f", teams of {self.context_parallel_team_size}" if self.context_parallel_team_size > 1 else ""
+        teams = (
+            f", teams of {self.context_parallel_team_size}"
+            if self.context_parallel_team_size > 1
+            else ""
+        )
         heads = f", ulysses degree {self.ulysses_degree}" if self.ulysses_degree > 1 else ""
-        stages = f", {self.ulysses_head_chunks} stages of heads" if self.ulysses_head_chunks > 1 else ""
+        stages = (
+            f", {self.ulysses_head_chunks} stages of heads" if self.ulysses_head_chunks > 1 else ""
+        )
         return f"{self.context_parallel_method}{teams}{heads}{stages}"
 
     def plan_arguments(self, ranks_per_node: int | None) -> dict[str, Any]:
-        """Return arguments for ``make_plan`` and ``context_parallel``; ``ranks_per_node`` is the launcher's."""
+        """Return arguments for ``make_plan`` and ``context_parallel``; ``ranks_per_node`` is the
+        launcher's.
+        """
         own = self.context_parallel_ranks_per_node
         return {
             "team_size": self.context_parallel_team_size,
@@ -69,11 +88,19 @@ class ContextConfig:
         }
 
     def check(
-        self, *, seq_len: int, size: int, heads: int, kv_heads: int, ranks_per_node: int | None, causal: bool = True
+        self,
+        *,
+        seq_len: int,
+        size: int,
+        heads: int,
+        kv_heads: int,
+        ranks_per_node: int | None,
+        causal: bool = True,
     ) -> None:
         """Check that ``size`` ranks with these heads each can run this. Needs no processes.
 
-        Under full attention (not ``causal``) a method with a layout for causal masks must be forced.
+        Under full attention (not ``causal``) a method with a layout for causal masks must be
+        forced.
 
         Raises:
             ContextError: they cannot, with the reason and the fix.
@@ -96,7 +123,11 @@ class ContextConfig:
             )
         if method not in ("none", "auto"):
             own = method_of(method).layout(causal=False)
-            if not causal and own not in ("contiguous", BALANCED) and self.context_parallel_layout == "auto":
+            if (
+                not causal
+                and own not in ("contiguous", BALANCED)
+                and self.context_parallel_layout == "auto"
+            ):
                 raise ContextError(
                     f"context_parallel_method is {method}, whose layout balances a causal mask, and this attention is "
                     f"full: every rank has the same work in any layout, and {own} brings nothing; use ring, wallfacer, "
@@ -109,29 +140,35 @@ class ContextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FullContextConfig(ContextConfig):
-    """Full attention of one sequence that context-parallel processes share: every token attends to all."""
+    """Full attention of one sequence that context-parallel processes share: every token attends to
+    all.
+    """
 
     context_parallel_method: SoftmaxMethodName = "ring"
-    """Communication of the attention; none is plain SDPA in one process, to compare with. striped and zigzag, which
-    balance a causal mask, bring nothing here. auto takes what the cost model finds fastest on the cluster, once, as the
-    run starts (docs/concepts/planner.md)."""
+    """Communication of the attention; none is plain SDPA in one process, to compare with. striped
+    and zigzag, which balance a causal mask, bring nothing here. auto takes what the cost model
+    finds fastest on the cluster, once, as the run starts (docs/concepts/planner.md)."""
     attention_backend: SoftmaxBackendName = "auto"
-    """Kernel of one attention block; on Hopper and Blackwell auto takes cudnn, for documents and where cuDNN is older
-    than 9.15.1 FlashAttention 3 or 4 if installed, else aten, which is FlashAttention 2. triton is our kernel
-    for a GPU, which takes all tiles at once."""
+    """Kernel of one attention block; on Hopper and Blackwell auto takes cudnn, for documents and
+    where cuDNN is older than 9.15.1 FlashAttention 3 or 4 if installed, else aten, which is
+    FlashAttention 2. triton is our kernel for a GPU, which takes all tiles at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig:
-    """Softmax attention that context-parallel processes share in a model that has linear attention too."""
+    """Softmax attention that context-parallel processes share in a model that has linear attention
+    too.
+    """
 
     hybrid_softmax_method: Literal["ring", "allgather", "ulysses"] = "ring"
-    """Communication of the layers of softmax attention; context_parallel_method is that of the linear ones."""
+    """Communication of the layers of softmax attention; context_parallel_method is that of the
+    linear ones.
+    """
     hybrid_softmax_layout: Literal["auto", "contiguous", "zigzag"] = "auto"
-    """Who owns which tokens in them. Where linear attention has contiguous ones, a causal mask gives the last rank most
-    work; zigzag balances it, and an all-to-all before and after the attention goes from one layout to the other. auto
-    takes what the cost model finds faster on the cluster. With context_parallel_layout zigzag all layers have it, and
-    no token moves."""
+    """Who owns which tokens in them. Where linear attention has contiguous ones, a causal mask
+    gives the last rank most work; zigzag balances it, and an all-to-all before and after the
+    attention goes from one layout to the other. auto takes what the cost model finds faster on the
+    cluster. With context_parallel_layout zigzag all layers have it, and no token moves."""
 
     def context(self, layout: HybridLayout) -> ContextConfig:
         """Return the configuration of the softmax layers in this layout."""
@@ -140,15 +177,23 @@ class HybridConfig:
         return ContextConfig(context_parallel_method=method, context_parallel_layout=layout)
 
     def layouts(self, linear: str) -> tuple[HybridLayout, ...]:
-        """Return the layouts to choose from; ``linear`` is the context_parallel_layout of the other layers."""
+        """Return the layouts to choose from; ``linear`` is the context_parallel_layout of the other
+        layers.
+        """
         if linear == "zigzag":
             return ("zigzag",)
         if self.hybrid_softmax_method == "ulysses":
             return ("contiguous",)
-        return HYBRID_LAYOUTS if self.hybrid_softmax_layout == "auto" else (self.hybrid_softmax_layout,)
+        return (
+            HYBRID_LAYOUTS
+            if self.hybrid_softmax_layout == "auto"
+            else (self.hybrid_softmax_layout,)
+        )
 
     def check(self, linear: str, *, seq_len: int, size: int, heads: int, kv_heads: int) -> None:
-        """Raise ContextError unless ``size`` ranks with these heads each can run this beside a ``linear`` layout."""
+        """Raise ContextError unless ``size`` ranks with these heads each can run this beside a
+        ``linear`` layout.
+        """
         if linear == "zigzag" and (
             self.hybrid_softmax_layout == "contiguous" or self.hybrid_softmax_method == "ulysses"
         ):
@@ -164,4 +209,6 @@ class HybridConfig:
                 "ring or allgather"
             )
         for layout in self.layouts(linear):
-            self.context(layout).check(seq_len=seq_len, size=size, heads=heads, kv_heads=kv_heads, ranks_per_node=None)
+            self.context(layout).check(
+                seq_len=seq_len, size=size, heads=heads, kv_heads=kv_heads, ranks_per_node=None
+            )

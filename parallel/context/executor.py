@@ -1,11 +1,11 @@
 """Executor: run a plan's rounds over a process group, forward and backward.
 
-Partial outputs, lse and all gradients accumulate in float32 (float64 for float64 inputs, and lse on the CPU) and are
-cast once at the end, so the error against a float64 reference does not grow with the number of ranks. Every transfer is
-posted before the compute that hides it.
+Partial outputs, lse and all gradients accumulate in float32 (float64 for float64 inputs, and lse on
+the CPU) and are cast once at the end, so the error against a float64 reference does not grow with
+the number of ranks. Every transfer is posted before the compute that hides it.
 
-Shapes: B batch, T local positions, H query heads, K key/value heads, D head width. q ``[B, T, H, D]``, k and v
-``[B, T, K, D]``. With Ulysses, T, H and K are those after the exchange of heads.
+Shapes: B batch, T local positions, H query heads, K key/value heads, D head width. q ``[B, T, H,
+D]``, k and v ``[B, T, K, D]``. With Ulysses, T, H and K are those after the exchange of heads.
 """
 
 from collections.abc import Iterator
@@ -45,8 +45,13 @@ class Executor:
     def __post_init__(self) -> None:
         self.handle = EXECUTORS.add(self)
         self.geometry, self.rank = self.transport.geometry, self.transport.rank
-        self._holders, self._team = self.geometry.holders(self.rank), self.geometry.teammates(self.rank)
-        self._alone = self.geometry.size == self.geometry.ulysses_degree  # no other rank attends to the same heads
+        self._holders, self._team = (
+            self.geometry.holders(self.rank),
+            self.geometry.teammates(self.rank),
+        )
+        self._alone = (
+            self.geometry.size == self.geometry.ulysses_degree
+        )  # no other rank attends to the same heads
         self._prefetched: tuple[int, Arrival] | None = None
 
     @property
@@ -61,9 +66,17 @@ class Executor:
         return self._prefetched[0]
 
     def forward(
-        self, plan: Plan, q: Tensor, keys: Keys, sinks: Tensor | None, scale: float, prefetch: int | None = None
+        self,
+        plan: Plan,
+        q: Tensor,
+        keys: Keys,
+        sinks: Tensor | None,
+        scale: float,
+        prefetch: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider; ``sinks`` ``[H]``."""
+        """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider;
+        ``sinks`` ``[H]``.
+        """
         wide = torch.promote_types(q.dtype, torch.float32)
         backend = self._backend(plan, q)
         rows = (q.shape[0], q.shape[1] * len(self._team), q.shape[2])  # of the whole team
@@ -74,10 +87,13 @@ class Executor:
         for _, tiles, (k, v) in circulation.visits():
             (queries,) = stays = stays or staying()
             if not results and (tile := only_block(tiles, rows[1], None, backend)):
-                results = block_forward(queries, k[:, tile.k], v[:, tile.k], tile.kind, scale, backend)
+                results = block_forward(
+                    queries, k[:, tile.k], v[:, tile.k], tile.kind, scale, backend
+                )
             else:
-                # Rounding lse scales the weights of its whole row, which the gradients of norms of q and k do not
-                # average out, and each merge would round it once more. GPUs' kernels have float32.
+                # Rounding lse scales the weights of its whole row, which the gradients of norms of
+                # q and k do not average out, and each merge would round it once more. GPUs' kernels
+                # have float32.
                 out, lse = results or empty_results(rows, q, wide)
                 exact = torch.float64 if lse.device.type == "cpu" else wide
                 results = out, lse = *_dense((out,), wide), *_dense((lse,), exact)
@@ -89,16 +105,19 @@ class Executor:
         out, lse = _dense(results, None if final else wide) or empty_results(rows, q, wide)
         lse = lse.to(wide)
         if len(self._team) > 1:
-            out, lse = merged(*(self.transport.scatter(partial, self._team) for partial in (out, lse)))
+            out, lse = merged(
+                *(self.transport.scatter(partial, self._team) for partial in (out, lse))
+            )
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         return out.to(q.dtype), lse
 
     def backward(self, plan: Plan, rows: Rows, keys: Keys, scale: float) -> Tensors:
-        """Return dq, dk and dv in float32 or wider; what one block alone gives, as its kernel returns it.
+        """Return dq, dk and dv in float32 or wider; what one block alone gives, as its kernel
+        returns it.
 
-        KV or queries circulate; their gradient follows one round behind, or as the plan says. The other stays, with
-        its gradient.
+        KV or queries circulate; their gradient follows one round behind, or as the plan says. The
+        other stays, with its gradient.
         """
         backend, wide = self._backend(plan, rows.q), rows.lse.dtype
         batch, tokens, heads, width = rows.q.shape
@@ -131,7 +150,9 @@ class Executor:
         scale: float,
         backend: AttentionKernel,
     ) -> tuple[Tensors, Tensors]:
-        """Add a round's gradient of what stays to ``kept``; return it, and the round's gradient of what is held."""
+        """Add a round's gradient of what stays to ``kept``; return it, and the round's gradient of
+        what is held.
+        """
         queries, columns = (stays, held) if moves == "kv" else (held, stays)
         rows, keys = Rows(*queries), Keys(*columns)
         if block := only_block(tiles, rows.q.shape[1], keys.k.shape[1], backend):
@@ -152,8 +173,8 @@ class Executor:
     def _take(self, prefetch: int | None) -> Arrival | None:
         """Return the gather of the handle ``prefetch``, or None without a handle.
 
-        At most one is pending, since only a layer's q projection runs in between. One that is never taken wastes
-        memory and traffic, so it is an error.
+        At most one is pending, since only a layer's q projection runs in between. One that is never
+        taken wastes memory and traffic, so it is an error.
         """
         found, self._prefetched = self._prefetched, None
         if prefetch != (found and found[0]):
@@ -163,7 +184,9 @@ class Executor:
             )
         return found and found[1]
 
-    def _circulation(self, plan: Plan, moving: Tensors, moves: Moves, prefetched: Arrival | None) -> Whole | Needed:
+    def _circulation(
+        self, plan: Plan, moving: Tensors, moves: Moves, prefetched: Arrival | None
+    ) -> Whole | Needed:
         if plan.sparse:
             return Needed(self.transport, plan.schedule(self.rank, moves), moving)
         arrival = prefetched or self.transport.gather(moving, self._holders)
@@ -172,11 +195,13 @@ class Executor:
 
 @dataclass(eq=False)
 class StagedExecutor(Executor):
-    """Softmax attention that exchanges heads itself, some at a time (UPipe, arXiv 2602.21196), there and back.
+    """Softmax attention that exchanges heads itself, some at a time (UPipe, arXiv 2602.21196),
+    there and back.
 
-    Of U ranks each attends with H / (U * stages) query heads in a stage, so that exchanged tensors and the sums of the
-    attention take 1 / stages of the memory. Nothing exchanged is kept: the backward exchanges q, k, v, out and lse
-    again. Stages follow each other such that each KV head is exchanged once, for all queries that share it.
+    Of U ranks each attends with H / (U * stages) query heads in a stage, so that exchanged tensors
+    and the sums of the attention take 1 / stages of the memory. Nothing exchanged is kept: the
+    backward exchanges q, k, v, out and lse again. Stages follow each other such that each KV head
+    is exchanged once, for all queries that share it.
     """
 
     heads: HeadExchange
@@ -184,13 +209,23 @@ class StagedExecutor(Executor):
 
     @property
     def gathers_keys(self) -> bool:
-        """Return whether attention starts with an all-gather of k and v: only once a stage's are exchanged."""
+        """Return whether attention starts with an all-gather of k and v: only once a stage's are
+        exchanged.
+        """
         return False
 
     def forward(
-        self, plan: Plan, q: Tensor, keys: Keys, sinks: Tensor | None, scale: float, prefetch: int | None = None
+        self,
+        plan: Plan,
+        q: Tensor,
+        keys: Keys,
+        sinks: Tensor | None,
+        scale: float,
+        prefetch: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider; ``sinks`` ``[H]``."""
+        """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider;
+        ``sinks`` ``[H]``.
+        """
         heads, out = self.heads, q.new_empty(q.shape)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for keys_of, stages in self._stages(q, keys.k):
@@ -211,11 +246,17 @@ class StagedExecutor(Executor):
             own_keys = Keys(*(heads.to_heads(keys_of(x)) for x in keys))
             sums: list[Tensor] = []
             for of in stages:
-                q_, dout_, out_, lse_ = (heads.to_heads(of(x)) for x in (q, dout, out, lse[..., None]))
-                own, *parts = super().backward(plan, Rows(q_, dout_, out_, lse_[..., 0]), own_keys, scale)
+                q_, dout_, out_, lse_ = (
+                    heads.to_heads(of(x)) for x in (q, dout, out, lse[..., None])
+                )
+                own, *parts = super().backward(
+                    plan, Rows(q_, dout_, out_, lse_[..., 0]), own_keys, scale
+                )
                 del q_, dout_, out_, lse_  # before the exchange and the next stage allocate
                 sums = (
-                    [a.add_(b) for a, b in zip(sums, parts, strict=True)] if sums else [x.to(lse.dtype) for x in parts]
+                    [a.add_(b) for a, b in zip(sums, parts, strict=True)]
+                    if sums
+                    else [x.to(lse.dtype) for x in parts]
                 )
                 del parts
                 of.put(dq, heads.to_tokens(own.to(q.dtype)))
@@ -225,9 +266,13 @@ class StagedExecutor(Executor):
         return dq, dk, dv
 
     def _stages(self, q: Tensor, k: Tensor) -> Iterator[tuple["_Heads", list["_Heads"]]]:
-        """Yield KV heads that are exchanged together, and the query heads of each stage that attends to them."""
+        """Yield KV heads that are exchanged together, and the query heads of each stage that
+        attends to them.
+        """
         ranks, heads, kv_heads = len(self.heads.ranks), q.shape[2], k.shape[2]
-        own = max(1, kv_heads // ranks)  # KV heads of a rank; with fewer than ranks, several share one
+        own = max(
+            1, kv_heads // ranks
+        )  # KV heads of a rank; with fewer than ranks, several share one
         turns = gcd(self.stages, own)
         shared = self.stages // turns
         split = (ranks, turns, own // turns, shared, heads // (ranks * own * shared))
@@ -238,7 +283,9 @@ class StagedExecutor(Executor):
 
 @dataclass(frozen=True)
 class _Heads:
-    """Some of the heads of all ranks: those at ``turn`` and ``index`` of heads split by rank, turn, KV head, index."""
+    """Some of the heads of all ranks: those at ``turn`` and ``index`` of heads split by rank, turn,
+    KV head, index.
+    """
 
     split: tuple[int, ...]
     turn: int
@@ -262,8 +309,12 @@ class _Heads:
 
 
 def _dense(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
-    """Return the tensors in this dtype, None: their own, and in order of dimensions, which kernels need not keep."""
-    return tuple(x.to(dtype or x.dtype, memory_format=torch.contiguous_format).contiguous() for x in tensors)
+    """Return the tensors in this dtype, None: their own, and in order of dimensions, which kernels
+    need not keep.
+    """
+    return tuple(
+        x.to(dtype or x.dtype, memory_format=torch.contiguous_format).contiguous() for x in tensors
+    )
 
 
 def _zeros(tensors: Tensors, dtype: torch.dtype) -> Tensors:

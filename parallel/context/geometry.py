@@ -1,7 +1,8 @@
-"""Geometry: the layout, rounds and groups of a method, the same under any mask. Built on the CPU without processes.
+"""Geometry: the layout, rounds and groups of a method, the same under any mask. Built on the CPU
+without processes.
 
-It says who owns which tokens, and for each round which KV a rank holds, where it sends and where it receives from.
-Process groups, transport and operators depend on it alone.
+It says who owns which tokens, and for each round which KV a rank holds, where it sends and where it
+receives from. Process groups, transport and operators depend on it alone.
 """
 
 from dataclasses import dataclass, replace
@@ -12,13 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.context.layout import BALANCED, PLACEMENTS, ContextError, Layout, padded_length, places
+from parallel.context.layout import (
+    BALANCED,
+    PLACEMENTS,
+    ContextError,
+    Layout,
+    padded_length,
+    places,
+)
 from parallel.context.methods.base import Method, Ranks, Round, Send, Shape
 from runtime.errors import divisors
 from runtime.tensors import kept_in_object
 
 Moves = Literal["kv", "queries"]
-"""Operands that a backward circulates: KV with its gradient, or queries (q, dout, out, lse) with theirs."""
+"""Operands that a backward circulates: KV with its gradient, or queries (q, dout, out, lse) with
+theirs.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +46,9 @@ class PlanOptions:
     layout: str = "auto"
     """Layout, for methods that take any; ``auto`` balances the work under the mask."""
     placement: str = "collect_intra"
-    """Placement of a team: its ranks are neighbours (``collect_intra``) or a ring's (``p2p_intra``)."""
+    """Placement of a team: its ranks are neighbours (``collect_intra``) or a ring's
+    (``p2p_intra``).
+    """
     ranks_per_node: int | None = None
     """Consecutive ranks per node, for ``double_ring``; None is all."""
     backward: Literal["auto", "kv", "queries"] = "auto"
@@ -48,7 +60,8 @@ class PlanOptions:
         """Resolve the layout, and the degree if the method decides it, for a method and a sequence.
 
         Raises:
-            ContextError: a combination that the method does not support, with the reason and the fix.
+            ContextError: a combination that the method does not support, with the reason and the
+                fix.
         """
         self._check_least(seq_len, size)
         degree = size if method.splits_heads and self.ulysses_degree == 1 else self.ulysses_degree
@@ -81,7 +94,9 @@ class PlanOptions:
             "multiple": self.multiple,
             "ulysses_degree": self.ulysses_degree,
             "ulysses_head_chunks": self.ulysses_head_chunks,
-            "context_parallel_ranks_per_node": 1 if self.ranks_per_node is None else self.ranks_per_node,
+            "context_parallel_ranks_per_node": 1
+            if self.ranks_per_node is None
+            else self.ranks_per_node,
         }
         for name, value in least.items():
             if value < 1:
@@ -124,8 +139,9 @@ class PlanOptions:
 class Geometry:
     """A method for one sequence length and number of ranks; immutable.
 
-    The method arranges *places*: groups of ``ulysses_degree`` consecutive ranks, ordered by ``options.placement``. The
-    u-th rank of a place exchanges with the u-th ranks of others only. ``options`` must be resolved.
+    The method arranges *places*: groups of ``ulysses_degree`` consecutive ranks, ordered by
+    ``options.placement``. The u-th rank of a place exchanges with the u-th ranks of others only.
+    ``options`` must be resolved.
     """
 
     method: Method
@@ -145,7 +161,8 @@ class Geometry:
 
     @cached_property
     def layout(self) -> Layout:
-        """Return the layout of the padded sequence; ranks that split heads share tokens as a team does.
+        """Return the layout of the padded sequence; ranks that split heads share tokens as a team
+        does.
 
         Of ``balanced``, which depends on the mask (``Plan.layout``), it has only the lengths.
         """
@@ -156,7 +173,9 @@ class Geometry:
 
     @property
     def slots(self) -> int:
-        """Return the stretches of consecutive tokens that a rank has, unless the layout depends on the mask."""
+        """Return the stretches of consecutive tokens that a rank has, unless the layout depends on
+        the mask.
+        """
         return len(self.layout.strides(0))
 
     @property
@@ -170,7 +189,9 @@ class Geometry:
         return self.padded_len // self.size
 
     def positions(self, rank: int) -> Tensor:
-        """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above are padding."""
+        """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above
+        are padding.
+        """
         return torch.from_numpy(self.layout.positions(self.owner(rank)))
 
     @kept_in_object
@@ -181,12 +202,16 @@ class Geometry:
         def own(send: Send) -> Send:
             sender = int(np.argmax(np.broadcast_to(send.to, self.shape.size) == place))
             target = _one(send.to, place)
-            return Send(int(self._first_ranks[target]) + u, send.due, int(self._first_ranks[sender]) + u)
+            return Send(
+                int(self._first_ranks[target]) + u, send.due, int(self._first_ranks[sender]) + u
+            )
 
         found = []
         for step in self.rounds:
             gradient = None if step.gradient is None else own(step.gradient)
-            found.append(Round(self.ranks_at(step.holds, place), tuple(map(own, step.sends)), gradient))
+            found.append(
+                Round(self.ranks_at(step.holds, place), tuple(map(own, step.sends)), gradient)
+            )
         return tuple(found)
 
     def team(self, rank: int) -> tuple[int, ...]:
@@ -224,7 +249,8 @@ class Geometry:
         return first[:, None] + np.arange(self.ulysses_degree)
 
     def check_heads(self, heads: int, kv_heads: int) -> None:
-        """Check that ``ulysses_degree`` ranks can split the heads; with fewer KV heads, several ranks hold each.
+        """Check that ``ulysses_degree`` ranks can split the heads; with fewer KV heads, several
+        ranks hold each.
 
         Raises:
             ContextError: they cannot, or not in so many stages, with the numbers that work.
@@ -252,7 +278,11 @@ class Geometry:
     def shape(self) -> Shape:
         """Return the shape of the places."""
         per_node = min(self.options.ranks_per_node or self.size, self.size)
-        return Shape(self.size // self.ulysses_degree, self.team_size, max(1, per_node // self.ulysses_degree))
+        return Shape(
+            self.size // self.ulysses_degree,
+            self.team_size,
+            max(1, per_node // self.ulysses_degree),
+        )
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
@@ -306,14 +336,17 @@ def _one(places: Ranks, place: int) -> int:
 
 @lru_cache(maxsize=64)
 def gather_order(geometry: Geometry, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """Return the permutation of the joined tokens of ``ranks`` into ``Round`` order, or None if it is the identity.
+    """Return the permutation of the joined tokens of ``ranks`` into ``Round`` order, or None if it
+    is the identity.
 
-    int64 ``[len(ranks) * local_len]``, on the device: to make and copy it in every layer would cost more than the
-    gather.
+    int64 ``[len(ranks) * local_len]``, on the device: to make and copy it in every layer would cost
+    more than the gather.
     """
     owned = [run for rank in ranks for run in geometry.layout.strides(geometry.owner(rank))]
     if owned == sorted(owned):
         return None
     ends = np.cumsum([run.length for run in owned])
-    blocks = (np.arange(end - run.length, end) for run, end in sorted(zip(owned, ends, strict=True)))
+    blocks = (
+        np.arange(end - run.length, end) for run, end in sorted(zip(owned, ends, strict=True))
+    )
     return torch.from_numpy(np.concatenate(list(blocks))).to(device)

@@ -1,12 +1,12 @@
 """Tokens of a sequence: which rank owns which (layouts), and which a query sees (masks).
 
-A layout is a bijection between (rank, local index) and global position; each rank's positions ascend. It alone
-decides which tokens, labels and position ids a rank gets. With teams of C ranks, the P / C teams take the place of
-ranks, and each member holds a 1 / C slice of its team's positions, so that an all-gather in a team yields ascending
-positions.
+A layout is a bijection between (rank, local index) and global position; each rank's positions
+ascend. It alone decides which tokens, labels and position ids a rank gets. With teams of C ranks,
+the P / C teams take the place of ranks, and each member holds a 1 / C slice of its team's
+positions, so that an all-gather in a team yields ascending positions.
 
-A rank's positions are one or two arithmetic progressions, its strides. Plans work with strides only. A state of linear
-attention takes a passage through each stretch of consecutive tokens.
+A rank's positions are one or two arithmetic progressions, its strides. Plans work with strides
+only. A state of linear attention takes a passage through each stretch of consecutive tokens.
 
 A mask may change with every micro-batch; ranks and groups do not depend on it.
 """
@@ -38,7 +38,9 @@ class Stride(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """``seq_len`` tokens (a multiple of ``granularity``) over ``size`` ranks in teams of ``team_size``."""
+    """``seq_len`` tokens (a multiple of ``granularity``) over ``size`` ranks in teams of
+    ``team_size``.
+    """
 
     name: str
     seq_len: int
@@ -47,9 +49,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.name not in LAYOUTS:
-            raise ContextError(f"layout {self.name!r} does not exist; use one of {', '.join(LAYOUTS)}")
+            raise ContextError(
+                f"layout {self.name!r} does not exist; use one of {', '.join(LAYOUTS)}"
+            )
         if self.size < 1 or self.team_size < 1 or self.size % self.team_size:
-            raise ContextError(f"team size {self.team_size} does not divide the context-parallel size {self.size}")
+            raise ContextError(
+                f"team size {self.team_size} does not divide the context-parallel size {self.size}"
+            )
         step = granularity(self.name, self.size, self.team_size)
         if self.seq_len < 1 or self.seq_len % step:
             raise ContextError(
@@ -63,7 +69,9 @@ class Layout:
         return self.size // self.team_size if self.name == "striped" else 1
 
     def strides(self, rank: int) -> tuple[Stride, ...]:
-        """Return the ascending strides of ``rank``: a block, every teams-th token, parts of a chunk and its mirror."""
+        """Return the ascending strides of ``rank``: a block, every teams-th token, parts of a chunk
+        and its mirror.
+        """
         team, member = divmod(rank, self.team_size)
         own = self.seq_len // self.size
         if self.name == "striped":
@@ -79,7 +87,9 @@ class Layout:
     def positions(self, rank: int) -> np.ndarray:
         """Return the ascending global positions of ``rank``: int64 ``[seq_len / size]``."""
         step = self.stride
-        return np.concatenate([np.arange(start, start + n * step, step) for start, n in self.strides(rank)])
+        return np.concatenate(
+            [np.arange(start, start + n * step, step) for start, n in self.strides(rank)]
+        )
 
 
 def granularity(name: str, size: int, team_size: int = 1) -> int:
@@ -88,21 +98,26 @@ def granularity(name: str, size: int, team_size: int = 1) -> int:
 
 
 def padded_length(name: str, seq_len: int, size: int, team_size: int = 1, multiple: int = 1) -> int:
-    """Return ``seq_len`` rounded up so that the layout divides it and each rank gets a multiple of ``multiple``."""
+    """Return ``seq_len`` rounded up so that the layout divides it and each rank gets a multiple of
+    ``multiple``.
+    """
     step = lcm(granularity(name, size, team_size), size * multiple)
     return -(-max(seq_len, 1) // step) * step
 
 
 def places(placement: str, size: int, team_size: int) -> np.ndarray:
-    """Return each rank's place in the method, a permutation (WallFacer, section 3.4): int64 ``[size]``.
+    """Return each rank's place in the method, a permutation (WallFacer, section 3.4): int64
+    ``[size]``.
 
-    Launchers fill nodes with consecutive ranks. A team group is G teams of C = ``team_size`` ranks, or C rings of G:
-    ``collect_intra`` makes a team's ranks neighbours, which gather and reduce, ``p2p_intra`` a ring's ranks, so that
-    they share a node.
+    Launchers fill nodes with consecutive ranks. A team group is G teams of C = ``team_size`` ranks,
+    or C rings of G: ``collect_intra`` makes a team's ranks neighbours, which gather and reduce,
+    ``p2p_intra`` a ring's ranks, so that they share a node.
     """
     if placement == "collect_intra":
         return np.arange(size)
-    return np.arange(size).reshape(team_size, -1, team_size).swapaxes(1, 2).ravel()  # [group, team, member] before
+    return (
+        np.arange(size).reshape(team_size, -1, team_size).swapaxes(1, 2).ravel()
+    )  # [group, team, member] before
 
 
 class ContextError(UserError):
@@ -110,14 +125,19 @@ class ContextError(UserError):
 
 
 Window = tuple[int, int]
-"""Keys to the left and to the right that a query sees besides its own; -1 for all, as in Megatron."""
+"""Keys to the left and to the right that a query sees besides its own; -1 for all, as in Megatron.
+"""
 Reach = tuple[int | None, int | None]
-"""The query at position p sees keys p - behind .. p + ahead of its document: (behind, ahead), None for all."""
+"""The query at position p sees keys p - behind .. p + ahead of its document: (behind, ahead), None
+for all.
+"""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Visibility of a sequence's tokens: their document, up to themselves if causal, within a window."""
+    """Visibility of a sequence's tokens: their document, up to themselves if causal, within a
+    window.
+    """
 
     causal: bool = True
     documents: tuple[int, ...] | None = None
@@ -136,11 +156,14 @@ class Mask:
         return self.documents is None and self.window is None
 
 
-def mask_of(causal: bool, documents: tuple[int, ...] | None, window: Window | None, seq_len: int) -> Mask:
+def mask_of(
+    causal: bool, documents: tuple[int, ...] | None, window: Window | None, seq_len: int
+) -> Mask:
     """Return the mask; equal ones compare equal.
 
     Raises:
-        ContextError: boundaries do not ascend from 0 to ``seq_len``, or a window that sees nothing or the future.
+        ContextError: boundaries do not ascend from 0 to ``seq_len``, or a window that sees nothing
+            or the future.
     """
     return Mask(causal, _documents(documents, seq_len), _window(window, causal))
 
@@ -156,7 +179,9 @@ def _documents(documents: tuple[int, ...] | None, seq_len: int) -> tuple[int, ..
             ) from error
         ascending = all(a < b for a, b in pairwise(documents))
         if len(documents) < 2 or documents[0] != 0 or documents[-1] != seq_len or not ascending:
-            raise ContextError(f"documents must ascend from 0 to seq_len {seq_len} and are {documents}")
+            raise ContextError(
+                f"documents must ascend from 0 to seq_len {seq_len} and are {documents}"
+            )
     return documents
 
 
@@ -166,16 +191,22 @@ def _window(window: Window | None, causal: bool) -> Window | None:
     try:
         left, right = (index(x) for x in window)
     except (TypeError, ValueError) as error:
-        raise ContextError(f"window must be two integers, (left, right), and is {window!r}") from error
+        raise ContextError(
+            f"window must be two integers, (left, right), and is {window!r}"
+        ) from error
     if left == 0 or left < -1:
-        raise ContextError(f"window is {window}, whose left side is {left}; give 1 or more keys, or -1 for all")
+        raise ContextError(
+            f"window is {window}, whose left side is {left}; give 1 or more keys, or -1 for all"
+        )
     if causal and right not in (0, -1):
         raise ContextError(
             f"window is {window} under a causal mask, which sees nothing to the right; "
             f"use ({left}, 0), or full attention"
         )
     if not causal and (right == 0 or right < -1):
-        raise ContextError(f"window is {window}, whose right side is {right}; give 1 or more keys, or -1 for all")
+        raise ContextError(
+            f"window is {window}, whose right side is {right}; give 1 or more keys, or -1 for all"
+        )
     if left == -1 and (causal or right == -1):
         return None
     return left, 0 if causal else right
@@ -198,7 +229,8 @@ class Passage:
     goes_through: bool
     """True if the incoming state reaches the other end: no document ends inside."""
     seen: int
-    """Tokens that see the incoming state: those of the first document, in the backward of the last."""
+    """Tokens that see the incoming state: those of the first document, in the backward of the last.
+    """
     documents: tuple[int, ...] | None
     """Cumulative lengths of the documents' parts in the stretch; None for one."""
 
@@ -208,8 +240,11 @@ class Passage:
 
 
 @lru_cache(maxsize=256)
-def passages(layout: Layout, boundaries: tuple[int, ...], reverse: bool = False) -> tuple[Passage, ...]:
-    """Return the passages of all ranks in the order in which the state, or (``reverse``) its gradient, takes them.
+def passages(
+    layout: Layout, boundaries: tuple[int, ...], reverse: bool = False
+) -> tuple[Passage, ...]:
+    """Return the passages of all ranks in the order in which the state, or (``reverse``) its
+    gradient, takes them.
 
     Args:
         layout: one whose ranks hold consecutive tokens, in as many stretches each.
@@ -228,9 +263,13 @@ def passages(layout: Layout, boundaries: tuple[int, ...], reverse: bool = False)
         inside = tuple(bound - start for bound in boundaries if start < bound < end)
         bounds = (0, *inside, length)
         before = placed[number - 1][2] if number and start not in boundaries else None
-        after = placed[number + 1][2] if number + 1 < len(placed) and end not in boundaries else None
+        after = (
+            placed[number + 1][2] if number + 1 < len(placed) and end not in boundaries else None
+        )
         source, target = (after, before) if reverse else (before, after)
         seen = bounds[-1] - bounds[-2] if reverse else bounds[1]
         documents = bounds if inside else None
-        found.append(Passage(rank, slot, offset, length, source, target, not inside, seen, documents))
+        found.append(
+            Passage(rank, slot, offset, length, source, target, not inside, seen, documents)
+        )
     return tuple(found[::-1] if reverse else found)

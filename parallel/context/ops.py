@@ -64,7 +64,15 @@ def context_attention(
 
 
 def _attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Any, scale: float, handle: int, plan: Tensor, window: Any, prefetch: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Any,
+    scale: float,
+    handle: int,
+    plan: Tensor,
+    window: Any,
+    prefetch: Any,
 ) -> tuple[Tensor, Tensor]:
     executor, taken = EXECUTORS[handle], None if prefetch is None else int(prefetch)
     return executor.forward(_windowed(plan, window, executor), q, Keys(k, v), sinks, scale, taken)
@@ -77,7 +85,9 @@ def _attention_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _attention_backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, out, lse, scale, handle, plan, window = given
     executor = EXECUTORS[handle]
-    gradients = executor.backward(_windowed(plan, window, executor), Rows(q, dout, out, lse), Keys(k, v), scale)
+    gradients = executor.backward(
+        _windowed(plan, window, executor), Rows(q, dout, out, lse), Keys(k, v), scale
+    )
     return *gradients, None if sinks is None else sinks_gradient(dout, out, lse, sinks)
 
 
@@ -134,15 +144,27 @@ def _(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
 
 def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, *_, ctx.degree, ctx.handle = inputs
-    ctx.heads, ctx.exchange = x.shape[2], HEAD_EXCHANGES[ctx.handle]  # keep it alive until the backward
+    ctx.heads, ctx.exchange = (
+        x.shape[2],
+        HEAD_EXCHANGES[ctx.handle],
+    )  # keep it alive until the backward
 
 
 _tokens_to_heads.register_autograd(
-    lambda ctx, dx: (torch.ops.longmesh.heads_to_tokens(dx, ctx.heads, ctx.degree, ctx.handle), None, None),
+    lambda ctx, dx: (
+        torch.ops.longmesh.heads_to_tokens(dx, ctx.heads, ctx.degree, ctx.handle),
+        None,
+        None,
+    ),
     setup_context=_save_exchange,
 )
 _heads_to_tokens.register_autograd(
-    lambda ctx, dx: (torch.ops.longmesh.tokens_to_heads(dx, ctx.degree, ctx.handle), None, None, None),
+    lambda ctx, dx: (
+        torch.ops.longmesh.tokens_to_heads(dx, ctx.degree, ctx.handle),
+        None,
+        None,
+        None,
+    ),
     setup_context=_save_exchange,
 )
 
@@ -176,10 +198,12 @@ _relayout_in.register_fake(lambda x, handle: x.new_empty(x.shape))
 _relayout_out.register_fake(lambda x, handle: x.new_empty(x.shape))
 # A permutation of tokens: its transpose is the way back.
 _relayout_in.register_autograd(
-    lambda ctx, dx: (torch.ops.longmesh.relayout_out(dx, ctx.handle), None), setup_context=_save_relayout
+    lambda ctx, dx: (torch.ops.longmesh.relayout_out(dx, ctx.handle), None),
+    setup_context=_save_relayout,
 )
 _relayout_out.register_autograd(
-    lambda ctx, dx: (torch.ops.longmesh.relayout_in(dx, ctx.handle), None), setup_context=_save_relayout
+    lambda ctx, dx: (torch.ops.longmesh.relayout_in(dx, ctx.handle), None),
+    setup_context=_save_relayout,
 )
 
 
@@ -193,23 +217,27 @@ def rank_operator(
 ) -> None:
     """Register the forward and backward of a class of executors as one operator.
 
-    They are ``forward(plan, *given)`` and ``backward(plan, dout, kept, *given)``. The operator takes
-    the inputs and others, then the handles of an executor and of a plan, and returns out and what
-    the backward needs besides.
+    They are ``forward(plan, *given)`` and ``backward(plan, dout, kept, *given)``. The operator
+    takes the inputs and others, then the handles of an executor and of a plan, and returns out and
+    what the backward needs besides.
     """
 
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
         *operands, handle, plan = given
         executor = executors[handle]
         with torch.autocast(operands[0].device.type, enabled=False):
-            results: tuple[Tensor, Tensor] = executor.forward(checked(plan, executor.transport.geometry), *operands)
+            results: tuple[Tensor, Tensor] = executor.forward(
+                checked(plan, executor.transport.geometry), *operands
+            )
         return results
 
     def backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor, ...]:
         *operands, handle, plan = given
         kept = operands.pop(count)
         with torch.autocast(dout.device.type, enabled=False):
-            gradients: tuple[Tensor, ...] = executors[handle].backward(PLANS[plan], dout, kept, *operands)
+            gradients: tuple[Tensor, ...] = executors[handle].backward(
+                PLANS[plan], dout, kept, *operands
+            )
         return gradients
 
     count = inputs.count(",") + 1
@@ -219,14 +247,21 @@ def rank_operator(
 
 
 def state_attention(
-    executor: StateExecutor, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], plan: Tensor
+    executor: StateExecutor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Sequence[float],
+    plan: Tensor,
 ) -> Tensor:
     """Compute a rank's linear attention by states, ``[B, T, H, E]``; differentiable, collective."""
     out, _ = torch.ops.longmesh.state_attention(q, k, v, log_decay, executor.handle, plan)
     return out
 
 
-def _state_fake(q: Tensor, k: Tensor, v: Tensor, _: Any, handle: int, __: Tensor) -> tuple[Tensor, Tensor]:
+def _state_fake(
+    q: Tensor, k: Tensor, v: Tensor, _: Any, handle: int, __: Tensor
+) -> tuple[Tensor, Tensor]:
     state, slots = empty_state(k, v), STATE_EXECUTORS[handle].geometry.slots
     return v.new_empty(v.shape), state.new_empty(slots, *state.shape)
 
@@ -261,7 +296,9 @@ rank_operator(
 )
 
 
-def context_convolution(convolution: Convolution, x: Tensor, weight: Tensor, plan: Tensor) -> Tensor:
+def context_convolution(
+    convolution: Convolution, x: Tensor, weight: Tensor, plan: Tensor
+) -> Tensor:
     """Compute a rank's causal convolution, ``[B, T, C]``; differentiable, collective."""
     out, _ = torch.ops.longmesh.context_convolution(x, weight, convolution.handle, plan)
     return out

@@ -1,8 +1,8 @@
 """Plans: what each rank computes in every round, for a geometry under one mask.
 
-Making a plan needs no processes. A custom operator takes no Python object, so it takes handles. That of an executor is
-an integer. That of a plan is a tensor: the mask may change with every micro-batch, and torch.compile would recompile
-for each new integer.
+Making a plan needs no processes. A custom operator takes no Python object, so it takes handles.
+That of an executor is an integer. That of a plan is a tensor: the mask may change with every
+micro-batch, and torch.compile would recompile for each new integer.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,15 @@ from parallel.context.methods.base import Ranks, Round
 from parallel.context.sparse.balanced import ArcLayout
 from parallel.context.sparse.flow import Flow, PiecesOf, RankRound, rank_schedule
 from parallel.context.tiles import Piece, Sets, Work, pieces, tiles, work
-from parallel.context.traffic import Cost, Moves, Sizes, cheaper_backward, needed_traffic, sizes, whole_traffic
+from parallel.context.traffic import (
+    Cost,
+    Moves,
+    Sizes,
+    cheaper_backward,
+    needed_traffic,
+    sizes,
+    whole_traffic,
+)
 from runtime.tensors import Handles, kept_in_object
 
 PLANS: Handles["Plan"] = Handles()
@@ -34,7 +42,9 @@ class Plan:
     geometry: Geometry
     mask: Mask
     balanced: Mask | None = None
-    """The mask that the layout ``balanced`` balances, if not this one: that of the layers without a window."""
+    """The mask that the layout ``balanced`` balances, if not this one: that of the layers without a
+    window.
+    """
 
     @cached_property
     def layout(self) -> Layout | ArcLayout:
@@ -60,7 +70,11 @@ class Plan:
     def sparse(self) -> bool:
         """Return whether only the rows that a query sees travel."""
         geometry = self.geometry
-        return geometry.method.needed_only or geometry.options.layout == BALANCED or not self.mask.whole
+        return (
+            geometry.method.needed_only
+            or geometry.options.layout == BALANCED
+            or not self.mask.whole
+        )
 
     @property
     def seq_len(self) -> int:
@@ -83,7 +97,9 @@ class Plan:
         return self.geometry.local_len
 
     def positions(self, rank: int) -> Tensor:
-        """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above are padding."""
+        """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above
+        are padding.
+        """
         return torch.from_numpy(self.layout.positions(self.geometry.owner(rank)))
 
     def under(self, *, documents: tuple[int, ...] | None, window: Window | None) -> "Plan":
@@ -101,17 +117,27 @@ class Plan:
 
     @kept_in_object
     def rounds(self, rank: int, moves: Moves = "kv") -> tuple[Round, ...]:
-        """Return the rounds of ``rank``, in order, of a forward or of a backward that moves KV or queries."""
+        """Return the rounds of ``rank``, in order, of a forward or of a backward that moves KV or
+        queries.
+        """
         team, found = self.pieces(self.geometry.team(rank)), []
         for step in self.geometry.rounds_of(rank):
-            pair = (team, self.pieces(step.holds)) if moves == "kv" else (self.pieces(step.holds), team)
-            computed = () if step.gradient is None else tiles(*pair, self.layout.stride, self.mask.reach)
+            pair = (
+                (team, self.pieces(step.holds))
+                if moves == "kv"
+                else (self.pieces(step.holds), team)
+            )
+            computed = (
+                () if step.gradient is None else tiles(*pair, self.layout.stride, self.mask.reach)
+            )
             found.append(step._replace(tiles=computed))
         return tuple(found)
 
     @kept_in_object
     def schedule(self, rank: int, moves: Moves = "kv") -> tuple[RankRound, ...]:
-        """Return what ``rank`` sends, receives and computes where only the rows that a query sees travel."""
+        """Return what ``rank`` sends, receives and computes where only the rows that a query sees
+        travel.
+        """
         return rank_schedule(self.flow(moves), rank, *self._visible, moves)
 
     @kept_in_object
@@ -125,7 +151,9 @@ class Plan:
 
     @property
     def sparse_moves(self) -> Moves:
-        """Return what a backward moves where only the rows that a query sees travel: KV, unless told otherwise."""
+        """Return what a backward moves where only the rows that a query sees travel: KV, unless
+        told otherwise.
+        """
         return "queries" if self.geometry.options.backward == "queries" else "kv"
 
     def backward_moves(self, of: Sizes) -> Moves:
@@ -133,18 +161,21 @@ class Plan:
         return self.sparse_moves if self.sparse else cheaper_backward(self.geometry, of)
 
     def work(self, moves: Moves = "kv") -> Work:
-        """Return the work of all ranks in all rounds: as in ``rounds``, but hundreds of times faster."""
+        """Return the work of all ranks in all rounds: as in ``rounds``, but hundreds of times
+        faster.
+        """
         return _work(self, moves)
 
     def cost(self, rank: int, **shape: int) -> Cost:
         """Compute work and traffic of one attention on ``rank``.
 
-        Partial results and gradients travel in float32 (float64 for float64). A collective counts the bytes sent to
-        each peer.
+        Partial results and gradients travel in float32 (float64 for float64). A collective counts
+        the bytes sent to each peer.
 
         Args:
-            shape: ``batch``, ``heads``, ``kv_heads``, ``head_dim``; ``element_size``, that of activations, in bytes;
-                and ``value_dim``, the width of v and out in linear attention, if it differs from that of q and k.
+            shape: ``batch``, ``heads``, ``kv_heads``, ``head_dim``; ``element_size``, that of
+                activations, in bytes; and ``value_dim``, the width of v and out in linear
+                attention, if it differs from that of q and k.
         """
         geometry, boundaries = self.geometry, self.boundaries
         geometry.check_heads(shape["heads"], shape["kv_heads"])
@@ -163,7 +194,9 @@ class Plan:
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """Return the start of every document but the first. Padding is a document, so that it sees only itself."""
+        """Return the start of every document but the first. Padding is a document, so that it sees
+        only itself.
+        """
         boundaries = self.documents[1:-1] if self.documents else ()
         if self.padded_len > self.seq_len:
             boundaries = (*boundaries, self.seq_len)
@@ -181,17 +214,22 @@ class Plan:
         return [piece for piece in self.pieces(ranks) if piece.start < self.seq_len]
 
     def sets(self, places: tuple[Ranks, ...]) -> tuple[Sets, np.ndarray]:
-        """Return the distinct sets of peers in ``places``, told apart by the first peer, and each place's set index."""
+        """Return the distinct sets of peers in ``places``, told apart by the first peer, and each
+        place's set index.
+        """
         firsts = np.broadcast_to(places[0], self.geometry.shape.size)
         _, where, which = np.unique(firsts, return_index=True, return_inverse=True)
-        return Sets([self.pieces(self.geometry.ranks_at(places, int(place))) for place in where]), which
+        return Sets(
+            [self.pieces(self.geometry.ranks_at(places, int(place))) for place in where]
+        ), which
 
 
 @dataclass(frozen=True)
 class PlanHandle:
     """A micro-batch's plan, as a model hands it from layer to layer.
 
-    Not a tensor itself: data parallelism moves and casts the tensors that it finds among a layer's arguments.
+    Not a tensor itself: data parallelism moves and casts the tensors that it finds among a layer's
+    arguments.
     """
 
     tensor: Tensor
@@ -200,7 +238,9 @@ class PlanHandle:
 
 _geometry = lru_cache(maxsize=1024)(Geometry)
 _whole = lru_cache(maxsize=1024)(Plan)
-_packed = lru_cache(maxsize=16)(Plan)  # every micro-batch has one of its own, which its handle keeps alive
+_packed = lru_cache(maxsize=16)(
+    Plan
+)  # every micro-batch has one of its own, which its handle keeps alive
 
 
 def _plan(geometry: Geometry, mask: Mask, balanced: Mask | None = None) -> Plan:
@@ -225,15 +265,19 @@ def make_plan(
         size: ranks that share the sequence.
         causal: position p sees positions up to p in its document; otherwise all of its document.
         documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., seq_len).
-        window: keys (left, right) that a query sees besides its own, -1 for all; right is 0 if causal.
+        window: keys (left, right) that a query sees besides its own, -1 for all; right is 0 if
+            causal.
         options: the fields of ``PlanOptions``.
 
     Raises:
-        ContextError: unknown method, or a combination it does not support, with the reason and the fix.
+        ContextError: unknown method, or a combination it does not support, with the reason and the
+            fix.
     """
     chosen = method_of(method)
     resolved = PlanOptions(**options).resolved(chosen, seq_len, size, causal)
-    plan = _plan(_geometry(chosen, seq_len, size, resolved), mask_of(causal, documents, window, seq_len))
+    plan = _plan(
+        _geometry(chosen, seq_len, size, resolved), mask_of(causal, documents, window, seq_len)
+    )
     chosen.check(plan.geometry.shape, causal)
     return plan
 
@@ -242,7 +286,9 @@ def make_plan(
 def _work(plan: Plan, moves: Moves) -> Work:
     geometry = plan.geometry
     team, own = plan.sets(geometry.method.team(np.arange(geometry.shape.size), geometry.shape))
-    holds, first = plan.sets(geometry.rounds[0].holds)  # every set held later is held by some place at first
+    holds, first = plan.sets(
+        geometry.rounds[0].holds
+    )  # every set held later is held by some place at first
     pairings = []
     for step in geometry.rounds:
         held = first[np.broadcast_to(step.holds[0], geometry.shape.size)]

@@ -1,16 +1,20 @@
-"""Tiles: the visible (query, key) pairs of two sets of positions, as blocks for an attention kernel.
+"""Tiles: the visible (query, key) pairs of two sets of positions, as blocks for an attention
+kernel.
 
-A rank's positions are a few arithmetic progressions (strides). Two of one step compare by two integers. The query
-at position p sees the keys from p - behind to p + ahead, so query i sees key j if i + e <= j <= i + d, with
-d = floor((q_start - k_start + ahead) / stride) and e = ceil((q_start - k_start - behind) / stride).
+A rank's positions are a few arithmetic progressions (strides). Two of one step compare by two
+integers. The query at position p sees the keys from p - behind to p + ahead, so query i sees key j
+if i + e <= j <= i + d, with d = floor((q_start - k_start + ahead) / stride) and e = ceil((q_start -
+k_start - behind) / stride).
 
-Without e, columns below d are FULL, a CAUSAL square with its diagonal follows, and the rows below that square are FULL.
-Without d it is the mirror image, with an ANTI square. With both, rows are cut into blocks of d - e + 1; of each block's
-columns, the left ones are cut by e alone and the right ones by d alone. Packed documents cut the strides first. So one
-function serves all layouts, teams, documents and windows, and no tile has a fully masked row or column.
+Without e, columns below d are FULL, a CAUSAL square with its diagonal follows, and the rows below
+that square are FULL. Without d it is the mirror image, with an ANTI square. With both, rows are cut
+into blocks of d - e + 1; of each block's columns, the left ones are cut by e alone and the right
+ones by d alone. Packed documents cut the strides first. So one function serves all layouts, teams,
+documents and windows, and no tile has a fully masked row or column.
 
-The work of all ranks in all rounds is counted in pairs and tiles. Tiles never cross documents, so a group is tiled at a
-time, what one place's queries and keys have of one document, and groups of the same pattern once.
+The work of all ranks in all rounds is counted in pairs and tiles. Tiles never cross documents, so a
+group is tiled at a time, what one place's queries and keys have of one document, and groups of the
+same pattern once.
 """
 
 from bisect import bisect_right
@@ -24,7 +28,9 @@ from parallel.context.layout import Reach, Stride
 
 
 class Piece(NamedTuple):
-    """Part of a run in one document, -1 for padding; ``offset`` is the local index of its first position."""
+    """Part of a run in one document, -1 for padding; ``offset`` is the local index of its first
+    position.
+    """
 
     start: int
     offset: int
@@ -35,8 +41,8 @@ class Piece(NamedTuple):
 def pieces(strides: Iterable[Stride], stride: int, boundaries: tuple[int, ...]) -> list[Piece]:
     """Join strides in the order of their first positions, and cut them at documents.
 
-    Adjacent ones become one. Joined positions ascend, unless those of several ranks interleave, as in a striped layout:
-    those are concatenated.
+    Adjacent ones become one. Joined positions ascend, unless those of several ranks interleave, as
+    in a striped layout: those are concatenated.
 
     Args:
         strides: of one rank or several.
@@ -66,10 +72,13 @@ def append_joined(found: list[Piece], piece: Piece, stride: int) -> None:
     found.append(piece)
 
 
-def tiles(queries: Sequence[Piece], keys: Sequence[Piece], stride: int, reach: Reach) -> tuple[Tile, ...]:
+def tiles(
+    queries: Sequence[Piece], keys: Sequence[Piece], stride: int, reach: Reach
+) -> tuple[Tile, ...]:
     """Return ascending tiles that cover every visible pair of these queries and keys exactly once.
 
-    No tile has a fully masked row or column. Pieces of document -1 are padding: they see nothing and nothing sees them.
+    No tile has a fully masked row or column. Pieces of document -1 are padding: they see nothing
+    and nothing sees them.
     """
     keys_of: dict[int, list[Piece]] = {}
     for k in keys:
@@ -82,16 +91,22 @@ def tiles(queries: Sequence[Piece], keys: Sequence[Piece], stride: int, reach: R
     for document, rows in queries_of.items():
         columns = keys_of[document]
         blocks = [block for q in rows for k in columns for block in _between(q, k, stride, reach)]
-        count = len(blocks) if len(rows) + len(columns) == 2 else -1  # one pair leaves nothing to join
+        count = (
+            len(blocks) if len(rows) + len(columns) == 2 else -1
+        )  # one pair leaves nothing to join
         while len(blocks) != count:  # fewer kernel calls, and fewer merges of partial results
             count, blocks = len(blocks), _join_beside(_join_below(_join_squares(blocks)))
         found += blocks
     found.sort()
-    return tuple([Tile._make((slice(q0, q1), slice(k0, k1), kind)) for q0, q1, k0, k1, kind in found])
+    return tuple(
+        [Tile._make((slice(q0, q1), slice(k0, k1), kind)) for q0, q1, k0, k1, kind in found]
+    )
 
 
 def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[TileNumbers]:
-    """Return the tiles of two pieces of one document, in local indices: row i sees columns i + first .. i + last."""
+    """Return the tiles of two pieces of one document, in local indices: row i sees columns i +
+    first .. i + last.
+    """
     behind, ahead = reach
     rows, columns, q0, k0, distance = q.length, k.length, q.offset, k.offset, q.start - k.start
     last = columns if ahead is None else (distance + ahead) // stride
@@ -102,8 +117,8 @@ def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[TileNumbers]
         return _mirrored(rows, columns, first, q0, k0)
     found: list[TileNumbers] = []
     side, seen = last - first + 1, range(max(0, -last), min(rows, columns - first))
-    # Cut the rows that see anything into blocks of ``side``. Left of the column that a block's first row sees last,
-    # only the near edge of the window cuts; from there on, only its far edge.
+    # Cut the rows that see anything into blocks of ``side``. Left of the column that a block's
+    # first row sees last, only the near edge of the window cuts; from there on, only its far edge.
     for row in range(seen.start, seen.stop, side) if side > 0 else ():
         count = min(side, seen.stop - row)
         middle = min(max(row + last, 0), columns)
@@ -113,7 +128,8 @@ def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[TileNumbers]
 
 
 def _mirrored(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[TileNumbers]:
-    """Return tiles of ``rows`` x ``columns``, starting at (q0, k0), where row i sees columns i + shift and after.
+    """Return tiles of ``rows`` x ``columns``, starting at (q0, k0), where row i sees columns i +
+    shift and after.
 
     Counted from their ends, row i sees columns up to i + columns - rows - shift.
     """
@@ -125,7 +141,9 @@ def _mirrored(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[Til
 
 
 def _compare(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[TileNumbers]:
-    """Return tiles of ``rows`` x ``columns``, starting at (q0, k0), where row i sees columns 0 .. i + shift."""
+    """Return tiles of ``rows`` x ``columns``, starting at (q0, k0), where row i sees columns 0 .. i
+    + shift.
+    """
     found: list[TileNumbers] = []
     if shift > 0:  # columns before the square, seen by every row
         full = min(shift, columns)
@@ -185,8 +203,8 @@ Known = dict[tuple[int, int, bytes], tuple[int, int, int]]  # pattern -> (pairs,
 
 
 class Work(NamedTuple):
-    """Visible (query, key) pairs, tiles and the pairs that these hide: int64 ``[rounds, places]``; a place is a head
-    group of ranks.
+    """Visible (query, key) pairs, tiles and the pairs that these hide: int64 ``[rounds, places]``;
+    a place is a head group of ranks.
     """
 
     pairs: np.ndarray
@@ -205,30 +223,42 @@ class Sets:
         self._used = self._pieces[:, :, DOCUMENT] >= 0
 
     def at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return place ``[n]`` and piece ``[n, 4]`` of what the set of each place holds, by place and document."""
+        """Return place ``[n]`` and piece ``[n, 4]`` of what the set of each place holds, by place
+        and document.
+        """
         place, index = np.nonzero(self._used[places])
         return place, self._pieces[places[place], index]
 
 
 def work(
-    queries: Sets, keys: Sets, pairings: Sequence[tuple[np.ndarray, np.ndarray] | None], stride: int, reach: Reach
+    queries: Sets,
+    keys: Sets,
+    pairings: Sequence[tuple[np.ndarray, np.ndarray] | None],
+    stride: int,
+    reach: Reach,
 ) -> Work:
     """Compute the work of every round.
 
     Args:
-        queries, keys: sets to pair.
-        pairings: per round, the indices of every place's queries and keys; None if nothing is computed.
-        stride, reach: as in ``tiles``.
+        queries, keys: sets to pair. pairings: per round, the indices of every place's queries and
+        keys; None if nothing is computed. stride, reach: as in ``tiles``.
     """
     computed = np.array([index for index, pairing in enumerate(pairings) if pairing is not None])
-    q, k = np.array([pairing for pairing in pairings if pairing is not None]).swapaxes(0, 1)  # [rounds, places]
+    q, k = np.array([pairing for pairing in pairings if pairing is not None]).swapaxes(
+        0, 1
+    )  # [rounds, places]
     found = Work(*np.zeros((3, len(pairings), q.shape[1]), dtype=np.int64))
     known: Known = {}
     few = max(1, AT_ONCE // (q.shape[1] * max(queries.most, keys.most)))
     for start in range(0, len(computed), few):
         rounds = slice(start, start + few)
         counts = _counts(
-            queries.at(q[rounds].ravel()), keys.at(k[rounds].ravel()), q[rounds].size, stride, reach, known
+            queries.at(q[rounds].ravel()),
+            keys.at(k[rounds].ravel()),
+            q[rounds].size,
+            stride,
+            reach,
+            known,
         )
         for total, count in zip(found, counts, strict=True):
             total[computed[rounds]] = count.reshape(-1, q.shape[1])
@@ -243,7 +273,9 @@ def _counts(
     reach: Reach,
     known: Known,
 ) -> np.ndarray:
-    """Return pairs, tiles and hidden pairs of each place, int64 ``[3, places]``; adds to ``known`` what is new."""
+    """Return pairs, tiles and hidden pairs of each place, int64 ``[3, places]``; adds to ``known``
+    what is new.
+    """
     found = np.zeros((3, places), dtype=np.int64)
     for place, q, k in _groups(queries, keys):
         patterns = np.ascontiguousarray(_patterns(q, k, stride, reach))
@@ -253,7 +285,11 @@ def _counts(
         for name, group in zip(names, first, strict=True):
             if name not in known:
                 made = tiles(_as_pieces(q[group]), _as_pieces(k[group]), stride, reach)
-                known[name] = sum(tile.pairs for tile in made), len(made), sum(tile.hidden for tile in made)
+                known[name] = (
+                    sum(tile.pairs for tile in made),
+                    len(made),
+                    sum(tile.hidden for tile in made),
+                )
         counts = np.array([known[name] for name in names])[which]
         for total, count in zip(found, counts.T, strict=True):
             np.add.at(total, place, count)
@@ -267,7 +303,9 @@ def _as_pieces(rows: np.ndarray) -> list[Piece]:
 def _groups(
     queries: tuple[np.ndarray, np.ndarray], keys: tuple[np.ndarray, np.ndarray]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield place ``[groups]``, queries ``[groups, m, 4]`` and keys ``[groups, n, 4]`` for each m and n there are."""
+    """Yield place ``[groups]``, queries ``[groups, m, 4]`` and keys ``[groups, n, 4]`` for each m
+    and n there are.
+    """
     (q_place, q), (k_place, k) = queries, keys
     documents = 1 + max(q[:, DOCUMENT].max(initial=0), k[:, DOCUMENT].max(initial=0))
     q_name, q_first, q_count = _runs(q_place * documents + q[:, DOCUMENT])
@@ -275,12 +313,21 @@ def _groups(
     found = np.minimum(np.searchsorted(k_name, q_name), max(0, len(k_name) - 1))
     shared = np.flatnonzero(k_name[found] == q_name) if len(k_name) else found[:0]
     place, found = q_name[shared] // documents, found[shared]
-    q_first, q_count, k_first, k_count = q_first[shared], q_count[shared], k_first[found], k_count[found]
+    q_first, q_count, k_first, k_count = (
+        q_first[shared],
+        q_count[shared],
+        k_first[found],
+        k_count[found],
+    )
     sizes = q_count * (len(k) + 1) + k_count
     for size in np.unique(sizes):
         (chosen,) = np.nonzero(sizes == size)
         m, n = q_count[chosen[0]], k_count[chosen[0]]
-        yield place[chosen], q[q_first[chosen, None] + np.arange(m)], k[k_first[chosen, None] + np.arange(n)]
+        yield (
+            place[chosen],
+            q[q_first[chosen, None] + np.arange(m)],
+            k[k_first[chosen, None] + np.arange(n)],
+        )
 
 
 def _runs(names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -292,14 +339,19 @@ def _runs(names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _patterns(q: np.ndarray, k: np.ndarray, stride: int, reach: Reach) -> np.ndarray:
     """Return int64 ``[groups, numbers]``, equal rows for equal tiles.
 
-    The numbers are the lengths, the offsets from the first piece, and the first and last key that the first query of a
-    piece sees of each piece of keys, as in ``tiles``; they differ from those only where all or nothing is seen.
+    The numbers are the lengths, the offsets from the first piece, and the first and last key that
+    the first query of a piece sees of each piece of keys, as in ``tiles``; they differ from those
+    only where all or nothing is seen.
     """
     rows, columns = q[:, :, None, LENGTH], k[:, None, :, LENGTH]  # [groups, m, n] together
     distance = q[:, :, None, START] - k[:, None, :, START]
     behind, ahead = reach
     last = columns if ahead is None else (distance + ahead) // stride
     first = -rows if behind is None else -((behind - distance) // stride)
-    edges = [np.broadcast_to(np.clip(edge, -rows, columns), distance.shape) for edge in (first, last)]
-    shapes = [x for side in (q, k) for x in (side[:, :, LENGTH], side[:, :, OFFSET] - side[:, :1, OFFSET])]
+    edges = [
+        np.broadcast_to(np.clip(edge, -rows, columns), distance.shape) for edge in (first, last)
+    ]
+    shapes = [
+        x for side in (q, k) for x in (side[:, :, LENGTH], side[:, :, OFFSET] - side[:, :1, OFFSET])
+    ]
     return np.concatenate([x.reshape(len(q), -1) for x in (*edges, *shapes)], axis=1)

@@ -1,7 +1,8 @@
 """Bytes that a geometry sends between ranks: point to point, and in collectives, counted per peer.
 
-Of one whole document all keys, values and queries travel; under other masks, the rows that a query sees. A state passes
-to the next rank only inside a document: ``boundaries`` are the starts of all documents but the first.
+Of one whole document all keys, values and queries travel; under other masks, the rows that a query
+sees. A state passes to the next rank only inside a document: ``boundaries`` are the starts of all
+documents but the first.
 """
 
 from collections import Counter
@@ -21,9 +22,11 @@ from parallel.context.sparse.rows import count
 
 
 class Message(NamedTuple):
-    """``size`` bytes from each rank to a peer, int64 ``[ranks]``, or in a collective to several: ``[ranks, members]``.
+    """``size`` bytes from each rank to a peer, int64 ``[ranks]``, or in a collective to several:
+    ``[ranks, members]``.
 
-    A rank sends nothing to itself. In transit from round ``first`` to ``last``; their number means after the last.
+    A rank sends nothing to itself. In transit from round ``first`` to ``last``; their number means
+    after the last.
     """
 
     to: np.ndarray
@@ -46,14 +49,22 @@ class Traffic:
         return self.p2p.total() + self.collective.total()
 
     def between_nodes(self, rank: int, ranks_per_node: int) -> int:
-        """Return the bytes that ``rank`` sends out of its node of ``ranks_per_node`` consecutive ranks."""
+        """Return the bytes that ``rank`` sends out of its node of ``ranks_per_node`` consecutive
+        ranks.
+        """
         sent = self.p2p + self.collective
-        return sum(count for peer, count in sent.items() if peer // ranks_per_node != rank // ranks_per_node)
+        return sum(
+            count
+            for peer, count in sent.items()
+            if peer // ranks_per_node != rank // ranks_per_node
+        )
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one attention for one rank: (query, key) pairs per round, bytes sent, and what the backward moves."""
+    """Cost of one attention for one rank: (query, key) pairs per round, bytes sent, and what the
+    backward moves.
+    """
 
     pairs: tuple[int, ...]
     forward: Traffic
@@ -62,7 +73,8 @@ class Cost:
 
 
 class Sizes(NamedTuple):
-    """Sizes after the exchange of heads: q ``[batch, tokens, heads, head_dim]``, k and v with ``kv_heads``.
+    """Sizes after the exchange of heads: q ``[batch, tokens, heads, head_dim]``, k and v with
+    ``kv_heads``.
 
     In linear attention v and out may have width ``value_dim`` instead.
     """
@@ -86,7 +98,9 @@ class Sizes(NamedTuple):
     def stage(self) -> "Sizes":
         """Return the sizes of one stage."""
         turns = gcd(self.stages, self.kv_heads)
-        return self._replace(heads=self.heads // self.stages, kv_heads=self.kv_heads // turns, stages=1)
+        return self._replace(
+            heads=self.heads // self.stages, kv_heads=self.kv_heads // turns, stages=1
+        )
 
     @property
     def values(self) -> int:
@@ -107,12 +121,16 @@ class Sizes(NamedTuple):
 
     @property
     def state(self) -> int:
-        """Return the bytes of a linear-attention state or its gradient: a matrix per head, for any number of tokens."""
+        """Return the bytes of a linear-attention state or its gradient: a matrix per head, for any
+        number of tokens.
+        """
         return self.batch * self.heads * self.head_dim * self.values * self.wide
 
     def gradient(self, moves: Moves) -> int:
         """Return the bytes of dk and dv, or of dq."""
-        channels = (2 * self.kv_passes * self.kv_heads if moves == "kv" else self.heads) * self.head_dim
+        channels = (
+            2 * self.kv_passes * self.kv_heads if moves == "kv" else self.heads
+        ) * self.head_dim
         return self.batch * self.tokens * channels * self.wide
 
 
@@ -129,7 +147,16 @@ def sizes(
     degree = geometry.ulysses_degree
     tokens = geometry.local_len * degree
     stages = geometry.options.ulysses_head_chunks
-    return Sizes(batch, tokens, heads // degree, max(1, kv_heads // degree), head_dim, element_size, value_dim, stages)
+    return Sizes(
+        batch,
+        tokens,
+        heads // degree,
+        max(1, kv_heads // degree),
+        head_dim,
+        element_size,
+        value_dim,
+        stages,
+    )
 
 
 def messages(
@@ -138,10 +165,17 @@ def messages(
     """Yield the point-to-point messages of a forward (without gradients) or a backward."""
     for index, step in enumerate(geometry.rounds):
         for send in step.sends:
-            yield Message(geometry.at_ranks(send.to), len(step.holds) * of.payload(moves), index, send.due - 1)
+            yield Message(
+                geometry.at_ranks(send.to), len(step.holds) * of.payload(moves), index, send.due - 1
+            )
         if gradients and step.gradient is not None:
             home = step.gradient
-            yield Message(geometry.at_ranks(home.to), len(step.holds) * of.gradient(moves), index + 1, home.due)
+            yield Message(
+                geometry.at_ranks(home.to),
+                len(step.holds) * of.gradient(moves),
+                index + 1,
+                home.due,
+            )
     if geometry.method.states == "neighbour":
         for slot in range(geometry.slots):
             onward = np.arange(geometry.size)
@@ -151,11 +185,14 @@ def messages(
             yield Message(onward, of.state, 0, 0)
 
 
-def collectives(geometry: Geometry, of: Sizes, moves: Moves | None, *, holders_join: bool = True) -> Iterator[Message]:
-    """Yield the collectives of a backward that moves KV or queries, or (None) of a forward; skip groups of one.
+def collectives(
+    geometry: Geometry, of: Sizes, moves: Moves | None, *, holders_join: bool = True
+) -> Iterator[Message]:
+    """Yield the collectives of a backward that moves KV or queries, or (None) of a forward; skip
+    groups of one.
 
-    For heads: q, k, v there and out back, or dout there and dq, dk, dv back; in stages, lse back, and in the backward
-    q, k, v, out and lse there again. Without ``holders_join`` what circulates
+    For heads: q, k, v there and out back, or dout there and dq, dk, dv back; in stages, lse back,
+    and in the backward q, k, v, out and lse there again. Without ``holders_join`` what circulates
     is not gathered first, since only the rows needed travel.
     """
     gather, exchange = partial(Message, kind="gather"), partial(Message, kind="exchange")
@@ -163,7 +200,9 @@ def collectives(geometry: Geometry, of: Sizes, moves: Moves | None, *, holders_j
     rows = of.batch * of.tokens
     channel = of.batch * geometry.local_len * of.element_size
     found = [
-        exchange(heads, ((of.heads + of.kv_heads) * of.head_dim + of.kv_heads * of.values) * channel),
+        exchange(
+            heads, ((of.heads + of.kv_heads) * of.head_dim + of.kv_heads * of.values) * channel
+        ),
         exchange(heads, of.heads * of.values * channel),
     ]
     if of.stages > 1:
@@ -188,13 +227,16 @@ def collectives(geometry: Geometry, of: Sizes, moves: Moves | None, *, holders_j
 def whole_traffic(
     geometry: Geometry, rank: int, of: Sizes, moves: Moves | None, boundaries: tuple[int, ...]
 ) -> Traffic:
-    """Return the bytes that ``rank`` sends in a backward that moves KV or queries, or (None) in a forward."""
+    """Return the bytes that ``rank`` sends in a backward that moves KV or queries, or (None) in a
+    forward.
+    """
     sent = messages(geometry, of, moves or "kv", gradients=moves is not None, boundaries=boundaries)
     return _sum(rank, chain(sent, collectives(geometry, of, moves)))
 
 
 def needed_traffic(flow: Flow, rank: int, of: Sizes, moves: Moves | None) -> Traffic:
-    """Return the bytes that ``rank`` sends in a backward that moves KV or queries, or (None) in a forward.
+    """Return the bytes that ``rank`` sends in a backward that moves KV or queries, or (None) in a
+    forward.
 
     ``flow`` has the rows that travel, with these moves (in a forward, KV).
     """
@@ -205,7 +247,9 @@ def needed_traffic(flow: Flow, rank: int, of: Sizes, moves: Moves | None) -> Tra
     return total
 
 
-def parcels(flow: Flow, rank: int, of: Sizes, moves: Moves, *, gradients: bool) -> Iterator[tuple[Parcel, int, range]]:
+def parcels(
+    flow: Flow, rank: int, of: Sizes, moves: Moves, *, gradients: bool
+) -> Iterator[tuple[Parcel, int, range]]:
     """Yield what a rank sends, in bytes, and the rounds in which it is under way."""
     row, gradient_row = of.payload(moves) // of.tokens, of.gradient(moves) // of.tokens
     for parcel in flow.start(rank).sends:
@@ -228,11 +272,19 @@ def _sum(rank: int, sent: Iterable[Message]) -> Traffic:
 
 
 def bytes_of_all(
-    geometry: Geometry, of: Sizes, moves: Moves | None, ranks_per_node: int, boundaries: tuple[int, ...]
+    geometry: Geometry,
+    of: Sizes,
+    moves: Moves | None,
+    ranks_per_node: int,
+    boundaries: tuple[int, ...],
 ) -> tuple[int, int]:
-    """Return the bytes of all ranks (within nodes, between nodes), in a backward, or (None) in a forward."""
+    """Return the bytes of all ranks (within nodes, between nodes), in a backward, or (None) in a
+    forward.
+    """
     sent = messages(geometry, of, moves or "kv", gradients=moves is not None, boundaries=boundaries)
-    by_peers: dict[int, tuple[np.ndarray, int]] = {}  # a ring sends to the same ranks in every round
+    by_peers: dict[
+        int, tuple[np.ndarray, int]
+    ] = {}  # a ring sends to the same ranks in every round
     for to, size, *_ in chain(sent, collectives(geometry, of, moves)):
         by_peers[id(to)] = to, by_peers.get(id(to), (to, 0))[1] + size
     inside = between = 0
@@ -247,8 +299,12 @@ def bytes_of_all(
 
 @lru_cache(maxsize=256)
 def cheaper_backward(geometry: Geometry, of: Sizes) -> Moves:
-    """Return what the backward moves: as in the options, or else what sends fewer bytes over all ranks."""
+    """Return what the backward moves: as in the options, or else what sends fewer bytes over all
+    ranks.
+    """
     if geometry.options.backward != "auto":
         return geometry.options.backward
-    kv, queries = (sum(bytes_of_all(geometry, of, moves, geometry.size, ())) for moves in ("kv", "queries"))
+    kv, queries = (
+        sum(bytes_of_all(geometry, of, moves, geometry.size, ())) for moves in ("kv", "queries")
+    )
     return "kv" if kv <= queries else "queries"

@@ -1,7 +1,7 @@
 """Transport: move tensors between ranks, or exchange their heads, and count the bytes.
 
-Tokens are dimension 1 of every tensor here: ``[B, T, ...]``. Each transfer starts at once and returns a function that
-waits for it, so that the caller can compute meanwhile.
+Tokens are dimension 1 of every tensor here: ``[B, T, ...]``. Each transfer starts at once and
+returns a function that waits for it, so that the caller can compute meanwhile.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 class Transport:
     """One rank's links to the others of a geometry.
 
-    Makes the subgroups, once: every rank of ``group`` makes its own in the same order; ranks of other groups need not
-    take part.
+    Makes the subgroups, once: every rank of ``group`` makes its own in the same order; ranks of
+    other groups need not take part.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class Transport:
         """Bytes sent to each peer so far; assign an empty ``Traffic`` to reset."""
         self._group = group
         self._connected: set[dist.ProcessGroup] = set()
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(geometry.size)): group}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {
+            tuple(range(geometry.size)): group
+        }
         self._far = group
         if links is not None:
             self._connected, self._groups, self._far = links._connected, links._groups, links._far
@@ -53,19 +55,31 @@ class Transport:
             if len(ranks) > 1 and ranks not in self._groups:
                 self._groups[ranks] = self._new_group(ranks, timeout)
         # Sends with several rounds' time must not queue ahead of those that the next round needs.
-        if any(send.due > i + 1 for i, step in enumerate(geometry.rounds_of(rank)) for send in step.sends):
+        if any(
+            send.due > i + 1
+            for i, step in enumerate(geometry.rounds_of(rank))
+            for send in step.sends
+        ):
             self._far = self._new_group(tuple(range(geometry.size)), timeout)
 
-    def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
+    def _new_group(
+        self, ranks: tuple[int, ...], timeout: timedelta | None
+    ) -> dist.ProcessGroup | None:
         everyone = dist.get_process_group_ranks(self._group)
-        return dist.new_group([everyone[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True)
+        return dist.new_group(
+            [everyone[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True
+        )
 
     def send_recv(self, tensors: Tensors, send: Send, far: bool) -> Arrival:
-        """Send tensors to one rank and receive the same shapes from another; change none until both are done."""
+        """Send tensors to one rank and receive the same shapes from another; change none until both
+        are done.
+        """
         self.connect_all(tensors[0].device)
         if send.to == self.rank:  # then no other rank sends here
             return lambda: tensors
-        received = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+        received = tuple(
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors
+        )
         (arrival,), sent = self.isend_irecv([(send.to, tensors)], [(send.source, received)], far)
 
         def wait() -> Tensors:
@@ -77,16 +91,22 @@ class Transport:
     def isend_irecv(
         self, sends: list[tuple[int, Tensors]], receives: list[tuple[int, Tensors]], far: bool
     ) -> tuple[list[Arrival], Callable[[], object]]:
-        """Start sends to, and receives from, any ranks; between two ranks both must be in the same order.
+        """Start sends to, and receives from, any ranks; between two ranks both must be in the same
+        order.
 
-        Returns one arrival per receive, and a function that waits for the sends; do not change them before. What this
-        rank sends to itself is handed over.
+        Returns one arrival per receive, and a function that waits for the sends; do not change them
+        before. What this rank sends to itself is handed over.
         """
         group = self._far if far else self._group
         own = iter([tensors for peer, tensors in sends if peer == self.rank])
-        leaving = [(peer, tuple(x.contiguous() for x in tensors)) for peer, tensors in sends if peer != self.rank]
+        leaving = [
+            (peer, tuple(x.contiguous() for x in tensors))
+            for peer, tensors in sends
+            if peer != self.rank
+        ]
         coming = [(peer, tensors) for peer, tensors in receives if peer != self.rank]
-        # gloo wants receives posted first; there are no tags: concurrent transfers match by the plan's order
+        # gloo wants receives posted first; there are no tags: concurrent transfers match by the
+        # plan's order
         operations = [
             dist.P2POp(operation, x, group=group, group_peer=peer)
             for operation, several in ((dist.irecv, coming), (dist.isend, leaving))
@@ -104,11 +124,15 @@ class Transport:
             else:
                 mine = slice(used, used := used + len(tensors)) if apart else slice(None)
                 arrivals.append(_arrival(works[mine], tensors))
-        sent = _arrival(works[used:] if apart else works, tuple(x for _, tensors in leaving for x in tensors))
+        sent = _arrival(
+            works[used:] if apart else works, tuple(x for _, tensors in leaving for x in tensors)
+        )
         return arrivals, sent
 
     def gather(self, tensors: Tensors, ranks: tuple[int, ...], *, by_rank: bool = False) -> Arrival:
-        """Join tensors in ascending positions, or ``by_rank``: [B, T, ...] -> [B, len(ranks) * T, ...]."""
+        """Join tensors in ascending positions, or ``by_rank``: [B, T, ...] -> [B, len(ranks) * T,
+        ...].
+        """
         if len(ranks) == 1:
             return lambda: tensors
         order = None if by_rank else self._order(ranks, tensors[0].device)
@@ -117,23 +141,30 @@ class Transport:
             part = tensor.new_empty(len(ranks), *tensor.shape)
             tensor = tensor.contiguous()
             # gloo takes the concatenated shape, not the stacked one
-            works.append(all_gather_single(part.flatten(0, 1), tensor, group=self._groups[ranks], async_op=True))
+            works.append(
+                all_gather_single(
+                    part.flatten(0, 1), tensor, group=self._groups[ranks], async_op=True
+                )
+            )
             parts.append((part, tensor))
             self._count(ranks, tensor.nbytes)
 
         def wait() -> Tensors:
             for work in works:
                 work.wait()
-            joined = (part.transpose(0, 1).flatten(1, 2) for part, _ in parts)  # [B, ranks * T, ...]
+            joined = (
+                part.transpose(0, 1).flatten(1, 2) for part, _ in parts
+            )  # [B, ranks * T, ...]
             return tuple(x if order is None else x.index_select(1, order) for x in joined)
 
         return wait
 
     def scatter(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Return what each of ``ranks`` has for this rank's tokens: inverse of ``gather``, stacked, not reduced.
+        """Return what each of ``ranks`` has for this rank's tokens: inverse of ``gather``, stacked,
+        not reduced.
 
-        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. Summing these moves as many bytes as a reduce-scatter, in a
-        fixed order on any backend; gloo's own moves twice as many.
+        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. Summing these moves as many bytes as a
+        reduce-scatter, in a fixed order on any backend; gloo's own moves twice as many.
         """
         if len(ranks) == 1:
             return tensor[None]
@@ -156,7 +187,9 @@ class Transport:
         return received
 
     def exchange_tokens(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """All-to-all of unequal parts in the whole group: [sum(sends), ...] -> [sum(receives), ...], by rank."""
+        """All-to-all of unequal parts in the whole group: [sum(sends), ...] -> [sum(receives),
+        ...], by rank.
+        """
         x = x.contiguous()
         received = x.new_empty(sum(receives), *x.shape[1:])
         dist.all_to_all_single(received, x, list(receives), list(sends), group=self._group)
@@ -166,11 +199,15 @@ class Transport:
         return received
 
     def reduced(self, gradient: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Sum what ``ranks`` have for this rank's tokens, in a fixed order: [B, len(ranks) * T, ...] -> [B, T, ...]."""
+        """Sum what ``ranks`` have for this rank's tokens, in a fixed order: [B, len(ranks) * T,
+        ...] -> [B, T, ...].
+        """
         return gradient if len(ranks) == 1 else self.scatter(gradient, ranks).sum(0)
 
     def connect_all(self, device: torch.device) -> None:
-        """Let NCCL connect each group that ``isend_irecv`` uses, once, by all ranks: some may have nothing to send."""
+        """Let NCCL connect each group that ``isend_irecv`` uses, once, by all ranks: some may have
+        nothing to send.
+        """
         for group in (self._group, self._far):
             if device.type == "cuda" and group is not None and group not in self._connected:
                 self._connected.add(group)
@@ -183,7 +220,9 @@ class Transport:
 
 
 def _arrival(works: Sequence[dist.Work], tensors: Tensors) -> Arrival:
-    """Return a function that waits for ``works`` and returns ``tensors``, which it keeps alive until then."""
+    """Return a function that waits for ``works`` and returns ``tensors``, which it keeps alive
+    until then.
+    """
 
     def wait() -> Tensors:
         for work in works:
@@ -196,9 +235,10 @@ def _arrival(works: Sequence[dist.Work], tensors: Tensors) -> Arrival:
 class HeadExchange:
     """Exchange of heads (DeepSpeed Ulysses) between one rank and others, by default its head group.
 
-    An all-to-all in groups of U ranks goes from some tokens of all heads to all tokens of some, and back. With fewer KV
-    heads than ranks, several ranks get each head and their gradients are added. Each way is an operator of its own
-    (ops.py), so that the backward has the exchanged q, k and v, and recompute can keep the result of the way back.
+    An all-to-all in groups of U ranks goes from some tokens of all heads to all tokens of some, and
+    back. With fewer KV heads than ranks, several ranks get each head and their gradients are added.
+    Each way is an operator of its own (ops.py), so that the backward has the exchanged q, k and v,
+    and recompute can keep the result of the way back.
     """
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...] | None = None) -> None:
@@ -220,7 +260,8 @@ class HeadExchange:
     def to_tokens(self, x: Tensor, heads: int | None = None) -> Tensor:
         """Exchange [B, U * T, H / U, D] -> [B, T, H, D].
 
-        ``heads`` is H, where it is less than U: then the parts of each head are added, which are gradients.
+        ``heads`` is H, where it is less than U: then the parts of each head are added, which are
+        gradients.
         """
         degree = len(self.ranks)
         if degree == 1:

@@ -1,8 +1,9 @@
 """Run micro-batches through the pipeline stages of each rank of pp.
 
-A stage is a run of layers; the first stage also has what comes before the layers, the last what comes after. Stages
-send hidden states forward and gradients back, one micro-batch at a time, on torch's schedules. The loss is divided by
-the global number of valid tokens, so gradients are summed over micro-batches and never rescaled.
+A stage is a run of layers; the first stage also has what comes before the layers, the last what
+comes after. Stages send hidden states forward and gradients back, one micro-batch at a time, on
+torch's schedules. The loss is divided by the global number of valid tokens, so gradients are summed
+over micro-batches and never rescaled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,9 @@ from runtime.errors import UserError
 
 
 class PipelineRunner(Runner):
-    """Run a step's micro-batches through this rank's stages; its share of the loss is 0 without the last stage."""
+    """Run a step's micro-batches through this rank's stages; its share of the loss is 0 without the
+    last stage.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,8 @@ class PipelineRunner(Runner):
         """Build the schedule over ``parts``, the stages that ``config.own`` names.
 
         Args:
-            first_input: the first stage's input: its key in a micro-batch, and a meta tensor like it.
+            first_input: the first stage's input: its key in a micro-batch, and a meta tensor like
+                it.
             hidden: a meta tensor like what stages send each other.
             tied: for each parameter with copies in several stages, these stages.
         """
@@ -57,7 +61,9 @@ class PipelineRunner(Runner):
         self.mesh, self.device = mesh, device
         self.name, like = first_input
         ranks, stages = mesh.size(), config.stages(mesh.size())
-        self.tied = {name: sorted({stage % ranks for stage in of}) for name, of in (tied or {}).items()}
+        self.tied = {
+            name: sorted({stage % ranks for stage in of}) for name, of in (tied or {}).items()
+        }
         """Ranks of pp that hold a copy, by parameter; the first one counts it."""
         self.own = config.own(mesh.get_local_rank(), ranks)
         self._valid = 1
@@ -73,7 +79,9 @@ class PipelineRunner(Runner):
                 strategy=strategy,
                 split_backward=config.splits_backward,
                 input_args=(like,) if number == 0 else (hidden,),
-                output_args=(hidden.new_empty((), dtype=torch.float32).requires_grad_() if last else hidden,),
+                output_args=(
+                    hidden.new_empty((), dtype=torch.float32).requires_grad_() if last else hidden,
+                ),
                 group=mesh.get_group(),
             )
             self.stages.append(stage)
@@ -88,14 +96,20 @@ class PipelineRunner(Runner):
         self._connect(device)
 
     def _connect(self, device: torch.device) -> None:
-        """Let NCCL connect the group by all its ranks: only two of them may send in it, where they share a weight."""
+        """Let NCCL connect the group by all its ranks: only two of them may send in it, where they
+        share a weight.
+        """
         if device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device), group=self.mesh.get_group())
 
     def parameters(self) -> dict[str, nn.Parameter]:
         rank = self.mesh.get_local_rank()
         others = {name for name, holders in self.tied.items() if holders[0] != rank}
-        return {name: parameter for name, parameter in super().parameters().items() if name not in others}
+        return {
+            name: parameter
+            for name, parameter in super().parameters().items()
+            if name not in others
+        }
 
     def forward_backward(self, batches: Sequence[MicroBatch], valid: int) -> Tensor:
         self._valid = valid
@@ -115,7 +129,13 @@ class PipelineRunner(Runner):
         others = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
         first, losses = others.pop(self.name), list[Tensor]()
         try:
-            step(*([first] if 0 in self.own else []), target=first, losses=losses, return_outputs=False, **others)
+            step(
+                *([first] if 0 in self.own else []),
+                target=first,
+                losses=losses,
+                return_outputs=False,
+                **others,
+            )
         except RuntimeError as error:
             if isinstance(error.__cause__, UserError):  # torch wraps what a user can fix
                 raise error.__cause__ from None
@@ -127,14 +147,18 @@ class PipelineRunner(Runner):
         return torch.stack([loss.detach() for loss in losses])
 
     def _sum_copies(self, name: str, holders: Sequence[int]) -> None:
-        """Sum the gradients of a parameter's copies, in one order, so that they stay equal to the bit."""
+        """Sum the gradients of a parameter's copies, in one order, so that they stay equal to the
+        bit.
+        """
         copies = [dict(part.named_parameters()).get(name) for part in self.parts]
         own = [_local_gradient(parameter) for parameter in copies if parameter is not None]
         share = torch.stack(own).sum(0) if len(own) > 1 else own[0].contiguous()
         group, rank = self.mesh.get_group(), self.mesh.get_local_rank()
         shares = {peer: share if peer == rank else torch.empty_like(share) for peer in holders}
         peers = [peer for peer in holders if peer != rank]
-        receive = [dist.P2POp(dist.irecv, shares[peer], group=group, group_peer=peer) for peer in peers]
+        receive = [
+            dist.P2POp(dist.irecv, shares[peer], group=group, group_peer=peer) for peer in peers
+        ]
         send = [dist.P2POp(dist.isend, share, group=group, group_peer=peer) for peer in peers]
         for work in dist.batch_isend_irecv(receive + send) if peers else ():
             work.wait()
@@ -151,8 +175,8 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
 class _Part(nn.Module):
     """A stage as torch's schedules call it: the batch's first tensor by position, the rest by name.
 
-    It hides FSDP from the schedules, which would delay every reduction to the end of the step and keep whole weights
-    until then.
+    It hides FSDP from the schedules, which would delay every reduction to the end of the step and
+    keep whole weights until then.
     """
 
     def __init__(self, model: nn.Module, name: str, loss_sum: LossSum) -> None:
@@ -164,12 +188,15 @@ class _Part(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, but with gradients reduced by the strategy and receive buffers freed after use.
+    """torch's stage, but with gradients reduced by the strategy and receive buffers freed after
+    use.
 
     torch allocates the buffers of all micro-batches at once and keeps them for the whole run.
     """
 
-    def __init__(self, part: _Part, *where: Any, strategy: Strategy, split_backward: bool, **shapes: Any) -> None:
+    def __init__(
+        self, part: _Part, *where: Any, strategy: Strategy, split_backward: bool, **shapes: Any
+    ) -> None:
         super().__init__(part, *where, **shapes)
         self._part, self._strategy, self._split_backward = part, strategy, split_backward
         self._receiving: set[tuple[str, int]] = set()
@@ -190,12 +217,19 @@ class _Stage(PipelineStage):
         return out
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
-        set_gradient_sync(self._part.model, last_backward and not self._split_backward, self._strategy)
+        set_gradient_sync(
+            self._part.model, last_backward and not self._split_backward, self._strategy
+        )
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
-            loss.detach_()  # torch keeps it to the step's end, and its graph would keep the stage's input
+            # torch keeps it to the step's end, and its graph would keep the stage's input
+            loss.detach_()
         self._release("backward", bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -205,8 +239,8 @@ class _Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce at the step's end where backwards are split, since FSDP's hooks do not run then.
 
-        torch does so for an FSDP module that it sees and that has not synchronized yet: over the shards and, where
-        there are several, over the copies.
+        torch does so for an FSDP module that it sees and that has not synchronized yet: over the
+        shards and, where there are several, over the copies.
         """
         if self._split_backward:
             self.submod = self._part.model
@@ -220,7 +254,8 @@ class _Stage(PipelineStage):
                 self._release(direction, other)
         for info in table.get(chunk, []):
             info.buffer = torch.empty_like(info.buffer, device=self.device)
-            # torch before 2.13 reads from the buffer, once at the first step, whether a gradient is sent back
+            # torch before 2.13 reads from the buffer, once at the first step, whether a gradient is
+            # sent back
             info.buffer.requires_grad_(direction == "forward" and self.has_backward)
         self._receiving.add((direction, chunk))
 

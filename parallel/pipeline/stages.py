@@ -17,13 +17,17 @@ class PipelineConfig:
     """Layers of each pipeline-parallel process, and the order of micro-batches through them."""
 
     pipeline_schedule: Schedule = "1F1B"
-    """Order of forwards and backwards: 1F1B keeps activations of as many micro-batches as there are stages, GPipe of
-    all; Interleaved1F1B has several stages per process and shorter bubbles; InterleavedZeroBubble computes the
-    gradients of weights apart from those of activations, and fills bubbles with them."""
+    """Order of forwards and backwards: 1F1B keeps activations of as many micro-batches as there are
+    stages, GPipe of all; Interleaved1F1B has several stages per process and shorter bubbles;
+    InterleavedZeroBubble computes the gradients of weights apart from those of activations, and
+    fills bubbles with them."""
     num_virtual_stages_per_pipeline_rank: int = 1
-    """Stages of each pipeline-parallel process; more than 1 with the interleaved schedules alone."""
+    """Stages of each pipeline-parallel process; more than 1 with the interleaved schedules alone.
+    """
     pipeline_layers: tuple[int, ...] = ()
-    """Layers of each stage, such as 7 8 8 7; by default equal, the first and the last stages the fewer."""
+    """Layers of each stage, such as 7 8 8 7; by default equal, the first and the last stages the
+    fewer.
+    """
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_virtual_stages_per_pipeline_rank")
@@ -57,19 +61,22 @@ class PipelineConfig:
         tp: int = 1,
         recompute: bool = False,
     ) -> None:
-        """Refuse what cannot run or would silently compute something else; name the nearest settings that work.
+        """Refuse what cannot run or would silently compute something else; name the nearest
+        settings that work.
 
         Args:
             batch: sequences of one micro-batch over all data-parallel ranks.
 
         Raises:
-            UserError: more stages than layers, fewer micro-batches than ranks, or a schedule that does not support the
-                data-parallel strategy, tensor parallelism or recomputation.
+            UserError: more stages than layers, fewer micro-batches than ranks, or a schedule that
+                does not support the data-parallel strategy, tensor parallelism or recomputation.
         """
         schedule, stages = self.pipeline_schedule, self.stages(ranks)
         if ranks == 1 and self != PipelineConfig():
             default = PipelineConfig()
-            names = [f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
+            names = [
+                f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
+            ]
             named = [f"{name} is {getattr(self, name)}" for name in names]
             raise UserError(
                 f"{', '.join(named)}, and there is no pipeline; give --pipeline-model-parallel-size 2 or more, or "
@@ -77,7 +84,11 @@ class PipelineConfig:
             )
         if stages > layers:
             virtual = layers // ranks
-            other = f"num_virtual_stages_per_pipeline_rank {virtual}" if virtual else f"at most {layers} processes"
+            other = (
+                f"num_virtual_stages_per_pipeline_rank {virtual}"
+                if virtual
+                else f"at most {layers} processes"
+            )
             raise UserError(
                 f"num_layers is {layers} and there are {stages} pipeline stages, each of which needs a layer; nearest "
                 f"that work: {other}, or num_layers {stages}"
@@ -122,16 +133,21 @@ class PipelineConfig:
         return ranks * self.num_virtual_stages_per_pipeline_rank
 
     def in_flight(self, rank: int, ranks: int, micro_batches: int) -> float:
-        """Return of how many micro-batches a rank holds activations of all its layers at once: its warm-up, and one.
+        """Return of how many micro-batches a rank holds activations of all its layers at once: its
+        warm-up, and one.
 
-        With several stages a rank they are parts of its layers (Narayanan et al. 2021, section 2.2).
+        With several stages a rank they are parts of its layers (Narayanan et al. 2021, section
+        2.2).
         """
         if ranks == 1:
             return 1
         if self.pipeline_schedule == "GPipe":
             return micro_batches
         virtual, ahead = self.num_virtual_stages_per_pipeline_rank, ranks - rank
-        return min(ahead if virtual == 1 else (2 * ahead - 1 + (virtual - 1) * ranks) / virtual, micro_batches)
+        return min(
+            ahead if virtual == 1 else (2 * ahead - 1 + (virtual - 1) * ranks) / virtual,
+            micro_batches,
+        )
 
     def own(self, rank: int, ranks: int) -> tuple[int, ...]:
         """Return a rank's stages, ascending: every ``ranks``-th one."""
@@ -141,7 +157,8 @@ class PipelineConfig:
 def stage_layers(config: PipelineConfig, layers: int, ranks: int) -> list[range]:
     """Return the layers of each stage.
 
-    The remainder goes to the middle stages, since the first has the embedding and the last the logits.
+    The remainder goes to the middle stages, since the first has the embedding and the last the
+    logits.
 
     Raises:
         UserError: ``pipeline_layers`` does not match the stages and layers.

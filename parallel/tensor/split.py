@@ -1,16 +1,18 @@
-"""Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2.2).
+"""Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022,
+section 4.2.2).
 
-The tp ranks hold the same tokens. Each computes some heads of every attention, some columns of every feed-forward layer
-and the logits of some vocabulary entries. In between, where all channels of a token are needed (norms, residual sums),
-each holds some of the tokens: the all-reduce becomes a reduce-scatter and an all-gather of the same traffic. Sequence
-parallelism is on whenever tp > 1: every parameter is then a DTensor, and partial gradients of norms are summed.
+The tp ranks hold the same tokens. Each computes some heads of every attention, some columns of
+every feed-forward layer and the logits of some vocabulary entries. In between, where all channels
+of a token are needed (norms, residual sums), each holds some of the tokens: the all-reduce becomes
+a reduce-scatter and an all-gather of the same traffic. Sequence parallelism is on whenever tp > 1:
+every parameter is then a DTensor, and partial gradients of norms are summed.
 
 Each part states in words, as its ``SPLIT``, how its weights are split. ``model/parts/weights.py``
 explains the words; here they become styles.
 
-Shapes: B sequences, T tokens of this context-parallel rank (a multiple of tp), C width of the residual stream, G key
-and value heads, D width of a head, V vocabulary entries. ``Shard(1)`` of [B, T, C] is over tokens, ``Shard(-1)`` over
-channels.
+Shapes: B sequences, T tokens of this context-parallel rank (a multiple of tp), C width of the
+residual stream, G key and value heads, D width of a head, V vocabulary entries. ``Shard(1)`` of [B,
+T, C] is over tokens, ``Shard(-1)`` over channels.
 """
 
 from collections.abc import Callable
@@ -22,7 +24,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from parallel.tensor.styles import (
     AllTokens,
@@ -159,8 +166,8 @@ def _split_adapters(
 ) -> None:
     """Split the adapters inside of a linear layer, which send nothing.
 
-    Beside output channels B is split as they are, and A is whole; beside input channels A is split, and B, whole, takes
-    partial sums to partial sums. Gradients of what is whole are partial.
+    Beside output channels B is split as they are, and A is whole; beside input channels A is split,
+    and B, whole, takes partial sums to partial sums. Gradients of what is whole are partial.
     """
     for name, follows in zip(ADAPTERS, (inputs, not inputs), strict=True):
         adapter = getattr(linear, name, None)

@@ -13,7 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
 from kernels.operators import linear
@@ -27,21 +34,26 @@ def of_tokens(x: Tensor, mesh: DeviceMesh) -> Any:
 
 def scattered(part: Tensor, mesh: DeviceMesh) -> DTensor:
     """Reduce-scatter ``part`` [..., T, C] over T."""
-    return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(part.ndim - 2)])
+    return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(
+        placements=[Shard(part.ndim - 2)]
+    )
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, dim: int = 0) -> None:
-    """Shard the parameters of a module itself, in place: matrices along ``dim``, vectors by entries."""
+    """Shard the parameters of a module itself, in place: matrices along ``dim``, vectors by
+    entries.
+    """
     for name, parameter in list(module.named_parameters(recurse=False)):
         split = distribute_tensor(parameter, mesh, [Shard(dim if parameter.ndim > 1 else 0)])
         module.register_parameter(name, nn.Parameter(split))
 
 
 class AllTokens(ParallelStyle):
-    """A module that takes all tokens and returns partial sums [B, T, C]; outside, both are sharded over T.
+    """A module that takes all tokens and returns partial sums [B, T, C]; outside, both are sharded
+    over T.
 
-    All matrices of the module share one all-gather of its input, whose gradient is partial on each rank too. With
-    ``plain``, input and output are plain tensors of this rank's tokens.
+    All matrices of the module share one all-gather of its input, whose gradient is partial on each
+    rank too. With ``plain``, input and output are plain tensors of this rank's tokens.
     """
 
     def __init__(self, plain: bool = False) -> None:
@@ -51,7 +63,9 @@ class AllTokens(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, inputs: Any) -> Any:
             x: Any = of_tokens(inputs[0], device_mesh) if self.plain else inputs[0]
-            return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), *inputs[1:]
+            return x.redistribute(placements=[Replicate()]).to_local(
+                grad_placements=[Partial()]
+            ), *inputs[1:]
 
         def scatter(module: nn.Module, inputs: Any, part: Tensor) -> Tensor:
             x = scattered(part, device_mesh)
@@ -92,10 +106,12 @@ def own_entries(x: DTensor) -> Tensor:
 
 
 class Whole(ParallelStyle):
-    """A replicated linear layer, embedding or RMS norm, applied to this rank's own input; its gradients are partial.
+    """A replicated linear layer, embedding or RMS norm, applied to this rank's own input; its
+    gradients are partial.
 
-    With ``rows``, those of its weight and bias alone are used: a key or value projection of fewer heads than ranks,
-    whose gradient is 0 on each rank except for its head, and summed over the ranks that share that head.
+    With ``rows``, those of its weight and bias alone are used: a key or value projection of fewer
+    heads than ranks, whose gradient is 0 on each rank except for its head, and summed over the
+    ranks that share that head.
     """
 
     def __init__(self, rows: slice = slice(None)) -> None:
@@ -105,7 +121,10 @@ class Whole(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(x: Tensor) -> Tensor:
             whole: Any = dict(module.named_parameters(recurse=False))
-            own = {name: p.to_local(grad_placements=[Partial()])[self.rows] for name, p in whole.items()}
+            own = {
+                name: p.to_local(grad_placements=[Partial()])[self.rows]
+                for name, p in whole.items()
+            }
             if type(module) is nn.RMSNorm:
                 return F.rms_norm(x, list(module.normalized_shape), own["weight"], module.eps)
             if isinstance(module, nn.Embedding):
@@ -159,7 +178,8 @@ class JointNorm(ParallelStyle):
     """An RMS norm over the channels of all heads; each rank has [..., C / size] of them, or [..., H
     / size, D].
 
-    Ranks sum their squares and, in the backward, the gradients of these. In float32 at least, rounded once.
+    Ranks sum their squares and, in the backward, the gradients of these. In float32 at least,
+    rounded once.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -181,7 +201,9 @@ class JointNorm(ParallelStyle):
 
 
 class _Sum(torch.autograd.Function):
-    """An all-reduce that also sums gradients in the backward, since each rank uses the sum differently."""
+    """An all-reduce that also sums gradients in the backward, since each rank uses the sum
+    differently.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -200,11 +222,15 @@ def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class OwnTokens(ParallelStyle):
-    """A parameter-free function of positions, [..., T] -> [..., T, C], computed for this rank's tokens only."""
+    """A parameter-free function of positions, [..., T] -> [..., T, C], computed for this rank's
+    tokens only.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def own(module: nn.Module, inputs: Any) -> Any:
-            return inputs[0].chunk(device_mesh.size(), -1)[device_mesh.get_local_rank()], *inputs[1:]
+            return inputs[0].chunk(device_mesh.size(), -1)[device_mesh.get_local_rank()], *inputs[
+                1:
+            ]
 
         def sharded(module: nn.Module, inputs: Any, x: Tensor) -> DTensor:
             return DTensor.from_local(x, device_mesh, [Shard(x.ndim - 2)], run_check=False)
@@ -215,7 +241,8 @@ class OwnTokens(ParallelStyle):
 
 
 class Entries(ParallelStyle):
-    """An embedding sharded by entries: [..., T] -> [..., T, C]; other ranks' entries contribute 0 here.
+    """An embedding sharded by entries: [..., T] -> [..., T, C]; other ranks' entries contribute 0
+    here.
 
     DTensor's own embedding computes the gradient of all entries on every rank.
     """
@@ -247,6 +274,8 @@ class GatheredNorm(SequenceParallel):
 
 
 def first_entry(x: DTensor, dim: int = 0) -> int:
-    """Return the index along ``dim`` of this rank's first entry of ``x``, sharded on a one-dimensional mesh."""
+    """Return the index along ``dim`` of this rank's first entry of ``x``, sharded on a
+    one-dimensional mesh.
+    """
     chunk = -(-x.shape[dim] // x.device_mesh.size())
     return min(chunk * x.device_mesh.get_local_rank(), x.shape[dim])

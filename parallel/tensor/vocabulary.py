@@ -12,8 +12,12 @@ from kernels.loss import sum_over_chunks
 from kernels.operators import linear
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """As ``kernels.loss.cross_entropy_sum``, also for a DTensor of logits [..., V] sharded over V; collective then."""
+def cross_entropy_sum(
+    logits: Tensor, labels: Tensor, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """As ``kernels.loss.cross_entropy_sum``, also for a DTensor of logits [..., V] sharded over V;
+    collective then.
+    """
     from torch.distributed.tensor import DTensor
 
     if not isinstance(logits, DTensor):
@@ -24,10 +28,12 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) 
 def chunked_cross_entropy_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, ignore_index: int = -100
 ) -> Tensor:
-    """Compute the loss of ``cross_entropy_sum`` from hidden states, with the logits of ``chunk_size`` tokens at a time.
+    """Compute the loss of ``cross_entropy_sum`` from hidden states, with the logits of
+    ``chunk_size`` tokens at a time.
 
-    Takes hidden [..., C], output weights [V, C] and labels [...]. If the weights are a DTensor sharded over V, hidden
-    is a replicated DTensor; the call is then collective, and each rank computes the logits of its own entries only.
+    Takes hidden [..., C], output weights [V, C] and labels [...]. If the weights are a DTensor
+    sharded over V, hidden is a replicated DTensor; the call is then collective, and each rank
+    computes the logits of its own entries only.
     """
     from torch.distributed.tensor import DTensor, Partial
 

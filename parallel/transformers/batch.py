@@ -1,6 +1,7 @@
 """Batches as transformers has them, made one packed sequence, and one rank's part of it.
 
-Shapes: B sequences of T tokens, which become one of N packed documents; n of its tokens are this rank's.
+Shapes: B sequences of T tokens, which become one of N packed documents; n of its tokens are this
+rank's.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ class Packed:
     """A whole batch as one sequence, without padding."""
 
     tokens: dict[str, Tensor]
-    """``input_ids``, ``position_ids`` in the documents, and ``labels``: each the one of the next token; ``[1, N]``."""
+    """``input_ids``, ``position_ids`` in the documents, and ``labels``: each the one of the next
+    token; ``[1, N]``.
+    """
     bounds: tuple[int, ...]
     """Cumulative lengths of the documents, from 0 to N."""
     kept: Tensor
@@ -52,7 +55,9 @@ class Batch:
     """One rank's part of a batch."""
 
     inputs: dict[str, Any]
-    """Keyword arguments of the model: this rank's ``input_ids`` and ``position_ids``, ``[1, n]``, and its context."""
+    """Keyword arguments of the model: this rank's ``input_ids`` and ``position_ids``, ``[1, n]``,
+    and its context.
+    """
     labels: Tensor
     """The token after each of this rank's tokens, or -100: ``[1, n]``."""
     context: ContextParallel
@@ -68,20 +73,34 @@ def pack(
     attention_mask: Tensor | None,
     model_positions: Positions = FROM_ZERO,
 ) -> Packed:
-    """Pack a batch; arguments and errors as for ``Sharded.batch``. Labels are shifted here, before any cut.
+    """Pack a batch; arguments and errors as for ``Sharded.batch``. Labels are shifted here, before
+    any cut.
 
     ``model_positions`` are those that the model takes by itself.
     """
-    for name, x in (("labels", labels), ("position_ids", position_ids), ("attention_mask", attention_mask)):
+    for name, x in (
+        ("labels", labels),
+        ("position_ids", position_ids),
+        ("attention_mask", attention_mask),
+    ):
         if input_ids.ndim != 2 or (x is not None and x.shape != input_ids.shape):
             shape = None if x is None else tuple(x.shape)
-            raise UserError(f"input_ids is {tuple(input_ids.shape)} and {name} is {shape}; both must be [B, T]")
-    kept = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else _real_tokens(attention_mask)
+            raise UserError(
+                f"input_ids is {tuple(input_ids.shape)} and {name} is {shape}; both must be [B, T]"
+            )
+    kept = (
+        torch.ones_like(input_ids, dtype=torch.bool)
+        if attention_mask is None
+        else _real_tokens(attention_mask)
+    )
     places = kept.long().cumsum(1) - 1  # of each token in its row
     if not kept.any():
         raise UserError("attention_mask leaves no token; give a batch with some")
     _check_holes(kept)
-    ids, positions = input_ids[kept], (places if position_ids is None else position_ids)[kept]  # [N]
+    ids, positions = (
+        input_ids[kept],
+        (places if position_ids is None else position_ids)[kept],
+    )  # [N]
     if documents is None:
         begins = (places[kept] == 0) | (positions.diff(prepend=positions[:1]) != 1)
         bounds = (*begins.nonzero().flatten().tolist(), len(ids))
@@ -106,13 +125,19 @@ def pack(
     positions = _from_first(positions, starts, model_positions.first, position_ids is not None)
     following = torch.full_like(ids, IGNORED)
     if labels is not None:
-        following = labels[kept].roll(-1).index_fill(0, (starts - 1) % len(ids), IGNORED)  # of a document's last token
+        following = (
+            labels[kept].roll(-1).index_fill(0, (starts - 1) % len(ids), IGNORED)
+        )  # of a document's last token
     tokens = {"input_ids": ids, "position_ids": positions, "labels": following}
-    return Packed({name: x[None] for name, x in tokens.items()}, bounds, kept, model_positions.first)
+    return Packed(
+        {name: x[None] for name, x in tokens.items()}, bounds, kept, model_positions.first
+    )
 
 
 def _real_tokens(attention_mask: Tensor) -> Tensor:
-    """Return the tokens that are no padding, bool [B, T]. Raises UserError: a mask of numbers besides 0 and 1."""
+    """Return the tokens that are no padding, bool [B, T]. Raises UserError: a mask of numbers
+    besides 0 and 1.
+    """
     others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
     if len(others):
         raise UserError(
@@ -123,7 +148,9 @@ def _real_tokens(attention_mask: Tensor) -> Tensor:
 
 
 def _check_holes(tokens: Tensor) -> None:
-    """Raise UserError if padding lies between tokens of a row [B, T]: transformers counts positions over it."""
+    """Raise UserError if padding lies between tokens of a row [B, T]: transformers counts positions
+    over it.
+    """
     begins = tokens.int().diff(dim=1, prepend=torch.zeros_like(tokens[:, :1], dtype=torch.int)) == 1
     rows = (begins.sum(1) > 1).nonzero().flatten().tolist()
     if rows:
@@ -134,7 +161,9 @@ def _check_holes(tokens: Tensor) -> None:
 
 
 def _check_rows(bounds: Sequence[int], tokens: Tensor) -> None:
-    """Raise UserError if a document [begin, end) of the packed tokens goes over the end of a row of tokens [B, T]."""
+    """Raise UserError if a document [begin, end) of the packed tokens goes over the end of a row of
+    tokens [B, T].
+    """
     lengths = tokens.sum(1)
     ends = lengths.cumsum(0)
     for row, end in enumerate(ends[lengths > 0].tolist()):
@@ -159,21 +188,30 @@ def _from_first(positions: Tensor, starts: Tensor, first: int, given: bool) -> T
 
 
 def part(whole: Packed, context: ContextParallel) -> Batch:
-    """Return this rank's part; ``context`` has the batch's length and documents. Padding has no label."""
-    mine = {name: context.shard(x, 1, IGNORED if name == "labels" else 0) for name, x in whole.tokens.items()}
+    """Return this rank's part; ``context`` has the batch's length and documents. Padding has no
+    label.
+    """
+    mine = {
+        name: context.shard(x, 1, IGNORED if name == "labels" else 0)
+        for name, x in whole.tokens.items()
+    }
     labels = mine.pop("labels")
     context = copy(context)  # a batch's own, by which its forward knows it
     return Batch({**mine, "use_cache": False, CONTEXT: context}, labels, context, whole)
 
 
 def check_same(whole: Packed, group: dist.ProcessGroup | None) -> None:
-    """Raise UserError on all ranks of the group if their tokens, labels or documents differ. One collective."""
+    """Raise UserError on all ranks of the group if their tokens, labels or documents differ. One
+    collective.
+    """
     if group is None:
         return
     hashed = [x[0] for x in whole.tokens.values()] + [torch.tensor(whole.bounds)]
     numbers = [torch.arange(1, len(x) + 1, device=x.device) for x in hashed]
     device = hashed[0].device
-    mine = torch.stack([x.to(device) for a, b in zip(hashed, numbers, strict=True) for x in (b[-1], (a * b).sum())])
+    mine = torch.stack(
+        [x.to(device) for a, b in zip(hashed, numbers, strict=True) for x in (b[-1], (a * b).sum())]
+    )
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)
     if others := [rank for rank, x in enumerate(every) if not torch.equal(x, every[0])]:

@@ -48,7 +48,8 @@ def attention_named(model: nn.Module, name: str) -> Iterator[None]:
 def separate(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """Give the model configurations that no other model has; return what ``restore`` takes.
 
-    Models that are made from one configuration share it, and an attention set there would be that of all.
+    Models that are made from one configuration share it, and an attention set there would be that
+    of all.
     """
     memo: dict[int, Any] = {}
     shared = configs(model)

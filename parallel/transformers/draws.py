@@ -1,11 +1,11 @@
 """Random numbers of a training forward whose tokens are on several ranks.
 
-Ranks that share a sequence have one random state, as trainers seed them, and would drop the same elements of different
-tokens. So each draws from a stream of its own within a forward. NEFTune's noise on the embeddings is drawn as one
-process draws it, for all tokens of the batch, and cut.
+Ranks that share a sequence have one random state, as trainers seed them, and would drop the same
+elements of different tokens. So each draws from a stream of its own within a forward. NEFTune's
+noise on the embeddings is drawn as one process draws it, for all tokens of the batch, and cut.
 
-Outside of forwards the ranks' states go on alike, by draws that all of them make; nothing else is kept, so that a
-restored state resumes both.
+Outside of forwards the ranks' states go on alike, by draws that all of them make; nothing else is
+kept, so that a restored state resumes both.
 
 Shapes: a batch of B rows of T tokens, of which n are this rank's; embeddings have D channels.
 """
@@ -40,7 +40,10 @@ class State(NamedTuple):
     @classmethod
     def now(cls, device: torch.device) -> "State":
         """Return the states as they are."""
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+        return cls(
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        )
 
     def set(self, device: torch.device) -> None:
         """Make these the states."""
@@ -134,17 +137,23 @@ class Draws:
     def _with_noise(
         self, model: nn.Module, context: ContextParallel, device: torch.device
     ) -> tuple[nn.Module | None, RemovableHandle | None]:
-        """Take NEFTune's noise over for one forward; transformers' own hook adds none where a module evaluates."""
+        """Take NEFTune's noise over for one forward; transformers' own hook adds none where a
+        module evaluates.
+        """
         embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
         alpha = getattr(embeddings, ALPHA, None)
         if alpha is None or not embeddings.training:
             return None, None
         if context not in self._rows:
-            raise UserError("the batch is another model's; call the model with the inputs of its own cp.batch")
+            raise UserError(
+                "the batch is another model's; call the model with the inputs of its own cp.batch"
+            )
 
         tokens = self._rows[context]
         width = int(embeddings.embedding_dim)
-        noise = local_noise(context, tokens, alpha, width, embeddings.weight.dtype, device, self._first)
+        noise = local_noise(
+            context, tokens, alpha, width, embeddings.weight.dtype, device, self._first
+        )
 
         def add(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
             return output + noise.to(output.dtype)
@@ -169,10 +178,11 @@ def local_noise(
     device: torch.device,
     first: int = 0,
 ) -> Tensor:
-    """Return this rank's part [1, n, D] of the noise on a batch, drawn as in one process; 0 in padding.
+    """Return this rank's part [1, n, D] of the noise on a batch, drawn as in one process; 0 in
+    padding.
 
-    The scale is alpha / sqrt(T D), as in transformers, where T is the length of a whole row. Groups whose ``first``
-    rank is not 0 have noise of their own.
+    The scale is alpha / sqrt(T D), as in transformers, where T is the length of a whole row. Groups
+    whose ``first`` rank is not 0 have noise of their own.
     """
     rows, length = tokens.shape
     limit = alpha / (length * width) ** 0.5
@@ -191,7 +201,9 @@ def local_noise(
     part = noise[real]
     for start in range(0, rows * length, BLOCK):
         count = min(BLOCK, rows * length - start)
-        block = torch.empty(count, width, dtype=dtype, device=device).uniform_(-limit, limit, generator=generator)
+        block = torch.empty(count, width, dtype=dtype, device=device).uniform_(
+            -limit, limit, generator=generator
+        )
         inside = (local >= start) & (local < start + count)
         part[inside] = block[local[inside] - start]
     noise[real] = part

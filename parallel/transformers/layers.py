@@ -1,9 +1,12 @@
-"""Attention, short convolution and delta rule that layers of transformers call in place of their own.
+"""Attention, short convolution and delta rule that layers of transformers call in place of their
+own.
 
-A forward hands them the ranks and documents of its batch among its keyword arguments, which every layer passes on. So
-nothing here is kept between calls, and a layer that is computed again under checkpointing sees its own batch.
+A forward hands them the ranks and documents of its batch among its keyword arguments, which every
+layer passes on. So nothing here is kept between calls, and a layer that is computed again under
+checkpointing sees its own batch.
 
-Shapes: B sequences, T local positions, H query heads, K key heads, D and E widths of keys and values, C channels.
+Shapes: B sequences, T local positions, H query heads, K key heads, D and E widths of keys and
+values, C channels.
 """
 
 import sys
@@ -21,7 +24,9 @@ from runtime.errors import UserError
 CONTEXT = "context_parallel"
 """Keyword argument that a forward passes on to its layers: the ContextParallel of its batch."""
 NAME = __name__.replace(".", "_")
-"""Name of the attention in transformers' registry; a checkout and a written package beside it have their own."""
+"""Name of the attention in transformers' registry; a checkout and a written package beside it have
+their own.
+"""
 PROBED = f"{NAME}_probed"
 """Name of the attention while a model is probed, which has masks besides."""
 PASSED_ON = {"position_ids", "is_causal", "use_cache", "cache_position"}
@@ -36,7 +41,9 @@ L2_EPSILON = 1e-6
 def refuse(module: nn.Module, reason: str) -> None:
     """Raise UserError about a layer."""
     layer = getattr(module, "layer_idx", None)
-    raise UserError(f"layer {'' if layer is None else f'{layer}, '}{type(module).__name__}: {reason}")
+    raise UserError(
+        f"layer {'' if layer is None else f'{layer}, '}{type(module).__name__}: {reason}"
+    )
 
 
 def attend(
@@ -64,7 +71,9 @@ def attend(
     cp = others.pop(CONTEXT, None)
     if reason := _unfit(module, cp, attention_mask, dropout, sliding_window, others):
         refuse(module, reason)
-    q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))  # [B, T, heads, width]
+    q, k, v = (
+        x.transpose(1, 2).to(value.dtype) for x in (query, key, value)
+    )  # [B, T, heads, width]
     if (gap := q.shape[-1] - v.shape[-1]) < 0:
         refuse(module, f"its values are wider ({v.shape[-1]}) than its keys ({q.shape[-1]})")
     if sliding_window == 1:
@@ -76,10 +85,18 @@ def attend(
 
 
 def _unfit(
-    module: nn.Module, cp: Any, mask: Any, dropout: float, window: int | None, others: dict[str, Any]
+    module: nn.Module,
+    cp: Any,
+    mask: Any,
+    dropout: float,
+    window: int | None,
+    others: dict[str, Any],
 ) -> str | None:
     """Return the reason why the ranks cannot compute this attention, if there is one."""
-    kinds, number = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    kinds, number = (
+        getattr(getattr(module, "config", None), "layer_types", None),
+        getattr(module, "layer_idx", None),
+    )
     kind = kinds[number] if kinds and number is not None and number < len(kinds) else None
     given = {name for name, value in others.items() if value is not None and value is not False}
     unknown = sorted(given - PASSED_ON)
@@ -87,13 +104,19 @@ def _unfit(
     reasons = {
         NO_BATCH: cp is None,
         "it has a mask of its own; leave attention_mask out: cp.batch takes it": mask is not None,
-        "its attention is not causal": not (getattr(module, "is_causal", True) if causal is None else causal),
-        f"it soft-caps its scores (softcap {others.get('softcap')}), which no kernel here does": "softcap" in unknown,
-        f"its attention has dropout {dropout}; set attention_dropout to 0 in the configuration": dropout > 0,
+        "its attention is not causal": not (
+            getattr(module, "is_causal", True) if causal is None else causal
+        ),
+        f"it soft-caps its scores (softcap {others.get('softcap')}), which no kernel here does": "softcap"
+        in unknown,
+        f"its attention has dropout {dropout}; set attention_dropout to 0 in the configuration": dropout
+        > 0,
         f"its attention is {kind}, which is neither full nor a sliding window": kind is not None
         and kind not in ("full_attention", "sliding_attention"),
-        f"its window is {window} keys; give 1 or more, its own token among them": window is not None and window < 1,
-        "it is a layer with a sliding window and does not say which": kind == "sliding_attention" and window is None,
+        f"its window is {window} keys; give 1 or more, its own token among them": window is not None
+        and window < 1,
+        "it is a layer with a sliding window and does not say which": kind == "sliding_attention"
+        and window is None,
         f"its attention takes {', '.join(unknown)}, which is not known here": bool(unknown),
     }
     return next((reason for reason, found in reasons.items() if found), None)
@@ -109,16 +132,26 @@ def attend_masked(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within a probe, where a layer has its mask: it must say what the arguments of the layer say."""
-    causal = None if attention_mask is not None else is_causal  # a mask takes the place of the argument
-    output = attend(module, query, key, value, None, sliding_window=sliding_window, is_causal=causal, **others)
+    """Attend within a probe, where a layer has its mask: it must say what the arguments of the
+    layer say.
+    """
+    causal = (
+        None if attention_mask is not None else is_causal
+    )  # a mask takes the place of the argument
+    output = attend(
+        module, query, key, value, None, sliding_window=sliding_window, is_causal=causal, **others
+    )
     if reason := disagreement(attention_mask, sliding_window):
         refuse(module, reason)
     return output
 
 
-def _attend_itself(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float | None) -> Tensor:
-    """Return the attention [B, T, H, E] of tokens to themselves alone: a window of 1 needs no other rank."""
+def _attend_itself(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float | None
+) -> Tensor:
+    """Return the attention [B, T, H, E] of tokens to themselves alone: a window of 1 needs no other
+    rank.
+    """
     repeats = q.shape[2] // k.shape[2]
     keys = k.repeat_interleave(repeats, 2)
     values = v.repeat_interleave(repeats, 2)
@@ -132,7 +165,9 @@ def convolving(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a ``causal_conv1d_fn`` that goes over the ranks where the forward says so."""
 
     @wraps(own)
-    def convolve(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, **others: Any) -> Tensor:
+    def convolve(
+        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, **others: Any
+    ) -> Tensor:
         """Convolve [B, C, T] with weight [C, taps]."""
         cp = others.pop(CONTEXT, None)
         if cp is None:
@@ -152,8 +187,12 @@ def recurring(own: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``torch_chunk_gated_delta_rule`` that goes over the ranks where the forward says so."""
 
     @wraps(own)
-    def delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **others: Any) -> Any:
-        """Return [B, T, H, E] and no state; query and key [B, T, K, D], value [B, T, H, E], g and beta [B, T, H]."""
+    def delta_rule(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **others: Any
+    ) -> Any:
+        """Return [B, T, H, E] and no state; query and key [B, T, K, D], value [B, T, H, E], g and
+        beta [B, T, H].
+        """
         cp = others.pop(CONTEXT, None)
         if cp is None:
             return own(query, key, value, g=g, beta=beta, **others)
@@ -169,7 +208,9 @@ def recurring(own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _normalised(x: Tensor, scale: float = 1.0) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPSILON))).to(x.dtype)
+    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPSILON))).to(
+        x.dtype
+    )
 
 
 STATEFUL = {"causal_conv1d_fn": convolving, "torch_chunk_gated_delta_rule": recurring}
@@ -177,8 +218,8 @@ STATEFUL = {"causal_conv1d_fn": convolving, "torch_chunk_gated_delta_rule": recu
 
 
 def install(model: nn.Module) -> None:
-    """Register the attention, and put the functions into the files of the model's layers, where they pass on to the
-    file's own for every model but a sharded one."""
+    """Register the attention, and put the functions into the files of the model's layers, where
+    they pass on to the file's own for every model but a sharded one."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)

@@ -1,7 +1,8 @@
 """Masks that a model of transformers makes, and what they say besides the arguments of its layers.
 
-A sharded model makes no masks: the attention knows which tokens see which, by the documents of the batch and the window
-that a layer names. While the model is probed it makes them, and each has to say what the layer's arguments say.
+A sharded model makes no masks: the attention knows which tokens see which, by the documents of the
+batch and the window that a layer names. While the model is probed it makes them, and each has to
+say what the layer's arguments say.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,8 @@ class Statement(NamedTuple):
 
 
 def mask(*, use_vmap: bool = False, attention_mask: Tensor | None = None, **others: Any) -> None:
-    """Make no mask, since the attention knows which tokens see which; as transformers' AttentionMaskInterface asks.
+    """Make no mask, since the attention knows which tokens see which; as transformers'
+    AttentionMaskInterface asks.
 
     Raises UserError: a mask that is not causal, one of the model's own, or padding.
     """
@@ -39,10 +41,14 @@ def mask(*, use_vmap: bool = False, attention_mask: Tensor | None = None, **othe
         )
     if use_vmap or "allow_is_bidirectional_skip" in others:
         kind = "a mask of its own over the causal one" if use_vmap else "a mask that is not causal"
-        raise UserError(f"the model makes {kind}, such as for images; context parallelism has causal masks alone")
+        raise UserError(
+            f"the model makes {kind}, such as for images; context parallelism has causal masks alone"
+        )
 
 
-def stated_mask(*, mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **others: Any) -> Tensor:
+def stated_mask(
+    *, mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **others: Any
+) -> Tensor:
     """Make a mask [1, 1, T, T] that carries its statement, for a probe; refuses as ``mask``."""
     mask(**others)
     batch = torch.tensor(0, device=others["device"])
@@ -63,7 +69,9 @@ def _statement(visible: Callable[..., Tensor], near: Tensor, window: int | None)
         edges = torch.arange(-2, 3, device=near.device) + window
         distances = torch.cat([distances, edges, edges])
         late = torch.full_like(edges, FAR + window)
-        early = torch.full_like(edges, window + window // 2 + 2)  # within a chunk, where a window is over its border
+        early = torch.full_like(
+            edges, window + window // 2 + 2
+        )  # within a chunk, where a window is over its border
         queries = torch.cat([queries, late, early])
 
     distances = distances.minimum(queries)
@@ -73,7 +81,9 @@ def _statement(visible: Callable[..., Tensor], near: Tensor, window: int | None)
         return Statement(False, window)
 
     expected = (distances >= 0) & in_window(distances, window)
-    regular = torch.equal(far.expand_as(expected), expected) and torch.equal(near, _causal(near, window))
+    regular = torch.equal(far.expand_as(expected), expected) and torch.equal(
+        near, _causal(near, window)
+    )
     return Statement(regular, window)
 
 
@@ -103,7 +113,9 @@ def disagreement(made: Tensor | None, window: int | None) -> str | None:
         return "its mask is neither causal nor a sliding window, such as one of chunks or blocks"
     if statement.window == window:
         return None
-    in_mask, in_layer = (f"a window of {x}" if x else "no window" for x in (statement.window, window))
+    in_mask, in_layer = (
+        f"a window of {x}" if x else "no window" for x in (statement.window, window)
+    )
     return (
         f"its mask has {in_mask} and its attention is told {in_layer}; the ranks see the latter alone. Set "
         "sliding_window to None in the configuration where no document is longer"

@@ -1,10 +1,11 @@
 """Look for layers that mix tokens in a way of their own, of which the ranks would know nothing.
 
-A forward over a few tokens, in which attention, convolution and delta rule let a token see itself alone, and one token
-is not a number. Whatever comes out as not a number for another token has mixed them, whoever wrote the layer. There the
-layers have their masks, which must say what the layers say. In a second forward the tokens come in the opposite order,
-with their positions: a layer whose queries or keys of a token are other ones has counted its tokens itself. In a third
-the model is called without positions, which tells those that it takes by itself.
+A forward over a few tokens, in which attention, convolution and delta rule let a token see itself
+alone, and one token is not a number. Whatever comes out as not a number for another token has mixed
+them, whoever wrote the layer. There the layers have their masks, which must say what the layers
+say. In a second forward the tokens come in the opposite order, with their positions: a layer whose
+queries or keys of a token are other ones has counted its tokens itself. In a third the model is
+called without positions, which tells those that it takes by itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,25 +22,33 @@ from parallel.transformers.layers import CONTEXT, NO_BATCH, PROBED
 from runtime.errors import UserError
 
 TOKENS, ODD = 11, 5
-"""Tokens of the forward, a number that no dimension of a layer has, and the one that is not a number."""
+"""Tokens of the forward, a number that no dimension of a layer has, and the one that is not a
+number.
+"""
 
 
 class Alone:
-    """A context in which a token sees itself alone; it refuses what the ranks of a plan will refuse."""
+    """A context in which a token sees itself alone; it refuses what the ranks of a plan will
+    refuse.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.seen: list[Tensor] = []
         """Queries and keys of the layers, ``[1, T, heads, D]``, in the order of their calls."""
         self.reversed: list[Tensor] = []
-        """Queries and keys of a forward over the same tokens in the opposite order, which are to be the same."""
+        """Queries and keys of a forward over the same tokens in the opposite order, which are to be
+        the same.
+        """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Tensor:
         """Return each head's value."""
         self._plan.geometry.check_heads(q.shape[2], k.shape[2])
         for x in (q, k):
             if self.reversed and not alike(x.flip(1), self.reversed[len(self.seen)]):
-                raise UserError("it counts its tokens itself, not by position_ids, and a rank has a part of them")
+                raise UserError(
+                    "it counts its tokens itself, not by position_ids, and a rank has a part of them"
+                )
             self.seen.append(x)
         return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
@@ -69,12 +78,16 @@ def alike(x: Tensor, y: Tensor) -> bool:
 
 
 def probe(model: nn.Module, plan: Plan) -> Positions:
-    """Run the forwards; return the positions that the model takes by itself. Collective if the model's weights are.
+    """Run the forwards; return the positions that the model takes by itself. Collective if the
+    model's weights are.
 
-    Raises UserError: a layer mixes tokens, or asks for what the plan's ranks cannot do; the message names it.
+    Raises UserError: a layer mixes tokens, or asks for what the plan's ranks cannot do; the message
+    names it.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise UserError("the model is on the meta device, where nothing can be tried; shard it once its weights exist")
+        raise UserError(
+            "the model is on the meta device, where nothing can be tried; shard it once its weights exist"
+        )
     device = next(model.parameters()).device
     positions = torch.arange(TOKENS, device=device)[None]
     padding = _padding_id(model)
@@ -144,11 +157,16 @@ def _padding_id(model: nn.Module) -> int | None:
 def _own_positions(
     model: nn.Module, ids: Tensor, padding: int | None, begin: Callable[[Tensor, int], bool]
 ) -> Positions:
-    """Return where the positions begin that a model takes by itself, and the token that it does not count.
+    """Return where the positions begin that a model takes by itself, and the token that it does not
+    count.
 
     Raises UserError: they are not consecutive.
     """
-    tables = [x.padding_idx for x in model.modules() if isinstance(x, nn.Embedding) and x.padding_idx is not None]
+    tables = [
+        x.padding_idx
+        for x in model.modules()
+        if isinstance(x, nn.Embedding) and x.padding_idx is not None
+    ]
     rows = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     firsts = [0]
     for first in sorted({1, 2, *(x + 1 for x in tables if x > 0)}):
@@ -180,7 +198,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[None]:
-    """Plant the odd token, and raise UserError with the name of the innermost module that spreads it or refuses."""
+    """Plant the odd token, and raise UserError with the name of the innermost module that spreads
+    it or refuses.
+    """
     running = [""]
 
     def odd(module: nn.Module, arguments: Any, out: Tensor) -> Tensor:
@@ -205,7 +225,9 @@ def _watched(model: nn.Module) -> Iterator[None]:
     with ExitStack() as hooks:
         hooks.callback(embeddings().register_forward_hook(odd).remove)
         for name, module in model.named_modules():
-            hooks.callback(module.register_forward_pre_hook(entering(name), with_kwargs=True).remove)
+            hooks.callback(
+                module.register_forward_pre_hook(entering(name), with_kwargs=True).remove
+            )
             hooks.callback(module.register_forward_hook(leave).remove)
         try:
             yield
@@ -218,7 +240,9 @@ def _watched(model: nn.Module) -> Iterator[None]:
                     f"its forward of {TOKENS} tokens without a mask failed, {type(error).__name__}: {reason}; see that "
                     "the model runs as it is, and needs no mask besides its attention's"
                 )
-            raise UserError(f"{running[-1] or type(model).__name__} cannot be sharded: {reason}") from error
+            raise UserError(
+                f"{running[-1] or type(model).__name__} cannot be sharded: {reason}"
+            ) from error
 
 
 def _check(values: Any, name: str) -> None:

@@ -1,6 +1,7 @@
 """One rank's part of every batch for a model of transformers, and the loss of the whole.
 
-Shapes: B sequences of T tokens, which become one of N packed documents; n of its tokens are this rank's.
+Shapes: B sequences of T tokens, which become one of N packed documents; n of its tokens are this
+rank's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,12 +48,16 @@ OF_LAYERS = {
 class Sharded:
     """A model's way to its sequences' ranks; made by ``shard``."""
 
-    def __init__(self, model: nn.Module, context: ContextParallel, world: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, model: nn.Module, context: ContextParallel, world: dist.ProcessGroup | None
+    ) -> None:
         self.model, self.group, self.world = model, context.group, world
         self._own = attentions(model)
         self._over = lru_cache(maxsize=16)(context.over)
         self._last: Batch | None = None
-        self._draws = Draws(0 if context.group is None else min(dist.get_process_group_ranks(context.group)))
+        self._draws = Draws(
+            0 if context.group is None else min(dist.get_process_group_ranks(context.group))
+        )
         replaced = separate(model)
         install(model)
         set_attentions(model, {}, NAME)
@@ -71,18 +76,21 @@ class Sharded:
         documents: Sequence[int] | Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Batch:
-        """Return this rank's part of a batch, which is the same on every rank of the group. Collective.
+        """Return this rank's part of a batch, which is the same on every rank of the group.
+        Collective.
 
-        Rows become documents of one packed sequence, without their padding. Labels are shifted first, then cut.
+        Rows become documents of one packed sequence, without their padding. Labels are shifted
+        first, then cut.
 
         Args:
             input_ids: ``[B, T]``.
-            labels: a label for each token, as transformers takes them: its own id, or -100; ``[B, T]``. A document's
-                first is no one's next token, and has no loss; transformers has it under left padding, whose last token
-                it takes for the one before.
-            position_ids: of each token in its document, ``[B, T]``; a document begins where they do not go on by 1.
-                By default those that the model takes by itself; where these begin later than 0, such as at padding_idx
-                + 1 in RoBERTa, documents that are given from 0 begin there too.
+            labels: a label for each token, as transformers takes them: its own id, or -100; ``[B,
+                T]``. A document's first is no one's next token, and has no loss; transformers has
+                it under left padding, whose last token it takes for the one before.
+            position_ids: of each token in its document, ``[B, T]``; a document begins where they do
+                not go on by 1. By default those that the model takes by itself; where these begin
+                later than 0, such as at padding_idx + 1 in RoBERTa, documents that are given from 0
+                begin there too.
             documents: lengths of the documents, row after row, instead of what position_ids say.
             attention_mask: 1 for tokens, 0 for padding before or after those of a row, ``[B, T]``.
 
@@ -91,31 +99,41 @@ class Sharded:
         whole = pack(input_ids, labels, position_ids, documents, attention_mask, self._positions)
         check_same(whole, self.group)
         context = self._over(whole.bounds[-1])
-        batch = part(whole, context.under(documents=whole.bounds) if len(whole.bounds) > 2 else context)
+        batch = part(
+            whole, context.under(documents=whole.bounds) if len(whole.bounds) > 2 else context
+        )
         self._draws.expect(self.model, batch.inputs[CONTEXT], whole.kept)
         self._last = batch
         return batch
 
     def loss(self, output: Any, batch: Batch, count: Tensor | int | None = None) -> Tensor:
-        """Return the mean loss of all tokens with a label, of all ranks: the same number on each. Collective.
+        """Return the mean loss of all tokens with a label, of all ranks: the same number on each.
+        Collective.
 
-        Its gradients are to be averaged over the ranks of ``world``, as DDP and FSDP do: the mean is exact.
+        Its gradients are to be averaged over the ranks of ``world``, as DDP and FSDP do: the mean
+        is exact.
 
         Args:
             output: the model's, or its logits ``[1, n, V]``.
-            count: tokens that the sum is divided by, for micro-batches whose losses add up to a mean.
+            count: tokens that the sum is divided by, for micro-batches whose losses add up to a
+                mean.
         """
         total, valid = cross_entropy_sum(getattr(output, "logits", output), batch.labels)
         sums = torch.stack([total.detach().double(), valid.double()])
         if self.world is not None:
             dist.all_reduce(sums, group=self.world)
         ranks = 1 if self.world is None else dist.get_world_size(self.world)
-        tokens = sums[1].clamp(min=1) if count is None else torch.as_tensor(count, device=sums.device).double()
+        tokens = (
+            sums[1].clamp(min=1)
+            if count is None
+            else torch.as_tensor(count, device=sums.device).double()
+        )
         share = total * (ranks / tokens).to(total.dtype)
         return share - share.detach() + (sums[0] / tokens).to(total.dtype)
 
     def gather(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return ``[B, T, ...]`` of every rank's ``[1, n, ...]``, 0 in padding. Collective; no gradient.
+        """Return ``[B, T, ...]`` of every rank's ``[1, n, ...]``, 0 in padding. Collective; no
+        gradient.
 
         ``batch`` is the one that x was computed of, by default the last one.
         """
@@ -130,22 +148,29 @@ class Sharded:
     def check(self, model: nn.Module, batch: Batch) -> Report:
         """Compare losses, and gradients of every module, with the model in one process. Collective.
 
-        There each document is alone, and attention is the model's own: once in the model's dtype, once in float64.
-        Rank 0 of the group holds all of it, a copy of the model in float64 and three gradients, so give a short batch.
-        Nothing is dropped out, and no number of the model changes.
+        There each document is alone, and attention is the model's own: once in the model's dtype,
+        once in float64. Rank 0 of the group holds all of it, a copy of the model in float64 and
+        three gradients, so give a short batch. Nothing is dropped out, and no number of the model
+        changes.
 
-        Raises UserError: the model is another one, paused, frozen, sharded or quantised, or too large for rank 0's
-            memory; or the batch has no labels.
+        Raises UserError: the model is another one, paused, frozen, sharded or quantised, or too
+            large for rank 0's memory; or the batch has no labels.
         """
         if self.model not in model.modules() and model not in self.model.modules():
-            raise UserError("the model is not the one that shard was called with, nor holds it; check that one")
+            raise UserError(
+                "the model is not the one that shard was called with, nor holds it; check that one"
+            )
         if any(config._attn_implementation != NAME for config in configs(self.model)):
-            raise UserError("the model has its own attention within paused(), and the ranks none; check it outside")
+            raise UserError(
+                "the model has its own attention within paused(), and the ranks none; check it outside"
+            )
         return compare(model, batch, self.group, self.paused)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Give the model its own attention back, such as to generate; afterwards it has what it had before."""
+        """Give the model its own attention back, such as to generate; afterwards it has what it had
+        before.
+        """
         before = attentions(self.model)
         set_attentions(self.model, self._own, NAME)
         try:
@@ -168,7 +193,9 @@ def _check_settings(model: nn.Module, ranks: int) -> None:
         for name in DROPOUTS:
             if rate := getattr(config, name, 0):
                 kind = type(config).__name__
-                raise UserError(f"{kind}.{name} is {rate}, which no kernel here draws; make the model with {name}=0")
+                raise UserError(
+                    f"{kind}.{name} is {rate}, which no kernel here draws; make the model with {name}=0"
+                )
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", ()) or ()
         found = BY_LENGTH.intersection([kinds] if isinstance(kinds, str) else dict(kinds).values())
@@ -187,7 +214,8 @@ def shard(
     world: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Sharded:
-    """Let a model of transformers attend over the ranks of a group, which share every sequence. Collective.
+    """Let a model of transformers attend over the ranks of a group, which share every sequence.
+    Collective.
 
     Args:
         model: a causal language model with its weights, also within peft's or FSDP2's wrapping.
@@ -196,13 +224,17 @@ def shard(
         world: the ranks whose gradients are averaged, by default all processes.
         options: as for ``context_parallel``, without what each batch and layer brings.
 
-    Raises UserError: a layer that these ranks cannot compute, with its name and the reason; a method that passes states
-        on; a model that is sharded already.
+    Raises UserError: a layer that these ranks cannot compute, with its name and the reason; a
+        method that passes states on; a model that is sharded already.
     """
     method_of(method).check_kind("shard", "softmax attention", METHODS)
     if wrong := sorted(OF_LAYERS.keys() & options.keys()):
-        raise UserError(f"shard: {wrong[0]} is {options[wrong[0]]!r}; leave it out: {OF_LAYERS[wrong[0]]}")
+        raise UserError(
+            f"shard: {wrong[0]} is {options[wrong[0]]!r}; leave it out: {OF_LAYERS[wrong[0]]}"
+        )
     size = 1 if group is None else dist.get_world_size(group)
     _check_settings(model, size)
     context = context_parallel(method, seq_len=size, group=group, **options)
-    return Sharded(model, context, dist.group.WORLD if world is None else world)  # None where nothing is joined
+    return Sharded(
+        model, context, dist.group.WORLD if world is None else world
+    )  # None where nothing is joined

@@ -31,29 +31,48 @@ REFUSED = {
     "compute_loss_func": (None, OTHER_LOSS),
     "average_tokens_across_devices": (True, OTHER_LOSS),
     "use_liger_kernel": (False, "its forward has no logits; the loss here is of logits"),
-    "compute_metrics": (None, "a rank has its own tokens' logits; evaluate the loss, or call context_parallel.gather"),
+    "compute_metrics": (
+        None,
+        "a rank has its own tokens' logits; evaluate the loss, or call context_parallel.gather",
+    ),
     "model_init": (None, "a model that is made again is not sharded; give model"),
-    "parallelism_config": (None, "give context_parallel_size, and leave the other dimensions to data parallelism"),
+    "parallelism_config": (
+        None,
+        "give context_parallel_size, and leave the other dimensions to data parallelism",
+    ),
     "deepspeed": (None, "use DDP or FSDP2, whose gradients are means over all processes"),
 }
 """Arguments, what each must be, and why."""
 TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
-LENGTHS = ("seq_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "use_cache")
-"""Additions of collators of packed documents, of which the first two are read where there are no position ids."""
+LENGTHS = (
+    "seq_lengths",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "use_cache",
+)
+"""Additions of collators of packed documents, of which the first two are read where there are no
+position ids.
+"""
 
 
 class ContextParallelTrainer(Base):
-    """A mixin before ``Trainer``: sequences are shared by groups of ``context_parallel_size`` ranks, by default all.
+    """A mixin before ``Trainer``: sequences are shared by groups of ``context_parallel_size``
+    ranks, by default all.
 
-    Losses and gradients are those of one process with the same global batch: a sum over tokens, divided by the tokens
-    with a label of all groups and accumulated batches. ``context_parallel`` is what ``shard`` returned.
+    Losses and gradients are those of one process with the same global batch: a sum over tokens,
+    divided by the tokens with a label of all groups and accumulated batches. ``context_parallel``
+    is what ``shard`` returned.
 
     Args:
         context_parallel_size: ranks of a group; a divisor of the processes.
         context_parallel_method: as for ``shard``.
         context_parallel_options: more arguments of ``shard``.
 
-    Raises UserError: an argument that would change the loss, or a layer that the ranks cannot compute.
+    Raises UserError: an argument that would change the loss, or a layer that the ranks cannot
+    compute.
     """
 
     loss_is_scaled_for_ga: Any = True
@@ -74,7 +93,9 @@ class ContextParallelTrainer(Base):
             if (value := getattr(self.args, name, getattr(self, name, needed))) != needed:
                 raise UserError(f"{name} is {value!r}; {reason}")
         options = context_parallel_options or {}
-        self.context_parallel = shard(self.model, self._group, method=context_parallel_method, **options)
+        self.context_parallel = shard(
+            self.model, self._group, method=context_parallel_method, **options
+        )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Tell accelerate that the ranks of a group load the same data."""
@@ -84,31 +105,49 @@ class ContextParallelTrainer(Base):
         world = self.accelerator.num_processes
         self._size = size = world if self._size is None else self._size
         if size < 1 or world % size:
-            raise UserError(f"context_parallel_size is {size}; it must divide the {world} processes")
+            raise UserError(
+                f"context_parallel_size is {size}; it must divide the {world} processes"
+            )
         if self.args.train_sampling_strategy == "batch_rebalance":
-            raise UserError("train_sampling_strategy batch_rebalance gives every process its own samples; use another")
+            raise UserError(
+                "train_sampling_strategy batch_rebalance gives every process its own samples; use another"
+            )
         if self.args.fsdp and not self.is_fsdp_enabled:
-            raise UserError("fsdp is on, and accelerate has none for these devices and would take DDP; leave it out")
+            raise UserError(
+                "fsdp is on, and accelerate has none for these devices and would take DDP; leave it out"
+            )
         if self.accelerator.dispatch_batches:
-            raise UserError("dispatch_batches is True, which gives every process its own samples; leave it out")
+            raise UserError(
+                "dispatch_batches is True, which gives every process its own samples; leave it out"
+            )
         self.accelerator.dataloader_config.dispatch_batches = False
         if dist.is_initialized():
-            mesh = init_device_mesh(self.args.device.type, (world // size, size), mesh_dim_names=("dp_replicate", "cp"))
+            mesh = init_device_mesh(
+                self.args.device.type, (world // size, size), mesh_dim_names=("dp_replicate", "cp")
+            )
             self._group = mesh["cp"].get_group()
-            self.accelerator._prepare_device_mesh = lambda: mesh  # which only the loaders of data ask for
+            self.accelerator._prepare_device_mesh = lambda: (
+                mesh
+            )  # which only the loaders of data ask for
 
     def get_cp_size(self) -> int:
-        """Return the ranks that share a sequence, by which transformers divides the size of a batch."""
+        """Return the ranks that share a sequence, by which transformers divides the size of a
+        batch.
+        """
         return int(self._size or 1)
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **others: Any) -> Any:
-        """Let evaluation see each sample once: its last batches may be fewer and smaller than the groups'."""
+        """Let evaluation see each sample once: its last batches may be fewer and smaller than the
+        groups'.
+        """
         loader = super()._get_dataloader(*args, is_training=is_training, **others)
         groups = self.accelerator.num_processes // self.get_cp_size()
         if is_training or groups == 1:
             return loader
         if not hasattr(loader.batch_sampler, "even_batches"):
-            raise UserError("a dataset without a length is evaluated by one group alone; give one that has a length")
+            raise UserError(
+                "a dataset without a length is evaluated by one group alone; give one that has a length"
+            )
         if self.is_fsdp_enabled and (count := loader.batch_sampler.total_length) % groups:
             raise UserError(
                 f"{count} batches to evaluate, and FSDP needs a multiple of the {groups} groups; change "
@@ -119,16 +158,27 @@ class ContextParallelTrainer(Base):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
         """Return the tokens with a label of accumulated batches, of all groups. Collective."""
-        packs = [pack(**{"documents": None, **dict.fromkeys(TAKEN), **_arguments(x)}) for x in batch_samples]
-        count = torch.tensor(sum(int((x.tokens["labels"] != IGNORED).sum()) for x in packs), device=device)
+        packs = [
+            pack(**{"documents": None, **dict.fromkeys(TAKEN), **_arguments(x)})
+            for x in batch_samples
+        ]
+        count = torch.tensor(
+            sum(int((x.tokens["labels"] != IGNORED).sum()) for x in packs), device=device
+        )
         if dist.is_initialized():
             dist.all_reduce(count)
         return (count // self.get_cp_size()).clamp(min=1)
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the batch's share of the loss, the same on every rank; the outputs are of this rank's tokens."""
+        """Return the batch's share of the loss, the same on every rank; the outputs are of this
+        rank's tokens.
+        """
         batch = self.context_parallel.batch(**_arguments(inputs))
         output = model(**batch.inputs)
         loss = self.context_parallel.loss(output, batch, num_items_in_batch)
@@ -139,7 +189,9 @@ class ContextParallelTrainer(Base):
     ) -> tuple[None, None, None]:
         """Add a batch to the loss of an evaluation; only a group's ranks wait for each other."""
         if not prediction_loss_only:
-            raise UserError("predictions are of this rank's tokens alone; call context_parallel.gather on the model's")
+            raise UserError(
+                "predictions are of this rank's tokens alone; call context_parallel.gather on the model's"
+            )
         with torch.no_grad(), self.compute_loss_context_manager():
             batch = self.context_parallel.batch(**_arguments(self._prepare_inputs(inputs)))
             total, valid = cross_entropy_sum(model(**batch.inputs).logits, batch.labels)
@@ -154,7 +206,9 @@ class ContextParallelTrainer(Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Evaluate the mean loss of all tokens with a label, the same for any number of ranks and size of batches."""
+        """Evaluate the mean loss of all tokens with a label, the same for any number of ranks and
+        size of batches.
+        """
         self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         with self._prepared_for_evaluation():
             found = super().evaluation_loop(
@@ -213,7 +267,9 @@ class ContextParallelTrainer(Base):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_cp_size()
+        self.state.num_input_tokens_seen = (
+            before + (self.state.num_input_tokens_seen - before) // self.get_cp_size()
+        )
 
 
 def _arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,6 +281,8 @@ def _arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
         )
     found = {name: inputs[name] for name in TAKEN if name in inputs}
     if "position_ids" not in found and ("seq_lengths" in inputs or "cu_seq_lens_q" in inputs):
-        lengths = inputs["seq_lengths"] if "seq_lengths" in inputs else inputs["cu_seq_lens_q"].diff()
+        lengths = (
+            inputs["seq_lengths"] if "seq_lengths" in inputs else inputs["cu_seq_lens_q"].diff()
+        )
         found["documents"] = torch.cat([torch.as_tensor(row).flatten() for row in lengths]).tolist()
     return found

@@ -1,4 +1,6 @@
-"""The attention bench through its command line at a tiny size: real processes, figures that agree with each other."""
+"""The attention bench through its command line at a tiny size: real processes, figures that agree
+with each other.
+"""
 
 from dataclasses import replace
 from itertools import pairwise, permutations
@@ -24,7 +26,8 @@ def test_the_limit_counts_the_slowest_rank_of_each_round_and_of_an_exchange_the_
     assert slowest_pairs("ring", work, 2) == 32 * 33 / 2 + 32 * 32
     assert slowest_pairs("striped", work, 2) == 2 * 32 * 33 / 2
     assert slowest_pairs("zigzag", work, 2) == slowest_pairs("allgather", work, 2) == 64 * 65 / 4
-    # in a ring of 4 the first round is all ranks', and in each other one the last rank has a whole square
+    # in a ring of 4 the first round is all ranks', and in each other one the last rank has a whole
+    # square
     assert slowest_pairs("ring", work, 4) == 16 * 17 / 2 + 3 * 16 * 16
     packed = MaskedShape(seq_length=4096, documents="lognormal")
     by_rank = packed.plan("exchange", 4).work().pairs
@@ -33,9 +36,13 @@ def test_the_limit_counts_the_slowest_rank_of_each_round_and_of_an_exchange_the_
     assert slowest_pairs("exchange", packed, 4) <= 1.02 * packed.pairs / 4
 
 
-@pytest.mark.parametrize(("documents", "window"), [(None, None), (None, 24), ("lognormal", None), ("lognormal", 24)])
+@pytest.mark.parametrize(
+    ("documents", "window"), [(None, None), (None, 24), ("lognormal", None), ("lognormal", 24)]
+)
 def test_pairs_are_those_of_the_mask_and_torch_computes_the_same(documents, window):
-    work = MaskedShape(seq_length=200, num_heads=2, kv_heads=1, head_dim=4, documents=documents, window=window)
+    work = MaskedShape(
+        seq_length=200, num_heads=2, kv_heads=1, head_dim=4, documents=documents, window=window
+    )
     bounds = work.cu_seqlens
     of = torch.bucketize(torch.arange(200), torch.tensor(bounds[1:]), right=True)
     distance = torch.arange(200)[:, None] - torch.arange(200)
@@ -43,8 +50,12 @@ def test_pairs_are_those_of_the_mask_and_torch_computes_the_same(documents, wind
     assert work.pairs == visible.sum()
     assert len(bounds) == (2 if documents is None else 5)
     q, k, v, _ = (x.double().transpose(1, 2) for x in work.tensors())
-    truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
-    assert torch.allclose(work.attend(*work.tensors()[:3]).double(), truth.transpose(1, 2), atol=1e-5)
+    truth = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible, enable_gqa=True
+    )
+    assert torch.allclose(
+        work.attend(*work.tensors()[:3]).double(), truth.transpose(1, 2), atol=1e-5
+    )
 
 
 def test_a_step_lasts_as_long_as_its_slowest_rank_and_targets_are_judged():
@@ -58,10 +69,17 @@ def test_a_step_lasts_as_long_as_its_slowest_rank_and_targets_are_judged():
     slow = compare({"striped": ring, ONE_PROCESS: fast}, 2, work)
     assert [target["met"] for target in slow["targets"]] == [False]
     windowed = replace(work, window=8)
-    rows = (("zigzag", 3.0, 1500), ("striped", 2.5, 1010), ("exchange", 2.2, 1000), (ONE_PROCESS, 2.5, 1010))
+    rows = (
+        ("zigzag", 3.0, 1500),
+        ("striped", 2.5, 1010),
+        ("exchange", 2.2, 1000),
+        (ONE_PROCESS, 2.5, 1010),
+    )
     found = {name: summary([[seconds]] * 2, windowed, pairs) for name, seconds, pairs in rows}
     compared = compare(found, 2, windowed)
-    assert compared["ratios"]["zigzag/exchange"]["gain_reached"] == pytest.approx((3.0 / 2.2 - 1) / 0.5)
+    assert compared["ratios"]["zigzag/exchange"]["gain_reached"] == pytest.approx(
+        (3.0 / 2.2 - 1) / 0.5
+    )
     assert compared["ratios"]["striped/exchange"]["gain_reached"] is None  # pairs promise 1 %
     met = {target["name"]: target["met"] for target in compared["targets"]}
     assert met == {"zigzag/exchange gain_reached": False, "striped/exchange": True}
@@ -114,10 +132,16 @@ def test_bad_arguments_are_said_once(capsys, arguments, message):
 
 def test_targets_are_judged_by_the_faster_dense_attention():
     work = MaskedShape(seq_length=2048)
-    masks = {"dense": work, "short": replace(work, documents="short"), "window": replace(work, window=256)}
+    masks = {
+        "dense": work,
+        "short": replace(work, documents="short"),
+        "window": replace(work, window=256),
+    }
     dense = 1e-6 * work.pairs
     seconds = {"dense": [dense], "short": [1.5e-6 * masks["short"].pairs], "window": [dense / 3.5]}
-    rate, gain = judge({**masks, ONE_PROCESS: work}, seconds | {ONE_PROCESS: [0.8 * dense]})["alone_targets"]
+    rate, gain = judge({**masks, ONE_PROCESS: work}, seconds | {ONE_PROCESS: [0.8 * dense]})[
+        "alone_targets"
+    ]
     assert (rate["ratio"], rate["met"]) == (pytest.approx(0.8 / 1.5), False)
     assert (gain["ratio"], gain["met"]) == (pytest.approx(3.5), True)
 
@@ -125,17 +149,26 @@ def test_targets_are_judged_by_the_faster_dense_attention():
 @needs_two_cores
 def test_a_run_writes_both_parts_whose_figures_agree_with_each_other(tmp_path, capsys):
     path = tmp_path / "packed.jsonl"
-    shape = "--seq-length 300 --num-heads 2 --head-dim 8 --alone 32 --repeats 3 --documents lognormal"
+    shape = (
+        "--seq-length 300 --num-heads 2 --head-dim 8 --alone 32 --repeats 3 --documents lognormal"
+    )
     assert attention.main([*shape.split(), "--json", str(path)]) == 0, capsys.readouterr().err
     result, said = read_records(path), capsys.readouterr().out
     assert list(result["contestants"]) == [*MASKED_METHODS, ONE_PROCESS]
     work = MaskedShape(seq_length=300, num_heads=2, kv_heads=2, head_dim=8, documents="lognormal")
     for name, found in result["contestants"].items():
-        assert found["slowest_pairs"] == (work.pairs / 2 if name == ONE_PROCESS else slowest_pairs(name, work, 2))
+        assert found["slowest_pairs"] == (
+            work.pairs / 2 if name == ONE_PROCESS else slowest_pairs(name, work, 2)
+        )
         assert found["tflops"] == pytest.approx(14 * work.pairs * 2 * 8 / found["median"] / 1e12)
         assert found["median"] == median(found["seconds"]) > 0
-        assert f"{found['median']:.3f}" in next(line for line in said.splitlines() if line.startswith(name))
-    pairs = {f"{above}/{below}": (above, below) for above, below in permutations(result["contestants"], 2)}
+        assert f"{found['median']:.3f}" in next(
+            line for line in said.splitlines() if line.startswith(name)
+        )
+    pairs = {
+        f"{above}/{below}": (above, below)
+        for above, below in permutations(result["contestants"], 2)
+    }
     for name, ratio in result["ratios"].items():
         above, below = (result["contestants"][one] for one in pairs[name])
         assert ratio["ratio"] == pytest.approx(above["median"] / below["median"])

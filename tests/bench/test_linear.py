@@ -38,7 +38,9 @@ def test_operations_are_those_that_torch_counts(length):
 
 def test_chunked_is_linear_and_the_others_are_quadratic():
     for length in lengths_between(1024, 16384)[:-1]:
-        growth = {name: flops(name, sized(2 * length)) / flops(name, sized(length)) for name in LABELS}
+        growth = {
+            name: flops(name, sized(2 * length)) / flops(name, sized(length)) for name in LABELS
+        }
         assert growth["chunked"] == 2
         assert growth["naive"] == pytest.approx(4, rel=0.01)
         assert growth["softmax"] == pytest.approx(4, rel=0.01)
@@ -83,8 +85,22 @@ def test_the_report_says_what_the_times_say():
 
 def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     plot, threads = tmp_path / "new" / "plot.png", torch.get_num_threads()
-    shape = ["--num-heads", "2", "--head-dim", "8", "--min-length", "32", "--max-length", "70", "--repeats", "2"]
-    assert main([*shape, "--max-seconds", "0.01", "--results", str(tmp_path), "--picture", str(plot)]) == 0
+    shape = [
+        "--num-heads",
+        "2",
+        "--head-dim",
+        "8",
+        "--min-length",
+        "32",
+        "--max-length",
+        "70",
+        "--repeats",
+        "2",
+    ]
+    assert (
+        main([*shape, "--max-seconds", "0.01", "--results", str(tmp_path), "--picture", str(plot)])
+        == 0
+    )
     assert torch.get_num_threads() == threads
     (path,) = tmp_path.glob("linear-*-cores.jsonl")
     result = read_records(path)
@@ -101,8 +117,24 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
 
 def test_something_else_is_not_timed_and_bad_input_is_one_line(monkeypatch, tmp_path, capsys):
     ours = linear.linear_attention
-    monkeypatch.setattr(linear, "linear_attention", lambda *given, **more: [2 * ours(*given, **more)[0]])
-    assert main(["--min-length", "64", "--max-length", "64", "--repeats", "1", "--results", str(tmp_path)]) == 1
+    monkeypatch.setattr(
+        linear, "linear_attention", lambda *given, **more: [2 * ours(*given, **more)[0]]
+    )
+    assert (
+        main(
+            [
+                "--min-length",
+                "64",
+                "--max-length",
+                "64",
+                "--repeats",
+                "1",
+                "--results",
+                str(tmp_path),
+            ]
+        )
+        == 1
+    )
     assert main(["--min-length", "512", "--max-length", "256"]) == 1
     wrong, longest = capsys.readouterr().err.splitlines()
     assert "chunked computes something else than the naive form" in wrong

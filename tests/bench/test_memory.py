@@ -1,4 +1,6 @@
-"""The account of memory is right to the byte, policies come out in their order, and cases are configurations."""
+"""The account of memory is right to the byte, policies come out in their order, and cases are
+configurations.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,9 @@ from bench import memory
 from bench.memory import CASES, OFFLOAD, POLICIES, command, compare, configured, lines_of, main
 
 SMALL = "--hidden-size 64 --num-attention-heads 4 --seq-length 256 --vocab-size 1024 --num-layers 3 --device cpu"
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tells what happens without a GPU"
+)
 
 
 def test_allocations_are_counted_to_the_byte():
@@ -38,10 +42,19 @@ def test_policies_keep_and_need_less_and_less():
     apart = kept["attention_boundary loss_chunk=32"] - kept["full loss_chunk=32"]
     assert abs(apart - out_and_lse) < 4096
     assert kept[""] > kept["loss_chunk=32"] > kept[f"full {chunks}"]
-    peaks = [found[name]["measured_bytes"] for name in ("", "loss_chunk=32", "attention_boundary loss_chunk=32")]
+    peaks = [
+        found[name]["measured_bytes"]
+        for name in ("", "loss_chunk=32", "attention_boundary loss_chunk=32")
+    ]
     assert peaks == sorted(set(peaks), reverse=True)
     forwards = {name.split(" ")[0]: row["attention_forwards"] for name, row in found.items()}
-    assert forwards == {"": 1, "loss_chunk=32": 1, "selective": 2, "attention_boundary": 1, "full": 2}
+    assert forwards == {
+        "": 1,
+        "loss_chunk=32": 1,
+        "selective": 2,
+        "attention_boundary": 1,
+        "full": 2,
+    }
 
 
 def test_every_case_is_a_configuration():
@@ -57,4 +70,6 @@ def test_bad_input_is_one_line(capsys):
     assert main(["--only", "none of them"]) == 1
     device, only = capsys.readouterr().err.splitlines()
     assert device == "error: this needs a CUDA GPU, and torch sees none here; nothing was written"
-    assert only.startswith("error: --only is 'none of them', which no case has in its name; there are: llama; ")
+    assert only.startswith(
+        "error: --only is 'none of them', which no case has in its name; there are: llama; "
+    )

@@ -1,4 +1,6 @@
-"""Other packages beside ours: the same shapes and tokens, whose losses can be compared, and reasons for the rest."""
+"""Other packages beside ours: the same shapes and tokens, whose losses can be compared, and reasons
+for the rest.
+"""
 
 import math
 from pathlib import Path
@@ -12,12 +14,23 @@ from bench.processes import Contestants
 from bench.shapes import MaskedShape
 from runtime.ranks import run_ranks
 
-SMALL = ("--num-layers", "1", "--seq-length", "64", "--global-batch-size", "2", "--micro-batch-size", "1")
+SMALL = (
+    "--num-layers",
+    "1",
+    "--seq-length",
+    "64",
+    "--global-batch-size",
+    "2",
+    "--micro-batch-size",
+    "1",
+)
 
 
 def two_steps(rank, world_size, data):
     pytest.importorskip("transformers", reason="measures Hugging Face's models")
-    with steps_of(["transformers"], Path("configs/models/llama_tiny.toml"), Path(data), SMALL) as steps:
+    with steps_of(
+        ["transformers"], Path("configs/models/llama_tiny.toml"), Path(data), SMALL
+    ) as steps:
         losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
         return losses, measured({name: clocked(step) for name, step in steps.items()}, 2)
 

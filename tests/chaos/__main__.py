@@ -1,8 +1,10 @@
-"""Kill, signal and start twice runs of 4 processes under torchrun, and compare them with the run that nobody disturbed.
+"""Kill, signal and start twice runs of 4 processes under torchrun, and compare them with the run
+that nobody disturbed.
 
     make chaos ARGS="--kills 200 --signals 50 --starts 50"
 
-A row is written as its trial ends; the same command goes on where it was stopped. Exit status 1 if a row is wrong.
+A row is written as its trial ends; the same command goes on where it was stopped. Exit status 1 if
+a row is wrong.
 """
 
 import json
@@ -36,7 +38,14 @@ from train.callbacks.metrics import METRICS, read_metrics
 from train.checkpoint.manifest import STARTS
 from train.checkpoint.search import POINTER, find_checkpoint, saved_iterations
 
-EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
+EXACT = (
+    "iteration",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "consumed_samples",
+    "consumed_tokens",
+)
 ON_ANY_RANK = ("shard", "asynchronous shard", "asynchronous staging", "fsync", "random")
 LAST, RANKS, PATIENCE, ORPHANED = 40, 4, 900.0, 5.0
 FLAGS = f"""
@@ -46,7 +55,7 @@ FLAGS = f"""
 LAUNCH = """
     -m torch.distributed.run --standalone --nproc-per-node 4 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
     --shutdown-timeout 300 -m tests.chaos.victim
-""".split()  # noqa: SIM905
+""".split()
 KILL, SIGNAL, STARTED, END = "SIGKILL", "signal", "runs into one folder", "end of a run"
 TITLE = f"""# Chaos
 
@@ -67,13 +76,15 @@ class Hung(UserError):
 
 
 def start(save: Path, plan: Row, ranks: int = RANKS) -> tuple[subprocess.Popen[Any], IO[str]]:
-    """Start a run or go on with it, one of several ranks under torchrun, with a plan for ``victim``."""
+    """Start a run or go on with it, one of several ranks under torchrun, with a plan for
+    ``victim``.
+    """
     data, own = save.parent / "data", ["--save", str(save), "--load", str(save)]
     own += ["--data-path", f"{data}", "--tokenizer-model", f"{data}.model"]
     own += ["--async-save"] * plan.get("async", False)
     command = [sys.executable, *(LAUNCH if ranks > 1 else ["pretrain_gpt.py"]), *FLAGS, *own]
     environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: mark(plan)}
-    out = tempfile.TemporaryFile("w+")  # noqa: SIM115  (a pipe would be open as long as any of its processes)
+    out = tempfile.TemporaryFile("w+")  # noqa: SIM115
     more: Row = {"stdout": out, "stderr": subprocess.STDOUT, "start_new_session": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment, **more), out
 
@@ -84,7 +95,9 @@ def mark(plan: Row) -> str:
 
 
 def ended(process: subprocess.Popen[Any], out: IO[str], plan: Row) -> str:
-    """Wait for the end of what was started with a plan, and return what it said; raise Hung if it does not end."""
+    """Wait for the end of what was started with a plan, and return what it said; raise Hung if it
+    does not end.
+    """
     hung = False
     try:
         process.wait(PATIENCE)
@@ -114,19 +127,30 @@ def newest(save: Path) -> int:
 def starts(save: Path) -> list[int]:
     """Return the iterations that the starts of a run went on from."""
     path = save / STARTS
-    return [json.loads(line)["iteration"] for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def differs(save: Path, ranks: int = RANKS) -> str:
-    """Say in what a run's records up to its newest commit, or at its end its tensors, are not the undisturbed ones."""
+    """Say in what a run's records up to its newest commit, or at its end its tensors, are not the
+    undisturbed ones.
+    """
     at, found = newest(save), []
     for run in (save, save.parent / f"whole-{ranks}"):
-        curve = [[record[name] for name in EXACT] for record in (read_metrics(run / METRICS)[:at] if at else [])]
+        curve = [
+            [record[name] for name in EXACT]
+            for record in (read_metrics(run / METRICS)[:at] if at else [])
+        ]
         found.append((curve, tensors(run / f"iter_{at:07d}") if at == LAST else {}))
     if found[0][0] != found[1][0] or len(found[0][0]) != at:
         return f"records 1 to {at} are not those of the undisturbed run"
     (_, ours), (_, theirs) = found
-    equal = ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    equal = ours.keys() == theirs.keys() and all(
+        torch.equal(value, theirs[name]) for name, value in ours.items()
+    )
     return "" if equal else "weights or moments are not those of the undisturbed run"
 
 
@@ -143,14 +167,24 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def planned(kind: str, number: int, draw: random.Random) -> Row:
     """Draw what is struck, when and how; half of the kills at hooks of saving."""
     kills, at_hook = kind == KILL, kind == KILL and number % 2
-    hook = draw.choice([*HOOKS][:-1]) if at_hook else draw.choice(("random", "random", "random", "lock"))
+    hook = (
+        draw.choice([*HOOKS][:-1])
+        if at_hook
+        else draw.choice(("random", "random", "random", "lock"))
+    )
     return {
         "hook": hook,
         "rank": draw.randrange(RANKS) if hook in ON_ANY_RANK else 0,
         "nth": 1 if hook in ("lock", "prune") else draw.randint(1, 5),
         "when": draw.choice(("before", "after")) if at_hook else draw.uniform(0.01, 2),
-        "whom": draw.choice(("rank", "launcher", "group", "everything") if kills else ("rank", "launcher")),
-        "signal": int(signal.SIGKILL if kills else draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))),
+        "whom": draw.choice(
+            ("rank", "launcher", "group", "everything") if kills else ("rank", "launcher")
+        ),
+        "signal": int(
+            signal.SIGKILL
+            if kills
+            else draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
+        ),
         "async": hook != "shard" and (hook.startswith("async") or draw.random() < 0.5),
     }
 
@@ -165,40 +199,68 @@ def disturbed(kind: str, number: int, folder: Path, draw: random.Random) -> Row:
     begun, late = time.monotonic(), 0
     while left := marked(mark(plan)):
         if time.monotonic() - begun > PATIENCE:
-            raise Hung(f"hung: {len(kill(plan))} processes stayed for {PATIENCE:.0f} s, and were killed")
+            raise Hung(
+                f"hung: {len(kill(plan))} processes stayed for {PATIENCE:.0f} s, and were killed"
+            )
         late = late or (len(left) if time.monotonic() - begun > ORPHANED else 0)
         time.sleep(0.05)
     gone, to, went = round(time.monotonic() - begun, 2), newest(save), starts(save)[len(before) :]
-    clean = to and (save / POINTER).read_text() == f"{to}\n" and read_metrics(save / METRICS)[-1]["iteration"] == to
+    clean = (
+        to
+        and (save / POINTER).read_text() == f"{to}\n"
+        and read_metrics(save / METRICS)[-1]["iteration"] == to
+    )
     clean = clean and not list(save.glob("*.tmp")) and not (save / LOCK).exists()
     saved = kind == SIGNAL and "ended early after iteration" in said
     checks = {
         f"{late} processes after {ORPHANED} s": late,
         f"went on from {went} to {to}, and {at} was committed": went not in ([], [at]) or to < at,
-        f"the commit {to} is not whole": to and find_checkpoint(save, report=lambda _: None) != save / f"iter_{to:07d}",
+        f"the commit {to} is not whole": to
+        and find_checkpoint(save, report=lambda _: None) != save / f"iter_{to:07d}",
         f"ended by itself: {said[-300:]}": not note.exists() and to != LAST,
         f"no clean save at {to}: {said[-300:]}": saved and not clean,
-        f"no clean exit at {to}: {said[-300:]}": kind == SIGNAL and not saved and to not in (at, LAST),
+        f"no clean exit at {to}: {said[-300:]}": kind == SIGNAL
+        and not saved
+        and to not in (at, LAST),
     }
     wrong = next((words for words, wrong in checks.items() if wrong), "") or differs(save)
     where = "random moment" if isinstance(plan["when"], float) else plan["hook"]
     what = kind if note.exists() else "(hook not reached)"
-    return {"what": what, "where": where, "whom": plan["whom"], "from": at, "to": to, "gone": gone, "wrong": wrong}
+    return {
+        "what": what,
+        "where": where,
+        "whom": plan["whom"],
+        "from": at,
+        "to": to,
+        "gone": gone,
+        "wrong": wrong,
+    }
 
 
 def together(kind: str, number: int, folder: Path, draw: random.Random) -> Row:
-    """Start two or four runs into one folder, one after another: each trains or is refused in a line."""
+    """Start two or four runs into one folder, one after another: each trains or is refused in a
+    line.
+    """
     save, processes = folder / "together", []
     shutil.rmtree(save, ignore_errors=True)
     for _ in range((2, 4)[number % 2]):
         processes.append(start(save, {}, ranks=1))
         time.sleep(draw.uniform(0, 2))
     said = [ended(*started, {}) for started in processes]
-    ends = [(process.returncode, words) for (process, _), words in zip(processes, said, strict=True)]
+    ends = [
+        (process.returncode, words) for (process, _), words in zip(processes, said, strict=True)
+    ]
     lines = [said for status, said in ends if status == 1 and said.count("error: ") == 1]
-    refused, trained = sum(f"save is {save}, and" in said for said in lines), sum(status == 0 for status, _ in ends)
+    refused, trained = (
+        sum(f"save is {save}, and" in said for said in lines),
+        sum(status == 0 for status, _ in ends),
+    )
     right = trained and trained + refused == len(ends) and newest(save) == LAST
-    return {"what": kind, "where": f"{len(ends)} runs", "wrong": differs(save, 1) if right else str(ends)[-300:]}
+    return {
+        "what": kind,
+        "where": f"{len(ends)} runs",
+        "wrong": differs(save, 1) if right else str(ends)[-300:],
+    }
 
 
 def tried(what: str, trial: Callable[..., Row], *given: Any) -> Row:
@@ -213,7 +275,11 @@ def finished(folder: Path) -> Row:
     """Let the disturbed run go to its end, compare it with the undisturbed one, and remove it."""
     save, plan = folder / "disturbed", {"hook": ""}
     said = ended(*start(save, plan), plan) if newest(save) != LAST else ""
-    wrong = differs(save) if newest(save) == LAST else f"came to iteration {newest(save)}: {said[-300:]}"
+    wrong = (
+        differs(save)
+        if newest(save) == LAST
+        else f"came to iteration {newest(save)}: {said[-300:]}"
+    )
     shutil.rmtree(save)
     return {"what": END, "where": "", "wrong": wrong}
 
@@ -222,9 +288,9 @@ def table(rows: list[Row]) -> str:
     """Return what the trials showed as Markdown, and below it whatever was wrong."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["what"], "" if row["what"] == END else row["where"], row.get("whom", "")), []).append(
-            row
-        )
+        groups.setdefault(
+            (row["what"], "" if row["what"] == END else row["where"], row.get("whom", "")), []
+        ).append(row)
     text = TITLE
     for place, group in sorted(groups.items()):
         gone = max((row["gone"] for row in group if "gone" in row), default="")
@@ -239,8 +305,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = parser_for("python -m tests.chaos", __doc__)
     for name, many in (("kills", 200), ("signals", 50), ("starts", 50)):
         parser.add_argument(f"--{name}", type=int, default=many, help="default: %(default)s")
-    parser.add_argument("--folder", type=Path, default=Path("runs/chaos"), help="of the runs (default: %(default)s)")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results" / "chaos.md", help="the table")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/chaos"), help="of the runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "bench" / "results" / "chaos.md", help="the table"
+    )
     args = parser.parse_args(argv)
     folder, kept = args.folder.resolve(), args.folder / "trials.jsonl"
     prepare(Request(max_bytes=2_000_000), folder / "data", progress=False)
@@ -248,9 +318,15 @@ def main(argv: list[str] | None = None) -> int:
         if newest(whole := folder / f"whole-{ranks}") != LAST:
             said = ended(*start(whole, plan := {"hook": ""}, ranks), plan)
             if newest(whole) != LAST:
-                raise UserError(f"the undisturbed run of {ranks} did not reach its end; look at it: {said[-300:]}")
+                raise UserError(
+                    f"the undisturbed run of {ranks} did not reach its end; look at it: {said[-300:]}"
+                )
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    wanted, begun, before = {KILL: args.kills, SIGNAL: args.signals, STARTED: args.starts}, time.monotonic(), len(rows)
+    wanted, begun, before = (
+        {KILL: args.kills, SIGNAL: args.signals, STARTED: args.starts},
+        time.monotonic(),
+        len(rows),
+    )
 
     def add(row: Row) -> None:
         rows.append(row)
@@ -263,7 +339,10 @@ def main(argv: list[str] | None = None) -> int:
     while behind := Counter(wanted) - Counter(row["what"] for row in rows):
         what = max(behind, key=lambda what: behind[what] / wanted[what])  # all kinds grow alike
         number = wanted[what] - behind[what]
-        trial, draw = together if what == STARTED else disturbed, random.Random(f"{what} {len(rows)}")
+        trial, draw = (
+            together if what == STARTED else disturbed,
+            random.Random(f"{what} {len(rows)}"),
+        )
         add(tried(what, trial, what, number, folder, draw))
         if newest(folder / "disturbed") == LAST:
             add(tried(END, finished, folder))

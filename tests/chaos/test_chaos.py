@@ -12,7 +12,19 @@ from torch.distributed.checkpoint import save
 
 import tests.chaos.__main__ as chaos
 from tests.chaos import victim
-from tests.chaos.__main__ import EXACT, HOOKS, KILL, LAST, SIGNAL, differs, ended, mark, planned, table, tried
+from tests.chaos.__main__ import (
+    EXACT,
+    HOOKS,
+    KILL,
+    LAST,
+    SIGNAL,
+    differs,
+    ended,
+    mark,
+    planned,
+    table,
+    tried,
+)
 from tests.starts import PATIENCE, wait_until
 
 
@@ -20,7 +32,9 @@ def run_of(folder, weight=1.0, loss=1.0):
     (folder / f"iter_{LAST:07d}").mkdir(parents=True)
     state = {"model": {"weight": torch.tensor([weight, 2.0])}, str(folder): "not a tensor"}
     save(state, checkpoint_id=folder / f"iter_{LAST:07d}", no_dist=True)
-    records = [dict.fromkeys(EXACT, 1.0) | {"iteration": n, "lm_loss": loss} for n in range(1, LAST + 1)]
+    records = [
+        dict.fromkeys(EXACT, 1.0) | {"iteration": n, "lm_loss": loss} for n in range(1, LAST + 1)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
@@ -54,7 +68,9 @@ def test_what_hangs_is_killed_with_its_sessions_and_a_wrong_row(tmp_path, monkey
     plan = {"trial": str(tmp_path)}
     code = "import subprocess as s; print('begun', flush=True); s.run(['sleep', '600'], start_new_session=True)"
     with (tmp_path / "out").open("w+") as out:
-        process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {victim.PLAN: mark(plan)}, stdout=out)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], env=os.environ | {victim.PLAN: mark(plan)}, stdout=out
+        )
         wait_until(lambda: len(victim.marked(mark(plan))) == 2)
         monkeypatch.setattr(chaos, "PATIENCE", 0.01)
         row = tried(KILL, ended, process, out, plan)

@@ -1,4 +1,6 @@
-"""A rank of pretrain_gpt.py that strikes at processes of its run at a hook, as CHAOS in the environment says."""
+"""A rank of pretrain_gpt.py that strikes at processes of its run at a hook, as CHAOS in the
+environment says.
+"""
 
 import functools
 import json
@@ -49,7 +51,9 @@ def strike(plan: dict[str, Any]) -> None:
     with suppress(ProcessLookupError):
         if plan["whom"] == "group":
             os.killpg(os.getpgid(launcher), plan["signal"])
-        for pid in {"rank": [rank], "launcher": [launcher], "everything": everything}.get(plan["whom"], []):
+        for pid in {"rank": [rank], "launcher": [launcher], "everything": everything}.get(
+            plan["whom"], []
+        ):
             os.kill(pid, plan["signal"])
 
 

@@ -3,11 +3,11 @@
     make cuda-stub
     make cuda-stub ARGS="--only ulysses"
 
-Each case runs four steps by its entry on 1, 2 or 4 stubbed GPUs. It prints the most bytes that torch's CUDA allocator
-gave to a process beside what ``tools.plan --fits`` predicts, and of the last step of the rank that has most of each:
-kernels launched, times that the host waited for the device, copies to the host. Nothing is computed, so that losses
-mean nothing, and neither does any time. Exit status 1 where a run ends in an error, or where memory is farther than 5 %
-from the prediction.
+Each case runs four steps by its entry on 1, 2 or 4 stubbed GPUs. It prints the most bytes that
+torch's CUDA allocator gave to a process beside what ``tools.plan --fits`` predicts, and of the last
+step of the rank that has most of each: kernels launched, times that the host waited for the device,
+copies to the host. Nothing is computed, so that losses mean nothing, and neither does any time.
+Exit status 1 where a run ends in an error, or where memory is farther than 5 % from the prediction.
 """
 
 import json
@@ -53,7 +53,8 @@ MODELS = {
     "transnormer": TEXT + "transnormer",
     "linear_transformer": TEXT + "linear_transformer",
     "hybrid": TEXT + "transnormer --softmax-every 4",
-    "dit": SHAPE + "--latent-shape 4 128 128 --num-classes 10 --ema-decay 0.99 --data-path {folder}/latents",
+    "dit": SHAPE
+    + "--latent-shape 4 128 128 --num-classes 10 --ema-decay 0.99 --data-path {folder}/latents",
 }
 """large has 8 layers of 2048, packed documents of drawn lengths."""
 RESUMED = "--save {folder}/run --load {folder}/run --save-interval 2"
@@ -64,10 +65,19 @@ def _cases() -> str:
     """Return the cases, a line each."""
     lines = [*MODELS, *(f"llama {again}" for again in ("full", "selective", "attention_boundary"))]
     lines += [f"llama {CHUNKS}", f"llama full {CHUNKS}", "llama full --recompute-offload"]
-    lines += ["llama attention_boundary --recompute-offload", "llama --optimizer-cpu-offload", "llama --compile"]
+    lines += [
+        "llama attention_boundary --recompute-offload",
+        "llama --optimizer-cpu-offload",
+        "llama --compile",
+    ]
     lines += ["llama --fp8-format hybrid", f"llama {RESUMED}"]
     lines += [f"{model} cp=2 {name}" for model in ("llama", "packed") for name in METHODS]
-    lines += ["transnormer cp=2 lasp", "linear_transformer cp=2 lasp2", "dit cp=2 ring", "llama tp=2"]
+    lines += [
+        "transnormer cp=2 lasp",
+        "linear_transformer cp=2 lasp2",
+        "dit cp=2 ring",
+        "llama tp=2",
+    ]
     lines += ["llama pp=2 batch=4", "llama pp=2 batch=8 virtual=2 Interleaved1F1B"]
     lines += ["llama pp=2 batch=4 virtual=2 InterleavedZeroBubble zero1", "llama pp=4 batch=8"]
     lines += ["llama pp=4 batch=8 InterleavedZeroBubble zero1"]
@@ -104,7 +114,11 @@ def run(processes: int, flags: Sequence[str], program: str, folder: Path) -> dic
     found = [read_records(path) for path in sorted(told.iterdir())]
     if status or len(found) != processes:
         said = [line.strip() for line in printed.splitlines() if "rror" in line]
-        return {"failed": (said or [f"ended with status {status}, {len(found)} of {processes} ranks counted"])[0]}
+        return {
+            "failed": (
+                said or [f"ended with status {status}, {len(found)} of {processes} ranks counted"]
+            )[0]
+        }
     return {name: max(one[name] for one in found) for name in found[0]}
 
 
@@ -116,12 +130,19 @@ def predicted(processes: int, flags: Sequence[str]) -> int:
 
 
 def write_data(folder: Path, flags: str) -> None:
-    """Write what a case reads: latents, or documents of log-normal lengths and a tokenizer; --mock-data needs none."""
+    """Write what a case reads: latents, or documents of log-normal lengths and a tokenizer;
+    --mock-data needs none.
+    """
     draw = np.random.default_rng(0)
     if "latents" in flags:
-        write_latents(folder / "latents", [(draw.standard_normal((32, *LATENT), np.float32), np.arange(32) % 10)])
+        write_latents(
+            folder / "latents",
+            [(draw.standard_normal((32, *LATENT), np.float32), np.arange(32) % 10)],
+        )
     if "text" in flags:
-        tokenizer = load_tokenizer(train_tokenizer([Path(__file__).read_text()], folder / "text", 400))
+        tokenizer = load_tokenizer(
+            train_tokenizer([Path(__file__).read_text()], folder / "text", 400)
+        )
         lengths = np.array([lognormal(draw, 16384) for _ in range(200)], np.int32)
         ids = draw.integers(300, 400, lengths.sum()).astype(id_type(tokenizer.vocab_size))
         ids[lengths.cumsum() - 1] = tokenizer.eod
@@ -136,12 +157,18 @@ def measure(processes: int, flags: str) -> dict[str, Any]:
         text, again = flags.replace("{folder}", name).split(), "--load" in flags
         write_data(folder, flags)
         program = "pretrain_dit.py" if "latents" in flags else "pretrain_gpt.py"
-        more = ["--eval-iters", "0", *([] if again else ["--save", "none", "--save-interval", "none"])]
+        more = [
+            "--eval-iters",
+            "0",
+            *([] if again else ["--save", "none", "--save-interval", "none"]),
+        ]
         for last in ("4", "8")[: 1 + again]:
             row |= run(processes, [*text, *more, "--train-iters", last], program, folder)
         try:
             return row | {"predicted_bytes": predicted(processes, text)}
-        except Exception as error:  # a bug in the prediction of one case is told, and the others run
+        except (
+            Exception
+        ) as error:  # a bug in the prediction of one case is told, and the others run
             return {"failed": f"the prediction: {type(error).__name__}: {error}"} | row
 
 
@@ -156,7 +183,11 @@ def verdict(row: dict[str, Any]) -> str:
 def line(name: str, row: dict[str, Any]) -> str:
     """Return what is printed of a case."""
     wrong = verdict(row)
-    return f"{name}: {wrong}" if "failed" in row else f"{Table(COLUMNS).line({'name': name, **row})} {wrong}".rstrip()
+    return (
+        f"{name}: {wrong}"
+        if "failed" in row
+        else f"{Table(COLUMNS).line({'name': name, **row})} {wrong}".rstrip()
+    )
 
 
 @one_line_errors
@@ -164,7 +195,9 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m tests.cuda_stub.check", __doc__)
     parser.add_argument("--only", default="", help="only the cases whose name has this in it")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="default: bench/results, or no file with --only")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="default: bench/results, or no file with --only"
+    )
     args = parser.parse_args(argv)
     folder = args.output or (None if args.only else RESULTS)
     check_machine()
@@ -178,10 +211,16 @@ def main(argv: list[str] | None = None) -> None:
         rows[name] = measure(*command(name, MODELS))
         print(f"{line(name, rows[name])} ({time.monotonic() - start:.0f} s)", flush=True)
         if folder:
-            found = {"benchmark": "stubbed GPUs: nothing is computed", "machine": machine, "cases": rows}
+            found = {
+                "benchmark": "stubbed GPUs: nothing is computed",
+                "machine": machine,
+                "cases": rows,
+            }
             write_records(folder / "cuda-stub.jsonl", found)
     if bad := [name for name, row in rows.items() if verdict(row)]:
-        raise MeasureError(f"{len(bad)} of {len(rows)} configurations are not as they must be: {'; '.join(bad)}")
+        raise MeasureError(
+            f"{len(bad)} of {len(rows)} configurations are not as they must be: {'; '.join(bad)}"
+        )
 
 
 if __name__ == "__main__":

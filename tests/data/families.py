@@ -1,10 +1,21 @@
-"""Small folders of tokenizers, built as those of published families are: files, flags, pre-tokenizers, classes."""
+"""Small folders of tokenizers, built as those of published families are: files, flags,
+pre-tokenizers, classes.
+"""
 
 import json
 import random
 from functools import cache
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from data.text.corpus import Corpus, stdlib_files
 
@@ -22,12 +33,18 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 @cache
 def corpus():
-    return [*Corpus(stdlib_files(), max_bytes=150_000), "Straße naïve 日本語 🙂 привет мир " * 20, "12 345 6789 " * 20]
+    return [
+        *Corpus(stdlib_files(), max_bytes=150_000),
+        "Straße naïve 日本語 🙂 привет мир " * 20,
+        "12 345 6789 " * 20,
+    ]
 
 
 @cache
 def trained(kind):
-    """The model of a tokenizer, as JSON: of bytes, or of characters with bytes for those that it lacks."""
+    """The model of a tokenizer, as JSON: of bytes, or of characters with bytes for those that it
+    lacks.
+    """
     backend = Tokenizer(models.BPE())
     if kind == "bytes":
         backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -45,7 +62,11 @@ def trained(kind):
         }[kind]
         alphabet = []
     trainer = trainers.BpeTrainer(
-        vocab_size=1200, special_tokens=first, initial_alphabet=alphabet, limit_alphabet=400, show_progress=False
+        vocab_size=1200,
+        special_tokens=first,
+        initial_alphabet=alphabet,
+        limit_alphabet=400,
+        show_progress=False,
     )
     backend.train_from_iterator(corpus(), trainer)
     model = json.loads(backend.to_str())["model"]
@@ -56,7 +77,13 @@ def trained(kind):
 
 def added(text, **flags):
     """An entry of added_tokens, without its id."""
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    plain = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     return {"content": text} | plain | flags
 
 
@@ -67,8 +94,22 @@ def begins_with(token, number):
     )
 
 
-def write(folder, kind, tokens, settings, model_type, *, split=None, normalizer=None, begin=None, more=None, **files):
-    """Write a folder: tokenizer.json, tokenizer_config.json, config.json and ``files``, by name without .json."""
+def write(
+    folder,
+    kind,
+    tokens,
+    settings,
+    model_type,
+    *,
+    split=None,
+    normalizer=None,
+    begin=None,
+    more=None,
+    **files,
+):
+    """Write a folder: tokenizer.json, tokenizer_config.json, config.json and ``files``, by name
+    without .json.
+    """
     model = json.loads(trained(kind))
     backend = Tokenizer.from_str(json.dumps({"version": "1.0", "model": model | (more or {})}))
     if split is not None:
@@ -78,7 +119,9 @@ def write(folder, kind, tokens, settings, model_type, *, split=None, normalizer=
     backend.decoder = (
         decoders.ByteLevel()
         if kind == "bytes"
-        else decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        else decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
     )
     content = json.loads(backend.to_str())
     number, entries = len(model["vocab"]), []
@@ -127,9 +170,16 @@ SENTENCES = [added("<unk>"), added("<s>"), added("</s>")]
 ENDED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 QWEN = [
     *(added(text) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>")),
-    *(added(text, special=False) for text in ("<tool_call>", "</tool_call>", "<think>", "</think>")),
+    *(
+        added(text, special=False)
+        for text in ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    ),
 ]
-QWEN_CONFIG = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+QWEN_CONFIG = {
+    "tokenizer_class": "Qwen2Tokenizer",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|endoftext|>",
+}
 OPENAI = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
 
 
@@ -137,18 +187,32 @@ def decoder_of(path, **flags):
     """The added_tokens_decoder that goes with a tokenizer.json, with other flags."""
     entries = json.loads(path.read_text())["added_tokens"]
     return {
-        str(entry["id"]): {name: value for name, value in entry.items() if name != "id"} | flags for entry in entries
+        str(entry["id"]): {name: value for name, value in entry.items() if name != "id"} | flags
+        for entry in entries
     }
 
 
 def llama_2(folder, **settings):
-    config = ENDED | {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False} | settings
-    return write(folder, "llama", SENTENCES, config, "llama", normalizer=legacy_spaces(), begin="<s>")
+    config = (
+        ENDED
+        | {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False}
+        | settings
+    )
+    return write(
+        folder, "llama", SENTENCES, config, "llama", normalizer=legacy_spaces(), begin="<s>"
+    )
 
 
 def llama_3(folder):
-    tokens = [added(f"<|{name}|>") for name in ("begin_of_text", "end_of_text", "start_header_id", "eot_id")]
-    config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    tokens = [
+        added(f"<|{name}|>")
+        for name in ("begin_of_text", "end_of_text", "start_header_id", "eot_id")
+    ]
+    config = {
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|eot_id|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     return write(
         folder, "bytes", tokens, config, "llama", split=by_pattern(LLAMA_3), begin="<|begin_of_text|>",
         more={"ignore_merges": True}, generation_config={"eos_token_id": [1201, 1203]},
@@ -157,12 +221,18 @@ def llama_3(folder):
 
 def mistral_1(folder):
     config = ENDED | {"tokenizer_class": "LlamaTokenizer", "legacy": True}
-    return write(folder, "llama", SENTENCES, config, "mistral", normalizer=legacy_spaces(), begin="<s>")
+    return write(
+        folder, "llama", SENTENCES, config, "mistral", normalizer=legacy_spaces(), begin="<s>"
+    )
 
 
 def mistral_3(folder):
     tokens = [*SENTENCES, added("[INST]"), added("[/INST]"), added("[TOOL_CALLS]")]
-    config = ENDED | {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": True, "legacy": False}
+    config = ENDED | {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_prefix_space": True,
+        "legacy": False,
+    }
     split = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return write(folder, "llama", tokens, config, "mistral", split=split, begin="<s>")
 
@@ -171,13 +241,28 @@ def mistral_nemo(folder):
     tokens = [*SENTENCES, added("[INST]"), added("[/INST]")]
     config = ENDED | {"tokenizer_class": "PreTrainedTokenizerFast"}
     return write(
-        folder, "bytes", tokens, config, "mistral", split=by_pattern(QWEN_2), begin="<s>", more={"ignore_merges": True}
+        folder,
+        "bytes",
+        tokens,
+        config,
+        "mistral",
+        split=by_pattern(QWEN_2),
+        begin="<s>",
+        more={"ignore_merges": True},
     )
 
 
 def qwen_2(folder):
     config = QWEN_CONFIG | {"add_prefix_space": False, "bos_token": None, "unk_token": None}
-    path = write(folder, "bytes", QWEN[:3], config, "qwen2", split=by_pattern(QWEN_2), normalizer=normalizers.NFC())
+    path = write(
+        folder,
+        "bytes",
+        QWEN[:3],
+        config,
+        "qwen2",
+        split=by_pattern(QWEN_2),
+        normalizer=normalizers.NFC(),
+    )
     config["added_tokens_decoder"] = decoder_of(path)
     config["additional_special_tokens"] = ["<|im_start|>", "<|im_end|>"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -185,7 +270,15 @@ def qwen_2(folder):
 
 
 def qwen_3(folder):
-    path = write(folder, "bytes", QWEN, QWEN_CONFIG, "qwen3", split=by_pattern(QWEN_2), normalizer=normalizers.NFC())
+    path = write(
+        folder,
+        "bytes",
+        QWEN,
+        QWEN_CONFIG,
+        "qwen3",
+        split=by_pattern(QWEN_2),
+        normalizer=normalizers.NFC(),
+    )
     config = QWEN_CONFIG | {"added_tokens_decoder": decoder_of(path)}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return path
@@ -193,7 +286,13 @@ def qwen_3(folder):
 
 def qwen_3_5(folder):
     return write(
-        folder, "bytes", QWEN, QWEN_CONFIG, "qwen3_5_text", split=by_pattern(QWEN_3_5), normalizer=normalizers.NFC()
+        folder,
+        "bytes",
+        QWEN,
+        QWEN_CONFIG,
+        "qwen3_5_text",
+        split=by_pattern(QWEN_3_5),
+        normalizer=normalizers.NFC(),
     )
 
 
@@ -204,45 +303,86 @@ def gemma_3(folder):
         *(added(text, special=False) for text in ("\n\n", "\n\n\n", "▁▁", "▁▁▁")),
         added("<start_of_turn>"), added("<end_of_turn>"), added("<image_soft_token>"),
     ]  # fmt: skip
-    config = {"tokenizer_class": "GemmaTokenizer", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    config = {
+        "tokenizer_class": "GemmaTokenizer",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+    }
     config |= {"unk_token": "<unk>", "add_bos_token": True, "image_token": "<image_soft_token>"}
     path = write(
         folder, "gemma", tokens, config, "gemma3_text", normalizer=normalizers.Replace(" ", "▁"), begin="<bos>",
         split=pre_tokenizers.Split(" ", "merged_with_previous"),
     )  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": decoder_of(path)}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | {"added_tokens_decoder": decoder_of(path)})
+    )
     return path
 
 
 def olmo(folder, model_type="olmo3"):
-    tokens = [added("<|pad|>"), added("<|endoftext|>"), added("<functions>", special=False), added("<|im_end|>")]
-    config = OPENAI | {"tokenizer_class": "GPT2Tokenizer", "pad_token": "<|pad|>", "add_prefix_space": False}
+    tokens = [
+        added("<|pad|>"),
+        added("<|endoftext|>"),
+        added("<functions>", special=False),
+        added("<|im_end|>"),
+    ]
+    config = OPENAI | {
+        "tokenizer_class": "GPT2Tokenizer",
+        "pad_token": "<|pad|>",
+        "add_prefix_space": False,
+    }
     return write(folder, "bytes", tokens, config, model_type, split=by_pattern(LLAMA_3))
 
 
 def gpt_2(folder, **settings):
     config = OPENAI | {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024} | settings
     split = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return write(folder, "bytes", [added("<|endoftext|>", normalized=True)], config, "gpt2", split=split)
+    return write(
+        folder, "bytes", [added("<|endoftext|>", normalized=True)], config, "gpt2", split=split
+    )
 
 
 def smollm_2(folder):
-    tokens = [added(text) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>")]
+    tokens = [
+        added(text) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>")
+    ]
     config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
-    config |= {"tokenizer_class": "GPT2Tokenizer", "unk_token": "<|endoftext|>", "add_prefix_space": False}
+    config |= {
+        "tokenizer_class": "GPT2Tokenizer",
+        "unk_token": "<|endoftext|>",
+        "add_prefix_space": False,
+    }
     split = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     return write(folder, "bytes", tokens, config, "llama", split=split)
 
 
 def phi_3(folder):
-    """Phi-3's: after its tokens white space is taken, by tokenizer_config.json for one that the other file differs."""
+    """Phi-3's: after its tokens white space is taken, by tokenizer_config.json for one that the
+    other file differs.
+    """
     turns = [added(f"<|{name}|>", rstrip=True) for name in ("user", "assistant", "end", "system")]
-    tokens = [added("<unk>"), added("<s>"), added("</s>", rstrip=True), added("<|endoftext|>"), *turns]
-    config = ENDED | {"tokenizer_class": "LlamaTokenizer", "eos_token": "<|endoftext|>", "legacy": False}
+    tokens = [
+        added("<unk>"),
+        added("<s>"),
+        added("</s>", rstrip=True),
+        added("<|endoftext|>"),
+        *turns,
+    ]
+    config = ENDED | {
+        "tokenizer_class": "LlamaTokenizer",
+        "eos_token": "<|endoftext|>",
+        "legacy": False,
+    }
     path = write(folder, "llama", tokens, config, "phi3", normalizer=legacy_spaces())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": decoder_of(path)}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | {"added_tokens_decoder": decoder_of(path)})
+    )
     return path
 
 
@@ -251,15 +391,23 @@ def phi_4(folder):
     tokens = [added(text, lstrip=True, rstrip=True) for text in names]
     config = OPENAI | {"tokenizer_class": "GPT2Tokenizer", "pad_token": "<|endoftext|>"}
     path = write(folder, "bytes", tokens, config, "phi3", split=by_pattern(LLAMA_3))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": decoder_of(path)}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | {"added_tokens_decoder": decoder_of(path)})
+    )
     return path
 
 
 def gpt_neox(folder):
-    tokens = [added("<|endoftext|>"), added("<|padding|>"), added("  ", normalized=True, special=False)]
+    tokens = [
+        added("<|endoftext|>"),
+        added("<|padding|>"),
+        added("  ", normalized=True, special=False),
+    ]
     config = OPENAI | {"tokenizer_class": "GPTNeoXTokenizer", "pad_token": "<|padding|>"}
     split = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return write(folder, "bytes", tokens, config, "gpt_neox", split=split, normalizer=normalizers.NFC())
+    return write(
+        folder, "bytes", tokens, config, "gpt_neox", split=split, normalizer=normalizers.NFC()
+    )
 
 
 FAMILIES = {
@@ -282,7 +430,9 @@ FAMILIES = {
 
 
 def texts(path, count=200):
-    """Texts of code, words, digits, white space, many scripts, and special tokens between and inside of them."""
+    """Texts of code, words, digits, white space, many scripts, and special tokens between and
+    inside of them.
+    """
     names = [entry["content"] for entry in json.loads(path.read_text())["added_tokens"]]
     pieces = [
         "def f(x):\n    return x ** 2\n", "Straße", "naïve", "e\u0301", "日本語", "🙂", "привет", "12345", " 7 ",
@@ -290,7 +440,18 @@ def texts(path, count=200):
         "a" * 40, "<|", "|>", "</", "\r\n", "hello", " world", "<|im_end", "s>", "\ufeff",
     ]  # fmt: skip
     draw = random.Random(0)
-    made = ["", " ", "  leading", "\n", " \n x", "trailing  ", *names, *(f" {name} x" for name in names)]
+    made = [
+        "",
+        " ",
+        "  leading",
+        "\n",
+        " \n x",
+        "trailing  ",
+        *names,
+        *(f" {name} x" for name in names),
+    ]
     while len(made) < count:
-        made.append("".join(draw.choice(draw.choice([pieces, names])) for _ in range(draw.randrange(1, 12))))
+        made.append(
+            "".join(draw.choice(draw.choice([pieces, names])) for _ in range(draw.randrange(1, 12)))
+        )
     return made[:count]

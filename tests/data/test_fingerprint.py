@@ -31,7 +31,9 @@ def test_up_to_4_mib_every_byte_counts(size, tmp_path):
     index, files = written(tmp_path / "x", first[: size - len(second)], second)
     before = fingerprint(index, files)
     for path in files:
-        for place in {0, path.stat().st_size // 2, path.stat().st_size - 1} if path.stat().st_size else set():
+        for place in (
+            {0, path.stat().st_size // 2, path.stat().st_size - 1} if path.stat().st_size else set()
+        ):
             content = bytearray(path.read_bytes())
             content[place] ^= 1
             path.write_bytes(content)

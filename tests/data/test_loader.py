@@ -1,4 +1,6 @@
-"""Batches: the global order whatever the ranks, micro-batches and readers, from any number of consumed samples."""
+"""Batches: the global order whatever the ranks, micro-batches and readers, from any number of
+consumed samples.
+"""
 
 import pytest
 import torch
@@ -41,15 +43,28 @@ def steps(count, consumed_samples, **batching):
 @pytest.mark.parametrize("consumed", [0, 24, 7, 1_000_003])
 def test_ranks_share_the_global_order(dp_size, micro_batch_size, consumed):
     ranks = [
-        steps(3, consumed_samples=consumed, micro_batch_size=micro_batch_size, dp_rank=rank, dp_size=dp_size)
+        steps(
+            3,
+            consumed_samples=consumed,
+            micro_batch_size=micro_batch_size,
+            dp_rank=rank,
+            dp_size=dp_size,
+        )
         for rank in range(dp_size)
     ]
     for step in range(3):
         begin = consumed + step * GLOBAL
         per_rank = [rank[step] for rank in ranks]
         assert all(len(mine) == GLOBAL // (dp_size * micro_batch_size) for mine in per_rank)
-        assert all(len(micro_batch) == micro_batch_size for mine in per_rank for micro_batch in mine)
-        together = [number for turn in zip(*per_rank, strict=True) for micro_batch in turn for number in micro_batch]
+        assert all(
+            len(micro_batch) == micro_batch_size for mine in per_rank for micro_batch in mine
+        )
+        together = [
+            number
+            for turn in zip(*per_rank, strict=True)
+            for micro_batch in turn
+            for number in micro_batch
+        ]
         assert together == list(range(begin, begin + GLOBAL))
 
 
@@ -67,9 +82,13 @@ def test_reading_leaves_the_random_state_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("global_batch", "micro", "dp"), [(12, 5, 1), (12, 2, 4), (0, 1, 1), (12, 0, 1)])
+@pytest.mark.parametrize(
+    ("global_batch", "micro", "dp"), [(12, 5, 1), (12, 2, 4), (0, 1, 1), (12, 0, 1)]
+)
 def test_sizes_that_do_not_divide(global_batch, micro, dp):
-    with pytest.raises(DataError, match=f"global_batch_size {global_batch} .*micro_batch_size {micro} .* size {dp}"):
+    with pytest.raises(
+        DataError, match=f"global_batch_size {global_batch} .*micro_batch_size {micro} .* size {dp}"
+    ):
         Batching(global_batch_size=global_batch, micro_batch_size=micro, dp_size=dp)
 
 
@@ -87,7 +106,10 @@ def test_bad_sample_raises_one_clear_message(num_workers):
 @pytest.mark.parametrize("asked", [1, 8, 11, 20, 50])
 def test_evaluation_reads_each_sample_once(dp_size, asked):
     sizes = {"global_batch_size": 8, "micro_batch_size": 2, "dp_size": dp_size}
-    ranks = [list(evaluation_batches(Numbers(), Batching(dp_rank=rank, **sizes), asked)) for rank in range(dp_size)]
+    ranks = [
+        list(evaluation_batches(Numbers(), Batching(dp_rank=rank, **sizes), asked))
+        for rank in range(dp_size)
+    ]
     # All ranks make the same calls, or their collectives would wait for each other.
     assert len({tuple(len(step) for step in rank) for rank in ranks}) == 1
     read = [batch for rank in ranks for step in rank for batch in step]
@@ -114,12 +136,16 @@ def test_real_files_over_an_epochs_boundary(tmp_path, num_workers, eod_mask_loss
     assert torch.equal(tokens, torch.stack([sample["tokens"] for sample in expected]))
     ignored = labels == IGNORE_INDEX
     assert torch.equal(ignored, (tokens == EOD) if eod_mask_loss else torch.zeros_like(ignored))
-    assert torch.equal(labels[~ignored], torch.stack([sample["labels"] for sample in expected])[~ignored])
+    assert torch.equal(
+        labels[~ignored], torch.stack([sample["labels"] for sample in expected])[~ignored]
+    )
 
 
 def test_filler_of_a_real_file_carries_no_loss(tmp_path):
     prefix = write_documents(tmp_path / "d", counting_documents(10))
-    valid = build_datasets(DataConfig(data_path=(prefix,), split="50,50"), SEQ, 1, NumberTokenizer())[1]
+    valid = build_datasets(
+        DataConfig(data_path=(prefix,), split="50,50"), SEQ, 1, NumberTokenizer()
+    )[1]
     (step,) = evaluation_batches(valid, Batching(global_batch_size=4, micro_batch_size=4), 3)
     labels = step[0]["labels"]
     assert (labels[:3] != IGNORE_INDEX).all()

@@ -1,4 +1,6 @@
-"""Files of data with bits flipped, cut, zeroed or swapped: each is read, or refused in one line; none crashes."""
+"""Files of data with bits flipped, cut, zeroed or swapped: each is read, or refused in one line;
+none crashes.
+"""
 
 import json
 import os
@@ -36,18 +38,28 @@ def place(tmp_path_factory):
 
 
 def mutations(whole, flips):
-    """Bits flipped at places all over a file, most of them where formats have their headers; then whatever else."""
-    places = [*range(min(40, len(whole))), *(number * len(whole) // flips for number in range(flips))]
+    """Bits flipped at places all over a file, most of them where formats have their headers; then
+    whatever else.
+    """
+    places = [
+        *range(min(40, len(whole))),
+        *(number * len(whole) // flips for number in range(flips)),
+    ]
     for number, at in enumerate(places):
         yield whole[:at] + bytes([whole[at] ^ 1 << number * 3 % 8]) + whole[at + 1 :]
     yield from (whole[: len(whole) * cut // 8] for cut in range(8))
-    yield from (whole[:at] + bytes(16) + whole[at + 16 :] for at in range(0, len(whole), len(whole) // 6 + 1))
+    yield from (
+        whole[:at] + bytes(16) + whole[at + 16 :]
+        for at in range(0, len(whole), len(whole) // 6 + 1)
+    )
     yield from (whole[:-1], whole + b"\x00", whole * 2)
     yield from (b"\x00", b"\xff" * 64, b'{"a": 1}', b"[" * 100_000, b"MMIDIDX\x00\x00")
 
 
 def outcomes(path, contents, use):
-    """Count the changed files that `use` takes and those that it refuses in one line; any other error fails."""
+    """Count the changed files that `use` takes and those that it refuses in one line; any other
+    error fails.
+    """
     whole, read, errors = path.read_bytes(), 0, list[ValueError]()
     try:
         for content in contents:
@@ -60,7 +72,9 @@ def outcomes(path, contents, use):
     finally:
         path.write_bytes(whole)
     assert {type(error) for error in errors} <= {UserError, DataError}
-    assert [str(error) for error in errors if "\n" in str(error) or not 20 < len(str(error)) < 600] == []
+    assert [
+        str(error) for error in errors if "\n" in str(error) or not 20 < len(str(error)) < 600
+    ] == []
     return Counter(read=read, refused=len(errors))
 
 
@@ -70,7 +84,9 @@ def test_a_tokenizer_is_what_it_was_when_the_corpus_was_written(place):
 
     def use():
         tokenizer = load_tokenizer(model)
-        open_indexed(place / "words").check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
+        open_indexed(place / "words").check_tokenizer(
+            tokenizer.path, tokenizer.sha256, tokenizer.settings
+        )
 
     use()
     found = outcomes(model, mutations(model.read_bytes(), 10), use)
@@ -107,7 +123,9 @@ def test_a_damaged_corpus(place, end):
 
 
 def test_a_damaged_record(place):
-    """The record of a preparation: of this request, or refused; numbers of other types or beyond bounds too."""
+    """The record of a preparation: of this request, or refused; numbers of other types or beyond
+    bounds too.
+    """
     path, request = place / "words.json", Request(inputs=(str(place / "a.txt"),), vocab_size=300)
     whole, prefix = json.loads(path.read_text()), place / "words"
 
@@ -118,14 +136,26 @@ def test_a_damaged_record(place):
     use()
     assert outcomes(path, mutations(path.read_bytes(), 20), use)["refused"] > 30
     wrong = [
-        whole | {key: value} for key in ("made_with", "prepared", "inputs") for value in (None, 3, "x", [[1]], [1])
+        whole | {key: value}
+        for key in ("made_with", "prepared", "inputs")
+        for value in (None, 3, "x", [[1]], [1])
     ]
     wrong += [
         whole | {"prepared": whole["prepared"] | {name: value}}
-        for name in ("documents", "tokens", "text_bytes", "skipped_files", "unigram_entropy", "unknown_tokens")
+        for name in (
+            "documents",
+            "tokens",
+            "text_bytes",
+            "skipped_files",
+            "unigram_entropy",
+            "unknown_tokens",
+        )
         for value in (-1, 1 << 70, float("inf"), float("nan"), "1", None, [1], True)
     ]
-    wrong += [whole | {"prepared": whole["prepared"] | {"conversations": value}} for value in ({}, [], 3, {"read": 1})]
+    wrong += [
+        whole | {"prepared": whole["prepared"] | {"conversations": value}}
+        for value in ({}, [], 3, {"read": 1})
+    ]
     found = outcomes(path, (json.dumps(record).encode() for record in wrong), use)
     assert found == {"read": 0, "refused": len(wrong)}
 
@@ -154,7 +184,9 @@ def test_an_index_of_latents_of_other_content(index, tmp_path):
         LatentFolder(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["index.json", "tokenizer_config.json", "words.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name", ["index.json", "tokenizer_config.json", "words.json", "chat_template.jinja"]
+)
 def test_a_named_pipe_is_not_waited_for(name, place, tmp_path):
     for path in (*place.glob("words.*"), place / "tokenizer.json"):
         shutil.copy(path, tmp_path)
@@ -167,7 +199,9 @@ def test_a_named_pipe_is_not_waited_for(name, place, tmp_path):
         "index.json": lambda: LatentFolder(tmp_path),
         "words.json": lambda: prepare(request, tmp_path / "words", progress=False),
     }.get(name, lambda: load_template(str(tmp_path / "tokenizer.json")))
-    with pytest.raises(DataError, match=r"holds no index.json|has no chat template|words.json is no file"):
+    with pytest.raises(
+        DataError, match=r"holds no index.json|has no chat template|words.json is no file"
+    ):
         use()
 
 
@@ -203,6 +237,8 @@ LINES = {
 @pytest.mark.parametrize(("line", "words"), LINES.items(), ids=range(len(LINES)))
 def test_lines_without_text(tmp_path, line, words):
     path = tmp_path / "a.jsonl"
-    path.write_text(f'{{"text": "good"}}\n\n{line}\n', errors="surrogateescape")  # as the byte E9 alone
+    path.write_text(
+        f'{{"text": "good"}}\n\n{line}\n', errors="surrogateescape"
+    )  # as the byte E9 alone
     with pytest.raises(ValueError, match=rf"^[^\n]*a\.jsonl, line 3: [^\n]*({words})[^\n]*$"):
         list(Corpus([path]))

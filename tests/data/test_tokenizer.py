@@ -34,11 +34,15 @@ def sources():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, sources):
-    return SentencePieceTokenizer(train_tokenizer(sources, tmp_path_factory.mktemp("tokenizer") / "t", 800))
+    return SentencePieceTokenizer(
+        train_tokenizer(sources, tmp_path_factory.mktemp("tokenizer") / "t", 800)
+    )
 
 
 def write_hugging_face(folder, *special, merges=()):
-    """A byte-level tokenizer.json: a token is a byte, but for the special ones and the ``merges`` of two."""
+    """A byte-level tokenizer.json: a token is a byte, but for the special ones and the ``merges``
+    of two.
+    """
     words = [*sorted(ByteLevel.alphabet()), *(a + b for a, b in merges)]
     backend = Backend(BPE({word: number for number, word in enumerate(words)}, list(merges)))
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -59,7 +63,10 @@ def test_python_sources_come_back_exactly(trained, sources):
 def test_awkward_text_comes_back_exactly(trained, tmp_path, text):
     hugging_face = load_tokenizer(write_hugging_face(tmp_path, "</s>"))
     assert (hugging_face.vocab_size, hugging_face.eod, hugging_face.pad) == (257, 256, -1)
-    for tokenizer, least in ((trained, 1), (hugging_face, 0)):  # 0 is the first one's unknown token: it has all bytes
+    for tokenizer, least in (
+        (trained, 1),
+        (hugging_face, 0),
+    ):  # 0 is the first one's unknown token: it has all bytes
         ids = tokenizer.tokenize(text)
         assert tokenizer.detokenize(ids) == text
         assert all(least <= i < tokenizer.vocab_size for i in ids)
@@ -69,7 +76,10 @@ def test_awkward_text_comes_back_exactly(trained, tmp_path, text):
 def test_random_text_comes_back_exactly(trained):
     draw = random.Random(0)
     for _ in range(200):
-        text = "".join(chr(draw.choice([draw.randrange(128), draw.randrange(0xD800), 0x2581])) for _ in range(50))
+        text = "".join(
+            chr(draw.choice([draw.randrange(128), draw.randrange(0xD800), 0x2581]))
+            for _ in range(50)
+        )
         assert trained.detokenize(trained.tokenize(text)) == text
 
 
@@ -87,8 +97,14 @@ def test_training_is_deterministic_and_gives_what_megatron_needs(trained, tmp_pa
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "message"),
     [
-        *((["some text\n" * 10], size, f"vocab_size {size} .* give --vocab-size 265 or more$") for size in (1, 100)),
-        *((["some text\n" * 10], size, f"vocab_size {size} .* --vocab-size 278 or less$") for size in (300, 1 << 40)),
+        *(
+            (["some text\n" * 10], size, f"vocab_size {size} .* give --vocab-size 265 or more$")
+            for size in (1, 100)
+        ),
+        *(
+            (["some text\n" * 10], size, f"vocab_size {size} .* --vocab-size 278 or less$")
+            for size in (300, 1 << 40)
+        ),
         (["", "\n"], 500, "no text"),
     ],
 )
@@ -116,7 +132,11 @@ def test_broken_files(tmp_path, name, content, message):
 
 @pytest.mark.parametrize(
     ("settings", "before", "after"),
-    [({}, 0, 0), ({"add_bos_token": True}, 1, 0), ({"add_bos_token": True, "add_eos_token": True}, 1, 1)],
+    [
+        ({}, 0, 0),
+        ({"add_bos_token": True}, 1, 0),
+        ({"add_bos_token": True, "add_eos_token": True}, 1, 1),
+    ],
 )
 def test_a_sentencepiece_model_adds_what_the_file_beside_it_says(settings, before, after, tmp_path):
     import sentencepiece

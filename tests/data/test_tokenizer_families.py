@@ -1,4 +1,6 @@
-"""Tokenizers of published families give the ids of transformers, special tokens in the text among them."""
+"""Tokenizers of published families give the ids of transformers, special tokens in the text among
+them.
+"""
 
 import json
 
@@ -56,7 +58,9 @@ def changed(path, **settings):
     """Write settings into the tokenizer_config.json of a folder; None takes one out."""
     file = path.with_name("tokenizer_config.json")
     config = json.loads(file.read_text()) | settings
-    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    file.write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
     return path
 
 
@@ -69,7 +73,9 @@ def with_files(path, **files):
 def without(path, *tokens):
     """Take added tokens out of a tokenizer.json."""
     content = json.loads(path.read_text())
-    content["added_tokens"] = [entry for entry in content["added_tokens"] if entry["content"] not in tokens]
+    content["added_tokens"] = [
+        entry for entry in content["added_tokens"] if entry["content"] not in tokens
+    ]
     path.write_text(json.dumps(content))
     return path
 
@@ -95,7 +101,11 @@ def of(make, **settings):
 
 def names_elsewhere(folder):
     path = changed(llama_2(folder), bos_token=None, eos_token=None, unk_token=None)
-    names = {"bos_token": added("<s>"), "eos_token": added("</s>", rstrip=True), "unk_token": "<unk>"}
+    names = {
+        "bos_token": added("<s>"),
+        "eos_token": added("</s>", rstrip=True),
+        "unk_token": "<unk>",
+    }
     return with_files(path, special_tokens_map=names | {"additional_special_tokens": ["<call>"]})
 
 
@@ -132,7 +142,9 @@ KINDS = {
     "Qwen 3, end token in no tokenizer.json": lambda folder: changed(
         without(qwen_3(folder), END, "</think>"), added_tokens_decoder=None
     ),
-    "Qwen 3, tokens in added_tokens_decoder alone": lambda folder: without(qwen_3(folder), END, THINK),
+    "Qwen 3, tokens in added_tokens_decoder alone": lambda folder: without(
+        qwen_3(folder), END, THINK
+    ),
     "Qwen 3, extra_special_tokens": of(qwen_3, extra_special_tokens=["<more>", THINK]),
     "Qwen 3.5, of class Qwen2Tokenizer for another model": lambda folder: with_files(
         qwen_3_5(folder), config={"model_type": "llama"}
@@ -170,30 +182,43 @@ def test_settings_beside_a_tokenizer_give_the_ids_of_transformers(name, tmp_path
     assert_alike(*both(path), path, count=100)
 
 
-@pytest.mark.parametrize("name", ["LLaMA 2, legacy", "SmolLM 2, tokens with lstrip by tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name", ["LLaMA 2, legacy", "SmolLM 2, tokens with lstrip by tokenizer_config.json"]
+)
 def test_tokenizer_json_alone_gives_other_ids(name, tmp_path):
     """So the comparisons above can fail."""
     path = KINDS[name](tmp_path)
     ours, alone = load_tokenizer(path), Tokenizer.from_file(str(path))
     made = texts(path)
-    assert any(ours.tokenize_special(text)[0] != alone.encode(text, add_special_tokens=False).ids for text in made)
+    assert any(
+        ours.tokenize_special(text)[0] != alone.encode(text, add_special_tokens=False).ids
+        for text in made
+    )
 
 
 def test_the_tables_of_classes_are_those_of_transformers():
     from transformers.models.auto import tokenization_auto as auto
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-    names = {kind: name.removesuffix("Fast") for kind, name in auto.TOKENIZER_MAPPING_NAMES.items() if name}
+    names = {
+        kind: name.removesuffix("Fast")
+        for kind, name in auto.TOKENIZER_MAPPING_NAMES.items()
+        if name
+    }
     ours = {"TokenizersBackend", *BUILDERS}
     # Without the package mistral-common, which has tokenizers of its own.
-    theirs = {kind: name.replace("MistralCommonBackend", "TokenizersBackend") for kind, name in names.items()}
+    theirs = {
+        kind: name.replace("MistralCommonBackend", "TokenizersBackend")
+        for kind, name in names.items()
+    }
     assert {kind: name for kind, name in theirs.items() if name in ours} == REGISTERED
     assert auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS == OVERRIDDEN
 
     for name in set(theirs.values()) - ours:
         kind = auto.tokenizer_class_from_name(name)
         builds = not issubclass(kind, TokenizersBackend) or any(
-            "__init__" in part.__dict__ for part in kind.__mro__[: kind.__mro__.index(TokenizersBackend)]
+            "__init__" in part.__dict__
+            for part in kind.__mro__[: kind.__mro__.index(TokenizersBackend)]
         )
         assert (name in NOT_READ) == builds, name
     assert not NOT_READ & ours

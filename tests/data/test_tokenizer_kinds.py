@@ -14,7 +14,17 @@ from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
 from tests.data import kinds
 from tests.data.chat.templates import TEMPLATES, TURNS
-from tests.data.families import FAMILIES, added, gpt_2, llama_2, llama_3, phi_3, qwen_2, qwen_3, smollm_2
+from tests.data.families import (
+    FAMILIES,
+    added,
+    gpt_2,
+    llama_2,
+    llama_3,
+    phi_3,
+    qwen_2,
+    qwen_3,
+    smollm_2,
+)
 from tests.data.test_tokenizer_families import (
     KINDS,
     OF_THE_PAGE,
@@ -64,7 +74,9 @@ def chat_of(content, role="user", template=TEMPLATES["chatml"]):
 
     def use(path):
         changed(path, chat_template=template)
-        turns = [turn | {"content": content} if turn["role"] == role else turn for turn in TURNS[:2]]
+        turns = [
+            turn | {"content": content} if turn["role"] == role else turn for turn in TURNS[:2]
+        ]
         return load_template(str(path)).tokenize(load_tokenizer(path), turns)
 
     return use
@@ -72,7 +84,9 @@ def chat_of(content, role="user", template=TEMPLATES["chatml"]):
 
 def told_of_more_entries(folder):
     tokenizer = load_tokenizer(llama_2(folder, pad_token="[PAD]"))
-    assert beyond_vocabulary(tokenizer.vocab_size - 1, tokenizer.vocab_size).startswith("note: the tokenizer has")
+    assert beyond_vocabulary(tokenizer.vocab_size - 1, tokenizer.vocab_size).startswith(
+        "note: the tokenizer has"
+    )
     assert "'[PAD]'" in tokenizer.missing(tokenizer.vocab_size - 1, tokenizer.vocab_size - 1)
     return "told"
 
@@ -110,7 +124,9 @@ def a_document_with(word, make):
 
 
 def told_apart_later(folder):
-    """Files beside tokenizer.json that change ids of data prepared before; those that do not, do not count."""
+    """Files beside tokenizer.json that change ids of data prepared before; those that do not, do
+    not count.
+    """
     path = llama_2(folder)
     prefix, _ = text_prepared(path)
     config = path.with_name("tokenizer_config.json")
@@ -135,7 +151,9 @@ def told_apart_later(folder):
         changed(path, **changes)
         tokenizer = load_tokenizer(path)
         with pytest.raises(DataError, match=r"files beside tokenizer .*tokenizer_config\.json"):
-            open_indexed(prefix).check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
+            open_indexed(prefix).check_tokenizer(
+                tokenizer.path, tokenizer.sha256, tokenizer.settings
+            )
         with pytest.raises(DataError, match=r"files beside .*tokenizer_config\.json, changed"):
             text_prepared(path)
     return "refused"
@@ -212,26 +230,46 @@ def plain_ends(folder):
 
 
 def lacking(make, *tokens):
-    return lambda folder: changed(without(make(folder), *tokens), added_tokens_decoder=None, eos_token="<|endoftext|>")
+    return lambda folder: changed(
+        without(make(folder), *tokens), added_tokens_decoder=None, eos_token="<|endoftext|>"
+    )
 
 
 def told_of_dropped_characters(folder):
-    """A BPE of characters, without bytes and without an unknown token: transformers drops the others in silence."""
+    """A BPE of characters, without bytes and without an unknown token: transformers drops the
+    others in silence.
+    """
     path = folder / "tokenizer.json"
     vocab = {character: number for number, character in enumerate("one tw<|imstar_>du\nH")}
-    tokens = [{"id": 40 + number} | added(text) for number, text in enumerate(("</s>", "<|im_start|>", "<|im_end|>"))]
+    tokens = [
+        {"id": 40 + number} | added(text)
+        for number, text in enumerate(("</s>", "<|im_start|>", "<|im_end|>"))
+    ]
     path.write_text(
-        json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": tokens})
+        json.dumps(
+            {
+                "version": "1.0",
+                "model": {"type": "BPE", "vocab": vocab, "merges": []},
+                "added_tokens": tokens,
+            }
+        )
     )
     path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     tokenizer = load_tokenizer(path)
-    assert tokenizer.detokenize(tokenizer.tokenize("oneÜ t"), special=True).replace(" ", "") == "onet"
+    assert (
+        tokenizer.detokenize(tokenizer.tokenize("oneÜ t"), special=True).replace(" ", "") == "onet"
+    )
     assert [tokenizer.dropped(text) for text in ("one two", "oneÜ ßt")] == [0, 2]
-    assert [tokenizer.dropped("</s>o", special=special) for special in (False, True)] == [1, 0]  # a slash
+    assert [tokenizer.dropped("</s>o", special=special) for special in (False, True)] == [
+        1,
+        0,
+    ]  # a slash
     assert text_prepared(path)[1].unknown_tokens == 0
     path.with_name("d.bin").unlink()
     path.with_name("texts.jsonl").write_text('{"text": "one Übel"}\n')
-    request = Request(inputs=(str(path.with_name("texts.jsonl")),), tokenizer_model=str(path), vocab_size=None)
+    request = Request(
+        inputs=(str(path.with_name("texts.jsonl")),), tokenizer_model=str(path), vocab_size=None
+    )
     assert prepare(request, path.with_name("e"), progress=False)[0].unknown_tokens == 3
 
     source = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
@@ -239,7 +277,9 @@ def told_of_dropped_characters(folder):
     for content, told in (("one", 0), ("Übel", 1)):
         turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "two"}]
         encoded = load_template(str(path)).encode(tokenizer, conversation_of(turns))
-        assert ["characters that the tokenizer has no token for" in told for told in encoded.told] == [True] * told
+        assert [
+            "characters that the tokenizer has no token for" in told for told in encoded.told
+        ] == [True] * told
     return "told"
 
 

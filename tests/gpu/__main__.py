@@ -1,12 +1,14 @@
-"""Check a GPU in steps: kernels against float64, all ranks of a plan on it, waits, rates, a run of 1B, a profile.
+"""Check a GPU in steps: kernels against float64, all ranks of a plan on it, waits, rates, a run of
+1B, a profile.
 
     make gpu-check
     make gpu-check ARGS="--steps environment backends"
 
-One GPU, under 8 minutes. Each step is a process of its own, and its result is on the disk before the next begins, in
-bench/results/<device>-check.jsonl; what cannot run here is skipped there, with the reason. Exit status 1 where
-something is wrong, or where there is no GPU (then nothing is written). With --device cpu the same steps are small, to
-try them. A step returns figures, and under "wrong" what is not as it must be.
+One GPU, under 8 minutes. Each step is a process of its own, and its result is on the disk before
+the next begins, in bench/results/<device>-check.jsonl; what cannot run here is skipped there, with
+the reason. Exit status 1 where something is wrong, or where there is no GPU (then nothing is
+written). With --device cpu the same steps are small, to try them. A step returns figures, and under
+"wrong" what is not as it must be.
 """
 
 import importlib
@@ -48,7 +50,9 @@ FUSED_RESIDUAL = "tests/gpu/test_attention.py"
 
 
 def backends(device: str, folder: Path) -> dict[str, Any]:
-    """Compare every backend with float64: widths, lengths, grouped heads, slices of longer tensors, log-sum-exp."""
+    """Compare every backend with float64: widths, lengths, grouped heads, slices of longer tensors,
+    log-sum-exp.
+    """
     return tests(device, folder, FUSED_RESIDUAL, "-k", "backend")
 
 
@@ -58,7 +62,9 @@ def triton(device: str, folder: Path) -> dict[str, Any]:
 
 
 def ranks(device: str, folder: Path) -> dict[str, Any]:
-    """Attend with all ranks of every method as threads, whole and packed, against one attention of the same dtype."""
+    """Attend with all ranks of every method as threads, whole and packed, against one attention of
+    the same dtype.
+    """
     return tests(device, folder, FUSED_RESIDUAL, "-k", "ranks")
 
 
@@ -72,15 +78,23 @@ def attention(device: str, folder: Path) -> dict[str, Any]:
     big = device == "cuda"
     heads, width = (16, 128) if big else (2, 16)
     work = MaskedShape(
-        seq_length=8192 if big else 64, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device)
+        seq_length=8192 if big else 64,
+        num_heads=heads,
+        kv_heads=heads,
+        head_dim=width,
+        dtype=_dtype(device),
     )
     lengths = rates.LENGTHS if big else (64,)
     found = rates.measure(device, work, lengths, DEFAULT_METHODS, 8, 20 if big else 2)
     print(rates.told(found))
-    found["masked"] = rates.masked(device, replace(work, seq_length=32768) if big else work, 20 if big else 2)
+    found["masked"] = rates.masked(
+        device, replace(work, seq_length=32768) if big else work, 20 if big else 2
+    )
     print(f"masked: {found['masked']}")
     found["targets"] = rates.targets(found, select_backend("auto", device, DTYPES[work.dtype]).name)
-    found["wrong"] = [f"{label}: {reason}" for label, reason in found["skipped"].items() if not expected(reason)]
+    found["wrong"] = [
+        f"{label}: {reason}" for label, reason in found["skipped"].items() if not expected(reason)
+    ]
     return found
 
 
@@ -90,24 +104,41 @@ def expected(reason: str) -> bool:
 
 
 def linear(device: str, folder: Path) -> dict[str, Any]:
-    """Measure linear attention by length and the delta rule, forward + backward, beside flash-linear-attention's."""
-    heads, width, lengths = (16, 128, (8192, 32768, 131072)) if device == "cuda" else (2, 16, (128,))
+    """Measure linear attention by length and the delta rule, forward + backward, beside
+    flash-linear-attention's.
+    """
+    heads, width, lengths = (
+        (16, 128, (8192, 32768, 131072)) if device == "cuda" else (2, 16, (128,))
+    )
     limits, rows, wanted = ceilings(device, (_dtype(device),)), [], []
     delta = rates.delta_rules(
         device,
-        MaskedShape(seq_length=lengths[0], num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device)),
+        MaskedShape(
+            seq_length=lengths[0],
+            num_heads=heads,
+            kv_heads=heads,
+            head_dim=width,
+            dtype=_dtype(device),
+        ),
         20 if device == "cuda" else 2,
     )
-    wanted += [target(f"delta rule over {name}", ratio, 1.0) for name, ratio in delta["times_as_fast"].items()]
+    wanted += [
+        target(f"delta rule over {name}", ratio, 1.0)
+        for name, ratio in delta["times_as_fast"].items()
+    ]
     print(f"delta rule: {delta}", flush=True)
     for length in lengths:
-        work = MaskedShape(seq_length=length, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device))
+        work = MaskedShape(
+            seq_length=length, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device)
+        )
         row = rates.linear_beside_the_limit(device, work, limits, 20 if device == "cuda" else 2)
         rows.append(row)
         print(row, flush=True)
         wanted.append(target(f"of the limit, {length} tokens", row["of_the_limit"], 0.6))
         if "times_as_fast" in row:
-            wanted.append(target(f"over flash-linear-attention, {length} tokens", row["times_as_fast"], 1.2))
+            wanted.append(
+                target(f"over flash-linear-attention, {length} tokens", row["times_as_fast"], 1.2)
+            )
     wrong = [row["wrong"] for row in (delta, *rows) if row.get("wrong")]
     return {"rows": rows, "delta": delta, "targets": wanted, "wrong": wrong}
 
@@ -135,13 +166,19 @@ def compiled(device: str, folder: Path) -> dict[str, Any]:
 def _trained(device: str, *more: str) -> dict[str, Any]:
     found: dict[str, Any] = {"wrong": [], "targets": []}
     for length, least in MFU[device].items():
-        said = _run(device, "--save", "none", "--log-interval", "1", "--seq-length", str(length), *more)
+        said = _run(
+            device, "--save", "none", "--log-interval", "1", "--seq-length", str(length), *more
+        )
         losses = [float(x) for x in re.findall(r"\| loss (\S+)", said)]  # nan too
-        rates = [float(x) * THOUSANDS[unit] for x, unit in re.findall(r"([\d.]+)([kM]?) tokens/s", said)]
+        rates = [
+            float(x) * THOUSANDS[unit] for x, unit in re.findall(r"([\d.]+)([kM]?) tokens/s", said)
+        ]
         share, memory = re.findall(r"MFU ([\d.]+)%, ([\d.]+) GB of memory", said)[-1]
         first, last = fmean(losses[:5]), fmean(losses[-5:])
         if not last < first:
-            found["wrong"].append(f"{length} tokens: the loss goes from {first:.4f} to {last:.4f}, over 5 steps each")
+            found["wrong"].append(
+                f"{length} tokens: the loss goes from {first:.4f} to {last:.4f}, over 5 steps each"
+            )
         figures = {"tokens_per_second": median(rates[len(rates) // 2 :]), "mfu": float(share) / 100}
         found[f"{length} tokens"] = figures | {"memory_gb": float(memory)}
         found["targets"].append(target(f"MFU, {length} tokens", figures["mfu"], least))
@@ -150,14 +187,27 @@ def _trained(device: str, *more: str) -> dict[str, Any]:
 
 def resume(device: str, folder: Path) -> dict[str, Any]:
     """Run the tests of whole runs on a GPU: a checkpoint and its resume, recomputation, offload."""
-    paths = ("tests/test_gpu.py", "tests/parallel", "tests/model", "tests/train/optimizers/test_host.py")
+    paths = (
+        "tests/test_gpu.py",
+        "tests/parallel",
+        "tests/model",
+        "tests/train/optimizers/test_host.py",
+    )
     return tests("cuda", folder, *paths)
 
 
 def profile(device: str, folder: Path) -> dict[str, Any]:
     """Profile steps of two layers of that model; the table says where time and memory go."""
     importlib.import_module("tomli_w")  # a run that is kept writes its configuration
-    more = ("--num-layers", "2", "--profile", "--profile-step-start", "5", "--profile-step-end", "8")
+    more = (
+        "--num-layers",
+        "2",
+        "--profile",
+        "--profile-step-start",
+        "5",
+        "--profile-step-end",
+        "8",
+    )
     _run(device, "--save", str(folder / "run"), *more)
     return {"table": next((folder / "run").rglob("*.md")).read_text().splitlines()}
 

@@ -1,4 +1,6 @@
-"""Emulate the ranks of a plan on one device: what each rank computes in each of its rounds, without traffic."""
+"""Emulate the ranks of a plan on one device: what each rank computes in each of its rounds, without
+traffic.
+"""
 
 from collections.abc import Callable
 from statistics import median
@@ -38,11 +40,15 @@ def emulate(plan: Plan, of: Sizes, device: str, dtype: torch.dtype, repeats: int
     return total
 
 
-def step_of_round(tiles: Tiles, of: Sizes, device: str, dtype: torch.dtype, forward: bool) -> Callable[[], None]:
+def step_of_round(
+    tiles: Tiles, of: Sizes, device: str, dtype: torch.dtype, forward: bool
+) -> Callable[[], None]:
     """Return a call that does what one rank does in a round with these tiles, on random numbers."""
     of = of.stage if of.stages > 1 else of
     rows, columns = max(tile.q.stop for tile in tiles), max(tile.k.stop for tile in tiles)
-    shapes = [(of.batch, rows, of.heads, of.head_dim)] * 3 + [(of.batch, columns, of.kv_heads, of.head_dim)] * 2
+    shapes = [(of.batch, rows, of.heads, of.head_dim)] * 3 + [
+        (of.batch, columns, of.kv_heads, of.head_dim)
+    ] * 2
     q, dout, out, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
     wide, backend = torch.promote_types(dtype, torch.float32), select_backend("auto", device, dtype)
     lse = torch.full(q.shape[:3], float(np.log(columns)), device=device, dtype=wide)
@@ -51,4 +57,6 @@ def step_of_round(tiles: Tiles, of: Sizes, device: str, dtype: torch.dtype, forw
         total = torch.zeros(q.shape, device=device, dtype=wide)
         return lambda: attend_tiles_(total, lse, q, Keys(k, v), tiles, scale, backend)
     dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide) for x in (q, k, v))
-    return lambda: add_gradients_((dq, dk, dv), Rows(q, dout, out, lse), Keys(k, v), tiles, scale, backend)
+    return lambda: add_gradients_(
+        (dq, dk, dv), Rows(q, dout, out, lse), Keys(k, v), tiles, scale, backend
+    )

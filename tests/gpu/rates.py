@@ -1,7 +1,8 @@
-"""Measure attention on one device: block kernels beside torch's own, and what ranks compute, without their traffic.
+"""Measure attention on one device: block kernels beside torch's own, and what ranks compute,
+without their traffic.
 
-The same code runs on the CPU, as in its tests. What a device or a library refuses is listed under ``skipped`` with the
-reason and has no figure.
+The same code runs on the CPU, as in its tests. What a device or a library refuses is listed under
+``skipped`` with the reason and has no figure.
 """
 
 import importlib.util
@@ -51,9 +52,16 @@ def relative_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 
 
 def measure(
-    device: str, work: MaskedShape, lengths: tuple[int, ...], methods: tuple[str, ...], ranks: int, repeats: int
+    device: str,
+    work: MaskedShape,
+    lengths: tuple[int, ...],
+    methods: tuple[str, ...],
+    ranks: int,
+    repeats: int,
 ) -> dict[str, Any]:
-    """Measure ceilings, kernels at every length, and what ranks with ``work.seq_length`` positions each compute."""
+    """Measure ceilings, kernels at every length, and what ranks with ``work.seq_length`` positions
+    each compute.
+    """
     skipped: dict[str, str] = {}
     kernels: list[dict[str, Any]] = []
     result = {
@@ -66,12 +74,18 @@ def measure(
     }
     for length in lengths:
         kernels += kernels_of(device, replace(work, seq_length=length), repeats, skipped)
-    shares = _try("ranks", skipped, lambda: shares_of(device, work, methods, ranks, repeats, skipped))
+    shares = _try(
+        "ranks", skipped, lambda: shares_of(device, work, methods, ranks, repeats, skipped)
+    )
     return {**result, "ranks_of": shares or {}, "skipped": skipped}
 
 
-def _try(label: str, skipped: dict[str, str], measured: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """Return ``measured()``, or None and note the refusal (no memory, not installed, not supported)."""
+def _try(
+    label: str, skipped: dict[str, str], measured: Callable[[], dict[str, Any]]
+) -> dict[str, Any] | None:
+    """Return ``measured()``, or None and note the refusal (no memory, not installed, not
+    supported).
+    """
     try:
         return measured()
     except torch.AcceleratorError:
@@ -83,7 +97,9 @@ def _try(label: str, skipped: dict[str, str], measured: Callable[[], dict[str, A
         return None
 
 
-def kernels_of(device: str, shape: MaskedShape, repeats: int, skipped: dict[str, str]) -> list[dict[str, Any]]:
+def kernels_of(
+    device: str, shape: MaskedShape, repeats: int, skipped: dict[str, str]
+) -> list[dict[str, Any]]:
     """Time torch's own attention, then each of our backends."""
     q, k, v, dout = shape.tensors(device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -92,7 +108,9 @@ def kernels_of(device: str, shape: MaskedShape, repeats: int, skipped: dict[str,
     def peer() -> dict[str, Any]:
         out = sdpa(*leaves)
         truth[:] = [out.detach(), *torch.autograd.grad(out, leaves, dout, retain_graph=True)]
-        backward = time_steps(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device, repeats)
+        backward = time_steps(
+            lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device, repeats
+        )
         return _row("sdpa", shape, time_steps(lambda: sdpa(*leaves), device, repeats), backward)
 
     def ours(name: str) -> dict[str, Any]:
@@ -102,21 +120,31 @@ def kernels_of(device: str, shape: MaskedShape, repeats: int, skipped: dict[str,
             gradients = block_backward(Rows(q, dout, out, lse), Keys(k, v), CAUSAL, scale, backend)
             error = relative_error([out, *gradients], truth)
             if not error <= WORST_ERROR:
-                raise MeasureError(f"differs from scaled_dot_product_attention by {error:.1e} of the 2-norm")
-            forward = time_steps(lambda: block_forward(q, k, v, CAUSAL, scale, backend), device, repeats)
+                raise MeasureError(
+                    f"differs from scaled_dot_product_attention by {error:.1e} of the 2-norm"
+                )
+            forward = time_steps(
+                lambda: block_forward(q, k, v, CAUSAL, scale, backend), device, repeats
+            )
             backward = time_steps(
-                lambda: block_backward(Rows(q, dout, out, lse), Keys(k, v), CAUSAL, scale, backend), device, repeats
+                lambda: block_backward(Rows(q, dout, out, lse), Keys(k, v), CAUSAL, scale, backend),
+                device,
+                repeats,
             )
         return _row(name, shape, forward, backward) | {"error": error}
 
     rows = [_try(f"sdpa at {shape.seq_length}", skipped, peer)]
     if truth:
         for name in BACKENDS[device]:
-            rows.append(_try(f"{name} at {shape.seq_length}", skipped, lambda name=name: ours(name)))  # type: ignore[misc]
+            rows.append(
+                _try(f"{name} at {shape.seq_length}", skipped, lambda name=name: ours(name))
+            )  # type: ignore[misc]
     return [row for row in rows if row is not None]
 
 
-def _row(name: str, shape: MaskedShape, forward: list[float], backward: list[float]) -> dict[str, Any]:
+def _row(
+    name: str, shape: MaskedShape, forward: list[float], backward: list[float]
+) -> dict[str, Any]:
     there, back = median(forward), median(backward)
     return {
         "kernel": name,
@@ -129,31 +157,53 @@ def _row(name: str, shape: MaskedShape, forward: list[float], backward: list[flo
 
 
 def shares_of(
-    device: str, local: MaskedShape, methods: tuple[str, ...], ranks: int, repeats: int, skipped: dict[str, str]
+    device: str,
+    local: MaskedShape,
+    methods: tuple[str, ...],
+    ranks: int,
+    repeats: int,
+    skipped: dict[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """Time what each rank computes by every method, forward + backward; a method is as fast as its slowest rank.
+    """Time what each rank computes by every method, forward + backward; a method is as fast as its
+    slowest rank.
 
-    ``of_share`` compares that with a rank's share of torch's own attention of the whole sequence on this device, and
-    ``limit`` is the same by pairs.
+    ``of_share`` compares that with a rank's share of torch's own attention of the whole sequence on
+    this device, and ``limit`` is the same by pairs.
     """
     whole, dtype = replace(local, seq_length=local.seq_length * ranks), DTYPES[local.dtype]
-    share = median(time_steps(forward_backward(sdpa, *whole.tensors(device)), device, repeats)) / ranks
+    share = (
+        median(time_steps(forward_backward(sdpa, *whole.tensors(device)), device, repeats)) / ranks
+    )
     found: dict[str, dict[str, Any]] = {}
     for method in methods:
         plan = whole.plan(method, ranks)
         if plan.local_len != local.seq_length:
-            skipped[f"ranks of {method}"] = f"{local.seq_length} positions a rank would be padded to {plan.local_len}"
+            skipped[f"ranks of {method}"] = (
+                f"{local.seq_length} positions a rank would be padded to {plan.local_len}"
+            )
             continue
-        of = sizes(plan.geometry, local.batch, local.num_heads, local.kv_heads, local.head_dim, dtype.itemsize)
+        of = sizes(
+            plan.geometry,
+            local.batch,
+            local.num_heads,
+            local.kv_heads,
+            local.head_dim,
+            dtype.itemsize,
+        )
         slowest = float(emulate(plan, of, device, dtype, repeats).max())
         pairs = [sum(step.pairs for step in plan.rounds(rank)) for rank in range(ranks)]
-        rates = {"tflops": whole.flops(max(pairs)) / slowest / 1e12, "limit": fmean(pairs) / max(pairs)}
+        rates = {
+            "tflops": whole.flops(max(pairs)) / slowest / 1e12,
+            "limit": fmean(pairs) / max(pairs),
+        }
         found[method] = {"slowest_seconds": slowest, "of_share": share / slowest, **rates}
     return found
 
 
 def masked(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
-    """Time a CAUSAL tile off the diagonal beside one on it, and packed documents beside one, forward + backward."""
+    """Time a CAUSAL tile off the diagonal beside one on it, and packed documents beside one,
+    forward + backward.
+    """
     q, k, v, dout = work.tensors(device)
     backend, scale = select_backend("auto", device, q.dtype), work.head_dim**-0.5
 
@@ -168,7 +218,10 @@ def masked(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
 
     on, off = slice(0, work.seq_length - 1), slice(1, work.seq_length)
     tiles, rates = {"on the diagonal": tile(on, on), "off it": tile(off, on)}, dict[str, float]()
-    for name, mask in {"one document": work, "packed": replace(work, documents="lognormal")}.items():
+    for name, mask in {
+        "one document": work,
+        "packed": replace(work, documents="lognormal"),
+    }.items():
         plan = mask.plan("zigzag", 1)
         executor = Executor(LoopbackTransport(plan.geometry, None, 0), "auto")
         seconds = median(time_steps(step_of(plan, executor, q, k, v, dout), device, repeats))
@@ -182,10 +235,15 @@ def masked(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
 
 
 def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
-    """Return what is wanted of the figures of ``measure`` and ``masked``; ``chosen`` is the backend that auto takes."""
+    """Return what is wanted of the figures of ``measure`` and ``masked``; ``chosen`` is the backend
+    that auto takes.
+    """
     rows, wanted = found["kernels"], list[dict[str, Any]]()
     seconds = {
-        (row["kernel"], row["seq_length"]): (row["forward_seconds"], row["forward_seconds"] + row["backward_seconds"])
+        (row["kernel"], row["seq_length"]): (
+            row["forward_seconds"],
+            row["forward_seconds"] + row["backward_seconds"],
+        )
         for row in rows
     }
     for length in {8192, 32768} & {row["seq_length"] for row in rows}:
@@ -198,36 +256,60 @@ def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
                     wanted.append(target(label, min(best) / seconds[name, length][half], least))
     for method in ("zigzag", "striped"):
         if (share := found["ranks_of"].get(method)) is not None:
-            wanted.append(target(f"{method} ranks over their share of one GPU's attention", share["of_share"], 0.95))
+            wanted.append(
+                target(
+                    f"{method} ranks over their share of one GPU's attention",
+                    share["of_share"],
+                    0.95,
+                )
+            )
     wanted.append(
-        target("a CAUSAL tile off the diagonal over one on it", found["masked"]["off_the_diagonal"], 0.97, 1.03)
+        target(
+            "a CAUSAL tile off the diagonal over one on it",
+            found["masked"]["off_the_diagonal"],
+            0.97,
+            1.03,
+        )
     )
-    return [*wanted, target("packed documents over the dense rate", found["masked"]["packed"], 0.85)]
+    return [
+        *wanted,
+        target("packed documents over the dense rate", found["masked"]["packed"], 0.85),
+    ]
 
 
 def timed(
     ways: dict[str, Callable[..., Tensor]], given: Sequence[Tensor], device: str, repeats: int
 ) -> tuple[dict[str, float], dict[str, list[Tensor]]]:
-    """Return the seconds of each way's forward + backward, and its out and gradients; ``given`` ends with dout."""
+    """Return the seconds of each way's forward + backward, and its out and gradients; ``given``
+    ends with dout.
+    """
     steps = {name: forward_backward(way, *given) for name, way in ways.items()}
     found = {name: step() for name, step in steps.items()}
     return {name: median(time_steps(step, device, repeats)) for name, step in steps.items()}, found
 
 
-def linear_beside_the_limit(device: str, work: MaskedShape, limits: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Time what ``auto`` takes here and, where it is installed, flash-linear-attention's chunk_simple_gla.
+def linear_beside_the_limit(
+    device: str, work: MaskedShape, limits: dict[str, Any], repeats: int
+) -> dict[str, Any]:
+    """Time what ``auto`` takes here and, where it is installed, flash-linear-attention's
+    chunk_simple_gla.
 
-    ``limit_seconds`` is the longer of the chunked form's operations at the rate of matrix products and of reading q, k,
-    v and dout, each in forward and backward, and writing out, dq, dk and dv at that of copies.
+    ``limit_seconds`` is the longer of the chunked form's operations at the rate of matrix products
+    and of reading q, k, v and dout, each in forward and backward, and writing out, dq, dk and dv at
+    that of copies.
     """
     q, k, v, dout = work.tensors(device)
     log_decay = [-slope for slope in alibi_slopes(work.num_heads)]
-    ways: dict[str, Callable[..., Tensor]] = {"ours": lambda q, k, v: linear_attention(q, k, v, log_decay)[0]}
+    ways: dict[str, Callable[..., Tensor]] = {
+        "ours": lambda q, k, v: linear_attention(q, k, v, log_decay)[0]
+    }
     if importlib.util.find_spec("fla") is not None:
         from fla.ops.simple_gla import chunk_simple_gla
 
         rates = torch.tensor(log_decay, device=device)
-        ways["flash-linear-attention"] = lambda *x: chunk_simple_gla(*x, g_gamma=rates, scale=1.0)[0]
+        ways["flash-linear-attention"] = lambda *x: chunk_simple_gla(*x, g_gamma=rates, scale=1.0)[
+            0
+        ]
     seconds, results = timed(ways, (q, k, v, dout), device, repeats)
     busy = flops("chunked", work) / limits["matmul_tflops"][work.dtype] / 1e12
     moved = 11 * q.nbytes / limits["copy_gb_per_s"] / 1e9
@@ -236,7 +318,9 @@ def linear_beside_the_limit(device: str, work: MaskedShape, limits: dict[str, An
     if "flash-linear-attention" in ways:
         found["times_as_fast"] = seconds["flash-linear-attention"] / seconds["ours"]
         error = relative_error(results["ours"][:1], results["flash-linear-attention"][:1])
-        found |= {"error": error} | ({} if error < 2e-2 else {"wrong": f"outputs differ by {error:.1e}"})
+        found |= {"error": error} | (
+            {} if error < 2e-2 else {"wrong": f"outputs differ by {error:.1e}"}
+        )
     return found
 
 
@@ -246,14 +330,28 @@ def rule(backend: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor)
 
 
 def delta_rules(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
-    """Time the gated delta rule by ``auto``, by torch's chunks and, where it is installed, flash-linear-attention."""
+    """Time the gated delta rule by ``auto``, by torch's chunks and, where it is installed,
+    flash-linear-attention.
+    """
     q, k, v, dout = work.tensors()
     drawn = torch.Generator().manual_seed(1)
     rates, betas = torch.randn(2, *v.shape[:3], generator=drawn)
-    tensors = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, -F.softplus(rates - 3), betas.sigmoid()]
+    tensors = [
+        F.normalize(q, dim=-1),
+        F.normalize(k, dim=-1),
+        v,
+        -F.softplus(rates - 3),
+        betas.sigmoid(),
+    ]
     half = DTYPES[work.dtype]
-    given = [*(x.to(device, half if x.ndim == 4 else x.dtype) for x in tensors), dout.to(device, half)]
-    ways: dict[str, Callable[..., Tensor]] = {"ours": partial(rule, "auto"), "chunked": partial(rule, "chunked")}
+    given = [
+        *(x.to(device, half if x.ndim == 4 else x.dtype) for x in tensors),
+        dout.to(device, half),
+    ]
+    ways: dict[str, Callable[..., Tensor]] = {
+        "ours": partial(rule, "auto"),
+        "chunked": partial(rule, "chunked"),
+    }
     if importlib.util.find_spec("fla") is not None:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -261,18 +359,24 @@ def delta_rules(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
     seconds, found = timed(ways, given, device, repeats)
     row: dict[str, Any] = {"length": work.seq_length, "seconds": seconds}
     row["errors"] = {name: relative_error(got, found["chunked"]) for name, got in found.items()}
-    row["times_as_fast"] = {name: seconds[name] / seconds["ours"] for name in ways if name != "ours"}
+    row["times_as_fast"] = {
+        name: seconds[name] / seconds["ours"] for name in ways if name != "ours"
+    }
     if not row["errors"]["ours"] < WORST_ERROR:
         row["wrong"] = f"the delta rule differs from torch's chunks by {row['errors']['ours']:.1e}"
     return row
 
 
 def optimizers(device: str, sizes: Sequence[tuple[int, ...]], repeats: int) -> dict[str, Any]:
-    """Time a step of AdamW on weights of these sizes by each backend, and compare the updates of three."""
+    """Time a step of AdamW on weights of these sizes by each backend, and compare the updates of
+    three.
+    """
     seconds, updates = dict[str, float](), dict[str, Tensor]()
     for backend in get_args(Backend):
         drawn = torch.Generator(device).manual_seed(0)
-        weights = nn.ParameterList(torch.randn(size, device=device, generator=drawn) for size in sizes)
+        weights = nn.ParameterList(
+            torch.randn(size, device=device, generator=drawn) for size in sizes
+        )
         optimizer = build_optimizer(OptimizerConfig(lr=0.1, optimizer_backend=backend), weights)
         before = [p.detach().clone() for p in weights]
         for p in weights:
@@ -284,7 +388,11 @@ def optimizers(device: str, sizes: Sequence[tuple[int, ...]], repeats: int) -> d
         seconds[backend] = median(time_steps(optimizer.step, device, repeats))
     error = relative_error([updates["apex"]], [updates["torch"]])
     found = {"parameters": updates["torch"].numel(), "seconds": seconds, "error": error}
-    return found | {"wrong": [f"updates differ by {error:.1e} of the 2-norm"] if not error <= WORST_UPDATE else []}
+    return found | {
+        "wrong": [f"updates differ by {error:.1e} of the 2-norm"]
+        if not error <= WORST_UPDATE
+        else []
+    }
 
 
 def told(result: dict[str, Any]) -> str:
@@ -292,9 +400,16 @@ def told(result: dict[str, Any]) -> str:
     ceiling = result["ceilings"]["matmul_tflops"][result["workload"]["dtype"]]
     lines = [f"measured ceiling: {ceiling:.1f} TFLOP/s of matmul"]
     for row in result["kernels"]:
-        halves = (f"{half} {row[f'{half}_seconds'] * 1e3:.3f} ms, {row[f'{half}_tflops']:.1f}" for half in HALVES)
+        halves = (
+            f"{half} {row[f'{half}_seconds'] * 1e3:.3f} ms, {row[f'{half}_tflops']:.1f}"
+            for half in HALVES
+        )
         lines.append(f"{row['kernel']} at {row['seq_length']}: {' TFLOP/s; '.join(halves)} TFLOP/s")
     for name, row in result["ranks_of"].items():
         share = f"{row['of_share']:.3f} of its share of one device's attention, {row['limit']:.3f} by pairs"
-        lines.append(f"{name}, slowest of {result['ranks']} ranks: {row['slowest_seconds'] * 1e3:.2f} ms, {share}")
-    return "\n".join([*lines, *(f"skipped: {label}: {reason}" for label, reason in result["skipped"].items())])
+        lines.append(
+            f"{name}, slowest of {result['ranks']} ranks: {row['slowest_seconds'] * 1e3:.2f} ms, {share}"
+        )
+    return "\n".join(
+        [*lines, *(f"skipped: {label}: {reason}" for label, reason in result["skipped"].items())]
+    )

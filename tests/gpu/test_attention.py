@@ -1,4 +1,5 @@
-"""Attention on a GPU: backends against float64, all ranks of a plan as threads, and no wait of the host for the device.
+"""Attention on a GPU: backends against float64, all ranks of a plan as threads, and no wait of the
+host for the device.
 
 `make gpu-check` runs the cases marked gpu; on a CPU the same cases are small.
 """
@@ -31,12 +32,19 @@ BOUNDS = {"cuda": 2e-2, "cpu": 1e-5}
 DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 DOCUMENTS = {"cuda": (0, 100, 1500, 1501, 2048), "cpu": (0, 7, 30, 31, 64)}
 SHAPES = {
-    "cuda": [(name, width, length) for name in BACKENDS["cuda"] for width in (64, 128, 256) for length in (1000, 8192)],
+    "cuda": [
+        (name, width, length)
+        for name in BACKENDS["cuda"]
+        for width in (64, 128, 256)
+        for length in (1000, 8192)
+    ],
     "cpu": [("aten", 16, 50)],
 }
 gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"
+    ),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
@@ -46,7 +54,8 @@ def on(device, *given):
 
 
 @pytest.mark.parametrize(
-    ("device", "name", "width", "length"), [on(device, *shape) for device in SHAPES for shape in SHAPES[device]]
+    ("device", "name", "width", "length"),
+    [on(device, *shape) for device in SHAPES for shape in SHAPES[device]],
 )
 @pytest.mark.parametrize("kind", [FULL, CAUSAL])
 def test_backends_equal_float64(device, name, width, length, kind):
@@ -69,7 +78,9 @@ def test_a_wrong_backend_is_seen(monkeypatch):
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("device", DEVICES)
 def test_ranks_equal_one_attention(device, size, packed, method):
-    """All ranks of a method are threads; out, dq, dk and dv are compared with torch's own in float64."""
+    """All ranks of a method are threads; out, dq, dk and dv are compared with torch's own in
+    float64.
+    """
     documents = DOCUMENTS[device] if packed else None
     work = AttentionShape(seq_length=DOCUMENTS[device][-1], head_dim=64 if device == "cuda" else 16)
     inputs = [x.to(DTYPES[DTYPE[device]]) for x in work.tensors(device)]
@@ -110,8 +121,12 @@ def test_a_wait_for_new_documents_is_seen(monkeypatch):
 
 def error_of(name, device, width, length, kind):
     """Return the largest relative error of a backend's out, log-sum-exp, dq, dk and dv."""
-    work = AttentionShape(seq_length=length + 8, num_heads=4, kv_heads=2, head_dim=width, dtype=DTYPE[device])
-    q, k, v, dout = (x[:, 8:] for x in work.tensors(device))  # a slice: strides of the longer tensor
+    work = AttentionShape(
+        seq_length=length + 8, num_heads=4, kv_heads=2, head_dim=width, dtype=DTYPE[device]
+    )
+    q, k, v, dout = (
+        x[:, 8:] for x in work.tensors(device)
+    )  # a slice: strides of the longer tensor
     backend, scale = select_backend(name, device, q.dtype), width**-0.5
     out, lse = block_forward(q, k, v, kind, scale, backend)
     found = [out, lse, *block_backward(Rows(q, dout, out, lse), Keys(k, v), kind, scale, backend)]
@@ -119,17 +134,27 @@ def error_of(name, device, width, length, kind):
 
 
 def in_float64(q, k, v, dout, kind, scale):
-    """Return out, lse, dq, dk and dv, a head at a time: scores of 8,192 tokens take half a gigabyte."""
+    """Return out, lse, dq, dk and dv, a head at a time: scores of 8,192 tokens take half a
+    gigabyte.
+    """
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     group, outs, sums = q.shape[2] // k.shape[2], [], []
     gradients = [torch.zeros_like(x) for x in leaves]
     for head in range(q.shape[2]):
-        one, key, value = leaves[0][:, :, head], leaves[1][:, :, head // group], leaves[2][:, :, head // group]
+        one, key, value = (
+            leaves[0][:, :, head],
+            leaves[1][:, :, head // group],
+            leaves[2][:, :, head // group],
+        )
         scores = one @ key.transpose(1, 2) * scale
         if kind == CAUSAL:
-            scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf"))
+            scores = scores.masked_fill(
+                torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf")
+            )
         out = scores.softmax(-1) @ value
-        for total, part in zip(gradients, torch.autograd.grad(out, leaves, dout[:, :, head].double()), strict=True):
+        for total, part in zip(
+            gradients, torch.autograd.grad(out, leaves, dout[:, :, head].double()), strict=True
+        ):
             total += part
         outs.append(out.detach())
         sums.append(scores.detach().logsumexp(-1))
@@ -137,7 +162,9 @@ def in_float64(q, k, v, dout, kind, scale):
 
 
 def unwaited(step, device):
-    """Run a step twice on a GPU, the second time with torch raising where the host waits; a CPU is never waited for."""
+    """Run a step twice on a GPU, the second time with torch raising where the host waits; a CPU is
+    never waited for.
+    """
     step()  # kernels are chosen and compiled once
     if device != "cuda":
         return
@@ -158,7 +185,9 @@ def step_named(name, device, documents, packed):
     """
     length, bounds = documents[-1], tuple(documents) if packed else None
     if name == "two layers":
-        model = Decoder(model_config(num_layers=2, hidden_size=512, num_attention_heads=8, vocab_size=1024)).to(device)
+        model = Decoder(
+            model_config(num_layers=2, hidden_size=512, num_attention_heads=8, vocab_size=1024)
+        ).to(device)
         return partial(layers, model, torch.zeros(1, 512, dtype=torch.long, device=device))
     work = AttentionShape(seq_length=length, num_heads=4, kv_heads=4, dtype="bfloat16")
     q, k, v, dout = work.tensors(device)

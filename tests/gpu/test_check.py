@@ -1,4 +1,6 @@
-"""Checks of GPUs, on a CPU: results are written as steps end, what is wrong, hangs or is missing is told; rates."""
+"""Checks of GPUs, on a CPU: results are written as steps end, what is wrong, hangs or is missing is
+told; rates.
+"""
 
 import json
 import math
@@ -24,7 +26,9 @@ from train.objectives.language import NextToken
 
 METHODS = ("ring", "striped", "zigzag", "allgather")
 WORK = MaskedShape(seq_length=64, num_heads=4, kv_heads=2, head_dim=16)
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tells what happens without a GPU"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +63,9 @@ def test_every_step_runs_on_a_cpu_and_is_written_as_it_ends(tmp_path, capsys):
     assert found["training"]["256 tokens"]["tokens_per_second"] > 0
 
 
-def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(tmp_path, monkeypatch, capsys):
+def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(
+    tmp_path, monkeypatch, capsys
+):
     said = iter(("dies", "hangs", {"wrong": ["1", "2", "3", "4"]}, {"worst": 0.5}))
 
     def ended(command, limit):
@@ -90,7 +96,9 @@ def test_what_a_step_lacks_is_named_and_what_it_started_ends_with_it(tmp_path):
         raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
 
     steps.in_process(steps.Step(needs_more, 1), "cpu", tmp_path / "figures.json")
-    assert json.loads((tmp_path / "figures.json").read_text()) == {"not_run": "megatron is not installed"}
+    assert json.loads((tmp_path / "figures.json").read_text()) == {
+        "not_run": "megatron is not installed"
+    }
     with pytest.raises(subprocess.TimeoutExpired):
         steps.ended(["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait"], 0.3)
     wait_until(lambda: not runs(int((tmp_path / "pid").read_text())))
@@ -100,18 +108,27 @@ def test_what_a_step_lacks_is_named_and_what_it_started_ends_with_it(tmp_path):
 def test_a_loss_that_does_not_fall_is_wrong(last, wrong, monkeypatch, tmp_path):
     record = {"iteration": 1, "grad_norm": 1.0, "learning_rate": 1e-3, "iteration_time_ms": 9.0}
     record |= {"tokens_per_second": 9e4, "tflops_per_gpu": 1.0, "mfu": 0.5, "memory_gb": 2.0}
-    lines = [progress_line(NextToken, [record | {"lm_loss": one}], 9, 1.0) for one in (*9 * (4.0,), last)]
-    monkeypatch.setattr(gpu_check, "_run", lambda *_: "\n".join([*lines, machine_line([record], "process")]))
+    lines = [
+        progress_line(NextToken, [record | {"lm_loss": one}], 9, 1.0) for one in (*9 * (4.0,), last)
+    ]
+    monkeypatch.setattr(
+        gpu_check, "_run", lambda *_: "\n".join([*lines, machine_line([record], "process")])
+    )
     assert len(gpu_check.training("cpu", tmp_path)["wrong"]) == wrong
 
 
 def test_all_steps_end_within_8_minutes_and_outcomes_are_counted(tmp_path):
     assert sum(step.limit for step in gpu_check.STEPS.values()) <= 480
     cases = "<testcase classname='a' name='good'/><testcase classname='a' name='bad'><failure/></testcase>"
-    (tmp_path / "report.xml").write_text(f"<r>{cases}<testcase classname='a' name='away'><skipped/></testcase></r>")
+    (tmp_path / "report.xml").write_text(
+        f"<r>{cases}<testcase classname='a' name='away'><skipped/></testcase></r>"
+    )
     assert steps.count(tmp_path / "report.xml") == {"passed": 1, "skipped": 1, "wrong": ["a::bad"]}
     missed = {"name": "a", "bound": ">= 1", "ratio": 0.5, "met": False}
-    assert steps.verdict({"targets": [missed, missed | {"met": True}]}) == "right; a >= 1: 0.500, MISSED"
+    assert (
+        steps.verdict({"targets": [missed, missed | {"met": True}]})
+        == "right; a >= 1: 0.500, MISSED"
+    )
 
 
 def test_kernels_and_simulated_steps_are_measured():
@@ -121,13 +138,23 @@ def test_kernels_and_simulated_steps_are_measured():
     assert measured == [("sdpa", 32), ("aten", 32), ("sdpa", 64), ("aten", 64)]
     for row in result["kernels"]:
         pairs = row["seq_length"] * (row["seq_length"] + 1) / 2
-        assert row["forward_tflops"] == pytest.approx(4 * pairs * 4 * 16 / row["forward_seconds"] / 1e12)
-        assert row["backward_tflops"] == pytest.approx(10 * pairs * 4 * 16 / row["backward_seconds"] / 1e12)
+        assert row["forward_tflops"] == pytest.approx(
+            4 * pairs * 4 * 16 / row["forward_seconds"] / 1e12
+        )
+        assert row["backward_tflops"] == pytest.approx(
+            10 * pairs * 4 * 16 / row["backward_seconds"] / 1e12
+        )
     found = result["ranks_of"]
     assert set(found) == set(METHODS)
-    assert found["ring"]["limit"] == pytest.approx((256 * 257 / 2 / 4) / (64 * 65 / 2 + 3 * 64 * 64))
-    assert all(row["tflops"] * row["slowest_seconds"] > 0 and row["limit"] <= 1 for row in found.values())
-    assert all(word in rates.told(result) for word in ("aten at 64: ", "zigzag, slowest of 4 ranks: "))
+    assert found["ring"]["limit"] == pytest.approx(
+        (256 * 257 / 2 / 4) / (64 * 65 / 2 + 3 * 64 * 64)
+    )
+    assert all(
+        row["tflops"] * row["slowest_seconds"] > 0 and row["limit"] <= 1 for row in found.values()
+    )
+    assert all(
+        word in rates.told(result) for word in ("aten at 64: ", "zigzag, slowest of 4 ranks: ")
+    )
     json.dumps(result)
 
 
@@ -142,14 +169,18 @@ def test_rounds_with_the_same_tiles_are_timed_once_and_every_step_computes(monke
     monkeypatch.setattr(emulate, "time_steps", time_steps)
     of = sizes(plan.geometry, 1, 4, 2, 16, 4)
     seconds = emulate.emulate(plan, of, "cpu", torch.float32, 1)
-    assert len(timed) == 2 * 3, "own block, an earlier one's and a later one's, forward and backward"
+    assert len(timed) == 2 * 3, (
+        "own block, an earlier one's and a later one's, forward and backward"
+    )
     assert seconds.tolist() == [8.0] * 4  # four rounds, forward and backward
 
 
 @pytest.mark.parametrize("wrong", [0.0, float("nan")])
 def test_what_is_refused_or_wrong_is_listed_and_has_no_figure(monkeypatch, wrong):
     monkeypatch.setitem(rates.BACKENDS, "cpu", ("aten", "flash_attn_3"))
-    monkeypatch.setattr(rates, "block_forward", lambda q, *rest: (torch.full_like(q, wrong), q.sum(-1)))
+    monkeypatch.setattr(
+        rates, "block_forward", lambda q, *rest: (torch.full_like(q, wrong), q.sum(-1))
+    )
     result = rates.measure("cpu", WORK, (32,), ("zigzag",), 2, 1)
     assert [row["kernel"] for row in result["kernels"]] == ["sdpa"]
     assert "differs from scaled_dot_product_attention" in result["skipped"]["aten at 32"]
@@ -186,7 +217,9 @@ def test_steps_are_timed_after_warming_up():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"
+)
 def test_a_small_measurement_on_the_gpu():
     work = MaskedShape(seq_length=256, num_heads=4, kv_heads=2, head_dim=64, dtype="bfloat16")
     result = rates.measure("cuda", work, (256,), METHODS, 4, 2)

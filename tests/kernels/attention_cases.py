@@ -36,7 +36,12 @@ class Case(NamedTuple):
     batch: int = 1
 
 
-KINDS = (tile(0, 10, 3, 24, FULL), tile(10, 21, 5, 16, CAUSAL), tile(10, 21, 16, 27, ANTI), tile(2, 19, 28, 31, FULL))
+KINDS = (
+    tile(0, 10, 3, 24, FULL),
+    tile(10, 21, 5, 16, CAUSAL),
+    tile(10, 21, 16, 27, ANTI),
+    tile(2, 19, 28, 31, FULL),
+)
 PACKED = of_mask(31, (None, 0), (1, 4, 17, 19))
 WINDOW = of_mask(37, (9, 0))
 BOTH = of_mask(31, (6, 3), (20,))
@@ -54,13 +59,17 @@ def inputs(case, device):
     """q, k, v and dout, slices of longer tensors."""
     generator = torch.Generator().manual_seed(3)
     sides = zip((0, 1, 1, 0), (0, 1, 1, 0), strict=True)
-    shapes = [(case.batch, case.tokens[side] + 2, case.heads[kind], case.width) for side, kind in sides]
+    shapes = [
+        (case.batch, case.tokens[side] + 2, case.heads[kind], case.width) for side, kind in sides
+    ]
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     return [x.to(device, getattr(torch, case.dtype))[:, 2:] for x in drawn]
 
 
 def folded(backend, given, calls, scale, wide=torch.float32):
-    """The tensors in ``NAMES`` from q, k, v and dout; tiles of each call continue from the calls before."""
+    """The tensors in ``NAMES`` from q, k, v and dout; tiles of each call continue from the calls
+    before.
+    """
     q, k, v, dout = given
     out = torch.zeros(q.shape, dtype=wide, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
@@ -78,8 +87,12 @@ def truth(case, device, kinds=lambda tile: tile.kind):
     q, k, v = leaves = [x.requires_grad_() for x in leaves]
     seen = torch.zeros(case.tokens, dtype=torch.bool, device=device)
     for part in (tile for call in case.calls for tile in call):
-        all_pairs = torch.ones(part.q.stop - part.q.start, part.k.stop - part.k.start, device=device).bool()
-        seen[part.q, part.k] |= {FULL: all_pairs, CAUSAL: all_pairs.tril(), ANTI: all_pairs.triu()}[kinds(part)]
+        all_pairs = torch.ones(
+            part.q.stop - part.q.start, part.k.stop - part.k.start, device=device
+        ).bool()
+        seen[part.q, part.k] |= {FULL: all_pairs, CAUSAL: all_pairs.tril(), ANTI: all_pairs.triu()}[
+            kinds(part)
+        ]
     k, v = (x.repeat_interleave(case.heads[0] // case.heads[1], 2) for x in (k, v))
     scores = torch.einsum("bthd,bshd->bths", q, k) * SCALE
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
@@ -89,7 +102,9 @@ def truth(case, device, kinds=lambda tile: tile.kind):
 
 
 def error(got, want):
-    """The largest difference, relative to the largest value or 1; infinite where one has keys and the other none."""
+    """The largest difference, relative to the largest value or 1; infinite where one has keys and
+    the other none.
+    """
     if not torch.equal(torch.isneginf(got), torch.isneginf(want)):
         return torch.inf
     got, want = (x.double().masked_fill(torch.isneginf(x), 0) for x in (got, want))
@@ -100,7 +115,10 @@ def errors(case, device="cpu"):
     """Each result's."""
     given = inputs(case, device)
     found = folded(select_backend("triton", device, given[0].dtype), given, case.calls, SCALE)
-    return {name: error(*pair) for name, pair in zip(NAMES, zip(found, truth(case, device), strict=True), strict=True)}
+    return {
+        name: error(*pair)
+        for name, pair in zip(NAMES, zip(found, truth(case, device), strict=True), strict=True)
+    }
 
 
 def block_error(kind, device="cpu"):
@@ -114,7 +132,9 @@ def block_error(kind, device="cpu"):
 
 
 def merge_error(device="cpu"):
-    """The largest difference of the merge in one launch from its twin, into a slice, some rows without keys."""
+    """The largest difference of the merge in one launch from its twin, into a slice, some rows
+    without keys.
+    """
     from kernels.triton import pointwise
 
     generator = torch.Generator().manual_seed(4)
@@ -130,7 +150,7 @@ def merge_error(device="cpu"):
 
 def report():
     """Return the errors, with blocks of 16 tokens, and that of a band that is a token too wide."""
-    from kernels.triton import attention as tiled
+    from kernels.triton import flash_attention as tiled
     from kernels.triton import work
 
     small = {256: tiled.Blocking(16, 16, 4, 1)}
@@ -141,7 +161,9 @@ def report():
         found = {"errors": {name: errors(case) for name, case in CASES.items()}}
         found |= {"block": block_error(ANTI), "merge": merge_error()}
         exact = work._band
-        with patch.object(work, "_band", lambda *given: (*(band := exact(*given))[:5], band[5] + 1)):
+        with patch.object(
+            work, "_band", lambda *given: (*(band := exact(*given))[:5], band[5] + 1)
+        ):
             work.work_of.cache_clear()
             found["fault"] = errors(CASES["many documents"])
     return found

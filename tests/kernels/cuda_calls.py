@@ -1,7 +1,9 @@
-"""Arguments and results of a GPU's attention kernels, by their shape functions, which run without a GPU.
+"""Arguments and results of a GPU's attention kernels, by their shape functions, which run without a
+GPU.
 
 The shape functions take what the kernels refuse, so the kernels' own conditions stand here (torch's
-aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp and attention.cu, of 2.13; cuDNN takes as few).
+aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp and attention.cu, of 2.13; cuDNN
+takes as few).
 """
 
 from collections import Counter
@@ -21,7 +23,8 @@ BACKWARD = {f"{name.removesuffix('_forward')}_backward": layout for name, layout
 
 
 class CudaCalls:
-    """While entered, check each call of an attention kernel, and count them by operator. Raises AssertionError.
+    """While entered, check each call of an attention kernel, and count them by operator. Raises
+    AssertionError.
 
     A dispatch mode would see all other operators too, which takes twice as long.
     """
@@ -33,7 +36,9 @@ class CudaCalls:
     def __enter__(self):
         for name in (*FORWARD, *BACKWARD):
             own = name.removeprefix("aten::")
-            self._patches.enter_context(patch.object(aten, own, _Checked(name, getattr(aten, own), self.calls)))
+            self._patches.enter_context(
+                patch.object(aten, own, _Checked(name, getattr(aten, own), self.calls))
+            )
         return self
 
     def __exit__(self, *of):
@@ -55,22 +60,30 @@ class _Checked:
         if self.name in FORWARD:
             _check(FORWARD[self.name], named, q, k, v, found[0], found[1], given=False)
         else:
-            _check(BACKWARD[self.name], named, q, k, v, named["out"], named["logsumexp"], given=True)
+            _check(
+                BACKWARD[self.name], named, q, k, v, named["out"], named["logsumexp"], given=True
+            )
             _check_rows(named["grad_out"], q, "dout")
             for gradient, of in zip(found[:3], (q, k, v), strict=True):
-                assert (gradient.shape, gradient.dtype) == (of.shape, of.dtype), f"{self.name} returns {gradient.shape}"
+                assert (gradient.shape, gradient.dtype) == (of.shape, of.dtype), (
+                    f"{self.name} returns {gradient.shape}"
+                )
         self.calls[self.name] += 1
         return found
 
 
 def _named(func, args, kwargs):
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+    named = dict(
+        zip((argument.name for argument in func._schema.arguments), args, strict=False)
+    ) | (kwargs or {})
     assert named.get("scale") is not None, "the kernel's own scale is that of padded heads"
     return named | {"qkv": (named["query"], named["key"], named["value"])}
 
 
 def _check(layout, named, q, k, v, out, lse, given):
-    """q, k, v and out ``[B, H, T, D]``, or packed ``[R, H, D]``; lse ``[B, H, T]``, cuDNN's one more, or ``[H, R]``."""
+    """q, k, v and out ``[B, H, T, D]``, or packed ``[R, H, D]``; lse ``[B, H, T]``, cuDNN's one
+    more, or ``[H, R]``.
+    """
     rows, head = (0, 1) if layout == "packed" else (2, 1)
     for x, what in ((q, "q"), (k, "k"), (v, "v")):
         _check_rows(x, q, what, like=k if what == "v" else None)
@@ -80,10 +93,16 @@ def _check(layout, named, q, k, v, out, lse, given):
     assert q.shape[rows], "no query"
     assert k.shape[rows], "no key"
     causal, lengths = named.get("is_causal", False), (q.shape[rows], k.shape[rows])
-    assert causal is False or lengths[0] == lengths[1], f"a causal rectangle of {lengths}, which kernels align apart"
+    assert causal is False or lengths[0] == lengths[1], (
+        f"a causal rectangle of {lengths}, which kernels align apart"
+    )
     _check_rows(out, q, "out")
-    want = {"heads first": q.shape[:3], "cudnn": (*q.shape[:3], 1), "packed": q.shape[1::-1]}[layout]
-    assert (lse.shape, lse.dtype) == (torch.Size(want), torch.float32), f"lse is {lse.dtype} {tuple(lse.shape)}"
+    want = {"heads first": q.shape[:3], "cudnn": (*q.shape[:3], 1), "packed": q.shape[1::-1]}[
+        layout
+    ]
+    assert (lse.shape, lse.dtype) == (torch.Size(want), torch.float32), (
+        f"lse is {lse.dtype} {tuple(lse.shape)}"
+    )
     assert lse.is_contiguous() or not given, "lse is not contiguous"
     if layout == "packed":
         starts = [x for name, x in named.items() if name.startswith("cum_seq")]
@@ -91,7 +110,11 @@ def _check(layout, named, q, k, v, out, lse, given):
         assert starts[0].shape == starts[1].shape
     if layout == "packed" or given:
         most = named["max_q"], named["max_k"]
-        assert most == lengths if layout != "packed" else all(0 < a <= b for a, b in zip(most, lengths, strict=True))
+        assert (
+            most == lengths
+            if layout != "packed"
+            else all(0 < a <= b for a, b in zip(most, lengths, strict=True))
+        )
 
 
 def _check_rows(x, q, what, like=None):

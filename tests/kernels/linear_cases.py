@@ -1,6 +1,7 @@
 """Errors of a backend of linear attention against the float64 reference.
 
-An error is the larger of two: Frobenius' relative to the result's norm, and the largest relative to the largest value.
+An error is the larger of two: Frobenius' relative to the result's norm, and the largest relative to
+the largest value.
 """
 
 import math
@@ -17,7 +18,9 @@ BOUND = 1e-5
 
 
 class Case(NamedTuple):
-    """One input; decay 1 has no forgetting, 0.2 has forgotten all after a few tokens, and one head is in between."""
+    """One input; decay 1 has no forgetting, 0.2 has forgotten all after a few tokens, and one head
+    is in between.
+    """
 
     length: int
     dtype: str = "float32"
@@ -36,15 +39,23 @@ CASES = [
     *(Case(length, batch=1 + (length == 65)) for length in LENGTHS),
     *(Case(length, "bfloat16") for length in (1, 65, 200)),
     Case(200, documents=PACKED, decays=(1.0, 0.93)),
-    Case(70, width=20, value_width=70),  # more value channels than one program takes, and neither a power of two
+    Case(
+        70, width=20, value_width=70
+    ),  # more value channels than one program takes, and neither a power of two
     Case(70, dtype="bfloat16", width=256, value_width=33),
 ]
 CUT = [  # with decays that remember more than a segment
-    Case(200, decays=(1.0, 0.99), programs=6),  # segments of 2, 2 and 3 chunks, the last of 8 tokens
-    Case(200, documents=(0, 20, 64, 190, 200), decays=(0.99,), programs=3),  # 1; 2, without a state; 2, 2; 1
+    Case(
+        200, decays=(1.0, 0.99), programs=6
+    ),  # segments of 2, 2 and 3 chunks, the last of 8 tokens
+    Case(
+        200, documents=(0, 20, 64, 190, 200), decays=(0.99,), programs=3
+    ),  # 1; 2, without a state; 2, 2; 1
     Case(130, "bfloat16", (0, 1, 64, 130), (0.99,), programs=528),  # every chunk alone
 ]
-"""Documents in several segments. A few bounds of segments are ends of documents; none lies within one."""
+"""Documents in several segments. A few bounds of segments are ends of documents; none lies within
+one.
+"""
 INTERPRETED = [*(case for case in CASES if (case.length, case.dtype) != (200, "bfloat16")), *CUT]
 FAR = [
     *(
@@ -56,7 +67,12 @@ FAR = [
 ]
 CUT_FAR = [
     Case(length, dtype, documents, (1.0, 0.999, 0.93), value_width=70, programs=528)
-    for length, documents in ((129, None), (1000, None), (4097, None), (4097, (0, 1, 64, 1000, 4096, 4097)))
+    for length, documents in (
+        (129, None),
+        (1000, None),
+        (4097, None),
+        (4097, (0, 1, 64, 1000, 4096, 4097)),
+    )
     for dtype in ("float32", "bfloat16")
 ]
 
@@ -81,7 +97,9 @@ def results(case, backend, dtype=None, device="cpu"):
     leaves, gradients = ([x.to(device, dtype or x.dtype) for x in group] for group in inputs(case))
     leaves = [x.requires_grad_() for x in leaves]
     log_decay = [math.log(decay) for decay in case.decays]
-    found = linear_attention(*leaves[:3], log_decay, leaves[3], documents=case.documents, backend=backend)
+    found = linear_attention(
+        *leaves[:3], log_decay, leaves[3], documents=case.documents, backend=backend
+    )
     matching = [gradient.to(x.dtype) for gradient, x in zip(gradients, found, strict=True)]
     return [*found, *torch.autograd.grad(found, leaves, matching)]
 
@@ -106,13 +124,17 @@ def naive_errors(case):
 
 
 def within_bounds(case, found):
-    """Return whether errors are within ``BOUND`` in float32, in bfloat16 within twice the naive form's.
+    """Return whether errors are within ``BOUND`` in float32, in bfloat16 within twice the naive
+    form's.
 
-    States are float32 in both, and the naive form's can be exact by luck: its own rounding is always allowed.
+    States are float32 in both, and the naive form's can be exact by luck: its own rounding is
+    always allowed.
     """
     if case.dtype == "float32":
         return max(found.values()) <= BOUND
-    return all(found[name] <= max(2 * naive, BOUND / 10) for name, naive in naive_errors(case).items())
+    return all(
+        found[name] <= max(2 * naive, BOUND / 10) for name, naive in naive_errors(case).items()
+    )
 
 
 @cache
@@ -139,7 +161,10 @@ def report():
     widths = {str(out.dtype): ((out.double() - want).norm() / want.norm()).item() for out in outs}
     found = [errors(case, "triton") for case in INTERPRETED]
     fused.PROGRAMS = 528
-    pairs = [[fused.scan(x, k, v, (-0.01,) * 3, reverse=reverse)[1] for x in (q, None)] for reverse in (False, True)]
+    pairs = [
+        [fused.scan(x, k, v, (-0.01,) * 3, reverse=reverse)[1] for x in (q, None)]
+        for reverse in (False, True)
+    ]
     alone = [torch.equal(*pair) for pair in pairs]
     return {"errors": found, "faults": _faults(fused), "widths": widths, "alone": alone}
 
@@ -149,7 +174,9 @@ def report_far():
 
 
 def _faults(fused):
-    """The errors with a fault each: decays wrong by a hundredth, none from segment to segment, documents not apart."""
+    """The errors with a fault each: decays wrong by a hundredth, none from segment to segment,
+    documents not apart.
+    """
     constants, carry, segments_of = fused.constants, fused.carry_kernel, fused.segments_of
     cut = Case(70, documents=(0, 33, 70), decays=(0.99,), programs=4)
     found = {}

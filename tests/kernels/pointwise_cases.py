@@ -9,19 +9,28 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def rotary_error(dtype, device="cpu", width=20):
-    """The largest of the rotation in one launch, and of its gradient, of a slice whose tokens are its third dimension.
+    """The largest of the rotation in one launch, and of its gradient, of a slice whose tokens are
+    its third dimension.
 
     Angles are each sequence's own, or those of all, with and without a first dimension.
     """
     generator = torch.Generator().manual_seed(6)
-    x, dout = (torch.randn(2, 3, 40, width, generator=generator).to(device, dtype) for _ in range(2))
+    x, dout = (
+        torch.randn(2, 3, 40, width, generator=generator).to(device, dtype) for _ in range(2)
+    )
     each = 9 * torch.randn(2, 37, 1, width // 2, generator=generator).to(device)
     x, dout = (tensor[:, :, 2:39].transpose(1, 2) for tensor in (x, dout))
     worst = 0.0
     for angles in (each, each[:1], each[0]):
         results = []
-        for turn, wide in ((operators._Rotated.apply, dtype), (operators.rotate_unfused, torch.float64)):
-            leaf, exact = x.detach().to(wide).requires_grad_(), angles.to(torch.promote_types(wide, torch.float32))
+        for turn, wide in (
+            (operators._Rotated.apply, dtype),
+            (operators.rotate_unfused, torch.float64),
+        ):
+            leaf, exact = (
+                x.detach().to(wide).requires_grad_(),
+                angles.to(torch.promote_types(wide, torch.float32)),
+            )
             out = turn(leaf, exact.cos(), exact.sin())
             results.append((out.detach(), *torch.autograd.grad(out, leaf, dout.to(wide))))
         assert results[0][0].dtype == results[0][1].dtype == dtype
@@ -37,14 +46,19 @@ def gate_errors(dtype, device="cpu", faulty=False, activation="silu"):
     from kernels.triton import pointwise as launched
 
     generator = torch.Generator().manual_seed(8)
-    gate, up, dout = (4 * torch.randn(3, 7, 150, generator=generator).to(device, dtype) for _ in range(3))
+    gate, up, dout = (
+        4 * torch.randn(3, 7, 150, generator=generator).to(device, dtype) for _ in range(3)
+    )
     exact = [x.double().requires_grad_() for x in (gate, up)]
     out = operators.ACTIVATIONS[activation][0](exact[0]) * exact[1]
     want = out.detach(), *torch.autograd.grad(out, exact, dout.double())
     if faulty:
         gate, up = up, gate
     dout = dout.mT.contiguous().mT
-    found = launched.gated(gate, up, activation), *launched.gated_backward(dout, gate, up, activation)
+    found = (
+        launched.gated(gate, up, activation),
+        *launched.gated_backward(dout, gate, up, activation),
+    )
     assert {x.dtype for x in found} == {dtype}
     return [error(a, b) for a, b in zip(found, want, strict=True)]
 
@@ -53,5 +67,7 @@ def report():
     """Return the errors, and those of two faults."""
     found = {f"rotary {name}": rotary_error(dtype) for name, dtype in DTYPES.items()}
     found |= {f"gate {name}": max(gate_errors(dtype)) for name, dtype in DTYPES.items()}
-    found |= {f"gelu {name}": max(gate_errors(dtype, activation="gelu")) for name, dtype in DTYPES.items()}
+    found |= {
+        f"gelu {name}": max(gate_errors(dtype, activation="gelu")) for name, dtype in DTYPES.items()
+    }
     return found | {"faulty": min(gate_errors(torch.float32, faulty=True))}

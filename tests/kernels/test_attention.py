@@ -18,17 +18,23 @@ SCALE = 0.2
 def tensors(queries, keys, heads, kv_heads, dtype, width=16, device="cpu"):
     generator = torch.Generator().manual_seed(queries + keys)
     shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
-    drawn = (torch.randn(2, *shape, width, generator=generator, dtype=torch.float64) for shape in shapes)
+    drawn = (
+        torch.randn(2, *shape, width, generator=generator, dtype=torch.float64) for shape in shapes
+    )
     return tuple(x.to(device, dtype) for x in drawn)
 
 
 def beside_the_naive_form(name, kind, given):
-    """lse, out, dq, dk and dv of a backend, each with that of autograd of the naive form in float64."""
+    """lse, out, dq, dk and dv of a backend, each with that of autograd of the naive form in
+    float64.
+    """
     q, k, v, dout = given
     backend = select_backend(name, q.device.type, q.dtype)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     window, scale = (0, None) if kind == ANTI else (None, None), 0.8 * q.shape[-1] ** -0.5
-    want_out, want_lse = reference.attention(*leaves, causal=kind == CAUSAL, scale=scale, window=window)
+    want_out, want_lse = reference.attention(
+        *leaves, causal=kind == CAUSAL, scale=scale, window=window
+    )
     want = torch.autograd.grad(want_out, leaves, dout.double())
     out, lse = block_forward(q, k, v, kind, scale, backend)
     got = block_backward(Rows(q, dout, out, lse), Keys(k, v), kind, scale, backend)
@@ -43,13 +49,19 @@ BLOCKS = [
 
 @pytest.mark.parametrize("name", ["aten", "reference"])
 @pytest.mark.parametrize(("queries", "keys", "kind", "heads", "kv_heads"), BLOCKS)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)]
+)
 def test_forward_and_gradients_equal_autograd_of_the_naive_form(
     name, queries, keys, kind, heads, kv_heads, dtype, bound
 ):
     pairs = beside_the_naive_form(name, kind, tensors(queries, keys, heads, kv_heads, dtype))
-    # dq and dk of a single key are zero: the score does not matter then, so the bound is absolute below one
-    assert max((a.double() - b).abs().max().item() / max(1.0, b.abs().max().item()) for a, b in pairs) < bound
+    # dq and dk of a single key are zero: the score does not matter then, so the bound is absolute
+    # below one
+    assert (
+        max((a.double() - b).abs().max().item() / max(1.0, b.abs().max().item()) for a, b in pairs)
+        < bound
+    )
 
 
 @pytest.mark.parametrize("width", [16, 13, 4])
@@ -70,7 +82,9 @@ def test_heads_of_any_width_are_padded_to_what_a_gpus_kernel_takes(width):
     found = out, lse, *backward(Rows(q, dout, out, lse), Keys(k, v), True, SCALE)
     assert {size % 8 for size in seen} == {0}
     want = plain.forward(q, k, v, True, SCALE)
-    for got, right in zip(found, (*want, *plain.backward(Rows(q, dout, *want), Keys(k, v), True, SCALE)), strict=True):
+    for got, right in zip(
+        found, (*want, *plain.backward(Rows(q, dout, *want), Keys(k, v), True, SCALE)), strict=True
+    ):
         torch.testing.assert_close(got, right, rtol=0, atol=1e-13)
 
 
@@ -111,7 +125,8 @@ def test_a_backend_that_cannot_serve_is_refused(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("here", "widest"), [(Gpu((9, 0), 92000), 256), (Gpu((9, 0), 90800), 128), (Gpu((10, 0), 92000), 128)]
+    ("here", "widest"),
+    [(Gpu((9, 0), 92000), 256), (Gpu((9, 0), 90800), 128), (Gpu((10, 0), 92000), 128)],
 )
 def test_cudnn_gets_the_heads_and_keys_that_it_takes(here, widest, monkeypatch):
     for module in (attention, cudnn, flash_attention):
@@ -120,14 +135,19 @@ def test_cudnn_gets_the_heads_and_keys_that_it_takes(here, widest, monkeypatch):
     monkeypatch.setattr(cudnn, "cudnn_backward", lambda *_: ("cudnn",) * 3)
     monkeypatch.setattr(flash_attention, "flash_forward", lambda *_: ("other",) * 2)
     monkeypatch.setattr(flash_attention, "flash_backward", lambda *_: ("other",) * 3)
-    named, auto = (select_backend.__wrapped__(name, "cuda", torch.bfloat16) for name in ("cudnn", "auto"))
+    named, auto = (
+        select_backend.__wrapped__(name, "cuda", torch.bfloat16) for name in ("cudnn", "auto")
+    )
     assert auto.name == ("cudnn" if here.cudnn > 91500 else "aten")
     for width, keys in ((64, 8), (widest, 8), (widest + 8, 8), (64, 1)):
         q, k = torch.empty(1, 8, 2, width), torch.empty(1, keys, 2, width)
         taken = width <= widest and keys > 1
         want = auto.name if taken else "other"
         if auto.name == "cudnn":
-            assert (auto.forward(q, k, k)[0], auto.backward(Rows(q, q, q, q), Keys(k, k))[0]) == (want, want)
+            assert (auto.forward(q, k, k)[0], auto.backward(Rows(q, q, q, q), Keys(k, k))[0]) == (
+                want,
+                want,
+            )
         if taken:
             assert named.forward(q, k, k)[0] == "cudnn"
             continue
@@ -143,10 +163,13 @@ def test_a_square_kind_refuses_a_rectangle(kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"
+)
 @pytest.mark.parametrize("name", ["aten", "cudnn", "triton", "auto"])
 @pytest.mark.parametrize(
-    ("queries", "keys", "kind"), [(128, 128, CAUSAL), (256, 64, FULL), (1000, 1000, CAUSAL), (1000, 1000, ANTI)]
+    ("queries", "keys", "kind"),
+    [(128, 128, CAUSAL), (256, 64, FULL), (1000, 1000, CAUSAL), (1000, 1000, ANTI)],
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
 def test_cuda_blocks_equal_the_naive_form(name, queries, keys, kind, heads, kv_heads):

@@ -1,4 +1,6 @@
-"""Squares cut by halves and into strips, each visible pair once; sinks as in gpt-oss's attention, in float64."""
+"""Squares cut by halves and into strips, each visible pair once; sinks as in gpt-oss's attention,
+in float64.
+"""
 
 from types import SimpleNamespace
 
@@ -8,7 +10,18 @@ import torch
 
 from kernels import reference
 from kernels.attention import select_backend
-from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile, halved, merged, sinks_gradient, with_sinks
+from kernels.blocks import (
+    ANTI,
+    CAUSAL,
+    FULL,
+    Keys,
+    Rows,
+    Tile,
+    halved,
+    merged,
+    sinks_gradient,
+    with_sinks,
+)
 from kernels.cpu import Strips
 from tests.kernels.blocks import block_backward
 
@@ -77,14 +90,20 @@ def test_a_rectangle_stays_whole():
     tile = Tile(slice(0, 1000), slice(7, 50), FULL)
     strips = Strips(16, 4, 4)
     assert list(halved(tile, 8)) == [tile]
-    assert list(strips.parts([tile], torch.float32, by_rows=True)) == [(tile.q, tile.k, False, None)]
+    assert list(strips.parts([tile], torch.float32, by_rows=True)) == [
+        (tile.q, tile.k, False, None)
+    ]
 
 
 def inputs(dtype=torch.float64):
-    """q, k, v, sinks and dout of 4 heads, two per key head; sinks far above and below the scores, too."""
+    """q, k, v, sinks and dout of 4 heads, two per key head; sinks far above and below the scores,
+    too.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 9, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8), (2, 9, 4, 8)]
-    q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    q, k, v, dout = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    )
     return q, k, v, torch.tensor([0.3, -1.5, 30.0, -60.0], dtype=dtype), dout
 
 
@@ -95,12 +114,16 @@ def expected():
     *leaves, dout = inputs()
     q, k, v, sinks = (x.requires_grad_() for x in leaves)
     module = SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
-    out = eager_attention_forward(module, *(x.transpose(1, 2) for x in (q, k, v)), None, scaling=8**-0.5)[0]
+    out = eager_attention_forward(
+        module, *(x.transpose(1, 2) for x in (q, k, v)), None, scaling=8**-0.5
+    )[0]
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), dout)]
 
 
 def in_blocks(gradient_lse="with sinks"):
-    """Return the same from two blocks of keys, merged, then sinks; the backward takes the global results."""
+    """Return the same from two blocks of keys, merged, then sinks; the backward takes the global
+    results.
+    """
     q, k, v, sinks, dout = inputs()
     halves = (slice(0, 5), slice(5, 12))
     blocks = [reference.block_forward(q, k[:, half], v[:, half], False, 8**-0.5) for half in halves]
@@ -109,16 +132,27 @@ def in_blocks(gradient_lse="with sinks"):
     backend = select_backend("reference", "cpu", torch.float64)
     taken = lse if gradient_lse == "with sinks" else plain[1]
     rows = Rows(q, dout, out, taken)
-    parts = [block_backward(rows, Keys(k[:, half], v[:, half]), FULL, 8**-0.5, backend) for half in halves]
+    parts = [
+        block_backward(rows, Keys(k[:, half], v[:, half]), FULL, 8**-0.5, backend)
+        for half in halves
+    ]
     dq, dk, dv = zip(*parts, strict=True)
-    return [out, sum(dq), torch.cat(dk, 1), torch.cat(dv, 1), sinks_gradient(dout, out, taken, sinks)]
+    return [
+        out,
+        sum(dq),
+        torch.cat(dk, 1),
+        torch.cat(dv, 1),
+        sinks_gradient(dout, out, taken, sinks),
+    ]
 
 
 def test_sinks_and_all_gradients_equal_those_of_gpt_oss():
     want = expected()
     for got, wanted in zip(in_blocks(), want, strict=True):
         assert (got - wanted).abs().max() < BOUND * max(1.0, wanted.abs().max().item())
-    for got, wanted in zip(in_blocks("plain")[1:], want[1:], strict=True):  # negative control: an lse without sinks
+    for got, wanted in zip(
+        in_blocks("plain")[1:], want[1:], strict=True
+    ):  # negative control: an lse without sinks
         assert (got - wanted).norm() > 1e-3 * wanted.norm()
 
 
@@ -142,8 +176,14 @@ def test_sinks_far_from_the_scores_overflow_nothing(sink):
 
 
 def test_bfloat16_sinks_are_added_in_the_dtype_of_lse():
-    out, lse, sinks = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2), torch.tensor([0.1, -3.3]).bfloat16()
-    for got, want in zip(with_sinks(out, lse, sinks), with_sinks(out, lse, sinks.float()), strict=True):
+    out, lse, sinks = (
+        torch.randn(1, 5, 2, 4),
+        torch.randn(1, 5, 2),
+        torch.tensor([0.1, -3.3]).bfloat16(),
+    )
+    for got, want in zip(
+        with_sinks(out, lse, sinks), with_sinks(out, lse, sinks.float()), strict=True
+    ):
         assert got.dtype == torch.float32
         assert torch.equal(got, want)
     assert sinks_gradient(out.bfloat16(), out, lse, sinks).dtype == torch.float32

@@ -20,7 +20,12 @@ def small_parts(monkeypatch):
 @pytest.fixture
 def leaves():
     torch.manual_seed(0)
-    sizes = ((2, TOKENS, HEADS, WIDTH), (2, TOKENS, GROUPS, WIDTH), (2, TOKENS, GROUPS, WIDTH), (HEADS,))
+    sizes = (
+        (2, TOKENS, HEADS, WIDTH),
+        (2, TOKENS, GROUPS, WIDTH),
+        (2, TOKENS, GROUPS, WIDTH),
+        (HEADS,),
+    )
     return [torch.randn(size, dtype=torch.float64) for size in sizes]
 
 
@@ -33,9 +38,15 @@ def test_a_cache_goes_on_under_a_window_and_with_sinks(window, sunk, leaves):
     left, states, found, start = window and window[0], States(1), [], 0
     for stop in (1, 9, 10, 30, TOKENS):
         states.read(torch.arange(start, stop)[None], torch.full((2,), stop))
-        attention = states.attention(0, k[:, start:stop], v[:, start:stop], left, settings.get("sinks"))
+        attention = states.attention(
+            0, k[:, start:stop], v[:, start:stop], left, settings.get("sinks")
+        )
         assert (attention is None) == (start == 0)
-        found.append(sdpa(q[:, :1], k[:, :1], v[:, :1], **settings) if start == 0 else attention(q[:, start:stop]))
+        found.append(
+            sdpa(q[:, :1], k[:, :1], v[:, :1], **settings)
+            if start == 0
+            else attention(q[:, start:stop])
+        )
         assert len(states.layers[0]) == (stop if left is None else min(stop, left))
         start = stop
     torch.testing.assert_close(torch.cat(found, 1), sdpa(q, k, v, **settings), rtol=0, atol=1e-13)
@@ -68,10 +79,16 @@ def test_padding_is_not_seen_and_rows_lie_on_several_ranks(window, leaves):
 
 
 def test_a_query_that_sees_no_row():
-    rows = torch.randn(1, 1, 3, WIDTH), torch.randn(1, 1, 3, WIDTH), torch.tensor([[4, 5, cache.UNSEEN]])
+    rows = (
+        torch.randn(1, 1, 3, WIDTH),
+        torch.randn(1, 1, 3, WIDTH),
+        torch.tensor([[4, 5, cache.UNSEEN]]),
+    )
     none = rows[0][:, :, :0], rows[1][:, :, :0], rows[2][:, :0]
     for kept in (none, rows):
-        out, lse = KVCache(*kept).attend(torch.randn(1, 2, 2, WIDTH), torch.tensor([[2, 3]]), None, 1.0)
+        out, lse = KVCache(*kept).attend(
+            torch.randn(1, 2, 2, WIDTH), torch.tensor([[2, 3]]), None, 1.0
+        )
         assert (out == 0).all()
         assert (lse == float("-inf")).all()
     out, lse = KVCache(*rows).attend(torch.randn(1, 1, 2, WIDTH), torch.tensor([[4]]), None, 1.0)
@@ -82,7 +99,10 @@ def test_bfloat16_is_merged_in_float32():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 50, WIDTH) for _ in range(3))
     q = q[:, :, -1:].transpose(1, 2)
-    narrow, positions = KVCache(k.bfloat16(), v.bfloat16(), torch.arange(50)[None]), torch.tensor([[49]])
+    narrow, positions = (
+        KVCache(k.bfloat16(), v.bfloat16(), torch.arange(50)[None]),
+        torch.tensor([[49]]),
+    )
     out, _ = narrow.attend(q.bfloat16(), positions, None, 0.5)
     assert out.dtype == torch.float32
     wanted, _ = KVCache(k, v, torch.arange(50)[None]).attend(q, positions, None, 0.5)

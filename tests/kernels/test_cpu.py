@@ -1,4 +1,6 @@
-"""Strips by oneDNN's products against the reference in float64: blocks of rows and of keys, masks, groups of heads."""
+"""Strips by oneDNN's products against the reference in float64: blocks of rows and of keys, masks,
+groups of heads.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
 from kernels.cpu import heads_first, triangle
 from tests.kernels.attention_cases import folded
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN"
+)
 
 SCALE = 0.3
 STRIPS = {
@@ -24,7 +28,9 @@ STRIPS = {
 
 
 def made(rows, columns, heads=4, groups=2, width=16):
-    """q, k, v, dout [B, T, H, D] with gaps between their rows, as slices of longer sequences have them."""
+    """q, k, v, dout [B, T, H, D] with gaps between their rows, as slices of longer sequences have
+    them.
+    """
     torch.manual_seed(3)
     batch = 2 if rows * columns < 1_000_000 else 1
     sizes = ((rows, heads), (columns, groups), (columns, groups), (rows, heads))
@@ -34,9 +40,17 @@ def made(rows, columns, heads=4, groups=2, width=16):
 def attended(inputs, ahead):
     """out, lse, dq, dk, dv, heads first."""
     q, k, v, dout = heads_first(*inputs)
-    mask = triangle(CAUSAL, 512, torch.float32)[ahead : ahead + q.shape[2], : k.shape[2]] if ahead else None
+    mask = (
+        triangle(CAUSAL, 512, torch.float32)[ahead : ahead + q.shape[2], : k.shape[2]]
+        if ahead
+        else None
+    )
     out, lse = cpu.onednn_forward(q, k, v, ahead == 0, SCALE, mask)
-    return [out, lse, *cpu.onednn_backward(Rows(q, dout, out, lse), Keys(k, v), ahead == 0, SCALE, mask)]
+    return [
+        out,
+        lse,
+        *cpu.onednn_backward(Rows(q, dout, out, lse), Keys(k, v), ahead == 0, SCALE, mask),
+    ]
 
 
 def naive(inputs, ahead):
@@ -72,13 +86,16 @@ def test_large_scores_do_not_overflow():
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
-    """All tiles of a causal sequence, and an ANTI one, beside the reference; counted, who computed how many strips.
+    """All tiles of a causal sequence, and an ANTI one, beside the reference; counted, who computed
+    how many strips.
 
     Heads of a group of keys come ``apart`` if they are large, so that what comes back is small.
     """
     monkeypatch.setattr(cpu, "LARGE", 1 if apart else 1 << 30)
     heads, backward = set[int](), cpu.onednn_backward
-    monkeypatch.setattr(cpu, "onednn_backward", lambda *given: (heads.add(given[0].q.shape[1]), backward(*given))[1])
+    monkeypatch.setattr(
+        cpu, "onednn_backward", lambda *given: (heads.add(given[0].q.shape[1]), backward(*given))[1]
+    )
     monkeypatch.setattr(operators, "ONEDNN", True)
     monkeypatch.setattr(cpu, "LEAST_WORK", 1 << 20)
     monkeypatch.setattr(cpu, "NARROWEST", 16)
@@ -92,8 +109,14 @@ def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
 
     monkeypatch.setattr(cpu, "suits", counted)
     q, k, v, dout = made(1344, 1344)
-    tiles = [Tile(slice(0, 1024), slice(0, 1024), CAUSAL), Tile(slice(1024, 1344), slice(900, 1220), ANTI)]
-    tiles += [Tile(slice(1024, 1344), slice(0, 704), FULL), Tile(slice(1024, 1344), slice(1220, 1230), FULL)]
+    tiles = [
+        Tile(slice(0, 1024), slice(0, 1024), CAUSAL),
+        Tile(slice(1024, 1344), slice(900, 1220), ANTI),
+    ]
+    tiles += [
+        Tile(slice(1024, 1344), slice(0, 704), FULL),
+        Tile(slice(1024, 1344), slice(1220, 1230), FULL),
+    ]
     found = []
     for name, dtype in (("aten", torch.float32), ("reference", torch.float64)):
         backend = attention.select_backend(name, "cpu", dtype)
@@ -103,13 +126,17 @@ def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
     assert min(heads) == (2 if apart else 4)
 
 
-@pytest.mark.parametrize("change", ["another processor", "threads", "float64", "narrow", "little work", "odd"])
+@pytest.mark.parametrize(
+    "change", ["another processor", "threads", "float64", "narrow", "little work", "odd"]
+)
 def test_leaves_the_rest_to_torchs_kernel(change, monkeypatch):
     monkeypatch.setattr(operators, "ONEDNN", change != "another processor")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2 if change == "threads" else 1)
     rows = {"little work": 64, "odd": 216}.get(change, 512)
     width = 16 if change == "narrow" else 128
-    q = torch.empty(1, 8, rows, width, dtype=torch.float64 if change == "float64" else torch.float32)
+    q = torch.empty(
+        1, 8, rows, width, dtype=torch.float64 if change == "float64" else torch.float32
+    )
     if change == "odd":  # where there is more to gain
         assert cpu.suits(q.expand(3, -1, -1, -1), q)
     assert not cpu.suits(q, q)

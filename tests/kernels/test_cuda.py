@@ -1,4 +1,6 @@
-"""Small tiles packed into launches: the arithmetic of indices, with a naive kernel in the place of a GPU's."""
+"""Small tiles packed into launches: the arithmetic of indices, with a naive kernel in the place of
+a GPU's.
+"""
 
 import random
 from dataclasses import replace
@@ -32,7 +34,8 @@ def forward(q, k, v, lengths, causal, scale):
     found = spans(lengths)
     CALLS.append((len(found), causal))
     parts = [
-        reference.block_forward(q[None, rows], k[None, cols], v[None, cols], causal, scale) for rows, cols in found
+        reference.block_forward(q[None, rows], k[None, cols], v[None, cols], causal, scale)
+        for rows, cols in found
     ]
     out, lse = (torch.cat([part[which][0] for part in parts]) for which in (0, 1))
     assert len(out) == len(q)
@@ -51,7 +54,9 @@ def backward(rows, keys, lengths, causal, scale):
 def stand_in(monkeypatch):
     """A backend that packs, in the place of the one that the cases of test_tiles ask for."""
     CALLS.clear()
-    backend = replace(select_backend("reference", "cpu", torch.float64), packed=Packed(forward, backward))
+    backend = replace(
+        select_backend("reference", "cpu", torch.float64), packed=Packed(forward, backward)
+    )
     monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
     return backend
 
@@ -79,7 +84,9 @@ def test_all_squares_are_one_launch_and_all_rectangles_another():
 
 def test_a_row_in_the_wrong_place_is_seen(monkeypatch):
     given = inputs(torch.float64)
-    monkeypatch.setattr(cuda, "_run", lambda start, stop, _: torch.arange(start, stop).numpy())  # ANTI unturned
+    monkeypatch.setattr(
+        cuda, "_run", lambda start, stop, _: torch.arange(start, stop).numpy()
+    )  # ANTI unturned
     cuda._launches.cache_clear()
     assert error(attention_by_tiles("", given, tiles_of("window")), truth(given, "window")) > 1e-3
     cuda._launches.cache_clear()
@@ -102,7 +109,9 @@ def test_no_row_and_no_column_appears_twice_in_a_pass():
     for _ in range(40):
         side = draw.randint(1, 12)
         q, k = draw.randint(0, rows - side), draw.randint(0, columns - side)
-        tiles.append(Tile(slice(q, q + side), slice(k, k + side), draw.choice([CAUSAL, ANTI, FULL])))
+        tiles.append(
+            Tile(slice(q, q + side), slice(k, k + side), draw.choice([CAUSAL, ANTI, FULL]))
+        )
     position = torch.arange(batch * rows), torch.arange(batch * columns)
     packed_tiles = 0
     for launch in launches(tiles, torch.empty(batch, rows), torch.empty(batch, columns)):
@@ -115,11 +124,15 @@ def test_no_row_and_no_column_appears_twice_in_a_pass():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"
+)
 @pytest.mark.parametrize("mask", MASKS)
 def test_packed_on_a_gpu_equals_the_naive_form(mask, monkeypatch):
     backend = select_backend("aten", "cuda", torch.bfloat16)
     monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
     given = tuple(x.cuda() for x in inputs(torch.bfloat16))
-    for got, want in zip(attention_by_tiles("aten", given, tiles_of(mask)), truth(given, mask), strict=True):
+    for got, want in zip(
+        attention_by_tiles("aten", given, tiles_of(mask)), truth(given, mask), strict=True
+    ):
         assert ((got.double() - want).norm() / want.norm()).item() < 1e-2

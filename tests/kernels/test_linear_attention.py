@@ -45,7 +45,8 @@ def test_the_reference_is_the_recurrence(case):
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-13), ("float32", BOUND)])
 @pytest.mark.parametrize(
-    "case", [*(Case(length) for length in LENGTHS), *(case for case in CASES if case.dtype == "float32")]
+    "case",
+    [*(Case(length) for length in LENGTHS), *(case for case in CASES if case.dtype == "float32")],
 )
 def test_chunked_equals_the_reference(case, dtype, bound):
     found = errors(case._replace(dtype=dtype), "chunked")
@@ -65,7 +66,8 @@ def test_chunked_bfloat16_is_as_good_as_the_naive_form_and_so_is_all_far_away(ca
 
 
 @pytest.mark.parametrize(
-    "fault", ["decay at the boundary", "mask", "state not handed on", "documents", "gradient of the state"]
+    "fault",
+    ["decay at the boundary", "mask", "state not handed on", "documents", "gradient of the state"],
 )
 def test_the_bounds_see_a_fault(fault, monkeypatch):
     """Negative controls: each breaks one factor of the chunked form."""
@@ -74,11 +76,15 @@ def test_the_bounds_see_a_fault(fault, monkeypatch):
     if fault == "decay at the boundary":
         monkeypatch.setattr(linear, "_power", lambda rates, exponents: power(rates, exponents + 1))
     elif fault == "mask":
-        monkeypatch.setattr(linear, "constants", lambda rates, dtype, device: torch.zeros(len(rates), dtype=dtype))
+        monkeypatch.setattr(
+            linear, "constants", lambda rates, dtype, device: torch.zeros(len(rates), dtype=dtype)
+        )
     elif fault == "state not handed on":
         monkeypatch.setattr(linear, "_carry", lambda a, c, s, b, r: carry(a, c * 0, s, b, r))
     elif fault == "documents":
-        monkeypatch.setattr(linear, "chunks_of", lambda length, _, device: chunks_of(length, None, device))
+        monkeypatch.setattr(
+            linear, "chunks_of", lambda length, _, device: chunks_of(length, None, device)
+        )
     else:
         run = linear.scan
         monkeypatch.setattr(chunked, "scan", lambda *a, **named: run(*a[:4], None, a[5], **named))
@@ -111,7 +117,9 @@ def test_a_loss_of_the_state_alone_and_inputs_without_gradients():
     (q, k, v, _), _ = inputs(Case(70, dtype="float64"))
     for name in ("chunked", "reference"):
         k.requires_grad_()
-        (found,) = torch.autograd.grad(linear_attention(q, k, v, (0.0, -0.1, -2.0), backend=name)[1].sum(), k)
+        (found,) = torch.autograd.grad(
+            linear_attention(q, k, v, (0.0, -0.1, -2.0), backend=name)[1].sum(), k
+        )
         want = (
             v.sum(-1)[..., None]
             * torch.tensor([0.0, -0.1, -2.0], dtype=torch.float64)[:, None]
@@ -147,4 +155,6 @@ def test_bad_input_is_named(change, message):
 def test_backends_by_device_and_dtype():
     assert select_linear_backend("auto", "cpu", torch.bfloat16) == "chunked"
     assert select_linear_backend("auto", "cuda", torch.float32) == "chunked"
-    assert reference.linear_attention(*inputs(Case(3, batch=2))[0][:3], (0.0, 0.0, 0.0))[1].shape == (2, 3, 16, 24)
+    assert reference.linear_attention(*inputs(Case(3, batch=2))[0][:3], (0.0, 0.0, 0.0))[
+        1
+    ].shape == (2, 3, 16, 24)

@@ -1,4 +1,6 @@
-"""The summed cross entropy is its definition, and a function over chunks of rows the function: also what is kept."""
+"""The summed cross entropy is its definition, and a function over chunks of rows the function: also
+what is kept.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ def naive(logits, labels, ignore_index=-100):
     """The definition, a token at a time, in float64."""
     losses = [
         -torch.log_softmax(row.double(), dim=-1)[label]
-        for row, label in zip(logits.reshape(-1, logits.shape[-1]), labels.flatten().tolist(), strict=True)
+        for row, label in zip(
+            logits.reshape(-1, logits.shape[-1]), labels.flatten().tolist(), strict=True
+        )
         if label != ignore_index
     ]
     return sum(losses, torch.zeros((), dtype=torch.float64)), len(losses)
@@ -30,12 +34,15 @@ def problem(dtype, shape=(3, 7), vocabulary=50):
     return logits, labels
 
 
-# Gradients are rounded to the logits' dtype once: at most 2^-8 of an entry for bf16, and entries are at most 1.
+# Gradients are rounded to the logits' dtype once: at most 2^-8 of an entry for bf16, and entries
+# are at most 1.
 @pytest.mark.parametrize(
     ("dtype", "loss_bound", "grad_bound"),
     [(torch.float64, 1e-13, 1e-14), (torch.float32, 1e-6, 5e-7), (torch.bfloat16, 1e-6, 2**-8)],
 )
-@pytest.mark.parametrize("chunk", [1, 170, 1 << 24])  # a row, some rows with a rest, everything at a time
+@pytest.mark.parametrize(
+    "chunk", [1, 170, 1 << 24]
+)  # a row, some rows with a rest, everything at a time
 def test_matches_the_definition(monkeypatch, dtype, loss_bound, grad_bound, chunk):
     monkeypatch.setitem(kernels.loss.LOSS_CHUNK, "cpu", chunk)
     logits, labels = problem(dtype)
@@ -101,7 +108,9 @@ def test_keeps_nothing_of_the_logits_size_but_the_logits():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"
+)
 @pytest.mark.parametrize(("dtype", "grad_bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
 def test_cuda_matches_float64_with_little_memory(dtype, grad_bound):
     torch.manual_seed(0)
@@ -117,7 +126,10 @@ def test_cuda_matches_float64_with_little_memory(dtype, grad_bound):
     loss.backward()
     # The gradient, and two float32 chunks at most (the copy and what logsumexp needs inside).
     gradient = logits.numel() * logits.element_size()
-    assert torch.cuda.max_memory_allocated() - before < gradient + 3 * 4 * kernels.loss.LOSS_CHUNK["cuda"]
+    assert (
+        torch.cuda.max_memory_allocated() - before
+        < gradient + 3 * 4 * kernels.loss.LOSS_CHUNK["cuda"]
+    )
     assert valid.item() == 2 * 2048 - 800
     assert abs(loss.item() - expected.item()) < 1e-6 * expected.item()
     assert (logits.grad - exact.grad).abs().max() < grad_bound
@@ -126,7 +138,11 @@ def test_cuda_matches_float64_with_little_memory(dtype, grad_bound):
 def feed_forward(dtype=torch.float64):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(WIDTH, INSIDE), nn.GELU(), nn.Linear(INSIDE, WIDTH)).to(dtype)
-    return module, torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True), torch.randn(ROWS, WIDTH, dtype=dtype)
+    return (
+        module,
+        torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True),
+        torch.randn(ROWS, WIDTH, dtype=dtype),
+    )
 
 
 def gradients(out, dout, module, x):
@@ -138,7 +154,10 @@ def chunked(module, x, size):
 
 
 def furthest(got, want):
-    return max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want, strict=True))
+    return max(
+        ((a.double() - b.double()).norm() / b.double().norm()).item()
+        for a, b in zip(got, want, strict=True)
+    )
 
 
 @pytest.mark.parametrize("size", [1, 4, ROWS, 100])
@@ -150,7 +169,9 @@ def test_equals_the_whole_at_once(size):
 
 def summed(module, x, dout, size):
     parameters = tuple(module.parameters())
-    return sum_over_chunks(lambda part, rows: (module(part) * dout[rows]).sum(), x, size, parameters)
+    return sum_over_chunks(
+        lambda part, rows: (module(part) * dout[rows]).sum(), x, size, parameters
+    )
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
@@ -186,10 +207,14 @@ def test_a_sum_in_a_checkpoint_computes_each_chunk_once():
         calls.append(rows)
         return (part @ weight.t()).square().sum()
 
-    found = checkpoint(lambda given: sum_over_chunks(squares, given, 4, (weight,)), x, use_reentrant=False)
+    found = checkpoint(
+        lambda given: sum_over_chunks(squares, given, 4, (weight,)), x, use_reentrant=False
+    )
     (got,) = torch.autograd.grad(found, weight)
     assert len(calls) == 4  # what checkpoints keep for the backward is not asked for
-    assert furthest([got], list(torch.autograd.grad((x @ weight.t()).square().sum(), weight))) < 1e-14
+    assert (
+        furthest([got], list(torch.autograd.grad((x @ weight.t()).square().sum(), weight))) < 1e-14
+    )
 
 
 def test_a_sum_has_one_backward():
@@ -227,11 +252,15 @@ def by_autograd(module, x, size):
 def test_gradients_of_bfloat16_weights_are_rounded_once():
     torch.manual_seed(0)
     module = nn.Linear(WIDTH, INSIDE, bias=False).bfloat16()
-    x, dout = (torch.randn(512, width).abs().bfloat16() for width in (WIDTH, INSIDE))  # sums that grow
+    x, dout = (
+        torch.randn(512, width).abs().bfloat16() for width in (WIDTH, INSIDE)
+    )  # sums that grow
     errors = {}
     exact = dout.double().T @ x.double()
     for run in (chunked, by_autograd):
-        errors[run] = furthest(list(torch.autograd.grad(run(module, x, 1), module.weight, dout)), [exact])
+        errors[run] = furthest(
+            list(torch.autograd.grad(run(module, x, 1), module.weight, dout)), [exact]
+        )
     assert errors[chunked] < 2**-8
     assert errors[by_autograd] > 4 * errors[chunked]
 

@@ -1,4 +1,6 @@
-"""Products by oneDNN against torch's own, in float64 and beside its float32; the gate by torch's operators."""
+"""Products by oneDNN against torch's own, in float64 and beside its float32; the gate by torch's
+operators.
+"""
 
 from itertools import product
 
@@ -11,7 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from kernels import operators
 from kernels.operators import ACTIVATIONS, gated
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN"
+)
 
 SHAPES = [((2, 700), 24, 56), ((4096,), 96, 64), ((40,), 512, 8), ((33,), 8, 8)]
 """Rows, and widths in and out: sums over many rows and over many channels."""
@@ -36,7 +40,10 @@ def with_gradients(function, x, weight, bias, grad):
 
 
 def off(found, truth):
-    return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in zip(found, truth, strict=True))
+    return max(
+        float((a - b).detach().norm() / b.detach().norm())
+        for a, b in zip(found, truth, strict=True)
+    )
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -45,7 +52,8 @@ def test_is_as_exact_as_torchs(rows, inside, outside, biased):
     x, weight, bias, grad = made(rows, inside, outside)
     given = x, weight, bias if biased else None, grad
     truth = with_gradients(
-        F.linear, *(None if one is None else one.detach().double().requires_grad_() for one in given)
+        F.linear,
+        *(None if one is None else one.detach().double().requires_grad_() for one in given),
     )
     found, theirs = with_gradients(operators.linear, *given), with_gradients(F.linear, *given)
     assert "_Linear" in type(found[0].grad_fn.next_functions[0][0]).__name__  # it went to oneDNN
@@ -57,10 +65,15 @@ def test_is_as_exact_as_torchs(rows, inside, outside, biased):
 
 def test_takes_tensors_of_any_strides():
     x, weight, _, grad = made((64,), 16, 24)
-    turned = x.detach().t().contiguous().t().requires_grad_(), weight.detach().t().contiguous().t().requires_grad_()
+    turned = (
+        x.detach().t().contiguous().t().requires_grad_(),
+        weight.detach().t().contiguous().t().requires_grad_(),
+    )
     found = with_gradients(operators.linear, *turned, None, grad.t().contiguous().t())
     assert off(found, with_gradients(F.linear, x, weight, None, grad)) < 1e-6
-    (spread,) = torch.autograd.grad(operators.linear(x, weight).sum(), weight)  # a gradient that is one number
+    (spread,) = torch.autograd.grad(
+        operators.linear(x, weight).sum(), weight
+    )  # a gradient that is one number
     assert off([spread], list(torch.autograd.grad(F.linear(x, weight).sum(), weight))) < 1e-6
 
 
@@ -86,7 +99,9 @@ def test_leaves_all_else_to_torch(change, monkeypatch):
     if change == "another processor":
         monkeypatch.setattr(operators, "ONEDNN", False)
     elif change != "few rows":
-        x, weight = (one.detach().to(getattr(torch, change)).requires_grad_() for one in (x, weight))
+        x, weight = (
+            one.detach().to(getattr(torch, change)).requires_grad_() for one in (x, weight)
+        )
     monkeypatch.setattr(operators, "product", None)
     assert torch.equal(operators.linear(x, weight), F.linear(x, weight))
 
@@ -104,7 +119,9 @@ def test_counts_its_operations():
 @pytest.mark.needs("g++", "as", "ld")
 def test_compiles_as_one_graph():
     x, weight, bias, grad = made((700,), 24, 56)
-    compiled = torch.compile(lambda *given: F.silu(operators.linear(*given)), fullgraph=True, dynamic=False)
+    compiled = torch.compile(
+        lambda *given: F.silu(operators.linear(*given)), fullgraph=True, dynamic=False
+    )
     eager = with_gradients(lambda *given: F.silu(operators.linear(*given)), x, weight, bias, grad)
     assert off(with_gradients(compiled, x, weight, bias, grad), eager) < 1e-6
 
@@ -114,7 +131,9 @@ def kept(gate, up, activation, fused):
     saved = []
     with saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
         out = gated(gate, up, activation) if fused else ACTIVATIONS[activation][0](gate) * up
-    return [out.detach(), *torch.autograd.grad(out, (gate, up), out.detach().cos())], len(set(saved))
+    return [out.detach(), *torch.autograd.grad(out, (gate, up), out.detach().cos())], len(
+        set(saved)
+    )
 
 
 def test_the_gate_keeps_its_inputs_alone_and_changes_no_bit():

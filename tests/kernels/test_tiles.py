@@ -29,7 +29,9 @@ MASKS = {
 def inputs(dtype):
     generator = torch.Generator().manual_seed(5)
     shapes = [(2, TOKENS, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return tuple(
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    )
 
 
 def tiles_of(mask):
@@ -49,13 +51,16 @@ def truth(given, mask):
     window, documents = MASKS[mask]
     *leaves, dout = (x.double() for x in given)
     leaves = [x.requires_grad_() for x in leaves]
-    out, lse = reference.attention(*leaves, causal=False, scale=SCALE, window=window, documents=documents)
+    out, lse = reference.attention(
+        *leaves, causal=False, scale=SCALE, window=window, documents=documents
+    )
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def error(got, want):
     return max(
-        ((a.double() - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in zip(got, want, strict=True)
+        ((a.double() - b).abs().max() / b.abs().max().clamp(min=1)).item()
+        for a, b in zip(got, want, strict=True)
     )
 
 
@@ -85,6 +90,14 @@ def test_a_mask_off_by_one_is_seen(mask, wrong, monkeypatch):
 def test_rows_without_keys_are_left_alone():
     q, k, v, _ = inputs(torch.float32)
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
-    attend_tiles_(out, lse, q, Keys(k, v), tiles_of("causal")[:0], SCALE, select_backend("aten", "cpu", q.dtype))
+    attend_tiles_(
+        out,
+        lse,
+        q,
+        Keys(k, v),
+        tiles_of("causal")[:0],
+        SCALE,
+        select_backend("aten", "cpu", q.dtype),
+    )
     assert torch.isneginf(lse).all()
     assert not out.any()

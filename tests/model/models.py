@@ -1,4 +1,6 @@
-"""Small models of every kind, their weights as training leaves them, and the texts that they write on one device."""
+"""Small models of every kind, their weights as training leaves them, and the texts that they write
+on one device.
+"""
 
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -23,7 +25,9 @@ def model_config(model_type=DEFAULT, **settings):
 def as_family(config, model_type, **changes):
     """The settings that another family shares with those of a model, and changes."""
     cls = FAMILIES[model_type].config
-    shared = {entry.name for entry in fields(cls)} & {entry.name for entry in fields(config)} - {"model_type"}
+    shared = {entry.name for entry in fields(cls)} & {entry.name for entry in fields(config)} - {
+        "model_type"
+    }
     return cls(**{name: getattr(config, name) for name in shared} | changes)
 
 
@@ -32,15 +36,27 @@ FAMILY = {name: family.config(**family.tiny) for name, family in FAMILIES.items(
 LLAMA, GPT, TRANSNORMER, LINEAR = KINDS = [
     FAMILY[name] for name in ("llama", "gpt", "transnormer", "linear_transformer")
 ]
-GEMMA3, OLMO3, QWEN3_5, OLMO_HYBRID = (FAMILY[name] for name in ("gemma3", "olmo3", "qwen3_5", "olmo_hybrid"))
+GEMMA3, OLMO3, QWEN3_5, OLMO_HYBRID = (
+    FAMILY[name] for name in ("gemma3", "olmo3", "qwen3_5", "olmo_hybrid")
+)
 HYBRID = replace(TRANSNORMER, softmax_every=2)
 KDA = replace(QWEN3_5, linear_gate="per_channel", linear_num_key_heads=4)
 DELTAS = [QWEN3_5, OLMO_HYBRID, KDA]
 IMAGE = DiTConfig(
-    num_layers=2, hidden_size=24, num_attention_heads=4, latent_shape=(3, 8, 8), num_classes=5, learn_sigma=True
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=4,
+    latent_shape=(3, 8, 8),
+    num_classes=5,
+    learn_sigma=True,
 )
 VIDEO = DiTConfig(
-    num_layers=2, hidden_size=32, num_attention_heads=4, latent_shape=(3, 6, 4, 8), patch_size_t=2, num_classes=5
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    latent_shape=(3, 6, 4, 8),
+    patch_size_t=2,
+    num_classes=5,
 )
 
 
@@ -78,12 +94,14 @@ def tokens(length=12, vocabulary=40):
 
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, *, stop=(), **settings):
-    """Continue prompts of any lengths; return the new tokens of each, up to the first of ``stop``, at most so many.
+    """Continue prompts of any lengths; return the new tokens of each, up to the first of ``stop``,
+    at most so many.
 
     Each token is read once: layers keep their states, those of softmax attention a KV cache.
 
     Raises:
-        UserError: an empty prompt, a number out of range, or more tokens than a table of learned positions has.
+        UserError: an empty prompt, a number out of range, or more tokens than a table of learned
+            positions has.
         DivergedError: the model overflows.
     """
     draw = Draw(**settings)
@@ -107,5 +125,8 @@ def generate(model, prompts, max_new_tokens, *, stop=(), **settings):
 def without_float32(module):
     """Let a module of transformers' compute in float64 what it casts to float32."""
     wide = SimpleNamespace(**vars(torch) | {"float32": torch.float64, "float": torch.float64})
-    with patch.object(module, "torch", wide), patch.object(torch.Tensor, "float", torch.Tensor.double):
+    with (
+        patch.object(module, "torch", wide),
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
         yield

@@ -12,7 +12,9 @@ WINDOWS = {"window_size": "3,0", "window_attn_skip_freq": "2", "softmax_type": "
 ALL = {
     **{name: config for name, config in FAMILY.items() if not config.recurrent},
     "llama, tied": tied(LLAMA),
-    "gpt, rope": dataclasses.replace(GPT, position_embedding_type="rope", max_position_embeddings=None),
+    "gpt, rope": dataclasses.replace(
+        GPT, position_embedding_type="rope", max_position_embeddings=None
+    ),
     "llama, windows and sinks": dataclasses.replace(LLAMA, **WINDOWS),
     "gpt, off by one": dataclasses.replace(GPT, window_size="5,0", softmax_type="off-by-one"),
     "gpt, grouped and tied": dataclasses.replace(tied(GPT), num_query_groups=2),
@@ -48,7 +50,9 @@ def test_initial_weights_are_a_function_of_the_seed_alone(config):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_initial_weights_have_their_deviations(kind):
-    config = dataclasses.replace(kind, num_layers=8, hidden_size=128, vocab_size=300, init_method_std=0.05)
+    config = dataclasses.replace(
+        kind, num_layers=8, hidden_size=128, vocab_size=300, init_method_std=0.05
+    )
     for name, weight in built(config).named_parameters():
         if "norm" in name or name.endswith("bias"):
             assert (weight == (0 if name.endswith("bias") else 1)).all()
@@ -69,7 +73,9 @@ def test_weights_on_the_meta_device_are_not_initialised_silently():
 
 
 def test_explicit_positions_make_the_order_of_tokens_free(any_kind):
-    """A context-parallel layout relies on it: permuted tokens with their positions and a mask to match."""
+    """A context-parallel layout relies on it: permuted tokens with their positions and a mask to
+    match.
+    """
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     back = order.argsort()
 
@@ -107,7 +113,9 @@ def test_the_mask_reaches_every_attention_and_is_refused_without_a_method(config
     assert len(seen) == config.num_layers
     assert all(one is mask for one in seen)
     assert torch.equal(masked, model(tokens()))
-    with pytest.raises(UserError, match=r"mask is a object, .* no method .* set a context_parallel_method"):
+    with pytest.raises(
+        UserError, match=r"mask is a object, .* no method .* set a context_parallel_method"
+    ):
         model(tokens(), mask=mask)
 
 
@@ -120,7 +128,8 @@ def test_off_by_one_softmax_has_sinks_of_zero_and_learned_sinks_are_each_layers_
     for weight in sinks:
         weight.data.zero_()
     off_by_one, vanilla = (
-        built(dataclasses.replace(config, softmax_type=kind)).double()(tokens()) for kind in ("off-by-one", "vanilla")
+        built(dataclasses.replace(config, softmax_type=kind)).double()(tokens())
+        for kind in ("off-by-one", "vanilla")
     )
     torch.testing.assert_close(off_by_one, learned(tokens()), rtol=0, atol=1e-14)
     assert (off_by_one - vanilla).abs().max() > 1e-4
@@ -135,5 +144,6 @@ def test_every_parameter_gets_a_gradient_in_bf16(any_kind):
     logits.float().logsumexp(-1).sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all(), name
-        # Softmax takes no notice of what all keys share: but for rotation, their bias has no gradient but noise.
+        # Softmax takes no notice of what all keys share: but for rotation, their bias has no
+        # gradient but noise.
         assert parameter.grad.abs().sum() > 0 or name.endswith("wk.bias"), name

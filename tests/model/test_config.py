@@ -82,7 +82,10 @@ LINEAR = {"model_type": "linear_transformer"}
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "qwen3_5", "linear_key_head_dim": 0}, "linear_key_head_dim is 0; it must be 1 or more"),
+        (
+            {"model_type": "qwen3_5", "linear_key_head_dim": 0},
+            "linear_key_head_dim is 0; it must be 1 or more",
+        ),
         ({"num_layers": 0}, "num_layers is 0; .*1 or more"),
         ({"vocab_size": 0}, "vocab_size is 0; .*1 or more"),
         ({"num_query_groups": 0}, "num_query_groups is 0; .*1 or more"),
@@ -94,20 +97,44 @@ LINEAR = {"model_type": "linear_transformer"}
         ({"kv_channels": 15}, "kv_channels is 15; .*15 wide"),
         ({"num_query_groups": 3}, "num_query_groups is 3; .*must divide num_attention_heads 8"),
         ({"model_type": "gpt"}, "max_position_embeddings is not set"),
-        (TABLE | {"max_position_embeddings": 0}, "max_position_embeddings is 0; it must be 1 or more"),
-        (TABLE | {"rotary_base": 500.0}, "rotary_base is 500.0; .* set position_embedding_type to rope"),
-        (TABLE | {"position_embedding_type": "rope", "kv_channels": 15}, "kv_channels is 15; .* must be even"),
+        (
+            TABLE | {"max_position_embeddings": 0},
+            "max_position_embeddings is 0; it must be 1 or more",
+        ),
+        (
+            TABLE | {"rotary_base": 500.0},
+            "rotary_base is 500.0; .* set position_embedding_type to rope",
+        ),
+        (
+            TABLE | {"position_embedding_type": "rope", "kv_channels": 15},
+            "kv_channels is 15; .* must be even",
+        ),
         (TRANSNORMER | {"num_query_groups": 2}, "num_query_groups is 2; .* per query head, 8 here"),
         (TRANSNORMER | {"rotary_base": 500.0}, "rotary_base is 500.0; .*; leave it out"),
         (TRANSNORMER | {"softmax_every": 5}, "softmax_every is 5; .* to num_layers 4"),
-        ({"model_type": "qwen3_5", "num_layers": 3}, "num_layers is 3; qwen3_5 has softmax attention"),
+        (
+            {"model_type": "qwen3_5", "num_layers": 3},
+            "num_layers is 3; qwen3_5 has softmax attention",
+        ),
         ({"model_type": "qwen3_5", "softmax_every": 0}, "softmax_every is 0; it must be from 2"),
         (TRANSNORMER | {"softmax_every": 1}, "softmax_every is 1; it must be from 2"),
-        (TRANSNORMER | {"window_size": "8,0"}, "window_size is 8,0; .* leave it out, or .* softmax_every"),
-        ({"window_size": "8,0", "window_attn_skip_freq": "[0]*4"}, "window_attn_skip_freq is .*no layer"),
+        (
+            TRANSNORMER | {"window_size": "8,0"},
+            "window_size is 8,0; .* leave it out, or .* softmax_every",
+        ),
+        (
+            {"window_size": "8,0", "window_attn_skip_freq": "[0]*4"},
+            "window_attn_skip_freq is .*no layer",
+        ),
         (TRANSNORMER | {"softmax_every": 2} | ODD_HEADS, "hidden_size is 15; .* must be even"),
-        (LINEAR | {"hidden_size": 15, "num_attention_heads": 3}, "hidden_size is 15; it must be even"),
-        ({"model_type": "olmo3", "rotary_base_local": 90.0}, "rotary_base_local is 90.0; no layer has a window"),
+        (
+            LINEAR | {"hidden_size": 15, "num_attention_heads": 3},
+            "hidden_size is 15; it must be even",
+        ),
+        (
+            {"model_type": "olmo3", "rotary_base_local": 90.0},
+            "rotary_base_local is 90.0; no layer has a window",
+        ),
         (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be 1 or more"),
     ],
 )
@@ -117,7 +144,9 @@ def test_a_field_that_does_not_fit_is_refused_with_its_value(values, message):
 
 
 def test_the_settings_of_one_family_do_not_become_anothers():
-    with pytest.raises(ValueError, match=r"^model_type is gpt; the settings are those of model_type llama"):
+    with pytest.raises(
+        ValueError, match=r"^model_type is gpt; the settings are those of model_type llama"
+    ):
         dataclasses.replace(model_config(), model_type="gpt")
 
 
@@ -128,7 +157,9 @@ def test_architecture_tells_apart_what_computes_something_else():
     llama = model_config(vocab_size=40, ffn_hidden_size=1024)
     normer = as_family(llama, "transnormer", linear_decay="released")
     window = dataclasses.replace(llama, window_size="8,0")
-    assert of(GPT, position_embedding_type="learned_absolute", num_query_groups=8, init_method_std=1.0) == of(GPT)
+    assert of(
+        GPT, position_embedding_type="learned_absolute", num_query_groups=8, init_method_std=1.0
+    ) == of(GPT)
     assert json.loads(json.dumps(of(GPT))) == of(GPT)
     assert of(normer, linear_decay=None) == of(normer)
     same = {"window_size": "(8, 0)", "window_attn_skip_freq": "([1]+[0])*2"}

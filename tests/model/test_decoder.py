@@ -1,4 +1,5 @@
-"""A Linear Transformer written out by hand, in float64; learned positions; layers sharded and on a GPU.
+"""A Linear Transformer written out by hand, in float64; learned positions; layers sharded and on a
+GPU.
 
 The other kinds of models are compared with their published implementations.
 """
@@ -39,7 +40,10 @@ def by_hand(model, ids, embed, attend):
     for i in range(config.num_layers):
         layer = f"layers.{i}"
         inside = norm(x, f"{layer}.attention_norm")
-        q, k, v = (linear(inside, f"{layer}.attention.{w}").split(config.head_dim, -1) for w in ("wq", "wk", "wv"))
+        q, k, v = (
+            linear(inside, f"{layer}.attention.{w}").split(config.head_dim, -1)
+            for w in ("wq", "wk", "wv")
+        )
         outs = [attend(*head) for head in zip(q, k, v, strict=True)]
         x = x + linear(torch.cat(outs, -1), f"{layer}.attention.wo")
         up = linear(norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp.up")
@@ -64,7 +68,9 @@ def naive_linear(model, ids):
     def embed(weights):
         place = torch.arange(ids.shape[1], dtype=torch.float64)[:, None]
         angle = place / 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
-        return weights["embedding.weight"][ids] * width**0.5 + torch.cat((angle.sin(), angle.cos()), -1)
+        return weights["embedding.weight"][ids] * width**0.5 + torch.cat(
+            (angle.sin(), angle.cos()), -1
+        )
 
     def attend(q, k, v):
         q, k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
@@ -84,7 +90,8 @@ def test_logits_and_gradients_equal_the_naive_model(config):
         found.append([logits, *torch.autograd.grad(loss, parameters)])
     assert found[1][0].std() > 0.2
     for name, a, b in zip(("logits", *names), *found, strict=True):
-        # A constant added to all keys' biases changes scores, unlike under softmax: no gradient is zero.
+        # A constant added to all keys' biases changes scores, unlike under softmax: no gradient is
+        # zero.
         assert (a - b).norm() < 1e-11 * b.norm(), name
 
 
@@ -114,14 +121,18 @@ def test_sinusoids_of_far_positions_are_exact():
 
 
 def fully_sharded(rank, world_size):
-    """Dtypes of a layer's input and rotary tables inside FSDP2's bf16 mixed precision, and a gradient's error."""
+    """Dtypes of a layer's input and rotary tables inside FSDP2's bf16 mixed precision, and a
+    gradient's error.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dtypes = []
     model, reference = built(tied(LLAMA)), built(tied(LLAMA)).bfloat16()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
-        layer.attention.register_forward_pre_hook(lambda _, args: dtypes.append((args[0].dtype, args[1].cos.dtype)))
+        layer.attention.register_forward_pre_hook(
+            lambda _, args: dtypes.append((args[0].dtype, args[1].cos.dtype))
+        )
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     model(tokens()).square().sum().backward()
@@ -137,7 +148,9 @@ def test_fsdp_keeps_rotary_tables_in_float32():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"
+)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
 def test_cuda_computes_what_the_cpu_does(dtype, bound):
     def losses_and_gradients(model, device):
@@ -146,5 +159,7 @@ def test_cuda_computes_what_the_cpu_does(dtype, bound):
         return [logits, *(p.grad for p in model.parameters())]
 
     expected = losses_and_gradients(built(LLAMA).double(), "cpu")
-    for got, want in zip(losses_and_gradients(built(LLAMA).to("cuda", dtype), "cuda"), expected, strict=True):
+    for got, want in zip(
+        losses_and_gradients(built(LLAMA).to("cuda", dtype), "cuda"), expected, strict=True
+    ):
         assert (got.cpu().double() - want).norm() < bound * want.norm()

@@ -42,7 +42,11 @@ def test_noise_follows_the_schedule_or_the_straight_path():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_target_leads_back_to_data_and_noise(objective):
     diffusion = of(objective)
-    x0, noise, times = drawn(B, T, WIDTH), drawn(B, T, WIDTH, seed=1), torch.tensor([0.0, 1.0, 300.0, 700.0, 990.0])
+    x0, noise, times = (
+        drawn(B, T, WIDTH),
+        drawn(B, T, WIDTH, seed=1),
+        torch.tensor([0.0, 1.0, 300.0, 700.0, 990.0]),
+    )
     x_t = diffusion.noised(x0, noise, times)
     target = diffusion.target(x0, noise, times)
     found_x0, found_noise = diffusion.data_and_noise(target, x_t, times)
@@ -56,7 +60,9 @@ def test_the_target_leads_back_to_data_and_noise(objective):
 
 
 def naive_bound(prediction, variance, x0, x_t, t, count):
-    """The bound's term for one element, in bits, by the formulas of Ho et al. and Nichol and Dhariwal."""
+    """The bound's term for one element, in bits, by the formulas of Ho et al. and Nichol and
+    Dhariwal.
+    """
     bars = alpha_bars(count)
     bar, before = bars[t], bars[t - 1] if t else 1.0
     beta = 1 - bar / before
@@ -67,7 +73,9 @@ def naive_bound(prediction, variance, x0, x_t, t, count):
     log_variance = share * math.log(beta) + (1 - share) * math.log(small)
 
     def mean(data):
-        return (math.sqrt(before) * beta * data + math.sqrt(1 - beta) * (1 - before) * x_t) / (1 - bar)
+        return (math.sqrt(before) * beta * data + math.sqrt(1 - beta) * (1 - before) * x_t) / (
+            1 - bar
+        )
 
     guess = mean((x_t - math.sqrt(1 - bar) * prediction) / math.sqrt(bar))
     if t:
@@ -86,7 +94,9 @@ def naive_bound(prediction, variance, x0, x_t, t, count):
 
 @pytest.mark.parametrize("count", [1000, 250])
 def test_learned_variance_adds_the_variational_bound(count):
-    """With weight 1 for any number of steps: the original's create_diffusion leaves rescale_learned_sigmas off."""
+    """With weight 1 for any number of steps: the original's create_diffusion leaves
+    rescale_learned_sigmas off.
+    """
     diffusion = Diffusion(DiffusionConfig(num_timesteps=count), learn_sigma=True, channels=C)
     x0, noise = drawn(B, T, WIDTH) / 3, drawn(B, T, WIDTH, seed=1)
     x0[0, 0, :2] = torch.tensor([-1.0, 1.0])
@@ -112,7 +122,9 @@ def test_learned_variance_adds_the_variational_bound(count):
 
 
 def test_predictions_and_variances_alternate_place_by_place():
-    """As the original's final layer has them: patch x patch x (prediction channels, variance channels)."""
+    """As the original's final layer has them: patch x patch x (prediction channels, variance
+    channels).
+    """
     output = torch.arange(2.0 * WIDTH).view(1, 1, 2 * WIDTH)
     prediction, variance = of("ddpm", learn_sigma=True).split(output)
     assert prediction.flatten().tolist() == [0, 1, 4, 5, 8, 9, 12, 13]
@@ -135,7 +147,10 @@ def test_times_are_uniform_or_logit_normal():
     [
         ({"num_timesteps": 1}, "num_timesteps is 1"),
         ({"objective": "rectified_flow", "logit_normal_std": 0.0}, "logit_normal_std is 0"),
-        ({"objective": "rectified_flow", "logit_normal_mean": math.nan}, "logit_normal_mean is nan"),
+        (
+            {"objective": "rectified_flow", "logit_normal_mean": math.nan},
+            "logit_normal_mean is nan",
+        ),
         ({"logit_normal_std": 2.0}, "logit_normal_std is 2.0, and objective ddpm"),
     ],
 )

@@ -23,7 +23,12 @@ from tests.starts import ROOT
 
 with (ROOT / "papers" / "tables" / "dit_sizes.csv").open() as table:
     PUBLISHED = list(csv.DictReader(line for line in table if not line.startswith("#")))
-CONFIGS = {"dit_s_2": 32_865_056, "dit_b_2": 130_315_808, "dit_l_2": 457_840_672, "dit_xl_2": 674_834_720}
+CONFIGS = {
+    "dit_s_2": 32_865_056,
+    "dit_b_2": 130_315_808,
+    "dit_l_2": 457_840_672,
+    "dit_xl_2": 674_834_720,
+}
 CONFIGS["wallfacer_dit_1b"] = 1_028_981_824
 
 
@@ -40,7 +45,9 @@ def test_parameters_and_multiply_adds_are_the_published_ones(row):
     assert config.num_attention_heads == int(row["heads"])
     assert num_dit_parameters(config) == pytest.approx(1e6 * float(row["params_m"]), rel=0.01)
     assert multiply_adds(config) == pytest.approx(1e9 * float(row["gmacs"]), rel=0.01)
-    assert dit_flops_per_patch(config) * config.num_patches == pytest.approx(6e9 * float(row["gmacs"]), rel=0.01)
+    assert dit_flops_per_patch(config) * config.num_patches == pytest.approx(
+        6e9 * float(row["gmacs"]), rel=0.01
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -49,8 +56,12 @@ def test_configurations_have_their_number_of_parameters(name):
     width, layers = config.hidden_size, config.num_layers
     layer = 18 * width**2 + 15 * width  # attention 4, feed-forward 8, modulation 6
     times = 256 * width + width**2 + 2 * width
-    ends = (config.patch_width + 1) * width + 2 * width**2 + 2 * width + (width + 1) * config.out_width
-    assert layers * layer + times + 1001 * width + ends == num_dit_parameters(config) == CONFIGS[name]
+    ends = (
+        (config.patch_width + 1) * width + 2 * width**2 + 2 * width + (width + 1) * config.out_width
+    )
+    assert (
+        layers * layer + times + 1001 * width + ends == num_dit_parameters(config) == CONFIGS[name]
+    )
 
 
 def test_a_linear_layer_counts_as_torch_counts_it():
@@ -60,8 +71,17 @@ def test_a_linear_layer_counts_as_torch_counts_it():
 
     for config in (IMAGE, VIDEO):
         x = torch.zeros(1, config.num_patches, config.patch_width)
-        with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            DiT(config)(x, torch.arange(config.num_patches), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+        with (
+            FlopCounterMode(display=False) as counter,
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+        ):
+            DiT(config)(
+                x,
+                torch.arange(config.num_patches),
+                torch.zeros(1),
+                torch.zeros(1, dtype=torch.int64),
+            )
         assert counter.get_total_flops() == 2 * multiply_adds(config)
 
 
@@ -75,13 +95,19 @@ def test_positions_of_images_are_the_original_s():
     config = DiTConfig(hidden_size=24, num_attention_heads=2, latent_shape=(4, 6, 10))
     column, row = np.meshgrid(np.arange(5.0), np.arange(3.0))
     want = np.concatenate([sines(column.ravel(), 12), sines(row.ravel(), 12)], axis=1)
-    np.testing.assert_allclose(position_embedding(torch.arange(15), config).numpy(), want, atol=1e-15)
+    np.testing.assert_allclose(
+        position_embedding(torch.arange(15), config).numpy(), want, atol=1e-15
+    )
 
 
 def test_positions_of_video_have_the_frame_first():
-    frame, row, column = (place.ravel() for place in np.meshgrid(*(np.arange(n) for n in (3, 2, 4)), indexing="ij"))
+    frame, row, column = (
+        place.ravel() for place in np.meshgrid(*(np.arange(n) for n in (3, 2, 4)), indexing="ij")
+    )
     want = np.concatenate([sines(frame, 8), sines(column, 12), sines(row, 12)], axis=1)
-    np.testing.assert_allclose(position_embedding(torch.arange(24), VIDEO).numpy(), want, atol=1e-15)
+    np.testing.assert_allclose(
+        position_embedding(torch.arange(24), VIDEO).numpy(), want, atol=1e-15
+    )
 
 
 @pytest.mark.parametrize("config", [IMAGE, VIDEO])
@@ -100,7 +126,11 @@ def test_patches_are_blocks_of_the_latents_with_channels_last(config):
     assert patches.shape == (2, config.num_patches, config.patch_width)
     assert torch.equal(unpatchify(patches, config), x)
     frames, height, width = config.patch_shape
-    second = x[0, :, :frames, :height, width : 2 * width] if config.video else x[0, :, :height, width : 2 * width]
+    second = (
+        x[0, :, :frames, :height, width : 2 * width]
+        if config.video
+        else x[0, :, :height, width : 2 * width]
+    )
     assert torch.equal(patches[0, 1], second.movedim(0, -1).flatten())
     wide = torch.randn(2, config.num_patches, 2 * config.patch_width)
     assert torch.equal(patchify(unpatchify(wide, config), config), wide)
@@ -124,13 +154,25 @@ def test_a_new_model_is_the_identity_and_says_nought():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"patch_size": 3}, "patch_size is 3; it must divide height 32 and width 32 of latent_shape; 1, 2, 4, 8"),
+        (
+            {"patch_size": 3},
+            "patch_size is 3; it must divide height 32 and width 32 of latent_shape; 1, 2, 4, 8",
+        ),
         ({"patch_size_t": 2}, "patch_size_t is 2; images have no frames"),
-        ({"patch_size_t": 4, "latent_shape": (4, 6, 32, 32)}, "patch_size_t is 4; .* frames 6 .*; 1, 2, 3, 6 would"),
+        (
+            {"patch_size_t": 4, "latent_shape": (4, 6, 32, 32)},
+            "patch_size_t is 4; .* frames 6 .*; 1, 2, 3, 6 would",
+        ),
         ({"latent_shape": (4, 32)}, "latent_shape is 4 32; it must be channels, height, width or"),
-        ({"hidden_size": 383}, "hidden_size is 383; it must be a multiple of num_attention_heads 6"),
+        (
+            {"hidden_size": 383},
+            "hidden_size is 383; it must be a multiple of num_attention_heads 6",
+        ),
         ({"hidden_size": 390}, "hidden_size is 390; it must be a multiple of 4"),
-        ({"hidden_size": 24, "latent_shape": (4, 2, 32, 32)}, "hidden_size is 24; it must be a multiple of 16"),
+        (
+            {"hidden_size": 24, "latent_shape": (4, 2, 32, 32)},
+            "hidden_size is 24; it must be a multiple of 16",
+        ),
         ({"class_dropout_prob": 1.5}, "class_dropout_prob is 1.5; it must be from 0 to 1"),
         ({"num_classes": 0}, "num_classes is 0; it must be 1 or more"),
     ],

@@ -5,13 +5,25 @@ import torch
 
 from kernels.cache import KVCache, States
 from model.generate import DivergedError, Draw
-from tests.model.models import FAMILY, HYBRID, KDA, LINEAR, LLAMA, TRANSNORMER, built, generate, model_config
+from tests.model.models import (
+    FAMILY,
+    HYBRID,
+    KDA,
+    LINEAR,
+    LLAMA,
+    TRANSNORMER,
+    built,
+    generate,
+    model_config,
+)
 
 PROMPT = [[1, 2, 3], [7, 8, 9]]
 
 
 class Table(torch.nn.Module):
-    """Logits that depend on the last token alone: the distribution that generate draws from is known."""
+    """Logits that depend on the last token alone: the distribution that generate draws from is
+    known.
+    """
 
     config = model_config(num_layers=1)
 
@@ -50,11 +62,20 @@ def test_greedy_takes_the_likeliest_of_a_full_forward(llama):
 
 def test_a_text_ends_before_its_first_stop_token(llama):
     def texts(stop):
-        return generate(llama, PROMPT, 12, temperature=9.0, stop=stop, generator=torch.Generator().manual_seed(0))
+        return generate(
+            llama,
+            PROMPT,
+            12,
+            temperature=9.0,
+            stop=stop,
+            generator=torch.Generator().manual_seed(0),
+        )
 
     whole = texts([])
     stop = [whole[0][4], whole[1][7]]
-    ends = [min((text.index(token) for token in stop if token in text), default=12) for text in whole]
+    ends = [
+        min((text.index(token) for token in stop if token in text), default=12) for text in whole
+    ]
     assert 0 < max(ends) < 12
     assert texts(stop) == [text[:end] for text, end in zip(whole, ends, strict=True)]
 
@@ -71,13 +92,18 @@ def test_generator_makes_samples_repeatable(llama):
 def frequencies(logits, temperature, **limits):
     """The share of each token in 20,000 draws."""
     draw = Draw(temperature=temperature, generator=torch.Generator().manual_seed(0), **limits)
-    return draw(torch.ones(20_000, 1), logits.expand(20_000, -1)).bincount(minlength=len(logits)) / 20_000
+    return (
+        draw(torch.ones(20_000, 1), logits.expand(20_000, -1)).bincount(minlength=len(logits))
+        / 20_000
+    )
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3), (1.0, 99)])
 def test_frequencies_are_those_of_the_distribution(temperature, top_k):
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
-    kept = logits.where(logits >= logits.sort(descending=True).values[min(top_k or 5, 5) - 1], float("-inf"))
+    kept = logits.where(
+        logits >= logits.sort(descending=True).values[min(top_k or 5, 5) - 1], float("-inf")
+    )
     expected = (kept / temperature).softmax(-1)
     found = frequencies(logits, temperature, top_k=top_k)
     assert (found - expected).abs().max() < 0.015  # four standard deviations of a frequency of 1/2
@@ -133,7 +159,9 @@ def test_logits_that_are_not_finite_are_named(temperature, value):
     logits[2, 1] = value
     with pytest.raises(DivergedError, match="logits of the next token are not finite"):
         generate(Table(logits), [[0], [2]], 1, temperature=temperature)
-    assert [len(text) for text in generate(Table(logits), [[0], [1]], 1, temperature=temperature)] == [1, 1]
+    assert [
+        len(text) for text in generate(Table(logits), [[0], [1]], 1, temperature=temperature)
+    ] == [1, 1]
 
 
 KINDS = {
@@ -152,17 +180,25 @@ def recurrent(request):
 
 
 def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
-    """Prompts and continuations of any length, in double precision; a state holds no more for it, a cache does."""
+    """Prompts and continuations of any length, in double precision; a state holds no more for it, a
+    cache does.
+    """
     tokens = torch.randint(20, (2, 150), generator=torch.Generator().manual_seed(1))
     want = recurrent.hidden(tokens)
     count = recurrent.config.num_layers
     states, parts, start, sizes = States(count), [], 0, []
-    window = recurrent.config.window(1)  # the hybrids' softmax layer; its cache holds no more than the next token sees
+    window = recurrent.config.window(
+        1
+    )  # the hybrids' softmax layer; its cache holds no more than the next token sees
     seen = 150 if window is None else window[0]
     for stop in (1, 70, 71, 72, 150):
         states.read(torch.arange(start, stop)[None], torch.full((2,), stop))
-        parts.append(recurrent.hidden(tokens[:, start:stop], torch.arange(start, stop), states=states))
-        found = [state.numel() for state in states.layers if isinstance(state, torch.Tensor)]  # of linear attention
+        parts.append(
+            recurrent.hidden(tokens[:, start:stop], torch.arange(start, stop), states=states)
+        )
+        found = [
+            state.numel() for state in states.layers if isinstance(state, torch.Tensor)
+        ]  # of linear attention
         sizes = sizes or found
         assert sizes == found
         caches = [state for state in states.layers if isinstance(state, KVCache)]
@@ -173,7 +209,9 @@ def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
     states = States(count)
     states.read(torch.arange(1, 2)[None], torch.full((2,), 2))
     wrong = recurrent.hidden(tokens[:, 1:2], torch.arange(1, 2), states=states)
-    assert (wrong - want[:, 1:2]).norm() > 1e-3 * want[:, 1:2].norm()  # negative control: without what came before
+    assert (wrong - want[:, 1:2]).norm() > 1e-3 * want[
+        :, 1:2
+    ].norm()  # negative control: without what came before
 
 
 @pytest.mark.parametrize("scale", [1e200, float("nan")])
@@ -205,5 +243,7 @@ def test_prompts_of_any_length_are_written_on_as_each_alone(recurrent, llama):
     """States of linear attention see no padding."""
     prompts = [[1, 2, 3, 4, 5, 6, 7], [9], [3, 3, 8, 1, 1], [2, 19, 4]]
     for model in (recurrent, llama):
-        assert generate(model, prompts, 6) == [generate(model, [prompt], 6)[0] for prompt in prompts]
+        assert generate(model, prompts, 6) == [
+            generate(model, [prompt], 6)[0] for prompt in prompts
+        ]
     assert generate(llama, [], 6) == []

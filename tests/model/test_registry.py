@@ -17,7 +17,9 @@ LINEAR = [
     for config in (LLAMA, TIED, ODD)
 ]
 HYBRIDS = [
-    dataclasses.replace(LINEAR[index], num_layers=3, softmax_every=every) for index in (0, 1, 2) for every in (2, 3)
+    dataclasses.replace(LINEAR[index], num_layers=3, softmax_every=every)
+    for index in (0, 1, 2)
+    for every in (2, 3)
 ]
 KINDS = [LLAMA, TIED, ODD, *GPTS, *LINEAR, *HYBRIDS]
 
@@ -33,12 +35,20 @@ def test_number_of_parameters(config):
 
 
 def test_known_sizes():
-    """LLaMA-2-7B, LLaMA-3-8B and GPT-2 have 6,738,415,616, 8,030,261,248 and 124,439,808 on Hugging Face."""
+    """LLaMA-2-7B, LLaMA-3-8B and GPT-2 have 6,738,415,616, 8,030,261,248 and 124,439,808 on Hugging
+    Face.
+    """
     llama2 = model_config(
-        num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, vocab_size=32000
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=11008,
+        num_attention_heads=32,
+        vocab_size=32000,
     )
     assert num_parameters(llama2) == 6_738_415_616
-    llama3 = dataclasses.replace(llama2, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256)
+    llama3 = dataclasses.replace(
+        llama2, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256
+    )
     assert num_parameters(llama3) == 8_030_261_248
     gpt2 = model_config(
         model_type="gpt", num_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=50257,
@@ -49,9 +59,11 @@ def test_known_sizes():
 
 @pytest.mark.parametrize("config", KINDS)
 def test_flops_match_those_torch_counts(config):
-    """Attention written as matrix products, so that torch counts the full square, forward and backward.
+    """Attention written as matrix products, so that torch counts the full square, forward and
+    backward.
 
-    The recurrence, too: each token writes into the state, and reads from it. Each layer of a hybrid counts as its kind.
+    The recurrence, too: each token writes into the state, and reads from it. Each layer of a hybrid
+    counts as its kind.
     """
     sizes, softmax = [], []
 
@@ -94,7 +106,9 @@ def test_flops_of_windows_count_the_keys_that_are_seen(left, length):
 
 
 def test_sinks_are_counted_and_described():
-    config = dataclasses.replace(LLAMA, window_size="1023,0", window_attn_skip_freq="2", softmax_type="learnable")
+    config = dataclasses.replace(
+        LLAMA, window_size="1023,0", window_attn_skip_freq="2", softmax_type="learnable"
+    )
     heads = config.num_layers * config.num_attention_heads
     assert num_parameters(config) == num_parameters(LLAMA) + heads
     assert attention_title(config) == "1 of 2 layers see 1,023 tokens back, learnable softmax"

@@ -39,7 +39,9 @@ def test_equals_diffusers_step_by_step(objective, method):
     if method == "ddim":
         scheduler = diffusers.DDIMScheduler(**settings, set_alpha_to_one=True)
     else:
-        scheduler = diffusers.DDPMScheduler(**settings, variance_type="learned_range" if learned else "fixed_small")
+        scheduler = diffusers.DDPMScheduler(
+            **settings, variance_type="learned_range" if learned else "fixed_small"
+        )
     scheduler.set_timesteps(1000)
     start, denoise = drawn(*SHAPE), unruly(SHAPE[-1] * (2 if learned else 1))
     diffusion = Diffusion(DiffusionConfig(objective=objective), learned, channels=SHAPE[-1])
@@ -51,13 +53,22 @@ def test_equals_diffusers_step_by_step(objective, method):
             x = scheduler.step(output, time, x).prev_sample
         else:
             # It takes the channels, halves of dimension 1, and splits them there.
-            step = scheduler.step(output.transpose(1, 2), time, x.transpose(1, 2), generator=generator)
+            step = scheduler.step(
+                output.transpose(1, 2), time, x.transpose(1, 2), generator=generator
+            )
             x = step.prev_sample.transpose(1, 2)
             if time:
-                noise = torch.randn(SHAPE[0], SHAPE[2], SHAPE[1], generator=twin_generator, dtype=torch.float64)
+                noise = torch.randn(
+                    SHAPE[0], SHAPE[2], SHAPE[1], generator=twin_generator, dtype=torch.float64
+                )
                 noises[999 - time] = noise.transpose(1, 2)
     found = draw(
-        diffusion, denoise, start, steps=1000, method="ddim" if method == "ddim" else "ddpm", step_noise=noises.get
+        diffusion,
+        denoise,
+        start,
+        steps=1000,
+        method="ddim" if method == "ddim" else "ddpm",
+        step_noise=noises.get,
     )
     # Their tables are float32.
     torch.testing.assert_close(found, x, rtol=2e-3, atol=2e-3)
@@ -81,17 +92,32 @@ def test_a_perfect_model_gives_the_distribution_back(objective, method):
     diffusion, mean, std, steps = of(objective), 0.4, 0.3, 1000 if method == "ddpm" else 200
     start = drawn(4000, 1, 2)
     noises = lambda step: drawn(4000, 1, 2, seed=step + 1)  # noqa: E731
-    found = draw(diffusion, perfect(diffusion, mean, std), start, steps=steps, method=method, step_noise=noises)
-    # 8,000 values: standard errors of 0.0034 and 0.0024; over all times the smaller fixed variance is short by 1 %.
+    found = draw(
+        diffusion,
+        perfect(diffusion, mean, std),
+        start,
+        steps=steps,
+        method=method,
+        step_noise=noises,
+    )
+    # 8,000 values: standard errors of 0.0034 and 0.0024; over all times the smaller fixed variance
+    # is short by 1 %.
     assert found.mean().item() == pytest.approx(mean, abs=0.014)
     assert found.std().item() == pytest.approx(std, abs=0.012)
     if (objective, method) == ("ddpm", "ddim"):  # negative control
-        wrong = draw(diffusion, lambda x, times: 0.9 * perfect(diffusion, mean, std)(x, times), start, steps=steps)
+        wrong = draw(
+            diffusion,
+            lambda x, times: 0.9 * perfect(diffusion, mean, std)(x, times),
+            start,
+            steps=steps,
+        )
         assert abs(wrong.std().item() - std) > 0.02
 
 
 def test_perfect_variances_make_few_steps_exact():
-    """The step before is normal too; the smaller fixed variance leaves out what x_t does not say about the data."""
+    """The step before is normal too; the smaller fixed variance leaves out what x_t does not say
+    about the data.
+    """
     mean, std, steps = 0.4, 0.3, 20
     learned, fixed = of("ddpm", learn_sigma=True), of("ddpm")
     chosen = chosen_times(1000, steps)
@@ -108,11 +134,14 @@ def test_perfect_variances_make_few_steps_exact():
 
     def found(diffusion, model):
         noises = {step: drawn(8000, 1, 2, seed=step + 1) for step in range(steps)}
-        return draw(diffusion, model, drawn(8000, 1, 2), steps=steps, method="ddpm", step_noise=noises.get)
+        return draw(
+            diffusion, model, drawn(8000, 1, 2), steps=steps, method="ddpm", step_noise=noises.get
+        )
 
     exact = found(learned, denoise)
     assert exact.mean().item() == pytest.approx(mean, abs=0.01)
-    # All but the last step, which gives its mean, as in every implementation: hardly any noise is left there.
+    # All but the last step, which gives its mean, as in every implementation: hardly any noise is
+    # left there.
     assert exact.std().item() == pytest.approx(std, abs=0.008)
     assert found(fixed, perfect(fixed, mean, std)).std().item() < 0.25
 
@@ -144,7 +173,11 @@ def test_times_visited_are_those_of_the_original():
 def test_guidance_of_the_first_channels_is_the_original_s():
     """forward_with_cfg of the original's models.py, on pictures, for 3 of 4 channels."""
     diffusion = Diffusion(DiffusionConfig(), learn_sigma=True, channels=4)
-    x, labels, weight = drawn(2, 4, 16), torch.tensor([3, 5]), drawn(11, 8, seed=1)  # 4 patches of 2 x 2 places
+    x, labels, weight = (
+        drawn(2, 4, 16),
+        torch.tensor([3, 5]),
+        drawn(11, 8, seed=1),
+    )  # 4 patches of 2 x 2 places
 
     def picture(output, channels):
         """[B, 4, 4 * channels] -> [B, channels, 4, 4]; where a place lies does not matter here."""
@@ -152,11 +185,16 @@ def test_guidance_of_the_first_channels_is_the_original_s():
 
     def model(x, times, labels):
         places = x.unflatten(2, (4, 4))
-        return (torch.cat([places, places.square()], dim=-1) * weight[labels][:, None, None]).flatten(2)
+        return (
+            torch.cat([places, places.square()], dim=-1) * weight[labels][:, None, None]
+        ).flatten(2)
 
     def forward_with_cfg(x, scale):
         half = x[: len(x) // 2]
-        out = picture(model(torch.cat([half, half]), None, torch.cat([labels, torch.full_like(labels, 10)])), 8)
+        out = picture(
+            model(torch.cat([half, half]), None, torch.cat([labels, torch.full_like(labels, 10)])),
+            8,
+        )
         eps, rest = out[:, :3], out[:, 3:]
         cond_eps, uncond_eps = torch.split(eps, len(eps) // 2, dim=0)
         half_eps = uncond_eps + scale * (cond_eps - uncond_eps)
@@ -165,4 +203,6 @@ def test_guidance_of_the_first_channels_is_the_original_s():
     found = picture(guided(model, labels, 10, 4.0, diffusion, channels=3)(x, torch.zeros(2)), 8)
     torch.testing.assert_close(found, forward_with_cfg(torch.cat([x, x]), 4.0))
     whole = picture(guided(model, labels, 10, 4.0, diffusion)(x, torch.zeros(2)), 8)
-    assert (whole - found).abs().amax(dim=(0, 2, 3)).gt(0.01).tolist() == [False] * 3 + [True] + [False] * 4
+    assert (whole - found).abs().amax(dim=(0, 2, 3)).gt(0.01).tolist() == [False] * 3 + [True] + [
+        False
+    ] * 4

@@ -1,15 +1,17 @@
-"""Check 2 to 8 GPUs together under NCCL, in steps: links, every method, a pipeline with tied embeddings, other meshes
-against one GPU, a killed rank.
+"""Check 2 to 8 GPUs together under NCCL, in steps: links, every method, a pipeline with tied
+embeddings, other meshes against one GPU, a killed rank.
 
     make nccl-check
     make nccl-check ARGS="--device cpu --nproc 4"
 
 Each step is a process of its own, and its result is on the disk before the next begins, in
-bench/results/<device>-nccl-check-<processes>.jsonl. Exit status 1 where something is wrong, or where there are fewer
-than 2 GPUs (then nothing is written). With --device cpu the same steps are small and run under gloo, to try them.
+bench/results/<device>-nccl-check-<processes>.jsonl. Exit status 1 where something is wrong, or
+where there are fewer than 2 GPUs (then nothing is written). With --device cpu the same steps are
+small and run under gloo, to try them.
 
-Models are tiny and in float32: what is compared is what ranks send each other. Weights, losses, gradients and their
-norms of two steps must be those of one process, within the bounds of `make parity` on a CPU and ten times them on GPUs.
+Models are tiny and in float32: what is compared is what ranks send each other. Weights, losses,
+gradients and their norms of two steps must be those of one process, within the bounds of `make
+parity` on a CPU and ten times them on GPUs.
 """
 
 import json
@@ -41,7 +43,9 @@ from tools.parity.own import Run, merged
 BOUNDS = {"cuda": 10.0, "cpu": 1.0}
 """Times the bounds of `make parity`; a GPU adds up in other orders, by how much is not measured."""
 SECONDS_TO_END = {"cuda": 40.0, "cpu": 20.0}
-"""The other ranks' limit after a kill: those that wait for a GPU heed no SIGTERM, and torchrun kills them after 30."""
+"""The other ranks' limit after a kill: those that wait for a GPU heed no SIGTERM, and torchrun
+kills them after 30.
+"""
 FAILED = re.compile(r"^(?:\[rank\d+\]: *)?((?:[\w.]+Error|error|hung)\b.*)", re.M)
 Row = tuple[str, Case]
 """A kind of model, and its mesh."""
@@ -54,7 +58,11 @@ def links(processes: int, device: str, folder: Path) -> dict[str, Any]:
         raise UserError(reason(status, said))
     rows = json.loads((folder / LINKS).read_text())
     about: dict[str, Any] = {"nccl": list(torch.cuda.nccl.version())} if device == "cuda" else {}
-    about |= {"environment": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}}
+    about |= {
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith("NCCL_")
+        }
+    }
     return rows[-1] | about | {"gb_per_s": rows}
 
 
@@ -69,25 +77,40 @@ def methods(processes: int, device: str, folder: Path) -> dict[str, Any]:
 
 
 def pipeline(processes: int, device: str, folder: Path) -> dict[str, Any]:
-    """Train with a stage on every rank, the first and the last with the same embedding, by two schedules."""
+    """Train with a stage on every rank, the first and the last with the same embedding, by two
+    schedules.
+    """
     interleaved = Case(pp=processes, schedule="Interleaved1F1B", virtual=2)
     return compared(processes, device, folder, [("gpt", Case(pp=processes)), ("gpt", interleaved)])
 
 
 def meshes(processes: int, device: str, folder: Path) -> dict[str, Any]:
     """Train by the other dimensions, alone and two together."""
-    found = [Case(tp=processes), *(Case(dp=processes, mode=mode) for mode in ("zero3", "zero1", "ddp"))]
+    found = [
+        Case(tp=processes),
+        *(Case(dp=processes, mode=mode) for mode in ("zero3", "zero1", "ddp")),
+    ]
     if processes % 2 == 0 and processes > 2:
         half = processes // 2
-        found += [Case(tp=2, cp=half), Case(pp=2, cp=half), Case(pp=2, dp=half), Case(dp=2, cp=half)]
+        found += [
+            Case(tp=2, cp=half),
+            Case(pp=2, cp=half),
+            Case(pp=2, dp=half),
+            Case(dp=2, cp=half),
+        ]
     return compared(processes, device, folder, [("llama", case) for case in found])
 
 
 def compared(processes: int, device: str, folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
-    """Train every row, and one process for each kind of model; return how far apart they are, and which too far."""
+    """Train every row, and one process for each kind of model; return how far apart they are, and
+    which too far.
+    """
     prepare(Request(max_bytes=4 << 20), data := folder / "data", progress=False)
     alone = {kind: flags_of(kind, reference_of(kind), data, processes, device) for kind, _ in rows}
-    cases = {f"{kind}, {case.title}": flags_of(kind, case, data, processes, device) for kind, case in rows}
+    cases = {
+        f"{kind}, {case.title}": flags_of(kind, case, data, processes, device)
+        for kind, case in rows
+    }
     want, got = trained(1, alone, folder), trained(processes, cases, folder)
     figures, wrong = dict[str, dict[str, float]](), list[str]()
     for (kind, _), (name, run) in zip(rows, got.items(), strict=True):
@@ -98,26 +121,42 @@ def compared(processes: int, device: str, folder: Path, rows: Sequence[Row]) -> 
             wrong.append(f"{name}: {run}")
             continue
         row = compare(run, reference)
-        figures[name] = {field: getattr(row, field) for field in ("loss", "norm", "gradients", "seconds")}
+        figures[name] = {
+            field: getattr(row, field) for field in ("loss", "norm", "gradients", "seconds")
+        }
         if not row.holds(BOUNDS[device]):
             wrong.append(f"{name}: {row.cells}")
-    worst = {field: max((row[field] for row in figures.values()), default=None) for field in ("loss", "gradients")}
+    worst = {
+        field: max((row[field] for row in figures.values()), default=None)
+        for field in ("loss", "gradients")
+    }
     return {"cases": len(rows), **worst, "rows": figures, "wrong": wrong}
 
 
 def flags_of(kind: str, case: Case, data: Path, processes: int, device: str) -> list[str]:
-    """Return the command line of two steps; heads, layers and micro-batches can be shared by all processes."""
+    """Return the command line of two steps; heads, layers and micro-batches can be shared by all
+    processes.
+    """
     sizes = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 2, "global-batch-size": 2}
     sizes |= {"num-query-groups": 1} if kind == "llama" else {}
     more = [word for name, each in sizes.items() for word in (f"--{name}", str(each * processes))]
     # a minute and not ten until a collective that hangs is an error
     if device == "cuda" and kind not in LINEAR and case.method != "none":
         more += ["--attention-backend", "reference"]  # the kernels take 16 bits alone
-    return [*parity_flags(kind, case, data, 2), *more, "--device", device, "--distributed-timeout-minutes", "1"]
+    return [
+        *parity_flags(kind, case, data, 2),
+        *more,
+        "--device",
+        device,
+        "--distributed-timeout-minutes",
+        "1",
+    ]
 
 
 def trained(processes: int, cases: dict[str, list[str]], folder: Path) -> dict[str, Run | str]:
-    """Train cases one after another; return a run of each, or why there is none. After a failure all start anew."""
+    """Train cases one after another; return a run of each, or why there is none. After a failure
+    all start anew.
+    """
     found: dict[str, Run | str] = {}
     while left := {name: flags for name, flags in cases.items() if name not in found}:
         (folder / CASES).write_text(json.dumps(left))
@@ -141,7 +180,14 @@ def killed(processes: int, device: str, folder: Path) -> dict[str, Any]:
     """Kill a training rank: it is named, the others end within seconds, and no process is left."""
     prepare(Request(max_bytes=4 << 20), data := folder / "data", progress=False)
     struck, last = folder / "struck", processes - 1
-    plan = {"hook": "random", "rank": last, "nth": 3, "when": "before", "whom": "rank", "signal": int(signal.SIGKILL)}
+    plan = {
+        "hook": "random",
+        "rank": last,
+        "nth": 3,
+        "when": "before",
+        "whom": "rank",
+        "signal": int(signal.SIGKILL),
+    }
     os.environ[PLAN] = json.dumps(plan | {"async": False, "note": str(struck)})
     flags = flags_of("llama", Case(cp=processes), data, processes, device)
     status, said = launched(processes, "-m", "tests.chaos.victim", *flags, "--train-iters", "1000")
@@ -166,7 +212,9 @@ def processes_of(device: str, wanted: int | None) -> int:
     """Return how many processes check; raise UserError unless there are 2 to 8, and a GPU for each."""
     there = torch.cuda.device_count() if device == "cuda" else 8
     if there < 2:
-        raise UserError(f"nccl-check needs 2 to 8 CUDA GPUs, and torch sees {there} here; nothing was written")
+        raise UserError(
+            f"nccl-check needs 2 to 8 CUDA GPUs, and torch sees {there} here; nothing was written"
+        )
     found = wanted or (min(there, 8) if device == "cuda" else 2)
     if not 2 <= found <= min(there, 8):
         raise UserError(f"nproc is {found}; it must be from 2 to {min(there, 8)}")
@@ -177,11 +225,17 @@ def processes_of(device: str, wanted: int | None) -> int:
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m tests.nccl", __doc__)
-    parser.add_argument("--nproc", type=positive, metavar="N", help="processes (default: one for each GPU, 2 on a CPU)")
+    parser.add_argument(
+        "--nproc",
+        type=positive,
+        metavar="N",
+        help="processes (default: one for each GPU, 2 on a CPU)",
+    )
     args = asked(parser, [step.__name__ for step in STEPS], argv)
     processes = processes_of(args.device, args.nproc)
     steps = {
-        step.__name__: Step(update_wrapper(partial(step, processes), step), limit) for step, limit in STEPS.items()
+        step.__name__: Step(update_wrapper(partial(step, processes), step), limit)
+        for step, limit in STEPS.items()
     }
     check("tests.nccl", f"nccl-check-{processes}", args, steps, "--nproc", str(processes))
 

@@ -26,7 +26,9 @@ def result(folder: Path, name: str, rank: int) -> Path:
 
 
 def train_cases(folder: Path) -> None:
-    """Train by the flags of each case, one after the other; a rank's findings are on the disk before the next."""
+    """Train by the flags of each case, one after the other; a rank's findings are on the disk
+    before the next.
+    """
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     for name, flags in json.loads((folder / CASES).read_text()).items():
         found, path = train_masked(rank, size, flags), result(folder, name, rank)
@@ -37,12 +39,16 @@ def train_cases(folder: Path) -> None:
 
 
 def measure_links(folder: Path, device: str) -> None:
-    """Write GB/s of every size: what a rank sends to the next one, and nccl-tests' bus bandwidth of collectives."""
+    """Write GB/s of every size: what a rank sends to the next one, and nccl-tests' bus bandwidth of
+    collectives.
+    """
     rows = []
     with distributed_mesh(MeshConfig(device=device)) as mesh:  # type: ignore[arg-type]
         rank, ranks = dist.get_rank(), dist.get_world_size()
         for size in SIZES[device]:
-            seconds = exchange_seconds(mesh.device, [(rank + step) % ranks for step in (1, -1)], size)
+            seconds = exchange_seconds(
+                mesh.device, [(rank + step) % ranks for step in (1, -1)], size
+            )
             row: dict[str, Any] = {"bytes": size, "ring": size / seconds / 1e9}
             for name, (times, step) in _collectives(mesh.device, size, ranks).items():
                 seconds = slowest(step, device, PROBES)
@@ -54,8 +60,12 @@ def measure_links(folder: Path, device: str) -> None:
         (folder / LINKS).write_text(json.dumps(rows))
 
 
-def _collectives(device: torch.device, size: int, ranks: int) -> dict[str, tuple[int, Callable[[], Any]]]:
-    """Return each collective of ``size`` bytes, and how often a ring passes each rank's part of them on."""
+def _collectives(
+    device: torch.device, size: int, ranks: int
+) -> dict[str, tuple[int, Callable[[], Any]]]:
+    """Return each collective of ``size`` bytes, and how often a ring passes each rank's part of
+    them on.
+    """
     whole = torch.zeros(size // 4 // ranks * ranks, device=device)
     other, part = torch.empty_like(whole), whole[: len(whole) // ranks].clone()
     return {

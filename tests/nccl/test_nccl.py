@@ -22,8 +22,14 @@ ROWS = [("llama", Case(cp=2, method=name)) for name in ("ring", "zigzag")]
 
 
 def found(gradient=0.25):
-    records = [{"iteration": n, "lm_loss": 8.0, "grad_norm": 1.0, "iteration_time_ms": 1.0} for n in (1, 2)]
-    tensors = {"initial": torch.ones(2), "gradients": torch.tensor([gradient]), "final": torch.ones(2)}
+    records = [
+        {"iteration": n, "lm_loss": 8.0, "grad_norm": 1.0, "iteration_time_ms": 1.0} for n in (1, 2)
+    ]
+    tensors = {
+        "initial": torch.ones(2),
+        "gradients": torch.tensor([gradient]),
+        "final": torch.ones(2),
+    }
     return RankResult(records, {name: {"weight": value} for name, value in tensors.items()})
 
 
@@ -70,7 +76,10 @@ def test_after_a_failure_the_other_cases_are_trained(tmp_path, monkeypatch):
             for rank in range(processes - (name == "bad")):
                 torch.save(found(), result(tmp_path, name, rank))
             if name == "bad":
-                return 1, "[rank1]: torch.distributed.DistBackendError: NCCL error\nChildFailedError: \n"
+                return (
+                    1,
+                    "[rank1]: torch.distributed.DistBackendError: NCCL error\nChildFailedError: \n",
+                )
         return 0, ""
 
     monkeypatch.setattr(nccl, "launched", launched)
@@ -92,14 +101,20 @@ def test_a_rank_that_is_not_killed_or_not_named_is_wrong(struck, tmp_path, monke
     monkeypatch.setenv(nccl.PLAN, "")
     monkeypatch.setattr(nccl, "launched", launched)
     unstruck = "no rank came to the step where it is killed: error: no such flag"
-    assert nccl.killed(2, "cpu", tmp_path)["wrong"] == ["the killed rank 1 is not named" if struck else unstruck]
+    assert nccl.killed(2, "cpu", tmp_path)["wrong"] == [
+        "the killed rank 1 is not named" if struck else unstruck
+    ]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_flags_suit_the_device(device):
     rows = [("llama", Case(cp=2, method=method)) for method in METHODS]
     rows += [("transnormer", Case(cp=2, method=method)) for method in LINEAR_METHODS]
-    for kind, case in (*rows, ("llama", reference_of("llama")), ("transnormer", reference_of("transnormer"))):
+    for kind, case in (
+        *rows,
+        ("llama", reference_of("llama")),
+        ("transnormer", reference_of("transnormer")),
+    ):
         config = parse_args(nccl.flags_of(kind, case, Path("data"), 2, device))
         validate(config, case.ranks)
         if kind == "llama" and case.method != "none":
@@ -112,7 +127,9 @@ def test_the_flags_suit_the_device(device):
 def test_every_step_runs_under_gloo(tmp_path, capsys):
     assert nccl.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
     ends = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" s)")]
-    assert [line.split(",")[0] for line in ends] == [f"{step.__name__}: right" for step in nccl.STEPS]
+    assert [line.split(",")[0] for line in ends] == [
+        f"{step.__name__}: right" for step in nccl.STEPS
+    ]
     (path,) = tmp_path.iterdir()
     assert path.name.endswith("-nccl-check-2.jsonl")
     steps = read_records(path)["steps"]

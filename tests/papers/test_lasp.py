@@ -1,4 +1,6 @@
-"""LASP's tables: what is out of memory, longest sequences, counted bytes; of convergence what is run and kept."""
+"""LASP's tables: what is out of memory, longest sequences, counted bytes; of convergence what is
+run and kept.
+"""
 
 from pathlib import Path
 
@@ -10,9 +12,13 @@ from train.config.language import parse_args, validate
 
 
 def above_floor(found, backend):
-    """Return the rows of a backend that hold more than the least that the paper has for as many GPUs."""
+    """Return the rows of a backend that hold more than the least that the paper has for as many
+    GPUs.
+    """
     own = [row for row in found if row.of["backend"] == backend and row.difference]
-    held = {row.of["gpus"]: row.published["gb"] for row in reversed(own)}  # the shortest is the first
+    held = {
+        row.of["gpus"]: row.published["gb"] for row in reversed(own)
+    }  # the shortest is the first
     return [row for row in own if row.published["gb"] != held[row.of["gpus"]]]
 
 
@@ -21,7 +27,10 @@ def test_out_of_memory_and_memory_above_the_floor_are_predicted():
     for backend in ("DDP", "FSDP"):
         own = [row for row in rows if row.of["backend"] == backend]
         assert len(own) == 48
-        assert sum((row.published["gb"] == "OOM") == (row.analytic["gb"] == "OOM") for row in own) == 48
+        assert (
+            sum((row.published["gb"] == "OOM") == (row.analytic["gb"] == "OOM") for row in own)
+            == 48
+        )
         above = above_floor(rows, backend)
         assert len(above) == {"DDP": 16, "FSDP": 17}[backend]
         assert max(abs(row.difference["gb"]) for row in above) < 0.15
@@ -30,7 +39,12 @@ def test_out_of_memory_and_memory_above_the_floor_are_predicted():
 
 def test_longest_sequences_hold_where_the_paper_agrees_with_itself():
     off = {str(row.of["method"]): abs(row.difference["ktokens"]) for row in lasp.ablation()}
-    assert [name for name, size in off.items() if size > 0.25] == ["DDP", "DDP+LASP", "FSDP", "FSDP+LASP"]
+    assert [name for name, size in off.items() if size > 0.25] == [
+        "DDP",
+        "DDP+LASP",
+        "FSDP",
+        "FSDP+LASP",
+    ]
     assert max(size for name, size in off.items() if "AC" in name) < 0.1
 
 
@@ -71,15 +85,26 @@ def test_every_run_is_one_that_the_entry_takes():
         (4.00001, 4.1, []),
     ],
 )
-def test_a_loss_outside_the_bound_and_a_control_that_is_no_further_off_are_named(lasp, dropped, wrong):
+def test_a_loss_outside_the_bound_and_a_control_that_is_no_further_off_are_named(
+    lasp, dropped, wrong
+):
     last = {"without": 4.0, "lasp": lasp} | ({"dropped": dropped} if dropped else {})
-    runs = {f"transnormer/ddp/{way}": convergence.figures([5.0, loss]) for way, loss in last.items()}
+    runs = {
+        f"transnormer/ddp/{way}": convergence.figures([5.0, loss]) for way, loss in last.items()
+    }
     assert convergence.compared({"runs": runs})[1] == wrong
 
 
 @pytest.mark.slow
 def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
-    flags = ["--rows", "transnormer/zero1", "--iterations", "3", "--results", str(tmp_path / "results")]
+    flags = [
+        "--rows",
+        "transnormer/zero1",
+        "--iterations",
+        "3",
+        "--results",
+        str(tmp_path / "results"),
+    ]
     assert convergence.main([*flags, "--data", str(tmp_path / "stdlib")]) == 0
     assert "transnormer/zero1               lasp" in capsys.readouterr().out
     path = tmp_path / "results" / "lasp_convergence.jsonl"
@@ -97,5 +122,7 @@ def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
 
 def test_the_committed_runs_are_all_and_within_the_bound():
     kept = convergence.read_runs(convergence.RESULTS)
-    assert len(kept["runs"]) == len(convergence.ROWS) * len(convergence.WAYS) + len(convergence.MODELS)
+    assert len(kept["runs"]) == len(convergence.ROWS) * len(convergence.WAYS) + len(
+        convergence.MODELS
+    )
     assert convergence.compared(kept)[1] == []

@@ -1,4 +1,6 @@
-"""Published runs: the rule that splits them, how far off the planner is on the others; and UPipe's longest lengths."""
+"""Published runs: the rule that splits them, how far off the planner is on the others; and UPipe's
+longest lengths.
+"""
 
 from statistics import median
 
@@ -24,7 +26,12 @@ def test_configurations_of_a_source_take_turns_in_the_two_halves():
     for row in rows.published("public_runs"):
         if row["half"] == records.APART:
             continue
-        group = (row["source"].split("/")[1], row["cluster"], row["kernel"], "--compile" in row["flags"])
+        group = (
+            row["source"].split("/")[1],
+            row["cluster"],
+            row["kernel"],
+            "--compile" in row["flags"],
+        )
         configuration = tuple(row[name] for name in ("model", "gpus", "tokens", "flags"))
         others = turns.setdefault(group, [])
         if configuration not in others:
@@ -51,9 +58,14 @@ def test_a_cluster_says_how_far_off_its_rows_are(path):
 
 def test_another_kernel_would_be_far_off():
     row = next(
-        row for row in rows.published("public_runs") if row["kernel"] == "flash_attn" and row["model"] == "qwen3_8b"
+        row
+        for row in rows.published("public_runs")
+        if row["kernel"] == "flash_attn" and row["model"] == "qwen3_8b"
     )
-    as_published, other = records.prediction(row)[0], records.prediction({**row, "kernel": "cudnn"})[0]
+    as_published, other = (
+        records.prediction(row)[0],
+        records.prediction({**row, "kernel": "cudnn"})[0],
+    )
     assert as_published == pytest.approx(606, rel=0.02)
     assert other < 0.65 * as_published
 
@@ -66,6 +78,8 @@ def test_every_length_is_predicted_to_fit():
 
 def test_stages_save_more_where_a_rank_has_more_kv_heads():
     work, tokens = step_of("llama3_8b"), 5 << 20
-    saved = [records.gb(work, gpus, tokens, 1) - records.gb(work, gpus, tokens, 4) for gpus in (8, 4, 2)]
+    saved = [
+        records.gb(work, gpus, tokens, 1) - records.gb(work, gpus, tokens, 4) for gpus in (8, 4, 2)
+    ]
     assert saved[0] < 0 < saved[2]
     assert saved[0] < saved[1] < saved[2]

@@ -1,4 +1,6 @@
-"""Ring Attention's tables: minimal blocks as printed, FLOPs by the registry's count, every longest context."""
+"""Ring Attention's tables: minimal blocks as printed, FLOPs by the registry's count, every longest
+context.
+"""
 
 import pytest
 
@@ -11,7 +13,9 @@ def test_minimal_blocks_are_as_printed_but_one():
     found = {str(row.of["device"]): row for row in ring.minimal_blocks()}
     assert len(found) == 5
     wrong = [name for name, row in found.items() if row.published != row.analytic]
-    assert wrong == ["A100 InfiniBand"]  # 312 TF / 12.5 GB/s is 24.96 thousand tokens, where 24.5 is printed
+    assert wrong == [
+        "A100 InfiniBand"
+    ]  # 312 TF / 12.5 GB/s is 24.96 thousand tokens, where 24.5 is printed
     assert found[wrong[0]].analytic == {"block": 25.0, "sequence": 149.8}
     assert max(found[wrong[0]].difference.values()) < 0.021
 
@@ -43,7 +47,9 @@ def test_every_longest_context_is_within_a_factor_of_two():
     assert len(rows) == 13
     for column in ("ring_attention", "blockwise_attention_and_ffn"):
         assert [row.of for row in rows if not -0.5 <= row.difference[column] <= 1] == []
-    assert ring.longest("7B", "ring_attention", 8, 40.0) < ring.longest("7B", "ring_attention", 8, 80.0)
+    assert ring.longest("7B", "ring_attention", 8, 40.0) < ring.longest(
+        "7B", "ring_attention", 8, 80.0
+    )
     assert ring.longest("13B", "ring_attention", 8, 16.0) == 0  # not even its weights
 
 
@@ -55,6 +61,11 @@ def test_longer_contexts_of_trajectories_need_the_ring():
         if mean != "oom":
             assert sum(row[column] for row in tasks) / 6 == pytest.approx(mean, abs=0.0051)
     seconds, memory, fits = (row.analytic for row in found[7:10])
-    assert memory["AT + RA 128"] < memory["AT + BPT 32"] < memory["AT + ME 32"] < memory["AT + BPT 128"]
+    assert (
+        memory["AT + RA 128"]
+        < memory["AT + BPT 32"]
+        < memory["AT + ME 32"]
+        < memory["AT + BPT 128"]
+    )
     assert fits == {"AT + ME 32": 24, "AT + BPT 32": 24, "AT + BPT 128": 80, "AT + RA 128": 16}
     assert seconds["AT + ME 32"] == seconds["AT + BPT 32"] < seconds["AT + RA 128"]

@@ -1,4 +1,6 @@
-"""Tables row by row: differences, columns, files, and what the commands say of a wrong or unmeasurable table."""
+"""Tables row by row: differences, columns, files, and what the commands say of a wrong or
+unmeasurable table.
+"""
 
 from dataclasses import replace
 
@@ -25,16 +27,27 @@ def test_what_is_published_and_predicted_is_compared():
 
 @pytest.mark.parametrize("models", [2, 12])
 def test_no_two_lines_of_a_picture_have_one_colour(models):
-    labels = [(card, model, tokens) for card in "AB" for model in range(models) for tokens in (1, 2)]
+    labels = [
+        (card, model, tokens) for card in "AB" for model in range(models) for tokens in (1, 2)
+    ]
     rows = [
-        Row({"card": card, "model": f"{model}B", "tokens": tokens}, {"time": 1.0}, {"time": 2.0, "hidden": 3.0}, "")
+        Row(
+            {"card": card, "model": f"{model}B", "tokens": tokens},
+            {"time": 1.0},
+            {"time": 2.0, "hidden": 3.0},
+            "",
+        )
         for card, model, tokens in labels
     ]
     figures = {"time": "time", "-": "hidden"}
     curves = {"x": "tokens", "figures": figures, "panel": "card", "curve": "model", "label": "s"}
     for axes in draw(curves, rows).axes:
         lines = [line for line in axes.get_lines() if line.get_linestyle() == "-"]
-        assert len({line.get_color() for line in lines}) == len({line.get_label() for line in lines}) == 2 * models
+        assert (
+            len({line.get_color() for line in lines})
+            == len({line.get_label() for line in lines})
+            == 2 * models
+        )
 
 
 def test_files_are_written_and_what_cannot_be_measured_is_said(tmp_path, capsys):
@@ -57,7 +70,9 @@ OLD = "0123abc, 2026-01-02"
         ("149.6", {"block": 2.0}, "measured figures that are not there now, kept", True),
     ],
 )
-def test_equal_files_and_those_with_more_measured_figures_stay(tmp_path, capsys, printed, measured, said, stays):
+def test_equal_files_and_those_with_more_measured_figures_stay(
+    tmp_path, capsys, printed, measured, said, stays
+):
     sheet = sheets_of("ring", ring.TABLES)[1]["minimal_block"]
     rows = list(sheet.rows())
     before = as_csv([replace(rows[0], measured=measured), *rows[1:]], OLD).replace("149.5", printed)
@@ -66,7 +81,10 @@ def test_equal_files_and_those_with_more_measured_figures_stay(tmp_path, capsys,
     after = (tmp_path / "one.csv").read_text()
     assert f"one.csv was made by {OLD}: {said}" in capsys.readouterr().err
     assert (after == before) == (made_by(after) == OLD) == stays
-    others = [rows[0], *(replace(row, measured={"other": 3.0}) for row in rows[1:])]  # more, but not that one
+    others = [
+        rows[0],
+        *(replace(row, measured={"other": 3.0}) for row in rows[1:]),
+    ]  # more, but not that one
     write(tmp_path / "one", sheet, others)
     assert ((tmp_path / "one.csv").read_text() == before) == bool(measured)
 

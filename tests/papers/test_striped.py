@@ -1,4 +1,6 @@
-"""Striped Attention's speed-ups: every printed maximum, the tiles of the paper, the planner's exact work."""
+"""Striped Attention's speed-ups: every printed maximum, the tiles of the paper, the planner's exact
+work.
+"""
 
 import pytest
 
@@ -15,7 +17,9 @@ def test_every_printed_maximum_is_ours():
         shape = striped.model(row["model"]), ranks, tokens // ranks
         on_gpu = row["hardware"].startswith("A100")
         assert f"{striped.speedup(*shape, on_gpu):.2f}" == row["theoretical_max_speedup"], row
-        other = striped.speedup(*shape, not on_gpu)  # the other device's cost of an attention's operation
+        other = striped.speedup(
+            *shape, not on_gpu
+        )  # the other device's cost of an attention's operation
         assert f"{other:.2f}" != row["theoretical_max_speedup"] or other > 1.8, row
 
 

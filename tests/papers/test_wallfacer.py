@@ -1,4 +1,6 @@
-"""WallFacer's volumes and peaks as printed, counted bytes as planned, and the paper's best team in every setting."""
+"""WallFacer's volumes and peaks as printed, counted bytes as planned, and the paper's best team in
+every setting.
+"""
 
 import pytest
 
@@ -12,15 +14,25 @@ from tests.bench.link.test_link import permitted
 def test_the_worked_example_is_as_printed():
     found = wallfacer.volumes()
     assert [row.published["gib"] for row in found] == [1.625, 0.152, 0.406, 0.558]
-    assert [round(float(row.analytic["gib"] or 0), 3) for row in found] == [1.625, 0.152, 0.406, 0.559]
+    assert [round(float(row.analytic["gib"] or 0), 3) for row in found] == [
+        1.625,
+        0.152,
+        0.406,
+        0.559,
+    ]
     assert max(abs(row.difference["gib"]) for row in found) < 0.003
-    assert [(row.published, row.analytic) for row in wallfacer.memory()] == [({"a": 68},) * 2, ({"a": 77},) * 2]
+    assert [(row.published, row.analytic) for row in wallfacer.memory()] == [
+        ({"a": 68},) * 2,
+        ({"a": 77},) * 2,
+    ]
 
 
 def test_real_ranks_send_what_is_planned():
     cases = [("wallfacer", {"team_size": team}, False) for team in (1, 2)]
     found = run_ranks(wallfacer.count, 4, cases)[1]
-    plans = [make_plan("wallfacer", seq_len=wallfacer.TOKENS, size=4, team_size=team) for team in (1, 2)]
+    plans = [
+        make_plan("wallfacer", seq_len=wallfacer.TOKENS, size=4, team_size=team) for team in (1, 2)
+    ]
     assert found == [wallfacer.planned(plan, wallfacer.HEADS, wallfacer.WIDTH) for plan in plans]
     ring = wallfacer.volumes_of(wallfacer.TOKENS, wallfacer.HEADS * wallfacer.WIDTH, 4, 1)[0]
     assert found[0] == (ring * 3 / 4, 0)
@@ -36,8 +48,12 @@ def test_the_papers_team_wins_in_every_setting_of_its_a100_clusters(gains):
     assert len(known) == 8
     assert [row.analytic["team"] for row in known] == [row.published["team"] for row in known]
     assert min(float(row.analytic["gain_percent"] or 0) for row in known) > 19
-    for row in known:  # what hides sends leaves less to gain, but where a ring is nothing but sends, as on 64 H100
-        assert float(row.analytic["gain_hidden_percent"] or 0) < float(row.analytic["gain_percent"] or 0)
+    for row in (
+        known
+    ):  # what hides sends leaves less to gain, but where a ring is nothing but sends, as on 64 H100
+        assert float(row.analytic["gain_hidden_percent"] or 0) < float(
+            row.analytic["gain_percent"] or 0
+        )
 
 
 def test_gains_on_links_are_predicted():
@@ -71,5 +87,10 @@ def test_a_gain_is_measured_on_a_link(model, monkeypatch):
 
 def test_supported_lengths_are_the_published_ones_but_one():
     found = wallfacer.supported()
-    wrong = [(row.of, way) for row in found for way in row.published if row.published[way] != row.analytic[way]]
+    wrong = [
+        (row.of, way)
+        for row in found
+        for way in row.published
+        if row.published[way] != row.analytic[way]
+    ]
     assert wrong == [({"model": "7B", "ktokens": 512}, "ring_attention")]

@@ -1,4 +1,6 @@
-"""A small model on any mesh of data, context and tensor parallel ranks, and one step of it, for the tests of these."""
+"""A small model on any mesh of data, context and tensor parallel ranks, and one step of it, for the
+tests of these.
+"""
 
 from dataclasses import dataclass
 
@@ -26,13 +28,13 @@ from parallel.tensor.split import split_model
 from planner.choice import with_layout
 from tests.model.models import model_config
 from tests.parallel.tiny import equal, gradients_of, weights_of
-from train.attention import context_of
 from train.config.entries import Config, TrainConfig
+from train.context_attention import context_of
 from train.objectives.language import NextToken
 
 LOSS, GRADIENT = 2e-6, 3e-7
-"""Bounds of a step's differences from one process: float32 rounds a gradient near 1 by 6e-8, on every processor in
-another order of sums. Negative controls are 100 times these and more."""
+"""Bounds of a step's differences from one process: float32 rounds a gradient near 1 by 6e-8, on
+every processor in another order of sums. Negative controls are 100 times these and more."""
 ZERO3 = DataParallelConfig()
 SEED, BATCH, LENGTH = 3, 4, 17
 VOCABULARY = 37
@@ -55,7 +57,9 @@ def mesh_config(tp=1, cp=1):
 
 
 def weight_of(model_config, name, shape, part=()):
-    """Initial weights, but for biases, sinks and adapters, which near 0 would hide what is done with them."""
+    """Initial weights, but for biases, sinks and adapters, which near 0 would hide what is done
+    with them.
+    """
     if name.endswith(("bias", "lora_B.weight")):
         return normal(model_config.init_method_std)(Beginning(name, shape, SEED, part))
     weight = initial_weight(model_config, name, shape, SEED, part)
@@ -71,7 +75,16 @@ def plain(model_config, attend=sdpa):
     return model
 
 
-def build(mesh, model_config, recompute=PLAIN, data_parallel=ZERO3, method="zigzag", hybrid=RING, *, bf16=False):
+def build(
+    mesh,
+    model_config,
+    recompute=PLAIN,
+    data_parallel=ZERO3,
+    method="zigzag",
+    hybrid=RING,
+    *,
+    bf16=False,
+):
     """As the entry script does."""
     cp, attend = context(mesh, model_config, method, hybrid)
     with torch.device("meta"):
@@ -80,12 +93,16 @@ def build(mesh, model_config, recompute=PLAIN, data_parallel=ZERO3, method="zigz
     recompute_layers(model.layers, recompute)
     sharding = sharding_mesh(mesh.dp_cp, data_parallel)
     shard_model(model, model.layers, sharding, bf16=bf16, strategy=data_parallel.strategy)
-    init_parameters(model, mesh.device, lambda name, shape, part: weight_of(model_config, name, shape, part))
+    init_parameters(
+        model, mesh.device, lambda name, shape, part: weight_of(model_config, name, shape, part)
+    )
     return model, cp
 
 
 def context(mesh, model_config, method, hybrid=RING):
-    """The context-parallel dimension and the attention of the model; ``hybrid`` is for its softmax layers, if any."""
+    """The context-parallel dimension and the attention of the model; ``hybrid`` is for its softmax
+    layers, if any.
+    """
     group = mesh.cp.get_group()
     if model_config.softmax_period is not None:
         run = Config(
@@ -102,7 +119,9 @@ def context(mesh, model_config, method, hybrid=RING):
 
 def data():
     """Tokens and labels [B, S]; the sequences carry unequal numbers of labels."""
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(SEED))
+    tokens = torch.randint(
+        VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(SEED)
+    )
     labels = tokens[:, 1:].clone()
     for row in range(BATCH):
         labels[row, LENGTH - 5 * row :] = -100
@@ -144,7 +163,9 @@ def split_step(
     hybrid=RING,
     bf16=False,
 ):
-    """The same on this mesh; ``local_mean`` divides by this rank's own number of labels, which is wrong."""
+    """The same on this mesh; ``local_mean`` divides by this rank's own number of labels, which is
+    wrong.
+    """
     model, cp = build(mesh, model_config, recompute, data_parallel, method, hybrid, bf16=bf16)
     weights = weights_of(model)
     tokens, labels = own_batch(mesh, cp)
@@ -168,7 +189,9 @@ def partly_redistributed(redistribute):
 
     def redistributed(tensor, *args, placements, **kwargs):
         if tensor.placements == (Partial(),) and tuple(placements) == (Replicate(),):
-            return DTensor.from_local(tensor.to_local(), tensor.device_mesh, placements, run_check=False)
+            return DTensor.from_local(
+                tensor.to_local(), tensor.device_mesh, placements, run_check=False
+            )
         return redistribute(tensor, *args, placements=placements, **kwargs)
 
     return redistributed
@@ -177,7 +200,9 @@ def partly_redistributed(redistribute):
 def difference(got, want):
     """Largest difference of any element of any gradient."""
     assert got.gradients.keys() == want.gradients.keys()
-    return max((got.gradients[name] - want.gradients[name]).abs().max().item() for name in want.gradients)
+    return max(
+        (got.gradients[name] - want.gradients[name]).abs().max().item() for name in want.gradients
+    )
 
 
 def check_step(got, want, case=None, bound=GRADIENT):

@@ -1,4 +1,6 @@
-"""Streams and memory of a device that is not there: who waits for whom, and which uses of memory could race."""
+"""Streams and memory of a device that is not there: who waits for whom, and which uses of memory
+could race.
+"""
 
 import gc
 import weakref
@@ -31,10 +33,11 @@ class Stream:
 
 
 class Device(TorchDispatchMode):
-    """A device module's streams, of which each operator runs on the current one at once; it notes what could race.
+    """A device module's streams, of which each operator runs on the current one at once; it notes
+    what could race.
 
-    Two uses of memory, one of which writes, must be ordered by events. What is freed the computation may write again.
-    It has nothing that the host could wait for.
+    Two uses of memory, one of which writes, must be ordered by events. What is freed the
+    computation may write again. It has nothing that the host could wait for.
     """
 
     def __init__(self, dropped=None):
@@ -80,11 +83,16 @@ class Device(TorchDispatchMode):
         self.log.append((stream.name, func.name()))
         if stream is not self.compute and func.name() == "aten::copy_":
             assert args[2], "a copy for which the host waits"
-        given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(func._schema.arguments)]
+        given = [
+            (a, args[i] if i < len(args) else kwargs.get(a.name))
+            for i, a in enumerate(func._schema.arguments)
+        ]
         read, written = set[int](), set[int]()
         for argument, value in given:
             writes = argument.alias_info is not None and argument.alias_info.is_write
-            (written if writes else read).update(self._place(x) for x in tree_leaves(value) if isinstance(x, Tensor))
+            (written if writes else read).update(
+                self._place(x) for x in tree_leaves(value) if isinstance(x, Tensor)
+            )
         fresh = {self._place(x) for x in tree_leaves(out) if isinstance(x, Tensor)} - read - written
         for place in () if func.is_view else read:
             self._use(place, stream, False, "reads")

@@ -11,7 +11,15 @@ from parallel.pipeline.stages import PipelineConfig
 from parallel.recompute import RecomputeConfig
 from parallel.tensor import split
 
-ORDER = ["build", "keep", "split_model", "float8", "compile_layers", "recompute_layers", "shard_model"]
+ORDER = [
+    "build",
+    "keep",
+    "split_model",
+    "float8",
+    "compile_layers",
+    "recompute_layers",
+    "shard_model",
+]
 ORDER += ["init_parameters"]
 STEPS_OF_LAYERS = ("float8", "compile_layers", "recompute_layers")
 LAYERS = 8
@@ -44,7 +52,9 @@ def arranged(steps, *, compiled):
 
     config = SimpleNamespace(
         model=SimpleNamespace(num_layers=LAYERS),
-        pipeline=PipelineConfig(pipeline_schedule="Interleaved1F1B", num_virtual_stages_per_pipeline_rank=2),
+        pipeline=PipelineConfig(
+            pipeline_schedule="Interleaved1F1B", num_virtual_stages_per_pipeline_rank=2
+        ),
         data_parallel=DataParallelConfig(),
         recompute=RecomputeConfig(),
         float8=SimpleNamespace(convert=lambda layers: steps.append(("float8", layers))),
@@ -64,7 +74,10 @@ def test_every_stage_takes_each_step_once_in_its_order(compiled, steps):
     for number, part in enumerate(parts):
         stage = steps[number * len(order) :][: len(order)]
         assert part.device.type == "meta"
-        assert all(subject is (part.layers if name in STEPS_OF_LAYERS else part) for name, subject, *_ in stage)
+        assert all(
+            subject is (part.layers if name in STEPS_OF_LAYERS else part)
+            for name, subject, *_ in stage
+        )
         arguments = {name: others for name, _, *others in stage}
         assert arguments["keep"] == [[2, 3] if number == 0 else [6, 7]]
         assert arguments["split_model"] == ["tp"]

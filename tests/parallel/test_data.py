@@ -23,12 +23,23 @@ from tests.parity.bugs import alike_shards
 from train.config.language import parse_args
 
 LLAMA3_8B = parse_args(
-    ["--config", "configs/models/llama3_8b.toml", "--data-path", "x", "--tokenizer-model", "x", "--save", "x"]
+    [
+        "--config",
+        "configs/models/llama3_8b.toml",
+        "--data-path",
+        "x",
+        "--tokenizer-model",
+        "x",
+        "--save",
+        "x",
+    ]
 )
 
 
 def in_tiles(rank, world_size, tp):
-    """Gather a model whose weights are drawn in small tiles; then again, as if every rank were the first."""
+    """Gather a model whose weights are drawn in small tiles; then again, as if every rank were the
+    first.
+    """
     tensors.WHOLE, tensors.TILE = 16, (4, 5)
     with distributed_mesh(split.mesh_config(tp)) as mesh:
         right = weights_of(split.build(mesh, split.config())[0])
@@ -38,7 +49,9 @@ def in_tiles(rank, world_size, tp):
 
 @pytest.mark.parametrize(("ranks", "tp"), [(3, 1), (4, 2)])
 def test_drawn_in_tiles_the_weights_are_the_whole_models(ranks, tp, monkeypatch):
-    """Sharded by FSDP unevenly; by tensor parallelism along either dimension, by FSDP along the first."""
+    """Sharded by FSDP unevenly; by tensor parallelism along either dimension, by FSDP along the
+    first.
+    """
     monkeypatch.setattr(tensors, "WHOLE", 16)
     monkeypatch.setattr(tensors, "TILE", (4, 5))
     want = weights_of(split.plain(split.config()))
@@ -59,7 +72,11 @@ def test_one_rank_of_eight_draws_about_an_eighth(tp, most, monkeypatch):
         count += tile.numel()
         return tile
 
-    with fake_process_group(5, 8, 8), distributed_mesh(split.mesh_config(tp)) as mesh, torch.device("meta"):
+    with (
+        fake_process_group(5, 8, 8),
+        distributed_mesh(split.mesh_config(tp)) as mesh,
+        torch.device("meta"),
+    ):
         model = build_model(config)
         split_model(model, mesh.tp)
         shard_model(model, model.layers, mesh.dp_cp, bf16=True)
@@ -80,12 +97,16 @@ def reference(world_size):
 
 
 def with_weights_on_their_way(rank, world_size, prefetch):
-    """True for each layer that is computed while the next one's weights are being gathered; and the gradients."""
+    """True for each layer that is computed while the next one's weights are being gathered; and the
+    gradients.
+    """
     model, posted = sharded(world_size, prefetch=prefetch), list[bool]()
     for layer, following in pairwise(model.layers):
         group = following._get_fsdp_state()._fsdp_param_group
         layer.mlp.register_forward_hook(
-            lambda *_, group=group: posted.append(group.is_unsharded or group._all_gather_result is not None)
+            lambda *_, group=group: posted.append(
+                group.is_unsharded or group._all_gather_result is not None
+            )
         )
     (loss_sum(model, rank) / sum(VALID[:world_size])).backward()
     return posted, gradients_of(model)
@@ -93,7 +114,9 @@ def with_weights_on_their_way(rank, world_size, prefetch):
 
 def test_a_layers_weights_are_gathered_while_the_layer_before_is_computed():
     for (with_it, got), (without, want) in zip(
-        run_ranks(with_weights_on_their_way, 2, True), run_ranks(with_weights_on_their_way, 2, False), strict=True
+        run_ranks(with_weights_on_their_way, 2, True),
+        run_ranks(with_weights_on_their_way, 2, False),
+        strict=True,
     ):
         assert with_it == [True]
         assert without == [False]

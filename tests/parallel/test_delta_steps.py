@@ -1,4 +1,6 @@
-"""A step of models with a delta rule over ranks of any dimension, in every mode, is that of one process."""
+"""A step of models with a delta rule over ranks of any dimension, in every mode, is that of one
+process.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -25,8 +27,14 @@ test_steps.MODELS.update(MODELS)
 POLICIES = ("full", "selective", "attention_boundary")
 CASES = {
     2: [
-        *(Case(kind, "zigzag", 1, 2, policy=policy) for kind, policy in zip(KINDS, POLICIES, strict=True)),
-        *(Case(kind, "ring", 2, 1, policy=policy) for kind, policy in zip(KINDS, reversed(POLICIES), strict=True)),
+        *(
+            Case(kind, "zigzag", 1, 2, policy=policy)
+            for kind, policy in zip(KINDS, POLICIES, strict=True)
+        ),
+        *(
+            Case(kind, "ring", 2, 1, policy=policy)
+            for kind, policy in zip(KINDS, reversed(POLICIES), strict=True)
+        ),
         *(Case(f"{KINDS[0]} lora", *mesh) for mesh in (("exchange", 1, 2), ("ring", 2, 1))),
     ],
     3: [
@@ -35,10 +43,26 @@ CASES = {
         Case("kda", "exchange", 1, 3, "ddp", "selective"),
     ],
     4: [
-        *(Case(kind, method, 2, 2, policy="full") for kind in KINDS for method in ("zigzag", "ulysses")),
-        *(Case(kind, "ring", 1, 2, strategy) for kind in KINDS for strategy in ("zero3", "zero1", "legacy_ddp")),
-        *(Case(kind, method, 1, 4) for kind in KINDS for method in ("zigzag", "exchange", "double_ring", "allgather")),
-        *(Case(kind, method, 1, 2) for kind in KINDS for method in ("wallfacer", "ulysses", "allgather")),
+        *(
+            Case(kind, method, 2, 2, policy="full")
+            for kind in KINDS
+            for method in ("zigzag", "ulysses")
+        ),
+        *(
+            Case(kind, "ring", 1, 2, strategy)
+            for kind in KINDS
+            for strategy in ("zero3", "zero1", "legacy_ddp")
+        ),
+        *(
+            Case(kind, method, 1, 4)
+            for kind in KINDS
+            for method in ("zigzag", "exchange", "double_ring", "allgather")
+        ),
+        *(
+            Case(kind, method, 1, 2)
+            for kind in KINDS
+            for method in ("wallfacer", "ulysses", "allgather")
+        ),
         *(Case(f"{kind} lora", "zigzag", 2, 2) for kind in KINDS),
         Case("kda", "ring", 4, 1),  # whose KV heads two ranks share
         Case("olmo_hybrid", "ulysses", 1, 2, "ddp", "full"),
@@ -67,7 +91,9 @@ def test_a_step_over_ranks_is_that_of_one_process(ranks):
     for result in run_ranks(steps, ranks, CASES[ranks]):
         for case, got in zip(CASES[ranks], result, strict=True):
             want = one_process(case.kind)
-            check_step(got, want, case, 5e-6 * max(x.abs().max().item() for x in want.gradients.values()))
+            check_step(
+                got, want, case, 5e-6 * max(x.abs().max().item() for x in want.gradients.values())
+            )
 
 
 def halves(rank, world_size, meshes):
@@ -81,7 +107,9 @@ def halves(rank, world_size, meshes):
 
 
 def errors(step, kind):
-    """Differences of a step from that in float32: of its loss, and of each gradient relative to its norm."""
+    """Differences of a step from that in float32: of its loss, and of each gradient relative to its
+    norm.
+    """
     want = one_process(kind)
     pairs = {name: (x, want.gradients[name]) for name, x in step.gradients.items()}
     relative = {name: ((x - y).norm() / y.norm()).item() for name, (x, y) in pairs.items()}
@@ -93,7 +121,9 @@ def root_mean_square(values):
 
 
 def test_bfloat16_over_ranks_is_as_near_to_float32_as_in_one_process():
-    """By the mean over all gradients: the error of a single small one can be nearly zero by luck in one process."""
+    """By the mean over all gradients: the error of a single small one can be nearly zero by luck in
+    one process.
+    """
     alone = run_ranks(halves, 1, [(1, 1)])[0]
     for (kind, tp, cp), step in run_ranks(halves, 2, [(1, 2), (2, 1)])[0].items():
         loss, over_ranks = errors(step, kind)
@@ -114,5 +144,8 @@ def no_halo(patch):
 
 def test_a_lost_halo_would_be_seen():
     case = Case("olmo_hybrid", "zigzag", 1, 2)
-    (got,), want = run_ranks(test_steps.broken_steps, 2, [(no_halo, case)])[0], one_process(case.kind)
+    (got,), want = (
+        run_ranks(test_steps.broken_steps, 2, [(no_halo, case)])[0],
+        one_process(case.kind),
+    )
     assert test_steps.difference(got, want) > 1e-4

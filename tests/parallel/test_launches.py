@@ -1,4 +1,6 @@
-"""Launches of one and of two nodes with stubbed GPUs: each process has one of its own, or the run is refused."""
+"""Launches of one and of two nodes with stubbed GPUs: each process has one of its own, or the run
+is refused.
+"""
 
 import os
 import re
@@ -25,7 +27,15 @@ def by_torchrun(node, local, nodes, each):
 
 
 def by_srun(node, local, nodes, each):
-    names = ("JOB_ID", "STEP_ID", "STEP_NUM_TASKS", "PROCID", "LOCALID", "NODEID", "STEP_TASKS_PER_NODE")
+    names = (
+        "JOB_ID",
+        "STEP_ID",
+        "STEP_NUM_TASKS",
+        "PROCID",
+        "LOCALID",
+        "NODEID",
+        "STEP_TASKS_PER_NODE",
+    )
     values = (7, 0, nodes * each, node * each + local, local, node, f"{each}(x{nodes})")
     found = {f"SLURM_{name}": str(value) for name, value in zip(names, values, strict=True)}
     return found | {"SLURM_STEP_NODELIST": f"node[0-{nodes - 1}]"}
@@ -38,16 +48,22 @@ def own(local):
 
 LAUNCHERS = {
     "torchrun": by_torchrun,
-    "torchrun, listed": lambda *at: by_torchrun(*at) | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(at[3])))},
+    "torchrun, listed": lambda *at: (
+        by_torchrun(*at) | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(at[3])))}
+    ),
     "torchrun, one a process": lambda *at: by_torchrun(*at) | own(at[1]),
-    "torchrun, NCCL told otherwise": lambda *at: by_torchrun(*at) | {"TORCH_NCCL_HIGH_PRIORITY": "0"},
+    "torchrun, NCCL told otherwise": lambda *at: (
+        by_torchrun(*at) | {"TORCH_NCCL_HIGH_PRIORITY": "0"}
+    ),
     "srun": by_srun,
     "srun, one a task": lambda *at: by_srun(*at) | own(at[1]),
 }
 
 
 def gpu_of(patch, environment, node, gpus, device="auto"):
-    """Join as one process of a launch; return its host and GPU, as ``_check_apart`` compares them, or None."""
+    """Join as one process of a launch; return its host and GPU, as ``_check_apart`` compares them,
+    or None.
+    """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     visible = [int(x) for x in listed.split(",")] if listed else [*range(gpus)]
     taken, said = list[torch.device](), list[tuple[str, str]]()
@@ -56,22 +72,39 @@ def gpu_of(patch, environment, node, gpus, device="auto"):
     def joined(backend, timeout):
         wanted = ("cpu:gloo,cuda:nccl", 1) if gpus else ("gloo", 0)
         assert (backend, len(taken)) == wanted, "NCCL is told of no other device later"
-        assert not gpus or mesh.GPU_ENVIRONMENT.keys() <= os.environ.keys(), "told before NCCL starts"
-        assert not gpus or os.environ["TORCH_NCCL_HIGH_PRIORITY"] == environment.get("TORCH_NCCL_HIGH_PRIORITY", "1")
+        assert not gpus or mesh.GPU_ENVIRONMENT.keys() <= os.environ.keys(), (
+            "told before NCCL starts"
+        )
+        assert not gpus or os.environ["TORCH_NCCL_HIGH_PRIORITY"] == environment.get(
+            "TORCH_NCCL_HIGH_PRIORITY", "1"
+        )
         size = launched_world_size()
-        join(dist.Backend.FAKE, store=dist.HashStore(), rank=int(os.environ.get("RANK", 0)), world_size=size)
+        join(
+            dist.Backend.FAKE,
+            store=dist.HashStore(),
+            rank=int(os.environ.get("RANK", 0)),
+            world_size=size,
+        )
         try:
             yield
         finally:
             dist.destroy_process_group()
 
-    for name in [name for name in os.environ if re.match("SLURM|RANK|WORLD|LOCAL|GROUP|CUDA|MASTER", name)]:
+    for name in [
+        name for name in os.environ if re.match("SLURM|RANK|WORLD|LOCAL|GROUP|CUDA|MASTER", name)
+    ]:
         patch.delenv(name)
     patch.setattr(os, "environ", os.environ | environment)  # what the launch adds goes with it
-    patch.setattr(torch.cuda, "is_available", lambda: mesh.GPU_ENVIRONMENT.keys() <= os.environ.keys() and bool(gpus))
+    patch.setattr(
+        torch.cuda,
+        "is_available",
+        lambda: mesh.GPU_ENVIRONMENT.keys() <= os.environ.keys() and bool(gpus),
+    )
     patch.setattr(torch.cuda, "device_count", lambda: len(visible))
     patch.setattr(torch.cuda, "set_device", taken.append)
-    patch.setattr(torch.cuda, "get_device_properties", lambda of: SimpleNamespace(uuid=visible[of.index]))
+    patch.setattr(
+        torch.cuda, "get_device_properties", lambda of: SimpleNamespace(uuid=visible[of.index])
+    )
     patch.setattr(socket, "gethostname", lambda: f"node{node}")
     patch.setattr(mesh, "gather_results", lambda of: said.append(of()) or said)
     patch.setattr(mesh, "process_group", joined)
@@ -88,14 +121,19 @@ def test_every_process_has_a_gpu_of_its_own(launcher, monkeypatch):
         for rank in range(nodes * each):
             node, local = divmod(rank, each)
             with monkeypatch.context() as patch:
-                found.append(gpu_of(patch, LAUNCHERS[launcher](node, local, nodes, each), node, each))
+                found.append(
+                    gpu_of(patch, LAUNCHERS[launcher](node, local, nodes, each), node, each)
+                )
         assert found == [(f"node{node}", str(gpu)) for node in range(nodes) for gpu in range(each)]
 
 
 def test_a_process_that_nothing_launched_takes_the_first_gpu(monkeypatch):
     for environment, gpus in (({}, 1), ({}, 8), ({"CUDA_VISIBLE_DEVICES": "5"}, 8)):
         with monkeypatch.context() as patch:
-            assert gpu_of(patch, environment, 0, gpus) == ("node0", environment.get("CUDA_VISIBLE_DEVICES", "0"))
+            assert gpu_of(patch, environment, 0, gpus) == (
+                "node0",
+                environment.get("CUDA_VISIBLE_DEVICES", "0"),
+            )
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -105,14 +143,20 @@ def test_where_no_gpu_is_the_cpu_is_taken_and_cuda_refused(launcher, monkeypatch
             node, local = divmod(rank, each)
             with monkeypatch.context() as patch:
                 environment = LAUNCHERS[launcher](node, local, nodes, each)
-                with pytest.raises(MeshError, match="device is cuda and torch finds no CUDA device; use --device cpu"):
+                with pytest.raises(
+                    MeshError,
+                    match="device is cuda and torch finds no CUDA device; use --device cpu",
+                ):
                     gpu_of(patch, environment, node, 0, "cuda")
                 assert gpu_of(patch, environment, node, 0) is None
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_the_processes_join_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for cuda, reason in ((None, "built for CPUs: make venv TORCH="), ("13.0", "built for GPUs: look at nvidia-smi")):
+    for cuda, reason in (
+        (None, "built for CPUs: make venv TORCH="),
+        ("13.0", "built for GPUs: look at nvidia-smi"),
+    ):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         with pytest.raises(MeshError, match=f"on {socket.gethostname()} is {reason}"):
             _ = MeshConfig(device="cuda").backend  # what --allow-resize joins by
@@ -143,7 +187,10 @@ def test_a_process_more_than_gpus_is_refused(launcher, monkeypatch):
     for gpus in (1, 2):
         with (
             monkeypatch.context() as patch,
-            pytest.raises(MeshError, match=f"process 3 of a machine finds {gpus} GPUs there; start at most {gpus}"),
+            pytest.raises(
+                MeshError,
+                match=f"process 3 of a machine finds {gpus} GPUs there; start at most {gpus}",
+            ),
         ):
             gpu_of(patch, LAUNCHERS[launcher](0, 2, 1, 4), 0, gpus)
         assert not dist.is_initialized()

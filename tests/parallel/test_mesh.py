@@ -18,9 +18,15 @@ from runtime.ranks import run_ranks
         ({"tensor_model_parallel_size": -1}, "tensor_model_parallel_size is -1"),
         ({"context_parallel_size": 0}, "context_parallel_size is 0"),
         ({"distributed_timeout_minutes": 1e-12}, "distributed_timeout_minutes is 1e-12"),
-        ({"distributed_timeout_minutes": 1e300}, "distributed_timeout_minutes is 1e.300; .* 10,080"),
+        (
+            {"distributed_timeout_minutes": 1e300},
+            "distributed_timeout_minutes is 1e.300; .* 10,080",
+        ),
         ({"distributed_timeout_minutes": float("nan")}, "distributed_timeout_minutes is nan"),
-        ({"device": "cpu", "distributed_backend": "nccl"}, "distributed_backend is nccl and device is cpu"),
+        (
+            {"device": "cpu", "distributed_backend": "nccl"},
+            "distributed_backend is nccl and device is cpu",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(settings, words):
@@ -46,10 +52,14 @@ def test_auto_takes_what_is_there(gpu, settings, device, backend, monkeypatch):
 
 def places(rank, world_size, names, sizes, balance_over="cp"):
     """The ranks of this one's groups of each of these dimensions, on a mesh of [pp, cp, tp]."""
-    config = MeshConfig(device="cpu", balance_over=balance_over, **dict(zip(SIZES, sizes, strict=True)))
+    config = MeshConfig(
+        device="cpu", balance_over=balance_over, **dict(zip(SIZES, sizes, strict=True))
+    )
     with distributed_mesh(config) as mesh:
         assert mesh.device == torch.device("cpu")
-        found = [dist.get_process_group_ranks(getattr(mesh, name).get_group()) for name in names.split()]
+        found = [
+            dist.get_process_group_ranks(getattr(mesh, name).get_group()) for name in names.split()
+        ]
     assert dist.is_initialized(), "processes that had joined before stay so"
     return found
 
@@ -65,7 +75,11 @@ EVERYONE = [0, 1, 2, 3]
             (1, 2, 1),
             [[[0, 2], [0, 1], EVERYONE], [[1, 3], [0, 1], EVERYONE], [[0, 2], [2, 3], EVERYONE]],
         ),
-        ("tp cp dp dp_cp", (1, 2, 2), [[[0, 1], [0, 2], [0], [0, 2]], [[0, 1], [1, 3], [1], [1, 3]]]),
+        (
+            "tp cp dp dp_cp",
+            (1, 2, 2),
+            [[[0, 1], [0, 2], [0], [0, 2]], [[0, 1], [1, 3], [1], [1, 3]]],
+        ),
         ("tp cp dp dp_cp", (1, 1, 2), [[[0, 1], [0], [0, 2], [0, 2]]]),
     ],
 )
@@ -109,10 +123,15 @@ def test_a_process_started_alone_needs_no_launcher_and_leaves_its_group_after_an
 def timeouts(rank, world_size):
     """The timeouts of the mesh's groups, and of those of two copies of the optimizer's shards."""
     copies = DataParallelConfig(num_distributed_optimizer_instances=2)
-    with distributed_mesh(MeshConfig(device="cpu", context_parallel_size=2, distributed_timeout_minutes=0.2)) as mesh:
+    with distributed_mesh(
+        MeshConfig(device="cpu", context_parallel_size=2, distributed_timeout_minutes=0.2)
+    ) as mesh:
         groups = [part.get_group() for part in (mesh.dp, mesh.cp, mesh.tp, mesh.dp_cp)]
         groups += sharding_mesh(mesh.dp_cp, copies).get_all_groups()
-        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+        return [
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group in groups
+        ]
 
 
 def test_every_group_waits_no_longer_than_the_run_allows():
@@ -130,4 +149,6 @@ def with_gpu(rank, world_size, uuids):
 
 def test_two_processes_on_one_gpu_are_named():
     assert run_ranks(with_gpu, 3, [7, 8, 9]) == [""] * 3
-    assert all("ranks 0 and 2 have the same GPU of " in line for line in run_ranks(with_gpu, 3, [7, 8, 7]))
+    assert all(
+        "ranks 0 and 2 have the same GPU of " in line for line in run_ranks(with_gpu, 3, [7, 8, 7])
+    )

@@ -1,4 +1,6 @@
-"""Copies to host memory and back beside the computation: on stubbed streams, no memory is used before it may be."""
+"""Copies to host memory and back beside the computation: on stubbed streams, no memory is used
+before it may be.
+"""
 
 import warnings
 from collections import Counter
@@ -14,7 +16,9 @@ from parallel.recompute import RecomputeConfig, recompute_layers
 from tests.model.models import model_config
 from tests.parallel.streams import streams
 
-MODEL = model_config(num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
+MODEL = model_config(
+    num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37
+)
 KEPT = {"full": 1, "attention_boundary": 3}
 """Tensors that a layer keeps."""
 TOKENS = torch.randint(37, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -23,7 +27,9 @@ TOKENS = torch.randint(37, (2, 24), generator=torch.Generator().manual_seed(1))
 def model_of(granularity, moved):
     model = Decoder(MODEL, sdpa)
     model.init_weights(3)
-    recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity, recompute_offload=moved))
+    recompute_layers(
+        model.layers, RecomputeConfig(recompute_granularity=granularity, recompute_offload=moved)
+    )
     return model
 
 
@@ -56,7 +62,9 @@ def test_nothing_races_and_no_bit_changes(granularity, monkeypatch, pools):
             assert all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
             copies = Counter(device.log)
             assert copies["out", "aten::copy_"] == KEPT[granularity] * MODEL.num_layers
-            assert copies["back", "aten::copy_"] == KEPT[granularity] * (MODEL.num_layers - ON_DEVICE)
+            assert copies["back", "aten::copy_"] == KEPT[granularity] * (
+                MODEL.num_layers - ON_DEVICE
+            )
             made.append(buffers(pools))
             assert made[-1] == made[0]  # all are idle again, and the first step made all
             assert len(made[0]) == KEPT[granularity] * MODEL.num_layers
@@ -99,8 +107,12 @@ def test_a_layer_is_fetched_while_the_one_after_it_computes(ahead, monkeypatch):
     monkeypatch.setattr(offload, "FETCH_AHEAD", size if ahead else size - 1)
     want = gradients(model_of("full", False))
     with streams(monkeypatch) as device:
-        assert all(torch.equal(a, b) for a, b in zip(gradients(model_of("full", True)), want, strict=True))
-    assert len(lead(device.log)) == MODEL.num_layers - (ON_DEVICE if ahead else 1)  # a large one makes room
+        assert all(
+            torch.equal(a, b) for a, b in zip(gradients(model_of("full", True)), want, strict=True)
+        )
+    assert len(lead(device.log)) == MODEL.num_layers - (
+        ON_DEVICE if ahead else 1
+    )  # a large one makes room
     assert all((operators > 50) == ahead for operators in lead(device.log))
     assert not device.races
 
@@ -137,7 +149,11 @@ def test_a_graph_may_be_gone_through_again(monkeypatch):
 
 def test_order_of_dimensions_is_kept():
     layer = Offload().layer(first=True)
-    for x in (torch.randn(3, 4, 5).transpose(0, 2), torch.randn(7, 6)[1:5, ::2], torch.tensor([2.0]).bfloat16()):
+    for x in (
+        torch.randn(3, 4, 5).transpose(0, 2),
+        torch.randn(7, 6)[1:5, ::2],
+        torch.tensor([2.0]).bfloat16(),
+    ):
         kept = layer.pack(x)
         kept.release()
         got = offload.take(kept)
@@ -157,7 +173,9 @@ def test_numbers_stay_where_they_are():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"
+)
 @pytest.mark.parametrize("granularity", KEPT)
 def test_cuda_steps_pin_memory_once_and_wait_no_more_than_without(granularity, pools):
     waits, found = [], []
@@ -176,4 +194,7 @@ def test_cuda_steps_pin_memory_once_and_wait_no_more_than_without(granularity, p
         assert buffers(pools) == first
     assert all(x.is_pinned() for pool in pools for idle in pool.idle.values() for x in idle)
     assert waits[1] == waits[0]
-    assert all((a - b).float().norm() <= 2**-8 * b.float().norm() for a, b in zip(found[1], found[0], strict=True))
+    assert all(
+        (a - b).float().norm() <= 2**-8 * b.float().norm()
+        for a, b in zip(found[1], found[0], strict=True)
+    )

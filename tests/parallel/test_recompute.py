@@ -24,7 +24,9 @@ from runtime.ranks import run_ranks
 from tests.model.models import model_config
 from train.objectives.language import NextToken
 
-MODEL = model_config(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37)
+MODEL = model_config(
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=37
+)
 LENGTH, SEED = 24, 3
 FORWARDS = {"none": 1, "full": 2, "selective": 2, "attention_boundary": 1}
 """Attention forwards per layer and step of each policy."""
@@ -89,13 +91,17 @@ def test_a_dropped_chunk_would_be_noticed(size, monkeypatch):
     whole = step(config("none"))
     chunks = kernels.loss._chunks
     monkeypatch.setattr(kernels.loss, "_chunks", lambda x, size: list(chunks(x, size))[:-1])
-    with monkeypatch.context() as patch:  # rows that nothing fills would be whatever the memory held
+    with (
+        monkeypatch.context() as patch
+    ):  # rows that nothing fills would be whatever the memory held
         patch.setattr(Tensor, "new_empty", Tensor.new_zeros)
         assert furthest(step(config("none", **{size: 7})), whole) > 1e-3
 
 
 def layer_output(chosen):
-    """One layer's output, and the tensors that autograd's own store holds between forward and backward."""
+    """One layer's output, and the tensors that autograd's own store holds between forward and
+    backward.
+    """
     cp = context_parallel("striped", seq_len=LENGTH)
     model = Decoder(MODEL, cp.attend)
     model.init_weights(SEED)
@@ -112,7 +118,9 @@ def layer_output(chosen):
 
 @pytest.mark.parametrize("granularity", ["full", "attention_boundary"])
 def test_a_layer_keeps_its_input(granularity):
-    assert [tuple(t.shape) for t in layer_output(config(granularity))[1]] == [(2, LENGTH, MODEL.hidden_size)]
+    assert [tuple(t.shape) for t in layer_output(config(granularity))[1]] == [
+        (2, LENGTH, MODEL.hidden_size)
+    ]
     everything = sum(t.numel() for t in layer_output(config("none"))[1])
     assert everything > 10 * 2 * LENGTH * MODEL.hidden_size
 
@@ -120,19 +128,29 @@ def test_a_layer_keeps_its_input(granularity):
 @pytest.mark.parametrize(("granularity", "kept"), [("full", 1), ("attention_boundary", 3)])
 def test_offload_moves_all_that_is_kept(granularity, kept, monkeypatch):
     moved = []
-    monkeypatch.setattr(offload, "ON_DEVICE", 1)  # so that the first of two layers is read from host memory
+    monkeypatch.setattr(
+        offload, "ON_DEVICE", 1
+    )  # so that the first of two layers is read from host memory
     pack = Layer.pack
     monkeypatch.setattr(Layer, "pack", lambda layer, x: moved.append(x.shape) or pack(layer, x))
     assert same(step(config(granularity, recompute_offload=True)), step(config("none")))
     heads = (2, LENGTH, MODEL.num_attention_heads)
-    of_a_layer = [(2, LENGTH, MODEL.hidden_size), (*heads, MODEL.head_dim), heads]  # its input, out, lse
-    assert [tuple(shape) for shape in moved if shape.numel()] == of_a_layer[:kept] * MODEL.num_layers
+    of_a_layer = [
+        (2, LENGTH, MODEL.hidden_size),
+        (*heads, MODEL.head_dim),
+        heads,
+    ]  # its input, out, lse
+    assert [tuple(shape) for shape in moved if shape.numel()] == of_a_layer[
+        :kept
+    ] * MODEL.num_layers
 
 
 def by_hand(q, k, v):
     """Attention of many operators, each of which would be computed again."""
     k, v = (x.repeat_interleave(2, dim=2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + torch.full((LENGTH, LENGTH), float("-inf")).triu(1)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + torch.full(
+        (LENGTH, LENGTH), float("-inf")
+    ).triu(1)
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1).to(v.dtype), v)
 
 
@@ -155,7 +173,10 @@ def test_what_was_kept_serves_one_backward():
         ({"loss_chunk_size": -1}, "loss_chunk_size is -1"),
         ({"ffn_chunk_size": -5}, "ffn_chunk_size is -5"),
         ({"recompute_offload": True}, "recompute_granularity is none"),
-        ({"recompute_offload": True, "recompute_granularity": "selective"}, "use full or attention_boundary"),
+        (
+            {"recompute_offload": True, "recompute_granularity": "selective"},
+            "use full or attention_boundary",
+        ),
     ],
 )
 def test_contradictions_are_refused(settings, words):
@@ -164,14 +185,18 @@ def test_contradictions_are_refused(settings, words):
 
 
 def sharded_step(chosen, world_size, bf16):
-    """As `step`, over context-parallel ranks that share the weights too; and the attention forwards of this rank."""
+    """As `step`, over context-parallel ranks that share the weights too; and the attention forwards
+    of this rank.
+    """
     cp = context_parallel("zigzag", seq_len=LENGTH, group=dist.group.WORLD)
     with torch.device("meta"):
         model = Decoder(MODEL, cp.attend)
     recompute_layers(model.layers, chosen)
     shard_model(model, model.layers, init_device_mesh("cpu", (world_size,)), bf16=bf16)
     init_parameters(
-        model, torch.device("cpu"), lambda name, shape, part: initial_weight(MODEL, name, shape, SEED, part)
+        model,
+        torch.device("cpu"),
+        lambda name, shape, part: initial_weight(MODEL, name, shape, SEED, part),
     )
     objective = NextToken(cp, torch.device("cpu"), chosen.loss_chunk_size)
     with Attentions() as attentions:
@@ -188,8 +213,14 @@ def on_two_ranks(rank, world_size, bf16):
     found = {name: sharded_step(config(name), world_size, bf16) for name in FORWARDS}
     offload.ON_DEVICE = 1  # so that the first of two layers is read from host memory
     for name in ("full", "attention_boundary"):
-        assert same(sharded_step(config(name, recompute_offload=True), world_size, bf16)[0], found["none"][0]), name
-    return found | {f"{name} in chunks": sharded_step(config(name, **CHUNKED), world_size, bf16) for name in FORWARDS}
+        assert same(
+            sharded_step(config(name, recompute_offload=True), world_size, bf16)[0],
+            found["none"][0],
+        ), name
+    return found | {
+        f"{name} in chunks": sharded_step(config(name, **CHUNKED), world_size, bf16)
+        for name in FORWARDS
+    }
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -205,7 +236,9 @@ def test_with_context_parallelism_and_sharded_weights(bf16):
 
 
 def exchanged(rank, world_size):
-    """Every policy's loss and gradients, and the share of the forward's exchange of heads that the backward repeats."""
+    """Every policy's loss and gradients, and the share of the forward's exchange of heads that the
+    backward repeats.
+    """
     found = {}
     for name in FORWARDS:
         cp = context_parallel("ulysses", seq_len=LENGTH, group=dist.group.WORLD)
@@ -217,7 +250,10 @@ def exchanged(rank, world_size):
         forward = cp.transport.traffic.total
         loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        found[name] = [loss.detach(), *gradients], (cp.transport.traffic.total - 2 * forward) / forward
+        found[name] = (
+            [loss.detach(), *gradients],
+            (cp.transport.traffic.total - 2 * forward) / forward,
+        )
     return found
 
 
@@ -235,7 +271,9 @@ def test_the_heads_exchanged_back_are_kept_at_the_attention_boundary():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"
+)
 @pytest.mark.parametrize("granularity", ["full", "attention_boundary"])
 def test_cuda_offload_frees_the_device(granularity):
     shape = replace(MODEL, num_layers=6, hidden_size=256)

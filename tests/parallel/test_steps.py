@@ -1,6 +1,8 @@
-"""A step of models with linear attention, of hybrids, and of those with windows and sinks, over ranks of any dimension.
+"""A step of models with linear attention, of hybrids, and of those with windows and sinks, over
+ranks of any dimension.
 
-It is that of one process. In a hybrid, layers of softmax attention go by another method and layout. And what is sent.
+It is that of one process. In a hybrid, layers of softmax attention go by another method and layout.
+And what is sent.
 """
 
 from dataclasses import replace
@@ -40,16 +42,30 @@ from tests.parallel.tiny import gradients_of
 LINEAR = ("transnormer", "linear_transformer")
 WINDOWED = ("windowed", "off-by-one")
 WINDOW = {"window_size": "5,0", "window_attn_skip_freq": "2", "softmax_type": "learnable"}
-HYBRID = {"model_type": "transnormer", "num_query_groups": None, "num_layers": 3, "softmax_every": 2}
-LOCAL = {"num_layers": 3, "window_size": "5,0", "window_attn_skip_freq": "[1,0,1]", "rotary_base_local": 90.0}
+HYBRID = {
+    "model_type": "transnormer",
+    "num_query_groups": None,
+    "num_layers": 3,
+    "softmax_every": 2,
+}
+LOCAL = {
+    "num_layers": 3,
+    "window_size": "5,0",
+    "window_attn_skip_freq": "[1,0,1]",
+    "rotary_base_local": 90.0,
+}
 TRAINED = {"rope_scaling_original_max_position_embeddings": 8}
 MODELS = {
     **{kind: config(model_type=kind, num_query_groups=None) for kind in LINEAR},
     "hybrid": config(**HYBRID),
     "windowed": config(num_layers=3, **WINDOW),
-    "off-by-one": config(model_type="gpt", max_position_embeddings=17, window_size="5,0", softmax_type="off-by-one"),
+    "off-by-one": config(
+        model_type="gpt", max_position_embeddings=17, window_size="5,0", softmax_type="off-by-one"
+    ),
     "gemma3": config(True, model_type="gemma3", kv_channels=8, query_pre_attn_scalar=5, **LOCAL),
-    "olmo3": config(model_type="olmo3", **LOCAL, rope_scaling_type="yarn", rope_scaling_factor=4.0, **TRAINED),
+    "olmo3": config(
+        model_type="olmo3", **LOCAL, rope_scaling_type="yarn", rope_scaling_factor=4.0, **TRAINED
+    ),
     "windowed hybrid": config(**HYBRID, **{**WINDOW, "window_attn_skip_freq": None}),
 }
 
@@ -95,13 +111,19 @@ CASES = {
         Case("linear_transformer", "lasp2", 1, 4),
         Case("transnormer", "lasp2", 1, 4, policy="full"),
         *(Case("transnormer", "lasp", 1, 2, strategy) for strategy in ("ddp", "zero1", "zero3")),
-        *(Case("linear_transformer", "lasp2", 1, 2, strategy) for strategy in ("legacy_ddp", "zero2")),
+        *(
+            Case("linear_transformer", "lasp2", 1, 2, strategy)
+            for strategy in ("legacy_ddp", "zero2")
+        ),
         *(Case(kind, "ulysses", 1, 4) for kind in LINEAR),
         *(Case(kind, "lasp", 4, 1) for kind in LINEAR),
         *(Case(kind, "lasp", 2, 2, policy="full") for kind in LINEAR),
         *(Case(kind, "lasp2", 2, 2, "zero1") for kind in LINEAR),
         *(Case(kind, "ulysses", 2, 2) for kind in LINEAR),
-        *(Case("transnormer", "lasp", 2, 1, strategy) for strategy in ("zero3", "zero2", "legacy_ddp", "ddp")),
+        *(
+            Case("transnormer", "lasp", 2, 1, strategy)
+            for strategy in ("zero3", "zero2", "legacy_ddp", "ddp")
+        ),
         Case("linear_transformer", "lasp", 2, 1, "zero1", "selective"),
         *(Case("hybrid", "lasp", 1, 4, layout=layout) for layout in ("zigzag", "contiguous")),
         Case("hybrid", "lasp2", 1, 4, "ddp", "selective", "allgather", "zigzag"),
@@ -120,7 +142,13 @@ CASES = {
 @cache
 def one_process(kind):
     model = MODELS[kind]
-    attend = HybridAttention(linear, sdpa) if model.softmax_period else linear if model.linear_attention else sdpa
+    attend = (
+        HybridAttention(linear, sdpa)
+        if model.softmax_period
+        else linear
+        if model.linear_attention
+        else sdpa
+    )
     return whole_step(model, plain(model, attend))
 
 
@@ -141,12 +169,16 @@ def steps(rank, world_size, cases):
         sharding = DataParallelConfig(data_parallel_sharding_strategy=case.strategy)
         hybrid = HybridConfig(hybrid_softmax_method=case.softmax, hybrid_softmax_layout=case.layout)
         with distributed_mesh(mesh_config(case.tp, case.cp)) as mesh:
-            step = split_step(mesh, MODELS[case.kind], recompute, sharding, method=case.method, hybrid=hybrid)[1]
+            step = split_step(
+                mesh, MODELS[case.kind], recompute, sharding, method=case.method, hybrid=hybrid
+            )[1]
         found.append((step, len(sent)))
     return found
 
 
-@pytest.mark.parametrize("name", [*list(CASES)[:2], pytest.param("4 ranks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [*list(CASES)[:2], pytest.param("4 ranks", marks=pytest.mark.slow)]
+)
 def test_a_step_over_ranks_is_that_of_one_process(name):
     softmax = one_process("hybrid").gradients
     assert "layers.1.attention.wu.weight" not in softmax
@@ -161,14 +193,18 @@ LOCAL_ROPE = ("gemma3", "olmo3")
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_with_two_ropes_and_norms_of_branches_is_that_of_one_process(ranks):
-    """Relative to the largest gradient: those before a norm of a branch are large where its weights are small."""
+    """Relative to the largest gradient: those before a norm of a branch are large where its weights
+    are small.
+    """
     tp, cp, other = (1, 3, "striped") if ranks == 3 else (2, 2, "zigzag")
     cases = [Case(kind, method, tp, cp) for kind in LOCAL_ROPE for method in ("exchange", other)]
     for result in run_ranks(steps, ranks, cases):
         for case, (got, _) in zip(cases, result, strict=True):
             want = one_process(case.kind)
             assert abs(got.loss - want.loss) < LOSS, case
-            assert difference(got, want) < 2e-6 * max(x.abs().max().item() for x in want.gradients.values()), case
+            assert difference(got, want) < 2e-6 * max(
+                x.abs().max().item() for x in want.gradients.values()
+            ), case
 
 
 PACKED = (0, 7, 8, 30, 41)
@@ -180,9 +216,13 @@ def packed_steps(rank, world_size):
 
 
 def packed_step(rank, kind):
-    """The loss and gradients of packed documents, summed over ranks, and whether the bytes sent are the plan's."""
+    """The loss and gradients of packed documents, summed over ranks, and whether the bytes sent are
+    the plan's.
+    """
     model_config = MODELS[kind]
-    cp = context_parallel("exchange", seq_len=PACKED[-1], group=dist.group.WORLD).under(documents=PACKED)
+    cp = context_parallel("exchange", seq_len=PACKED[-1], group=dist.group.WORLD).under(
+        documents=PACKED
+    )
     model = plain(model_config, cp.attend)
     tokens, positions = packed()
     cp.transport.traffic = Traffic()
@@ -211,21 +251,33 @@ def packed():
 def test_packed_documents_over_three_ranks_are_each_document_alone():
     for kind, *of_ranks in zip(LOCAL_ROPE, *run_ranks(packed_steps, 3), strict=True):
         model, tokens = plain(MODELS[kind]), packed()[0]
-        parts, labels = ([*x.split([b - a for a, b in pairwise(PACKED)], 1)] for x in (tokens, tokens.roll(-1, 1)))
-        want = sum(cross_entropy_sum(model(part), label)[0] for part, label in zip(parts, labels, strict=True))
+        parts, labels = (
+            [*x.split([b - a for a, b in pairwise(PACKED)], 1)]
+            for x in (tokens, tokens.roll(-1, 1))
+        )
+        want = sum(
+            cross_entropy_sum(model(part), label)[0]
+            for part, label in zip(parts, labels, strict=True)
+        )
         want.backward()
         wanted = gradients_of(model)
         bound = 2e-6 * max(x.abs().max().item() for x in wanted.values())
         for loss, gradients, sent, planned in of_ranks:
             assert abs(loss - want.item()) < 2e-6 * want.item(), kind
-            assert max((gradients[name] - wanted[name]).abs().max().item() for name in wanted) < bound, kind
+            assert (
+                max((gradients[name] - wanted[name]).abs().max().item() for name in wanted) < bound
+            ), kind
             assert sent == planned > 0
 
 
 def test_a_kept_state_is_not_passed_on_again():
-    """Rank 0 of 2 sends one state per layer forward; a policy that computes the attention again sends it again."""
+    """Rank 0 of 2 sends one state per layer forward; a policy that computes the attention again
+    sends it again.
+    """
     policies = ("none", "attention_boundary", "full", "selective")
-    first, last = run_ranks(steps, 2, [Case("transnormer", "lasp", 1, 2, "ddp", policy) for policy in policies])
+    first, last = run_ranks(
+        steps, 2, [Case("transnormer", "lasp", 1, 2, "ddp", policy) for policy in policies]
+    )
     assert [count for _, count in first] == [2, 2, 4, 4]
     assert [count for _, count in last] == [2, 2, 2, 2]
 
@@ -237,7 +289,9 @@ def undecayed(patch):
 
 def parts_of_the_norm(patch):
     """Each rank's part reaches the sum of squares, taken for the whole."""
-    patch.setattr(tensor_styles._Sum, "backward", staticmethod(lambda ctx, *gradients: (gradients[0], None)))
+    patch.setattr(
+        tensor_styles._Sum, "backward", staticmethod(lambda ctx, *gradients: (gradients[0], None))
+    )
 
 
 def the_first_heads_decays(patch):
@@ -306,6 +360,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("ranks", FAULTS)
 def test_what_is_wrong_in_silence_would_be_seen(ranks):
-    for (fault, case), got in zip(FAULTS[ranks], run_ranks(broken_steps, ranks, FAULTS[ranks])[0], strict=True):
+    for (fault, case), got in zip(
+        FAULTS[ranks], run_ranks(broken_steps, ranks, FAULTS[ranks])[0], strict=True
+    ):
         bound = (1000 if case.kind == "windowed" else 100) * GRADIENT
         assert difference(got, one_process(case.kind)) > bound, fault

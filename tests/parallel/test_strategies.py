@@ -1,4 +1,6 @@
-"""Each data-parallel strategy divides, sends and sums as its name says, with tensor parallelism and in bfloat16 too."""
+"""Each data-parallel strategy divides, sends and sums as its name says, with tensor parallelism and
+in bfloat16 too.
+"""
 
 from contextlib import contextmanager
 from typing import get_args
@@ -36,10 +38,11 @@ CASES = {
 
 
 def shares(strategy, ranks, copies):
-    """Copies over all ranks of the weights and their gradients between micro-batches, then of both after a step.
+    """Copies over all ranks of the weights and their gradients between micro-batches, then of both
+    after a step.
 
-    Between micro-batches of zero2 and zero3 the gradients are in shards: of the weights with one copy; with more, not
-    yet with the weights at all.
+    Between micro-batches of zero2 and zero3 the gradients are in shards: of the weights with one
+    copy; with more, not yet with the weights at all.
     """
     if strategy in ("ddp", "legacy_ddp"):
         return [ranks] * 4
@@ -48,12 +51,21 @@ def shares(strategy, ranks, copies):
 
 
 def traffic(strategy, ranks, copies):
-    """The collectives of gradients, each with its number of ranks, in the first and last micro-batch and after it."""
-    scatter, reduce = ("reduce_scatter", ranks // copies), ("all_reduce", copies if copies > 1 else ranks)
+    """The collectives of gradients, each with its number of ranks, in the first and last
+    micro-batch and after it.
+    """
+    scatter, reduce = (
+        ("reduce_scatter", ranks // copies),
+        ("all_reduce", copies if copies > 1 else ranks),
+    )
     if strategy in ("ddp", "legacy_ddp"):
         return [set(), *([{reduce}, set()] if strategy == "ddp" else [set(), {reduce}])]
     every = {scatter} if ranks > copies else set()
-    return [set() if strategy == "zero1" else every, every | ({reduce} if copies > 1 else set()), set()]
+    return [
+        set() if strategy == "zero1" else every,
+        every | ({reduce} if copies > 1 else set()),
+        set(),
+    ]
 
 
 @contextmanager
@@ -70,20 +82,32 @@ def recorded():
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"):  # the last is torch 2.13's
+        for name in (
+            "all_reduce",
+            "reduce_scatter_tensor",
+            "reduce_scatter_single",
+        ):  # the last is torch 2.13's
             if original := getattr(dist, name, None):
-                patch.setattr(dist, name, recording(name.removesuffix("_tensor").removesuffix("_single"), original))
+                patch.setattr(
+                    dist,
+                    name,
+                    recording(name.removesuffix("_tensor").removesuffix("_single"), original),
+                )
         yield calls
 
 
 def elements(model, what):
     """The number of elements of the weights, or of their gradients, on this rank."""
-    tensors = [parameter if what == "weights" else parameter.grad for parameter in model.parameters()]
+    tensors = [
+        parameter if what == "weights" else parameter.grad for parameter in model.parameters()
+    ]
     return sum(to_local(t).numel() for t in tensors if t is not None)
 
 
 def accumulated(rank, world_size, strategy, copies=1, bf16=False, finish=True):
-    """Gradients of two micro-batches, what this rank held after the first and at the end, what was sent, the norm."""
+    """Gradients of two micro-batches, what this rank held after the first and at the end, what was
+    sent, the norm.
+    """
     model = sharded(world_size, bf16, strategy, copies)
     mesh = init_device_mesh("cpu", (world_size,))
     held, sent = [], []
@@ -129,7 +153,10 @@ def test_micro_batches_accumulate_and_each_strategy_divides_and_sends_what_it_sa
 def other_ways(rank, world_size):
     """legacy_ddp whose gradients nothing sums; ddp and legacy_ddp in bfloat16."""
     not_summed = accumulated(rank, world_size, "legacy_ddp", finish=False)
-    return [not_summed, *(accumulated(rank, world_size, name, bf16=True) for name in ("ddp", "legacy_ddp"))]
+    return [
+        not_summed,
+        *(accumulated(rank, world_size, name, bf16=True) for name in ("ddp", "legacy_ddp")),
+    ]
 
 
 def test_what_legacy_ddp_does_not_sum_would_be_seen_and_in_bf16_it_is_ddp_to_the_bit():
@@ -156,7 +183,10 @@ def test_legacy_ddp_over_ranks_that_the_library_sums_over_too_is_refused():
     [
         ({"num_distributed_optimizer_instances": 0}, "instances is 0; it must be 1 or more"),
         (
-            {"num_distributed_optimizer_instances": 2, "data_parallel_sharding_strategy": "legacy_ddp"},
+            {
+                "num_distributed_optimizer_instances": 2,
+                "data_parallel_sharding_strategy": "legacy_ddp",
+            },
             "instances is 2 with data_parallel_sharding_strategy legacy_ddp, which .* use 1, or strategy zero1",
         ),
     ],
@@ -170,23 +200,35 @@ def test_fsdp_is_zero3():
     assert DataParallelConfig(data_parallel_sharding_strategy="fsdp").strategy == "zero3"
 
 
-CONFIG = model_config(model_type="transnormer", num_layers=2, hidden_size=24, num_attention_heads=2, vocab_size=37)
+CONFIG = model_config(
+    model_type="transnormer", num_layers=2, hidden_size=24, num_attention_heads=2, vocab_size=37
+)
 ANGLES = "layers.0.attention.lrpe.theta"
 
 
 def gradients(rank, world_size, strategy, granularity="none", data_rank=None):
-    """Gradients of a TransNormer in bfloat16 over two micro-batches; its angles are seen in float32."""
+    """Gradients of a TransNormer in bfloat16 over two micro-batches; its angles are seen in
+    float32.
+    """
     seen = []
     forward = LRPE.forward
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LRPE, "forward", lambda self, *inputs: seen.append(self.theta.dtype) or forward(self, *inputs))
+        patch.setattr(
+            LRPE,
+            "forward",
+            lambda self, *inputs: seen.append(self.theta.dtype) or forward(self, *inputs),
+        )
         model = sharded(world_size, True, strategy, config=CONFIG, granularity=granularity)
         for micro in range(2):
             set_gradient_sync(model, micro == 1, strategy)
             loss_sum(model, rank if data_rank is None else data_rank, micro).backward()
         finish_gradients(model, init_device_mesh("cpu", (world_size,)), strategy)
     assert set(seen) == {torch.float32}
-    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert (
+        {p.dtype for p in model.parameters()}
+        == {p.grad.dtype for p in model.parameters()}
+        == {torch.float32}
+    )
     return gradients_of(model)
 
 
@@ -207,18 +249,26 @@ def test_angles_stay_in_float32_and_gradients_are_summed():
 
 
 def of(strategy, copies=1):
-    return DataParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies)
+    return DataParallelConfig(
+        data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies
+    )
 
 
 def step(rank, world_size, tp, cp, config):
     with distributed_mesh(split.mesh_config(tp, cp)) as mesh:
         model, found = split.split_step(mesh, split.config(), data_parallel=config)
-        return found, gradient_norm(model.parameters(), copies=untracked_replicas(mesh.dp_cp, config.strategy)).item()
+        return found, gradient_norm(
+            model.parameters(), copies=untracked_replicas(mesh.dp_cp, config.strategy)
+        ).item()
 
 
 @pytest.mark.parametrize(
     ("ranks", "cp", "strategy", "copies"),
-    [pytest.param(8, 2, "zero3", 2, marks=pytest.mark.slow), (4, 2, "zero1", 2), (4, 1, "legacy_ddp", 1)],
+    [
+        pytest.param(8, 2, "zero3", 2, marks=pytest.mark.slow),
+        (4, 2, "zero1", 2),
+        (4, 1, "legacy_ddp", 1),
+    ],
 )
 def test_with_tensor_parallelism_a_step_is_that_of_one_process(ranks, cp, strategy, copies):
     """The first on all dimensions: tp 2, in it 2 ranks that divide the weights, 2 copies."""

@@ -1,4 +1,6 @@
-"""A tiny model, sharded or not, and its checkpoints, for the tests of these; weights and gradients in full."""
+"""A tiny model, sharded or not, and its checkpoints, for the tests of these; weights and gradients
+in full.
+"""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,10 @@ from torch.distributed.tensor import DTensor
 from train.checkpoint.api import save_checkpoint
 from train.checkpoint.manifest import Manifest, read_manifest, write_manifest
 
-VOCABULARY, WIDTH = 7, 6  # neither is divisible by 4 ranks: shards are uneven, and one rank's are empty
+VOCABULARY, WIDTH = (
+    7,
+    6,
+)  # neither is divisible by 4 ranks: shards are uneven, and one rank's are empty
 ARCHITECTURE = {"num_layers": 2, "sizes": (VOCABULARY, WIDTH)}
 
 
@@ -44,7 +49,9 @@ def build(seed, sharded, tied=False):
 
 def loss_of(model, step):
     rank = dist.get_rank() if dist.is_initialized() else 0
-    tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(100 * step + rank))
+    tokens = torch.randint(
+        VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(100 * step + rank)
+    )
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -69,13 +76,16 @@ def whole_tensors(model, optimizer):
 
 def equal(left, right):
     return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name])
+        for name in left
     )
 
 
 def save(folder, iteration, model, optimizer):
     extra = {"consumed_samples": 4 * iteration}
-    return save_checkpoint(folder, iteration, model, optimizer, architecture=ARCHITECTURE, extra=extra)
+    return save_checkpoint(
+        folder, iteration, model, optimizer, architecture=ARCHITECTURE, extra=extra
+    )
 
 
 def two_checkpoints(folder):

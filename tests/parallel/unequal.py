@@ -1,4 +1,6 @@
-"""A small LLaMA under any data-parallel strategy, its ranks with unequal numbers of tokens, for the tests of these."""
+"""A small LLaMA under any data-parallel strategy, its ranks with unequal numbers of tokens, for the
+tests of these.
+"""
 
 import math
 
@@ -12,7 +14,9 @@ from parallel.data import DataParallelConfig, init_parameters, shard_model, shar
 from parallel.recompute import RecomputeConfig, recompute_layers
 from tests.model.models import model_config
 
-CONFIG = model_config(num_layers=2, hidden_size=24, num_attention_heads=2, num_query_groups=1, vocab_size=37)
+CONFIG = model_config(
+    num_layers=2, hidden_size=24, num_attention_heads=2, num_query_groups=1, vocab_size=37
+)
 SEED, LENGTH = 7, 10
 VALID = (LENGTH, 2, 5, 0)
 """Tokens that carry loss on each rank."""
@@ -24,16 +28,28 @@ def whole_model():
     return model
 
 
-def sharded(world_size, bf16=False, strategy="zero3", copies=1, prefetch=False, config=CONFIG, granularity="none"):
+def sharded(
+    world_size,
+    bf16=False,
+    strategy="zero3",
+    copies=1,
+    prefetch=False,
+    config=CONFIG,
+    granularity="none",
+):
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_cp",))
-    given = DataParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies)
+    given = DataParallelConfig(
+        data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies
+    )
     with torch.device("meta"):
         model = build_model(config)
     recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
     shards = sharding_mesh(mesh, given)
     shard_model(model, model.layers, shards, bf16=bf16, strategy=strategy, prefetch=prefetch)
     init_parameters(
-        model, torch.device("cpu"), lambda name, shape, part: initial_weight(config, name, shape, SEED, part)
+        model,
+        torch.device("cpu"),
+        lambda name, shape, part: initial_weight(config, name, shape, SEED, part),
     )
     return model
 
@@ -53,7 +69,9 @@ def loss_sum(model, rank, micro=0):
 
 
 def gradient_norm_of(gradients):
-    return math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients.values()))
+    return math.sqrt(
+        sum(gradient.double().square().sum().item() for gradient in gradients.values())
+    )
 
 
 def difference(got, want):

@@ -1,4 +1,6 @@
-"""Bugs of composition, each planted in a process before it trains, as a user's change of the code would."""
+"""Bugs of composition, each planted in a process before it trains, as a user's change of the code
+would.
+"""
 
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +25,9 @@ def mask_shifted():
 
 
 def no_sum_over_tp():
-    """Each rank keeps its own tokens of its own partial sum; embeddings, of which one rank has each, stay right."""
+    """Each rank keeps its own tokens of its own partial sum; embeddings, of which one rank has
+    each, stay right.
+    """
     scattered = styles.scattered
 
     def own(part, mesh):
@@ -113,7 +117,11 @@ def stage_without_norm():
     parameters = PipelineRunner.parameters
 
     def some(self):
-        return {name: p for name, p in parameters(self).items() if 0 in self.own or name == "norm.weight"}
+        return {
+            name: p
+            for name, p in parameters(self).items()
+            if 0 in self.own or name == "norm.weight"
+        }
 
     PipelineRunner.parameters = some
 
@@ -130,7 +138,9 @@ def copies_left_alone():
 
 
 def samples_skipped(count=2):
-    """Start so many samples too late; one alone might be the fully masked one, replaced by another such one."""
+    """Start so many samples too late; one alone might be the fully masked one, replaced by another
+    such one.
+    """
     batches = trainer.batches
 
     def later(dataset, batching, consumed_samples):

@@ -9,11 +9,13 @@ from tools.common.cases import Case, cases_of
 SHARED = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --device cpu
     --global-batch-size 8 --micro-batch-size 1 --lr 1e-3 --clip-grad 0.5 --eval-iters 0 --log-interval 1000
-""".split()  # noqa: SIM905
+""".split()
 LANGUAGE = ("--vocab-size", "4099", "--seq-length", "128")
 DIFFUSION, WINDOWS = "dit", "windows"
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-MESHES: dict[str, str] = {of: text.replace("METHODS", "|".join(METHODS)) for of, text in _FILE["meshes"].items()}
+MESHES: dict[str, str] = {
+    of: text.replace("METHODS", "|".join(METHODS)) for of, text in _FILE["meshes"].items()
+}
 """Lines of meshes, which kinds of models share."""
 KINDS: dict[str, dict[str, str]] = _FILE["kinds"]
 """Flags and meshes of each kind of model."""
@@ -29,8 +31,14 @@ def reference_of(kind: str) -> Case:
 
 
 def chosen_cases(kind: str, only: str = "") -> list[Case]:
-    """Return the meshes of a kind of model whose title contains ``only``; learned sinks refuse split backwards."""
-    found = [case for case in cases_of(MESHES[KINDS[kind]["meshes"]]) if case.ranks <= MOST and only in case.title]
+    """Return the meshes of a kind of model whose title contains ``only``; learned sinks refuse
+    split backwards.
+    """
+    found = [
+        case
+        for case in cases_of(MESHES[KINDS[kind]["meshes"]])
+        if case.ranks <= MOST and only in case.title
+    ]
     return [case for case in found if kind != WINDOWS or case.schedule != "InterleavedZeroBubble"]
 
 

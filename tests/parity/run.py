@@ -1,15 +1,18 @@
-"""Train tiny models on every kind of mesh and compare each with one process: losses, gradients, weights.
+"""Train tiny models on every kind of mesh and compare each with one process: losses, gradients,
+weights.
 
-Every row is 3 steps of 8 micro-batches, float32, on processes joined by gloo: language models on the default corpus
-with labels masked, the diffusion transformer (dit) on handwritten digits of which some carry no loss, so that the
-ranks hold unequal numbers of valid tokens. Its modulations, which start at zero and let no gradient through, start
-as small numbers here. The reference is one process, softmax attention with plain SDPA. "loss" is the largest
-difference over the 3 steps, "norm" that of the gradient norms, relative; "gradients" and "weights" the largest over
-every element of every parameter, of the first step's gradients before they are clipped, and of the weights after the
-3 steps. Adam divides by the root of the squared gradient, so that rounding of tiny gradients moves weights far:
-weights are reported, not bounded. A key's bias in a gpt or dit is left out of them, since its gradient is zero but
-for rounding: it adds the same to all scores of a query. The initial weights must be one process's, to the bit. "MB"
-is what the largest process grew by, "s" seconds per step on these cores, however many processes share them.
+Every row is 3 steps of 8 micro-batches, float32, on processes joined by gloo: language models on
+the default corpus with labels masked, the diffusion transformer (dit) on handwritten digits of
+which some carry no loss, so that the ranks hold unequal numbers of valid tokens. Its modulations,
+which start at zero and let no gradient through, start as small numbers here. The reference is one
+process, softmax attention with plain SDPA. "loss" is the largest difference over the 3 steps,
+"norm" that of the gradient norms, relative; "gradients" and "weights" the largest over every
+element of every parameter, of the first step's gradients before they are clipped, and of the
+weights after the 3 steps. Adam divides by the root of the squared gradient, so that rounding of
+tiny gradients moves weights far: weights are reported, not bounded. A key's bias in a gpt or dit is
+left out of them, since its gradient is zero but for rounding: it adds the same to all scores of a
+query. The initial weights must be one process's, to the bit. "MB" is what the largest process grew
+by, "s" seconds per step on these cores, however many processes share them.
 
     python -m tests.parity.run                                  # LLaMA and GPT, into runs/parity.md
     python -m tests.parity.run --only "pp 2" --kind gpt         # the meshes whose title has it
@@ -69,7 +72,11 @@ class Row:
     def holds(self, times: float) -> bool:
         """Say whether so many times every bound holds, and what must be equal is."""
         pairs = (self.loss, LOSS), (self.gradients, GRADIENTS), (self.norm, NORM)
-        return all(size <= times * bound for size, bound in pairs) and self.same_start and not self.copies_differ
+        return (
+            all(size <= times * bound for size, bound in pairs)
+            and self.same_start
+            and not self.copies_differ
+        )
 
     @property
     def cells(self) -> str:
@@ -83,10 +90,11 @@ class Row:
 
 
 class Masked:
-    """Samples without some of their loss, by their index, so that ranks get unequal numbers of valid tokens.
+    """Samples without some of their loss, by their index, so that ranks get unequal numbers of
+    valid tokens.
 
-    Of eight texts, one has none, two end early, two start late, and the rest lack a range in the middle; of eight
-    latents three are fillers.
+    Of eight texts, one has none, two end early, two start late, and the rest lack a range in the
+    middle; of eight latents three are fillers.
     """
 
     def __init__(self, data: Samples) -> None:
@@ -113,7 +121,9 @@ def train_masked(
     sabotage: Callable[[], None] | None = None,
     task: type[Task[Any]] = LanguageTask,
 ) -> RankResult:
-    """Train on masked samples, as ``tools.parity.rank.train``, and note by how much the process grew."""
+    """Train on masked samples, as ``tools.parity.rank.train``, and note by how much the process
+    grew.
+    """
     before = _peak_mb()
     found = train(rank, world_size, flags, sabotage, task, wrap=Masked)
     found.memory_mb = _peak_mb() - before
@@ -127,7 +137,12 @@ def _peak_mb() -> float:
 
 
 def trained(
-    kind: str, case: Case, data: Path, sabotage: Callable[[], None] | None = None, *more: str, iterations: int = 3
+    kind: str,
+    case: Case,
+    data: Path,
+    sabotage: Callable[[], None] | None = None,
+    *more: str,
+    iterations: int = 3,
 ) -> Run:
     """Train a kind of model on a mesh, in fresh processes."""
     flags: list[str] = flags_of(kind, case, data, iterations)
@@ -147,10 +162,14 @@ def compare(got: Run, want: Run) -> Row:
         loss=max(abs(a[loss] - b[loss]) for a, b in pairs),
         norm=max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in pairs),
         gradients=furthest(got.tensors["gradients"], want.tensors["gradients"]),
-        weights=furthest(*({n: t for n, t in run.tensors["final"].items() if n in moved} for run in (got, want))),
+        weights=furthest(
+            *({n: t for n, t in run.tensors["final"].items() if n in moved} for run in (got, want))
+        ),
         same_start=equal(got.tensors["initial"], want.tensors["initial"]),
         memory_mb=got.memory_mb,
-        seconds=sum(record["iteration_time_ms"] for record in got.records[1:]) / 1e3 / (len(got.records) - 1),
+        seconds=sum(record["iteration_time_ms"] for record in got.records[1:])
+        / 1e3
+        / (len(got.records) - 1),
         copies_differ=got.copies_differ,
     )
 
@@ -193,18 +212,32 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status, 1 if a row is not as it should be."""
     parser = parser_for("python -m tests.parity.run", __doc__)
     add = parser.add_argument
-    add("--kind", nargs="+", choices=[*KINDS], default=["llama", "gpt"], help="kinds of model (default: llama gpt)")
+    add(
+        "--kind",
+        nargs="+",
+        choices=[*KINDS],
+        default=["llama", "gpt"],
+        help="kinds of model (default: llama gpt)",
+    )
     add("--only", metavar="TEXT", default="", help="meshes whose title has this")
     data, output = Path("runs/data/stdlib"), Path("runs/parity.md")
     add("--data", type=Path, metavar="PREFIX", default=data, help="corpus (default: %(default)s)")
-    add("--output", type=Path, metavar="PATH", default=output, help="the table (default: %(default)s)")
+    add(
+        "--output",
+        type=Path,
+        metavar="PATH",
+        default=output,
+        help="the table (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     asked = list(dict.fromkeys(args.kind))
     if not any(chosen_cases(kind, args.only) for kind in asked):
         raise UserError(
             f"--only is {args.only!r}, which is in no mesh's title, such as {chosen_cases(asked[0])[0].title}"
         )
-    if asked != [DIFFUSION] and not Path(f"{args.data}.idx").exists():  # tests have a part of the corpus
+    if (
+        asked != [DIFFUSION] and not Path(f"{args.data}.idx").exists()
+    ):  # tests have a part of the corpus
         prepare(Request(), args.data)
     started, lines, failed = time.monotonic(), list[str](), 0
     print(HEADER, flush=True)

@@ -1,4 +1,6 @@
-"""A user's run, shrunk, equals one process on its mesh; bugs planted there are found, and their module is named."""
+"""A user's run, shrunk, equals one process on its mesh; bugs planted there are found, and their
+module is named.
+"""
 
 from pathlib import Path
 from time import monotonic
@@ -23,7 +25,11 @@ BUGS = [
     (bugs.mask_shifted, "llama_tiny", "layers.0.attention.attend"),
     (bugs.no_sum_over_tp, "llama_tiny --tensor-model-parallel-size 2", "layers.0.attention"),
     (bugs.norm_counted_twice, LEGACY, "grad_norm of step 1"),
-    (bugs.state_not_passed, "transnormer_tiny --context-parallel-size 2", "layers.0.attention.attend"),
+    (
+        bugs.state_not_passed,
+        "transnormer_tiny --context-parallel-size 2",
+        "layers.0.attention.attend",
+    ),
     (bugs.gradient_halved, RING, "gradient of layers.1.attention.wv"),
     (bugs.layer_not_reduced, LEGACY, "gradient of the parameter layers.1.mlp.down.weight"),
     (bugs.local_means, "llama_tiny", "lm_loss of step 1"),
@@ -63,7 +69,9 @@ def test_a_lost_label_is_found():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bug", "words", "first"), BUGS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("bug", "words", "first"), BUGS, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_a_planted_bug_is_found_and_named(bug, words, first):
     check(bug, words, first)
 
@@ -73,7 +81,9 @@ def test_a_planted_bug_is_found_and_named(bug, words, first):
 def test_a_run_of_every_kind_equals_one_process(words):
     found = compared(asked(words))
     assert report(found).startswith("equal to one process"), report(found)
-    assert {"gradient of layers.0", "grad_norm of step 2", "validation_loss of step 2"} <= {one.what for one in found}
+    assert {"gradient of layers.0", "grad_norm of step 2", "validation_loss of step 2"} <= {
+        one.what for one in found
+    }
 
 
 def test_samples_are_the_own_ones_thinned(default_data):
@@ -92,7 +102,10 @@ def test_samples_are_the_own_ones_thinned(default_data):
         assert torch.equal(sample["starts"][1:], starts[1:])
         assert sample["place"].tolist() == list(range(128 * number, 128 * number + 128))
         assert 0 < sample["loss_mask"].sum() < 128
-    assert "made-up" in samples_of(asked("llama_tiny"), small, 1)[1] or Path("runs/data/stdlib.idx").exists()
+    assert (
+        "made-up" in samples_of(asked("llama_tiny"), small, 1)[1]
+        or Path("runs/data/stdlib.idx").exists()
+    )
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.toml")), ids=lambda path: path.stem)

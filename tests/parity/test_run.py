@@ -1,4 +1,6 @@
-"""Meshes of every kind train as one process does, what breaks that is seen, and no process stays behind."""
+"""Meshes of every kind train as one process does, what breaks that is seen, and no process stays
+behind.
+"""
 
 import re
 from dataclasses import replace
@@ -16,7 +18,9 @@ from tests.parity.run import Masked, Row, compare, main
 from tools.common.cases import Case
 
 STEPS = 2
-"""The second has weights that the first one's gradients made; a third, as in the bench, would see nothing else."""
+"""The second has weights that the first one's gradients made; a third, as in the bench, would see
+nothing else.
+"""
 CONTROLS = (
     (bugs.local_means, "llama", Case(dp=2)),
     (bugs.alike_shards, "llama", Case(dp=2)),
@@ -26,7 +30,9 @@ CONTROLS = (
 
 
 def trained(kind, case, data, sabotage=None, micro_batch=1):
-    return parity.trained(kind, case, data, sabotage, "--micro-batch-size", str(micro_batch), iterations=STEPS)
+    return parity.trained(
+        kind, case, data, sabotage, "--micro-batch-size", str(micro_batch), iterations=STEPS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +43,15 @@ def reference(default_data):
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [pytest.param(kind, case, marks=pytest.mark.slow if slow else ()) for kind, case, slow in MASKED],
+    [
+        pytest.param(kind, case, marks=pytest.mark.slow if slow else ())
+        for kind, case, slow in MASKED
+    ],
     ids=lambda value: getattr(value, "title", value),
 )
 def test_a_mesh_trains_as_one_process_does(kind, case, default_data, reference):
-    """Loss, first gradients, gradient norms and initial weights, with unequal numbers of valid tokens per rank.
+    """Loss, first gradients, gradient norms and initial weights, with unequal numbers of valid
+    tokens per rank.
 
     Its micro-batches have two samples, those of the reference one.
     """
@@ -50,7 +60,9 @@ def test_a_mesh_trains_as_one_process_does(kind, case, default_data, reference):
     assert len(reference(kind).records) == STEPS
 
 
-@pytest.mark.parametrize(("bug", "kind", "case"), CONTROLS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("bug", "kind", "case"), CONTROLS, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_what_is_broken_is_outside_of_the_bounds(bug, kind, case, default_data, reference):
     row = compare(trained(kind, case, default_data, bug), reference(kind))
     assert not row.within
@@ -58,7 +70,8 @@ def test_what_is_broken_is_outside_of_the_bounds(bug, kind, case, default_data, 
         bugs.local_means: row.loss > 100 * parity.LOSS and row.gradients > parity.GRADIENTS,
         bugs.alike_shards: not row.same_start,
         bugs.copies_left_alone: row.gradients > 1000 * parity.GRADIENTS and bool(row.copies_differ),
-        bugs.stage_without_norm: row.norm > 1000 * parity.NORM and row.gradients <= parity.GRADIENTS,
+        bugs.stage_without_norm: row.norm > 1000 * parity.NORM
+        and row.gradients <= parity.GRADIENTS,
     }
     assert seen[bug], row.cells
 
@@ -102,7 +115,16 @@ def test_the_command_writes_its_table_and_fails_where_a_row_is_outside(
 
     monkeypatch.setattr(parity, "trained", broken)
     monkeypatch.setitem(parity_cases.MESHES, "softmax", "pp=2 GPipe\n dp=2\n pp=2")
-    flags = ["--kind", "gpt", "--only", "pp 2", "--data", str(default_data), "--output", str(tmp_path / "x.md")]
+    flags = [
+        "--kind",
+        "gpt",
+        "--only",
+        "pp 2",
+        "--data",
+        str(default_data),
+        "--output",
+        str(tmp_path / "x.md"),
+    ]
     assert main(flags) == 1
     table = (tmp_path / "x.md").read_text()
     assert "| gpt | 2 | pp 2, GPipe | same |" in table

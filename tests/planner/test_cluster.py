@@ -12,7 +12,9 @@ def test_every_file_is_a_cluster_and_says_where_its_figures_come_from(path):
     found = load_cluster(path)
     assert found.inside_gb_per_s >= found.between_gb_per_s
     assert 0.02 < found.delta_share < found.attention_fraction
-    assert found.node_gb_per_s == found.between_gb_per_s * (found.gpus_per_node if found.between_link == "rank" else 1)
+    assert found.node_gb_per_s == found.between_gb_per_s * (
+        found.gpus_per_node if found.between_link == "rank" else 1
+    )
     assert sum("#" in line for line in path.read_text().splitlines()) >= 4
 
 
@@ -36,7 +38,9 @@ def test_every_file_is_a_cluster_and_says_where_its_figures_come_from(path):
 def test_what_is_no_cluster_is_refused(tmp_path, change, message):
     values = load_cluster(CLUSTERS / "a100_pod.toml").entries() | change
     path = tmp_path / "c.toml"
-    path.write_text(tomli_w.dumps({name: value for name, value in values.items() if value is not None}))
+    path.write_text(
+        tomli_w.dumps({name: value for name, value in values.items() if value is not None})
+    )
     with pytest.raises(ClusterError, match=f"c.toml: {message}"):
         load_cluster(path)
     with pytest.raises(ClusterError, match=r"none.toml: cannot be read"):
@@ -58,10 +62,17 @@ def test_the_attention_kernel_that_runs_decides_its_rate():
     hopper, ampere = (load_cluster(CLUSTERS / f"{name}_pod.toml") for name in ("h100", "a100"))
     assert hopper.running("auto") == hopper.running("cudnn") == hopper
     slow = hopper.running("flash_attn")
-    assert (slow.attention_kernel, slow.attention_fraction) == ("flash_attn", hopper.kernel_fractions["flash_attn"])
+    assert (slow.attention_kernel, slow.attention_fraction) == (
+        "flash_attn",
+        hopper.kernel_fractions["flash_attn"],
+    )
     assert hopper.public_error > slow.public_error == 0, "the runs were cuDNN's"
     assert hopper.running("aten") == hopper.running("auto", documents=True) == slow
-    assert hopper.running("flash_attn_3").attention_fraction > hopper.attention_fraction > slow.attention_fraction
+    assert (
+        hopper.running("flash_attn_3").attention_fraction
+        > hopper.attention_fraction
+        > slow.attention_fraction
+    )
     assert ampere.running("auto", documents=True) == ampere.running("flash_attn") == ampere
     unknown = hopper.running("triton")
     assert (unknown.attention_kernel, unknown.attention_fraction) == ("", hopper.attention_fraction)

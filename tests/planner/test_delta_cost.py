@@ -1,4 +1,6 @@
-"""The time, bytes and memory of layers with a delta rule, against figures worked out by hand and a measured step."""
+"""The time, bytes and memory of layers with a delta rule, against figures worked out by hand and a
+measured step.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -35,7 +37,9 @@ def bytes_sent(cost):
 
 
 def test_products_are_counted_by_hand():
-    """3 d^2 + 5 C d multiply-adds of a token and head; Q, M and Q S of those that continue; N in a backward."""
+    """3 d^2 + 5 C d multiply-adds of a token and head; Q, M and Q S of those that continue; N in a
+    backward.
+    """
     computing = replace(COMPUTE, delta_fraction=1.0)
     plain, wide, d2 = 3 * 128**2 + 5 * 64 * 128, 3 * 128**2 + 64 * 128, 128**2
     rows = 2 * 32 / 1e12
@@ -49,7 +53,9 @@ def test_products_are_counted_by_hand():
     assert shared.backward() == pytest.approx(rows * 1024 * (2.5 * plain + d2) + joined)
     channels = cost(computing, 1, shape=SHAPE._replace(per_channel=True))
     assert channels.forward() == pytest.approx(1.6 * alone.forward())
-    assert cost(COMPUTE, 1).forward() == pytest.approx(alone.forward() / DELTA), "a file without a rate"
+    assert cost(COMPUTE, 1).forward() == pytest.approx(alone.forward() / DELTA), (
+        "a file without a rate"
+    )
 
 
 def test_states_and_halos_are_what_travels():
@@ -58,12 +64,18 @@ def test_states_and_halos_are_what_travels():
     for tokens in (4096, 65536):
         assert bytes_sent(cost(NETWORK, tokens=tokens))[0] == 3 * (2 * state + halos)
         # the middle pieces of a zigzag lie on one rank: 7 cuts, 6 of them between ranks
-        assert bytes_sent(cost(NETWORK, tokens=tokens, method="zigzag"))[0] == 6 * (2 * state + halos)
+        assert bytes_sent(cost(NETWORK, tokens=tokens, method="zigzag"))[0] == 6 * (
+            2 * state + halos
+        )
     far = replace(NETWORK, gpus_per_node=2)
     assert bytes_sent(cost(far))[1] == 2 * state + halos
     assert cost(NETWORK).forward() == pytest.approx(3 * state / 1e9 + 3 * row * 2 / 1e9, rel=1e-6)
-    assert cost(LATENCY).forward() == pytest.approx(1 + 3), "the halo, and a state from each rank to the next"
-    assert cost(LATENCY, method="zigzag").forward() == pytest.approx(1 + 6), "halos to two peers set out together"
+    assert cost(LATENCY).forward() == pytest.approx(1 + 3), (
+        "the halo, and a state from each rank to the next"
+    )
+    assert cost(LATENCY, method="zigzag").forward() == pytest.approx(1 + 6), (
+        "halos to two peers set out together"
+    )
 
 
 def test_documents_that_no_rank_shares_cost_nothing_more():
@@ -82,7 +94,9 @@ def config_of(**sizes):
 
 def test_methods_have_consecutive_tokens():
     refused = Counter()
-    found = candidates_of([config_of(context_parallel_size=2)], 2, replace(H100, gpus_per_node=2), refused)
+    found = candidates_of(
+        [config_of(context_parallel_size=2)], 2, replace(H100, gpus_per_node=2), refused
+    )
     named = {one.context.context_parallel_method for one in found}
     assert "zigzag" in named
     assert "striped" not in named

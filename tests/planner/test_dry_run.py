@@ -36,7 +36,9 @@ def alone(monkeypatch, tmp_path):
 
 
 def run(path, *flags):
-    """Dry-run a configuration by the entry that takes it; one without a vocabulary has one of 1,000 entries."""
+    """Dry-run a configuration by the entry that takes it; one without a vocabulary has one of 1,000
+    entries.
+    """
     text = path.read_text()
     entry = pretrain_dit if "latent_shape" in text or "digits" in text else pretrain_gpt
     vocabulary = () if entry is pretrain_dit or "vocab_size" in text else ("--vocab-size", "1000")
@@ -64,8 +66,14 @@ def test_it_says_which_rank_it_runs_and_what_is_not_here(capsys, monkeypatch):
     said = capsys.readouterr()
     assert "running rank 1 of 2 without memory (2 of 2): the optimizer's step, " in said.err
     assert said.out.startswith("dry run of 2 processes on a CPU: ")
-    assert "note: data_path is not set; give --data-path PREFIX; python -m tools.prepare_data writes one" in said.out
-    assert "note: predicted for a CPU, this machine's device; --cluster FILE predicts for other machines" in said.out
+    assert (
+        "note: data_path is not set; give --data-path PREFIX; python -m tools.prepare_data writes one"
+        in said.out
+    )
+    assert (
+        "note: predicted for a CPU, this machine's device; --cluster FILE predicts for other machines"
+        in said.out
+    )
     (start,) = (line for line in said.out.splitlines() if line.startswith("start: "))
     config = parse_args(shlex.split(start.partition("pretrain_gpt.py")[2]))
     assert (config.data.data_path, config.data.tokenizer_model) == (("PREFIX",), "FILE")
@@ -75,7 +83,15 @@ def test_it_says_which_rank_it_runs_and_what_is_not_here(capsys, monkeypatch):
 
 
 def test_the_commands_name_the_cluster_that_auto_chooses_for_and_submit_takes_them(capsys):
-    size = ["--world-size", "8", "--context-parallel-size", "4", "--bf16", "--global-batch-size", "64"]
+    size = [
+        "--world-size",
+        "8",
+        "--context-parallel-size",
+        "4",
+        "--bf16",
+        "--global-batch-size",
+        "64",
+    ]
     run(TINY, *size, "--context-parallel-method", "auto", "--save", "none", *H100)
     start, by_slurm = (shlex.split(line) for line in capsys.readouterr().out.splitlines()[-2:])
     entry = start[start.index("pretrain_gpt.py") :]
@@ -86,14 +102,25 @@ def test_the_commands_name_the_cluster_that_auto_chooses_for_and_submit_takes_th
 
 def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys, tmp_path):
     """After the whole report; what fits has its verdict there."""
-    flags = ["--dry-run", "--config", str(TINY), "--vocab-size", "64", "--context-parallel-size", "1", "--bf16"]
+    flags = [
+        "--dry-run",
+        "--config",
+        str(TINY),
+        "--vocab-size",
+        "64",
+        "--context-parallel-size",
+        "1",
+        "--bf16",
+    ]
 
     def verdict(**limits):
         text = Path(H100[1]).read_text()
         for name, value in limits.items():
             text = re.sub(rf"^{name} = \S+", f"{name} = {value}", text, flags=re.M)
         (tmp_path / "c.toml").write_text(text)
-        status = exit_status(pretrain_gpt.main, [*flags, *MOVED, "--cluster", str(tmp_path / "c.toml")])
+        status = exit_status(
+            pretrain_gpt.main, [*flags, *MOVED, "--cluster", str(tmp_path / "c.toml")]
+        )
         return status, *capsys.readouterr()
 
     status, out, err = verdict()
@@ -110,7 +137,9 @@ def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys, tmp_path):
         assert status == 3
         assert "\nstart: torchrun " in out
         assert err.startswith(f"error: {said}")
-        assert err.endswith("; python -m tools.plan --fits with the same flags says what to change\n")
+        assert err.endswith(
+            "; python -m tools.plan --fits with the same flags says what to change\n"
+        )
 
 
 @pytest.mark.parametrize(
@@ -138,14 +167,20 @@ def at_size(path):
 
 
 QUICK = (None, "llama", "transnormer", "olmo3")
-"""Kinds of models of ``make test``; None is a diffusion transformer's, and a llama's that a file leaves out."""
+"""Kinds of models of ``make test``; None is a diffusion transformer's, and a llama's that a file
+leaves out.
+"""
 
 
 def one_of_a_kind():
     """Return the settings of the first configuration of each kind of model, by its path."""
     kinds = {}
     for path in FILES:
-        given = {name: value for section in tomllib.loads(path.read_text()).values() for name, value in section.items()}
+        given = {
+            name: value
+            for section in tomllib.loads(path.read_text()).values()
+            for name, value in section.items()
+        }
         kinds.setdefault((given.get("model_type"), "latent_shape" in given), (path, given))
     return kinds.values()
 
@@ -153,7 +188,11 @@ def one_of_a_kind():
 @pytest.mark.parametrize(
     ("path", "given"),
     [
-        pytest.param(*kind, id=kind[0].stem, marks=() if kind[1].get("model_type") in QUICK else pytest.mark.slow)
+        pytest.param(
+            *kind,
+            id=kind[0].stem,
+            marks=() if kind[1].get("model_type") in QUICK else pytest.mark.slow,
+        )
         for kind in one_of_a_kind()
     ],
 )

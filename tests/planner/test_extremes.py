@@ -1,4 +1,6 @@
-"""The longest sequence and the fewest processes: what fits, and that the next does not; flags that make a run fit."""
+"""The longest sequence and the fewest processes: what fits, and that the next does not; flags that
+make a run fit.
+"""
 
 from dataclasses import replace
 
@@ -23,7 +25,9 @@ CONFIG = load_config("configs/models/llama3_8b.toml")
 @pytest.fixture
 def config():
     """Half a billion parameters."""
-    return replace(CONFIG, model=replace(CONFIG.model, num_layers=4, hidden_size=2048, ffn_hidden_size=4096))
+    return replace(
+        CONFIG, model=replace(CONFIG.model, num_layers=4, hidden_size=2048, ffn_hidden_size=4096)
+    )
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(config):
@@ -35,13 +39,19 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(config):
 
 def test_moments_go_to_host_memory_where_nothing_else_fits(config, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("planner.levers.MOMENTS", replace(levers.MOMENTS, values=lambda *_: [(False,)]))
+        patch.setattr(
+            "planner.levers.MOMENTS", replace(levers.MOMENTS, values=lambda *_: [(False,)])
+        )
         kept = longest(config, 4, SMALL)
     moved = longest(config, 4, SMALL)
     assert moved > 1.02 * kept
-    best = rank(list(arrangements(of_length(config, kept), 4)), 4, SMALL, vary=settings).candidates[0]
+    best = rank(list(arrangements(of_length(config, kept), 4)), 4, SMALL, vary=settings).candidates[
+        0
+    ]
     assert not best.config.optimizer.optimizer_cpu_offload
-    for one in rank(list(arrangements(of_length(config, moved), 4)), 4, SMALL, vary=settings).candidates:
+    for one in rank(
+        list(arrangements(of_length(config, moved), 4)), 4, SMALL, vary=settings
+    ).candidates:
         assert one.config.optimizer.optimizer_cpu_offload
         assert one.prediction.seconds["optimizer offload"] > 0
 
@@ -72,12 +82,25 @@ def test_what_fits_nowhere_is_refused(config, monkeypatch):
 
 def test_every_policy_is_tried_with_chunks_and_in_host_memory():
     asked = replace(CONFIG, recompute=RecomputeConfig(ffn_chunk_size=100))
-    found = [one.recompute for one in settings(asked, H100) if one.data_parallel == asked.data_parallel]
-    assert len(found) == len(set(found)) == 2 * 3 + 2 * 2  # loss in chunks or not; what none keeps is not moved
+    found = [
+        one.recompute for one in settings(asked, H100) if one.data_parallel == asked.data_parallel
+    ]
+    assert (
+        len(found) == len(set(found)) == 2 * 3 + 2 * 2
+    )  # loss in chunks or not; what none keeps is not moved
     assert all(one.ffn_chunk_size == 100 for one in found)
-    assert not any(one.recompute.recompute_offload for one in settings(asked, replace(H100, host_gb_per_s=0.0)))
-    assert {one.data_parallel.strategy for one in settings(asked, H100)} == {"zero1", "zero2", "zero3"}
-    assert all(one.recompute.ffn_chunk_size and one.recompute.loss_chunk_size for one in least_memory(CONFIG, H100))
+    assert not any(
+        one.recompute.recompute_offload for one in settings(asked, replace(H100, host_gb_per_s=0.0))
+    )
+    assert {one.data_parallel.strategy for one in settings(asked, H100)} == {
+        "zero1",
+        "zero2",
+        "zero3",
+    }
+    assert all(
+        one.recompute.ffn_chunk_size and one.recompute.loss_chunk_size
+        for one in least_memory(CONFIG, H100)
+    )
 
 
 def test_what_the_host_cannot_hold_is_told_as_that(config):
@@ -108,7 +131,9 @@ def run_of(size, method):
 
 def test_the_last_change_fits_with_heads_in_stages():
     one = run_of(2, "ulysses")
-    least = min(found.prediction.bytes for found in rank([one], 2, A100, vary=least_memory).candidates)
+    least = min(
+        found.prediction.bytes for found in rank([one], 2, A100, vary=least_memory).candidates
+    )
     short = replace(A100, memory_gb=0.999 * least / 1e9)
     found, seconds = changes(one, 2, short, None)
     assert seconds
@@ -127,7 +152,10 @@ def test_one_process_keeps_its_method():
     assert found[-1].bytes <= 1e9 * short.memory_gb
 
 
-LARGER, AGAIN = "--context-parallel-size 16 --global-batch-size 2", "--recompute-granularity attention_boundary"
+LARGER, AGAIN = (
+    "--context-parallel-size 16 --global-batch-size 2",
+    "--recompute-granularity attention_boundary",
+)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +169,10 @@ LARGER, AGAIN = "--context-parallel-size 16 --global-batch-size 2", "--recompute
 )
 def test_levers_are_pulled_in_the_order_of_the_page(size, memory_gb, flags):
     """LLaMA 2 13B on 524,288 tokens and 16 A100."""
-    one, cluster = load_config("configs/models/llama2_13b.toml"), load_cluster(CLUSTERS / "a100_pod.toml")
+    one, cluster = (
+        load_config("configs/models/llama2_13b.toml"),
+        load_cluster(CLUSTERS / "a100_pod.toml"),
+    )
     one = replace(one, train=replace(one.train, seq_length=1 << 19, bf16=True))
     one = replace(one, mesh=replace(one.mesh, context_parallel_size=size))
     found, seconds = changes(one, 16, replace(cluster, memory_gb=memory_gb), None)

@@ -1,4 +1,6 @@
-"""Costs of an attention of which only the rows needed travel: bytes as the plan counts them, and what wins where."""
+"""Costs of an attention of which only the rows needed travel: bytes as the plan counts them, and
+what wins where.
+"""
 
 import pytest
 
@@ -21,7 +23,9 @@ CASES = [
 
 
 def packed(method, tokens, size, **options):
-    return make_plan(method, seq_len=tokens, size=size, documents=filled(lognormal, tokens, 0), **options)
+    return make_plan(
+        method, seq_len=tokens, size=size, documents=filled(lognormal, tokens, 0), **options
+    )
 
 
 @pytest.mark.parametrize(("method", "options"), CASES)
@@ -33,7 +37,10 @@ def test_all_ranks_bytes_are_the_plan_s(method, options):
     for moves, way, gradients in ((None, "forward", False), ("kv", "backward", True)):
         sent = [getattr(cost, way) for cost in costs]
         between = sum(traffic.between_nodes(rank, 4) for rank, traffic in enumerate(sent))
-        assert needed_of_all(plan, of, moves, 4) == (sum(traffic.total for traffic in sent) - between, between)
+        assert needed_of_all(plan, of, moves, 4) == (
+            sum(traffic.total for traffic in sent) - between,
+            between,
+        )
         found = slots(plan, of, "kv", gradients=gradients)
         apart = [(slot.size[slot.ranks != slot.peers]).sum() for slot in found]
         assert sum(apart) == pytest.approx(sum(traffic.p2p.total() for traffic in sent))

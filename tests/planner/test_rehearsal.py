@@ -1,4 +1,6 @@
-"""A rank's dry run: what it finds wrong, and its memory against real processes'. The report is in test_dry_run.py."""
+"""A rank's dry run: what it finds wrong, and its memory against real processes'. The report is in
+test_dry_run.py.
+"""
 
 import sys
 from collections import Counter
@@ -20,19 +22,25 @@ from train.tasks.language import LanguageTask
 MODEL = """
     --vocab-size 2048 --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 1024 --device cpu
     --micro-batch-size 1
-""".split()  # noqa: SIM905
-ZERO1, PIPELINE = "--data-parallel-sharding-strategy zero1 ", "--pipeline-model-parallel-size 2 --global-batch-size 8 "
+""".split()
+ZERO1, PIPELINE = (
+    "--data-parallel-sharding-strategy zero1 ",
+    "--pipeline-model-parallel-size 2 --global-batch-size 8 ",
+)
 MESHES = {
     "zero3": "--context-parallel-size 8 --data-parallel-sharding-strategy zero3",
-    "tensor": ZERO1 + "--tensor-model-parallel-size 2 --context-parallel-size 2 --global-batch-size 4",
+    "tensor": ZERO1
+    + "--tensor-model-parallel-size 2 --context-parallel-size 2 --global-batch-size 4",
     "pipeline": PIPELINE + "--context-parallel-size 2 --recompute-granularity full",
-    "zero bubble": PIPELINE + ZERO1 + "--context-parallel-size 2 --pipeline-schedule InterleavedZeroBubble "
+    "zero bubble": PIPELINE
+    + ZERO1
+    + "--context-parallel-size 2 --pipeline-schedule InterleavedZeroBubble "
     "--num-virtual-stages-per-pipeline-rank 2",
 }
 SMALL = """
     --vocab-size 64 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 64 --device cpu
     --pipeline-model-parallel-size 2 --context-parallel-size 2 --global-batch-size 2
-""".split()  # noqa: SIM905
+""".split()
 
 
 def broken(change):
@@ -62,7 +70,10 @@ def test_a_stage_fits_the_next_and_a_wrong_shape_is_found(monkeypatch):
     passed_on = 32 * 16 * 4  # hidden states of half a sequence, to the next node's stage
     assert found.sent[BETWEEN] == passed_on
     assert found.sent[INSIDE] > passed_on
-    with pytest.raises(UserError, match=r"pipeline stage 0 gives \[1, 31, 16\] torch.float32, and the next one takes"):
+    with pytest.raises(
+        UserError,
+        match=r"pipeline stage 0 gives \[1, 31, 16\] torch.float32, and the next one takes",
+    ):
         rehearse(config, broken(lambda x: x[:, 1:]), 0, 4, per_node=2)
     with pytest.raises(UserError, match=r"gives .* torch.float64"):
         rehearse(config, broken(Tensor.double), 0, 4, per_node=2)
@@ -71,25 +82,48 @@ def test_a_stage_fits_the_next_and_a_wrong_shape_is_found(monkeypatch):
 
 
 def test_documents_decide_what_an_exchange_receives():
-    flags = "--context-parallel-size 4 --context-parallel-method exchange --recompute-granularity full"
-    config = parse_args([*MODEL, *flags.split(), "--reset-attention-mask", "--num-layers", "1", "--vocab-size", "64"])
-    one, many = (rehearse(config, LanguageTask, 0, 4, 4, documents).bytes for documents in (None, range(0, 1025, 64)))
+    flags = (
+        "--context-parallel-size 4 --context-parallel-method exchange --recompute-granularity full"
+    )
+    config = parse_args(
+        [
+            *MODEL,
+            *flags.split(),
+            "--reset-attention-mask",
+            "--num-layers",
+            "1",
+            "--vocab-size",
+            "64",
+        ]
+    )
+    one, many = (
+        rehearse(config, LanguageTask, 0, 4, 4, documents).bytes
+        for documents in (None, range(0, 1025, 64))
+    )
     assert many < 0.97 * one
 
 
 def test_for_a_gpu_norms_keep_what_its_kernel_keeps():
     flags = "--bf16 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 --device cpu"
-    flags += " --micro-batch-size 1 --global-batch-size 1 --vocab-size 8192"  # logits are at the peak
+    flags += (
+        " --micro-batch-size 1 --global-batch-size 1 --vocab-size 8192"  # logits are at the peak
+    )
     config = parse_args(flags.split())
-    found = {of: rehearse(config, LanguageTask, 0, 1, 1, device=of).memory for of in ("cuda", "cpu")}
+    found = {
+        of: rehearse(config, LanguageTask, 0, 1, 1, device=of).memory for of in ("cuda", "cpu")
+    }
     # before and after two norms; queries, keys, values and the output; in the feed-forward
-    kept = 4 * 1024 * 2 * (4 * 256 + 4 * 256 + 3 * config.model.ffn_size) + 2 * 1024 * 2 * 256  # the last norm's too
+    kept = (
+        4 * 1024 * 2 * (4 * 256 + 4 * 256 + 3 * config.model.ffn_size) + 2 * 1024 * 2 * 256
+    )  # the last norm's too
     assert found["cuda"]["activations"] == pytest.approx(kept, rel=0.02)
     assert found["cpu"]["activations"] > 1.2 * kept
 
 
 def test_what_is_in_host_memory_is_not_on_the_device():
-    """A stage of 4 layers with 2 micro-batches in flight has 8 inputs of layers: 2 on the device, 6 not."""
+    """A stage of 4 layers with 2 micro-batches in flight has 8 inputs of layers: 2 on the device, 6
+    not.
+    """
     flags = "--pipeline-model-parallel-size 2 --global-batch-size 4 --recompute-granularity full --loss-chunk-size 64"
     config = parse_args([*MODEL, *flags.split(), "--num-layers", "8", "--vocab-size", "64"])
     moved = replace(config, recompute=replace(config.recompute, recompute_offload=True))
@@ -102,8 +136,18 @@ def test_what_is_in_host_memory_is_not_on_the_device():
 
 @pytest.mark.slow
 def test_in_a_zero_bubble_gradients_wait_for_the_weights():
-    """Against the same stages with whole backwards; more rounds of micro-batches than it runs change nothing."""
-    flags = [*SMALL, "--vocab-size", "1024", "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
+    """Against the same stages with whole backwards; more rounds of micro-batches than it runs
+    change nothing.
+    """
+    flags = [
+        *SMALL,
+        "--vocab-size",
+        "1024",
+        "--num-layers",
+        "4",
+        "--num-virtual-stages-per-pipeline-rank",
+        "2",
+    ]
     flags += ["--data-parallel-sharding-strategy", "zero1", "--pipeline-schedule"]
 
     def taken(schedule, batch):
@@ -123,15 +167,29 @@ def test_moments_in_host_memory_are_not_on_the_device_either():
     moved = replace(config, optimizer=replace(config.optimizer, optimizer_cpu_offload=True))
     kept, less = (rehearse(one, LanguageTask, 0, 1, 1) for one in (config, moved))
     assert kept.memory["optimizer"] > 1.9 * kept.memory["weights"]
-    assert less.memory == {**kept.memory, "optimizer": pytest.approx(0, abs=1000)}  # steps are single numbers
+    assert less.memory == {
+        **kept.memory,
+        "optimizer": pytest.approx(0, abs=1000),
+    }  # steps are single numbers
     assert less.host == 2 * less.memory["weights"]
     assert less.host < rehearse(moved, LanguageTask, 0, 1, 1, device="cuda").host < 1.3 * less.host
 
 
 def test_a_kernel_that_is_missing_here_is_rehearsed_as_torchs(monkeypatch):
     monkeypatch.setitem(sys.modules, "amp_C", None)
-    flags = [*MODEL, "--vocab-size", "64", "--num-layers", "1", "--seq-length", "64", "--optimizer-backend"]
-    torchs, apexs = (rehearse(parse_args([*flags, name]), LanguageTask, 0, 1, 1) for name in ("torch", "apex"))
+    flags = [
+        *MODEL,
+        "--vocab-size",
+        "64",
+        "--num-layers",
+        "1",
+        "--seq-length",
+        "64",
+        "--optimizer-backend",
+    ]
+    torchs, apexs = (
+        rehearse(parse_args([*flags, name]), LanguageTask, 0, 1, 1) for name in ("torch", "apex")
+    )
     assert apexs.memory == torchs.memory
 
 
@@ -139,10 +197,15 @@ def test_a_kernel_that_is_missing_here_is_rehearsed_as_torchs(monkeypatch):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_memory_is_that_of_eight_real_processes(mesh):
     flags = [*MODEL, *MESHES[mesh].split()]
-    config, real = parse_args(flags), [one["bytes"] for one in run_ranks(measured, 8, " ".join(flags))]
+    config, real = (
+        parse_args(flags),
+        [one["bytes"] for one in run_ranks(measured, 8, " ".join(flags))],
+    )
     for rank in (0, 4):
         found = rehearse(config, LanguageTask, rank, 8, per_node=8)
-        print(f"{mesh}: rank {rank} takes {real[rank]:,.0f} bytes, predicted {found.bytes:,} of {found.memory}")
+        print(
+            f"{mesh}: rank {rank} takes {real[rank]:,.0f} bytes, predicted {found.bytes:,} of {found.memory}"
+        )
         assert found.bytes == pytest.approx(real[rank], rel=0.15)
 
 
@@ -158,7 +221,9 @@ def test_memory_is_that_of_eight_real_processes(mesh):
     ],
 )
 def test_attention_that_is_told_again_is_as_if_it_ran(flags, monkeypatch):
-    config = parse_args([*MODEL, "--context-parallel-size", "4", "--vocab-size", "64", *flags.split()])
+    config = parse_args(
+        [*MODEL, "--context-parallel-size", "4", "--vocab-size", "64", *flags.split()]
+    )
     ran = []
     code = Recorder._by_its_code
 

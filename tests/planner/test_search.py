@@ -19,9 +19,13 @@ A100 = load_cluster(CLUSTERS / "wallfacer_a100_8.toml")
 
 
 def config(size, heads=8, groups=8):
-    model = model_config(hidden_size=512, num_attention_heads=heads, num_query_groups=groups, vocab_size=512)
+    model = model_config(
+        hidden_size=512, num_attention_heads=heads, num_query_groups=groups, vocab_size=512
+    )
     return Config(
-        model=model, mesh=MeshConfig(context_parallel_size=size), train=TrainConfig(seq_length=4096, bf16=True)
+        model=model,
+        mesh=MeshConfig(context_parallel_size=size),
+        train=TrainConfig(seq_length=4096, bf16=True),
     )
 
 
@@ -39,19 +43,31 @@ def test_every_method_team_degree_and_placement_is_there_once():
     assert teams == {(4, 1, "collect_intra"), (2, 4, "collect_intra")} | {
         (*pair, placement) for pair in pairs for placement in ("collect_intra", "p2p_intra")
     }
-    assert all(c.context_parallel_ranks_per_node == 8 for c in found if c.context_parallel_method == "double_ring")
+    assert all(
+        c.context_parallel_ranks_per_node == 8
+        for c in found
+        if c.context_parallel_method == "double_ring"
+    )
 
 
 def test_heads_come_in_stages_only_where_nothing_else_fits():
     long = config(4, heads=32, groups=32)
-    long = replace(long, train=replace(long.train, seq_length=2**18), model=replace(long.model, kv_channels=128))
+    long = replace(
+        long,
+        train=replace(long.train, seq_length=2**18),
+        model=replace(long.model, kv_channels=128),
+    )
     roomy = rank([long], 4, A100).candidates
     assert {one.config.context.ulysses_head_chunks for one in roomy} == {1}
     least = min(one.prediction.bytes for one in roomy)
     short = rank([long], 4, replace(A100, memory_gb=0.999 * least / 1e9)).candidates
     assert {one.config.context.context_parallel_method for one in short} >= {"ulysses"}
     for one in short:
-        degree = 4 if one.config.context.context_parallel_method == "ulysses" else one.config.context.ulysses_degree
+        degree = (
+            4
+            if one.config.context.context_parallel_method == "ulysses"
+            else one.config.context.ulysses_degree
+        )
         assert one.config.context.ulysses_head_chunks == 32 // degree > 1
         validate_sizes(one.config, 4)
 
@@ -79,20 +95,36 @@ def test_all_arrangements_of_four_processes_and_nothing_to_choose_on_one():
 
 def test_settings_are_varied_until_it_fits():
     """LLaMA 3 8B at 512K on 8 H100, which was once refused: 40.9 by full recomputation."""
-    whole, cluster = load_config("configs/models/llama3_8b.toml"), load_cluster(CLUSTERS / "h100_pod.toml")
+    whole, cluster = (
+        load_config("configs/models/llama3_8b.toml"),
+        load_cluster(CLUSTERS / "h100_pod.toml"),
+    )
     mesh = replace(whole.mesh, context_parallel_size=8)
     asked = replace(whole, mesh=mesh, train=replace(whole.train, seq_length=1 << 19, bf16=True))
     assert rank([asked], 8, cluster).candidates == []
     best = rank([asked], 8, cluster, vary=settings).candidates[0].config.recompute
-    assert (best.recompute_granularity, best.loss_chunk_size, best.ffn_chunk_size) == ("attention_boundary", 2048, 0)
+    assert (best.recompute_granularity, best.loss_chunk_size, best.ffn_chunk_size) == (
+        "attention_boundary",
+        2048,
+        0,
+    )
     tight = replace(cluster, memory_gb=45, host_gb_per_s=0.0)
-    found = {one.config.context.title: one for one in rank([asked], 8, tight, vary=settings).candidates}["zigzag"]
+    found = {
+        one.config.context.title: one for one in rank([asked], 8, tight, vary=settings).candidates
+    }["zigzag"]
     assert found.config.recompute.recompute_granularity == "full"
     assert found.prediction.bytes == pytest.approx(40.9e9, rel=0.001)
 
 
 def test_a_run_with_auto_trains_and_goes_on_with_what_it_chose(default_data, tmp_path):
-    flags = ("--context-parallel-size", "2", "--context-parallel-method", "auto", "--train-iters", "2")
+    flags = (
+        "--context-parallel-size",
+        "2",
+        "--context-parallel-method",
+        "auto",
+        "--train-iters",
+        "2",
+    )
     save = tmp_path / "run"
     first = pretrain(2, default_data, save, *flags, "--exit-interval", "1")
     chosen = load_config(save / "config.toml").context
@@ -100,7 +132,9 @@ def test_a_run_with_auto_trains_and_goes_on_with_what_it_chose(default_data, tmp
     assert chosen.cluster is None
     # Had another been chosen then, it would be kept too, whatever the model predicts now.
     text = (save / "config.toml").read_text()
-    (save / "config.toml").write_text(text.replace(f'"{chosen.context_parallel_method}"', '"allgather"'))
+    (save / "config.toml").write_text(
+        text.replace(f'"{chosen.context_parallel_method}"', '"allgather"')
+    )
     second = pretrain(2, default_data, save, *flags, "--load", str(save))
     assert load_config(save / "config.toml").context.context_parallel_method == "allgather"
     assert [record["iteration"] for record in first] == [1]

@@ -1,4 +1,6 @@
-"""The cost model, against figures worked out by hand, measured memory and what is published of the best layouts."""
+"""The cost model, against figures worked out by hand, measured memory and what is published of the
+best layouts.
+"""
 
 from dataclasses import replace
 
@@ -40,12 +42,16 @@ def attention(method, cluster, size=64, tokens=65536, **options):
 def test_a_link_takes_the_bytes_of_the_worked_example_and_a_message_its_latency():
     gib, own = 2**30 / 1e9, 1024 * 6656  # elements of a rank's K
     assert attention("zigzag", NETWORK).forward() == pytest.approx(1.625 * gib * 63 / 64)
-    # teams of 4: KV placed and passed on, q, k and v gathered, partial results and lse in float32 brought back
+    # teams of 4: KV placed and passed on, q, k and v gathered, partial results and lse in float32
+    # brought back
     teams = 0.40625 * gib + 3 * 3 * own * 2 / 1e9 + 3 * (own + 1024 * 52) * 4 / 1e9
     assert attention("wallfacer", NETWORK, team_size=4).forward() == pytest.approx(teams)
     assert attention("zigzag", LATENCY).forward() == pytest.approx(63)
-    # a placement, 3 hops, 2 all-gathers of 3 messages one after the other, and partial results straight to each owner
-    assert attention("wallfacer", LATENCY, team_size=4).forward() == pytest.approx(1 + 3 + 2 * 3 + 1)
+    # a placement, 3 hops, 2 all-gathers of 3 messages one after the other, and partial results
+    # straight to each owner
+    assert attention("wallfacer", LATENCY, team_size=4).forward() == pytest.approx(
+        1 + 3 + 2 * 3 + 1
+    )
     # so do q, k, v there and out back
     assert attention("ulysses", LATENCY, 4, 4096, ulysses_degree=4).forward() == pytest.approx(2)
     # KV travels 63 times, its gradient 64, the last alone; both are under way in 62 rounds at once
@@ -64,12 +70,16 @@ def test_states_cost_what_a_matrix_per_head_does_however_long_the_sequence():
     scan = 4 * 512 * 52 * 128 * 128 / 1e12
     assert attention("lasp", COMPUTE, 8, 4096).forward() == pytest.approx(scan)
     assert attention("lasp", COMPUTE, 8, 4096).backward() == pytest.approx(3 * scan)
-    assert attention("lasp2", COMPUTE, 8, 4096).forward() == pytest.approx(1.5 * scan)  # the state, and then the scan
+    assert attention("lasp2", COMPUTE, 8, 4096).forward() == pytest.approx(
+        1.5 * scan
+    )  # the state, and then the scan
 
 
 @pytest.mark.parametrize("method", ["zigzag", "wallfacer", "ulysses"])
 def test_what_goes_on_at_once_is_a_share_of_the_shorter(method):
-    options = {"zigzag": {}, "wallfacer": {"team_size": 2}, "ulysses": {"ulysses_degree": 4}}[method]
+    options = {"zigzag": {}, "wallfacer": {"team_size": 2}, "ulysses": {"ulysses_degree": 4}}[
+        method
+    ]
     both = replace(NETWORK, peak_tflops=1.0)
 
     def seconds(posted, shared, cluster=both):
@@ -79,10 +89,14 @@ def test_what_goes_on_at_once_is_a_share_of_the_shorter(method):
     apart = seconds(1, 0, NETWORK), seconds(1, 0, COMPUTE)
     assert seconds(0, 0) == pytest.approx(sum(apart))
     assert seconds(1, 1) == pytest.approx(max(apart), rel=0.35)
-    assert (seconds(1, 0) < seconds(0, 0)) == (method == "zigzag"), "posted before the computing beside it"
+    assert (seconds(1, 0) < seconds(0, 0)) == (method == "zigzag"), (
+        "posted before the computing beside it"
+    )
     assert seconds(0.5, 0) == pytest.approx((seconds(0, 0) + seconds(1, 0)) / 2)
     assert seconds(0, 0.5) == pytest.approx((seconds(0, 0) + seconds(0, 1)) / 2)
-    assert min(seconds(posted, 1) for posted in (0, 0.5, 1)) >= max(apart) * (1 - 1e-9), "no computing counts twice"
+    assert min(seconds(posted, 1) for posted in (0, 0.5, 1)) >= max(apart) * (1 - 1e-9), (
+        "no computing counts twice"
+    )
 
 
 def test_compute_goes_by_pairs_and_every_tile_takes_a_launch():
@@ -93,16 +107,23 @@ def test_compute_goes_by_pairs_and_every_tile_takes_a_launch():
     launches = replace(NETWORK, inside_gb_per_s=FREE, launch_us=1e6)
     assert attention("zigzag", launches, 8, 4096).forward() == pytest.approx(8)
     assert attention("zigzag", launches, 8, 4096, ulysses_degree=4).backward() == pytest.approx(2)
-    assert attention("ring", launches, 8, 4096).forward() == pytest.approx(8)  # the last rank has one in every round
+    assert attention("ring", launches, 8, 4096).forward() == pytest.approx(
+        8
+    )  # the last rank has one in every round
 
 
 def test_a_shared_link_carries_all_ranks_of_a_node_and_a_rail_one():
     nodes = replace(NETWORK, gpus_per_node=8, inside_gb_per_s=FREE)
     shared, rails = nodes, replace(nodes, between_link="rank")
     ring = attention("zigzag", shared).forward()
-    assert ring == pytest.approx(attention("zigzag", rails).forward())  # one rank of a node sends out
+    assert ring == pytest.approx(
+        attention("zigzag", rails).forward()
+    )  # one rank of a node sends out
     far = {"team_size": 8, "placement": "collect_intra"}  # all of them do
-    assert attention("wallfacer", shared, **far).forward() > 4 * attention("wallfacer", rails, **far).forward()
+    assert (
+        attention("wallfacer", shared, **far).forward()
+        > 4 * attention("wallfacer", rails, **far).forward()
+    )
     assert attention("double_ring", rails, ranks_per_node=8).forward() < ring / 4
 
 
@@ -147,7 +168,9 @@ MEASURED = {
     ("full", 1024, 0): 224.2,
     ("full", 1024, 1024): 149.5,
 }
-"""MiB at the peak beyond weights and gradients, by recompute policy and chunks: docs/evidence/memory.md."""
+"""MiB at the peak beyond weights and gradients, by recompute policy and chunks:
+docs/evidence/memory.md.
+"""
 SMALL = replace(
     GPT_7B,
     layers=4,
@@ -171,7 +194,9 @@ def test_activations_are_those_that_were_measured(policy):
     recompute, loss_chunk, ffn_chunk = policy
     arranged = Arrangement(recompute=recompute, loss_chunk=loss_chunk, ffn_chunk=ffn_chunk)
     found = predict(SMALL, make_plan("ring", seq_len=8192, size=1), arranged, COMPUTE).memory
-    activations = sum(size for part, size in found.items() if not part.startswith("weights")) / 2**20
+    activations = (
+        sum(size for part, size in found.items() if not part.startswith("weights")) / 2**20
+    )
     assert activations == pytest.approx(MEASURED[policy], rel=0.075)
 
 
@@ -180,7 +205,10 @@ WHOLE = 2 * GPT_7B.vocab * GPT_7B.hidden
 
 
 def states(work, strategy, **options):
-    plan, arranged = make_plan("zigzag", seq_len=65536, size=8), Arrangement(strategy=strategy, **options)
+    plan, arranged = (
+        make_plan("zigzag", seq_len=65536, size=8),
+        Arrangement(strategy=strategy, **options),
+    )
     return predict(work, plan, arranged, NETWORK).memory["weights, gradients, optimizer"]
 
 
@@ -202,12 +230,18 @@ def test_frozen_weights_lie_in_their_type_without_gradients_or_moments():
     trained, count = 40_000_000, GPT_7B.matrix_weights + WHOLE // 2
     full = replace(GPT_7B, micro_batches=2, parameters=count)
     lora, frozen = replace(full, trained=trained), count - trained
-    for strategy, copies in (("ddp", count), ("zero2", count), ("zero3", WHOLE + (count - WHOLE) / 32)):
+    for strategy, copies in (
+        ("ddp", count),
+        ("zero2", count),
+        ("zero3", WHOLE + (count - WHOLE) / 32),
+    ):
         held = (16 * trained + 2 * frozen) / (1 if strategy == "ddp" else 8)
         assert states(lora, strategy) == pytest.approx(held + 2 * copies)
     plan = make_plan("zigzag", seq_len=65536, size=8)
     share, whole = trained / count, predict(full, plan, Arrangement(), COMPUTE).seconds["linear"]
-    assert predict(lora, plan, Arrangement(), COMPUTE).seconds["linear"] == pytest.approx(whole * (2 + share) / 3)
+    assert predict(lora, plan, Arrangement(), COMPUTE).seconds["linear"] == pytest.approx(
+        whole * (2 + share) / 3
+    )
     assert predict(replace(full, trained=count), plan, Arrangement(), NETWORK) == predict(
         full, plan, Arrangement(), NETWORK
     )
@@ -223,22 +257,31 @@ def test_pipelines_and_tensor_parallelism_divide_compute_and_cost_what_they_send
     batches = replace(GPT_7B, micro_batches=4)
     stages = predict(batches, plan, Arrangement(pp=2), COMPUTE)
     one = predict(batches, plan, Arrangement(), COMPUTE)
-    assert stages.seconds["attention"] == pytest.approx(one.seconds["attention"] / 2 * 5 / 4)  # the bubble
+    assert stages.seconds["attention"] == pytest.approx(
+        one.seconds["attention"] / 2 * 5 / 4
+    )  # the bubble
     again = predict(GPT_7B, plan, Arrangement(recompute="full"), COMPUTE)
-    assert again.seconds["recompute"] > predict(GPT_7B, plan, Arrangement(recompute="selective"), COMPUTE).time * 0.1
+    assert (
+        again.seconds["recompute"]
+        > predict(GPT_7B, plan, Arrangement(recompute="selective"), COMPUTE).time * 0.1
+    )
 
 
 def test_layers_with_a_window_cost_what_they_see():
     plan, window = make_plan("zigzag", seq_len=16384, size=8), (1023, 0)
     whole = predict(GPT_7B, plan, Arrangement(), COMPUTE).seconds["attention"]
-    every = predict(replace(GPT_7B, window=window, windowed_layers=32), plan, Arrangement(), COMPUTE)
+    every = predict(
+        replace(GPT_7B, window=window, windowed_layers=32), plan, Arrangement(), COMPUTE
+    )
     assert (
         every.seconds["attention"]
         == predict(GPT_7B, plan.windowed(window), Arrangement(), COMPUTE).seconds["attention"]
     )
     assert every.seconds["attention"] < 0.3 * whole
     some = predict(replace(GPT_7B, window=window, windowed_layers=24), plan, Arrangement(), COMPUTE)
-    assert some.seconds["attention"] == pytest.approx(0.75 * every.seconds["attention"] + 0.25 * whole)
+    assert some.seconds["attention"] == pytest.approx(
+        0.75 * every.seconds["attention"] + 0.25 * whole
+    )
     assert some.seconds["linear"] == every.seconds["linear"]
 
 
@@ -248,12 +291,16 @@ def test_copies_to_host_memory_count_where_they_outlast_what_is_computed_beside_
 
     def seconds(tokens, rate, cluster=COMPUTE):
         plan = make_plan("zigzag", seq_len=8 * tokens, size=8)
-        return predict(shape, plan, moved, replace(cluster, host_gb_per_s=rate, host_memory_gb=1)).seconds
+        return predict(
+            shape, plan, moved, replace(cluster, host_gb_per_s=rate, host_memory_gb=1)
+        ).seconds
 
     found = seconds(8192, FREE)
     busy = found["attention"] + found["linear"] + found["recompute"]
     assert found["offload"] == 0
-    assert seconds(8192, 8192 * size / busy)["offload"] == pytest.approx(busy)  # each way takes as long as all of it
+    assert seconds(8192, 8192 * size / busy)["offload"] == pytest.approx(
+        busy
+    )  # each way takes as long as all of it
     # A layer of 17 GB is fetched when it is asked for, though all of it could be hidden.
     found = seconds(2**21, 2**21 * size)
     assert found["attention"] > 100
@@ -263,11 +310,16 @@ def test_copies_to_host_memory_count_where_they_outlast_what_is_computed_beside_
 def test_of_host_memory_slabs_of_powers_of_two_are_pinned():
     plan = make_plan("zigzag", seq_len=8 * 2**17 * 3, size=8)
     kept, lse, gib = 2**17 * 3 * 4096 * 2, 2**17 * 3 * 32 * 4, 2**30  # 3 GiB and 48 MiB
-    for policy, own, pins in (("full", kept, 4 + 4 + 8 + 6 * 16), ("attention_boundary", 2 * kept + lse, 208)):
+    for policy, own, pins in (
+        ("full", kept, 4 + 4 + 8 + 6 * 16),
+        ("attention_boundary", 2 * kept + lse, 208),
+    ):
         moved = Arrangement(recompute=policy, offload=True)
         assert offloaded(GPT_7B, plan, moved) == 32 * own
         assert pinned(GPT_7B, plan, moved) == pins * gib
         several, staged = replace(GPT_7B, micro_batches=4), replace(moved, pp=2)
-        assert pinned(several, plan, staged) == pins * gib, "half of the layers, of two micro-batches"
+        assert pinned(several, plan, staged) == pins * gib, (
+            "half of the layers, of two micro-batches"
+        )
     only = Arrangement(moments_on_host=True)
     assert pinned(GPT_7B, plan, only) == moments(GPT_7B, plan, only) == GPT_7B.parameters

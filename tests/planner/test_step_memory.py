@@ -20,7 +20,10 @@ LLAMA = (
 )
 CHUNKS = "--loss-chunk-size 2048 --ffn-chunk-size 2048 "
 AGAIN, CP = " --recompute-granularity ", "--loss-chunk-size 2048 --context-parallel-size "
-BY, WALLFACER = " --context-parallel-method ", " --context-parallel-method wallfacer --context-parallel-team-size "
+BY, WALLFACER = (
+    " --context-parallel-method ",
+    " --context-parallel-method wallfacer --context-parallel-team-size ",
+)
 LOCAL = " --window-size 1023,0 --window-attn-skip-freq 2"
 GPIPE = "--pipeline-schedule GPipe --pipeline-model-parallel-size 2 --global-batch-size 4"
 DELTA = (
@@ -75,16 +78,23 @@ QUICK = (
     "gemma3",
     "transnormer, lasp 4, full",
 )
-"""Cases of ``make test``: whatever is cut, stored or sent is in one of them; the others combine the same."""
+"""Cases of ``make test``: whatever is cut, stored or sent is in one of them; the others combine the
+same.
+"""
 
 
 @pytest.mark.parametrize(
-    "case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "case",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
 )
 def test_the_formula_is_near_what_the_code_takes(case):
     world_size, flags = CASES[case]
     config = parse_args(shlex.split(LLAMA + flags))
-    cluster = default_cluster("cpu") if "--device cpu" in flags else load_cluster(CLUSTERS / "h100_pod.toml")
+    cluster = (
+        default_cluster("cpu")
+        if "--device cpu" in flags
+        else load_cluster(CLUSTERS / "h100_pod.toml")
+    )
     found = weigh(config, world_size, cluster, None).device
     ran = rehearsed(config, LanguageTask, world_size, cluster)
     assert found == pytest.approx(max(one.bytes for one in ran), rel=0.05)

@@ -1,4 +1,6 @@
-"""Nothing in a step waits for the host: no number is read from the device, and no tensor is made for it anew."""
+"""Nothing in a step waits for the host: no number is read from the device, and no tensor is made
+for it anew.
+"""
 
 import traceback
 from contextlib import ExitStack, suppress
@@ -26,19 +28,37 @@ from train.tasks.language import LanguageTask
 SMALL = """
     --num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --vocab-size 64 --device cpu
     --context-parallel-size 4
-""".split()  # noqa: SIM905
+""".split()
 PACKED = ("--reset-attention-mask", "--reset-position-ids")
 METHOD, NODES = "--context-parallel-method", ("--context-parallel-ranks-per-node", "2")
 BY = {name: (METHOD, name, *(NODES if name == "double_ring" else ())) for name in METHODS}
-LINEAR = ("--num-layers", "2", "--model-type")  # the first layer of a transnormer is not like the others
+LINEAR = (
+    "--num-layers",
+    "2",
+    "--model-type",
+)  # the first layer of a transnormer is not like the others
 CASES = {
     **BY,
     **{f"{name}, packed": (*flags, *PACKED) for name, flags in BY.items()},
     "gpt": (*("--model-type", "gpt", "--max-position-embeddings", "64"), *BY["zigzag"]),
     "tensor": ("--tensor-model-parallel-size", "2", *BY["zigzag"]),
-    "full recompute": ("--recompute-granularity", "full", "--loss-chunk-size", "16", "--ffn-chunk-size", "16"),
-    **{f"{model}, {name}": (*LINEAR, model, METHOD, name) for model in LINEAR_KINDS for name in LINEAR_METHODS},
-    **{f"{model}, lasp, packed": (*LINEAR, model, METHOD, "lasp", *PACKED) for model in LINEAR_KINDS},
+    "full recompute": (
+        "--recompute-granularity",
+        "full",
+        "--loss-chunk-size",
+        "16",
+        "--ffn-chunk-size",
+        "16",
+    ),
+    **{
+        f"{model}, {name}": (*LINEAR, model, METHOD, name)
+        for model in LINEAR_KINDS
+        for name in LINEAR_METHODS
+    },
+    **{
+        f"{model}, lasp, packed": (*LINEAR, model, METHOD, "lasp", *PACKED)
+        for model in LINEAR_KINDS
+    },
     "hybrid": (
         *("--config", "transnormer_hybrid_tiny", "--num-layers", "2"),
         *("--softmax-every", "2", "--hybrid-softmax-layout", "zigzag"),
@@ -47,19 +67,26 @@ CASES = {
 }
 SOME = "wallfacer", "exchange"
 PACKED_SLOW = {f"{name}, packed" for name in BY if name not in SOME}
-SLOW = {*BY, *PACKED_SLOW, "transnormer, lasp2", "transnormer, ulysses", "linear_transformer, lasp, packed"} - {
-    "zigzag"
-}
-"""Every model is in the default set, and a method of each way to pass keys on; the others run nightly."""
+SLOW = {
+    *BY,
+    *PACKED_SLOW,
+    "transnormer, lasp2",
+    "transnormer, ulysses",
+    "linear_transformer, lasp, packed",
+} - {"zigzag"}
+"""Every model is in the default set, and a method of each way to pass keys on; the others run
+nightly.
+"""
 """Methods for a diffusion transformer: its attention is a language model's, without a mask."""
 DIT = """
     --config dit_tiny --device cpu --num-layers 1 --context-parallel-size 4 --hidden-size 32 --num-attention-heads 4
     --micro-batch-size 4 --global-batch-size 4
-""".split()  # noqa: SIM905
+""".split()
 
 
 class Made(Recorder):
-    """Note the host's tensors that meet those of the device, or are copied to it, in a second pass alone.
+    """Note the host's tensors that meet those of the device, or are copied to it, in a second pass
+    alone.
 
     What is cached there was in the first pass.
     """
@@ -81,7 +108,9 @@ class Made(Recorder):
 
     def know(self, tree):
         """Take what is there for granted; it is kept, so that its place is not given to another."""
-        self.known |= {x.untyped_storage().data_ptr(): x for x in tree_leaves(tree) if type(x) is Tensor}
+        self.known |= {
+            x.untyped_storage().data_ptr(): x for x in tree_leaves(tree) if type(x) is Tensor
+        }
 
     def _met(self, x, func):
         place = x.untyped_storage().data_ptr()
@@ -91,19 +120,31 @@ class Made(Recorder):
 
     def _note(self, what):
         if self.passes:
-            frames = [frame for frame in traceback.extract_stack() if "/site-packages/" not in frame.filename]
-            own = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[-12:-2]]
+            frames = [
+                frame
+                for frame in traceback.extract_stack()
+                if "/site-packages/" not in frame.filename
+            ]
+            own = [
+                f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[-12:-2]
+            ]
             self.anew.append(f"{what} at {' < '.join(reversed(own))}")
 
     def to(self, plain, x, *args, **kwargs):
         """Do as Tensor.to, which says nothing to the dispatcher where the device is the host."""
-        if type(x) is Tensor and x.dim() and any(isinstance(to, torch.device) for to in (*args, *kwargs.values())):
+        if (
+            type(x) is Tensor
+            and x.dim()
+            and any(isinstance(to, torch.device) for to in (*args, *kwargs.values()))
+        ):
             self._note(f"to {list(x.shape)}")
         return plain(x, *args, **kwargs)
 
 
 def made_anew(parse, build, flags, change=None):
-    """Return the host's tensors that the second micro-batch of a step takes into its layers and was made for them."""
+    """Return the host's tensors that the second micro-batch of a step takes into its layers and was
+    made for them.
+    """
     recorders = []
 
     def recorder(*args):
@@ -112,10 +153,14 @@ def made_anew(parse, build, flags, change=None):
 
     def twice(plain, part, batch):
         own = recorders[-1]
-        batch = {name: x if name == "plan" else own._fake.from_tensor(x) for name, x in batch.items()}
+        batch = {
+            name: x if name == "plan" else own._fake.from_tensor(x) for name, x in batch.items()
+        }
         own.know(vars(plain.__self__))  # type: ignore[attr-defined]  (the objective's own, made once)
         to = Tensor.to
-        stack.enter_context(patch.object(Tensor, "to", lambda *args, **kwargs: own.to(to, *args, **kwargs)))
+        stack.enter_context(
+            patch.object(Tensor, "to", lambda *args, **kwargs: own.to(to, *args, **kwargs))
+        )
         out = plain(part, batch)
         out.backward(torch.ones_like(out))
         own.passes = 1  # and stays so in its backward, which is the rehearsal's
@@ -161,7 +206,10 @@ def test_layers_make_and_read_nothing(name):
 @pytest.mark.parametrize(
     ("method", "objective"),
     [
-        *(pytest.param(name, "ddpm", marks=() if name in SOME else pytest.mark.slow) for name in METHODS),
+        *(
+            pytest.param(name, "ddpm", marks=() if name in SOME else pytest.mark.slow)
+            for name in METHODS
+        ),
         ("ring", "rectified_flow"),
     ],
 )
@@ -171,7 +219,9 @@ def test_those_of_a_diffusion_transformer_neither(method, objective):
 
 
 def reads_of_a_step(monkeypatch, data, more):
-    """Count what the training thread reads in a step, but for the CPU's attention; ``more`` is called in each."""
+    """Count what the training thread reads in a step, but for the CPU's attention; ``more`` is
+    called in each.
+    """
     counts = []
 
     class Steps(Records):
@@ -202,15 +252,21 @@ def reads_of_a_step(monkeypatch, data, more):
 
 
 def test_a_step_reads_the_device_once(default_data, monkeypatch):
-    """Loss and norm. Two more lists are what the hosts agree on, on the CPU: counts and requests, and health."""
+    """Loss and norm. Two more lists are what the hosts agree on, on the CPU: counts and requests,
+    and health.
+    """
     assert reads_of_a_step(monkeypatch, default_data, lambda: None) == 3
     monkeypatch.undo()
-    assert reads_of_a_step(monkeypatch, default_data, lambda: torch.ones(()).item()) == 4  # negative control
+    assert (
+        reads_of_a_step(monkeypatch, default_data, lambda: torch.ones(()).item()) == 4
+    )  # negative control
 
 
 def test_what_waits_is_found():
     gpt = partial(made_anew, language.parse_args, LanguageTask, [*SMALL, *CASES["zigzag"]])
-    (line,) = gpt(change=lambda module, inputs, out: out.index_select(1, torch.tensor([*range(out.shape[1])])))
+    (line,) = gpt(
+        change=lambda module, inputs, out: out.index_select(1, torch.tensor([*range(out.shape[1])]))
+    )
     assert "test_waits.py" in line
     with pytest.raises(DataDependentOutputException):
         gpt(change=lambda module, inputs, out: out * out.sum().item())

@@ -1,4 +1,6 @@
-"""Documents of a micro-batch, drawn or read, and the layouts of a hybrid's softmax layers by what they cost."""
+"""Documents of a micro-batch, drawn or read, and the layouts of a hybrid's softmax layers by what
+they cost.
+"""
 
 from dataclasses import replace
 
@@ -23,7 +25,9 @@ from train.config.entries import Config, TrainConfig
 
 def run(length, size, method="ring"):
     return Config(
-        model=model_config(model_type="transnormer", hidden_size=2048, num_attention_heads=16, softmax_every=2),
+        model=model_config(
+            model_type="transnormer", hidden_size=2048, num_attention_heads=16, softmax_every=2
+        ),
         mesh=MeshConfig(context_parallel_size=size),
         train=TrainConfig(seq_length=length, micro_batch_size=1, bf16=True),
         hybrid=HybridConfig(hybrid_softmax_method=method),
@@ -32,16 +36,21 @@ def run(length, size, method="ring"):
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_layouts_are_weighed_by_pairs_and_bytes(size):
-    """Contiguous gives the last rank (2 P - 1) / P of the mean; an exchange sends at most all tokens."""
+    """Contiguous gives the last rank (2 P - 1) / P of the mean; an exchange sends at most all
+    tokens.
+    """
     length, none = 1024 * size, {"launch_us": 0.0, "inside_latency_us": 0.0, "masked_share": 0.0}
     ideal = replace(load_cluster("h100"), **none, posted_overlap=1.0, inside_gb_per_s=1e12)
     for method in ("ring", "allgather"):
         plain_, zigzag = layout_seconds(run(length, size, method), ideal).values()
-        assert plain_ / zigzag == pytest.approx((2 * size - 1) / size * length / (length + 1), rel=1e-3)
+        assert plain_ / zigzag == pytest.approx(
+            (2 * size - 1) / size * length / (length + 1), rel=1e-3
+        )
     moved = length // size // (2 if size == 2 else 1)  # of two ranks each keeps half
     busy = replace(ideal, peak_tflops=1.0)  # behind whose computation a ring's messages are hidden
     (plain_, zigzag), (far, balanced) = (
-        layout_seconds(run(length, size), replace(busy, inside_gb_per_s=rate)).values() for rate in (1e12, 50.0)
+        layout_seconds(run(length, size), replace(busy, inside_gb_per_s=rate)).values()
+        for rate in (1e12, 50.0)
     )
     exchanged = 50e9 * ((balanced - far) - (zigzag - plain_))  # both have the same messages besides
     assert exchanged == pytest.approx(2 * (2 * 16 + 2 * 16) * 128 * 2 * moved, rel=1e-3)
@@ -57,7 +66,9 @@ def test_auto_takes_the_faster_layout():
             chosen[length, fast] = with_layout(run(length, 4), cluster).hybrid.hybrid_softmax_layout
             assert chosen[length, fast] == min(costs, key=costs.get)
     assert with_layout(config(4)) == config(4), "no hybrid"
-    zigzag = replace(run(1024, 4), hybrid=replace(run(1024, 4).hybrid, hybrid_softmax_layout="zigzag"))
+    zigzag = replace(
+        run(1024, 4), hybrid=replace(run(1024, 4).hybrid, hybrid_softmax_layout="zigzag")
+    )
     assert with_layout(zigzag) == zigzag, "named"
     assert chosen[1024, "h100_pod"] == "contiguous"
     assert {chosen[1 << 20, fast] for fast in ("h100_pod", "cpu")} == {"zigzag"}
@@ -89,7 +100,9 @@ def test_lengths_are_those_of_the_data_by_weight(tmp_path):
     by_size = np.diff(typical_documents(packed(data_path=(short, long), seq_length=40000)))
     assert by_size[by_size == 10].sum() / 40000 == pytest.approx(0.2, abs=0.08)
     asked = packed(data_path=(short, long), seq_length=40000)
-    blended = np.diff(typical_documents(replace(asked, data=replace(asked.data, blend_by_length=("100:0.3",)))))
+    blended = np.diff(
+        typical_documents(replace(asked, data=replace(asked.data, blend_by_length=("100:0.3",))))
+    )
     assert blended[blended == 10].sum() / 40000 == pytest.approx(0.7, abs=0.05)
 
 
@@ -109,12 +122,19 @@ def test_an_exchange_is_chosen_for_packed_documents_over_nodes_and_offered_for_n
     assert found[0].config.context.context_parallel_method == "exchange"
     assert found[0].config.context.context_parallel_ranks_per_node == 4
     whole = replace(asked, data=DataConfig())
-    assert "exchange" not in {c.config.context.context_parallel_method for c in rank([whole], 16, cluster).candidates}
+    assert "exchange" not in {
+        c.config.context.context_parallel_method for c in rank([whole], 16, cluster).candidates
+    }
 
 
-def test_the_heaviest_micro_batch_is_the_one_of_the_run_s_first_whose_documents_attend_to_most(default_data, tmp_path):
+def test_the_heaviest_micro_batch_is_the_one_of_the_run_s_first_whose_documents_attend_to_most(
+    default_data, tmp_path
+):
     tokenizer = load_tokenizer(f"{default_data}.model")
-    own = [[tokenizer.eod + 1] * (length - 1) + [tokenizer.eod] for length in (100, 100, 100, 1900) * 20]
+    own = [
+        [tokenizer.eod + 1] * (length - 1) + [tokenizer.eod]
+        for length in (100, 100, 100, 1900) * 20
+    ]
     mixed = write_documents(tmp_path / "mixed", own)
     asked = packed(data_path=(mixed,), seq_length=2048, micro_batch_size=2, train_iters=3)
     asked = replace(asked, data=replace(asked.data, tokenizer_model=f"{default_data}.model"))

@@ -57,7 +57,9 @@ def test_it_is_on_disk_before_it_bears_its_name_and_the_name_after(tmp_path, mon
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), replace(a, b))[1])
+    monkeypatch.setattr(
+        Path, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), replace(a, b))[1]
+    )
     write_text(tmp_path / "a.txt", "whole")
     assert events == ["fsync whole", "rename a.txt", "fsync folder"]
     events.clear()
@@ -91,7 +93,10 @@ def test_a_folder_has_one_owner_and_a_killed_one_leaves_nothing(stem, tmp_path):
     with another_process(folder, stem) as child:
         before = sorted(folder.iterdir())
         assert len(before) == 2, "a lock and a draft"
-        with pytest.raises(InUseError, match=rf"{folder} is in use by process {child} on .*wait"), owned(folder, stem):
+        with (
+            pytest.raises(InUseError, match=rf"{folder} is in use by process {child} on .*wait"),
+            owned(folder, stem),
+        ):
             pytest.fail("two owners")
         assert sorted(folder.iterdir()) == before
     with owned(folder, stem):
@@ -113,7 +118,9 @@ def test_an_owner_leaves_what_others_write(tmp_path):
 
 
 def test_children_of_an_owner_do_not_keep_its_lock(tmp_path):
-    """Workers that read data outlive a killed trainer for some seconds, in which it is started again."""
+    """Workers that read data outlive a killed trainer for some seconds, in which it is started
+    again.
+    """
     reading, writing = os.pipe()
     owner = os.fork()
     if owner == 0:
@@ -135,7 +142,9 @@ def test_children_of_an_owner_do_not_keep_its_lock(tmp_path):
 
 @pytest.mark.parametrize("gone", ["lock", "folder"])
 def test_what_its_owner_removed_meanwhile_is_made_anew(gone, tmp_path, monkeypatch):
-    """An owner that ends removes its lock, and the folder that it made, as another one opens the lock."""
+    """An owner that ends removes its lock, and the folder that it made, as another one opens the
+    lock.
+    """
     folder, opening, calls = tmp_path / "run", os.open, []
 
     def removing(path, *how):
@@ -156,7 +165,10 @@ def test_what_its_owner_removed_meanwhile_is_made_anew(gone, tmp_path, monkeypat
 def test_one_process_has_a_folder_once(tmp_path):
     """fcntl grants its process a lock again, and the second's end would let go of the first one's."""
     with owned(tmp_path):
-        with pytest.raises(InUseError, match="in use by this process already"), owned(tmp_path / "." / ""):
+        with (
+            pytest.raises(InUseError, match="in use by this process already"),
+            owned(tmp_path / "." / ""),
+        ):
             pytest.fail("two owners")
         assert (tmp_path / ".lock").exists()
         with owned(tmp_path, "d"):
@@ -168,7 +180,10 @@ def test_one_process_has_a_folder_once(tmp_path):
 def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_kept(tmp_path):
     (tmp_path / "mine").write_text("precious")
     (tmp_path / ".lock").symlink_to("mine")
-    with pytest.raises(InUseError, match=r"\.lock is a symbolic link, which is no lock; remove it"), owned(tmp_path):
+    with (
+        pytest.raises(InUseError, match=r"\.lock is a symbolic link, which is no lock; remove it"),
+        owned(tmp_path),
+    ):
         pytest.fail("a link was followed")
     assert (tmp_path / "mine").read_text() == "precious"
 
@@ -194,7 +209,9 @@ def test_one_who_waits_has_it_when_the_other_is_killed(tmp_path):
 
 
 def _as_nobody(folder, report):
-    """In a child: what comes of owning the folder as another user, who may not look into those above it."""
+    """In a child: what comes of owning the folder as another user, who may not look into those
+    above it.
+    """
     os.chdir(folder)
     os.setgroups([])
     os.setgid(65534)

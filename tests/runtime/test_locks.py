@@ -93,7 +93,10 @@ def test_the_record_says_who_since_when_and_how_to_end_it(tmp_path, monkeypatch)
 
 def test_another_hosts_holder_that_beats_keeps_it_though_no_lock_is_seen(quick, tmp_path):
     """As where each node of a shared file system sees its own locks alone."""
-    with beating(tmp_path / ".lock"), pytest.raises(InUseError, match=r"process 7 on node9, Slurm job 77, since 2026"):
+    with (
+        beating(tmp_path / ".lock"),
+        pytest.raises(InUseError, match=r"process 7 on node9, Slurm job 77, since 2026"),
+    ):
         Lock(tmp_path / ".lock", wait=False)
     assert (tmp_path / ".lock").read_text() == ELSEWHERE
 
@@ -108,8 +111,13 @@ def test_another_hosts_holder_without_a_beat_is_dead(quick, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_locks_the_beat_tells_a_living_holder_from_a_dead_one(quick, no_locks, tmp_path, capsys):
-    with holder(tmp_path / ".lock") as child, pytest.raises(InUseError, match=f"process {child} on "):
+def test_without_locks_the_beat_tells_a_living_holder_from_a_dead_one(
+    quick, no_locks, tmp_path, capsys
+):
+    with (
+        holder(tmp_path / ".lock") as child,
+        pytest.raises(InUseError, match=f"process {child} on "),
+    ):
         Lock(tmp_path / ".lock", wait=False)
     capsys.readouterr()
     Lock(tmp_path / ".lock", wait=False).release()
@@ -128,7 +136,9 @@ def taken_by(path, rounds):
             except InUseError:
                 continue
             won += 1
-            alone = os.open(path.parent / "alone", os.O_CREAT | os.O_EXCL)  # a second holder would fail
+            alone = os.open(
+                path.parent / "alone", os.O_CREAT | os.O_EXCL
+            )  # a second holder would fail
             time.sleep(0.005)
             os.close(alone)
             os.unlink(path.parent / "alone")
@@ -142,7 +152,9 @@ def taken_by(path, rounds):
 def test_of_many_that_start_at_once_one_at_a_time_has_it(left, quick, no_locks, tmp_path):
     if left:
         (tmp_path / ".lock").write_text(left)
-    children = [forked(taken_by(tmp_path / ".lock", 1 if left == ELSEWHERE else 10))[0] for _ in range(5)]
+    children = [
+        forked(taken_by(tmp_path / ".lock", 1 if left == ELSEWHERE else 10))[0] for _ in range(5)
+    ]
     (tmp_path / "go").touch()
     wins = [status_of(child) - 20 for child in children]
     assert min(wins) >= 0, "two had it at once"
@@ -151,7 +163,9 @@ def test_of_many_that_start_at_once_one_at_a_time_has_it(left, quick, no_locks, 
 
 
 @pytest.mark.parametrize("removed", [True, False])
-def test_a_holder_that_hung_while_another_took_its_file_or_wrote_into_it_ends(removed, quick, tmp_path, capfd):
+def test_a_holder_that_hung_while_another_took_its_file_or_wrote_into_it_ends(
+    removed, quick, tmp_path, capfd
+):
     with holder(tmp_path / ".lock", ends=True) as child:
         if removed:
             (tmp_path / ".lock").unlink()
@@ -165,7 +179,9 @@ def test_a_holder_that_hung_while_another_took_its_file_or_wrote_into_it_ends(re
 def test_a_dead_host_whose_lock_the_server_keeps_is_dead(quick, tmp_path, monkeypatch):
     (tmp_path / ".lock").write_text(ELSEWHERE)
     dead, lock = (tmp_path / ".lock").stat().st_ino, locks._lock
-    monkeypatch.setattr(locks, "_lock", lambda handle: os.fstat(handle).st_ino != dead and lock(handle))
+    monkeypatch.setattr(
+        locks, "_lock", lambda handle: os.fstat(handle).st_ino != dead and lock(handle)
+    )
     os.link(tmp_path / ".lock", tmp_path / "kept")  # so that its number is not used again
     Lock(tmp_path / ".lock", wait=False).release()
 
@@ -188,7 +204,10 @@ def test_another_users_process_on_this_host_is_no_dead_one(quick, no_locks, tmp_
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refused)
-    with beating(tmp_path / ".lock", HERE), pytest.raises(InUseError, match=rf"process {2**22 + 1} on"):
+    with (
+        beating(tmp_path / ".lock", HERE),
+        pytest.raises(InUseError, match=rf"process {2**22 + 1} on"),
+    ):
         Lock(tmp_path / ".lock", wait=False)
     monkeypatch.undo()
     assert not locks._runs(2**22 + 1), "negative control: of no process"

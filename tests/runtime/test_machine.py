@@ -1,4 +1,6 @@
-"""Cards: the rates of data sheets by the names that torch gives, of which none is taken for another."""
+"""Cards: the rates of data sheets by the names that torch gives, of which none is taken for
+another.
+"""
 
 import pytest
 
@@ -25,7 +27,13 @@ def test_a_card_has_its_data_sheets_rate(name, tflops):
 
 @pytest.mark.parametrize(
     "name",
-    ["NVIDIA L40", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "Tesla T4", "NVIDIA A100-SXM4-80GB-40C", "GRID A100-20C"],
+    [
+        "NVIDIA L40",
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "Tesla T4",
+        "NVIDIA A100-SXM4-80GB-40C",
+        "GRID A100-20C",
+    ],
 )
 def test_what_is_not_in_the_table_is_measured(name):
     assert card_of(name) is None

@@ -58,11 +58,23 @@ def test_what_a_launcher_says(names, size, monkeypatch):
         ({"RANK": 0}, "RANK is set and WORLD_SIZE is not"),
         ({"RANK": 0, "WORLD_SIZE": 0}, "WORLD_SIZE is '0'.* from 1;"),
         ({"WORLD_SIZE": 4}, "WORLD_SIZE is 4 and RANK is not set"),
-        ({"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 2}, "LOCAL_RANK is '2'.*LOCAL_WORLD_SIZE"),
+        (
+            {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 2},
+            "LOCAL_RANK is '2'.*LOCAL_WORLD_SIZE",
+        ),
         ({"RANK": 0, "WORLD_SIZE": 2}, "RANK is set and MASTER_ADDR is not"),
-        ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}, "RANK is set and MASTER_PORT is not"),
-        ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 65536}, "MASTER_PORT is '65536'"),
-        ({"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}, "rank 1 finds nobody at MASTER_A"),
+        (
+            {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"},
+            "RANK is set and MASTER_PORT is not",
+        ),
+        (
+            {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 65536},
+            "MASTER_PORT is '65536'",
+        ),
+        (
+            {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9},
+            "rank 1 finds nobody at MASTER_A",
+        ),
     ],
 )
 def test_a_launch_that_cannot_work_is_one_line(names, words, monkeypatch, capfd):
@@ -76,10 +88,14 @@ def test_a_launch_that_cannot_work_is_one_line(names, words, monkeypatch, capfd)
 def test_a_name_that_does_not_resolve_is_named_soon(monkeypatch, capfd):
     monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
     for rank in (0, 1):
-        launched(monkeypatch, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="node7.invalid", MASTER_PORT=20000)
+        launched(
+            monkeypatch, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="node7.invalid", MASTER_PORT=20000
+        )
         assert exit_status(lambda _: join(), []) == 1
         said = capfd.readouterr().err
-        assert said.startswith(f"error: MASTER_ADDR is node7.invalid, which {socket.gethostname()} does not resolve")
+        assert said.startswith(
+            f"error: MASTER_ADDR is node7.invalid, which {socket.gethostname()} does not resolve"
+        )
         assert said.count("\n") == 1
 
 
@@ -87,7 +103,9 @@ def test_a_torchrun_that_is_gone_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
     launched(monkeypatch, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=9)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(LaunchError, match=r"rank 0 finds nobody at MASTER_ADDR 127\.0\.0\.1, MASTER_PORT 9"):
+    with pytest.raises(
+        LaunchError, match=r"rank 0 finds nobody at MASTER_ADDR 127\.0\.0\.1, MASTER_PORT 9"
+    ):
         join()  # its timeout is 10 minutes
 
 
@@ -107,7 +125,12 @@ def test_a_port_that_another_program_uses(port, monkeypatch, capfd):
 def workers(rank, world_size):
     """Worker threads of the groups of all kinds."""
     with distributed_mesh(MeshConfig(device="cpu", context_parallel_size=2)) as mesh:
-        groups = [dist.group.WORLD, mesh.cp.get_group(), mesh.dp_cp.get_group(), dist.new_group([0, 1], timeout=SOON)]
+        groups = [
+            dist.group.WORLD,
+            mesh.cp.get_group(),
+            mesh.dp_cp.get_group(),
+            dist.new_group([0, 1], timeout=SOON),
+        ]
         groups.append(dist.new_group(backend="cpu:gloo,cuda:gloo"))
         options = [group._get_backend(torch.device("cpu")).options for group in groups]
         assert options[3]._timeout == SOON
@@ -119,7 +142,9 @@ def test_every_group_has_one_worker():
 
 
 def all_at_once(rank, world_size):
-    """Collectives, functional ones and messages of one group, all in flight; waited for from the last to the first."""
+    """Collectives, functional ones and messages of one group, all in flight; waited for from the
+    last to the first.
+    """
     sums = [torch.full((1000,), float(i)) for i in range(8)]
     got = [torch.empty(1000) for _ in range(8)]
     waits = []
@@ -128,7 +153,9 @@ def all_at_once(rank, world_size):
         waits.append(dist.irecv(got[i], (rank - 1) % world_size, tag=i))
         waits.append(dist.all_reduce(total, async_op=True))
         waits.append(dist.isend(torch.full((1000,), float(rank)), (rank + 1) % world_size, tag=i))
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(total, world_size, everyone.group_name)
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+            total, world_size, everyone.group_name
+        )
         waits.append(dist.barrier(async_op=True))
     for wait in reversed(waits):
         wait.wait()
@@ -137,11 +164,14 @@ def all_at_once(rank, world_size):
 
 
 def test_one_worker_is_enough_for_all_that_is_in_flight():
-    assert run_ranks(all_at_once, 3) == [[3.0 * i for i in range(8)] + [float((rank - 1) % 3)] * 8 for rank in range(3)]
+    assert run_ranks(all_at_once, 3) == [
+        [3.0 * i for i in range(8)] + [float((rank - 1) % 3)] * 8 for rank in range(3)
+    ]
 
 
 def parted(rank, world_size):
-    """Return how many of 100 one-process groups hold a tensor of their last collective after parting.
+    """Return how many of 100 one-process groups hold a tensor of their last collective after
+    parting.
 
     Without ``leave``, one of 20,000 does.
     """
@@ -184,7 +214,9 @@ def alone(rank, world_size):
 
 @pytest.mark.slow
 def test_the_example_of_the_attentions_page_ends_well_every_time(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tasks" / "attention.md").read_text(), re.S)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "tasks" / "attention.md").read_text(), re.S
+    )
     script = tmp_path / "yours.py"
     script.write_text(next(block for block in blocks if "process_group" in block))
     for _ in range(20):
@@ -210,7 +242,11 @@ def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store():
     with pytest.raises(LaunchError, match="rank 0 waited in vain for rank 1, 2"):
         processes._agreed_part(store, 0, 3, SOON)  # the names of dead ranks are there
     for number in range(2):
-        assert {parts[number, rank].get(f"said by {2 - rank}") for rank in range(3)} == {str(number).encode()}
+        assert {parts[number, rank].get(f"said by {2 - rank}") for rank in range(3)} == {
+            str(number).encode()
+        }
     store.set_timeout(SOON)
-    with pytest.raises(LaunchError, match="rank 1 met the launcher's store and waited in vain for rank 0"):
+    with pytest.raises(
+        LaunchError, match="rank 1 met the launcher's store and waited in vain for rank 0"
+    ):
         processes._agreed_part(store, 1, 3, SOON)

@@ -10,14 +10,24 @@ from pathlib import Path
 import pytest
 
 from runtime import signals
-from runtime.signals import ASKING, end_with_launcher, end_with_parent, leave_to_parent, stop_requests
+from runtime.signals import (
+    ASKING,
+    end_with_launcher,
+    end_with_parent,
+    leave_to_parent,
+    stop_requests,
+)
 from tests.starts import ROOT, wait_until
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only"
+)
 
 
 def forked(body):
-    """A child that runs ``body`` with the end of a pipe to write to, once it has written; its id, and the other end."""
+    """A child that runs ``body`` with the end of a pipe to write to, once it has written; its id,
+    and the other end.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -149,7 +159,9 @@ def test_a_rank_that_still_imports_torch_ends_with_its_launcher(entry, tmp_path)
         f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\ntime.sleep(60)\n"
     )
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": str(tmp_path)}
-    launcher = subprocess.Popen(["sh", "-c", f"{sys.executable} {entry} & wait"], cwd=ROOT, env=environment)
+    launcher = subprocess.Popen(
+        ["sh", "-c", f"{sys.executable} {entry} & wait"], cwd=ROOT, env=environment
+    )
     wait_until(lambda: any(path.name.isdigit() for path in tmp_path.iterdir()))
     (rank,) = (int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
     launcher.kill()

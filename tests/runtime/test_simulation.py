@@ -4,7 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.simulation import ALLOCATION_CAUSE, SIMULATED_DEVICE, allocates, device_type_of, replaced
+from runtime.simulation import (
+    ALLOCATION_CAUSE,
+    SIMULATED_DEVICE,
+    allocates,
+    device_type_of,
+    replaced,
+)
 
 
 def test_a_setting_ends_with_its_block():

@@ -26,7 +26,9 @@ def test_a_task_of_srun_gets_torchruns_variables():
         "MASTER_ADDR": "gpu007",
         "MASTER_PORT": str(20_000 + 77 * 101 + 1),
     }
-    last = launched_by_srun({**STEP, "SLURM_NODEID": "2", "SLURM_PROCID": "19", "MASTER_ADDR": "10.0.0.1"})
+    last = launched_by_srun(
+        {**STEP, "SLURM_NODEID": "2", "SLURM_PROCID": "19", "MASTER_ADDR": "10.0.0.1"}
+    )
     assert (last["LOCAL_WORLD_SIZE"], last["MASTER_ADDR"]) == ("4", "10.0.0.1")
     other_step = launched_by_srun({**STEP, "SLURM_STEP_ID": "2"})
     assert other_step["MASTER_PORT"] != last["MASTER_PORT"], "two steps of a job do not meet"
@@ -50,8 +52,14 @@ def test_what_is_no_task_of_several_or_has_a_rank_is_left_alone(environ):
     ("more", "words"),
     [
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK is 0 in the environment, and srun made it 3"),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE is 1 in the environment, and srun started 20 tasks"),
-        ({"RANK": "0", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"}, "each of them a torchrun .* --ntasks-per-node 1"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            "WORLD_SIZE is 1 in the environment, and srun started 20 tasks",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"},
+            "each of them a torchrun .* --ntasks-per-node 1",
+        ),
         ({"SLURM_LOCALID": "8"}, "SLURM_LOCALID 8 and SLURM_NODEID 1 do not fit"),
         ({"SLURM_STEP_TASKS_PER_NODE": "8"}, "as SLURM_STEP_TASKS_PER_NODE 8"),
         ({"SLURM_PROCID": ""}, "SLURM_PROCID is not set"),
@@ -68,7 +76,10 @@ def test_contradictions_are_named(more, words):
     [
         ("one", ["one"]),
         ("gpu[1-3]", ["gpu1", "gpu2", "gpu3"]),
-        ("r[1-2]n[08-10,12],login-1", [f"r{r}n{n}" for r in (1, 2) for n in ("08", "09", "10", "12")] + ["login-1"]),
+        (
+            "r[1-2]n[08-10,12],login-1",
+            [f"r{r}n{n}" for r in (1, 2) for n in ("08", "09", "10", "12")] + ["login-1"],
+        ),
         ("a[1,3].site,b", ["a1.site", "a3.site", "b"]),
         ("", []),
     ],

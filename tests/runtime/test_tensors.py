@@ -1,4 +1,6 @@
-"""Random weights are the same numbers whole and in parts; handles stand for objects; operators have their gradients."""
+"""Random weights are the same numbers whole and in parts; handles stand for objects; operators have
+their gradients.
+"""
 
 import gc
 import weakref
@@ -98,7 +100,9 @@ def test_gradients_are_the_formulas_in_the_dtypes_of_the_inputs(shifted):
     found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
     assert [dx.dtype for dx in found] == [torch.float32] * len(leaves)
     assert torch.equal(found[0], torch.full_like(x, 3.0))
-    assert torch.equal(torch.autograd.grad(more.sum(), x)[0], torch.ones_like(x))  # out has no gradient: zeros
+    assert torch.equal(
+        torch.autograd.grad(more.sum(), x)[0], torch.ones_like(x)
+    )  # out has no gradient: zeros
 
 
 def test_the_owner_lives_until_the_backward_and_a_checkpoint_can_be_around_it():

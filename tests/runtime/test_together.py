@@ -13,7 +13,13 @@ import torch.distributed as dist
 from runtime.processes import join
 from runtime.ranks import run_ranks
 from runtime.slurm import AGAIN, ENDINGS
-from runtime.together import from_first, gather_results, on_all_ranks, raise_together, report_unresponsive_ranks
+from runtime.together import (
+    from_first,
+    gather_results,
+    on_all_ranks,
+    raise_together,
+    report_unresponsive_ranks,
+)
 from train.run import exit_status
 
 STOPPED = 1
@@ -95,11 +101,19 @@ def test_without_a_process_group_the_body_runs_alone():
 
 
 def left_alone(rank, world_size, folder, how):
-    """A rank's messages and exit status while another one is stopped; then all join anew, for run_ranks."""
+    """A rank's messages and exit status while another one is stopped; then all join anew, for
+    run_ranks.
+    """
     store = dist.FileStore(str(folder / "pids"), world_size)
     store.set(f"{rank}", str(os.getpid()))
     dist.destroy_process_group()
-    join("gloo", timedelta(seconds=4), dist.FileStore(str(folder / "store"), world_size), rank, world_size)
+    join(
+        "gloo",
+        timedelta(seconds=4),
+        dist.FileStore(str(folder / "store"), world_size),
+        rank,
+        world_size,
+    )
     dist.barrier()
     errors = io.StringIO()
     if rank == STOPPED:
@@ -108,7 +122,9 @@ def left_alone(rank, world_size, folder, how):
         with redirect_stderr(errors):
             assert exit_status(lambda _: collective(rank, world_size, how), []) == 1
         if rank == 0:
-            store.wait([f"{other} has spoken" for other in range(world_size) if other not in (0, STOPPED)])
+            store.wait(
+                [f"{other} has spoken" for other in range(world_size) if other not in (0, STOPPED)]
+            )
             os.kill(int(store.get(f"{STOPPED}")), signal.SIGCONT)
         store.set(f"{rank} has spoken", "")
     dist.destroy_process_group()
@@ -140,9 +156,18 @@ def test_a_stopped_rank_is_named_once(how, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("Timed out waiting 600000ms for recv operation to complete", "a peer of it did (Timed out waiting 600000ms"),
-        ("[pair.cc:537] Read error [10.0.0.1]:63152: Connection reset by peer. This is", "reset by peer)\n"),
-        ("wait timeout after 1000ms, keys: /default_pg/0", "(wait timeout after 1000ms, keys: /default_pg/0)\n"),
+        (
+            "Timed out waiting 600000ms for recv operation to complete",
+            "a peer of it did (Timed out waiting 600000ms",
+        ),
+        (
+            "[pair.cc:537] Read error [10.0.0.1]:63152: Connection reset by peer. This is",
+            "reset by peer)\n",
+        ),
+        (
+            "wait timeout after 1000ms, keys: /default_pg/0",
+            "(wait timeout after 1000ms, keys: /default_pg/0)\n",
+        ),
     ],
 )
 def test_a_rank_that_cannot_ask_the_others(text, words, tmp_path, monkeypatch, capsys):

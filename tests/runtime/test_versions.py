@@ -18,7 +18,9 @@ from train.run import exit_status
 
 
 def joined(rank, world_size, port, torch_of, sources_of):
-    """Join through the launcher's store as a rank that has these; return the status and what was said."""
+    """Join through the launcher's store as a rank that has these; return the status and what was
+    said.
+    """
     leave()  # once both have joined
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     said, met = io.StringIO(), []
@@ -43,7 +45,9 @@ def test_ranks_that_differ_are_named_once():
     assert [(status, met) for status, met, _ in ends] == [(1, []), (1, [])]
     silent, line = sorted(said for _, _, said in ends)
     assert silent == ""
-    assert line.startswith("error: ranks differ: sources bb on rank 1 (node1), and aa on the others")
+    assert line.startswith(
+        "error: ranks differ: sources bb on rank 1 (node1), and aa on the others"
+    )
 
 
 def test_ranks_that_are_alike_join():

@@ -54,7 +54,10 @@ def test_who_hangs_is_named_and_all_stacks_are_written(how, words, nodes, tmp_pa
     assert (tmp_path / EXCLUDE).read_text() == nodes
     for rank in range(3):
         stacks = (tmp_path / FOLDER / f"rank-{rank}.txt").read_text()
-        assert 'test_watchdog.py", line' in stacks.partition("Native")[0 if rank != 1 or how != "stopped" else 2]
+        assert (
+            'test_watchdog.py", line'
+            in stacks.partition("Native")[0 if rank != 1 or how != "stopped" else 2]
+        )
         assert "Native, per thread: " in stacks
     assert "did not answer" in (tmp_path / FOLDER / "rank-1.txt").read_text() or how != "stopped"
 

@@ -1,10 +1,12 @@
-"""A real Slurm on one machine: a controller and a daemon per virtual node, with GPUs that are only names.
+"""A real Slurm on one machine: a controller and a daemon per virtual node, with GPUs that are only
+names.
 
 python -m tests.slurm.cluster start FOLDER [--nodes 2] [--gpu a100] [--gpus 8]
     prints the line that a shell needs to use it, export SLURM_CONF=FOLDER/slurm.conf
 python -m tests.slurm.cluster stop FOLDER
 
-Needs root, Debian's slurm-wlm and nothing that runs already; every file and process is FOLDER's own.
+Needs root, Debian's slurm-wlm and nothing that runs already; every file and process is FOLDER's
+own.
 """
 
 import os
@@ -65,8 +67,11 @@ PARTITIONS = """\
 PartitionName=gpu Nodes=ALL Default=YES MaxTime=7-0 PriorityTier=1 GraceTime=30
 PartitionName=urgent Nodes=ALL MaxTime=1-0 PriorityTier=2
 """
-# A namespace of mounts and one of host names for each node: its daemon and its tasks are on a machine of that name.
-START = 'hostname "$0"; mount --bind "$1/hosts" /etc/hosts; exec slurmd -D -N "$0" -f "$1/slurm.conf"'
+# A namespace of mounts and one of host names for each node: its daemon and its tasks are on a
+# machine of that name.
+START = (
+    'hostname "$0"; mount --bind "$1/hosts" /etc/hosts; exec slurmd -D -N "$0" -f "$1/slurm.conf"'
+)
 
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
@@ -98,11 +103,15 @@ def write_configuration(folder, nodes, kinds, gpus):
         (folder / sub).mkdir(parents=True, exist_ok=True)
     port = free_port()
     network = "127.0.1"
-    conf = CONF.format(host=socket.gethostname().split(".")[0], network=network, port=port, folder=folder)
+    conf = CONF.format(
+        host=socket.gethostname().split(".")[0], network=network, port=port, folder=folder
+    )
     generic = "AutoDetect=off\n"
     for number, name in enumerate(names, 1):
         kind = kinds[(number - 1) * len(kinds) // nodes]
-        conf += NODE.format(name=name, network=network, number=number, port=free_port(), kind=kind, gpus=gpus)
+        conf += NODE.format(
+            name=name, network=network, number=number, port=free_port(), kind=kind, gpus=gpus
+        )
         generic += f"NodeName={name} Name=gpu Type={kind} File={folder}/gpu[0-{gpus - 1}]\n"
     (folder / "slurm.conf").write_text(conf + PARTITIONS)
     (folder / "gres.conf").write_text(generic)
@@ -118,11 +127,14 @@ def start(folder, nodes=2, kinds=("a100",), gpus=8):
     """Start a cluster in an empty or new folder, and wait until its nodes are idle.
 
     Raises:
-        VirtualError: something is missing, the folder's cluster was not stopped, or a node is not up within 30 s.
+        VirtualError: something is missing, the folder's cluster was not stopped, or a node is not
+            up within 30 s.
     """
     folder = folder.resolve()
     if (folder / "pids").exists():
-        raise VirtualError(f"{folder} holds a cluster that was not stopped; stop it, or name another folder")
+        raise VirtualError(
+            f"{folder} holds a cluster that was not stopped; stop it, or name another folder"
+        )
     if why := missing():
         raise VirtualError(f"no virtual cluster: {why}")
     names = write_configuration(folder, nodes, kinds, gpus)
@@ -137,7 +149,9 @@ def start(folder, nodes=2, kinds=("a100",), gpus=8):
             return
         time.sleep(0.2)
     stop(folder)
-    raise VirtualError(f"the nodes are not idle after 30 s: {said.stdout or said.stderr}; look at {folder}/daemons.log")
+    raise VirtualError(
+        f"the nodes are not idle after 30 s: {said.stdout or said.stderr}; look at {folder}/daemons.log"
+    )
 
 
 def boot(folder, name):
@@ -151,7 +165,12 @@ def _launch(folder, name, command):
     environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}
     with (folder / "daemons.log").open("ab") as log:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     with (folder / "pids").open("a") as pids:
         pids.write(f"{name} {process.pid}\n")
@@ -159,7 +178,9 @@ def _launch(folder, name, command):
 
 def _pids(folder):
     if not (folder / "pids").exists():
-        raise VirtualError(f"{folder} holds no virtual cluster; name the folder that it was started in")
+        raise VirtualError(
+            f"{folder} holds no virtual cluster; name the folder that it was started in"
+        )
     lines = (folder / "pids").read_text().splitlines()
     return {name: int(pid) for name, pid in map(str.split, lines)}
 
@@ -179,21 +200,30 @@ def stop(folder):
     pids = _pids(folder)
     with suppress(FileNotFoundError, subprocess.TimeoutExpired):
         environment = {**os.environ, "SLURM_CONF": conf}
-        subprocess.run(["scancel", "--full", "--signal=KILL", "--user=root"], env=environment, check=False, timeout=30)
+        subprocess.run(
+            ["scancel", "--full", "--signal=KILL", "--user=root"],
+            env=environment,
+            check=False,
+            timeout=30,
+        )
     for pid in pids.values():
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             names = (process / "environ").read_bytes().split(b"\0")
-            if f"SLURM_CONF={conf}".encode() in names and any(name.startswith(b"SLURM_JOB_ID=") for name in names):
+            if f"SLURM_CONF={conf}".encode() in names and any(
+                name.startswith(b"SLURM_JOB_ID=") for name in names
+            ):
                 os.kill(int(process.name), signal.SIGKILL)
     (folder / "pids").unlink()
 
 
 @contextmanager
 def virtual_cluster(folder, nodes=2, kinds=("a100",), gpus=8):
-    """Start a cluster and stop it at the end of the block; yields the environment of Slurm's commands."""
+    """Start a cluster and stop it at the end of the block; yields the environment of Slurm's
+    commands.
+    """
     start(folder, nodes, kinds, gpus)
     try:
         yield {**os.environ, "SLURM_CONF": f"{folder.resolve()}/slurm.conf"}
@@ -207,7 +237,9 @@ def main(argv):
     parser.add_argument("action", choices=("start", "stop"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--nodes", type=positive, default=2)
-    parser.add_argument("--gpu", nargs="+", default=["a100"], help="names of the GPUs, each of as many nodes")
+    parser.add_argument(
+        "--gpu", nargs="+", default=["a100"], help="names of the GPUs, each of as many nodes"
+    )
     parser.add_argument("--gpus", type=positive, default=8, help="GPUs per node")
     args = parser.parse_args(argv)
     if args.action == "stop":

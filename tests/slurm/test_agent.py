@@ -1,4 +1,6 @@
-"""The agent that stands between srun and the ranks: a signal reaches the ranks, or ends it while there are none."""
+"""The agent that stands between srun and the ranks: a signal reaches the ranks, or ends it while
+there are none.
+"""
 
 import os
 import subprocess
@@ -34,7 +36,8 @@ def test_a_signal_ends_the_ranks_or_an_agent_that_has_none(ranks, number, monkey
 
 
 @pytest.mark.parametrize(
-    ("gpus", "program", "lacks"), [(True, True, ""), (True, False, "numactl"), (False, True, "a GPU")]
+    ("gpus", "program", "lacks"),
+    [(True, True, ""), (True, False, "numactl"), (False, True, "a GPU")],
 )
 def test_ranks_are_bound_where_the_node_can_and_a_line_says_where_not(
     gpus, program, lacks, tmp_path, monkeypatch, capsys
@@ -45,7 +48,9 @@ def test_ranks_are_bound_where_the_node_can_and_a_line_says_where_not(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(agent.torch.cuda, "is_available", lambda: gpus)
     argv = ["--nnodes", "1", "--numa-binding=node", "pretrain_gpt.py", "--bf16"]
-    assert agent.bound_if_possible(argv) == [word for word in argv if not (lacks and "numa" in word)]
+    assert agent.bound_if_possible(argv) == [
+        word for word in argv if not (lacks and "numa" in word)
+    ]
     out = capsys.readouterr().out
     assert bool(out) == bool(lacks)
     assert lacks in out

@@ -46,17 +46,32 @@ def started(run, *flags, status=0, hung="", excluded="(null)", **more):
     """The exit status and the words of one start of a job.
 
     Args:
-        more: what the ranks' start says, the iterations of its new checkpoint and that it went on from; what Slurm
-            knows; whether it is away, has too few nodes, or signals the job at its start; variables of the job.
+        more: what the ranks' start says, the iterations of its new checkpoint and that it went on
+            from; what Slurm knows; whether it is away, has too few nodes, or signals the job at its
+            start; variables of the job.
     """
     run.mkdir(exist_ok=True)
     (run / "config.toml").write_text("train_iters = 9\n")
-    names = ("said", "new", "from", "known", "few", "signalled", "away", "container", "launcher", "refusal", "unknown")
+    names = (
+        "said",
+        "new",
+        "from",
+        "known",
+        "few",
+        "signalled",
+        "away",
+        "container",
+        "launcher",
+        "refusal",
+        "unknown",
+    )
     settings = {name.upper(): more.pop(name, more.pop(name + "_", "")) for name in names}
     settings |= {name.upper(): value for name, value in more.items()}
     settings |= {"RUN": str(run), "STATUS": str(status), "HUNG_ON": hung, "EXCLUDED": excluded}
     script = STAND_IN + 'train "$RUN" pretrain_gpt.py "$@"'
-    done = ended(["bash", "-c", script, "job", *flags], inherited={"PATH": os.environ["PATH"]}, **settings)
+    done = ended(
+        ["bash", "-c", script, "job", *flags], inherited={"PATH": os.environ["PATH"]}, **settings
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -66,13 +81,21 @@ def test_the_first_start_begins_where_the_flags_say_and_later_ones_in_their_own_
     _, first = started(run, *flags, new="4")
     assert f"pretrain_gpt.py --lr 1e-4 --finetune --load base --ckpt-step=3 --save {run}\n" in first
     _, second = started(run, *flags, new="8")
-    assert f"pretrain_gpt.py --lr 1e-4 --load {run} --no-finetune --ckpt-step none --save {run}\n" in second
+    assert (
+        f"pretrain_gpt.py --lr 1e-4 --load {run} --no-finetune --ckpt-step none --save {run}\n"
+        in second
+    )
     _, plain = started(tmp_path / "other", "--lr", "1e-4", new="4")
     assert f"--load {tmp_path / 'other'} --save {tmp_path / 'other'}\n" in plain
     (tmp_path / "asked.toml").write_text('[checkpoint]\nload = "base"\nfinetune = true\n')
-    for flags in (("--config", str(tmp_path / "asked.toml")), (f"--config={tmp_path / 'asked.toml'}",)):
+    for flags in (
+        ("--config", str(tmp_path / "asked.toml")),
+        (f"--config={tmp_path / 'asked.toml'}",),
+    ):
         _, said = started(tmp_path / "asked", *flags, status=137)
-        assert f"pretrain_gpt.py {' '.join(flags)} --save {tmp_path / 'asked'}\n" in said, "the file says where"
+        assert f"pretrain_gpt.py {' '.join(flags)} --save {tmp_path / 'asked'}\n" in said, (
+            "the file says where"
+        )
 
 
 LOST = "75 rank 0 ends because a peer of it did (Connection reset by peer)"
@@ -87,14 +110,20 @@ BAD = "1 error: loss is not finite"
         ({"new": "9"}, 0, False),
         ({"signalled": "yes"}, 138, True),
         ({"away": "yes"}, 0, True),
-        *(({"status": status, "said": said}, status, True) for status in (137, 143) for said in ("", LOST)),
+        *(
+            ({"status": status, "said": said}, status, True)
+            for status in (137, 143)
+            for said in ("", LOST)
+        ),
         *(({"status": status, "said": BAD}, 1, False) for status in (137, 143)),
         ({"status": 1, "said": LOST}, 75, True),
         ({"status": 1, "said": f"{LOST}\n1 ValueError: what all of them did not answer"}, 1, False),
     ],
 )
 def test_how_a_start_ends_decides_if_the_job_is_queued_again(start, code, again, tmp_path):
-    """An error ends the run; ranks that are killed, lose a peer or are told to end do not, nor does a signal early."""
+    """An error ends the run; ranks that are killed, lose a peer or are told to end do not, nor does
+    a signal early.
+    """
     run = tmp_path / "run"
     status, said = started(run, **{"new": "4", **start})
     assert status == code
@@ -102,17 +131,27 @@ def test_how_a_start_ends_decides_if_the_job_is_queued_again(start, code, again,
     assert ("scontrol requeue 7" in said) == again
     assert ("srun" in said) == ("signalled" not in start)
     assert ("\nfinished: " in said) == (start == {"new": "9"})
-    assert again or all(f"1 {error}\n" in said for error in re.findall("^1 (.*)", start.get("said", ""), re.M))
+    assert again or all(
+        f"1 {error}\n" in said for error in re.findall("^1 (.*)", start.get("said", ""), re.M)
+    )
     if start == {"new": "9"}:
-        assert "queued again" in started(run, status=138)[1], "the next stage of it, ended in its start-up"
+        assert "queued again" in started(run, status=138)[1], (
+            "the next stage of it, ended in its start-up"
+        )
     if start == {"status": 1, "said": LOST}:
-        assert "queued again" not in started(run, status=1)[1], "what the last start left counts no more"
+        assert "queued again" not in started(run, status=1)[1], (
+            "what the last start left counts no more"
+        )
 
 
 @pytest.mark.parametrize(
     ("more", "line", "starts"),
     [
-        ({"unknown": "yes"}, "does not resolve the node name node1; enter it in DNS or /etc/hosts", False),
+        (
+            {"unknown": "yes"},
+            "does not resolve the node name node1; enter it in DNS or /etc/hosts",
+            False,
+        ),
         ({"most_requeues": "0"}, "error: queued again 0 times, and not finished", True),
     ],
 )
@@ -164,7 +203,9 @@ def test_ranks_are_bound_and_get_the_jobs_variables_whatever_the_site_exports(tm
     ("cpus", "requested", "each"),
     [("224(x4)", "12", 28), ("224,128(x2)", "12", 16), ("8", "1", 1), ("", "12", 12)],
 )
-def test_ranks_share_out_all_cpus_of_a_node_so_that_half_of_them_fill_a_socket(cpus, requested, each, tmp_path):
+def test_ranks_share_out_all_cpus_of_a_node_so_that_half_of_them_fill_a_socket(
+    cpus, requested, each, tmp_path
+):
     node = {"slurm_job_cpus_per_node": cpus, "slurm_cpus_per_task": requested}
     assert f" --cpus-per-task={each} " in sruns(started(tmp_path / "ranks", new="9", **node)[1])[0]
     options, _ = sruns(started(tmp_path / "agents", new="9", launcher="torchrun", **node)[1])
@@ -175,7 +216,9 @@ def test_torchrun_binds_the_ranks_of_gpus_and_writes_a_log_per_rank(tmp_path):
     on_gpus, _ = sruns(said := started(tmp_path / "gpus", new="9", launcher="torchrun", **GPUS)[1])
     assert on_gpus.endswith(" --numa-binding=node")
     assert f"--log-dir {tmp_path / 'gpus' / 'logs' / '7'} --tee 3" in said
-    on_cpus, _ = sruns(started(tmp_path / "cpus", "--device", "cpu", new="9", launcher="torchrun", **GPUS)[1])
+    on_cpus, _ = sruns(
+        started(tmp_path / "cpus", "--device", "cpu", new="9", launcher="torchrun", **GPUS)[1]
+    )
     assert "--numa-binding" not in on_cpus
 
 
@@ -186,7 +229,9 @@ def test_torchrun_binds_the_ranks_of_gpus_and_writes_a_log_per_rank(tmp_path):
         ("Unable to contact slurm controller (connect failure)", 18),
     ],
 )
-def test_a_refused_requeue_is_tried_three_times_and_a_silent_controller_for_minutes(refusal, tries, tmp_path):
+def test_a_refused_requeue_is_tried_three_times_and_a_silent_controller_for_minutes(
+    refusal, tries, tmp_path
+):
     code, said = started(tmp_path / "run", new="4", refusal=refusal)
     assert code == 1
     assert (tmp_path / "run" / "tries").read_text().split() == ["try"] * tries
@@ -202,21 +247,32 @@ def test_a_start_says_which_sources_changed_since_the_first_one(tmp_path):
     assert "WARNING" not in started(run, *flags, new="2")[1]
     config.write_text("[train]\nseed = 2\n")
     said = started(run, *flags, new="3")[1]
-    assert re.search(rf"^WARNING: the sources are not those .* changed {config}; to keep them", said, re.M), said
+    assert re.search(
+        rf"^WARNING: the sources are not those .* changed {config}; to keep them", said, re.M
+    ), said
     listed = (run / "logs" / "7" / "sources").read_text()
     assert " ./model/decoder.py\n" in listed
     assert " ./slurm/job.sh\n" in listed
     assert " ./tests/" not in listed
-    (run / "logs" / "7" / "sources").write_text(re.sub(r"\w+( +\./model/decoder\.py)", r"0\1", listed))
+    (run / "logs" / "7" / "sources").write_text(
+        re.sub(r"\w+( +\./model/decoder\.py)", r"0\1", listed)
+    )
     assert "changed ./model/decoder.py " in started(run, *flags, new="4")[1]
 
 
 def test_a_start_says_that_the_sources_changed_in_the_queue(tmp_path):
     known = digest_of_sources(None)
-    assert digest_of_sources("llama3_8b") == digest_of_sources("configs/models/llama3_8b.toml") != known
+    assert (
+        digest_of_sources("llama3_8b")
+        == digest_of_sources("configs/models/llama3_8b.toml")
+        != known
+    )
     assert "WARNING" not in started(tmp_path / "run", new="1", longmesh_sources=known)[1]
     said = started(tmp_path / "other", new="1", longmesh_sources="0badc0de")[1]
-    assert f"WARNING: the sources are not those that the job was submitted with: digest 0badc0de then, {known} " in said
+    assert (
+        f"WARNING: the sources are not those that the job was submitted with: digest 0badc0de then, {known} "
+        in said
+    )
 
 
 def test_a_job_that_makes_no_progress_ends(tmp_path):
@@ -239,9 +295,12 @@ def test_a_start_from_a_later_local_checkpoint_is_progress(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("status", "excluded", "kept_off"), [(75, "(null)", "node3"), (137, "node[5-6]", "node[5-6],node3")]
+    ("status", "excluded", "kept_off"),
+    [(75, "(null)", "node3"), (137, "node[5-6]", "node[5-6],node3")],
 )
-def test_a_job_whose_rank_hung_is_queued_again_without_its_node(status, excluded, kept_off, tmp_path):
+def test_a_job_whose_rank_hung_is_queued_again_without_its_node(
+    status, excluded, kept_off, tmp_path
+):
     ended, said = started(tmp_path / "run", status=status, new="4", hung="node3", excluded=excluded)
     assert ended == 75
     assert "not finished: queued again" in said
@@ -250,9 +309,14 @@ def test_a_job_whose_rank_hung_is_queued_again_without_its_node(status, excluded
     _, said = started(tmp_path / "run", new="6")
     assert "ExcNodeList" not in said
     known = "Account=us QOS=night Reservation=(null) NumNodes=2-4 TimeLimit=1-00:00:00 TresPerNode=gres:gpu:8"
-    _, said = started(tmp_path / "run", status=status, new="7", hung="node3", few="yes", known=known)
+    _, said = started(
+        tmp_path / "run", status=status, new="7", hung="node3", few="yes", known=known
+    )
     assert "queued again" in said
     assert "a rank hung on node3, which stays: Slurm would not start the job without it" in said
     assert "ExcNodeList" not in said
     asked = (tmp_path / "run" / "asked").read_text()
-    assert "--nodes=2-4 --partition=gpu --account=us --qos=night --time=1-00:00:00 --gres=gpu:8 --exclu" in asked
+    assert (
+        "--nodes=2-4 --partition=gpu --account=us --qos=night --time=1-00:00:00 --gres=gpu:8 --exclu"
+        in asked
+    )

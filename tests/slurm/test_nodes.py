@@ -39,7 +39,9 @@ def finished_as_undisturbed(slurm, job, save, want):
     """Slurm's record of a job that was queued again once and finished the run."""
     known = ended(slurm, job)
     said = Path(f"{save}.log").read_text()
-    assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("COMPLETED", "0:0", "1"), said
+    assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("COMPLETED", "0:0", "1"), (
+        said
+    )
     assert f"finished: {save}\n" in said
     assert curve(save) == want
     return known
@@ -66,7 +68,9 @@ def test_a_job_whose_node_dies_goes_on_without_it_or_with_it_if_it_is_back(
     time.sleep(away)  # Slurm takes a node for dead after 20 s
     boot(folder, f"node{dead}")
     known = finished_as_undisturbed(slurm, job, save, undisturbed)
-    assert (f"node{dead}" in say(slurm, "scontrol", "show", "hostnames", known["NodeList"])) == (away < 20)
+    assert (f"node{dead}" in say(slurm, "scontrol", "show", "hostnames", known["NodeList"])) == (
+        away < 20
+    )
 
 
 def pid_of(task, job, slurm):
@@ -81,7 +85,9 @@ def pid_of(task, job, slurm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_job_whose_rank_is_stopped_goes_on_without_its_node(stopped, slurm, undisturbed, default_data, tmp_path):
+def test_a_job_whose_rank_is_stopped_goes_on_without_its_node(
+    stopped, slurm, undisturbed, default_data, tmp_path
+):
     save = tmp_path / "run"
     job = under_way(slurm, save, default_data, extra=WATCHED)
     os.kill(pid_of(stopped, job, slurm), signal.SIGSTOP)

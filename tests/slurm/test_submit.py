@@ -1,4 +1,6 @@
-"""A run's command, a cluster's file and a number of nodes make a script that says what was asked for."""
+"""A run's command, a cluster's file and a number of nodes make a script that says what was asked
+for.
+"""
 
 import json
 import os
@@ -15,7 +17,13 @@ from tests.endings import end
 from tests.starts import ROOT
 
 CLUSTERS = ROOT / "configs" / "clusters"
-RUN = ["pretrain_gpt.py", "--config", str(ROOT / "configs" / "models" / "llama_tiny.toml"), "--global-batch-size", "64"]
+RUN = [
+    "pretrain_gpt.py",
+    "--config",
+    str(ROOT / "configs" / "models" / "llama_tiny.toml"),
+    "--global-batch-size",
+    "64",
+]
 RUN += ["--save", "runs/here"]
 IMAGE = ["--container", "i.sqsh", "--container-mounts", "/data:/data"]
 
@@ -27,7 +35,9 @@ def test_a_clusters_name_is_that_of_its_file(capsys):
 
 
 def printed(capsys, *arguments, cluster="h100_pod"):
-    assert submit.main(["--cluster", str(CLUSTERS / f"{cluster}.toml"), "--dry-run", *arguments]) == 0
+    assert (
+        submit.main(["--cluster", str(CLUSTERS / f"{cluster}.toml"), "--dry-run", *arguments]) == 0
+    )
     return capsys.readouterr().out
 
 
@@ -36,16 +46,22 @@ def test_the_script_has_what_was_asked_for_once(capsys):
     text = printed(capsys, *flags.split(), "--launcher", "torchrun", *IMAGE, *RUN, "--lr", "2e-3")
     lines = text.splitlines()
     options = "nodes=4 gres=gpu:h100:8 ntasks-per-node=8 time=4:00:00 partition=big account=us signal=B:USR1@300"
-    for line in (
-        f"{options} dependency=afterok:12 exclude=bad requeue open-mode=append job-name=here comment=runs/here".split()
-    ):
+    for line in f"{options} dependency=afterok:12 exclude=bad requeue open-mode=append job-name=here comment=runs/here".split():
         assert lines.count(f"#SBATCH --{line}") == 1, line
     keys = [line.split("=")[0] for line in lines if line.startswith("#SBATCH")]
     assert len(keys) == len(set(keys))
-    for line in ("LAUNCHER=torchrun", "CONTAINER=i.sqsh", "CONTAINER_RUNTIME=pyxis", "CONTAINER_MOUNTS=/data:/data"):
+    for line in (
+        "LAUNCHER=torchrun",
+        "CONTAINER=i.sqsh",
+        "CONTAINER_RUNTIME=pyxis",
+        "CONTAINER_MOUNTS=/data:/data",
+    ):
         assert f"export {line}" in lines
     assert "export GPUS_PER_NODE=8" in lines
-    assert lines[-1] == f"train runs/here {RUN[0]} --device cuda --config {RUN[2]} --global-batch-size 64 --lr 2e-3"
+    assert (
+        lines[-1]
+        == f"train runs/here {RUN[0]} --device cuda --config {RUN[2]} --global-batch-size 64 --lr 2e-3"
+    )
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
 
@@ -59,7 +75,11 @@ RESIZING = "--allow-resize --full-world-size 32"
         (
             "--nodes 1 RUN --save 'runs/my run'",
             "h100_pod",
-            ["#SBATCH --job-name='my run'", "#SBATCH --comment='runs/my run'", "train 'runs/my run' pretrain_gpt.py"],
+            [
+                "#SBATCH --job-name='my run'",
+                "#SBATCH --comment='runs/my run'",
+                "train 'runs/my run' pretrain_gpt.py",
+            ],
         ),
         ("--nodes 1 --after 12 RUN", "h100_pod", ["#SBATCH --kill-on-invalid-dep=yes"]),
         (
@@ -77,14 +97,26 @@ RESIZING = "--allow-resize --full-world-size 32"
                 "export GPUS_PER_NODE=16",
             ],
         ),
-        ("--nodes 1 RUN", "gb200_nvl72", ["# Train on GB200 NVL72, 4 GPUs a node; the job queues itself again"]),
-        ("--nodes 2 RUN", "mine", ["#SBATCH --cpus-per-task=7", "#SBATCH --constraint=hbm3", "#SBATCH --qos=long"]),
+        (
+            "--nodes 1 RUN",
+            "gb200_nvl72",
+            ["# Train on GB200 NVL72, 4 GPUs a node; the job queues itself again"],
+        ),
+        (
+            "--nodes 2 RUN",
+            "mine",
+            ["#SBATCH --cpus-per-task=7", "#SBATCH --constraint=hbm3", "#SBATCH --qos=long"],
+        ),
         ("--nodes 2 RUN", "mine", ["export NCCL_SOCKET_IFNAME=ib0,ib1 GLOO_SOCKET_IFNAME=ib0,ib1"]),
     ],
 )
-def test_what_is_asked_of_a_job_or_a_cluster_is_in_the_script(arguments, cluster, lines, tmp_path, capsys):
+def test_what_is_asked_of_a_job_or_a_cluster_is_in_the_script(
+    arguments, cluster, lines, tmp_path, capsys
+):
     """A key of sbatch stands there once, whether it is the script's own or an option's."""
-    mine = write_cluster(tmp_path / "mine.toml", cpus_per_gpu=7, constraint="hbm3", qos="long", interface="ib0,ib1")
+    mine = write_cluster(
+        tmp_path / "mine.toml", cpus_per_gpu=7, constraint="hbm3", qos="long", interface="ib0,ib1"
+    )
     path = mine.with_suffix("") if cluster == "mine" else cluster
     text = printed(capsys, *asked_for(arguments), cluster=path)
     for line in lines:
@@ -105,7 +137,9 @@ def test_a_sweep_is_an_array_with_a_folder_for_each_and_its_flags_may_hold_blank
     assert text.endswith(' "${sweep[@]}"\n')
     chosen = text[text.index("case $SLURM") : text.index("esac")]
     command = ["bash", "-c", f'{chosen}esac\nprintf "%s\\n" "${{sweep[@]}}"']
-    for number, words in enumerate((["--lr", "1e-3"], ["--tokenizer-model", "my tokens.model", "--seed", "2"])):
+    for number, words in enumerate(
+        (["--lr", "1e-3"], ["--tokenizer-model", "my tokens.model", "--seed", "2"])
+    ):
         environment = {"SLURM_ARRAY_TASK_ID": str(number)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.splitlines() == words
@@ -115,7 +149,9 @@ def write_cluster(path, **more):
     table = {"script": "h100", "gpu": "h100"} | more
     lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
     path.write_text(
-        (CLUSTERS / "h100_pod.toml").read_text().split("[slurm]")[0] + "\n".join(["[slurm]", *lines]) + "\n"
+        (CLUSTERS / "h100_pod.toml").read_text().split("[slurm]")[0]
+        + "\n".join(["[slurm]", *lines])
+        + "\n"
     )
     return path
 
@@ -179,15 +215,32 @@ def test_a_clusters_file_that_says_nothing_of_its_slurm(table, words, tmp_path):
 @pytest.mark.parametrize(
     ("said", "hint"),
     [
-        ("sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed", "sinfo -s"),
-        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "sinfo -N"),
-        ("sbatch: error: CPU count per node can not be satisfied", "set cpus_per_gpu in the cluster's file"),
-        ("sbatch: error: Batch job submission failed: Invalid feature specification", "change constraint in the"),
-        ("sbatch: error: Batch job submission failed: Something new", "look at the script with --dry-run"),
+        (
+            "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed",
+            "sinfo -s",
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Requested node configuration is not available",
+            "sinfo -N",
+        ),
+        (
+            "sbatch: error: CPU count per node can not be satisfied",
+            "set cpus_per_gpu in the cluster's file",
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Invalid feature specification",
+            "change constraint in the",
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Something new",
+            "look at the script with --dry-run",
+        ),
     ],
 )
 def test_slurms_words_and_our_hint(said, hint, tmp_path, monkeypatch):
-    (tmp_path / "sbatch").write_text(f"#!/bin/sh\ncat > /dev/null\nprintf '{said}\\n' >&2\nexit 1\n")
+    (tmp_path / "sbatch").write_text(
+        f"#!/bin/sh\ncat > /dev/null\nprintf '{said}\\n' >&2\nexit 1\n"
+    )
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(UserError, match="sbatch refuses: ") as caught:
@@ -204,7 +257,14 @@ def test_without_slurm_the_way_out_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     ("limit", "seconds"),
-    [("5", 300), ("5:30", 330), ("1:00:00", 3600), ("1-2", 93600), ("1-2:30", 95400), ("2-0:0:1", 172801)],
+    [
+        ("5", 300),
+        ("5:30", 330),
+        ("1:00:00", 3600),
+        ("1-2", 93600),
+        ("1-2:30", 95400),
+        ("2-0:0:1", 172801),
+    ],
 )
 def test_a_limit_is_read_as_sbatch_reads_it(limit, seconds):
     assert submit._seconds(limit) == seconds
@@ -214,29 +274,56 @@ def test_a_limit_is_read_as_sbatch_reads_it(limit, seconds):
 BREAKS = ("\n", "\x1b[2J", "\u2028", "\udcff")
 HOSTILE = (
     *(f"x{between}touch FOUND" for between in BREAKS),
-    *("$(touch FOUND)", "x;touch FOUND", "x # y", "x --wrap=y", "';touch FOUND;'", '";touch FOUND;"', "x\\"),
+    *(
+        "$(touch FOUND)",
+        "x;touch FOUND",
+        "x # y",
+        "x --wrap=y",
+        "';touch FOUND;'",
+        '";touch FOUND;"',
+        "x\\",
+    ),
 )
 
 
 def texts():
     """The flags of a job whose value is any text."""
     actions = submit.build_parser()._actions
-    return [action.dest for action in actions if action.nargs != 0 and not (action.choices or action.type)]
+    return [
+        action.dest
+        for action in actions
+        if action.nargs != 0 and not (action.choices or action.type)
+    ]
 
 
 def inert(text, folder):
-    """True if all lines for sbatch have a word each, and bash runs nothing of a job's script but the training."""
+    """True if all lines for sbatch have a word each, and bash runs nothing of a job's script but
+    the training.
+    """
     options = [line for line in text.split("\n") if line.startswith("#SBATCH")]
     keys = {shlex.split(line)[1].split("=")[0] for line in options if len(shlex.split(line)) == 2}
     stub = text.replace("source slurm/job.sh", "train() { touch trained; }")
-    settings = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_ARRAY_TASK_ID": "0", "PATH": os.environ["PATH"]}
-    done = subprocess.run(["bash"], input=stub, cwd=folder, env=settings, capture_output=True, text=True, check=False)
+    settings = {
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_ARRAY_TASK_ID": "0",
+        "PATH": os.environ["PATH"],
+    }
+    done = subprocess.run(
+        ["bash"], input=stub, cwd=folder, env=settings, capture_output=True, text=True, check=False
+    )
     made = sorted(path.name for path in folder.iterdir())
-    return len(keys) == len(options) and not done.stderr and "--wrap" not in keys and made == ["trained"]
+    return (
+        len(keys) == len(options)
+        and not done.stderr
+        and "--wrap" not in keys
+        and made == ["trained"]
+    )
 
 
 def refused_or_inert(arguments, name, text, folder, capsys):
-    """Assert that a text is refused in a line with its name, or does nothing in the script; what does not print is."""
+    """Assert that a text is refused in a line with its name, or does nothing in the script; what
+    does not print is.
+    """
     status = submit.main(["--dry-run", *arguments])
     out, err = capsys.readouterr()
     if status == 0:
@@ -252,24 +339,46 @@ def refused_or_inert(arguments, name, text, folder, capsys):
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_no_flag_becomes_a_line_or_a_command_of_the_script(text, tmp_path, capsys):
-    assert {"name", "partition", "account", "after", "container", "container_mounts", "option", "array"} < {*texts()}
+    assert {
+        "name",
+        "partition",
+        "account",
+        "after",
+        "container",
+        "container_mounts",
+        "option",
+        "array",
+    } < {*texts()}
     job = ["--cluster", str(CLUSTERS / "h100_pod.toml"), "--nodes", "1"]
     for name in texts():
         given = f"--exclude={text}" if name == "option" else text
-        flag = [f"--{name.replace('_', '-')}={given}", *(["--container=i"] if name == "container_mounts" else [])]
+        flag = [
+            f"--{name.replace('_', '-')}={given}",
+            *(["--container=i"] if name == "container_mounts" else []),
+        ]
         words = {
             "command": [*RUN, "--tokenizer-model", text],
             "array": ["--array", f"--tokenizer-model {text}", "--", *RUN],
         }
         (tmp_path / name).mkdir()
-        said = {"command": "tokenizer-model", "array": "array" if not text.isprintable() else ""}.get(name, name)
-        refused_or_inert([*job, *words.get(name, [*flag, *RUN])], said, text, tmp_path / name, capsys)
-    for name, words in {"save": [*RUN, "--save", text], "--save": [*RUN, f"--save=runs/{text}"]}.items():
+        said = {
+            "command": "tokenizer-model",
+            "array": "array" if not text.isprintable() else "",
+        }.get(name, name)
+        refused_or_inert(
+            [*job, *words.get(name, [*flag, *RUN])], said, text, tmp_path / name, capsys
+        )
+    for name, words in {
+        "save": [*RUN, "--save", text],
+        "--save": [*RUN, f"--save=runs/{text}"],
+    }.items():
         (tmp_path / name).mkdir()
         refused_or_inert([*job, "--name", "x", *words], "save", text, tmp_path / name, capsys)
 
 
-@pytest.mark.parametrize("text", [text for text in HOSTILE if "\udcff" not in text])  # no TOML has it
+@pytest.mark.parametrize(
+    "text", [text for text in HOSTILE if "\udcff" not in text]
+)  # no TOML has it
 def test_no_key_of_a_file_becomes_a_line_or_a_command_of_the_script(text, tmp_path, capsys):
     for entry in fields(submit.Site):
         (tmp_path / entry.name).mkdir()
@@ -277,6 +386,18 @@ def test_no_key_of_a_file_becomes_a_line_or_a_command_of_the_script(text, tmp_pa
         job = ["--cluster", str(file), "--nodes", "1", *RUN]
         refused_or_inert(job, entry.name, text, tmp_path / entry.name, capsys)
     (run := tmp_path / "run.toml").write_text(f"[checkpoint]\nsave = {json.dumps(text)}\n")
-    job = ["--cluster", str(CLUSTERS / "h100_pod.toml"), "--nodes", "1", "--name", "x", RUN[0], "--config", str(run)]
+    job = [
+        "--cluster",
+        str(CLUSTERS / "h100_pod.toml"),
+        "--nodes",
+        "1",
+        "--name",
+        "x",
+        RUN[0],
+        "--config",
+        str(run),
+    ]
     (tmp_path / "run").mkdir()
-    refused_or_inert(job, f"{run}: save" if not text.isprintable() else "", text, tmp_path / "run", capsys)
+    refused_or_inert(
+        job, f"{run}: save" if not text.isprintable() else "", text, tmp_path / "run", capsys
+    )

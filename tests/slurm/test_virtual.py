@@ -1,4 +1,6 @@
-"""On a real Slurm of virtual nodes: the scripts as they are, and a run that goes on by itself whatever ends it."""
+"""On a real Slurm of virtual nodes: the scripts as they are, and a run that goes on by itself
+whatever ends it.
+"""
 
 import os
 import re
@@ -27,7 +29,9 @@ LAST = 40
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    with virtual_cluster(tmp_path_factory.mktemp("cluster"), nodes=4, kinds=("a100", "h100")) as environment:
+    with virtual_cluster(
+        tmp_path_factory.mktemp("cluster"), nodes=4, kinds=("a100", "h100")
+    ) as environment:
         yield environment
 
 
@@ -38,7 +42,16 @@ def say(slurm, *command, **more):
 
 @pytest.mark.parametrize("kind", ["a100", "h100"])
 def test_the_scripts_are_accepted_as_they_are(kind, slurm):
-    said = say(slurm, "sbatch", "--test-only", "--nodes", "2", f"slurm/{kind}.sbatch", "runs/x", "pretrain_gpt.py")
+    said = say(
+        slurm,
+        "sbatch",
+        "--test-only",
+        "--nodes",
+        "2",
+        f"slurm/{kind}.sbatch",
+        "runs/x",
+        "pretrain_gpt.py",
+    )
     assert re.search(r"Job \d+ to start at .* using 256 processors on nodes node", said), said
 
 
@@ -46,20 +59,42 @@ def test_the_scripts_are_accepted_as_they_are(kind, slurm):
     ("options", "words"),
     [
         ("--nodes 4", "Requested node configuration is not available; sinfo -N -o "),
-        ("--nodes 1 --partition none", "invalid partition specified: none .*; sinfo -s lists the partitions"),
-        ("--nodes 1 --time 30-0", "Requested time limit is invalid .*; sinfo -o '%P %l' lists the limits"),
-        ("--nodes 1 --option=--nodelist=node9", "Invalid node name specified; sinfo -N lists the names"),
+        (
+            "--nodes 1 --partition none",
+            "invalid partition specified: none .*; sinfo -s lists the partitions",
+        ),
+        (
+            "--nodes 1 --time 30-0",
+            "Requested time limit is invalid .*; sinfo -o '%P %l' lists the limits",
+        ),
+        (
+            "--nodes 1 --option=--nodelist=node9",
+            "Invalid node name specified; sinfo -N lists the names",
+        ),
     ],
 )
-def test_what_slurm_refuses_is_told_in_its_words_and_with_a_hint(options, words, slurm, monkeypatch):
+def test_what_slurm_refuses_is_told_in_its_words_and_with_a_hint(
+    options, words, slurm, monkeypatch
+):
     monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
-    ending = end(submit.main, ["--cluster", str(CLUSTERS / "h100_pod.toml"), *options.split(), *RUN, "--device", "cpu"])
+    ending = end(
+        submit.main,
+        ["--cluster", str(CLUSTERS / "h100_pod.toml"), *options.split(), *RUN, "--device", "cpu"],
+    )
     assert ending.status == 1
     assert re.search(f"^error: sbatch refuses: .*{words}", ending.stderr), ending.stderr
 
 
 def flags(data):
-    return [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--train-iters", str(LAST)]
+    return [
+        *TINY,
+        "--data-path",
+        str(data),
+        "--tokenizer-model",
+        f"{data}.model",
+        "--train-iters",
+        str(LAST),
+    ]
 
 
 def curve(save):
@@ -68,9 +103,26 @@ def curve(save):
 
 def submitted(slurm, save, data, *options, extra=(), **more):
     """Two nodes of one rank each, by gloo, on GPUs that are only names; the job's number."""
-    script = ["--nodes", "2", "--ntasks-per-node=1", "--cpus-per-task=1", "--output", f"{save}.log", "--parsable"]
+    script = [
+        "--nodes",
+        "2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=1",
+        "--output",
+        f"{save}.log",
+        "--parsable",
+    ]
     command = [str(save), "pretrain_gpt.py", *flags(data), "--save-interval", "10", *extra]
-    return say(slurm, "sbatch", *script, *options, "slurm/a100.sbatch", *command, PYTHON=sys.executable, **more).strip()
+    return say(
+        slurm,
+        "sbatch",
+        *script,
+        *options,
+        "slurm/a100.sbatch",
+        *command,
+        PYTHON=sys.executable,
+        **more,
+    ).strip()
 
 
 def ended(slurm, job):
@@ -87,13 +139,22 @@ def ended(slurm, job):
 
 def preempt(slurm, folder):
     """Another job has precedence for a second; its log is in the folder, and not in the checkout."""
-    where = ["--partition=urgent", "--exclusive", "--nodelist=node[1-2]", "--output", f"{folder}/urgent.log"]
+    where = [
+        "--partition=urgent",
+        "--exclusive",
+        "--nodelist=node[1-2]",
+        "--output",
+        f"{folder}/urgent.log",
+    ]
     say(slurm, "sbatch", *where, "--wrap", "sleep 1")
 
 
 def of_step(slurm, job, *more):
     """The processes of a job's step, launchers and ranks, with ``more`` in their environment."""
-    its, found = {f"SLURM_CONF={slurm['SLURM_CONF']}", f"SLURM_JOB_ID={job}", "SLURM_STEP_ID=0", *more}, []
+    its, found = (
+        {f"SLURM_CONF={slurm['SLURM_CONF']}", f"SLURM_JOB_ID={job}", "SLURM_STEP_ID=0", *more},
+        [],
+    )
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if its <= set((process / "environ").read_text().split("\0")):
@@ -169,7 +230,10 @@ def test_an_allocation_that_is_not_the_clusters_is_refused(slurm, tmp_path):
     job = submitted(slurm, tmp_path / "run", Path("/none"), GPUS_PER_NODE="16")
     assert ended(slurm, job)["ExitCode"] == "1:0"
     said = (tmp_path / "run.log").read_text()
-    assert "error: GPUS_PER_NODE is 16, and this allocation has 8 GPUs on node1; give --gres and the cluster's" in said
+    assert (
+        "error: GPUS_PER_NODE is 16, and this allocation has 8 GPUs on node1; give --gres and the cluster's"
+        in said
+    )
     assert os.listdir(tmp_path / "run" / "logs" / job) == []
 
 

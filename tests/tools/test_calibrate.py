@@ -1,4 +1,6 @@
-"""A calibration is a cluster file that the planner reads; what was not measured is named; bad outputs are refused."""
+"""A calibration is a cluster file that the planner reads; what was not measured is named; bad
+outputs are refused.
+"""
 
 import os
 from pathlib import Path
@@ -86,15 +88,21 @@ def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch, rails):
     monkeypatch.setattr(calibration, "exchange_seconds", exchange)
     monkeypatch.setattr(calibration.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 8)
-    found = calibration._link_inside(torch.device("cpu"), 4) | calibration._link_between(torch.device("cpu"), 4)
+    found = calibration._link_inside(torch.device("cpu"), 4) | calibration._link_between(
+        torch.device("cpu"), 4
+    )
     assert found["between_link"][0] == ("rank" if rails else "node")
-    assert found["between_gb_per_s"][0] == pytest.approx(0.01, rel=0.02)  # of a rail, or of the one link
+    assert found["between_gb_per_s"][0] == pytest.approx(
+        0.01, rel=0.02
+    )  # of a rail, or of the one link
     assert found["inside_gb_per_s"][0] == pytest.approx(0.01, rel=0.02)
 
 
 def test_a_disturbed_exchange_makes_no_link_of_any_speed(monkeypatch):
     assert calibration._rate(1 << 20, less=3e-3, more=1e-3) == pytest.approx(1.5 * (1 << 20) / 1e-3)
-    monkeypatch.setattr(calibration, "exchange_seconds", lambda device, peers, size: 0.06 + size / 1e8)  # far away
+    monkeypatch.setattr(
+        calibration, "exchange_seconds", lambda device, peers, size: 0.06 + size / 1e8
+    )  # far away
     latency, rate, _ = calibration._link("far", torch.device("cpu"), [1])
     assert latency == pytest.approx(0.06, rel=0.01)
     assert rate == pytest.approx(1e8, rel=0.1)
@@ -104,7 +112,9 @@ def test_attention_without_a_kernel_says_why(monkeypatch):
     monkeypatch.setattr(calibration, "_middle", lambda measured: measured())
     monkeypatch.setattr(calibration, "step_of", lambda *_: torch.linalg.cholesky(-torch.ones(1, 1)))
     work = AttentionShape(seq_length=16, num_heads=1, kv_heads=1, head_dim=8)
-    with pytest.raises(UserError, match=r"attention cannot be measured at 16 positions: .*cholesky"):
+    with pytest.raises(
+        UserError, match=r"attention cannot be measured at 16 positions: .*cholesky"
+    ):
         calibration._attention(torch.device("cpu"), work, True)
 
 

@@ -1,4 +1,6 @@
-"""A base model that is trained on conversations: its checkpoints, its export and its samples know where turns end."""
+"""A base model that is trained on conversations: its checkpoints, its export and its samples know
+where turns end.
+"""
 
 import json
 
@@ -26,13 +28,17 @@ FLAGS = """--seq-length 64 --train-iters 60 --lr 1e-2 --min-lr 1e-2 --lr-warmup-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run on conversations that begins with an imported base model, whose texts end with another token than turns."""
+    """A run on conversations that begins with an imported base model, whose texts end with another
+    token than turns.
+    """
     folder = tmp_path_factory.mktemp("chat")
     base = folder / "base"
     base.mkdir()
     path = write_hugging_face(base, END, "<|im_start|>", TURN)
     tokenizer = load_tokenizer(path)
-    (base / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "chat_template": "{{ old }}"}))
+    (base / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": END, "chat_template": "{{ old }}"})
+    )
     config = transformers.LlamaConfig(
         vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, max_position_embeddings=128, eos_token_id=256, bos_token_id=None, pad_token_id=None,
@@ -41,7 +47,13 @@ def run(tmp_path_factory):
     transformers.LlamaForCausalLM(config).save_pretrained(base)
     import_model(base, folder / "imported")
     rows = [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes"}]} for n in range(99)
+        {
+            "messages": [
+                {"role": "user", "content": f"{n}?"},
+                {"role": "assistant", "content": "yes"},
+            ]
+        }
+        for n in range(99)
     ]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     request = Request(
@@ -49,7 +61,14 @@ def run(tmp_path_factory):
         chat=Chat(seq_length=64, chat_template="chatml"),
     )  # fmt: skip
     prepare(request, folder / "data", progress=False)
-    flags = [*FLAGS.split(), "--config", f"{folder}/imported/config.toml", "--finetune", "--load", f"{folder}/imported"]
+    flags = [
+        *FLAGS.split(),
+        "--config",
+        f"{folder}/imported/config.toml",
+        "--finetune",
+        "--load",
+        f"{folder}/imported",
+    ]
     run_ranks(on_rank, 1, [*flags, "--data-path", f"{folder}/data", "--save", f"{folder}/run"])
     return folder / "run"
 
@@ -63,7 +82,9 @@ def template_of(run):
     return json.loads((run.parent / "data.json").read_text())["chat"]["chat_template"]
 
 
-def test_an_export_stops_where_turns_end_in_transformers_and_when_it_is_imported_again(run, tmp_path, capsys):
+def test_an_export_stops_where_turns_end_in_transformers_and_when_it_is_imported_again(
+    run, tmp_path, capsys
+):
     tokenizer, turn, end = ids_of(run)
     chat = json.loads((run.parent / "data.json").read_text())["chat"]
     assert chat["ends"] == [turn] != [end]
@@ -71,21 +92,41 @@ def test_an_export_stops_where_turns_end_in_transformers_and_when_it_is_imported
     line = export_model(run, tmp_path / "out", None, None, 10**9)
     assert "the chat template of its conversations" in line
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs.chat_template == template_of(run) == (tmp_path / "out" / "chat_template.jinja").read_text()
-    assert "chat_template" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (
+        theirs.chat_template
+        == template_of(run)
+        == (tmp_path / "out" / "chat_template.jinja").read_text()
+    )
+    assert "chat_template" not in json.loads(
+        (tmp_path / "out" / "tokenizer_config.json").read_text()
+    )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [turn, end]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.generation_config.eos_token_id == [turn, end]
     question = [{"role": "user", "content": "5?"}]
-    asked = theirs.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    written = model.generate(**asked, max_new_tokens=20, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    asked = theirs.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    written = model.generate(**asked, max_new_tokens=20, do_sample=False)[
+        0, asked["input_ids"].shape[1] :
+    ]
     assert written.tolist() == [*tokenizer.tokenize("yes"), turn]
     # As the base's settings have it, it does not stop.
     beyond = model.generate(**asked, max_new_tokens=20, do_sample=False, eos_token_id=end)
     assert beyond.shape[1] == asked["input_ids"].shape[1] + 20
 
     import_model(tmp_path / "out", tmp_path / "again")
-    flags = ["--load", str(tmp_path / "again"), "--chat", "--prompt", "5?", "--temperature", "0", "--num-tokens", "20"]
+    flags = [
+        "--load",
+        str(tmp_path / "again"),
+        "--chat",
+        "--prompt",
+        "5?",
+        "--temperature",
+        "0",
+        "--num-tokens",
+        "20",
+    ]
     assert exit_status(sample.main, flags) == 0
     assert capsys.readouterr().out.endswith("-\nyes\n")
 
@@ -94,18 +135,43 @@ def test_an_export_stops_where_turns_end_in_transformers_and_when_it_is_imported
 def test_an_export_of_adapters_has_the_template_and_the_ends_of_turns(run, tmp_path):
     _, turn, end = ids_of(run)
     base = run.parent / "imported"
-    flags = [*FLAGS.split(), "--config", f"{base}/config.toml", "--finetune", "--load", f"{base}", "--lora-rank", "2"]
-    flags += ["--data-path", f"{run.parent}/data", "--train-iters", "2", "--save", f"{tmp_path}/lora"]
+    flags = [
+        *FLAGS.split(),
+        "--config",
+        f"{base}/config.toml",
+        "--finetune",
+        "--load",
+        f"{base}",
+        "--lora-rank",
+        "2",
+    ]
+    flags += [
+        "--data-path",
+        f"{run.parent}/data",
+        "--train-iters",
+        "2",
+        "--save",
+        f"{tmp_path}/lora",
+    ]
     run_ranks(on_rank, 1, flags)
     line = export_model(tmp_path / "lora", tmp_path / "out", None, None, 10**9, adapter=True)
     assert "the chat template of its conversations" in line
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == template_of(run)
+    assert transformers.AutoTokenizer.from_pretrained(
+        tmp_path / "out"
+    ).chat_template == template_of(run)
     ends = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert ends.eos_token_id == [turn, end]
     # The base's settings are the default, as the line says.
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", generation_config=ends)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", generation_config=ends
+    )
     assert model.generation_config.eos_token_id == [turn, end]
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == end
+    assert (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out"
+        ).generation_config.eos_token_id
+        == end
+    )
 
 
 def test_a_run_answers_a_question_and_stops(run, capsys):

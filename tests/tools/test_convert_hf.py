@@ -1,4 +1,6 @@
-"""Hugging Face models to runs and back: the same bits, files and greedy tokens, a few tensors in memory, no half."""
+"""Hugging Face models to runs and back: the same bits, files and greedy tokens, a few tensors in
+memory, no half.
+"""
 
 import dataclasses
 import json
@@ -37,12 +39,16 @@ def write_tokenizer(folder, entries=61):
 
     words = {"</s>": 0} | {f"w{number}": number for number in range(1, entries)}
     Tokenizer(WordLevel(words, unk_token="</s>")).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "auto_map": {"x": "code.X"}}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "auto_map": {"x": "code.X"}})
+    )
     (folder / "chat_template.jinja").write_text("{{ messages }}")
 
 
 def published(folder, name, dtype=torch.float32):
-    """A folder as transformers writes it, in shards, with a tokenizer and code that must not come along."""
+    """A folder as transformers writes it, in shards, with a tokenizer and code that must not come
+    along.
+    """
     theirs = hugging_face(CONFIGS[name]).to(dtype)
     theirs.config.eos_token_id = theirs.generation_config.eos_token_id = [9, 11]
     theirs.config.bos_token_id = 7
@@ -54,7 +60,11 @@ def published(folder, name, dtype=torch.float32):
 
 
 def tensors(folder):
-    return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
+    return {
+        name: weight
+        for path in folder.glob("*.safetensors")
+        for name, weight in load_file(path).items()
+    }
 
 
 def test_an_import_that_is_ended_says_nothing_of_the_disk(tmp_path, monkeypatch):
@@ -73,25 +83,38 @@ def test_an_import_that_is_ended_says_nothing_of_the_disk(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_export_is_the_import_to_the_bit(tmp_path, name, capsys):
-    source = published(tmp_path / "theirs", name, torch.bfloat16 if "yarn" in name else torch.float32)
+    source = published(
+        tmp_path / "theirs", name, torch.bfloat16 if "yarn" in name else torch.float32
+    )
     run, out = tmp_path / "run", tmp_path / "out"
     assert main(["import", str(source), str(run)]) == 0
     assert main(["export", str(run), str(out), "--max-shard-size", "60KB"]) == 0
     assert f", with the tokenizer and settings of {run}/hf" in capsys.readouterr().out
     before, after = tensors(source), tensors(out)
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
+    assert all(
+        torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype
+        for key in before
+    )
     assert len(list(out.glob("model-*.safetensors"))) > 1
     assert max(path.stat().st_size for path in out.glob("*.safetensors")) < 62_000
 
-    kinds = [transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval() for folder in (source, out)]
-    said = [{k: v for k, v in kind.config.to_dict().items() if k != "_name_or_path"} for kind in kinds]
+    kinds = [
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        for folder in (source, out)
+    ]
+    said = [
+        {k: v for k, v in kind.config.to_dict().items() if k != "_name_or_path"} for kind in kinds
+    ]
     assert said[0] == said[1]
     assert kinds[0].generation_config.to_dict() == kinds[1].generation_config.to_dict()
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (out / file).read_bytes() == (source / file).read_bytes()
     assert not list(out.glob("*.py"))
-    texts = [kind.generate(TOKENS[:, :5], do_sample=False, max_new_tokens=4, eos_token_id=None) for kind in kinds]
+    texts = [
+        kind.generate(TOKENS[:, :5], do_sample=False, max_new_tokens=4, eos_token_id=None)
+        for kind in kinds
+    ]
     assert torch.equal(*texts)
 
 
@@ -114,7 +137,9 @@ def test_a_run_of_an_import_computes_what_theirs_does(tmp_path, monkeypatch, cap
     sample.main(["--load", str(run), "--num-samples", "1", "--num-tokens", "4"])
     assert "iteration 0" in capsys.readouterr().out
     import_model(published(tmp_path / "hybrid", "olmo_hybrid"), tmp_path / "second")
-    assert load_config(tmp_path / "second" / "config.toml").context.context_parallel_method == "zigzag"
+    assert (
+        load_config(tmp_path / "second" / "config.toml").context.context_parallel_method == "zigzag"
+    )
 
 
 @pytest.mark.parametrize(("lengths", "meant_for"), [((32,), 2048), ((4096, 3000, 32), 4096)])
@@ -132,14 +157,21 @@ def test_an_export_is_meant_for_what_it_was_trained_on(tmp_path, lengths, meant_
         (run / "config.toml").write_text(write_toml(config))
         save_checkpoint(run, 3, model, None, architecture=architecture_of(config.model), extra={})
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").max_position_embeddings == meant_for
+    assert (
+        transformers.AutoConfig.from_pretrained(tmp_path / "out").max_position_embeddings
+        == meant_for
+    )
     line = capsys.readouterr().out
     assert ("with the settings of" in line, "tokenizer" in line) == (len(lengths) == 1, False)
-    assert ("max_position_embeddings is 4,096, the length trained on, and was 2,048" in line) == (meant_for == 4096)
+    assert ("max_position_embeddings is 4,096, the length trained on, and was 2,048" in line) == (
+        meant_for == 4096
+    )
 
 
 def test_a_strangers_files_beside_the_tokenizer_are_not_taken(tmp_path):
-    """A run that was never imported has the tokenizer of a published model, or of an import, and no more of it."""
+    """A run that was never imported has the tokenizer of a published model, or of an import, and no
+    more of it.
+    """
     run, stranger = tmp_path / "run", published(tmp_path / "theirs", "llama")
     import_model(stranger, run)
     (run / "hf").rename(tmp_path / "hf")
@@ -147,8 +179,12 @@ def test_a_strangers_files_beside_the_tokenizer_are_not_taken(tmp_path):
         said = (run / "config.toml").read_text()
         tokenizer = str(load_config(run / "config.toml").data.tokenizer_model)
         (run / "config.toml").write_text(said.replace(tokenizer, str(folder / "tokenizer.json")))
-        assert "settings of" not in export_model(run, tmp_path / f"{folder.name} out", None, None, 10**9)
-        assert json.loads((tmp_path / f"{folder.name} out" / "config.json").read_text())["eos_token_id"] != [9, 11]
+        assert "settings of" not in export_model(
+            run, tmp_path / f"{folder.name} out", None, None, 10**9
+        )
+        assert json.loads((tmp_path / f"{folder.name} out" / "config.json").read_text())[
+            "eos_token_id"
+        ] != [9, 11]
 
 
 def shard_of(folder):
@@ -171,7 +207,10 @@ MYSTERY = json.dumps({"model_type": "mystery", "auto_map": {"AutoModel": "x.X"}}
 BROKEN = {
     "pickle": (only_pickles, "pytorch_model.bin is a pickle, which can run code"),
     "link of weights": (lambda folder: leave(shard_of(folder)), "is a link that leaves its folder"),
-    "link of a tokenizer": (lambda folder: leave(folder / "tokenizer.json"), "is a link that leaves its folder"),
+    "link of a tokenizer": (
+        lambda folder: leave(folder / "tokenizer.json"),
+        "is a link that leaves its folder",
+    ),
     "cut": (
         lambda folder: os.truncate(shard_of(folder), shard_of(folder).stat().st_size - 9),
         "is not a whole safetensors file",
@@ -180,7 +219,10 @@ BROKEN = {
         lambda folder: (folder / "config.json").write_text(MYSTERY),
         '/theirs/config.json: model_type = "mystery" is not supported',
     ),
-    "file": (lambda folder: (shutil.rmtree(folder), folder.touch()), "/theirs is a file; give the folder of a model"),
+    "file": (
+        lambda folder: (shutil.rmtree(folder), folder.touch()),
+        "/theirs is a file; give the folder of a model",
+    ),
 }
 
 
@@ -208,7 +250,9 @@ def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(tmp_path, capsys
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_nothing_is_written_over_and_a_folder_without_a_name_is_refused(tmp_path, monkeypatch, capsys):
+def test_nothing_is_written_over_and_a_folder_without_a_name_is_refused(
+    tmp_path, monkeypatch, capsys
+):
     source, run = published(tmp_path / "theirs", "llama"), tmp_path / "run"
     assert main(["import", str(source), str(run)]) == 0
     for arguments in (["import", str(source), str(run)], ["export", str(run), str(source)]):
@@ -246,7 +290,9 @@ def test_a_diffusion_transformer_is_exported_as_it_was_imported(tmp_path, capsys
     assert main(["export", f"{tmp_path}/run", f"{tmp_path}/exported"]) == 0
     assert "weights as trained" in capsys.readouterr().out
     for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "released" / name).read_bytes()
+        assert (tmp_path / "exported" / name).read_bytes() == (
+            tmp_path / "released" / name
+        ).read_bytes()
 
 
 def test_a_trained_diffusion_transformer_gives_its_averages(tmp_path, capsys):
@@ -260,7 +306,10 @@ def test_a_trained_diffusion_transformer_gives_its_averages(tmp_path, capsys):
     assert main(["export", f"{tmp_path}/run", f"{tmp_path}/exported"]) == 0
     assert "averages of the weights" in capsys.readouterr().out
     found = load_file(tmp_path / "exported/model.safetensors")
-    assert all(torch.equal(found[name], weight) for name, weight in dit_to_original(averages, IMAGE).items())
+    assert all(
+        torch.equal(found[name], weight)
+        for name, weight in dit_to_original(averages, IMAGE).items()
+    )
 
 
 def test_a_few_tensors_live_at_a_time(tmp_path, monkeypatch):
@@ -275,10 +324,14 @@ def test_a_few_tensors_live_at_a_time(tmp_path, monkeypatch):
         return weight
 
     source = published(tmp_path / "theirs", "gpt2")
-    monkeypatch.setattr(Weights, "__getitem__", lambda self, name: counted(reads[Weights](self, name)))
+    monkeypatch.setattr(
+        Weights, "__getitem__", lambda self, name: counted(reads[Weights](self, name))
+    )
     import_model(source, tmp_path / "run")
     imported, most[0] = most[0], 0
-    monkeypatch.setattr(torch, "empty_like", lambda like, **kind: counted(reads[torch](like, **kind)))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda like, **kind: counted(reads[torch](like, **kind))
+    )
     export_model(tmp_path / "run", tmp_path / "out", None, None, 10**9)
     assert len(tensors(source)) > 20
     assert 1 <= imported <= 3

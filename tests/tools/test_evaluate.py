@@ -1,4 +1,6 @@
-"""Loss by position: of one process against every token's loss one by one, of any mesh against one process."""
+"""Loss by position: of one process against every token's loss one by one, of any mesh against one
+process.
+"""
 
 import argparse
 import json
@@ -33,10 +35,16 @@ tokenizer_model = "{tokenizer}"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run's folder with a checkpoint whose losses differ by position, and texts, three of them long enough."""
+    """A run's folder with a checkpoint whose losses differ by position, and texts, three of them
+    long enough.
+    """
     folder = tmp_path_factory.mktemp("run")
-    texts = [f"value {i} of the table is {i * i % 97}, and so on\n" * (i % 5) * 4 for i in range(1, 10)]
-    tokenizer = train_tokenizer([f"value {i} of the table is, and so on\n" for i in range(300)], folder / "t", 300)
+    texts = [
+        f"value {i} of the table is {i * i % 97}, and so on\n" * (i % 5) * 4 for i in range(1, 10)
+    ]
+    tokenizer = train_tokenizer(
+        [f"value {i} of the table is, and so on\n" for i in range(300)], folder / "t", 300
+    )
     shape = "\n".join(f"{name} = {value}" for name, value in SHAPE.items())
     (folder / "config.toml").write_text(CONFIG.format(shape=shape, tokenizer=tokenizer))
     model = build_model(model_config(**SHAPE, vocab_size=300))
@@ -44,8 +52,12 @@ def run(tmp_path_factory):
     with torch.no_grad():
         model.output.weight.mul_(50)
     optimizer = torch.optim.AdamW(model.parameters())
-    save_checkpoint(folder, 3, model, optimizer, architecture=architecture_of(model.config), extra={})
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    save_checkpoint(
+        folder, 3, model, optimizer, architecture=architecture_of(model.config), extra={}
+    )
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     return folder
 
 
@@ -82,8 +94,15 @@ def test_each_bucket_is_the_mean_of_its_tokens(run, tmp_path, capsys):
     losses = by_position(run)
     assert found["last"]["loss"] == pytest.approx(losses[-100:].mean().item(), rel=1e-6)
     assert abs(found["last"]["loss"] / losses[-101:-1].mean().item() - 1) > 1e-5
-    assert (found["last"]["begin"], found["last"]["end"], found["last"]["tokens"]) == (100, LENGTH, 400)
-    assert f"| last 100 | 400 | {found['last']['loss']:.4f} |" in (tmp_path / "perplexity.md").read_text()
+    assert (found["last"]["begin"], found["last"]["end"], found["last"]["tokens"]) == (
+        100,
+        LENGTH,
+        400,
+    )
+    assert (
+        f"| last 100 | 400 | {found['last']['loss']:.4f} |"
+        in (tmp_path / "perplexity.md").read_text()
+    )
     assert found["documents"] == 4
     assert [(b["begin"], b["end"]) for b in found["buckets"]] == [(0, 64), (64, 128), (128, LENGTH)]
     for bucket in found["buckets"]:
@@ -95,20 +114,29 @@ def test_each_bucket_is_the_mean_of_its_tokens(run, tmp_path, capsys):
     shifted = losses.roll(1)[:64].mean().item()  # negative control: a position off by one is seen
     assert abs(found["buckets"][0]["loss"] / shifted - 1) > 1e-4
     assert (tmp_path / "perplexity.png").read_bytes().startswith(b"\x89PNG")
-    assert f"| all | {4 * LENGTH} | {found['loss']:.4f} |" in (tmp_path / "perplexity.md").read_text()
+    assert (
+        f"| all | {4 * LENGTH} | {found['loss']:.4f} |" in (tmp_path / "perplexity.md").read_text()
+    )
     assert found["trained_seq_length"] == TRAINED
     assert "4 of 4 documents" in capsys.readouterr().out
 
 
 def test_prepared_text_gives_the_same_numbers(run, tmp_path):
-    request = Request(inputs=(str(run / "texts.jsonl"),), vocab_size=None, tokenizer_model=str(run / "t.model"))
+    request = Request(
+        inputs=(str(run / "texts.jsonl"),), vocab_size=None, tokenizer_model=str(run / "t.model")
+    )
     prepare(request, tmp_path / "texts")
-    read, packed = evaluated(run, tmp_path / "a"), evaluated(run, tmp_path / "b", "--data-path", f"{tmp_path}/texts")
+    read, packed = (
+        evaluated(run, tmp_path / "a"),
+        evaluated(run, tmp_path / "b", "--data-path", f"{tmp_path}/texts"),
+    )
     assert read["buckets"] == packed["buckets"]
 
 
 def test_documents_of_a_pair_are_those_of_its_index_however_they_end(run, tmp_path):
-    """Sentences of a document are joined, texts of one are apart, and an end token in front ends nothing."""
+    """Sentences of a document are joined, texts of one are apart, and an end token in front ends
+    nothing.
+    """
     tokenizer = load_tokenizer(run / "t.model")
     eod = tokenizer.eod
     ids = [*range(20, 50)]
@@ -128,7 +156,10 @@ def on_rank(rank, world_size, commands):
 @pytest.mark.parametrize(
     ("processes", "meshes"),
     [
-        (4, {"": 1e-6, "--context-parallel-size 1": 0.0}),  # each document is one process's, and all sums are exact
+        (
+            4,
+            {"": 1e-6, "--context-parallel-size 1": 0.0},
+        ),  # each document is one process's, and all sums are exact
         pytest.param(3, {"--context-parallel-size 1": 1e-6}, marks=pytest.mark.slow),
         pytest.param(
             4,
@@ -149,12 +180,16 @@ def on_rank(rank, world_size, commands):
 def test_any_mesh_equals_one_process(run, tmp_path, processes, meshes):
     """Documents need not share out evenly over data-parallel ranks and stages."""
     last = ("--last-tokens", "100")
-    commands = [arguments(run, tmp_path / str(n), *flags.split(), *last) for n, flags in enumerate(meshes)]
+    commands = [
+        arguments(run, tmp_path / str(n), *flags.split(), *last) for n, flags in enumerate(meshes)
+    ]
     run_ranks(on_rank, processes, commands)
     want = evaluated(run, tmp_path / "one", *last)
     for number, (flags, bound) in enumerate(meshes.items()):
         got = json.loads((tmp_path / str(number) / "perplexity.json").read_text())
-        for bucket, alone in zip([*got["buckets"], got["last"]], [*want["buckets"], want["last"]], strict=True):
+        for bucket, alone in zip(
+            [*got["buckets"], got["last"]], [*want["buckets"], want["last"]], strict=True
+        ):
             assert bucket["tokens"] == alone["tokens"]
             assert abs(bucket["loss"] / alone["loss"] - 1) <= bound, flags
 
@@ -172,7 +207,10 @@ def test_buckets_double():
         (["--ckpt-step", "7"], "ckpt_step is 7"),
         (["--data-path", "none"], "none.idx does not exist"),
         (["--context-parallel-size", "2"], "context_parallel_size is 2, and this is one process"),
-        (["--context-parallel-method", "rings"], "context_parallel_method is 'rings'; it must be one of"),
+        (
+            ["--context-parallel-method", "rings"],
+            "context_parallel_method is 'rings'; it must be one of",
+        ),
     ],
 )
 def test_bad_input_is_named(run, tmp_path, flags, message):
@@ -199,7 +237,15 @@ def test_a_text_begins_with_what_its_tokenizer_adds(tmp_path):
     text = "a value of the table is, and so on " * 20
     (tmp_path / "text.txt").write_text(text)
     for flags, begins in ([], True), (["--add-bos-token", "never"], False):
-        asked = [str(tmp_path), "--text", str(tmp_path / "text.txt"), "--seq-length", "32", "--save", str(tmp_path)]
+        asked = [
+            str(tmp_path),
+            "--text",
+            str(tmp_path / "text.txt"),
+            "--seq-length",
+            "32",
+            "--save",
+            str(tmp_path),
+        ]
         main([*asked, *flags])
         (bucket,) = json.loads((tmp_path / "perplexity.json").read_text())["buckets"]
         ids = torch.tensor([theirs(text)["input_ids"][not begins :][:33]])

@@ -32,7 +32,9 @@ def test_the_quick_start_fits_any_machine(entry, gpus, processes, added, monkeyp
     flags = ["--config", QUICK[entry]]
     assert fit(entry, flags, None) == (processes, added)
     config = ENTRIES[entry].parse_args([*flags, *added])
-    select_backend("aten", config.mesh.device_type, torch.bfloat16 if config.train.bf16 else torch.float32)
+    select_backend(
+        "aten", config.mesh.device_type, torch.bfloat16 if config.train.bf16 else torch.float32
+    )
 
 
 def test_every_tiny_configuration_fits_any_number_of_gpus(monkeypatch):
@@ -48,7 +50,10 @@ def test_every_tiny_configuration_fits_any_number_of_gpus(monkeypatch):
 def test_what_is_asked_for_stays(monkeypatch):
     stub(monkeypatch, 1)
     flags = ["--config", "llama_tiny"]
-    assert fit("pretrain_gpt.py", [*flags, "--device", "cpu"], 1) == (1, ["--context-parallel-size", "1"])
+    assert fit("pretrain_gpt.py", [*flags, "--device", "cpu"], 1) == (
+        1,
+        ["--context-parallel-size", "1"],
+    )
     assert fit("pretrain_gpt.py", [*flags, "--context-parallel-size", "2"], 1) == (1, ["--bf16"])
     assert fit("pretrain_gpt.py", [*flags, "--attention-backend", "reference"], 2) == (2, [])
     stub(monkeypatch, 0)  # a process is started to say that there is no GPU
@@ -74,7 +79,9 @@ def test_make_starts_what_fits(fails, status, tmp_path):
     command = ["make", "pretrain", f"PY={python}", f"RUN={tmp_path / 'run'}", "ARGS=--lr 1e-3"]
     made = ended(command)
     assert made.returncode == status, made.stderr
-    started = "--nproc-per-node 8 pretrain_gpt.py --config configs/models/llama_tiny.toml --bf16 --save"
+    started = (
+        "--nproc-per-node 8 pretrain_gpt.py --config configs/models/llama_tiny.toml --bf16 --save"
+    )
     assert (started in made.stdout) == (status == 0)
 
 

@@ -16,9 +16,15 @@ TINY = str(Path(__file__).parents[2] / "configs" / "models" / "llama_tiny.toml")
     [
         (["none.toml"], "none.toml: cannot be read"),
         ([f"--config={TINY}", "--no-such-flag"], "unknown argument --no-such-flag"),
-        (["--world-size", "3", "--config", TINY], "world_size is 3, and the mesh takes multiples of 2"),
+        (
+            ["--world-size", "3", "--config", TINY],
+            "world_size is 3, and the mesh takes multiples of 2",
+        ),
         (["lama_tiny"], "the model is lama_tiny; name one of llama_tiny"),
-        (["llama_tiny", "--num-layers", "1", "--pipeline-model-parallel-size", "2"], "num_layers is 1"),
+        (
+            ["llama_tiny", "--num-layers", "1", "--pipeline-model-parallel-size", "2"],
+            "num_layers is 1",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(argv, words, capsys):

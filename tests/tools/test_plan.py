@@ -23,7 +23,16 @@ from train.config.derive import beyond_rope
 from train.config.language import parse_args, validate
 
 A100 = ("--cluster", str(CLUSTERS / "wallfacer_a100_8.toml"))
-MODEL = ("--vocab-size", "512", "--num-attention-heads", "8", "--hidden-size", "512", "--seq-length", "4096")
+MODEL = (
+    "--vocab-size",
+    "512",
+    "--num-attention-heads",
+    "8",
+    "--hidden-size",
+    "512",
+    "--seq-length",
+    "4096",
+)
 NO_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -36,13 +45,29 @@ def alone(monkeypatch):
 
 def rows_of(out):
     """Return the cells of a terminal's table, between which there are two spaces or more."""
-    return [re.split(r"  +", line.strip()) for line in out.splitlines() if re.match(r" *\d+  ", line)]
+    return [
+        re.split(r"  +", line.strip()) for line in out.splitlines() if re.match(r" *\d+  ", line)
+    ]
 
 
 def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys, monkeypatch):
     for seconds in ("FIRST", "LOGS"):
         monkeypatch.setattr(progress, seconds, -1.0)  # every look is told
-    assert main([*MODEL, *A100, "--context-parallel-size", "16", "--top", "4", "--num-query-groups", "1"]) == 0
+    assert (
+        main(
+            [
+                *MODEL,
+                *A100,
+                "--context-parallel-size",
+                "16",
+                "--top",
+                "4",
+                "--num-query-groups",
+                "1",
+            ]
+        )
+        == 0
+    )
     out, said = capsys.readouterr()
     assert re.search(r"searching: \w+, context 16, zero3, candidate 1 of \d+, \d s\n", said)
     rows = rows_of(out)
@@ -65,9 +90,13 @@ def config_to_start(out):
     return parse_args(words[words.index("pretrain_gpt.py") + 1 :])
 
 
-def test_a_million_tokens_on_eight_h100_are_answered_within_eight_seconds_with_the_command_that_starts_it(capsys):
+def test_a_million_tokens_on_eight_h100_are_answered_within_eight_seconds_with_the_command_that_starts_it(
+    capsys,
+):
     began = time.process_time()  # of this process, whatever else the machine does
-    assert main(["Qwen3-8B", "--seq-length", "1048576", "--world-size", "8", "--cluster", "h100"]) == 0
+    assert (
+        main(["Qwen3-8B", "--seq-length", "1048576", "--world-size", "8", "--cluster", "h100"]) == 0
+    )
     assert time.process_time() - began < 8
     out = capsys.readouterr().out
     assert out.startswith("8 processes on H100 80GB pod, sequences of 1048576 tokens: fits\n")
@@ -75,8 +104,14 @@ def test_a_million_tokens_on_eight_h100_are_answered_within_eight_seconds_with_t
     assert "\nequal to 1, as far as predictions tell (to 1%): 2, 3, 4\n" in out
     assert "\nnote: seq_length 1048576 is 25.6 times the 40960 positions that the model" in out
     assert "the command scales rope to them; " in " ".join(out.split())
-    assert "error: at most 5% on published runs of this card, to which nothing was fitted; over all cards 6%\n" in out
-    assert "it trains from random weights; add --finetune --load RUN to begin with another run's" in out
+    assert (
+        "error: at most 5% on published runs of this card, to which nothing was fitted; over all cards 6%\n"
+        in out
+    )
+    assert (
+        "it trains from random weights; add --finetune --load RUN to begin with another run's"
+        in out
+    )
     config = config_to_start(out)
     assert beyond_rope(config) is None, "as its note asks"
     assert (config.train.seq_length, config.train.global_batch_size) == (1048576, 1)
@@ -86,7 +121,10 @@ def test_a_million_tokens_on_eight_h100_are_answered_within_eight_seconds_with_t
 @pytest.mark.slow
 def test_the_longest_sequence_leaves_little_and_says_so(capsys):
     assert main(["qwen3_5_9b", "--longest", "--world-size", "8", "--cluster", "h100"]) == 0
-    assert "tokens: fits, which leaves less than the tenth that an allocator may need\n" in capsys.readouterr().out
+    assert (
+        "tokens: fits, which leaves less than the tenth that an allocator may need\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_named_model_has_a_card_without_a_flag(capsys):
@@ -100,13 +138,28 @@ def test_a_named_model_has_a_card_without_a_flag(capsys):
     ("cluster", "flags", "kernel", "error"),
     [
         ("h100", "", "cuDNN at 53%", "at most 5% on published runs"),
-        ("h100", "--reset-attention-mask", "FlashAttention 2 at 31%", "no published run of .* by FlashAttention 2 is"),
+        (
+            "h100",
+            "--reset-attention-mask",
+            "FlashAttention 2 at 31%",
+            "no published run of .* by FlashAttention 2 is",
+        ),
         ("h100", "--attention-backend aten", "FlashAttention 2 at 31%", "no published run"),
         ("h100", "--attention-backend flash_attn_3", "FlashAttention 3 at 66%", "no published run"),
-        ("h100", "--attention-backend triton", "attention at 53%", "no published run of .* by attention is"),
+        (
+            "h100",
+            "--attention-backend triton",
+            "attention at 53%",
+            "no published run of .* by attention is",
+        ),
         ("h200", "", "cuDNN at 53%", "no published run of .* by cuDNN is"),
         ("gb200", "", "cuDNN at 60%", "no published run of .* by cuDNN is there to compare with"),
-        ("a100", "--reset-attention-mask", "FlashAttention 2 at 55%", "at most 6% on published runs"),
+        (
+            "a100",
+            "--reset-attention-mask",
+            "FlashAttention 2 at 55%",
+            "at most 6% on published runs",
+        ),
     ],
 )
 def test_a_plans_sources_are_those_of_the_kernel_that_runs(cluster, flags, kernel, error):
@@ -116,7 +169,9 @@ def test_a_plans_sources_are_those_of_the_kernel_that_runs(cluster, flags, kerne
     assert re.search(error, off)
 
 
-@pytest.mark.parametrize(("processes", "nodes", "each"), [(5, 1, 5), (24, 3, 8), (12, 2, 6), (11, 11, 1)])
+@pytest.mark.parametrize(
+    ("processes", "nodes", "each"), [(5, 1, 5), (24, 3, 8), (12, 2, 6), (11, 11, 1)]
+)
 def test_the_command_starts_as_many_processes_as_were_planned(processes, nodes, each):
     config = parse_args(["--config", "llama3_8b"])
     words = " ".join(command(config, config, processes, load_cluster("h100"), "FILE")).split()
@@ -125,11 +180,17 @@ def test_the_command_starts_as_many_processes_as_were_planned(processes, nodes, 
     assert nodes == 1 or words[words.index("--nnodes") + 1] == str(nodes)
 
 
-@pytest.mark.parametrize("name", ["llama_tiny", pytest.param("transnormer_hybrid_tiny", marks=pytest.mark.slow)])
-def test_a_named_model_whose_data_are_not_made_yet_has_their_vocabulary(name, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "name", ["llama_tiny", pytest.param("transnormer_hybrid_tiny", marks=pytest.mark.slow)]
+)
+def test_a_named_model_whose_data_are_not_made_yet_has_their_vocabulary(
+    name, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert main([name, "--world-size", "2", "--fits"]) == 0
-    assert capsys.readouterr().err.startswith("note: runs/data/stdlib.model is not there; a vocabulary of 4096 is ass")
+    assert capsys.readouterr().err.startswith(
+        "note: runs/data/stdlib.model is not there; a vocabulary of 4096 is ass"
+    )
     assert main([name, "--tokenizer-model", "mine.model"]) == 1
     assert "cannot read tokenizer mine.model" in capsys.readouterr().err
 
@@ -148,7 +209,10 @@ def test_json_parses_and_holds_the_same(capsys):
 def test_the_winner_is_a_file_that_training_accepts(tmp_path):
     path = tmp_path / "new" / "best.toml"
     data = ("--data-path", "x", "--tokenizer-model", "x.model")
-    assert main([*MODEL, *A100, *data, "--all", "--world-size", "8", "--bf16", "--write", str(path)]) == 0
+    assert (
+        main([*MODEL, *A100, *data, "--all", "--world-size", "8", "--bf16", "--write", str(path)])
+        == 0
+    )
     config = parse_args(["--config", str(path)])
     validate(config, 8)
     assert config.context.context_parallel_method != "auto"
@@ -157,19 +221,31 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--context-parallel-size 4 --profile", "profile needs 4 processes, as planned for, and finds 1; use torch"),
+        (
+            "--context-parallel-size 4 --profile",
+            "profile needs 4 processes, as planned for, and finds 1; use torch",
+        ),
         ("--write . --top 0", "^error: --write is ., which is a folder; give a file\n$"),
         ("--top 0", "top is 0; it must be 1 or more"),
         ("--vocab-size none", "vocab_size is not set.* name the model with --config FILE"),
-        ("--longest --seq-length 4096", "--longest searches for the sequence length; do not pass --seq-length too"),
-        ("--fewest --world-size 4", "fewest finds the number of processes, and world_size names it"),
+        (
+            "--longest --seq-length 4096",
+            "--longest searches for the sequence length; do not pass --seq-length too",
+        ),
+        (
+            "--fewest --world-size 4",
+            "fewest finds the number of processes, and world_size names it",
+        ),
         ("--cluster none.toml", "none.toml: cannot be read"),
         ("--fits --top 3", "--top is given, and --fits is of one configuration and ranks none"),
         (
             "--fits --context-parallel-method auto --tensor-model-parallel-size 3 --world-size 3",
             "context_parallel_method is auto, and no method suits",
         ),
-        ("--context-parallel-size 3 --world-size 4", "context_parallel_size is 3, which does not divide"),
+        (
+            "--context-parallel-size 3 --world-size 4",
+            "context_parallel_size is 3, which does not divide",
+        ),
     ],
 )
 def test_bad_input_is_one_line(flags, message, capsys):
@@ -191,10 +267,20 @@ def profiled(rank, world_size, arguments, folder):
     return main(arguments)
 
 
-def test_a_profile_runs_the_best_and_takes_the_fastest_by_prediction_and_profile(default_data, tmp_path):
+def test_a_profile_runs_the_best_and_takes_the_fastest_by_prediction_and_profile(
+    default_data, tmp_path
+):
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
     path = tmp_path / "best.toml"
-    flags = ("--context-parallel-size", "2", "--profile", "--profile-top", "2", "--profile-iters", "1")
+    flags = (
+        "--context-parallel-size",
+        "2",
+        "--profile",
+        "--profile-top",
+        "2",
+        "--profile-iters",
+        "1",
+    )
     arguments = [*TINY, *data, *flags, "--train-iters", "100", "--write", str(path)]
     assert run_ranks(profiled, 2, arguments, str(tmp_path)) == [0] * 2
     out = (tmp_path / "out").read_text()
@@ -218,7 +304,15 @@ def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data):
     """Both make groups of the same ranks, those that split heads or hold a copy of the shards."""
     data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model")
     for flags in (("--ulysses-degree", "2"), ("--num-distributed-optimizer-instances", "2")):
-        arguments = [*TINY, *data, "--context-parallel-size", "4", "--micro-batch-size", "4", *flags]
+        arguments = [
+            *TINY,
+            *data,
+            "--context-parallel-size",
+            "4",
+            "--micro-batch-size",
+            "4",
+            *flags,
+        ]
         times = run_ranks(measured_twice, 4, arguments)
         assert times[0] == times[3]
         assert len(times[0]) == 2
@@ -226,21 +320,37 @@ def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data):
 
 def test_reasons_that_differ_in_numbers_are_one():
     said = Counter(
-        {"cp is 4, of 2 heads; use 2": 2, "tp is 3": 6, "cp is 16, of 2 heads; use 1": 2, "cp is 8, of 2": 1}
+        {
+            "cp is 4, of 2 heads; use 2": 2,
+            "tp is 3": 6,
+            "cp is 16, of 2 heads; use 1": 2,
+            "cp is 8, of 2": 1,
+        }
     )
     said["cp is 32, of 2 heads; use 1"] += 1
-    assert grouped(said) == [(": tp is 3", 6), (", such as: cp is 4, of 2 heads; use 2", 5), (": cp is 8, of 2", 1)]
+    assert grouped(said) == [
+        (": tp is 3", 6),
+        (", such as: cp is 4, of 2 heads; use 2", 5),
+        (": cp is 8, of 2", 1),
+    ]
 
 
 FIT = ("--num-layers", "2", "--context-parallel-size", "2", "--fits", "--bf16")
 
 
 def test_memory_by_component_and_what_to_change_first(capsys, tmp_path, monkeypatch):
-    asked, small = [*MODEL, *FIT, "--seq-length", "8192", "--vocab-size", "32000"], tmp_path / "small.toml"
+    asked, small = (
+        [*MODEL, *FIT, "--seq-length", "8192", "--vocab-size", "32000"],
+        tmp_path / "small.toml",
+    )
     assert main([*asked, *A100, "--json"]) == 0
     most = 0.8e-9 * json.loads(capsys.readouterr().out)["memory_bytes"]
-    small.write_text(re.sub(r"memory_gb = \S+", f"memory_gb = {most}", Path(A100[1]).read_text(), count=1))
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=count().__next__))  # each look takes a second
+    small.write_text(
+        re.sub(r"memory_gb = \S+", f"memory_gb = {most}", Path(A100[1]).read_text(), count=1)
+    )
+    monkeypatch.setattr(
+        progress, "time", SimpleNamespace(monotonic=count().__next__)
+    )  # each look takes a second
     assert main([*asked, "--cluster", str(small)]) == 0
     out, said = capsys.readouterr()
     doing = r"backward of micro-batch 1 of 1, [\d,]+ operators so far, \d+ s\n"
@@ -261,19 +371,33 @@ def test_memory_by_component_and_what_to_change_first(capsys, tmp_path, monkeypa
 
 
 def test_memory_of_the_host_is_told_and_may_be_too_little(capsys, tmp_path):
-    asked, small = [*MODEL, *FIT, "--vocab-size", "32000", "--optimizer-cpu-offload"], tmp_path / "small.toml"
+    asked, small = (
+        [*MODEL, *FIT, "--vocab-size", "32000", "--optimizer-cpu-offload"],
+        tmp_path / "small.toml",
+    )
     assert main([*asked, *A100]) == 0
-    assert re.search(r"\n  on the host, pinned +[#.]+ +\d+\.\d MB\nfits in 40 GB: ", capsys.readouterr().out)
+    assert re.search(
+        r"\n  on the host, pinned +[#.]+ +\d+\.\d MB\nfits in 40 GB: ", capsys.readouterr().out
+    )
     small.write_text(
-        re.sub(r"host_memory_gb = \S+", "host_memory_gb = 0.001", (CLUSTERS / "h100_pod.toml").read_text())
+        re.sub(
+            r"host_memory_gb = \S+",
+            "host_memory_gb = 0.001",
+            (CLUSTERS / "h100_pod.toml").read_text(),
+        )
     )
     assert main([*asked, "--cluster", str(small)]) == 0
-    assert "\ndoes not fit in 0.001 GB of host memory: a process moves 268.4 MB there\n" in capsys.readouterr().out
+    assert (
+        "\ndoes not fit in 0.001 GB of host memory: a process moves 268.4 MB there\n"
+        in capsys.readouterr().out
+    )
     assert main([*asked, "--cluster", str(small), "--json"]) == 0
     assert not json.loads(capsys.readouterr().out)["fits"]
 
 
-@pytest.mark.parametrize("name", ["dit_s_2", pytest.param("transnormer_hybrid_tiny", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["dit_s_2", pytest.param("transnormer_hybrid_tiny", marks=pytest.mark.slow)]
+)
 def test_other_kinds_of_models_have_plans(name, capsys):
     text = ("--vocab-size", "512") if name != "dit_s_2" else ()
     flags = ("--config", name, "--context-parallel-size", "2", "--bf16", "--num-layers", "4", *text)

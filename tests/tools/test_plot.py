@@ -1,4 +1,6 @@
-"""Pictures: what the layout pictures show equals the plan and the mask; the loss comes from metrics.jsonl."""
+"""Pictures: what the layout pictures show equals the plan and the mask; the loss comes from
+metrics.jsonl.
+"""
 
 import json
 from pathlib import Path
@@ -20,7 +22,11 @@ def test_rounds_cover_the_mask_once_by_the_query_owner(method, causal, seq_lengt
     shown = layouts.drawing(method, seq_length, size, causal)
     length = shown.plan.padded_len
     covered = np.sum([computed >= 0 for computed in shown.rounds], axis=0)
-    mask = np.tril(np.ones((length, length), dtype=int)) if causal else np.ones((length, length), dtype=int)
+    mask = (
+        np.tril(np.ones((length, length), dtype=int))
+        if causal
+        else np.ones((length, length), dtype=int)
+    )
     valid = shown.plan.seq_len
     assert np.array_equal(covered[:valid, :valid], mask[:valid, :valid])
     assert covered.max() == 1
@@ -28,7 +34,11 @@ def test_rounds_cover_the_mask_once_by_the_query_owner(method, causal, seq_lengt
         queries = np.nonzero(computed >= 0)[0]
         assert np.array_equal(computed[computed >= 0], shown.owners[queries])
         pairs = [int((computed == rank).sum()) for rank in range(size)]
-        assert pairs == [shown.plan.rounds(rank)[index].pairs for rank in range(size)] == shown.work[index].tolist()
+        assert (
+            pairs
+            == [shown.plan.rounds(rank)[index].pairs for rank in range(size)]
+            == shown.work[index].tolist()
+        )
 
 
 def test_striping_shows_its_balance():
@@ -80,10 +90,18 @@ def write_run(folder, lines):
 
 
 def test_loss_of_several_runs_is_written(tmp_path):
-    lines = [{"iteration": i, "lm_loss": 5 / i, "validation_loss": 6.0 if i == 3 else None} for i in range(1, 4)]
+    lines = [
+        {"iteration": i, "lm_loss": 5 / i, "validation_loss": 6.0 if i == 3 else None}
+        for i in range(1, 4)
+    ]
     runs = [write_run(tmp_path / name, lines) for name in ("a", "b")]
     axes = plot.losses_figure(runs, None, "iteration", 0.0).axes[0]
-    assert [line.get_label() for line in axes.lines] == ["a, training", "a, validation", "b, training", "b, validation"]
+    assert [line.get_label() for line in axes.lines] == [
+        "a, training",
+        "a, validation",
+        "b, training",
+        "b, validation",
+    ]
     assert axes.lines[0].get_xydata().tolist() == [[1, 5], [2, 2.5], [3, 5 / 3]]
     assert axes.lines[1].get_xydata().tolist() == [[3, 6]]
     output = tmp_path / "loss.png"
@@ -92,21 +110,34 @@ def test_loss_of_several_runs_is_written(tmp_path):
 
 
 def test_an_iteration_done_again_counts_as_last_written(tmp_path):
-    run = write_run(tmp_path / "run", [{"iteration": i, "lm_loss": loss} for i, loss in ((1, 9.0), (2, 8.0), (2, 7.0))])
+    run = write_run(
+        tmp_path / "run",
+        [{"iteration": i, "lm_loss": loss} for i, loss in ((1, 9.0), (2, 8.0), (2, 7.0))],
+    )
     assert plot.read_curves(run, ["lm_loss"], "iteration")["lm_loss"] == [(1, 9.0), (2, 7.0)]
 
 
 def test_other_fields_are_drawn_by_tokens_or_hours_and_smoothed(tmp_path):
     lines = [
-        {"iteration": n, "lm_loss": 1.0, "grad_norm": norm, "consumed_tokens": 8 * n, "iteration_time_ms": 1.8e6}
+        {
+            "iteration": n,
+            "lm_loss": 1.0,
+            "grad_norm": norm,
+            "consumed_tokens": 8 * n,
+            "iteration_time_ms": 1.8e6,
+        }
         for n, norm in enumerate((4.0, 2.0, 0.0), 1)
     ]
     run = write_run(tmp_path / "run", lines)
     first, second = plot.losses_figure([run], ["grad_norm", "lm_loss"], "hours", 0.5).axes
     assert (first.get_ylabel(), second.get_ylabel()) == ("grad norm", "loss (nats per token)")
     # By hand: 4, (4/4 + 2/2) / (3/4), (4/8 + 2/4) / (7/8).
-    assert first.lines[0].get_xydata() == pytest.approx(np.array([[0.5, 4], [1, 8 / 3], [1.5, 8 / 7]]))
-    together = plot.losses_figure([run], ["lm_loss", "grad_norm", "validation_loss"], "iteration", 0).axes
+    assert first.lines[0].get_xydata() == pytest.approx(
+        np.array([[0.5, 4], [1, 8 / 3], [1.5, 8 / 7]])
+    )
+    together = plot.losses_figure(
+        [run], ["lm_loss", "grad_norm", "validation_loss"], "iteration", 0
+    ).axes
     assert [axes.get_ylabel() for axes in together] == ["loss (nats per token)", "grad norm"]
     tokens = plot.read_curves(run, ["lm_loss"], "tokens")["lm_loss"]
     assert tokens == [(8, 1.0), (16, 1.0), (24, 1.0)]
@@ -122,13 +153,18 @@ def test_other_fields_are_drawn_by_tokens_or_hours_and_smoothed(tmp_path):
         ("layout --documents 4 5 --seq-length 10", "--documents have 9 tokens"),
         ("losses missing", "missing does not exist"),
         ("losses broken.jsonl", "broken.jsonl, line 1 is no record of an iteration"),
-        ("losses empty.jsonl", "holds no lm_loss and no diffusion_loss and no validation_loss; it has no iteration"),
+        (
+            "losses empty.jsonl",
+            "holds no lm_loss and no diffusion_loss and no validation_loss; it has no iteration",
+        ),
         ("losses one.jsonl --metric speed", "holds no speed; it has iteration, lm_loss"),
         ("losses one.jsonl --smooth 1", "--smooth is 1.0"),
         ("losses missing --output ..", "--output is .., which is a folder; give a file"),
     ],
 )
-def test_what_cannot_be_drawn_is_said_once_and_nothing_written(tmp_path, monkeypatch, capsys, arguments, message):
+def test_what_cannot_be_drawn_is_said_once_and_nothing_written(
+    tmp_path, monkeypatch, capsys, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     Path("broken.jsonl").write_text("[1, 2]\n")
     Path("empty.jsonl").touch()

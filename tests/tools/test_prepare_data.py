@@ -17,7 +17,9 @@ from tools.prepare_data import LONGER, main, share_lines, shares
 def write_text(folder, documents=20):
     folder.mkdir()
     for i in range(documents):
-        (folder / f"{i}.txt").write_text(f"It was the {i}th of many short stories about tokens.\n" * 30)
+        (folder / f"{i}.txt").write_text(
+            f"It was the {i}th of many short stories about tokens.\n" * 30
+        )
     return folder
 
 
@@ -46,7 +48,10 @@ def test_writes_then_keeps_then_refuses(tmp_path, capsys):
         ("--chat --output-prefix y", "--chat needs --input and --seq-length;"),
         ("--input none --output-prefix d", "input none does not exist; check the path\n"),
         ("--check none", "none.idx does not exist; check the path"),
-        ("--input x --output-prefix .", "--output-prefix is ., which is a folder; give ./NAME to write into it\n"),
+        (
+            "--input x --output-prefix .",
+            "--output-prefix is ., which is a folder; give ./NAME to write into it\n",
+        ),
     ],
 )
 def test_the_line_names_what_is_wrong(flags, said, tmp_path, monkeypatch, capsys):
@@ -73,7 +78,15 @@ def test_contradicting_flags(flags):
 def test_conversations_are_prepared_checked_and_shown(tmp_path, capsys):
     tokenizer, source = write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]), tmp_path / "in.jsonl"
     source.write_text((json.dumps({"messages": TURNS}) + "\n") * 3 + "{\n")
-    flags = ["--chat", "--input", str(source), "--output-prefix", f"{tmp_path}/c", "--tokenizer-model", tokenizer]
+    flags = [
+        "--chat",
+        "--input",
+        str(source),
+        "--output-prefix",
+        f"{tmp_path}/c",
+        "--tokenizer-model",
+        tokenizer,
+    ]
     assert main([*flags, "--seq-length", "128"]) == 1
     assert capsys.readouterr().err.startswith(f"error: {source}, line 4: not JSON")
     assert main([*flags, "--seq-length", "128", "--skip-refused"]) == 0
@@ -92,9 +105,20 @@ def test_conversations_are_prepared_checked_and_shown(tmp_path, capsys):
 def test_what_nothing_reads_is_said_once_a_key(tmp_path, capsys):
     tokenizer, source = write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]), tmp_path / "in.jsonl"
     source.write_text((json.dumps({"messages": TURNS, "persona": "a poet", "id": 1}) + "\n") * 3)
-    flags = ["--chat", "--input", str(source), "--tokenizer-model", tokenizer, "--seq-length", "128"]
+    flags = [
+        "--chat",
+        "--input",
+        str(source),
+        "--tokenizer-model",
+        tokenizer,
+        "--seq-length",
+        "128",
+    ]
     assert main([*flags, "--output-prefix", f"{tmp_path}/c"]) == 0
-    assert capsys.readouterr().out.count("3 conversations have the row's persona, which nothing reads") == 1
+    assert (
+        capsys.readouterr().out.count("3 conversations have the row's persona, which nothing reads")
+        == 1
+    )
     assert main([*flags, "--output-prefix", f"{tmp_path}/d", "--strict"]) == 1
     assert "line 1: has the row's persona, which nothing reads" in capsys.readouterr().err
     assert not list(tmp_path.glob("d*"))
@@ -103,7 +127,16 @@ def test_what_nothing_reads_is_said_once_a_key(tmp_path, capsys):
 def test_a_tokenizer_is_trained_for_a_template_by_name(tmp_path, capsys):
     source, prefix = tmp_path / "in.jsonl", f"{tmp_path}/c"
     source.write_text((json.dumps({"messages": TURNS}) + "\n") * 30)
-    flags = ["--input", str(source), "--output-prefix", prefix, "--seq-length", "128", "--vocab-size", "264"]
+    flags = [
+        "--input",
+        str(source),
+        "--output-prefix",
+        prefix,
+        "--seq-length",
+        "128",
+        "--vocab-size",
+        "264",
+    ]
     assert main(["--chat", *flags, "--chat-template", "chatml"]) == 0
     out = capsys.readouterr().out
     assert f"--tokenizer-model {prefix}_tokenizer/tokenizer.json --sft" in out
@@ -115,13 +148,23 @@ def test_long_texts_are_shown_abridged_with_the_lengths_of_conversations(tmp_pat
     tokenizer, source = write_tokenizer(tmp_path / "t", TEMPLATES["zephyr"]), tmp_path / "in.jsonl"
     long = [{"role": "user", "content": "a" * 800}, {"role": "assistant", "content": "b" * 100}]
     source.write_text(2 * (json.dumps({"messages": long}) + "\n"))
-    flags = ["--input", str(source), "--output-prefix", f"{tmp_path}/c", "--tokenizer-model", tokenizer]
+    flags = [
+        "--input",
+        str(source),
+        "--output-prefix",
+        f"{tmp_path}/c",
+        "--tokenizer-model",
+        tokenizer,
+    ]
     assert main(["--chat", *flags, "--seq-length", "3000"]) == 0
     capsys.readouterr()
     shows = ["--check", f"{tmp_path}/c", "--tokenizer-model", tokenizer, "--inspect", "1"]
     assert main(shows) == 0
     out = capsys.readouterr().out
-    assert f"<|user|>\n{'a' * 391}\n... 133 of 933 characters left out, which --whole shows ...\naaa" in out
+    assert (
+        f"<|user|>\n{'a' * 391}\n... 133 of 933 characters left out, which --whole shows ...\naaa"
+        in out
+    )
     assert "--- conversation 1 of 2" in out, "the sample is to be longer than 1,024 tokens"
     assert "tokens in conversations longer than\n    1,024   0.00%" in out
     assert main([*shows, "--whole"]) == 0
@@ -139,22 +182,37 @@ def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path, capsys):
     for text, told in (("one two three two", True), ("one two two", False)):
         (tmp_path / "text.txt").write_text(text)
         words = ["--input", str(tmp_path / "text.txt"), "--suffix", ".txt", "--tokenizer-model"]
-        assert main([*words, str(tmp_path / "tokenizer.json"), "--output-prefix", str(tmp_path / str(told))]) == 0
         assert (
-            "warning: the tokenizer does not know 1 pieces of the text, 20.00% of 5 tokens" in capsys.readouterr().out
+            main(
+                [
+                    *words,
+                    str(tmp_path / "tokenizer.json"),
+                    "--output-prefix",
+                    str(tmp_path / str(told)),
+                ]
+            )
+            == 0
+        )
+        assert (
+            "warning: the tokenizer does not know 1 pieces of the text, 20.00% of 5 tokens"
+            in capsys.readouterr().out
         ) == told
 
 
 def test_a_prefix_of_text_is_checked_whole(tmp_path, capsys):
     text = write_text(tmp_path / "text", 3)
-    assert main(["--input", str(text), "--output-prefix", f"{tmp_path}/d", "--vocab-size", "320"]) == 0
+    assert (
+        main(["--input", str(text), "--output-prefix", f"{tmp_path}/d", "--vocab-size", "320"]) == 0
+    )
     capsys.readouterr()
     assert main(["--check", f"{tmp_path}/d", "--inspect", "2"]) == 0
     out = capsys.readouterr().out
     assert "3 documents" in out
     assert out.count("=== document") == 2
     assert "many short stories about tokens.\n" in out
-    assert out.endswith("    1,024   0.00%\n    4,096   0.00%\n   32,768   0.00%\n  131,072   0.00%\n")
+    assert out.endswith(
+        "    1,024   0.00%\n    4,096   0.00%\n   32,768   0.00%\n  131,072   0.00%\n"
+    )
     with open(f"{tmp_path}/d.bin", "r+b") as file:
         file.seek(-2, os.SEEK_END)
         file.write(b"\x05\x00")
@@ -162,14 +220,33 @@ def test_a_prefix_of_text_is_checked_whole(tmp_path, capsys):
     assert "1 documents that do not end with" in capsys.readouterr().err
 
 
-def test_a_pair_of_megatrons_without_ends_is_told_and_its_sentences_are_one_document(tmp_path, capsys):
+def test_a_pair_of_megatrons_without_ends_is_told_and_its_sentences_are_one_document(
+    tmp_path, capsys
+):
     text = write_text(tmp_path / "text", 3)
-    assert main(["--input", str(text), "--output-prefix", f"{tmp_path}/d", "--vocab-size", "320"]) == 0
+    assert (
+        main(["--input", str(text), "--output-prefix", f"{tmp_path}/d", "--vocab-size", "320"]) == 0
+    )
     tokenizer = load_tokenizer(tmp_path / "d.model")
-    sentences = [[tokenizer.tokenize(text) for text in ("One. ", "Two. ", "Three.")], [tokenizer.tokenize("Four.")]]
+    sentences = [
+        [tokenizer.tokenize(text) for text in ("One. ", "Two. ", "Three.")],
+        [tokenizer.tokenize("Four.")],
+    ]
     write_pair(tmp_path / "m", sentences)
     capsys.readouterr()
-    assert main(["--check", f"{tmp_path}/m", "--tokenizer-model", f"{tmp_path}/d.model", "--inspect", "2"]) == 0
+    assert (
+        main(
+            [
+                "--check",
+                f"{tmp_path}/m",
+                "--tokenizer-model",
+                f"{tmp_path}/d.model",
+                "--inspect",
+                "2",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "2 documents" in out
     assert "2 of them do not end with the tokenizer's end-of-document token" in out
@@ -193,7 +270,10 @@ def test_shares_of_long_documents_are_those_of_counting():
     lengths = np.random.default_rng(0).integers(0, 200_000, 300).astype(np.int32)
     lengths[:4] = LONGER  # a document of just so many tokens is not longer
     longer = np.array([0, 1, *LONGER, 199_999, 10**6])
-    want = [sum(int(length) for length in lengths if length > one) / int(lengths.sum()) for one in longer]
+    want = [
+        sum(int(length) for length in lengths if length > one) / int(lengths.sum())
+        for one in longer
+    ]
     assert np.allclose(shares(lengths, longer), want, rtol=0, atol=1e-12)
     assert list(share_lines(np.array([1024, 1025, 5000, 92951]), "document")) == [
         "tokens in documents longer than",

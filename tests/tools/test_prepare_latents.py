@@ -14,7 +14,9 @@ SHADES = {"cat": 0, "dog": 255}
 
 @pytest.fixture
 def images(tmp_path, monkeypatch):
-    """Two classes of two images each, wider than high, of one colour with stripes at the sides that are cut off."""
+    """Two classes of two images each, wider than high, of one colour with stripes at the sides that
+    are cut off.
+    """
     pytest.importorskip("datasets")
     from PIL import Image
 
@@ -43,10 +45,24 @@ def test_latents_of_an_autoencoder(images, tmp_path):
         warnings.simplefilter("ignore")
         diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
-    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-    model = diffusers.AutoencoderKL(**blocks, block_out_channels=[8, 8], norm_num_groups=4, scaling_factor=0.5)
+    blocks = {
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+    }
+    model = diffusers.AutoencoderKL(
+        **blocks, block_out_channels=[8, 8], norm_num_groups=4, scaling_factor=0.5
+    )
     model.save_pretrained(tmp_path / "vae")
-    arguments = ["--input", str(images), "--size", "16", "--vae", str(tmp_path / "vae"), "--format", "safetensors"]
+    arguments = [
+        "--input",
+        str(images),
+        "--size",
+        "16",
+        "--vae",
+        str(tmp_path / "vae"),
+        "--format",
+        "safetensors",
+    ]
     assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
     found = LatentFolder(tmp_path / "out")
     assert found.shape == (4, 8, 8)
@@ -62,7 +78,9 @@ def test_latents_of_an_autoencoder(images, tmp_path):
     torch.testing.assert_close(shown, decoded, atol=1e-5, rtol=0)
 
 
-def test_pictures_that_are_not_taken_as_they_are_and_files_that_are_none_are_told(images, tmp_path, capsys):
+def test_pictures_that_are_not_taken_as_they_are_and_files_that_are_none_are_told(
+    images, tmp_path, capsys
+):
     from PIL import Image
 
     deep = np.full((16, 16), 65535, np.uint16)
@@ -102,11 +120,15 @@ def test_folders_that_datasets_takes_as_splits_are_refused_since_others_would_be
         ("more.zip", "cannot be read as images .*zip"),
     ],
 )
-def test_images_that_would_be_another_class_or_none_are_refused(images, tmp_path, capsys, name, why):
+def test_images_that_would_be_another_class_or_none_are_refused(
+    images, tmp_path, capsys, name, why
+):
     path = images / name
     path.parent.mkdir(parents=True, exist_ok=True)
     content = (images / "cat" / "0.png").read_bytes()
-    path.write_bytes(b'{"file_name": "cat/0.png", "words": "a cat"}\n' if name == "metadata.jsonl" else content)
+    path.write_bytes(
+        b'{"file_name": "cat/0.png", "words": "a cat"}\n' if name == "metadata.jsonl" else content
+    )
     assert re.search(why, error(capsys, "--input", images, "--output", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -116,7 +138,10 @@ def test_a_folder_of_images_alone_is_one_class_and_hidden_files_are_none(images,
     for name in (".DS_Store", "._0.png", ".more/0.png", "__MACOSX/0.png"):
         (images / "cat" / name).parent.mkdir(exist_ok=True)
         (images / "cat" / name).write_bytes(content)
-    assert main(["--input", str(images / "cat"), "--size", "8", "--output", str(tmp_path / "out")]) == 0
+    assert (
+        main(["--input", str(images / "cat"), "--size", "8", "--output", str(tmp_path / "out")])
+        == 0
+    )
     assert LatentFolder(tmp_path / "out").labels.tolist() == [0, 0]
     assert capsys.readouterr().err == ""
 
@@ -130,15 +155,23 @@ def error(capsys, *arguments):
 
 
 def test_bad_input_gives_one_message(images, tmp_path, capsys):
-    assert "is no folder" in error(capsys, "--input", tmp_path / "none", "--output", tmp_path / "a" / "b")
-    assert "holds no config.json" in error(capsys, "--input", images, "--vae", images, "--output", tmp_path / "a")
+    assert "is no folder" in error(
+        capsys, "--input", tmp_path / "none", "--output", tmp_path / "a" / "b"
+    )
+    assert "holds no config.json" in error(
+        capsys, "--input", images, "--vae", images, "--output", tmp_path / "a"
+    )
     assert "holds no index.json" in error(capsys, "--check", images)
     assert not (tmp_path / "a").exists()
     assert main(["--input", str(images)]) == 2
 
 
-@pytest.mark.parametrize(("spoil", "kind"), [("text", "npy"), ("cut", "safetensors"), ("empty", "npy")])
-def test_an_image_that_cannot_be_read_is_named_and_nothing_is_left(images, tmp_path, capsys, spoil, kind):
+@pytest.mark.parametrize(
+    ("spoil", "kind"), [("text", "npy"), ("cut", "safetensors"), ("empty", "npy")]
+)
+def test_an_image_that_cannot_be_read_is_named_and_nothing_is_left(
+    images, tmp_path, capsys, spoil, kind
+):
     bad = images / "dog" / "0.png"
     good = bad.read_bytes()
     pixels = good.find(b"IDAT") + 8

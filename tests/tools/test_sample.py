@@ -34,12 +34,22 @@ tokenizer_model = "{tokenizer}"
 
 
 def write_run(folder, model, more="", *, iteration=1, entries=300, tokenizer=None, **extra):
-    """Write a run of a model, with a tokenizer of so many entries where none is named, and ``more`` in its [model]."""
+    """Write a run of a model, with a tokenizer of so many entries where none is named, and ``more``
+    in its [model].
+    """
     if tokenizer is None:
-        tokenizer = train_tokenizer([f"value {i} of the table\n" for i in range(300)], folder / "tokenizer", entries)
-    (folder / "config.toml").write_text(CONFIG.format(tokenizer=tokenizer).replace("[train]", f"{more}\n[train]"))
-    if not (folder / f"iter_{iteration:07d}").exists():  # another configuration for the same weights
-        save_checkpoint(folder, iteration, model, None, architecture=architecture_of(model.config), extra=extra)
+        tokenizer = train_tokenizer(
+            [f"value {i} of the table\n" for i in range(300)], folder / "tokenizer", entries
+        )
+    (folder / "config.toml").write_text(
+        CONFIG.format(tokenizer=tokenizer).replace("[train]", f"{more}\n[train]")
+    )
+    if not (
+        folder / f"iter_{iteration:07d}"
+    ).exists():  # another configuration for the same weights
+        save_checkpoint(
+            folder, iteration, model, None, architecture=architecture_of(model.config), extra=extra
+        )
     return load_tokenizer(tokenizer)
 
 
@@ -51,7 +61,9 @@ def model_of(**shape):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run's folder: checkpoints of iterations 1 and 2, whose weights differ; its config.toml has no vocab_size."""
+    """A run's folder: checkpoints of iterations 1 and 2, whose weights differ; its config.toml has
+    no vocab_size.
+    """
     folder = tmp_path_factory.mktemp("run")
     write_run(folder, trained(1))
     write_run(folder, trained(2), iteration=2, tokenizer=folder / "tokenizer.model")
@@ -91,7 +103,9 @@ def greedy(run, iteration):
 
 @pytest.mark.parametrize(("step", "iteration"), [((), 2), (("--ckpt-step", 1), 1)])
 def test_prints_what_the_weights_of_the_checkpoint_write(run, capsys, step, iteration):
-    out = sampled(capsys, "--load", run, *step, "--prompt", "value 1", "--num-tokens", 12, *GREEDY).out
+    out = sampled(
+        capsys, "--load", run, *step, "--prompt", "value 1", "--num-tokens", 12, *GREEDY
+    ).out
     assert f"iteration {iteration}," in out
     assert texts(out) == [greedy(run, iteration)]
     assert greedy(run, 1) != greedy(run, 2)
@@ -103,14 +117,19 @@ def test_vocabulary_larger_than_the_tokenizers(tmp_path, capsys):
     with torch.no_grad():
         model.output.weight[:280] = 0
     write_run(tmp_path, model, "vocab_size = 300", entries=280)
-    assert sampled(capsys, "--load", tmp_path, "--prompt", "value", "--temperature", 0).out.endswith("-\nvalue\n")
+    assert sampled(
+        capsys, "--load", tmp_path, "--prompt", "value", "--temperature", 0
+    ).out.endswith("-\nvalue\n")
 
 
 def test_a_prompt_with_a_token_that_the_model_lacks_is_refused_by_name(tmp_path, capsys):
     model = model_of(vocab_size=299)
     write_run(tmp_path, model, "vocab_size = 299")
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
-    assert "iteration 1," in sampled(capsys, "--load", tmp_path, "--prompt", "value", "--num-tokens", 1).out
+    assert (
+        "iteration 1,"
+        in sampled(capsys, "--load", tmp_path, "--prompt", "value", "--num-tokens", 1).out
+    )
     text = tokenizer.detokenize([299])
     assert tokenizer.tokenize(text) == [299]
     assert main(["--load", str(tmp_path), "--prompt", text]) == 1
@@ -125,13 +144,21 @@ def test_a_diverged_model_is_named_in_one_line(tmp_path, capsys):
     assert main(["--load", str(tmp_path), "--num-tokens", "9"]) == 1
     captured = capsys.readouterr()
     assert "-" * 80 not in captured.out
-    assert re.fullmatch(r"error: .*/iter_0000003 cannot be drawn from: .*; its training diverged, .*\n", captured.err)
+    assert re.fullmatch(
+        r"error: .*/iter_0000003 cannot be drawn from: .*; its training diverged, .*\n",
+        captured.err,
+    )
 
 
 def test_another_tokenizer_than_the_checkpoints_is_refused(run, tmp_path, capsys):
     tokenizer = tmp_path / "tokenizer.model"
     tokenizer.write_bytes((run / "tokenizer.model").read_bytes())
-    write_run(tmp_path, trained(1), tokenizer=tokenizer, contents={"tokenizer_model": (was := digest(tokenizer))})
+    write_run(
+        tmp_path,
+        trained(1),
+        tokenizer=tokenizer,
+        contents={"tokenizer_model": (was := digest(tokenizer))},
+    )
     assert "iteration 1," in sampled(capsys, "--load", tmp_path, "--num-tokens", 2).out
     tokenizer.write_bytes(tokenizer.read_bytes().replace(b"value", b"walue", 1))
     assert main(["--load", str(tmp_path), "--num-tokens", "2"]) == 1
@@ -151,10 +178,13 @@ def test_seed_and_top_p_decide_the_samples(run, capsys):
 def test_says_so_beyond_the_trained_length(run, tmp_path, capsys):
     assert "more than the 64" in sampled(capsys, "--load", run, "--num-tokens", 70).err
     assert not sampled(capsys, "--load", run, "--num-tokens", 40).err
-    # An import's config.toml says no length that it was trained on: what it is meant for counts, if it says so.
+    # An import's config.toml says no length that it was trained on: what it is meant for counts, if
+    # it says so.
     for meant, said in (("", ""), ("max_position_embeddings = 48", "more than the 48 the model")):
         write_run(tmp_path, trained(1), meant, iteration=0, imported_from="elsewhere")
-        assert said in (err := sampled(capsys, "--load", tmp_path, "--num-tokens", 70, "--top-k", 1).err)
+        assert said in (
+            err := sampled(capsys, "--load", tmp_path, "--num-tokens", 70, "--top-k", 1).err
+        )
         assert bool(said) == bool(err)
 
 
@@ -173,7 +203,9 @@ def test_bad_input_gives_one_message(run, tmp_path, capsys):
     assert "holds no checkpoint" in error("--load", tmp_path)
     (tmp_path / "config.toml").write_text(config[: config.index("[data]")])
     assert "tokenizer_model is not set" in error("--load", tmp_path)
-    (tmp_path / "config.toml").write_text(config.replace("[data]", "[diffusion]\nobjective = 'ddpm'\n[data]"))
+    (tmp_path / "config.toml").write_text(
+        config.replace("[data]", "[diffusion]\nobjective = 'ddpm'\n[data]")
+    )
     assert "is a run of a diffusion transformer, which writes no text" in error("--load", tmp_path)
     (tmp_path / "config.toml").write_text(config.replace("hidden_size = 16", "hidden_size = 32"))
     (tmp_path / "iter_0000002").symlink_to(run / "iter_0000002")
@@ -189,11 +221,19 @@ def test_a_file_of_prompts_is_continued_whole_or_line_by_line(run, tmp_path, mon
     assert "3 prompts, 1 x 9 tokens" in out
     assert [line + text for line, text in zip(lines, texts(out), strict=True)] == alone
     whole = texts(sampled(capsys, *asked, "--prompt", file.read_text()).out)
-    assert [file.read_text() + text for text in texts(sampled(capsys, *asked, "--prompt-file", file).out)] == whole
+    assert [
+        file.read_text() + text
+        for text in texts(sampled(capsys, *asked, "--prompt-file", file).out)
+    ] == whole
     (tmp_path / "bad.txt").write_bytes(b"\xff")
     (tmp_path / "empty.txt").write_bytes(b"\n \n")
     monkeypatch.chdir(tmp_path)
-    told = {"bad.txt": "not UTF-8", "empty.txt": "no line", "none.txt": "does not exist", ".": "is a folder"}
+    told = {
+        "bad.txt": "not UTF-8",
+        "empty.txt": "no line",
+        "none.txt": "does not exist",
+        ".": "is a folder",
+    }
     for name, said in told.items():
         assert main([*map(str, asked), "--prompt-file", name, "--by-line"]) == 1
         assert said in capsys.readouterr().err
@@ -207,7 +247,9 @@ def test_a_text_ends_before_a_token_that_stop_names(run, capsys):
     expected = tokenizer.detokenize([*prompt[1:], *ids[: ids.index(ids[3])]])
     assert texts(sampled(capsys, *asked, "--stop", ids[3]).out) == [expected]
     (spelled,) = [i for i in tokenizer.tokenize("of") if i] or [None]
-    assert texts(sampled(capsys, *asked, "--stop", "of").out) == texts(sampled(capsys, *asked, "--stop", spelled).out)
+    assert texts(sampled(capsys, *asked, "--stop", "of").out) == texts(
+        sampled(capsys, *asked, "--stop", spelled).out
+    )
     for stop in ("no one token", "300"):
         assert main([*map(str, asked), "--stop", stop]) == 1
         assert f"stop names '{stop}', which is not one token" in capsys.readouterr().err
@@ -222,7 +264,9 @@ def test_a_text_ends_before_a_token_that_stop_names(run, capsys):
         (True, "--add-bos-token never", [], True),
     ],
 )
-def test_a_prompt_begins_with_what_the_tokenizer_adds(tmp_path, monkeypatch, capsys, adds, flags, begins, imported):
+def test_a_prompt_begins_with_what_the_tokenizer_adds(
+    tmp_path, monkeypatch, capsys, adds, flags, begins, imported
+):
     """It has a begin token in any case. The folder was moved, but its tokenizer went with it."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -240,9 +284,22 @@ def test_a_prompt_begins_with_what_the_tokenizer_adds(tmp_path, monkeypatch, cap
     save_checkpoint(tmp_path, 1, trained(1), None, architecture=architecture_of(SHAPE), extra=extra)
     prompts, write = [], Writer.write
     monkeypatch.setattr(
-        Writer, "write", lambda self, asked, *n, **k: (prompts.extend(asked), write(self, asked, *n, **k))[1]
+        Writer,
+        "write",
+        lambda self, asked, *n, **k: (prompts.extend(asked), write(self, asked, *n, **k))[1],
     )
-    sampled(capsys, "--load", tmp_path, "--prompt", "w7", "--num-tokens", 2, "--num-samples", 1, *flags.split())
+    sampled(
+        capsys,
+        "--load",
+        tmp_path,
+        "--prompt",
+        "w7",
+        "--num-tokens",
+        2,
+        "--num-samples",
+        1,
+        *flags.split(),
+    )
     assert prompts == [[*begins, 7]]
 
 
@@ -260,7 +317,12 @@ def sampled_on_rank(rank, world_size, commands):
 def test_two_processes_write_what_one_does(run, capsys):
     """And one of them tells of an error."""
     flags = ["--load", str(run), "--prompt", "value 1", "--num-tokens", "12", "--seed", "3"]
-    meshes = ["", "--tensor-model-parallel-size 2", "--context-parallel-method nope", "--context-parallel-method auto"]
+    meshes = [
+        "",
+        "--tensor-model-parallel-size 2",
+        "--context-parallel-method nope",
+        "--context-parallel-method auto",
+    ]
     commands = [[*flags, *mesh.split()] for mesh in meshes]
     ranks = run_ranks(sampled_on_rank, 2, commands)
     shared, split, wrong, auto = zip(*ranks, strict=True)

@@ -26,7 +26,7 @@ RUN = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2 --latent-shape 1 8 8 --num-classes 10 --device cpu
     --objective rectified_flow --ema-decay 0.5 --train-iters 2 --micro-batch-size 2 --lr 3e-2 --eval-iters 1
     --lr-warmup-iters 1 --samples-per-class 2 --sample-classes 3 --sample-steps 2
-""".split()  # noqa: SIM905
+""".split()
 DRAWN = ["--num-samples", "2", "--steps", "3"]
 
 
@@ -48,10 +48,19 @@ def drawn(run, folder, *flags):
     return page(folder / "all.png")
 
 
-def test_writes_a_grid_for_each_class_and_one_of_all_in_the_place_of_older_ones(run, tmp_path, capsys):
-    assert page(run / "samples" / "iter_0000002.png").shape == (3 * 50 + 2, 2 * 50 + 2)  # at an evaluation
+def test_writes_a_grid_for_each_class_and_one_of_all_in_the_place_of_older_ones(
+    run, tmp_path, capsys
+):
+    assert page(run / "samples" / "iter_0000002.png").shape == (
+        3 * 50 + 2,
+        2 * 50 + 2,
+    )  # at an evaluation
     found = drawn(run, tmp_path, "--classes", "7", "2")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "class_0002.png", "class_0007.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "all.png",
+        "class_0002.png",
+        "class_0007.png",
+    ]
     assert found.shape == (2 * 50 + 2, 2 * 50 + 2)
     assert (page(tmp_path / "class_0002.png")[:50] == found[50:100]).all()
     assert "4 samples of 2 classes" in capsys.readouterr().out
@@ -72,7 +81,9 @@ def _drawn_on_rank(rank, world_size, run, folder):
     found = []
     for name, more in (("two", []), ("out", ["--guidance", "1e300"])):
         with redirect_stderr(StringIO()) as said:
-            status = exit_status(main, ["--load", str(run), *DRAWN, "--output", str(folder / name), *more])
+            status = exit_status(
+                main, ["--load", str(run), *DRAWN, "--output", str(folder / name), *more]
+            )
         found.append((status, said.getvalue()))
     return found
 
@@ -86,7 +97,9 @@ def test_two_processes_draw_the_same_and_one_tells_of_samples_that_are_not_finit
     assert abs(page(tmp_path / "two" / "all.png") - drawn(run, tmp_path / "one")).max() <= 1
     statuses, said = zip(*bad, strict=True)
     assert statuses == (1, 1)
-    assert re.fullmatch(f"error: .*{NOT_FINITE} 1e[+]300 is too large.*\n", "".join(said))  # one rank speaks
+    assert re.fullmatch(
+        f"error: .*{NOT_FINITE} 1e[+]300 is too large.*\n", "".join(said)
+    )  # one rank speaks
     assert not (tmp_path / "out").exists()
 
 
@@ -97,7 +110,9 @@ def test_a_run_that_packed_its_samples_is_drawn_one_by_one(tmp_path):
     for name, more in (("packed", ["--pack-samples"]), ("apart", [])):
         pretrain([*flags, *more, "--save", str(tmp_path / name)], PEAK)
     assert config_of(tmp_path / "packed").data.pack_samples
-    packed, apart = (drawn(tmp_path / name, tmp_path / f"{name} drawn") for name in ("packed", "apart"))
+    packed, apart = (
+        drawn(tmp_path / name, tmp_path / f"{name} drawn") for name in ("packed", "apart")
+    )
     assert abs(packed - apart).max() <= 1
     assert packed.std() > 1
 
@@ -106,8 +121,16 @@ def test_a_run_that_packed_its_samples_is_drawn_one_by_one(tmp_path):
     ("flags", "kind", "message"),
     [
         (["--classes", "10"], ConfigError, "classes names 10, and the model has classes 0 to 9"),
-        (["--classes", "3", "1", "3"], ConfigError, "classes names 3 twice, whose pictures are one file"),
-        (["--method", "ddim"], ConfigError, "sample_method is ddim, and objective rectified_flow has euler"),
+        (
+            ["--classes", "3", "1", "3"],
+            ConfigError,
+            "classes names 3 twice, whose pictures are one file",
+        ),
+        (
+            ["--method", "ddim"],
+            ConfigError,
+            "sample_method is ddim, and objective rectified_flow has euler",
+        ),
         (["--ckpt-step", "7"], CheckpointError, "ckpt_step is 7"),
         (["--steps", "abc"], UsageError, "'abc' is not an integer of 1 or more"),
         (["--load", "configs"], ConfigError, "name the folder that a run saved to"),
@@ -132,7 +155,9 @@ def test_what_a_run_cannot_be_drawn_with_is_refused_before_any_work(run, tmp_pat
     with pytest.raises(CheckpointError, match="keeps no averages of the weights; give --no-ema"):
         main(["--load", str(copy), *DRAWN])
     config = (run / "config.toml").read_text()  # in a folder without a checkpoint
-    (tmp_path / "config.toml").write_text(config.replace("class_dropout_prob = 0.1", "class_dropout_prob = 0.0"))
+    (tmp_path / "config.toml").write_text(
+        config.replace("class_dropout_prob = 0.1", "class_dropout_prob = 0.0")
+    )
     with pytest.raises(ConfigError, match=r"guidance is .* and class_dropout_prob is 0\.0"):
         main(["--load", str(tmp_path)])
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
@@ -146,13 +171,19 @@ def vae(tmp_path_factory):
         warnings.simplefilter("ignore")
         diffusers = pytest.importorskip("diffusers")
     folder = tmp_path_factory.mktemp("vae")
-    diffusers.AutoencoderKL(block_out_channels=[8], norm_num_groups=4, latent_channels=4).save_pretrained(folder)
+    diffusers.AutoencoderKL(
+        block_out_channels=[8], norm_num_groups=4, latent_channels=4
+    ).save_pretrained(folder)
     return folder
 
 
-def test_latents_that_the_vae_cannot_decode_are_refused_before_drawing(run, vae, tmp_path, monkeypatch):
+def test_latents_that_the_vae_cannot_decode_are_refused_before_drawing(
+    run, vae, tmp_path, monkeypatch
+):
     monkeypatch.setattr(Sampler, "draw", lambda *_: pytest.fail("has drawn"))
-    with pytest.raises(DataError, match="which decodes 4 channels, and latent_shape 1 8 8 has 1; name the one"):
+    with pytest.raises(
+        DataError, match="which decodes 4 channels, and latent_shape 1 8 8 has 1; name the one"
+    ):
         main(["--load", str(run), *DRAWN, "--vae", str(vae), "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
@@ -160,12 +191,17 @@ def test_latents_that_the_vae_cannot_decode_are_refused_before_drawing(run, vae,
 def test_a_vae_takes_images_of_its_channels_and_names_itself_where_its_pictures_are_not_finite(vae):
     loaded = Vae(vae, torch.device("cpu"))
     loaded.check((4, 8, 8))
-    with pytest.raises(DataError, match="which decodes images, and latent_shape 4 3 8 8 has frames; leave out --vae"):
+    with pytest.raises(
+        DataError,
+        match="which decodes images, and latent_shape 4 3 8 8 has frames; leave out --vae",
+    ):
         loaded.check((4, 3, 8, 8))
     latents = torch.zeros(3, 4, 8, 8)
     assert loaded.decode(latents).isfinite().all()
     latents[1] = 3e38
-    with pytest.raises(DataError, match=r"vae .* decodes 1 of 3 samples to values that are not finite"):
+    with pytest.raises(
+        DataError, match=r"vae .* decodes 1 of 3 samples to values that are not finite"
+    ):
         loaded.decode(latents)
 
 

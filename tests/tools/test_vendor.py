@@ -1,4 +1,6 @@
-"""The attention as a package of another project: alone, on two ranks, and beside this checkout in one process."""
+"""The attention as a package of another project: alone, on two ranks, and beside this checkout in
+one process.
+"""
 
 import hashlib
 import importlib
@@ -64,7 +66,9 @@ cp.attend(x, x, x)
 """
 
 NESTED = {"__init__.py": b"", "part/a.py": b""}
-NESTED[vendor.ORIGIN] = json.dumps({"files": dict.fromkeys(NESTED, hashlib.sha256().hexdigest())}).encode()
+NESTED[vendor.ORIGIN] = json.dumps(
+    {"files": dict.fromkeys(NESTED, hashlib.sha256().hexdigest())}
+).encode()
 
 
 def started(script, folder, *arguments, **environment):
@@ -86,7 +90,9 @@ def test_a_project_with_folders_of_our_names_attends_on_two_ranks(tmp_path):
     for name in ("data", "train", "kernels"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("OWN = True\n")
-    ours = sorted(path.name for path in vendor.ROOT.iterdir() if path.is_dir() and any(path.glob("*.py")))
+    ours = sorted(
+        path.name for path in vendor.ROOT.iterdir() if path.is_dir() and any(path.glob("*.py"))
+    )
     assert {"parallel", "kernels", "runtime", "data", "train"} <= set(ours)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = started(PROJECT, tmp_path, str(vendor.ROOT), *ours, WORLD_SIZE="2", **address)
@@ -98,7 +104,9 @@ def test_a_project_with_folders_of_our_names_attends_on_two_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_package_and_checkout_share_a_process(tmp_path, monkeypatch):
-    """Each has its own operators; under one name, the later would silently take the place of the earlier."""
+    """Each has its own operators; under one name, the later would silently take the place of the
+    earlier.
+    """
     vendor.write(tmp_path / "same", vendor.package(namespace=vendor.NAMESPACE))
     broken = started(BESIDE, tmp_path / "same", PYTHONPATH=str(vendor.ROOT))
     vendor.write(tmp_path, vendor.package())
@@ -124,7 +132,9 @@ def test_the_package_says_where_it_is_from_and_comes_out_the_same(tmp_path):
     assert origin["version"] == "0.1.0"
     assert origin["commit"].encode() in first["__init__.py"]
     assert first["LICENSE"] == (vendor.ROOT / "LICENSE").read_bytes()
-    assert not any(b"torch.ops.longmesh." in content or b'"longmesh::' in content for content in first.values())
+    assert not any(
+        b"torch.ops.longmesh." in content or b'"longmesh::' in content for content in first.values()
+    )
     plain = tmp_path / "plain"
     plain.mkdir()
     assert vendor.commit_of(plain).startswith("unknown")
@@ -137,17 +147,28 @@ def link(target, name=""):
 
 
 def contents(folder):
-    return {path: path.is_symlink() or path.is_dir() or path.read_bytes() for path in folder.rglob("*")}
+    return {
+        path: path.is_symlink() or path.is_dir() or path.read_bytes() for path in folder.rglob("*")
+    }
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda target: (target / "own.py").write_text("mine = 1"), r"own\.py was added since; move it away"),
+        (
+            lambda target: (target / "own.py").write_text("mine = 1"),
+            r"own\.py was added since; move it away",
+        ),
         (lambda target: (target / "part/own").mkdir(), "part/own was added since"),
         (lambda target: (target / "part/own").symlink_to("nowhere"), "part/own was added since"),
-        (lambda target: (target / "part/own").symlink_to(target / "part"), "part/own was added since"),
-        (lambda target: (target / "__init__.py").write_text("mine = 1"), r"__init__\.py was changed since"),
+        (
+            lambda target: (target / "part/own").symlink_to(target / "part"),
+            "part/own was added since",
+        ),
+        (
+            lambda target: (target / "__init__.py").write_text("mine = 1"),
+            r"__init__\.py was changed since",
+        ),
         (lambda target: (target / "part/a.py").unlink(), r"part/a\.py was removed since"),
         (lambda target: link(target, "part"), "part was changed since"),
         (lambda target: link(target, "__init__.py"), r"__init__\.py was changed since"),
@@ -155,7 +176,10 @@ def contents(folder):
         (link, "longmesh_attention is a symlink, .*; move it away"),
         (lambda target: (target / vendor.ORIGIN).unlink(), "was not written by this command"),
         *(
-            (lambda target, text=text: (target / vendor.ORIGIN).write_text(text), "was not written by this command")
+            (
+                lambda target, text=text: (target / vendor.ORIGIN).write_text(text),
+                "was not written by this command",
+            )
             for text in ("", "[]", '{"files": 5}', '{"files": ["__init__.py"]}')
         ),
     ],
@@ -196,7 +220,9 @@ def test_a_package_is_on_disk_before_the_old_one_leaves_its_place(tmp_path, monk
     fsync, rename = os.fsync, Path.rename
     vendor.write(tmp_path, NESTED)
     monkeypatch.setattr(
-        os, "fsync", lambda handle: (events.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+        os,
+        "fsync",
+        lambda handle: (events.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle)),
     )
     monkeypatch.setattr(Path, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
     vendor.write(tmp_path, NESTED)
@@ -232,17 +258,30 @@ from longmesh_attention.runtime.files import owned as é; é(torch.ops.longmesh_
     assert vendor.renamed(source.encode(), Path("a.py")).decode() == expected
     with pytest.raises(vendor.UserError, match=r"a\.py:1 imports kernels\.merge by its full name"):
         vendor.renamed(b"import kernels.merge", Path("a.py"))
-    for line, module in (("from . import plan", r"\."), ("def f():\n    from ..mesh import x", r"\.\.mesh")):
-        with pytest.raises(vendor.UserError, match=rf"a\.py:\d imports {module}, relative to its folder; give"):
+    for line, module in (
+        ("from . import plan", r"\."),
+        ("def f():\n    from ..mesh import x", r"\.\.mesh"),
+    ):
+        with pytest.raises(
+            vendor.UserError, match=rf"a\.py:\d imports {module}, relative to its folder; give"
+        ):
             vendor.renamed(line.encode(), Path("a.py"))
 
 
 @pytest.mark.parametrize(
     "line",
-    ["from model import llama", "import train.trainer", "from parallel import mesh", "from kernels.lost import x"],
+    [
+        "from model import llama",
+        "import train.trainer",
+        "from parallel import mesh",
+        "from kernels.lost import x",
+    ],
 )
 def test_an_import_of_what_stays_behind_is_refused(line):
-    files = {"kernels/__init__.py": b"", "kernels/a.py": vendor.renamed(line.encode(), Path("kernels/a.py"))}
+    files = {
+        "kernels/__init__.py": b"",
+        "kernels/a.py": vendor.renamed(line.encode(), Path("kernels/a.py")),
+    }
     with pytest.raises(vendor.UserError, match=r"kernels/a\.py of the package imports"):
         vendor._check_imports(files, {"model", "train", "parallel", "kernels"})
 
@@ -261,7 +300,10 @@ def test_a_wheel_that_git_sees_in_the_checkout_is_told(tmp_path, monkeypatch, ca
     commit = lambda *_: "abc with changes" if (tmp_path / "seen").exists() else "abc"  # noqa: E731
     monkeypatch.setattr(vendor, "commit_of", commit)
     assert vendor.main([str(tmp_path / "seen")]) == 0
-    assert "seen lies in this checkout, where git sees it: figures made from now on" in capsys.readouterr().out
+    assert (
+        "seen lies in this checkout, where git sees it: figures made from now on"
+        in capsys.readouterr().out
+    )
     assert vendor.main([str(tmp_path / "seen")]) == 0
     assert "git sees it" not in capsys.readouterr().out, "it was so before"
 
@@ -278,7 +320,9 @@ def check_operators(contents):
     """Operators and imports of the package have its name alone."""
     sources = list(contents)
     assert any(f"torch.ops.{NAME}.".encode() in source for source in sources)
-    assert not any(b"torch.ops.longmesh" in source or b'"longmesh::' in source for source in sources)
+    assert not any(
+        b"torch.ops.longmesh" in source or b'"longmesh::' in source for source in sources
+    )
     assert not any(b"from longmesh_attention" in source for source in sources)
 
 
@@ -293,7 +337,11 @@ def test_the_wheel_has_one_module_stands_alone_and_passes_its_tests(tmp_path):
     about = tmp_path / "site" / f"{NAME}-{vendor.__version__}.dist-info"
     assert sorted(path.name for path in (tmp_path / "site").iterdir()) == [NAME, about.name]
     metadata = (about / "METADATA").read_text()
-    needs = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist")]
+    needs = [
+        line.removeprefix("Requires-Dist: ")
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist")
+    ]
     assert [line for line in needs if "extra" not in line] == ["torch>=2.11", "numpy>=1.26"]
     assert "License-Expression: Apache-2.0" in metadata
     assert f"# {NAME}" in metadata  # its README
@@ -303,12 +351,17 @@ def test_the_wheel_has_one_module_stands_alone_and_passes_its_tests(tmp_path):
     check_operators(path.read_bytes() for path in (tmp_path / "site").rglob("*.py"))
 
     (tmp_path / NAME / "tests").rename(tmp_path / "tests")
-    ours = sorted(path.name for path in vendor.ROOT.iterdir() if path.is_dir() and any(path.glob("*.py")))
+    ours = sorted(
+        path.name for path in vendor.ROOT.iterdir() if path.is_dir() and any(path.glob("*.py"))
+    )
     alone = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
     done = ended([sys.executable, "-c", ALONE, *ours, "transformers"], **alone)
     assert done.stdout.endswith("TAKEN []\n"), done.stdout + done.stderr
     quick = [f"tests/{path}" for path in TESTS if path.endswith(("test_over.py", "test_batch.py"))]
-    done = ended([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", *quick], **alone)
+    done = ended(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", *quick],
+        **alone,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(quick) == 2
 

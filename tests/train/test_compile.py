@@ -1,8 +1,9 @@
-"""--compile changes no result on any mesh, compiles each kind of layer once, and refuses what it cannot do.
+"""--compile changes no result on any mesh, compiles each kind of layer once, and refuses what it
+cannot do.
 
-Inductor takes 15 s of a core for one kind of layer on one rank, so that its code is compared by slow tests alone. By
-default some meshes are traced and differentiated as for it, and the graphs run as they are: recompilations and breaks
-of graphs are the same.
+Inductor takes 15 s of a core for one kind of layer on one rank, so that its code is compared by
+slow tests alone. By default some meshes are traced and differentiated as for it, and the graphs run
+as they are: recompilations and breaks of graphs are the same.
 """
 
 import io
@@ -53,7 +54,9 @@ MESHES = {
 
 
 def compiled_graphs(rank, world_size, arguments):
-    """Train, and return how many graphs had been compiled after each iteration, and the breaks in them."""
+    """Train, and return how many graphs had been compiled after each iteration, and the breaks in
+    them.
+    """
     from torch._dynamo.utils import counters
 
     from train.trainer import Trainer
@@ -78,13 +81,25 @@ def traced_graphs(rank, world_size, arguments):
 
 
 def compare(train, mesh, data, folder, *smaller):
-    """Train with and without compiled layers; assert that results are the same, and that nothing is compiled late."""
+    """Train with and without compiled layers; assert that results are the same, and that nothing is
+    compiled late.
+    """
     ranks, flags = MESHES[mesh]
-    given = [*TINY, "--data-path", str(data), "--tokenizer-model", f"{data}.model", "--train-iters", "5"]
+    given = [
+        *TINY,
+        "--data-path",
+        str(data),
+        "--tokenizer-model",
+        f"{data}.model",
+        "--train-iters",
+        "5",
+    ]
     metrics = []
     for more in ((), ("--compile",)):
         save = folder / f"run{len(more)}"
-        graphs = run_ranks(train, ranks, [*given, *flags.split(), *smaller, "--save", str(save), *more])
+        graphs = run_ranks(
+            train, ranks, [*given, *flags.split(), *smaller, "--save", str(save), *more]
+        )
         metrics.append(read_metrics(save / METRICS))
     bound = 2e-2 if mesh == "bf16" else BOUND  # a compiled layer rounds fewer values in between
     assert differences(metrics[1], metrics[0]) <= bound
@@ -95,9 +110,20 @@ def compare(train, mesh, data, folder, *smaller):
 
 
 @pytest.mark.needs("g++")
-@pytest.mark.parametrize("mesh", ["exchange, documents", pytest.param("lasp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh", ["exchange, documents", pytest.param("lasp", marks=pytest.mark.slow)]
+)
 def test_traced_layers_compute_the_same(mesh, default_data, tmp_path):
-    smaller = ("--num-layers", "1", "--global-batch-size", "2", "--save-interval", "none", "--eval-iters", "0")
+    smaller = (
+        "--num-layers",
+        "1",
+        "--global-batch-size",
+        "2",
+        "--save-interval",
+        "none",
+        "--eval-iters",
+        "0",
+    )
     compare(traced_graphs, mesh, default_data, tmp_path, *smaller)
 
 
@@ -114,7 +140,14 @@ def test_a_diffusion_transformer_is_compiled_too(tmp_path):
     losses = []
     for more in ((), ("--compile",)):
         save = tmp_path / f"run{len(more)}"
-        words = ("--train-iters", "3", "--context-parallel-size", "2", "--context-parallel-method", "ring")
+        words = (
+            "--train-iters",
+            "3",
+            "--context-parallel-size",
+            "2",
+            "--context-parallel-method",
+            "ring",
+        )
         run_ranks(dit_on_rank, 2, [*DIT, "--save", str(save), *words, *more])
         losses.append([record["diffusion_loss"] for record in read_metrics(save / METRICS)])
     assert losses[1] == pytest.approx(losses[0], rel=BOUND)

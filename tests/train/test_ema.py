@@ -38,11 +38,15 @@ def step(model, optimizer):
 
 
 def averaged(rank, world_size, strategy):
-    """Two steps, outputs before, with and after the averages, a third step, and both weights and averages."""
+    """Two steps, outputs before, with and after the averages, a third step, and both weights and
+    averages.
+    """
     config = DataParallelConfig(data_parallel_sharding_strategy=strategy)
     with distributed_mesh(MeshConfig(device="cpu")) as mesh:
         model = built()
-        shard_model(model, model.layers, sharding_mesh(mesh.dp_cp, config), bf16=False, strategy=strategy)
+        shard_model(
+            model, model.layers, sharding_mesh(mesh.dp_cp, config), bf16=False, strategy=strategy
+        )
         ema, optimizer = Ema(DECAY, [model]), torch.optim.SGD(model.parameters(), lr=1e-2)
         outputs = []
         for _ in range(2):
@@ -55,7 +59,11 @@ def averaged(rank, world_size, strategy):
             outputs.append(full(model(INPUT)))
         step(model, optimizer)
         weights = weights_of(model)
-        return {"outputs": outputs, "ema": {n: full(a) for n, a in ema.weights.items()}, "weights": weights}
+        return {
+            "outputs": outputs,
+            "ema": {n: full(a) for n, a in ema.weights.items()},
+            "weights": weights,
+        }
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
@@ -66,7 +74,9 @@ def test_averages_of_shards_equal_those_of_whole_weights(strategy):
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
     for _ in range(2):
         step(model, optimizer)
-        average = {n: DECAY * average[n] + (1 - DECAY) * p.detach() for n, p in model.named_parameters()}
+        average = {
+            n: DECAY * average[n] + (1 - DECAY) * p.detach() for n, p in model.named_parameters()
+        }
     usual = model(INPUT).detach()
     with_averages = torch.func.functional_call(model, average, INPUT)
     step(model, optimizer)
@@ -77,7 +87,10 @@ def test_averages_of_shards_equal_those_of_whole_weights(strategy):
         torch.testing.assert_close(within, with_averages)
         assert (within - before).abs().max() > 1e-4
         assert all(torch.allclose(found["ema"][name], average[name], atol=1e-6) for name in average)
-        assert all(torch.allclose(found["weights"][name], p, atol=1e-6) for name, p in model.named_parameters())
+        assert all(
+            torch.allclose(found["weights"][name], p, atol=1e-6)
+            for name, p in model.named_parameters()
+        )
 
 
 def test_parts_that_hold_the_same_parameter_share_its_average():

@@ -1,4 +1,6 @@
-"""Products of 8 bits by torchao, which emulates them on a CPU: what they change, and what is refused."""
+"""Products of 8 bits by torchao, which emulates them on a CPU: what they change, and what is
+refused.
+"""
 
 from importlib.util import find_spec
 
@@ -46,7 +48,9 @@ def step(chosen):
     chosen.convert(model.layers)
     tokens = torch.arange(18)[None] % 7
     cross_entropy_sum(model(tokens[:, :-1]), tokens[:, 1:])[0].backward()
-    return model, {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+    return model, {
+        name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @torchao
@@ -56,8 +60,12 @@ def test_matrices_of_layers_alone_are_rounded(name, monkeypatch):
     model, got = step(CHOICES[name])
     _, want = step(Float8Config())
     assert got.keys() == want.keys()
-    rounded = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
-    assert rounded == {name for name, _ in model.named_modules() if name.rpartition(".")[2] in NAMES}
+    rounded = {
+        name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"
+    }
+    assert rounded == {
+        name for name, _ in model.named_modules() if name.rpartition(".")[2] in NAMES
+    }
     assert len(rounded) == 7 * MODEL.num_layers
     off = {name: ((got[name] - want[name]).norm() / want[name].norm()).item() for name in want}
     assert off["layers.0.attention.wq.weight"] > 0.005
@@ -77,11 +85,20 @@ def emulated(rank, world_size, arguments):
 @pytest.mark.needs("g++", "as", "ld")  # of the one that is compiled
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_learn_as_those_in_bfloat16(name, default_data, tmp_path):
-    data = ("--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model", "--train-iters", "5")
+    data = (
+        "--data-path",
+        str(default_data),
+        "--tokenizer-model",
+        f"{default_data}.model",
+        "--train-iters",
+        "5",
+    )
     metrics = []
     for more in ((), ("--fp8-format", "hybrid")):
         save = tmp_path / f"run{len(more)}"
-        run_ranks(emulated, 2, [*TINY, *data, "--bf16", *RUNS[name].split(), "--save", str(save), *more])
+        run_ranks(
+            emulated, 2, [*TINY, *data, "--bf16", *RUNS[name].split(), "--save", str(save), *more]
+        )
         metrics.append(read_metrics(save / METRICS))
     losses = [[record["lm_loss"] for record in of] for of in metrics]
     assert losses[1] != losses[0]
@@ -111,6 +128,10 @@ H100 = "--device cuda --bf16 --fp8-format e4m3"
 def test_what_has_no_products_of_8_bits_is_refused(flags, words, monkeypatch):
     monkeypatch.setattr(float8, "find_spec", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0) if flags == H100 else (9, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda: (8, 0) if flags == H100 else (9, 0)
+    )
     with pytest.raises(ConfigError, match=words):
-        validate_run(parse_args([*TINY, "--data-path", "x", "--tokenizer-model", "x", *flags.split()]))
+        validate_run(
+            parse_args([*TINY, "--data-path", "x", "--tokenizer-model", "x", *flags.split()])
+        )

@@ -20,7 +20,12 @@ from train.config.flags import write_toml
 from train.generation import opened
 
 LLAMA = model_config(
-    num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=61, init_method_std=0.2
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=61,
+    init_method_std=0.2,
 )
 """Its weights are so large that attention and logits are far from flat."""
 LOCAL = {"window_size": "6,0", "window_attn_skip_freq": "[1,0,1]"}
@@ -57,12 +62,18 @@ MODELS = {
     ),
     "adapters": llama(lora_rank=4, lora_alpha=2.0),
     "dynamic rope": llama(
-        rope_scaling_type="dynamic", rope_scaling_factor=8.0, rope_scaling_original_max_position_embeddings=16
+        rope_scaling_type="dynamic",
+        rope_scaling_factor=8.0,
+        rope_scaling_original_max_position_embeddings=16,
     ),
 }
 STATES = {
     "qwen3_5": llama(
-        model_type="qwen3_5", softmax_every=2, kv_channels=16, rotary_percent=0.5, linear_num_value_heads=8
+        model_type="qwen3_5",
+        softmax_every=2,
+        kv_channels=16,
+        rotary_percent=0.5,
+        linear_num_value_heads=8,
     ),
     "olmo_hybrid": llama(model_type="olmo_hybrid", softmax_every=2, linear_value_head_dim=10),
     "kda": llama(model_type="qwen3_5", softmax_every=2, linear_gate="per_channel", lora_rank=4),
@@ -79,7 +90,8 @@ FOLDED = Config(
 """A run whose states pass along two stretches a rank."""
 NEW = 9
 PROMPTS = [
-    torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (21, 5, 33)
+    torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (21, 5, 33)
 ]
 MESHES = {
     f"cp 2, {method}": {"context_parallel_size": 2, "context_parallel_method": method}
@@ -148,7 +160,9 @@ def naive(config, prompts):
 
 
 def written(rank, world_size, folder, mesh, lost=False, **settings):
-    """The text of a rank, with the logits that it draws from; with ``lost``, less one row of a cache."""
+    """The text of a rank, with the logits that it draws from; with ``lost``, less one row of a
+    cache.
+    """
     seen, draw = [], Draw.__call__
 
     def recorded(self, hidden, logits):
@@ -171,7 +185,9 @@ def lose_a_row(writer):
 
     def losing(tokens, positions, ends, states):
         cache = states.layers[1]
-        assert cache is None or len(cache) < 33 / writer._mesh.cp.size() + NEW + 1  # each rank keeps a share
+        assert (
+            cache is None or len(cache) < 33 / writer._mesh.cp.size() + NEW + 1
+        )  # each rank keeps a share
         if cache is not None and writer._mesh.cp.get_local_rank() == 0:
             cache._parts[0][2][:, 1] = 1 << 62
         return through(tokens, positions, ends, states)
@@ -212,12 +228,21 @@ CELLS = {
     ],
 }
 """Models and meshes by the number of ranks."""
-FEW_METHODS = [("qwen3_5", "ring"), ("qwen3_5", "exchange"), ("transnormer", "ulysses"), ("hybrid", "ulysses")]
+FEW_METHODS = [
+    ("qwen3_5", "ring"),
+    ("qwen3_5", "exchange"),
+    ("transnormer", "ulysses"),
+    ("hybrid", "ulysses"),
+]
 SLOW = {
-    ranks: [(name, mesh) for name in MODELS for mesh in MESHES.values() if size_of(mesh) == ranks] for ranks in (2, 4)
+    ranks: [(name, mesh) for name in MODELS for mesh in MESHES.values() if size_of(mesh) == ranks]
+    for ranks in (2, 4)
 }
 SLOW[2] += [(name, mesh) for name in STATES for mesh in OWN.values()]
-SLOW[2] += [(name, {CP: 2, "context_parallel_method": method}) for name, method in (*FEW_METHODS, ("hybrid", "lasp2"))]
+SLOW[2] += [
+    (name, {CP: 2, "context_parallel_method": method})
+    for name, method in (*FEW_METHODS, ("hybrid", "lasp2"))
+]
 SLOW[4] += [(name, {CP: 4}) for name in STATES]
 SLOW[4] += [(name, {CP: 2, **MESHES[mesh]}) for name in STATES for mesh in ("tp 2", "pp 2")]
 SLOW[6] = [(name, {CP: 3, **MESHES["tp 2"]}) for name in ("kda", "hybrid")]
@@ -232,7 +257,9 @@ def all_written(rank, world_size, cells, folders, fault=None):
 
 
 def away(name, results):
-    """The largest difference of logits from those of a forward over all tokens, and whether texts are the same."""
+    """The largest difference of logits from those of a forward over all tokens, and whether texts
+    are the same.
+    """
     model = (MODELS | STATES)[name.removeprefix("folded ")]
     texts, logits = of_ranks(results)
     wanted, expected = naive(model, PROMPTS)
@@ -283,7 +310,10 @@ def unequal(rank, world_size, cells, folders, fault):
     found, draw = [], Draw.__call__
     for name, mesh in cells:
         seen = []
-        Draw.__call__ = lambda self, hidden, logits, seen=seen: (seen.append(logits), draw(self, hidden, logits))[1]
+        Draw.__call__ = lambda self, hidden, logits, seen=seen: (
+            seen.append(logits),
+            draw(self, hidden, logits),
+        )[1]
         with opened(folders[name], dtype=torch.float64, **mesh) as writer:
             writer.write(PROMPTS[1:2], 2)
         found.append([logits[0] for logits in seen])
@@ -291,10 +321,14 @@ def unequal(rank, world_size, cells, folders, fault):
 
 
 def drawn(rank, world_size, folder, mesh):
-    """Texts of two prompts drawn by two seeds, one of them twice, and ended by a token of the first."""
+    """Texts of two prompts drawn by two seeds, one of them twice, and ended by a token of the
+    first.
+    """
     settings = {"temperature": 3.0, "top_k": 40, "top_p": 0.95}
     with opened(folder, dtype=torch.float64, **mesh) as writer:
-        first, other, again = (writer.write(PROMPTS[:2], NEW, seed=seed, **settings) for seed in (1, 2, 1))
+        first, other, again = (
+            writer.write(PROMPTS[:2], NEW, seed=seed, **settings) for seed in (1, 2, 1)
+        )
         ended = writer.write(PROMPTS[:2], NEW, seed=1, stop=[first[0][3]], **settings)
         return [first, other, again, ended]
 
@@ -330,8 +364,12 @@ def test_what_cannot_be_written_is_refused(runs, tmp_path):
     assert "is not the 1 processes started" in message(context_parallel_size=2)
     (tmp_path / "config.toml").write_text(write_toml(Config(model=LLAMA)))
     assert "holds no checkpoint" in message(tmp_path)
-    assert "lasp, which passes states of linear attention on" in message(tmp_path, context_parallel_method="lasp")
-    with opened(runs["gpt"], context_parallel_method="auto") as writer:  # one process has nothing to choose
+    assert "lasp, which passes states of linear attention on" in message(
+        tmp_path, context_parallel_method="lasp"
+    )
+    with opened(
+        runs["gpt"], context_parallel_method="auto"
+    ) as writer:  # one process has nothing to choose
         for prompts, said in (
             ([[1, 61]], "token 61, and the model has 0 to 60"),
             ([[1], []], "prompt 2 has no tokens"),

@@ -1,4 +1,6 @@
-"""A run that goes on keeps its schedule where only its length changes, and says what else is not as it was."""
+"""A run that goes on keeps its schedule where only its length changes, and says what else is not as
+it was.
+"""
 
 import json
 import math
@@ -10,7 +12,14 @@ import pytest
 from data.text.config import DataConfig
 from model.diffusion import DiffusionConfig
 from parallel.mesh import MeshConfig
-from tests.parallel.tiny import ARCHITECTURE, build, equal, rewrite_manifest, two_checkpoints, whole_tensors
+from tests.parallel.tiny import (
+    ARCHITECTURE,
+    build,
+    equal,
+    rewrite_manifest,
+    two_checkpoints,
+    whole_tensors,
+)
 from tests.train.optimizers.momentum import NAME, Momentum
 from tests.train.test_run import with_checkpoint
 from train import resume
@@ -64,23 +73,38 @@ def test_a_longer_or_shorter_run_stays_on_the_schedule_that_it_began_with():
     for length in (240, 360):
         assert rate(continued(config(length), PATH, saved(goes_on), 180)[0], 181) == 2e-4
     for least in (2e-4, 0.0):  # or would come to 0 after its end
-        shorter, note = continued(config(90, min_lr=least), PATH, saved(config(120, min_lr=least)), 60)
-        assert [rate(shorter, n) for n in (80, 90)] == [rate(config(120, min_lr=least), n) for n in (80, 90)]
+        shorter, note = continued(
+            config(90, min_lr=least), PATH, saved(config(120, min_lr=least)), 60
+        )
+        assert [rate(shorter, n) for n in (80, 90)] == [
+            rate(config(120, min_lr=least), n) for n in (80, 90)
+        ]
         assert note
     goes_on, _ = continued(config(240), PATH, saved(config(5)), 5)  # cut short with its warm-up
     assert schedule_of(goes_on.optimizer, 240) == schedule_of(config(5).optimizer, 5)
 
 
-@pytest.mark.parametrize("change", [{"lr": 1e-3}, {"lr_decay_style": "WSD"}, {"lr_decay_iters": 300}])
+@pytest.mark.parametrize(
+    "change", [{"lr": 1e-3}, {"lr_decay_style": "WSD"}, {"lr_decay_iters": 300}]
+)
 def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_one(change):
     now = config(240, **change)
     goes_on, note = continued(now, PATH, saved(config(120)), 60)
     assert goes_on == now
-    assert f"is {rate(config(120), 61):.6E} by the checkpoint's schedule (2.000000E-04 after iteration 120)" in note
+    assert (
+        f"is {rate(config(120), 61):.6E} by the checkpoint's schedule (2.000000E-04 after iteration 120)"
+        in note
+    )
     assert f" and {rate(now, 61):.6E} by this" in note
     for name, value in change.items():
-        assert f"{name} was {getattr(schedule_of(config(120).optimizer, 120), name)} and is {value}" in note
-    assert "goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the checkpoint's" in note
+        assert (
+            f"{name} was {getattr(schedule_of(config(120).optimizer, 120), name)} and is {value}"
+            in note
+        )
+    assert (
+        "goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the checkpoint's"
+        in note
+    )
     goes_on, note = continued(
         config(240, **change, use_checkpoint_opt_param_scheduler=True), PATH, saved(config(120)), 60
     )
@@ -102,14 +126,21 @@ def test_a_schedule_that_comes_to_0_before_the_end_is_not_gone_on_with_unless_as
 @pytest.mark.parametrize(
     ("now", "before", "iteration"),
     [
-        *((config(240, lr_decay_style=style), config(lr_decay_style=style), 120) for style in ENDLESS),
+        *(
+            (config(240, lr_decay_style=style), config(lr_decay_style=style), 120)
+            for style in ENDLESS
+        ),
         *(
             (config(now), config(before), last)
             for before, now, last in ((120, 120, 60), (120, 60, 60), (240, 120, 180))
         ),
         # Schedules that differ and give the same rates: a decay and a warm-up that are over.
         (config(300, lr_decay_iters=120), config(300, lr_decay_iters=110), 120),
-        (config(240, lr_decay_style="constant", lr_warmup_iters=5), config(240, lr_decay_style="constant"), 20),
+        (
+            config(240, lr_decay_style="constant", lr_warmup_iters=5),
+            config(240, lr_decay_style="constant"),
+            20,
+        ),
     ],
 )
 def test_nothing_is_said_where_no_rate_changes_or_nothing_is_left_to_train(now, before, iteration):
@@ -132,7 +163,14 @@ def test_a_schedule_that_is_overridden_or_not_kept_is_this_configurations():
 
 @pytest.mark.parametrize(
     "broken",
-    [None, {}, {"lr": "high"}, {"lr": math.inf}, {"lr_decay_style": "stepwise"}, {"lr_warmup_iters": True}],
+    [
+        None,
+        {},
+        {"lr": "high"},
+        {"lr": math.inf},
+        {"lr_decay_style": "stepwise"},
+        {"lr_warmup_iters": True},
+    ],
 )
 def test_a_schedule_that_makes_no_sense_is_refused_by_name(broken):
     extra = saved(config())
@@ -150,10 +188,19 @@ def test_a_schedule_that_makes_no_sense_is_refused_by_name(broken):
         ("--adam-eps 1e-6", "adam_eps was 1e-08 and is 1e-06; --adam-eps 1e-08 keeps it"),
         ("--clip-grad 0", "clip_grad was 1.0 and is 0.0; --clip-grad 1.0 keeps it"),
         ("--bf16", "bf16 was False and is True; --no-bf16 keeps it"),
-        ("--global-batch-size 8", "global_batch_size was 1 and is 8; --global-batch-size 1 keeps it"),
+        (
+            "--global-batch-size 8",
+            "global_batch_size was 1 and is 8; --global-batch-size 1 keeps it",
+        ),
         ("--eod-mask-loss", "eod_mask_loss was False and is True; --no-eod-mask-loss keeps it"),
-        ("--reset-attention-mask", "reset_attention_mask was False and is True; --no-reset-attention-mask keeps it"),
-        ("--data-path b", "data_path was ['a'] and is ['b']: the samples to come may repeat consumed ones"),
+        (
+            "--reset-attention-mask",
+            "reset_attention_mask was False and is True; --no-reset-attention-mask keeps it",
+        ),
+        (
+            "--data-path b",
+            "data_path was ['a'] and is ['b']: the samples to come may repeat consumed ones",
+        ),
     ],
 )
 def test_what_changes_is_told_with_the_flag_that_keeps_it(flags, line):
@@ -164,16 +211,23 @@ def test_what_changes_is_told_with_the_flag_that_keeps_it(flags, line):
 
 
 def test_batches_are_compared_as_they_are_whatever_number_of_processes_makes_them():
-    """As many micro-batches as there are data-parallel processes are joined by balance_over: no flag gives them."""
+    """As many micro-batches as there are data-parallel processes are joined by balance_over: no
+    flag gives them.
+    """
     extra = saved(Config(mesh=MeshConfig(), train=TrainConfig(global_batch_size=4)))
     line = "global_batch_size was 4 and is 1; --global-batch-size 4 keeps it"
     assert changes(Config(), extra, {}) == {"global_batch_size": line}
     before, now = (
-        Config(mesh=MeshConfig(balance_over="dp_cp"), train=TrainConfig(micro_batch_size=size, global_batch_size=8))
+        Config(
+            mesh=MeshConfig(balance_over="dp_cp"),
+            train=TrainConfig(micro_batch_size=size, global_batch_size=8),
+        )
         for size in (8, 4)
     )
     changed = changes(now, saved(before), {})
-    assert changed == {"micro_batch_size": "micro_batch_size was 8 and is 4, of all data-parallel processes together"}
+    assert changed == {
+        "micro_batch_size": "micro_batch_size was 8 and is 4, of all data-parallel processes together"
+    }
     _check_allowed(PATH, changed, ())
 
 
@@ -191,9 +245,13 @@ def test_files_that_hold_something_else_are_told_by_name(tmp_path):
         "tokenizer_model holds something else than when the run began",
         f"data_path {tmp_path}/d holds something else than when the run began",
     ]
-    with pytest.raises(CheckpointError, match=r"\. Keep it, or give --allow-changed tokenizer_model data_path$"):
+    with pytest.raises(
+        CheckpointError, match=r"\. Keep it, or give --allow-changed tokenizer_model data_path$"
+    ):
         _check_allowed(PATH, changed, ())
-    with pytest.raises(CheckpointError, match=r" trained otherwise: data_path .* --allow-changed data_path$"):
+    with pytest.raises(
+        CheckpointError, match=r" trained otherwise: data_path .* --allow-changed data_path$"
+    ):
         _check_allowed(PATH, changed, ("tokenizer_model",))
     for allowed in (("all",), ("data_path", "tokenizer_model")):
         _check_allowed(PATH, changed, allowed)
@@ -210,13 +268,20 @@ def test_an_import_computes_in_bfloat16_on_cuda():
 def test_a_start_after_one_that_was_killed_before_its_first_checkpoint_takes_the_folder(tmp_path):
     base, save = tmp_path / "base", tmp_path / "run"
     (base / "iter_0000002").mkdir(parents=True)
-    run = Config(checkpoint=CheckpointConfig(save=str(save), load=str(base), finetune=True, allow_changed=("seed",)))
+    run = Config(
+        checkpoint=CheckpointConfig(
+            save=str(save), load=str(base), finetune=True, allow_changed=("seed",)
+        )
+    )
     claim_folder(run)
     log = open_log(run, config_to_save(run, run, 1), Progress())
     log.write({"iteration": 1, "lm_loss": 2.0})
     assert "allow_changed = []" in (save / "config.toml").read_text()
     claim_folder(run)
-    with pytest.raises(ConfigError, match=r"which holds a run \(run-[0-9a-f]{12}\) without a checkpoint; move it away"):
+    with pytest.raises(
+        ConfigError,
+        match=r"which holds a run \(run-[0-9a-f]{12}\) without a checkpoint; move it away",
+    ):
         claim_folder(replace(run, optimizer=OptimizerConfig(lr=1.0)))
     (save / "iter_0000002").mkdir()
     with pytest.raises(ConfigError, match="with a checkpoint of iteration 2; go on with --load"):
@@ -257,11 +322,17 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path, capsys):
     assert progress == Progress(iteration=2, consumed_samples=8)
     said = capsys.readouterr().out
     assert f"resumed from {tmp_path}/iter_0000002, 8 samples consumed" in said
-    assert "note: seed was 99 and is 1234: the samples to come may repeat consumed ones; --seed 99 keeps it\n" in said
+    assert (
+        "note: seed was 99 and is 1234: the samples to come may repeat consumed ones; --seed 99 keeps it\n"
+        in said
+    )
     assert said.count("note:") == 1
     assert equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
     named = with_checkpoint(load=str(tmp_path), ckpt_step=1, allow_changed=("all",))
-    assert resumed(named, model, optimizer, {}) == (named, Progress(iteration=1, consumed_samples=4))
+    assert resumed(named, model, optimizer, {}) == (
+        named,
+        Progress(iteration=1, consumed_samples=4),
+    )
     assert not equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
 
 
@@ -271,8 +342,16 @@ def test_state_of_another_optimizer_is_refused_before_anything_is_loaded(tmp_pat
     model, optimizer = build(1, sharded=False)
     momentum = OptimizerConfig(optimizer=NAME)
     for saved_by, config, message in (
-        ({"optimizer": NAME}, OptimizerConfig(), "state of optimizer momentum, and optimizer is adam, which"),
-        ({"weight_decay": 0.1}, momentum, "state of optimizer adam, and optimizer is momentum, which cannot go on"),
+        (
+            {"optimizer": NAME},
+            OptimizerConfig(),
+            "state of optimizer momentum, and optimizer is adam, which",
+        ),
+        (
+            {"weight_decay": 0.1},
+            momentum,
+            "state of optimizer adam, and optimizer is momentum, which cannot go on",
+        ),
     ):
         extra = {"progress": {"iteration": 2, "consumed_samples": 8}, "settings": saved_by}
         rewrite_manifest(tmp_path / "iter_0000002", extra=extra)
@@ -289,19 +368,28 @@ def test_state_of_another_optimizer_is_refused_before_anything_is_loaded(tmp_pat
 def test_another_objective_is_refused_and_what_else_changed_is_noted(tmp_path, capsys):
     two_checkpoints(tmp_path)
     saved = DiTRunConfig()
-    state = {"progress": {"iteration": 2, "consumed_samples": 8}, "sample_order": saved.named(saved.SAMPLE_ORDER)}
+    state = {
+        "progress": {"iteration": 2, "consumed_samples": 8},
+        "sample_order": saved.named(saved.SAMPLE_ORDER),
+    }
     state |= {"trained_for": saved.named(saved.OBJECTIVE), "ema_decay": 0.9}
     state |= {"settings": {**saved.named(saved.NOTED), "class_dropout_prob": 0.5}}
     rewrite_manifest(tmp_path / "iter_0000002", extra=state)
     model, optimizer = build(1, sharded=False)
-    config = DiTRunConfig(checkpoint=CheckpointConfig(load=str(tmp_path), allow_changed=("class_dropout_prob",)))
+    config = DiTRunConfig(
+        checkpoint=CheckpointConfig(load=str(tmp_path), allow_changed=("class_dropout_prob",))
+    )
     other = replace(config, diffusion=DiffusionConfig(objective="v_prediction"))
     before = whole_tensors(model, optimizer)
-    with pytest.raises(CheckpointError, match="trained with objective ddpm, and objective is v_prediction; set"):
+    with pytest.raises(
+        CheckpointError, match="trained with objective ddpm, and objective is v_prediction; set"
+    ):
         resumed(other, model, optimizer, {})
     assert equal(whole_tensors(model, optimizer), before)
     resumed(config, model, optimizer, {})
     said = capsys.readouterr().out
-    assert "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it\n" in said
+    assert (
+        "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it\n" in said
+    )
     assert "averages of the weights are left behind: ema_decay was 0.9 and is not set" in said
     assert said.count("note:") == 2

@@ -42,7 +42,11 @@ def fail_with(error):
         (EndingError("in use"), AGAIN, "in use"),
         (ConfigError("lr is x\ny"), 1, "lr is x\\ny"),
         (OSError(28, "No space", "f"), 1, "f: No space; free space there"),
-        (PermissionError(13, "No access", "f"), 1, "f: No access; check that it is there and that you may use it"),
+        (
+            PermissionError(13, "No access", "f"),
+            1,
+            "f: No access; check that it is there and that you may use it",
+        ),
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_the_end_that_a_rank_leaves_to_its_job(
@@ -51,7 +55,9 @@ def test_what_a_user_can_cause_is_one_line_and_the_end_that_a_rank_leaves_to_its
     monkeypatch.setenv(ENDINGS, str(tmp_path / "endings"))
     monkeypatch.setenv("SLURM_PROCID", "3")
     assert exit_status(lambda arguments: arguments.append("seen"), given := []) == 0
-    assert (given, capsys.readouterr(), [*tmp_path.iterdir()]) == (["seen"], ("", ""), []), "success is silent"
+    assert (given, capsys.readouterr(), [*tmp_path.iterdir()]) == (["seen"], ("", ""), []), (
+        "success is silent"
+    )
     assert exit_status(fail_with(error), []) == 1
     assert capsys.readouterr() == ("", f"error: {line}\n")
     assert (tmp_path / "endings" / "rank-3").read_text() == f"{left} error: {line}\n"
@@ -92,20 +98,30 @@ def test_another_run_is_not_written_over_and_the_same_goes_on(names, held, tmp_p
     (tmp_path / "link").symlink_to("run")
     monkeypatch.chdir(tmp_path)
     for load in (None, str(tmp_path / "other")):
-        with pytest.raises(ConfigError, match=f"save is {save}, which holds {held}; go on with --load {save}, or"):
+        with pytest.raises(
+            ConfigError, match=f"save is {save}, which holds {held}; go on with --load {save}, or"
+        ):
             claim_folder(with_checkpoint(save=save, load=load))
-    with pytest.raises(ConfigError, match="; move it away, or" if "without" in held else " and without --finetune, or"):
+    with pytest.raises(
+        ConfigError,
+        match="; move it away, or" if "without" in held else " and without --finetune, or",
+    ):
         claim_folder(with_checkpoint(save=save, load=save, finetune=True))
     for load in (save, "run/", "link", str(tmp_path / "link" / ".." / "run")):
         claim_folder(with_checkpoint(save="run", load=load))
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_again_and_another_configuration_does_not(tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_begins_again_and_another_configuration_does_not(
+    tmp_path,
+):
     config = with_checkpoint(save=holding(tmp_path / "run", METRICS))
     (tmp_path / "run" / "config.toml").write_text(write_toml(config))
     claim_folder(config)
     for other in ({"lr": 2e-4}, {"seed": 7}):
-        with pytest.raises(ConfigError, match=r"run, which holds a run without a checkpoint; go on with --load .*, or"):
+        with pytest.raises(
+            ConfigError,
+            match=r"run, which holds a run without a checkpoint; go on with --load .*, or",
+        ):
             claim_folder(config.updated(**other))
 
 
@@ -113,7 +129,9 @@ def test_checkpoints_after_the_one_asked_for_are_not_met(tmp_path):
     save = holding(tmp_path / "run", "iter_0000002", "iter_0000004")
     claim_folder(with_checkpoint(save=save, load=save, ckpt_step=4))
     claim_folder(with_checkpoint(save=str(tmp_path / "new"), load=save, ckpt_step=2))
-    with pytest.raises(ConfigError, match=r"ckpt_step is 2 and .* iteration 4, .* choose another --save"):
+    with pytest.raises(
+        ConfigError, match=r"ckpt_step is 2 and .* iteration 4, .* choose another --save"
+    ):
         claim_folder(with_checkpoint(save=save, load=save, ckpt_step=2))
 
 
@@ -144,33 +162,49 @@ def test_the_folder_tells_what_ran_and_no_secret(tmp_path, monkeypatch):
     assert log is not None
     assert load_config(tmp_path / "run" / "config.toml") == config
     assert all(b"s3cret" not in path.read_bytes() for path in (tmp_path / "run").iterdir())
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.toml", METRICS, STARTS]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "config.toml",
+        METRICS,
+        STARTS,
+    ]
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_a_start_with_nothing_left_to_do_writes_nothing(evaluated, tmp_path):
-    ended, new = with_checkpoint(save=str(tmp_path / "ended")), with_checkpoint(save=str(tmp_path / "new"))
+    ended, new = (
+        with_checkpoint(save=str(tmp_path / "ended")),
+        with_checkpoint(save=str(tmp_path / "new")),
+    )
     last = ended.train.train_iters
     record = {"iteration": last, "lm_loss": 1.0} | ({"validation_loss": 1.0} if evaluated else {})
     (tmp_path / "ended").mkdir()
     (tmp_path / "ended" / METRICS).write_text(json.dumps(record) + "\n")
     for config in (ended, new):
         assert open_log(config, config, Progress(iteration=last)) is not None
-    kept = [METRICS] if evaluated else [METRICS, STARTS]  # a validation that the last start was ended in
+    kept = (
+        [METRICS] if evaluated else [METRICS, STARTS]
+    )  # a validation that the last start was ended in
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")) == [
         f"ended/{name}" for name in kept
     ]
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("flag", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"])
+@pytest.mark.parametrize(
+    "flag", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"]
+)
 def test_the_folder_keeps_no_flag_that_is_for_one_start(flag, tmp_path):
     config = with_checkpoint(save=str(tmp_path))
-    assert open_log(config, config_to_save(config.updated(**{flag: True}), config, 1), Progress()) is not None
+    assert (
+        open_log(config, config_to_save(config.updated(**{flag: True}), config, 1), Progress())
+        is not None
+    )
     assert load_config(tmp_path / "config.toml") == config
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), ValueError("x"), RuntimeError("x"), OSError("a socket's")])
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), ValueError("x"), RuntimeError("x"), OSError("a socket's")]
+)
 def test_a_defect_keeps_its_traceback(error, capsys):
     with pytest.raises(type(error)) as caught:
         exit_status(fail_with(error), [])
@@ -212,7 +246,12 @@ raise SystemExit(run.exit_status(main, [], 300))
 @pytest.mark.slow
 def test_before_they_join_the_ranks_meet_at_the_launchers_address():
     """As srun starts them: no agent holds a store, so the first rank does."""
-    place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     started = [
         subprocess.Popen(
             [sys.executable, "-c", BEFORE_JOINING],
@@ -227,7 +266,9 @@ def test_before_they_join_the_ranks_meet_at_the_launchers_address():
             process.kill()
             process.wait()
     assert [process.returncode for process in started] == [1, 1]
-    assert [line for text in said for line in text.splitlines() if line.startswith("error:")] == ["error: lr is -1"]
+    assert [line for text in said for line in text.splitlines() if line.startswith("error:")] == [
+        "error: lr is -1"
+    ]
 
 
 def test_one_run_at_a_time_has_a_folder(tmp_path):
@@ -251,7 +292,9 @@ def test_an_optimizer_whose_kernel_is_not_here_is_refused_before_any_work(tmp_pa
     monkeypatch.setitem(sys.modules, "amp_C", None)
     config = with_checkpoint(save=str(tmp_path / "run")).updated(optimizer_backend="apex")
     with (
-        pytest.raises(UserError, match=r"^optimizer_backend is apex, and NVIDIA's apex .* is not here"),
+        pytest.raises(
+            UserError, match=r"^optimizer_backend is apex, and NVIDIA's apex .* is not here"
+        ),
         reserve_run_folder(config),
     ):
         pytest.fail("work began")

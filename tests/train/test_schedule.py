@@ -13,7 +13,10 @@ from train.schedule import schedule_of
 def test_two_warm_ups_and_two_choices_of_a_schedule_contradict_themselves():
     with pytest.raises(ValueError, match=r"^lr_warmup_iters is 3; and lr_warmup_fraction 0.1"):
         OptimizerConfig(lr_warmup_iters=3, lr_warmup_fraction=0.1)
-    with pytest.raises(ValueError, match="override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are set"):
+    with pytest.raises(
+        ValueError,
+        match="override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are set",
+    ):
         OptimizerConfig(override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=True)
 
 
@@ -27,7 +30,9 @@ def test_curves_begin_with_a_warm_up_and_end_with_the_decay():
     for style in ("cosine", "WSD", "constant"):
         found = rates(100, 1, 2, 3, 4, lr_decay_style=style, lr_warmup_iters=4, min_lr=0.1)
         assert found == [0.25, 0.5, 0.75, 1.0]
-    assert rates(100, 10, 20, 21, 100, lr_decay_iters=20) == pytest.approx([0.5, 0.0, 0.0, 0.0], abs=1e-12)
+    assert rates(100, 10, 20, 21, 100, lr_decay_iters=20) == pytest.approx(
+        [0.5, 0.0, 0.0, 0.0], abs=1e-12
+    )
     assert rates(100, 10, lr_decay_iters=40) == rates(40, 10)
     late = {"lr_decay_style": "WSD", "lr_warmup_iters": 95, "lr_decay_iters": 100}
     assert rates(100, 95, 96, 97, 100, **late) == pytest.approx([1.0, 0.8, 0.6, 0.0])
@@ -44,9 +49,11 @@ STYLES = [
 
 
 def megatrons(schedule, batch):
-    """The rates of Megatron's first 60 iterations, as its training loop steps the schedule: after each, by its batch.
+    """The rates of Megatron's first 60 iterations, as its training loop steps the schedule: after
+    each, by its batch.
 
-    Without a warm-up its inverse square root is that of the samples, here of the iterations: alike for a batch of 1.
+    Without a warm-up its inverse square root is that of the samples, here of the iterations: alike
+    for a batch of 1.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
@@ -96,19 +103,28 @@ def test_a_fraction_of_the_decay_is_megatrons_warm_up():
 
 def test_a_run_too_short_for_its_warm_up_and_final_decay_takes_less_and_says_so():
     config = OptimizerConfig(lr_warmup_iters=10)
-    taken = {length: schedule_of(config, length).lr_warmup_iters for length in (1, 2, 5, 10, 11, 1000)}
+    taken = {
+        length: schedule_of(config, length).lr_warmup_iters for length in (1, 2, 5, 10, 11, 1000)
+    }
     assert taken == {1: 0, 2: 1, 5: 1, 10: 1, 11: 10, 1000: 10}
     assert shortened(config, 11) == []
     (note,) = shortened(config, 5)
-    assert note.startswith("note: lr_warmup_iters is 10, too many for train_iters 5: it is 1 in this run")
+    assert note.startswith(
+        "note: lr_warmup_iters is 10, too many for train_iters 5: it is 1 in this run"
+    )
     config = OptimizerConfig(lr_decay_style="WSD", lr_warmup_iters=10, lr_wsd_decay_iters=20)
     assert schedule_of(config, 5).lr_wsd_decay_iters == 4
-    assert [note.split()[1] for note in shortened(config, 5)] == ["lr_warmup_iters", "lr_wsd_decay_iters"]
+    assert [note.split()[1] for note in shortened(config, 5)] == [
+        "lr_warmup_iters",
+        "lr_wsd_decay_iters",
+    ]
     assert schedule_of(config, 5).rate(5) == config.min_lr
 
 
 def test_a_schedule_taken_over_gives_the_same_rates_in_a_run_of_any_length():
     for style, wsd in STYLES:
-        config = OptimizerConfig(lr_decay_style=style, lr_wsd_decay_style=wsd, lr_warmup_fraction=0.1)
+        config = OptimizerConfig(
+            lr_decay_style=style, lr_wsd_decay_style=wsd, lr_warmup_fraction=0.1
+        )
         schedule = schedule_of(config, 40)
         assert schedule_of(schedule.taken_by(OptimizerConfig(lr=7.0)), 300) == schedule

@@ -43,7 +43,9 @@ PEAK = 1e9
 
 
 class Samples:
-    """Sample n is random tokens of seed n, of which the first (n + 1) % 5 carry no loss; `length` before repeats."""
+    """Sample n is random tokens of seed n, of which the first (n + 1) % 5 carry no loss; `length`
+    before repeats.
+    """
 
     def __init__(self, length=20, bad=None):
         self.length, self.bad = length, bad
@@ -54,7 +56,9 @@ class Samples:
     def __getitem__(self, index):
         if index is not None and index == self.bad:
             raise DataError(f"x.bin: sample {index} is bad")
-        ids = torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index or 0))
+        ids = torch.randint(
+            VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index or 0)
+        )
         mask = torch.zeros(LENGTH)
         if index is not None:
             mask[(index + 1) % 5 :] = 1
@@ -80,7 +84,9 @@ def settings(**train):
 
 
 def run_with(rank, world_size, config, folder=None, prepare=None, valid_data=None, train_data=None):
-    """Train, and return how far it came and the error that ended it, if any; data parallel over all ranks."""
+    """Train, and return how far it came and the error that ended it, if any; data parallel over all
+    ranks.
+    """
     if folder is not None:
         config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))
     with distributed_mesh(config.mesh) as mesh:
@@ -120,7 +126,9 @@ def test_accumulation_micro_batches_and_ranks_change_no_loss(tmp_path):
         for got, want in zip(other, one, strict=True):
             assert got["lm_loss"] == pytest.approx(want["lm_loss"], rel=1e-5)
             assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
-    records = trained(tmp_path / "run", 2, micro_batch_size=3, global_batch_size=None, train_iters=1)
+    records = trained(
+        tmp_path / "run", 2, micro_batch_size=3, global_batch_size=None, train_iters=1
+    )
     assert records[0]["consumed_samples"] == 6, "a batch that is not given follows the ranks"
 
 
@@ -137,7 +145,9 @@ def test_records_are_megatrons_numbers(tmp_path):
         assert r["mfu"] == pytest.approx(per_process / PEAK)
         assert r["learning_rate"] == 0.01
         assert 0 < r["memory_gb"] < 100
-    assert records[0]["lm_loss"] == pytest.approx(math.log(VOCABULARY), rel=0.02)  # untrained, it knows nothing
+    assert records[0]["lm_loss"] == pytest.approx(
+        math.log(VOCABULARY), rel=0.02
+    )  # untrained, it knows nothing
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     assert [name for name in records[-1] if f"| `{name}` |" not in page] == []
 
@@ -149,13 +159,18 @@ def infinite_in(trainer, iterations):
     states = []
 
     def forward_backward(micro_batches, valid):
-        hit = trainer.progress.iteration in iterations and dist.get_rank() == dist.get_world_size() - 1
+        hit = (
+            trainer.progress.iteration in iterations
+            and dist.get_rank() == dist.get_world_size() - 1
+        )
         with torch.no_grad():
             weight.to_local()[0, 0] = math.inf if hit else good
         answer = plain(micro_batches, valid)
         with torch.no_grad():
             weight.to_local()[0, 0] = good
-        states.append([parameter.to_local().clone() for parameter in trainer.runner.parts[0].parameters()])
+        states.append(
+            [parameter.to_local().clone() for parameter in trainer.runner.parts[0].parameters()]
+        )
         if len(states) > 1 and trainer.progress.iteration - 1 in iterations:
             # What the skipped step before this one left as it was.
             assert all(torch.equal(a, b) for a, b in zip(*states[-2:], strict=True))
@@ -178,7 +193,9 @@ def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not():
     prepare = partial(infinite_in, iterations=[*range(2, 11), *range(12, 22)])
     for progress, error in run_ranks(run_with, 2, settings(train_iters=50), None, prepare):
         assert (progress.iteration, progress.skipped_iterations) == (21, 19)
-        assert error.startswith("TrainingError: 10 steps in a row were bad, the last one iteration 21: the loss was no")
+        assert error.startswith(
+            "TrainingError: 10 steps in a row were bad, the last one iteration 21: the loss was no"
+        )
         assert "; the last good one was 11; lower lr" in error
 
 
@@ -193,7 +210,9 @@ def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path):
     prepare = partial(infinite_in, iterations=range(3, 100))
     ((progress, error),) = run_ranks(run_with, 1, config, tmp_path / "run", prepare)
     assert (progress.skipped_in_a_row, error) == (4, "")
-    assert read_manifest(tmp_path / "run" / "iter_0000006").extra["progress"]["skipped_in_a_row"] == 4
+    assert (
+        read_manifest(tmp_path / "run" / "iter_0000006").extra["progress"]["skipped_in_a_row"] == 4
+    )
     config = replace(config, train=replace(config.train, exit_interval=None))
     ((progress, error),) = run_ranks(run_with, 1, config, tmp_path / "run", infinite_after_a_resume)
     assert progress.iteration == 12
@@ -203,7 +222,9 @@ def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path):
 
 
 def traced(trainer):
-    """Note every file that the second step enters, after what is made once; those around the model are few."""
+    """Note every file that the second step enters, after what is made once; those around the model
+    are few.
+    """
     plain, entered = trainer.train_step, set()
 
     def note(frame, event, _):
@@ -217,8 +238,14 @@ def traced(trainer):
         finally:
             sys.setprofile(None)
             if trainer.progress.iteration == 2:
-                assert {"train/trainer.py", "train/batches.py"} < entered, "the control: something is noted"
-                around = {name for name in entered if name.split("/")[0] in ("data", "parallel", "runtime", "train")}
+                assert {"train/trainer.py", "train/batches.py"} < entered, (
+                    "the control: something is noted"
+                )
+                around = {
+                    name
+                    for name in entered
+                    if name.split("/")[0] in ("data", "parallel", "runtime", "train")
+                }
                 assert len(around) <= 10, sorted(around)
 
     trainer.train_step = step
@@ -229,12 +256,17 @@ def test_one_step_enters_few_files():
 
 
 def idle_weight(trainer, frozen=False):
-    trainer.runner.parts[0].register_parameter("idle", nn.Parameter(torch.ones(2), requires_grad=not frozen))
+    trainer.runner.parts[0].register_parameter(
+        "idle", nn.Parameter(torch.ones(2), requires_grad=not frozen)
+    )
 
 
 def test_a_weight_without_a_gradient_is_named():
     assert run_ranks(run_with, 1, settings(), None, idle_weight) == [
-        (Progress(iteration=1), "RuntimeError: no gradient reached idle: part of the model is not trained")
+        (
+            Progress(iteration=1),
+            "RuntimeError: no gradient reached idle: part of the model is not trained",
+        )
     ]
     assert run_ranks(run_with, 1, settings(), None, partial(idle_weight, frozen=True))[0][1] == ""
 
@@ -242,7 +274,9 @@ def test_a_weight_without_a_gradient_is_named():
 @pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_saves_and_validations_come_at_their_intervals_and_at_the_end(tmp_path, beside):
     config = settings(train_iters=7, eval_interval=3)
-    config = replace(config, checkpoint=CheckpointConfig(save="set below", save_interval=2, async_save=beside))
+    config = replace(
+        config, checkpoint=CheckpointConfig(save="set below", save_interval=2, async_save=beside)
+    )
     run_ranks(run_with, 2, config, tmp_path / "run", None, Samples())
     records = read_metrics(tmp_path / "run" / METRICS)
     assert [r["iteration"] for r in records if "validation_loss" in r] == [3, 6, 7]
@@ -252,14 +286,18 @@ def test_saves_and_validations_come_at_their_intervals_and_at_the_end(tmp_path, 
     assert files_left(tmp_path / "run") == f"{tmp_path}/run holds {left}"
 
 
-@pytest.mark.parametrize(("limit", "last"), [({"exit_interval": 2}, 2), ({"exit_duration_in_mins": 1e-9}, 1), ({}, 5)])
+@pytest.mark.parametrize(
+    ("limit", "last"), [({"exit_interval": 2}, 2), ({"exit_duration_in_mins": 1e-9}, 1), ({}, 5)]
+)
 def test_told_to_stop_it_saves_and_stops(limit, last, tmp_path):
     config = settings(train_iters=5, **limit)
     for progress, error in run_ranks(run_with, 2, config, tmp_path / "run", None, Samples()):
         assert (progress.iteration, error) == (last, "")
     records = read_metrics(tmp_path / "run" / METRICS)
     assert [r["iteration"] for r in records] == list(range(1, last + 1))
-    assert ("validation_loss" in records[-1]) == ("exit_duration_in_mins" not in limit), "time does not wait for it"
+    assert ("validation_loss" in records[-1]) == ("exit_duration_in_mins" not in limit), (
+        "time does not wait for it"
+    )
     assert checkpoints(tmp_path / "run") == [last]
 
 
@@ -271,10 +309,14 @@ def told_to_end_with_a_local_checkpoint_loaded(trainer):
 
 def test_told_to_end_before_a_step_it_saves_what_the_local_checkpoint_held(tmp_path):
     local = CheckpointConfig(
-        save="set below", non_persistent_save_interval=2, non_persistent_local_ckpt_dir=str(tmp_path / "node")
+        save="set below",
+        non_persistent_save_interval=2,
+        non_persistent_local_ckpt_dir=str(tmp_path / "node"),
     )
     config = replace(settings(train_iters=9), checkpoint=local)
-    ends = run_ranks(run_with, 1, config, tmp_path / "run", told_to_end_with_a_local_checkpoint_loaded)
+    ends = run_ranks(
+        run_with, 1, config, tmp_path / "run", told_to_end_with_a_local_checkpoint_loaded
+    )
     assert ends == [(Progress(iteration=6), "")]
     assert checkpoints(tmp_path / "run") == [6]
 
@@ -293,19 +335,25 @@ def test_all_ranks_go_by_the_first_ones_clock():
 
 
 def expected_validation(samples, weights=None):
-    """Mean loss of these or the initial weights over the tokens of samples 0, 1, ... in one process."""
+    """Mean loss of these or the initial weights over the tokens of samples 0, 1, ... in one
+    process.
+    """
     model = Decoder(MODEL)
     model.init_weights(5)
     model.load_state_dict(weights or {}, strict=weights is not None)
     items = [Samples()[n] for n in range(samples)]
-    tokens, labels, mask = (torch.stack([item[k] for item in items]) for k in ("tokens", "labels", "loss_mask"))
+    tokens, labels, mask = (
+        torch.stack([item[k] for item in items]) for k in ("tokens", "labels", "loss_mask")
+    )
     loss, count = cross_entropy_sum(model(tokens), labels.masked_fill(mask == 0, IGNORE_INDEX))
     assert count < labels.numel()
     return (loss / count).item()
 
 
 def half_rate(trainer):
-    """Have the second group learn at half of the rate; the run ends by the rates that its last step had."""
+    """Have the second group learn at half of the rate; the run ends by the rates that its last step
+    had.
+    """
     matrices, vectors = trainer.optimizer.param_groups
     vectors["lr_factor"], train = 0.5, trainer.train
 
@@ -333,7 +381,9 @@ def said_of_validation(rank, world_size, asked, folder, length):
     return [line for line in output.getvalue().splitlines() if line.startswith("note:")]
 
 
-@pytest.mark.parametrize(("size", "length", "asked", "used"), [(1, 20, 2, 8), (2, 3, 4, 3), (2, 20, 2, 8)])
+@pytest.mark.parametrize(
+    ("size", "length", "asked", "used"), [(1, 20, 2, 8), (2, 3, 4, 3), (2, 20, 2, 8)]
+)
 def test_validation_is_the_mean_over_the_tokens_that_there_are(size, length, asked, used, tmp_path):
     first, *others = run_ranks(said_of_validation, size, asked, tmp_path / "run", length)
     for record in read_metrics(tmp_path / "run" / METRICS):

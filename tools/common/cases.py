@@ -1,7 +1,8 @@
-"""Configurations in a line of words, as "llama cp=4 zigzag zero3": what meshes, benches and stubs call their cases.
+"""Configurations in a line of words, as "llama cp=4 zigzag zero3": what meshes, benches and stubs
+call their cases.
 
-A word is the name of a method, a sharding strategy, a pipeline's schedule or what is recomputed, or NAME=VALUE for a
-field of ``Case``. Flags may follow, from the first that begins with "--".
+A word is the name of a method, a sharding strategy, a pipeline's schedule or what is recomputed, or
+NAME=VALUE for a field of ``Case``. Flags may follow, from the first that begins with "--".
 """
 
 from dataclasses import dataclass, field, fields
@@ -18,7 +19,9 @@ DIMENSIONS = ("pp", "dp", "cp", "tp")
 
 
 def _flag(flag: str, default: Any, words: type | None = None) -> Any:
-    """Return a field of a case with its flag, and the configuration whose choices for it are words of a line."""
+    """Return a field of a case with its flag, and the configuration whose choices for it are words
+    of a line.
+    """
     return field(default=default, metadata={"flag": flag, "words": words})
 
 
@@ -68,7 +71,10 @@ class Case:
                 ("with heads among", self.degree, self.degree > 1),
                 ("heads in stages:", self.chunks, self.chunks > 1),
             )
-            words = [self.method, *(f"{words} {value}".rstrip() for words, value, there in shaped if there)]
+            words = [
+                self.method,
+                *(f"{words} {value}".rstrip() for words, value, there in shaped if there),
+            ]
             parts.append("plain SDPA" if self.method == "none" else " ".join(words))
         if self.dp * self.cp > 1:
             parts.append(self.mode + (f", {self.copies} copies" if self.copies > 1 else ""))
@@ -86,22 +92,35 @@ class Case:
 
     @property
     def flags(self) -> list[str]:
-        """Return its command line: the mesh, the method of a shared sequence, and what is not the default."""
+        """Return its command line: the mesh, the method of a shared sequence, and what is not the
+        default.
+        """
         found = ["--pack-samples"] if self.joined else []
         for name, flag in FLAGS.items():
             value = getattr(self, name)
-            if name in DIMENSIONS or value != getattr(Case, name) or (name == "method" and self.cp > 1):
-                found += [f"--{flag}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+            if (
+                name in DIMENSIONS
+                or value != getattr(Case, name)
+                or (name == "method" and self.cp > 1)
+            ):
+                found += [
+                    f"--{flag}",
+                    *(map(str, value) if isinstance(value, tuple) else [str(value)]),
+                ]
         return [*found, *self.more]
 
 
 FLAGS: dict[str, str] = {one.name: one.metadata["flag"] for one in fields(Case) if one.metadata}
-CHOICES: dict[str, type] = {one.name: one.metadata["words"] for one in fields(Case) if one.metadata.get("words")}
+CHOICES: dict[str, type] = {
+    one.name: one.metadata["words"] for one in fields(Case) if one.metadata.get("words")
+}
 
 
 def _literals(annotation: Any) -> list[str]:
     parts = get_args(annotation)
-    return [word for part in parts for word in ([part] if isinstance(part, str) else _literals(part))]
+    return [
+        word for part in parts for word in ([part] if isinstance(part, str) else _literals(part))
+    ]
 
 
 WORDS = {
@@ -125,14 +144,26 @@ def case_of(line: str) -> Case:
         elif equals and name in {*FLAGS, "dp"} - {*CHOICES} and value.isdigit():
             fields[name] = int(value)
         else:
-            known = [*(f"{name}=N" for name in (*DIMENSIONS, *FLAGS) if name not in CHOICES), *WORDS]
-            raise UserError(f"{line!r} has the word {word!r}; use {', '.join(dict.fromkeys(known))}")
+            known = [
+                *(f"{name}=N" for name in (*DIMENSIONS, *FLAGS) if name not in CHOICES),
+                *WORDS,
+            ]
+            raise UserError(
+                f"{line!r} has the word {word!r}; use {', '.join(dict.fromkeys(known))}"
+            )
     return Case(**fields, more=tuple((mark + more).split()))
 
 
 def cases_of(lines: str) -> list[Case]:
-    """Read a case from each line, each once; ``A|B`` in a word stands for two lines, and so does ``cp=2|4``."""
-    one_each = (words for line in lines.splitlines() if line.strip() for words in product(*map(_choices, line.split())))
+    """Read a case from each line, each once; ``A|B`` in a word stands for two lines, and so does
+    ``cp=2|4``.
+    """
+    one_each = (
+        words
+        for line in lines.splitlines()
+        if line.strip()
+        for words in product(*map(_choices, line.split()))
+    )
     return list(dict.fromkeys(case_of(" ".join(words)) for words in one_each))
 
 

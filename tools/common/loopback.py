@@ -1,4 +1,6 @@
-"""One rank of a plan without peers: what it would send, it receives, so that its computing alone is timed."""
+"""One rank of a plan without peers: what it would send, it receives, so that its computing alone is
+timed.
+"""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -34,7 +36,9 @@ class LoopbackTransport(Transport):
         return parts.contiguous()
 
 
-def step_of(plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Callable[[], None]:
+def step_of(
+    plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> Callable[[], None]:
     """Return a forward + backward of one rank of a plan."""
     scale = q.shape[-1] ** -0.5
 

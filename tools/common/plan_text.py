@@ -1,4 +1,6 @@
-"""Plans as text: rows of a table, memory as bars, what was discarded, and the first answer about a named model."""
+"""Plans as text: rows of a table, memory as bars, what was discarded, and the first answer about a
+named model.
+"""
 
 import math
 import re
@@ -85,12 +87,16 @@ SHORT = ("method", "mesh", "memory by", "predicted", "memory GB", "host GB")
 def table(rows: Sequence[Row], columns: Sequence[str] = tuple(COLUMNS), first: int = 1) -> str:
     """Format the rows in aligned columns; measured times and host memory have one if there are any."""
     used = {head: cells for head in columns if any(cells := [*map(COLUMNS[head], rows)])}
-    lines = [[str(number), *cells] for number, cells in enumerate(zip(*used.values(), strict=True), first)]
+    lines = [
+        [str(number), *cells]
+        for number, cells in enumerate(zip(*used.values(), strict=True), first)
+    ]
     return "\n".join(aligned([["", *used], *lines], range(1, 4)))
 
 
 def bars(parts: Mapping[str, float], host: float, cluster: Cluster, of: str = "a process") -> str:
-    """Draw the memory of a process by cause, as shares of what it has, and what that leaves the allocator.
+    """Draw the memory of a process by cause, as shares of what it has, and what that leaves the
+    allocator.
 
     Beside it stands what it moves to host memory, as a share of what is there for it.
     """
@@ -101,7 +107,10 @@ def bars(parts: Mapping[str, float], host: float, cluster: Cluster, of: str = "a
     if host:
         shown["on the host, pinned"] = host, there or math.inf
     beside = f", and {cluster.host_memory_gb:g} GB of the host's" if host and there else ""
-    lines, width = [f"memory of {of}, which has {cluster.memory_gb:g} GB{beside}:"], max(map(len, shown))
+    lines, width = (
+        [f"memory of {of}, which has {cluster.memory_gb:g} GB{beside}:"],
+        max(map(len, shown)),
+    )
     for name, (count, room) in shown.items():
         filled = min(BAR, round(BAR * count / room))
         over = "+" if count > room else ""
@@ -113,7 +122,11 @@ def discarded(found: Ranking, cluster: Cluster, top: int) -> str:
     """Say how many candidates there are, how many were discarded, and why."""
     shown = f", of which the best {top} are shown (--top)" if top < len(found.candidates) else ""
     sums = f"{found.refused.total()} refused, {len(found.over_memory)} too large"
-    sums += f", {len(found.over_host_memory)} too large for host memory" if found.over_host_memory else ""
+    sums += (
+        f", {len(found.over_host_memory)} too large for host memory"
+        if found.over_host_memory
+        else ""
+    )
     lines = [f"{counted(len(found.candidates), 'candidate')}{shown}; {sums}"]
     lines += [f"  refused {count}{example}" for example, count in grouped(found.refused)]
     if found.over_memory:
@@ -125,11 +138,16 @@ def discarded(found: Ranking, cluster: Cluster, top: int) -> str:
 
 
 def grouped(refused: Counter[str]) -> list[tuple[str, int]]:
-    """Return of reasons that differ in numbers alone the first as an example, and their count; most common first."""
+    """Return of reasons that differ in numbers alone the first as an example, and their count; most
+    common first.
+    """
     groups: dict[str, tuple[str, int]] = {}
     for reason, count in refused.items():
         example, before = groups.get(words := NUMBER.sub("", reason), (f": {reason}", 0))
-        groups[words] = (f", such as{example.removeprefix(', such as')}" if before else example), before + count
+        groups[words] = (
+            (f", such as{example.removeprefix(', such as')}" if before else example),
+            before + count,
+        )
     return sorted(groups.values(), key=lambda group: -group[1])
 
 
@@ -138,11 +156,15 @@ def asked(world_size: int, cluster: Cluster, config: Any) -> str:
 
 
 def answer(rows: Sequence[Row], config: Any, world_size: int, cluster: Cluster, file: str) -> str:
-    """Say what a named model takes: the fastest plan that fits, its memory, the next ones, its command, its sources."""
+    """Say what a named model takes: the fastest plan that fits, its memory, the next ones, its
+    command, its sources.
+    """
     first = rows[0]
     found, best = first.candidate.prediction, first.candidate.config
     parts = sorted(((seconds, name) for name, seconds in found.seconds.items()), reverse=True)
-    spent = ", ".join(f"{name} {duration(seconds)}" for seconds, name in parts if seconds > 0.005 * found.time)
+    spent = ", ".join(
+        f"{name} {duration(seconds)}" for seconds, name in parts if seconds > 0.005 * found.time
+    )
     lines = [
         f"{asked(world_size, cluster, best)}: fits{tightly(found.bytes, cluster)}",
         f"  {duration(found.time)} a step, {first.tokens_per_second:,.0f} tokens/s: {spent}",
@@ -150,10 +172,16 @@ def answer(rows: Sequence[Row], config: Any, world_size: int, cluster: Cluster, 
         bars(found.memory, found.host, cluster),
     ]
     if len(rows) > 1:
-        lines += ["next:", table(rows[1 : 1 + OTHERS], columns=SHORT, first=2), *alike(rows[: 1 + OTHERS])]
+        lines += [
+            "next:",
+            table(rows[1 : 1 + OTHERS], columns=SHORT, first=2),
+            *alike(rows[: 1 + OTHERS]),
+        ]
     lines += ["start it:", *command(best, config, world_size, cluster, file)]
     if best.checkpoint.load is None:
-        lines.append("  it trains from random weights; add --finetune --load RUN to begin with another run's")
+        lines.append(
+            "  it trains from random weights; add --finetune --load RUN to begin with another run's"
+        )
     return "\n".join([*lines, *notes(best, scaled=True), *sources(best, cluster)])
 
 
@@ -166,7 +194,9 @@ def alike(rows: Sequence[Row]) -> list[str]:
 
 
 def notes(config: Any, scaled: bool = False) -> list[str]:
-    """Say where sequences are longer than the model's positions; ``scaled`` if a command above scales rope to them."""
+    """Say where sequences are longer than the model's positions; ``scaled`` if a command above
+    scales rope to them.
+    """
     note = beyond_rope(config)
     if note and scaled:
         note = re.sub(
@@ -178,14 +208,20 @@ def notes(config: Any, scaled: bool = False) -> list[str]:
 
 
 def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str) -> list[str]:
-    """Return the lines of the command that starts a plan of a file's model, with the flags that the file has not."""
+    """Return the lines of the command that starts a plan of a file's model, with the flags that the
+    file has not.
+    """
     least = -(-world_size // cluster.gpus_per_node)
     nodes = next(count for count in range(least, world_size + 1) if world_size % count == 0)
     flags = []
     for section in fields(best):
         own, base = getattr(best, section.name), getattr(config, section.name)
         names = [entry.name for entry in fields(own)] if own != base else []
-        flags += [spelled(name, getattr(own, name)) for name in names if getattr(own, name) != getattr(base, name)]
+        flags += [
+            spelled(name, getattr(own, name))
+            for name in names
+            if getattr(own, name) != getattr(base, name)
+        ]
     flags += rope_flags(best)
     several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" * (nodes > 1)
     launch = f"torchrun --nproc-per-node {world_size // nodes}{several}"
@@ -213,7 +249,10 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
             f"at most {cluster.public_error:.0%} on published runs of this card, to which nothing was fitted; over all "
             f"cards {largest_public_error():.0%}"
         )
-    rule = f", the delta rule at {cluster.delta_share:.1%}{' (assumed)' * (not cluster.delta_fraction)}" * delta
+    rule = (
+        f", the delta rule at {cluster.delta_share:.1%}{' (assumed)' * (not cluster.delta_fraction)}"
+        * delta
+    )
     return [
         "where this comes from:",
         f"  time: products at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "

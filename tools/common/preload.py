@@ -1,4 +1,6 @@
-"""Imports of the server that all ranks are forked from; a process has one server, whoever asks first."""
+"""Imports of the server that all ranks are forked from; a process has one server, whoever asks
+first.
+"""
 
 import gc
 

@@ -26,14 +26,18 @@ class Run:
     """A language model's configuration, with its vocabulary and the length of its rope."""
     tokenizer: "SentencePieceTokenizer | HuggingFaceTokenizer"
     trained_length: int | None
-    """Tokens of a sequence that it was trained on; of an import those that it is meant for, if it says so."""
+    """Tokens of a sequence that it was trained on; of an import those that it is meant for, if it
+    says so.
+    """
     imported: bool
     """True if no run has trained the model, which came from Hugging Face."""
     chat: "Mapping[str, Any] | None" = None
     """Template and ends of turns of the conversations that it was trained on."""
 
     def add_bos_token(self, asked: "AddBos | None" = None) -> "AddBos":
-        """Return whether texts begin with the begin token: as asked for, or as the run's documents do."""
+        """Return whether texts begin with the begin token: as asked for, or as the run's documents
+        do.
+        """
         from data.text.begins import recorded_begin
         from data.text.config import blend
 
@@ -52,15 +56,20 @@ class Run:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The tokens that end a text: of documents, of turns, and those that an import's files name."""
+        """The tokens that end a text: of documents, of turns, and those that an import's files
+        name.
+        """
         from model.hf.chat import generation_ends
         from train.run import HF_FOLDER
 
         turns = self.chat["ends"] if self.chat is not None else ()
-        return tuple(dict.fromkeys([self.tokenizer.eod, *turns, *generation_ends(self.folder / HF_FOLDER)]))
+        return tuple(
+            dict.fromkeys([self.tokenizer.eod, *turns, *generation_ends(self.folder / HF_FOLDER)])
+        )
 
     def template(self, file: str | None = None) -> "ChatTemplate":
-        """Return the template of a file or a name, else that of the run's conversations, else the tokenizer's.
+        """Return the template of a file or a name, else that of the run's conversations, else the
+        tokenizer's.
 
         Raises DataError: there is none, or it is no template.
         """
@@ -69,18 +78,34 @@ class Run:
         path = str(self.tokenizer.path)
         if file is not None or self.chat is None or self.chat["chat_template"] is None:
             return load_template(path, file)
-        return recorded_template(path, f"of {self.folder}", self.chat["chat_template"], self.chat["tool_use"])
+        return recorded_template(
+            path, f"of {self.folder}", self.chat["chat_template"], self.chat["tool_use"]
+        )
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoint, and how processes share it."""
     add = parser.add_argument_group("checkpoint and mesh").add_argument
-    add("--ckpt-step", type=int, metavar="N", help="iteration (default: the newest whole checkpoint)")
+    add(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="iteration (default: the newest whole checkpoint)",
+    )
     for name, what in (("tensor", "each layer's matrices"), ("pipeline", "the layers")):
         help = f"processes that share {what} (default: %(default)s)"
         add(f"--{name}-model-parallel-size", type=positive, default=1, metavar="N", help=help)
-    add("--context-parallel-size", type=positive, metavar="N", help="that share each sequence (default: all others)")
-    add("--context-parallel-method", metavar="METHOD", help="how they do, or auto (default: the run's)")
+    add(
+        "--context-parallel-size",
+        type=positive,
+        metavar="N",
+        help="that share each sequence (default: all others)",
+    )
+    add(
+        "--context-parallel-method",
+        metavar="METHOD",
+        help="how they do, or auto (default: the run's)",
+    )
 
 
 def add_begin(parser: argparse.ArgumentParser, texts: str) -> None:
@@ -90,10 +115,19 @@ def add_begin(parser: argparse.ArgumentParser, texts: str) -> None:
 
 
 def add_scoring(parser: argparse.ArgumentParser, places: str) -> None:
-    """Add a run, how long the questions of it are and how many there are at ``places``, and its mesh."""
+    """Add a run, how long the questions of it are and how many there are at ``places``, and its
+    mesh.
+    """
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
-    add("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of prompt and answer")
+    add(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        required=True,
+        metavar="N",
+        help="tokens of prompt and answer",
+    )
     add("--samples", type=positive, default=20, help=f"of {places} (default: %(default)s)")
     add("--batch-size", type=positive, default=1, help="at once (default: %(default)s)")
     add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
@@ -132,7 +166,9 @@ def open_run(folder: Path, step: int | None = None) -> Run:
             "a run on text, trained with --data-path and --tokenizer-model (python -m tools.prepare_data writes both)"
         )
     if (path := config.data.tokenizer_model) is None:
-        raise ConfigError(f"{named}: tokenizer_model is not set; name the run's tokenizer there, under [data]")
+        raise ConfigError(
+            f"{named}: tokenizer_model is not set; name the run's tokenizer there, under [data]"
+        )
     if not Path(path).exists() and (beside := folder / HF_FOLDER / Path(path).name).is_file():
         path = str(beside)  # of an import that was moved
         config = config.updated(tokenizer_model=path)
@@ -146,19 +182,30 @@ def open_run(folder: Path, step: int | None = None) -> Run:
         )
     config = config_as_trained(with_vocabulary(config, tokenizer.vocab_size), manifest.extra)
     model, imported = config.model, IMPORTED in manifest.extra
-    meant = max(model.max_position_embeddings or 0, 0 if model.rope is None else model.rope.scaled_length) or None
-    length = meant if imported else config.train.seq_length  # an import's config.toml has a default there
+    meant = (
+        max(
+            model.max_position_embeddings or 0,
+            0 if model.rope is None else model.rope.scaled_length,
+        )
+        or None
+    )
+    length = (
+        meant if imported else config.train.seq_length
+    )  # an import's config.toml has a default there
     chat = manifest.extra.get(CHAT)
     return Run(folder, checkpoint, manifest.iteration, config, tokenizer, length, imported, chat)
 
 
 def mesh_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the mesh that ``add_mesh``'s arguments ask for, by field; context parallelism has the processes left."""
+    """Return the mesh that ``add_mesh``'s arguments ask for, by field; context parallelism has the
+    processes left.
+    """
     from runtime.processes import launched_world_size
 
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     return {
-        "context_parallel_size": args.context_parallel_size or max(1, launched_world_size() // (tp * pp)),
+        "context_parallel_size": args.context_parallel_size
+        or max(1, launched_world_size() // (tp * pp)),
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "context_parallel_method": args.context_parallel_method,

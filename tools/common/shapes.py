@@ -1,6 +1,8 @@
-"""The shape of one causal self-attention: its tensors, (query, key) pairs and floating-point operations.
+"""The shape of one causal self-attention: its tensors, (query, key) pairs and floating-point
+operations.
 
-Shapes: B batch, S positions, H query heads, K key/value heads, D head width; tensors ``[B, S, heads, D]``.
+Shapes: B batch, S positions, H query heads, K key/value heads, D head width; tensors ``[B, S,
+heads, D]``.
 """
 
 from dataclasses import dataclass
@@ -12,8 +14,8 @@ from runtime.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Matrix products per (query, key) pair and head, 2 D operations each: Q K^T and P V forward; Q K^T again, dO V^T, dV,
-# dQ and dK backward.
+# Matrix products per (query, key) pair and head, 2 D operations each: Q K^T and P V forward; Q K^T
+# again, dO V^T, dV, dQ and dK backward.
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 
@@ -33,7 +35,9 @@ class AttentionShape:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.num_heads % self.kv_heads:
-            raise UserError(f"kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}")
+            raise UserError(
+                f"kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}"
+            )
         if self.dtype not in DTYPES:
             raise UserError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
 
@@ -43,15 +47,21 @@ class AttentionShape:
         return self.seq_length * (self.seq_length + 1) // 2
 
     def flops(self, pairs: int, products: int = FORWARD_PRODUCTS + BACKWARD_PRODUCTS) -> int:
-        """Count the floating-point operations of that many pairs: matrix products only, a multiply-add as two."""
+        """Count the floating-point operations of that many pairs: matrix products only, a
+        multiply-add as two.
+        """
         return 2 * products * pairs * self.batch * self.num_heads * self.head_dim
 
     def tensors(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v and the gradient of the output: the same numbers in every process and on every device."""
+        """Return q, k, v and the gradient of the output: the same numbers in every process and on
+        every device.
+        """
         generator = torch.Generator().manual_seed(0)
 
         def drawn(heads: int) -> Tensor:
-            tensor = torch.randn(self.batch, self.seq_length, heads, self.head_dim, generator=generator)
+            tensor = torch.randn(
+                self.batch, self.seq_length, heads, self.head_dim, generator=generator
+            )
             return tensor.to(device, DTYPES[self.dtype])
 
         q, k, v = drawn(self.num_heads), drawn(self.kv_heads), drawn(self.kv_heads)

@@ -1,4 +1,6 @@
-"""Runs that are measured: a trainer whose records stay in memory, and a few iterations of many configurations."""
+"""Runs that are measured: a trainer whose records stay in memory, and a few iterations of many
+configurations.
+"""
 
 import gc
 import logging
@@ -33,7 +35,9 @@ PEAK = 1e9
 
 
 class Records(RunLog):
-    """Keep a run's records in memory only, unchanged, and tell each to ``on_record``: a NaN loss stays NaN."""
+    """Keep a run's records in memory only, unchanged, and tell each to ``on_record``: a NaN loss
+    stays NaN.
+    """
 
     def __init__(self, on_record: Callable[[dict[str, Any]], object] = lambda record: None) -> None:
         self.records: list[dict[str, Any]] = []
@@ -54,8 +58,12 @@ def trainer_of(task: type[Task[Any]], flags: Sequence[str], log: RunLog) -> Iter
 
     Progress lines are discarded; the mesh lasts as long as the context. Collective.
     """
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no warning that gathering is slow
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes to it
+    logging.getLogger("torch.distributed.tensor").setLevel(
+        logging.ERROR
+    )  # no warning that gathering is slow
+    warnings.filterwarnings(
+        "ignore", message="FSDP2-wrapped module .* returned a view"
+    )  # nothing writes to it
     config = task.parse_args(list(flags))
     task.validate(config, launched_world_size())
     with redirect_stdout(StringIO()), distributed_mesh(config.mesh) as mesh:
@@ -78,9 +86,14 @@ def build_trainer(
 
 
 def measure(
-    configs: Sequence[Config], iterations: int, *, quiet: bool = False, peak_flops: float | None = None
+    configs: Sequence[Config],
+    iterations: int,
+    *,
+    quiet: bool = False,
+    peak_flops: float | None = None,
 ) -> list[float]:
-    """Return the median seconds of ``iterations`` of each, from the same seed, after one warm-up. Collective.
+    """Return the median seconds of ``iterations`` of each, from the same seed, after one warm-up.
+    Collective.
 
     Args:
         peak_flops: FLOP/s that MFU is relative to; by default a process's peak.
@@ -113,20 +126,28 @@ def measure(
 
 
 def _seconds(config: Config, quiet: bool, peak_flops: float | None) -> float:
-    """Return the median seconds of a run's iterations but the first; nothing of it outlives the call."""
-    with distributed_mesh(config.mesh) as mesh, redirect_stdout(StringIO()) if quiet else nullcontext():
+    """Return the median seconds of a run's iterations but the first; nothing of it outlives the
+    call.
+    """
+    with (
+        distributed_mesh(config.mesh) as mesh,
+        redirect_stdout(StringIO()) if quiet else nullcontext(),
+    ):
         trainer = build_trainer(config, mesh, peak_flops)
         trainer.train()
         log: Any = trainer.log  # of the first rank
-        return from_first(lambda: statistics.median(one["iteration_time_ms"] for one in log.records[1:]) / 1e3)
+        return from_first(
+            lambda: statistics.median(one["iteration_time_ms"] for one in log.records[1:]) / 1e3
+        )
 
 
 @contextmanager
 def released_groups(number: int) -> Iterator[None]:
     """Destroy the process groups that the body created, in order of creation; collective.
 
-    torch names a group by its ranks and the number of groups, so a later group may get a destroyed one's name and find
-    its dead addresses in the store: each ``number`` has its own part of the store.
+    torch names a group by its ranks and the number of groups, so a later group may get a destroyed
+    one's name and find its dead addresses in the store: each ``number`` has its own part of the
+    store.
     """
     from torch.distributed.tensor.debug import (
         _clear_sharding_prop_cache,

@@ -1,15 +1,18 @@
-"""Does a run compute on its mesh what one process computes? Yours, shrunk in width but not in kind, on this machine.
+"""Does a run compute on its mesh what one process computes? Yours, shrunk in width but not in kind,
+on this machine.
 
-python -m tools.parity llama_tiny
-python -m tools.parity runs/mine/config.toml --context-parallel-method ulysses --recompute-granularity full
-python -m tools.parity llama3_8b --pipeline-model-parallel-size 2 --global-batch-size 64 --world-size 64
+python -m tools.parity llama_tiny python -m tools.parity runs/mine/config.toml
+--context-parallel-method ulysses --recompute-granularity full python -m tools.parity llama3_8b
+--pipeline-model-parallel-size 2 --global-batch-size 64 --world-size 64
 
-RUN is the name of a model of configs/models, a configuration's file, or a run's folder, and --config may name it as in
-training; flags override it. The run gets the fewest layers of every kind, narrow heads, a short sequence and at most 8
-processes, where what was above 1 is 2 or more. It takes two steps on a few samples of its own data (made-up ones where
-there are none yet) in float32 on the CPU, and so does one process with plain attention. Compared are, in the order of a
-step, initial weights, the batch, what every module returns, the loss, every gradient, their norm, the second step and
-the validation. What differs first is named, with its size, and the status is 1. It takes from seconds to a few minutes.
+RUN is the name of a model of configs/models, a configuration's file, or a run's folder, and
+--config may name it as in training; flags override it. The run gets the fewest layers of every
+kind, narrow heads, a short sequence and at most 8 processes, where what was above 1 is 2 or more.
+It takes two steps on a few samples of its own data (made-up ones where there are none yet) in
+float32 on the CPU, and so does one process with plain attention. Compared are, in the order of a
+step, initial weights, the batch, what every module returns, the loss, every gradient, their norm,
+the second step and the validation. What differs first is named, with its size, and the status is 1.
+It takes from seconds to a few minutes.
 """
 
 import sys
@@ -23,22 +26,34 @@ from train.run import exit_status
 
 
 def configured(path: Path, flags: list[str]) -> CommonConfig:
-    """Read a configuration of either entry, or of a run's folder, and override it by flags. Raises UserError."""
+    """Read a configuration of either entry, or of a run's folder, and override it by flags. Raises
+    UserError.
+    """
     return parsed(["--config", str(path / "config.toml" if path.is_dir() else path), *flags])
 
 
 def parity(argv: list[str]) -> None:
-    """Compare and print; exit with status 1 where something differs. Raises UserError for what cannot run."""
+    """Compare and print; exit with status 1 where something differs. Raises UserError for what
+    cannot run.
+    """
     parser = parser_for("python -m tools.parity", __doc__)
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="a model's name, a configuration's file, or a run's folder"
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="a model's name, a configuration's file, or a run's folder",
     )
     parser.add_argument(
-        "--world-size", type=positive, metavar="N", help="processes of the run (default: dp 2, if it fits)"
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="processes of the run (default: dp 2, if it fits)",
     )
     words = [word.removeprefix("--config=") for word in argv if word != "--config"]
     args, flags = parser.parse_known_args(words)
-    found = compared(configured(args.run, flags), args.world_size, say=lambda line: print(line, flush=True))
+    found = compared(
+        configured(args.run, flags), args.world_size, say=lambda line: print(line, flush=True)
+    )
     print(report(found), flush=True)
     if not all(one.within for one in found):
         raise SystemExit(1)

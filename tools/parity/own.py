@@ -1,4 +1,6 @@
-"""A run on its mesh against the same in one process, both shrunk: everything compared in the order of a step."""
+"""A run on its mesh against the same in one process, both shrunk: everything compared in the order
+of a step.
+"""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,7 +22,9 @@ from train.tasks.registry import task_of
 LOSS, NORM = 2e-6, 1e-6
 """Bounds on the loss, and relative on the gradient norm."""
 MODULES, PARAMETERS = 1e-4, 2e-5
-"""Bounds on what modules return and its gradients, and on parameters' gradients; rounding makes some 1e-6."""
+"""Bounds on what modules return and its gradients, and on parameters' gradients; rounding makes
+some 1e-6.
+"""
 SECONDS = 900.0
 
 
@@ -38,7 +42,9 @@ class Run:
 
 
 class Difference(NamedTuple):
-    """A difference from one process, the largest value there, and the bound on the one by the other."""
+    """A difference from one process, the largest value there, and the bound on the one by the
+    other.
+    """
 
     what: str
     size: float
@@ -64,7 +70,9 @@ def merged(ranks: list[RankResult]) -> Run:
         for moment, names in rank.digests.items():
             for name, digest in names.items():
                 digests.setdefault((moment, name), set()).add(digest)
-    differing = tuple(f"{name} ({moment})" for (moment, name), seen in digests.items() if len(seen) > 1)
+    differing = tuple(
+        f"{name} ({moment})" for (moment, name), seen in digests.items() if len(seen) > 1
+    )
     memory, pieces = max(rank.memory_mb for rank in ranks), [rank.pieces for rank in ranks]
     return Run(ranks[0].records, tensors, memory, differing, pieces)
 
@@ -82,14 +90,15 @@ def compared(
     sabotage: Callable[[], None] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Difference]:
-    """Train a run of ``world_size`` processes, shrunk, on its mesh and in one process; return all differences in order.
+    """Train a run of ``world_size`` processes, shrunk, on its mesh and in one process; return all
+    differences in order.
 
     Args:
         sabotage: breaks something in each process of the mesh.
         say: takes lines about the progress.
 
-    Raises UserError: the run cannot be shrunk, or its data cannot be read; RuntimeError: a process failed, with its
-    traceback.
+    Raises UserError: the run cannot be shrunk, or its data cannot be read; RuntimeError: a process
+    failed, with its traceback.
     """
     small, alone, ranks = shrunk(asked, world_size)
     shape, batch = small.model, small.train.batch_size(1)
@@ -109,7 +118,11 @@ def compared(
             say(f"two steps and a validation, processes: {size} ...")
             toml.write_text(write_toml(config), encoding="utf-8")
             flags = ["--config", str(toml)]
-            runs.append(merged(run_ranks(train, size, flags, broken, task_of(config), file, timeout=SECONDS)))
+            runs.append(
+                merged(
+                    run_ranks(train, size, flags, broken, task_of(config), file, timeout=SECONDS)
+                )
+            )
     return list(_differences(runs[1], runs[0]))
 
 
@@ -126,10 +139,15 @@ def report(found: list[Difference]) -> str:
 def _differences(got: Run, want: Run) -> Iterator[Difference]:
     """Yield every comparison.
 
-    Initial weights; the first batch, and what modules return; the loss; gradients of that; those of parameters, last
-    layer first; their norm; loss and norm of the second step; the validation after it; copies of weights on ranks.
+    Initial weights; the first batch, and what modules return; the loss; gradients of that; those of
+    parameters, last layer first; their norm; loss and norm of the second step; the validation after
+    it; copies of weights on ranks.
     """
-    start, gradients, loss = want.tensors["initial"], want.tensors["gradients"], loss_name(want.records[0])
+    start, gradients, loss = (
+        want.tensors["initial"],
+        want.tensors["gradients"],
+        loss_name(want.records[0]),
+    )
 
     def of_step(step: int, name: str, bound: float) -> Difference:
         a, b = (run.records[step][name] for run in (got, want))
@@ -139,8 +157,12 @@ def _differences(got: Run, want: Run) -> Iterator[Difference]:
         one, other = ({name: run.tensors[moment].get(name, torch.empty(0))} for run in (got, want))
         return furthest(one, other)
 
-    yield from (Difference(f"initial weight {name}", away("initial", name), 1.0, 0.0) for name in start)
-    modules = [Difference(*found, MODULES) for found in furthest_of_modules(got.pieces, want.pieces[0])]
+    yield from (
+        Difference(f"initial weight {name}", away("initial", name), 1.0, 0.0) for name in start
+    )
+    modules = [
+        Difference(*found, MODULES) for found in furthest_of_modules(got.pieces, want.pieces[0])
+    ]
     yield from (one for one in modules if not one.what.startswith(GRADIENT))
     yield of_step(0, loss, LOSS)
     yield from (one for one in modules if one.what.startswith(GRADIENT))
@@ -148,9 +170,18 @@ def _differences(got: Run, want: Run) -> Iterator[Difference]:
     least = max(largest.values()) / 1000
     for name in reversed([name for name in start if name in gradients]):
         size = away("gradients", name)
-        yield Difference(f"gradient of the parameter {name}", size, max(largest[name], least), PARAMETERS)
+        yield Difference(
+            f"gradient of the parameter {name}", size, max(largest[name], least), PARAMETERS
+        )
     yield of_step(0, "grad_norm", NORM)
     # From here on Adam has divided by the roots of tiny gradients.
-    for name, bound in ((loss, 10 * LOSS), ("grad_norm", 100 * NORM), ("validation_loss", 10 * LOSS)):
+    for name, bound in (
+        (loss, 10 * LOSS),
+        ("grad_norm", 100 * NORM),
+        ("validation_loss", 10 * LOSS),
+    ):
         yield of_step(1, name, bound)
-    yield from (Difference(f"copies of {name} on two ranks", float("inf"), 1.0, 0.0) for name in got.copies_differ)
+    yield from (
+        Difference(f"copies of {name} on two ranks", float("inf"), 1.0, 0.0)
+        for name in got.copies_differ
+    )

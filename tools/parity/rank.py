@@ -1,4 +1,6 @@
-"""One process that is compared with others: its samples, a training as by an entry script, and the results."""
+"""One process that is compared with others: its samples, a training as by an entry script, and the
+results.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,9 +47,9 @@ class OwnSamples(list[Sample]):
 def samples_of(asked: Any, small: Any, number: int) -> tuple[list[Sample], str]:
     """Return ``number`` samples for the shrunken run, and where they are from.
 
-    Of a text every k-th token is taken, with its label, its loss and the beginnings of documents since the one before;
-    of latents a corner. Token ids and classes are taken modulo the small numbers of them. Some carry no loss, so that
-    ranks hold unequal numbers of valid tokens.
+    Of a text every k-th token is taken, with its label, its loss and the beginnings of documents
+    since the one before; of latents a corner. Token ids and classes are taken modulo the small
+    numbers of them. Some carry no loss, so that ranks hold unequal numbers of valid tokens.
 
     Raises DataError: data that are there and cannot be read.
     """
@@ -55,7 +57,9 @@ def samples_of(asked: Any, small: Any, number: int) -> tuple[list[Sample], str]:
     with torch.random.fork_rng():
         torch.manual_seed(asked.train.seed)
         found = [_shrunk_sample(small, None if own is None else own[n], n) for n in range(number)]
-    return found, "made-up samples, as there are no data yet" if own is None else " ".join(asked.data.data_path)
+    return found, "made-up samples, as there are no data yet" if own is None else " ".join(
+        asked.data.data_path
+    )
 
 
 @singledispatch
@@ -70,13 +74,18 @@ def _(asked: Config) -> Any:
         return None
     if not all(Path(f"{path}.idx").exists() for path in blend(data.data_path)[0]):
         return None
-    return build_datasets(data, train.seq_length, train.seed, load_tokenizer(data.tokenizer_model))[0]
+    return build_datasets(data, train.seq_length, train.seed, load_tokenizer(data.tokenizer_model))[
+        0
+    ]
 
 
 @_own_samples.register
 def _(asked: DiTRunConfig) -> Any:
     shape = asked.model.latent_shape
-    if not all(Path(path).is_dir() or (shape == (1, 8, 8) and path == DIGITS) for path in asked.data.data_path):
+    if not all(
+        Path(path).is_dir() or (shape == (1, 8, 8) and path == DIGITS)
+        for path in asked.data.data_path
+    ):
         return None
     return build_latent_datasets(asked.data, shape, asked.model.num_classes, asked.train.seed)[0]
 
@@ -97,11 +106,16 @@ def _text(small: Config, whole: Sample | None, number: int) -> Sample:
         whole |= {"starts": torch.rand(length) < 8 / length} if small.data.tells_documents else {}
     step = len(whole["tokens"]) // length
     found = {name: rows[: step * length].view(length, step) for name, rows in whole.items()}
-    found = {name: rows.any(1) if name == "starts" else rows[:, 0].clone() for name, rows in found.items()}
+    found = {
+        name: rows.any(1) if name == "starts" else rows[:, 0].clone()
+        for name, rows in found.items()
+    }
     if "starts" in found:
         found["starts"][0] = True
     found |= {name: found[name] % entries for name in ("tokens", "labels")}
-    found["loss_mask"][(slice(40, 47), slice(length // 2), slice(length // 4, length), slice(0))[number % 4]] = 0
+    found["loss_mask"][
+        (slice(40, 47), slice(length // 2), slice(length // 4, length), slice(0))[number % 4]
+    ] = 0
     return found | {"place": number * length + torch.arange(length)}
 
 
@@ -120,7 +134,8 @@ def _latents(small: DiTRunConfig, whole: Sample | None, number: int) -> Sample:
 
 
 def feed(path: Path, notes: Notes) -> None:
-    """Make this process's entries train on the samples of a file, tell where tokens are, and note what modules return.
+    """Make this process's entries train on the samples of a file, tell where tokens are, and note
+    what modules return.
 
     The last third is for validation.
     """
@@ -140,7 +155,9 @@ def feed(path: Path, notes: Notes) -> None:
         patches, joined = self._model.num_patches, self._sample is not None
         places = batch["sample"][:, None] * patches + torch.arange(patches)
         places[batch["sample"] < 0] = -1
-        return local(self, batch) | {"place": self._cp.shard(places.view(1, -1) if joined else places, 1, pad_value=-1)}
+        return local(self, batch) | {
+            "place": self._cp.shard(places.view(1, -1) if joined else places, 1, pad_value=-1)
+        }
 
     Denoising.local = placed  # type: ignore[method-assign]
     for objective in (NextToken, Denoising):
@@ -151,7 +168,8 @@ def feed(path: Path, notes: Notes) -> None:
 class RankResult:
     """A rank's results: its records, and whole tensors by name and moment of the run.
 
-    The first rank of each pipeline stage sends the tensors, every rank their digests, which must be equal.
+    The first rank of each pipeline stage sends the tensors, every rank their digests, which must be
+    equal.
     """
 
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -163,7 +181,9 @@ class RankResult:
 
     def keep(self, moment: str, values: dict[str, Tensor], send: bool) -> None:
         """Store tensors, gathering DTensors whole: collective over their meshes."""
-        gathered = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in values.items()}
+        gathered = {
+            name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in values.items()
+        }
         whole = {name: value.detach().to("cpu", copy=True) for name, value in gathered.items()}
         flat = {name: value.reshape(-1).view(torch.uint8).numpy() for name, value in whole.items()}
         self.digests[moment] = {name: sha256(value.tobytes()) for name, value in flat.items()}
@@ -181,10 +201,12 @@ def train(
 ) -> RankResult:
     """Train on the joined processes; ``sabotage`` breaks something first.
 
-    On ``samples`` (a file of ``samples_of``) in the place of the data, if given, with a note of what modules return;
-    otherwise on the data as ``wrap`` returns them.
+    On ``samples`` (a file of ``samples_of``) in the place of the data, if given, with a note of
+    what modules return; otherwise on the data as ``wrap`` returns them.
     """
-    if task is DiffusionTask or samples is not None:  # modulations, adapters and biases begin at zero
+    if (
+        task is DiffusionTask or samples is not None
+    ):  # modulations, adapters and biases begin at zero
         module: Any = tasks.task
         module.initial_weight = _alive(initial_weight)
     if sabotage is not None:
@@ -210,16 +232,22 @@ def train(
 def _alive(initial: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return what gives a parameter's initial value, or small random numbers where it is zero."""
 
-    def value_of(config: Any, name: str, shape: Sequence[int], seed: int, part: Part = ()) -> Tensor:
+    def value_of(
+        config: Any, name: str, shape: Sequence[int], seed: int, part: Part = ()
+    ) -> Tensor:
         value = initial(config, name, shape, seed)
-        return (value if value.any() else value.normal_(0.0, 0.02, generator=generator_of(seed, name)))[part]
+        return (
+            value if value.any() else value.normal_(0.0, 0.02, generator=generator_of(seed, name))
+        )[part]
 
     return value_of
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     """Return this rank's parameters by name, both copies of a tied one if it holds both stages."""
-    return {name: p.detach() for part in trainer.runner.parts for name, p in part.named_parameters()}
+    return {
+        name: p.detach() for part in trainer.runner.parts for name, p in part.named_parameters()
+    }
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:
@@ -227,12 +255,17 @@ def state(trainer: Trainer) -> dict[str, Tensor]:
     found = weights(trainer)
     for part in trainer.runner.parts:
         for name, parameter in part.named_parameters():
-            found |= {f"{name}/{key}": value for key, value in trainer.optimizer.state.get(parameter, {}).items()}
+            found |= {
+                f"{name}/{key}": value
+                for key, value in trainer.optimizer.state.get(parameter, {}).items()
+            }
     return found
 
 
 def _watch(trainer: Trainer, found: RankResult, send: bool, notes: Notes) -> None:
-    """Store the first step's gradients before clipping, which ends the notes, and what the first checkpoint saves."""
+    """Store the first step's gradients before clipping, which ends the notes, and what the first
+    checkpoint saves.
+    """
     clip, save = gradients.clip_gradients, saving.save_checkpoint
 
     def noting_clip(parameters: Any, norm: float, largest: float) -> None:

@@ -1,23 +1,25 @@
-"""Long contexts scored by task and length: RULER (Hsieh et al. 2024, arXiv:2404.06654) and line retrieval (LongEval).
+"""Long contexts scored by task and length: RULER (Hsieh et al. 2024, arXiv:2404.06654) and line
+retrieval (LongEval).
 
     python -m tools.ruler score runs/long --lengths 4096 8192 --samples 20
     torchrun --standalone --nproc-per-node 8 -m tools.ruler score runs/long --lengths 131072 --chat
     torchrun --standalone --nproc-per-node 4 -m tools.ruler score runs/long --tasks line_retrieval --lengths 65536
     python -m tools.ruler make runs/ruler.jsonl --tasks niah_single_1 vt --lengths 4096 --samples 100 \\
         --tokenizer-model tokenizer.json
-    python -m tools.ruler make lines.jsonl --messages --tasks line_retrieval --lengths 1024 --samples 2000 \\
-        --questions 8 --vocabulary small --tokenizer-model tokenizer.json
+    python -m tools.ruler make lines.jsonl --messages --tasks line_retrieval --lengths 1024
+        --samples 2000 \\ --questions 8 --vocabulary small --tokenizer-model tokenizer.json
 
-An example fills its length, the tokens kept for the answer included, and depends on task, length, seed, number and
-tokenizer alone. make writes rows as the benchmark's own; with --messages they are conversations to train on, drawn from
-other hashes than what score asks, whatever the seeds. `model` and `repeat` are for a tiny model that learns to retrieve
-in minutes (make ruler, make finetune).
+An example fills its length, the tokens kept for the answer included, and depends on task, length,
+seed, number and tokenizer alone. make writes rows as the benchmark's own; with --messages they are
+conversations to train on, drawn from other hashes than what score asks, whatever the seeds. `model`
+and `repeat` are for a tiny model that learns to retrieve in minutes (make ruler, make finetune).
 
-line_retrieval is a record of named lines and a question for one, at each of --depths from the first line (0%) to the
-last (100%), always by the chat template; an answer counts if it is exact. Of its forms, `lines` asks for a value,
-`needle` hides one sentence among others that say nothing, and `repeat`, for --messages, is a record of names to say
-again, some with a value, which teaches a model from nothing to look back. The small vocabulary has 1,664 names and 64
-values, for a model that `model` writes; the full one is for a real tokenizer.
+line_retrieval is a record of named lines and a question for one, at each of --depths from the first
+line (0%) to the last (100%), always by the chat template; an answer counts if it is exact. Of its
+forms, `lines` asks for a value, `needle` hides one sentence among others that say nothing, and
+`repeat`, for --messages, is a record of names to say again, some with a value, which teaches a
+model from nothing to look back. The small vocabulary has 1,664 names and 64 values, for a model
+that `model` writes; the full one is for a real tokenizer.
 """
 
 import argparse
@@ -57,7 +59,9 @@ def main(argv: list[str]) -> None:
 
         turns = (repeated(sample, args.seed, args.times) for sample in range(args.samples))
         write_rows(args.output, ({"messages": conversation} for conversation in turns))
-        print(f"wrote {args.output}: {args.samples:,} conversations of names and numbers to say again")
+        print(
+            f"wrote {args.output}: {args.samples:,} conversations of names and numbers to say again"
+        )
 
 
 def make(args: argparse.Namespace) -> None:
@@ -68,7 +72,9 @@ def make(args: argparse.Namespace) -> None:
     from tools.ruler.choices import makers_of
 
     if args.messages and args.output.suffix != ".jsonl":
-        raise DataError(f"{args.output} does not end in .jsonl, by which tools.prepare_data knows rows; rename it")
+        raise DataError(
+            f"{args.output} does not end in .jsonl, by which tools.prepare_data knows rows; rename it"
+        )
     tokenizer = load_tokenizer(args.tokenizer_model)
     makers = makers_of(
         args,
@@ -84,9 +90,14 @@ def make(args: argparse.Namespace) -> None:
         tokens.append(len(example.ids))
         return {"messages": example.turns} if args.messages else benchmark_row(example)
 
-    write_rows(args.output, (row_of(maker.make(number)) for number in range(args.samples) for maker in makers))
+    write_rows(
+        args.output,
+        (row_of(maker.make(number)) for number in range(args.samples) for maker in makers),
+    )
     mean = sum(tokens) / len(tokens)
-    print(f"wrote {args.output}: {len(tokens):,} examples, prompts of {mean:,.1f} tokens in the mean")
+    print(
+        f"wrote {args.output}: {len(tokens):,} examples, prompts of {mean:,.1f} tokens in the mean"
+    )
 
 
 def benchmark_row(example: "Example") -> dict[str, Any]:
@@ -103,7 +114,9 @@ def benchmark_row(example: "Example") -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as JSON lines, whole or not at all. Raises UserError: the file cannot be written, or as ``rows``."""
+    """Write rows as JSON lines, whole or not at all. Raises UserError: the file cannot be written,
+    or as ``rows``.
+    """
     from data.text.indexed import writing
 
     with writing(path) as (draft,), draft.open("w", encoding="utf-8") as file:
@@ -115,12 +128,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     score = commands.add_parser("score", help="score a run by task and length", allow_abbrev=False)
     make = commands.add_parser("make", help="write examples", allow_abbrev=False)
-    model = commands.add_parser("model", help="write a tiny model of random weights", allow_abbrev=False)
-    repeat = commands.add_parser("repeat", help="write names and numbers to say again", allow_abbrev=False)
+    model = commands.add_parser(
+        "model", help="write a tiny model of random weights", allow_abbrev=False
+    )
+    repeat = commands.add_parser(
+        "repeat", help="write names and numbers to say again", allow_abbrev=False
+    )
     add_scoring(score, "each task and length")
     _add_make(make)
     for command in (score, make):
-        _add_tasks(command, ["lines", "needle"] if command is score else ["lines", "needle", "repeat"])
+        _add_tasks(
+            command, ["lines", "needle"] if command is score else ["lines", "needle", "repeat"]
+        )
     add = repeat.add_argument
     add("output", type=Path, metavar="OUT.jsonl", help="a row for each conversation")
     add("--times", type=positive, default=4, metavar="N", help="how often (default: %(default)s)")
@@ -130,7 +149,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     tasks = "whose words its tokenizer has: RULER's needles, or the small vocabulary (default: %(default)s)"
     add("--task", choices=("niah", "line_retrieval"), default="niah", help=tasks)
     add("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
-    add("--model-type", metavar="NAME", help="its family, of those in tools/ruler/tiny.toml (default: the first)")
+    add(
+        "--model-type",
+        metavar="NAME",
+        help="its family, of those in tools/ruler/tiny.toml (default: the first)",
+    )
     for command in (score, make, repeat, model):
         command.add_argument("--seed", type=int, default=1, help="default: %(default)s")
 
@@ -143,7 +166,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         args.questions = 1
     if args.command == "make":
         if not args.messages and (args.questions > 1 or args.form == "repeat"):
-            parser.error("--questions and --form repeat go with --messages: conversations to train on")
+            parser.error(
+                "--questions and --form repeat go with --messages: conversations to train on"
+            )
         args.chat |= args.messages
     return args
 
@@ -152,21 +177,53 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("output", type=Path, metavar="OUT.jsonl", help="a row for each example")
     add("--tokenizer-model", required=True, metavar="FILE", help="tokenizer.json or .model")
-    add("--lengths", type=positive, nargs="+", required=True, metavar="N", help="tokens of prompt and answer")
-    add("--samples", type=positive, default=100, help="of each task and length (default: %(default)s)")
-    add("--messages", action="store_true", help="conversations to train on, for tools.prepare_data --chat")
-    add("--questions", type=positive, default=1, help="asked of each record of line_retrieval (default: %(default)s)")
+    add(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        required=True,
+        metavar="N",
+        help="tokens of prompt and answer",
+    )
+    add(
+        "--samples",
+        type=positive,
+        default=100,
+        help="of each task and length (default: %(default)s)",
+    )
+    add(
+        "--messages",
+        action="store_true",
+        help="conversations to train on, for tools.prepare_data --chat",
+    )
+    add(
+        "--questions",
+        type=positive,
+        default=1,
+        help="asked of each record of line_retrieval (default: %(default)s)",
+    )
 
 
 def _add_tasks(parser: argparse.ArgumentParser, forms: list[str]) -> None:
     add = parser.add_argument
-    tasks = "line_retrieval, or of RULER; default: all 13 of RULER, those of questions with their files"
+    tasks = (
+        "line_retrieval, or of RULER; default: all 13 of RULER, those of questions with their files"
+    )
     add("--tasks", nargs="+", metavar="TASK", help=tasks)
     add("--chat", action="store_true", help="prompts by the chat template; else as of a base model")
-    add("--chat-template", metavar="FILE", help="default: that of the run's conversations, or the tokenizer's")
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="default: that of the run's conversations, or the tokenizer's",
+    )
     add_begin(parser, "prompts of a base model")
     add("--essays", type=Path, metavar="FILE", help="haystack (default: made sentences)")
-    add("--qa-1", type=Path, metavar="FILE", help="SQuAD's JSON, or lines of question, answers, paragraphs")
+    add(
+        "--qa-1",
+        type=Path,
+        metavar="FILE",
+        help="SQuAD's JSON, or lines of question, answers, paragraphs",
+    )
     add("--qa-2", type=Path, metavar="FILE", help="HotpotQA's JSON, or lines likewise")
     add = parser.add_argument_group("line_retrieval").add_argument
     add(

@@ -1,4 +1,5 @@
-"""RULER's examples for a tokenizer: as large as fits a length, a function of task, length, seed and number alone.
+"""RULER's examples for a tokenizer: as large as fits a length, a function of task, length, seed and
+number alone.
 
 And the settings of a run's small curve of them."""
 
@@ -28,17 +29,27 @@ class RulerConfig:
     """The needles that a run looks for as it trains (RULER, Hsieh et al. 2024)."""
 
     ruler_interval: int | None = None
-    """Iterations between points of the curve, such as save_interval: how many needles are found at each length; one is
-    made at the end too. By default none, which on the command line leaves out the curve of --config's file."""
+    """Iterations between points of the curve, such as save_interval: how many needles are found at
+    each length; one is made at the end too. By default none, which on the command line leaves out
+    the curve of --config's file."""
     ruler_lengths: tuple[int, ...] = ()
-    """Tokens of the examples, at most seq_length; by default that, and of its half and quarter those of 512
-    or more."""
+    """Tokens of the examples, at most seq_length; by default that, and of its half and quarter
+    those of 512 or more."""
     ruler_samples: int = 8
-    """Examples of each length, shared out over the tasks; each takes a forward of seq_length tokens."""
-    ruler_tasks: tuple[str, ...] = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
+    """Examples of each length, shared out over the tasks; each takes a forward of seq_length
+    tokens.
+    """
+    ruler_tasks: tuple[str, ...] = (
+        "niah_single_1",
+        "niah_single_2",
+        "niah_multikey_1",
+        "niah_multikey_2",
+    )
     """Tasks of the examples, of those that read no file."""
 
-    PARTS: ClassVar[dict[str, tuple[str, ...]]] = {"ruler_interval": ("ruler_lengths", "ruler_samples", "ruler_tasks")}
+    PARTS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "ruler_interval": ("ruler_lengths", "ruler_samples", "ruler_tasks")
+    }
     """The fields of --config's file that go where a flag sets another to none."""
 
     def __post_init__(self) -> None:
@@ -47,9 +58,21 @@ class RulerConfig:
             require(self, length >= 1, "ruler_lengths", "each must be 1 or more")
         there = [task for task in TASKS if not task.startswith("qa")]
         for task in self.ruler_tasks:
-            require(self, task in there, "ruler_tasks", f"there are {', '.join(there)}; name some of these")
-        require(self, bool(self.ruler_tasks), "ruler_tasks", "name at least one, such as niah_single_1")
-        require(self, len(set(self.ruler_tasks)) == len(self.ruler_tasks), "ruler_tasks", "name each task once")
+            require(
+                self,
+                task in there,
+                "ruler_tasks",
+                f"there are {', '.join(there)}; name some of these",
+            )
+        require(
+            self, bool(self.ruler_tasks), "ruler_tasks", "name at least one, such as niah_single_1"
+        )
+        require(
+            self,
+            len(set(self.ruler_tasks)) == len(self.ruler_tasks),
+            "ruler_tasks",
+            "name each task once",
+        )
         most = f"it must be at least 1 for each of the {len(self.ruler_tasks)} ruler_tasks; give more, or name fewer"
         require(self, self.ruler_samples >= len(self.ruler_tasks), "ruler_samples", most)
         for name in self.PARTS["ruler_interval"] if self.ruler_interval is None else ():
@@ -58,7 +81,9 @@ class RulerConfig:
             require(self, default, name, must)
 
     def lengths(self, seq_length: int) -> list[int]:
-        """Return the lengths in ascending order. Raises UserError: one is more than the model reads at once."""
+        """Return the lengths in ascending order. Raises UserError: one is more than the model reads
+        at once.
+        """
         parts = [part for part in (seq_length // 4, seq_length // 2) if part >= LEAST]
         found = sorted(set(self.ruler_lengths)) or [*parts, seq_length]
         if found[-1] > seq_length:
@@ -75,7 +100,9 @@ class Prompts:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
-    """The template of a model of conversations; None: the question and what the answer begins with are one text."""
+    """The template of a model of conversations; None: the question and what the answer begins with
+    are one text.
+    """
     begin: tuple[int, ...] = ()
     """Tokens before such a text."""
 
@@ -83,14 +110,20 @@ class Prompts:
         """Return the tokens of a prompt, and of an answer after it. Raises DataError."""
         if self.template is None:
             return [*self.begin, *self.tokenizer.tokenize(question.text + question.prefix + answer)]
-        assert isinstance(self.tokenizer, HuggingFaceTokenizer)  # or load_template would have refused it
+        assert isinstance(
+            self.tokenizer, HuggingFaceTokenizer
+        )  # or load_template would have refused it
         asked = self.template.render([{"role": "user", "content": question.text}], prompt=True)
         return self.tokenizer.tokenize_special(asked + question.prefix + answer)[0]
 
     def with_answer(self, question: Question) -> tuple[list[int], int]:
-        """Return the tokens of a prompt with all answers, and how many of the first ones are the prompt's alone."""
+        """Return the tokens of a prompt with all answers, and how many of the first ones are the
+        prompt's alone.
+        """
         prompt, whole = self.ids(question), self.ids(question, answer_of(question))
-        alike = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+        alike = next(
+            (n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt)
+        )
         return whole, alike
 
     @property
@@ -103,12 +136,22 @@ class Prompts:
         before, whole = self.template.render(turns[:1], prompt=True), self.template.render(turns)
         answer = whole.removeprefix(before)
         # The first token after the text ends it, also one that no file calls special.
-        names = self.tokenizer.special.findall(answer) + self.tokenizer.added.findall(answer.rpartition("Hi")[2])[:1]
-        return {self.tokenizer.eod, *(self.tokenizer.tokenize_special(name)[0][0] for name in names)}
+        names = (
+            self.tokenizer.special.findall(answer)
+            + self.tokenizer.added.findall(answer.rpartition("Hi")[2])[:1]
+        )
+        return {
+            self.tokenizer.eod,
+            *(self.tokenizer.tokenize_special(name)[0][0] for name in names),
+        }
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return what a model wrote, control characters as line breaks, without white space around it."""
-        known = [i for i in ids if i < self.tokenizer.vocab_size]  # those that pad the vocabulary have no text
+        """Return what a model wrote, control characters as line breaks, without white space around
+        it.
+        """
+        known = [
+            i for i in ids if i < self.tokenizer.vocab_size
+        ]  # those that pad the vocabulary have no text
         return "".join(c if c >= " " else "\n" for c in self.tokenizer.detokenize(known)).strip()
 
 
@@ -137,7 +180,8 @@ class Example:
 
 
 class Maker:
-    """Makes the examples of one task and length; to train on, the answer's own tokens are counted, not the most.
+    """Makes the examples of one task and length; to train on, the answer's own tokens are counted,
+    not the most.
 
     A question that does not fit is left out, and the next takes its number.
     """
@@ -151,7 +195,9 @@ class Maker:
         sources: Sources,
         purpose: Purpose = "score",
     ) -> None:
-        """Estimate what the haystack's growth costs. Raises DataError: no question fits even the smallest example."""
+        """Estimate what the haystack's growth costs. Raises DataError: no question fits even the
+        smallest example.
+        """
         self.task, self.length, self.prompts = TASKS[task], length, prompts
         self.name = task
         self._draw = f"ruler:{purpose}:{task}:{length}:{seed}"
@@ -162,7 +208,9 @@ class Maker:
         self._fitting: list[int] = []
         self._tried = 0
         self.left_out: dict[int, Question] = {}
-        """Questions that do not fit the length, among those of the examples so far, by their number in a file."""
+        """Questions that do not fit the length, among those of the examples so far, by their number
+        in a file.
+        """
 
         given = sources.questions.get(task)
         self._questions = 0 if given is None else len(given.asked)
@@ -180,9 +228,13 @@ class Maker:
         self._guess = self._first.size
 
     def _estimated(self, case: Case) -> tuple[float, int, int]:
-        """Return the tokens of a piece of the haystack, a size that about fills the room, and the other tokens."""
+        """Return the tokens of a piece of the haystack, a size that about fills the room, and the
+        other tokens.
+        """
         least = self.task.least
-        smallest, larger = (len(self._ids(self.task.make(case, size))) for size in (least, 2 * least + 30))
+        smallest, larger = (
+            len(self._ids(self.task.make(case, size))) for size in (least, 2 * least + 30)
+        )
         each = max(1e-3, (larger - smallest) / (least + 30))
         guess = max(least, least + int((self._room - smallest) / each))
         # The first pieces may be longer than the later ones: a second look at about the right size.
@@ -193,37 +245,56 @@ class Maker:
         return each, max(least, guess + int((self._room - filled) / each)), beside
 
     def make(self, number: int) -> Example:
-        """Make an example as large as fits: one of one more sentence, line or word does not. Raises DataError."""
+        """Make an example as large as fits: one of one more sentence, line or word does not. Raises
+        DataError.
+        """
         return self._fill(number) if number else self._first
 
     def _fill(self, number: int) -> Example:
         case, task, guess = self._of(number), self.task, self._guess
         made = cache(lambda size: task.make(case, size))
         ids = cache(lambda size: self._ids(made(size)))
-        if task.words is not None:  # a guess of this example's own, in the time of a few hundred words
-            guess = fill(self._room - self._beside, self._counter(case), task.least, guess, self._each)
+        if (
+            task.words is not None
+        ):  # a guess of this example's own, in the time of a few hundred words
+            guess = fill(
+                self._room - self._beside, self._counter(case), task.least, guess, self._each
+            )
         size = fill(self._room, lambda size: len(ids(size)), task.least, guess, self._each)
         question, score = made(size), partial(task.score, answers=made(size).answers)
         turns = [
             {"role": "user", "content": question.text},
             {"role": "assistant", "content": question.prefix + answer_of(question)},
         ]
-        return Example(self.name, self.length, number, question, ids(size), task.new_tokens, score, turns, size)
+        return Example(
+            self.name, self.length, number, question, ids(size), task.new_tokens, score, turns, size
+        )
 
     def _counter(self, case: Case) -> Callable[[int], int]:
-        """Return what counts the tokens of the haystack's words, each tokenized once and alone; 0 for other tasks."""
-        alone, words = cache(lambda word: len(self.prompts.tokenizer.tokenize(f" {word}"))), self.task.words
-        return lambda size: 0 if words is None else sum(n * alone(word) for word, n in words(case, size).items())
+        """Return what counts the tokens of the haystack's words, each tokenized once and alone; 0
+        for other tasks.
+        """
+        alone, words = (
+            cache(lambda word: len(self.prompts.tokenizer.tokenize(f" {word}"))),
+            self.task.words,
+        )
+        return lambda size: (
+            0 if words is None else sum(n * alone(word) for word, n in words(case, size).items())
+        )
 
     def _ids(self, question: Question) -> list[int]:
         return self.prompts.ids(question, answer_of(question) if self._trains else "")
 
     def prepare(self, samples: int) -> None:
-        """Look for the questions of so many examples, which fills ``left_out``. Raises DataError: none fits."""
+        """Look for the questions of so many examples, which fills ``left_out``. Raises DataError:
+        none fits.
+        """
         self._of(samples - 1)
 
     def _of(self, number: int) -> Case:
-        """Return the case of an example: the number-th whose smallest example fits. Raises DataError."""
+        """Return the case of an example: the number-th whose smallest example fits. Raises
+        DataError.
+        """
         while len(self._fitting) <= number:
             self._find_next()
         return self._numbered(self._fitting[number])
@@ -290,7 +361,8 @@ def left_out(makes: Sequence[Maker]) -> list[str]:
 
 
 def fill(room: int, tokens: Callable[[int], int], least: int, guess: int, each: float) -> int:
-    """Return a size whose tokens fit the room, while those of the next do not; ``least`` if not even that one fits.
+    """Return a size whose tokens fit the room, while those of the next do not; ``least`` if not
+    even that one fits.
 
     A search by halves whose first steps go to where ``each`` tokens a piece lead.
     """

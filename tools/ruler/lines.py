@@ -1,9 +1,12 @@
-"""Line retrieval, after LongEval: a record of named lines or needles, and questions for some of them.
+"""Line retrieval, after LongEval: a record of named lines or needles, and questions for some of
+them.
 
-Every draw is a SHA-256 of its purpose, seed, sample and name, so that a seed gives the same bytes on any machine. The
-purpose, train or score, is part of it: what is trained on is never what is asked, whatever the seeds.
+Every draw is a SHA-256 of its purpose, seed, sample and name, so that a seed gives the same bytes
+on any machine. The purpose, train or score, is part of it: what is trained on is never what is
+asked, whatever the seeds.
 
-LongEval: Li et al. 2023, "How Long Can Open-Source LLMs Truly Promise on Context Length?"; the sentences between
+LongEval: Li et al. 2023, "How Long Can Open-Source LLMs Truly Promise on Context Length?"; the
+sentences between
 needles: Mohtashami & Jaggi 2023, "Landmark Attention".
 """
 
@@ -40,28 +43,37 @@ class Task:
     """Conversations to make."""
 
     tokens: int
-    """Most tokens of a conversation, those of the chat template included; as many lines as fit are made."""
+    """Most tokens of a conversation, those of the chat template included; as many lines as fit are
+    made.
+    """
     purpose: Purpose
     seed: int
     form: Literal["lines", "needle", "repeat"] = "lines"
-    """lines: every line is like the asked one; needle: the others say nothing; repeat: the answer is the record again,
-    of 2 names to as many as fit, every other one with a value, so that no place tells what follows."""
+    """lines: every line is like the asked one; needle: the others say nothing; repeat: the answer
+    is the record again, of 2 names to as many as fit, every other one with a value, so that no
+    place tells what follows."""
     vocabulary: Literal["small", "full"] = "full"
     questions: int = 1
-    """Lines that are asked for, one after the other; of repeat, how often the answer has the record."""
+    """Lines that are asked for, one after the other; of repeat, how often the answer has the
+    record.
+    """
 
 
 class Maker:
-    """Makes the conversations of a task; the asked line stands anywhere, or at one of several depths."""
+    """Makes the conversations of a task; the asked line stands anywhere, or at one of several
+    depths.
+    """
 
     def __init__(self, task: Task, prompts: Prompts, depth: int = 0, depths: int = 0) -> None:
         """Estimate a line's tokens.
 
         Args:
-            depth: number of the asked line's depth, from 0, the first line, to ``depths - 1``, the last one.
+            depth: number of the asked line's depth, from 0, the first line, to ``depths - 1``, the
+                last one.
             depths: number of all depths; 0 for any place. One depth alone is the middle.
 
-        Raises DataError: not even the asked lines fit, the tokenizer lacks words, or there is no chat template.
+        Raises DataError: not even the asked lines fit, the tokenizer lacks words, or there is no
+        chat template.
         """
         self.task, self.length, self.prompts = task, task.tokens, prompts
         self._place, self._places = depth, depths
@@ -119,19 +131,32 @@ class Maker:
         return tokenizer.tokenize_special(template.render(turns, prompt=prompt))[0]
 
     def _turns(self, sample: int, lines: int, depth: float | None) -> list[Turn]:
-        """Make the turns of a conversation of so many lines, of which the first ones stay as there are more."""
+        """Make the turns of a conversation of so many lines, of which the first ones stay as there
+        are more.
+        """
         task, wording = self.task, WORDS[self.task.vocabulary]
         draw = self._draw(sample)
         if task.form == "repeat":
             record = self._record_to_repeat(draw, lines)
-            return [{"role": "user", "content": record}, {"role": "assistant", "content": record * task.questions}]
+            return [
+                {"role": "user", "content": record},
+                {"role": "assistant", "content": record * task.questions},
+            ]
 
         asked = self._asked(draw, lines) if depth is None else [round(depth * (lines - 1))]
         named = range(lines) if task.form == "lines" else sorted(asked)
-        keys = dict(zip(named, map(self._key, distinct(draw, len(named), _names(self._words), "key")), strict=True))
+        keys = dict(
+            zip(
+                named,
+                map(self._key, distinct(draw, len(named), _names(self._words), "key")),
+                strict=True,
+            )
+        )
         values = {line: self._value(draw, line) for line in named}
         record = "".join(
-            wording["line"].format(key=keys[line], value=values[line]) if line in keys else self._filler(draw, line)
+            wording["line"].format(key=keys[line], value=values[line])
+            if line in keys
+            else self._filler(draw, line)
             for line in range(lines)
         )
         turns: list[Turn] = []
@@ -139,7 +164,9 @@ class Maker:
             question = wording["question"].format(key=keys[line])
             before = wording["intro"] + record + wording["outro"] if number == 0 else ""
             turns.append({"role": "user", "content": before + question})
-            turns.append({"role": "assistant", "content": wording["answer"].format(value=values[line])})
+            turns.append(
+                {"role": "assistant", "content": wording["answer"].format(value=values[line])}
+            )
         return turns
 
     def _record_to_repeat(self, draw: str, lines: int) -> str:
@@ -150,9 +177,11 @@ class Maker:
         return record
 
     def _asked(self, draw: str, lines: int) -> list[int]:
-        """Draw the asked lines; to train on, most are near an end of the record, and the first one at it.
+        """Draw the asked lines; to train on, most are near an end of the record, and the first one
+        at it.
 
-        By chance alone what is farthest and what is nearest would be asked for in one of hundreds of questions.
+        By chance alone what is farthest and what is nearest would be asked for in one of hundreds
+        of questions.
         """
         if self.task.purpose == "score":
             return distinct(draw, self.task.questions, lines, "asked")
@@ -190,5 +219,7 @@ def _names(words: int) -> int:
 
 
 def _words_for(lines: int) -> int:
-    """Return the words of a name, 2 or more: a sixth of the names is left, so that drawing one is quick."""
+    """Return the words of a name, 2 or more: a sixth of the names is left, so that drawing one is
+    quick.
+    """
     return next(words for words in count(2) if _names(words) > 1.2 * lines)

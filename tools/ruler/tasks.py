@@ -1,8 +1,9 @@
-"""RULER's 13 tasks: Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?".
+"""RULER's 13 tasks: Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context
+Language Models?".
 
-A task makes a question of any size from a draw alone. The prompts and the parameters are the benchmark's, word for
-word; a size counts sentences, lines or words of the haystack. Where a task's own draws do not depend on the size,
-needles stay the same as the haystack grows.
+A task makes a question of any size from a draw alone. The prompts and the parameters are the
+benchmark's, word for word; a size counts sentences, lines or words of the haystack. Where a task's
+own draws do not depend on the size, needles stay the same as the haystack grows.
 """
 
 import math
@@ -14,7 +15,18 @@ from itertools import islice, pairwise
 from typing import Any, Literal
 from uuid import UUID
 
-from tools.ruler.texts import NOISE, Essays, Questions, below, bits, distinct, name, names, shuffled, wordlists
+from tools.ruler.texts import (
+    NOISE,
+    Essays,
+    Questions,
+    below,
+    bits,
+    distinct,
+    name,
+    names,
+    shuffled,
+    wordlists,
+)
 
 SHORT = 4096
 """Lengths below it have the smaller lists of ``cwe``."""
@@ -65,7 +77,9 @@ class Task:
     least: int = 1
     """The smallest size."""
     words: Callable[[Case, int], Mapping[str, int]] | None = None
-    """A haystack of few words -> how often each is there: its tokens are known before its text is made."""
+    """A haystack of few words -> how often each is there: its tokens are known before its text is
+    made.
+    """
     any: bool = False
     """One of the answers is enough (string_match_part); else each counts (string_match_all)."""
 
@@ -88,11 +102,16 @@ def niah(
     others = size if haystack == "needle" else 0
     named = _drawn(draw, key, keys + others, "key")
     drawn = _drawn(draw, value, keys * values + others, "value")
-    needles = [NEEDLE.format(kind=value, key=named[n // values], value=drawn[n]) for n in range(keys * values)]
+    needles = [
+        NEEDLE.format(kind=value, key=named[n // values], value=drawn[n])
+        for n in range(keys * values)
+    ]
     hidden = shuffled(draw, needles, "order")
     if haystack == "essay":
         sentences = case.sources.essays.first(size)
-        depths = sorted(distinct(draw, len(hidden), 40, "depth"))  # 40 depths from 0 to 100 %, in whole percents
+        depths = sorted(
+            distinct(draw, len(hidden), 40, "depth")
+        )  # 40 depths from 0 to 100 %, in whole percents
         places = [int(len(sentences) * round(100 * depth / 39) / 100) for depth in depths]
         context = " ".join(_inserted(sentences, places, hidden))
     else:
@@ -104,13 +123,19 @@ def niah(
     query = f"{', '.join(most)}, and {last}" if most else last
     answers = tuple(drawn[n * values + v] for n in asked for v in range(values))
     one = queries * values == 1
-    words = {"kind": value.removesuffix("s") if one else value, "are": "is" if one else "are", "query": query}
+    words = {
+        "kind": value.removesuffix("s") if one else value,
+        "are": "is" if one else "are",
+        "query": query,
+    }
     text = (
         "{some} special magic {kind} {are} hidden within the following text. Make sure to memorize it. I will quiz you "
         "about the {kind} afterwards.\n{context}\nWhat {all} the special magic {kind} for {query} mentioned in the "
         "provided text?"
     )
-    text = text.format(some="A" if one else "Some", all="is" if one else "are all", context=context, **words)
+    text = text.format(
+        some="A" if one else "Some", all="is" if one else "are all", context=context, **words
+    )
     prefix = " The special magic {kind} for {query} mentioned in the provided text {are}"
     return Question(text, prefix.format(**words), answers)
 
@@ -118,14 +143,17 @@ def niah(
 def variable_tracking(case: Case, size: int) -> Question:
     """Assign one number to a chain of variables; ask for all of them. One example goes before."""
     text, prefix, answers = _chain(case.draw, size, letters=5)
-    # Of 14 lines of noise, which with the usual tokenizers are the 500 tokens that the benchmark's own example fills.
+    # Of 14 lines of noise, which with the usual tokenizers are the 500 tokens that the benchmark's
+    # own example fills.
     shown, begun, known = _chain(f"{case.draw}:shown", 14, letters=3)
     return Question(f"{shown}{begun} {' '.join(known)}\n\n{text}", prefix, answers)
 
 
 def _chain(draw: str, size: int, letters: int) -> tuple[str, str, tuple[str, ...]]:
     numbers = distinct(draw, HOPS + 1, 26**letters, "variable")
-    variables = ["".join(string.ascii_uppercase[n // 26**k % 26] for k in range(letters)) for n in numbers]
+    variables = [
+        "".join(string.ascii_uppercase[n // 26**k % 26] for k in range(letters)) for n in numbers
+    ]
     value = 10_000 + below(draw, 90_000, "value", 0)
     links = [f"VAR {variables[0]} = {value}"]
     links += [f"VAR {then} = VAR {first} " for first, then in pairwise(variables)]
@@ -140,12 +168,16 @@ def _chain(draw: str, size: int, letters: int) -> tuple[str, str, tuple[str, ...
 
 
 def common_words(case: Case, size: int) -> Question:
-    """List words, ``COMMON`` of them more often than the ``size`` others; ask for these. One example goes before."""
+    """List words, ``COMMON`` of them more often than the ``size`` others; ask for these. One
+    example goes before.
+    """
     short = case.length < SHORT
     shown = _listed(f"{case.draw}:shown", 10 if short else 30, *((3, 1) if short else (10, 3)))
     asked = _listed(case.draw, size, *((6, 1) if short else (30, 3)))
     known = " ".join(f"{n}. {word}" for n, word in enumerate(shown.answers, 1))
-    return Question(f"{shown.text}{shown.prefix} {known}\n{asked.text}", asked.prefix, asked.answers)
+    return Question(
+        f"{shown.text}{shown.prefix} {known}\n{asked.text}", asked.prefix, asked.answers
+    )
 
 
 def _listed(draw: str, size: int, often: int, seldom: int) -> Question:
@@ -167,7 +199,9 @@ def _listed(draw: str, size: int, often: int, seldom: int) -> Question:
 def frequent_words(case: Case, size: int) -> Question:
     """Write coded words by a zeta distribution, dots the most often; ask for the next three."""
     times = coded_words(case, size)
-    coded = shuffled(case.draw, [word for word, often in times.items() for _ in range(often)], "order")
+    coded = shuffled(
+        case.draw, [word for word, often in times.items() for _ in range(often)], "order"
+    )
     return Question(
         "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
         f"appeared coded words. {' '.join(coded)}\nQuestion: Do not provide any explanation. "
@@ -189,7 +223,8 @@ def coded_words(case: Case, size: int) -> dict[str, int]:
 @lru_cache(maxsize=1)
 def _codes(draw: str, size: int) -> list[str]:
     return [
-        "".join(string.ascii_lowercase[n // 26**k % 26] for k in range(6)) for n in distinct(draw, size, 26**6, "word")
+        "".join(string.ascii_lowercase[n // 26**k % 26] for k in range(6))
+        for n in distinct(draw, size, 26**6, "word")
     ]
 
 
@@ -199,9 +234,7 @@ def questions(case: Case, size: int, *, task: str) -> Question:
     asked = given.asked[case.number % len(given.asked)]
     texts = shuffled(case.draw, [*asked.paragraphs, *given.around(case.draw, asked, size)], "order")
     context = "\n\n".join(f"Document {n}:\n{text}" for n, text in enumerate(texts, 1))
-    rule = (
-        "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-    )
+    rule = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
     return Question(
         f"{rule}\n\nThe following are given documents.\n\n{context}\n\n{rule}\n\nQuestion: {asked.question}",
         " Answer:",
@@ -215,7 +248,9 @@ def _drawn(draw: str, kind: Kind, size: int, purpose: str) -> list[str]:
         return [str(10**6 + n) for n in distinct(draw, size, 9 * 10**6, purpose)]
     if kind == "uuids":
         return [str(UUID(int=bits(draw, purpose, n), version=4)) for n in range(size)]
-    words = next(words for words in (2, 3, 4) if names(words) > 4 * size)  # so that drawing others is quick
+    words = next(
+        words for words in (2, 3, 4) if names(words) > 4 * size
+    )  # so that drawing others is quick
     return [name(n, words) for n in distinct(draw, size, names(words), purpose)]
 
 

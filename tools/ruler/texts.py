@@ -1,8 +1,9 @@
-"""RULER's texts: haystacks, words of needles and lists, questions of files; and the draws by name that choose them.
+"""RULER's texts: haystacks, words of needles and lists, questions of files; and the draws by name
+that choose them.
 
-A draw is a SHA-256 of what it is for, so that a seed gives the same on any machine and Python. The paper takes Paul
-Graham's essays and the wordlists of a package. Neither is here: sentences are made from some hundred words, and words
-joined by a hyphen make as many names as are needed.
+A draw is a SHA-256 of what it is for, so that a seed gives the same on any machine and Python. The
+paper takes Paul Graham's essays and the wordlists of a package. Neither is here: sentences are made
+from some hundred words, and words joined by a hyphen make as many names as are needed.
 """
 
 import hashlib
@@ -33,7 +34,9 @@ T = TypeVar("T")
 
 
 def below(draw: str, bound: int, name: str, number: int) -> int:
-    """Return one of [0, bound), which depends on these names alone; ``bound`` is far less than 2^64."""
+    """Return one of [0, bound), which depends on these names alone; ``bound`` is far less than
+    2^64.
+    """
     return int.from_bytes(next(_digests(draw, name, number))[:8], "big") % bound
 
 
@@ -44,7 +47,9 @@ def bits(draw: str, name: str, number: int) -> int:
 
 def distinct(draw: str, size: int, bound: int, name: str) -> list[int]:
     """Return ``size`` different ones of [0, bound), which begin alike for any size."""
-    return different(size, (int.from_bytes(digest[:8], "big") % bound for digest in _digests(draw, name)))
+    return different(
+        size, (int.from_bytes(digest[:8], "big") % bound for digest in _digests(draw, name))
+    )
 
 
 def different(size: int, numbers: Iterable[int]) -> list[int]:
@@ -69,7 +74,9 @@ def _digests(draw: str, name: str, first: int = 0) -> Iterator[bytes]:
 @cache
 def wordlists() -> tuple[list[str], list[str], list[str]]:
     """Return adjectives, nouns and verbs."""
-    adjectives, nouns, verbs = (line.split() for line in WORDS.read_text(encoding="utf-8").splitlines())
+    adjectives, nouns, verbs = (
+        line.split() for line in WORDS.read_text(encoding="utf-8").splitlines()
+    )
     return adjectives, nouns, verbs
 
 
@@ -175,7 +182,10 @@ class Questions:
     def around(self, draw: str, asked: Asked, size: int) -> list[str]:
         """Return ``size`` other paragraphs, those near it first, and all again where they run out."""
         own = {*asked.paragraphs, *asked.near}
-        found = [asked.near[n] for n in distinct(draw, min(size, len(asked.near)), len(asked.near), "near")]
+        found = [
+            asked.near[n]
+            for n in distinct(draw, min(size, len(asked.near)), len(asked.near), "near")
+        ]
         others = [text for text in self.paragraphs if text not in own] if len(found) < size else []
         more = min(size - len(found), len(others))
         found += [others[n] for n in distinct(draw, more, len(others), "paragraph")]
@@ -185,20 +195,31 @@ class Questions:
 
 def _check_asked(where: str, asked: Asked) -> None:
     """Raise DataError for a question that any text would answer, or none could."""
-    fields = {"question": (asked.question,), "answers": asked.answers, "paragraphs": asked.paragraphs}
+    fields = {
+        "question": (asked.question,),
+        "answers": asked.answers,
+        "paragraphs": asked.paragraphs,
+    }
     for name, texts in fields.items():
         if not texts:
             raise DataError(f"{where}: {name} is empty; leave the question out, or repair it")
         if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise DataError(f"{where}: {name} holds an empty text; leave the question out, or repair it")
+            raise DataError(
+                f"{where}: {name} holds an empty text; leave the question out, or repair it"
+            )
 
 
 def _asked(text: str) -> Iterator[tuple[str, Asked]]:
     """Yield the place of each question in a file, and the question."""
     if text.lstrip().startswith("["):  # HotpotQA
         for number, row in enumerate(json.loads(text), start=1):
-            paragraphs = _strings([f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]])
-            yield f"question {number}", Asked(row["question"], _strings([row["answer"]]), paragraphs)
+            paragraphs = _strings(
+                [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]]
+            )
+            yield (
+                f"question {number}",
+                Asked(row["question"], _strings([row["answer"]]), paragraphs),
+            )
         return
     try:
         whole = json.loads(text)

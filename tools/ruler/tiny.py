@@ -1,10 +1,11 @@
-"""A tiny model of random weights, in a folder that transformers wrote, which learns to retrieve in minutes.
+"""A tiny model of random weights, in a folder that transformers wrote, which learns to retrieve in
+minutes.
 
-Its tokens are words of short lines, or of RULER's needles in built-in sentences. Of lines a name, a value and the end
-are a token each, and by the chat template a question ends with the name that it asks for. Of needles a token is a word
-with the space before it, a mark, or up to three digits, so that a number is three tokens; what stands between a key and
-its number, in a needle and before an answer, is none. Either way the answer is what followed the key before, which two
-layers can learn.
+Its tokens are words of short lines, or of RULER's needles in built-in sentences. Of lines a name, a
+value and the end are a token each, and by the chat template a question ends with the name that it
+asks for. Of needles a token is a word with the space before it, a mark, or up to three digits, so
+that a number is three tokens; what stands between a key and its number, in a needle and before an
+answer, is none. Either way the answer is what followed the key before, which two layers can learn.
 """
 
 import tomllib
@@ -26,16 +27,21 @@ LEARNED = (
     "niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multivalue", "niah_multiquery"
 )  # fmt: skip
 """The needle tasks without UUIDs."""
-OF_FILE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+OF_FILE: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 SHAPES: dict[str, dict[str, Any]] = OF_FILE["shapes"]
 """Settings of transformers' that a family needs beside sizes, by model_type."""
 
 
-def write_model(folder: Path, hidden_size: int, seed: int, task: str, model_type: str | None) -> str:
-    """Write model, tokenizer and chat template; return what was written. Raises UserError if the folder exists.
+def write_model(
+    folder: Path, hidden_size: int, seed: int, task: str, model_type: str | None
+) -> str:
+    """Write model, tokenizer and chat template; return what was written. Raises UserError if the
+    folder exists.
 
-    ``task`` is line_retrieval or niah, whose words the tokenizer has; ``model_type`` is one of ``SHAPES``, by default
-    the first.
+    ``task`` is line_retrieval or niah, whose words the tokenizer has; ``model_type`` is one of
+    ``SHAPES``, by default the first.
     """
     family = model_type or next(iter(SHAPES))
     if family not in SHAPES:
@@ -89,7 +95,9 @@ def tokenizer_of_words() -> Any:
     split = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split("?", "removed"),
-            pre_tokenizers.Split(Regex(r" (?=\S+\n)"), "removed"),  # before a line's last word, its value
+            pre_tokenizers.Split(
+                Regex(r" (?=\S+\n)"), "removed"
+            ),  # before a line's last word, its value
             pre_tokenizers.Split("; ", "removed"),
             pre_tokenizers.Split("\n", "isolated"),
         ]
@@ -102,16 +110,33 @@ def tokenizer_of_needles() -> Any:
     from tokenizers import Regex, decoders, pre_tokenizers
 
     split = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(BETWEEN), "removed"), pre_tokenizers.Split(Regex(PIECES), "isolated")]
+        [
+            pre_tokenizers.Split(Regex(BETWEEN), "removed"),
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+        ]
     )
     adjectives, nouns, verbs = wordlists()
-    made = [task.make(Case("words", 0, 1024, Sources()), 1) for known, task in TASKS.items() if known in LEARNED]
+    made = [
+        task.make(Case("words", 0, 1024, Sources()), 1)
+        for known, task in TASKS.items()
+        if known in LEARNED
+    ]
     texts = [NOISE, *(shape.replace("{", "").replace("}", "") for shape in SENTENCES)]
     texts += [f" {text}" for text in texts]  # first in the haystack, and after another
-    texts += [*nouns, *(f" {word}" for word in (*adjectives, *nouns, *verbs)), *(f" {word}-" for word in adjectives)]
+    texts += [
+        *nouns,
+        *(f" {word}" for word in (*adjectives, *nouns, *verbs)),
+        *(f" {word}-" for word in adjectives),
+    ]
     texts += [question.text + question.prefix for question in made] + ["\n"]
-    texts += [f" {n}" for n in range(100, 1000)] + [f"{n:03}" for n in range(1000)] + [str(n) for n in range(10)]
-    tokenizer = _tokenizer(split, sorted({piece for text in texts for piece, _ in split.pre_tokenize_str(text)}))
+    texts += (
+        [f" {n}" for n in range(100, 1000)]
+        + [f"{n:03}" for n in range(1000)]
+        + [str(n) for n in range(10)]
+    )
+    tokenizer = _tokenizer(
+        split, sorted({piece for text in texts for piece, _ in split.pre_tokenize_str(text)})
+    )
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
 
@@ -130,6 +155,9 @@ def repeated(sample: int, seed: int, times: int) -> list[dict[str, str]]:
     draw, most = f"repeat:{seed}:{sample}", 6
     keys = distinct(draw, 2 + below(draw, most - 1, "names", 0), names(2), "key")
     valued = [below(draw, 2, "valued", place) for place in range(most)]
-    numbers = [f" {10**6 + below(draw, 9 * 10**6, 'value', place)}." * valued[place] for place in range(most)]
+    numbers = [
+        f" {10**6 + below(draw, 9 * 10**6, 'value', place)}." * valued[place]
+        for place in range(most)
+    ]
     text = "".join(f" {name(key, 2)}{number}" for key, number in zip(keys, numbers, strict=False))
     return [{"role": "user", "content": text}, {"role": "assistant", "content": text * times}]

@@ -8,7 +8,8 @@ from data.loader import Batch
 from runtime.together import is_first
 
 DATA, UPDATE, SAVING = "longmesh: data", "longmesh: update", "longmesh: saving"
-"""Parts of a step whose time is taken apart: the wait for a batch, the optimizer's update, a save."""
+"""Parts of a step whose time is taken apart: the wait for a batch, the optimizer's update, a save.
+"""
 
 
 @dataclass
@@ -23,7 +24,8 @@ class Step:
     record: dict[str, Any]
     """A record of metrics.jsonl; moments add to it."""
     wait: Callable[[], None]
-    """Waits until the next step's batch is made, so that no thread runs while processes are forked."""
+    """Waits until the next step's batch is made, so that no thread runs while processes are forked.
+    """
     last: bool
     """True if the run ends after it."""
 

@@ -65,8 +65,15 @@ class Checkpointing(Callback):
             self.saves.end(iteration)
 
     def roll_back(self) -> None:
-        """Go on from the newest checkpoint of ``--save`` with samples that no step has had, and say so; collective."""
-        parts, start, progress, checkpoint = self.runner.parts, self.start, self._progress, self.config.checkpoint
+        """Go on from the newest checkpoint of ``--save`` with samples that no step has had, and say
+        so; collective.
+        """
+        parts, start, progress, checkpoint = (
+            self.runner.parts,
+            self.start,
+            self._progress,
+            self.config.checkpoint,
+        )
         self._step = None
         newest = replace(checkpoint, load=checkpoint.save, ckpt_step=None, finetune=False)
         with self.watchdog.paused():
@@ -76,7 +83,9 @@ class Checkpointing(Callback):
             earlier = find_start(self.config, start.architecture, start.contents, newest)
             earlier.load(parts, self.optimizer, self.ema)
         left = progress.consumed_samples - earlier.progress.consumed_samples
-        say(f"rolled back from iteration {progress.iteration}; the {left} samples since are left out")
+        say(
+            f"rolled back from iteration {progress.iteration}; the {left} samples since are left out"
+        )
         progress.iteration, progress.skipped_in_a_row = earlier.progress.iteration, 0
         self._saved = progress.iteration if self.saves.holds(progress.iteration) else 0
         if self.log is not None:
@@ -95,7 +104,11 @@ class Checkpointing(Callback):
         if self.log is not None:
             self.log.sync(draw=tier == "shared")
         start, ema = self.start, self.ema
-        extra = {"progress": asdict(self._progress), **checkpoint_extra(self.config, start.contents), **start.recorded}
+        extra = {
+            "progress": asdict(self._progress),
+            **checkpoint_extra(self.config, start.contents),
+            **start.recorded,
+        }
         with record_function(SAVING), self.watchdog.paused():
             self.saves.save(
                 tier,

@@ -28,11 +28,15 @@ class LoggingConfig:
     """The places that the numbers of a run go to, besides metrics.jsonl."""
 
     log_interval: int = 10
-    """Iterations between lines on the screen, whose losses are means since the line before; the first has its own."""
+    """Iterations between lines on the screen, whose losses are means since the line before; the
+    first has its own.
+    """
     tensorboard_dir: str | None = None
     """Folder of TensorBoard events."""
     wandb_project: str | None = None
-    """Weights & Biases project; WANDB_MODE=offline needs no account, the key comes from WANDB_API_KEY alone."""
+    """Weights & Biases project; WANDB_MODE=offline needs no account, the key comes from
+    WANDB_API_KEY alone.
+    """
     wandb_exp_name: str | None = None
     """Name of the run in that project."""
 
@@ -51,17 +55,25 @@ class Service:
 
 
 class RunLog:
-    """Write one object per iteration to ``metrics.jsonl``, and the same numbers to the other services.
+    """Write one object per iteration to ``metrics.jsonl``, and the same numbers to the other
+    services.
 
     Only the first rank has one. With ``folder`` None nothing is kept on disk.
     """
 
     def __init__(
-        self, folder: Path | None, config: LoggingConfig, settings: dict[str, Any], iteration: int, device: str = "cpu"
+        self,
+        folder: Path | None,
+        config: LoggingConfig,
+        settings: dict[str, Any],
+        iteration: int,
+        device: str = "cpu",
     ) -> None:
-        """Start after ``iteration``; drop later records of metrics.jsonl, and a last line that a crash cut.
+        """Start after ``iteration``; drop later records of metrics.jsonl, and a last line that a
+        crash cut.
 
-        ``settings`` is the resolved configuration, for the services to show; ``device`` the name of the GPU.
+        ``settings`` is the resolved configuration, for the services to show; ``device`` the name of
+        the GPU.
         """
         self._folder = folder
         self.records: list[dict[str, Any]] = []
@@ -75,7 +87,10 @@ class RunLog:
                 self.records = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
                 self._cut_back(iteration)
                 with (folder / STARTS).open("a") as starts:
-                    starts.write(json.dumps({"time": time.time(), "iteration": iteration, "device": device}) + "\n")
+                    starts.write(
+                        json.dumps({"time": time.time(), "iteration": iteration, "device": device})
+                        + "\n"
+                    )
 
     def rewind(self, iteration: int) -> None:
         """Drop the records after an iteration, from which the run goes on."""
@@ -115,7 +130,10 @@ class RunLog:
     def _write_again(self) -> None:
         if self._folder is not None:
             with disk_errors(self._folder):
-                write_text(self._folder / METRICS, "".join(json.dumps(record) + "\n" for record in self.records))
+                write_text(
+                    self._folder / METRICS,
+                    "".join(json.dumps(record) + "\n" for record in self.records),
+                )
                 self._file = (self._folder / METRICS).open("ab", buffering=0)
 
     def sync(self, draw: bool = True) -> None:
@@ -140,12 +158,16 @@ def _finite(record: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of ``--save``'s disk into a ConfigError of one line; for a full disk it says how full."""
+    """Turn errors of ``--save``'s disk into a ConfigError of one line; for a full disk it says how
+    full.
+    """
     try:
         yield
     except OSError as error:
         said = reason(error, folder)
-        raise ConfigError(f"save is {folder}, which cannot be written to ({said}); make room there") from error
+        raise ConfigError(
+            f"save is {folder}, which cannot be written to ({said}); make room there"
+        ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -164,7 +186,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 raise KeyError(" or ".join(LOSSES))
             for name, value in record.items():
                 numbers = value if isinstance(value, list) and name in PHASES else [value]
-                if not all(n is None or is_count(n) or (type(n) is float and abs(n) < 1e40) for n in numbers):
+                if not all(
+                    n is None or is_count(n) or (type(n) is float and abs(n) < 1e40)
+                    for n in numbers
+                ):
                     raise TypeError(f"{name} is {value!r:.40}")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
@@ -191,13 +216,21 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     name = loss_name(records[-1])
-    axes.plot([r["iteration"] for r in records], [r[name] for r in records], label="training", linewidth=1)
+    axes.plot(
+        [r["iteration"] for r in records], [r[name] for r in records], label="training", linewidth=1
+    )
     validated = [r for r in records if "validation_loss" in r]
     if validated:
         points = [r["iteration"] for r in validated], [r["validation_loss"] for r in validated]
         axes.plot(*points, "o-", markersize=4, label="validation")
     if validated and (entropy := validated[-1].get("unigram_entropy")) is not None:
-        axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="unigram entropy of the corpus")
+        axes.axhline(
+            entropy,
+            color="grey",
+            linestyle="--",
+            linewidth=1,
+            label="unigram entropy of the corpus",
+        )
     axes.set(xlabel="iteration", ylabel=f"loss ({LOSSES[name]})", title=path.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -207,7 +240,11 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in record.items() if name != "iteration" and isinstance(value, int | float)}
+    return {
+        name: value
+        for name, value in record.items()
+        if name != "iteration" and isinstance(value, int | float)
+    }
 
 
 def check_services(config: LoggingConfig) -> None:
@@ -240,7 +277,8 @@ def _tensorboard(config: LoggingConfig, iteration: int) -> list[Service]:
         events.flush()
 
     def rewind(iteration: int) -> None:
-        # As a start with purge_step does, but in the same file: two files of one second have no sure order.
+        # As a start with purge_step does, but in the same file: two files of one second have no
+        # sure order.
         start = Event(step=iteration + 1, session_log=SessionLog(status=SessionLog.START))
         assert events.file_writer is not None
         events.file_writer.add_event(start, iteration + 1)
@@ -253,20 +291,27 @@ def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any])
         return []
     import wandb
 
-    os.environ.pop("SLURM_JWT", None)  # wandb keeps Slurm's variables with the run, and this one is a token
-    name = None if folder is None else folder / "wandb_id.txt"  # has the id under which it continues a resumed run
+    os.environ.pop(
+        "SLURM_JWT", None
+    )  # wandb keeps Slurm's variables with the run, and this one is a token
+    name = (
+        None if folder is None else folder / "wandb_id.txt"
+    )  # has the id under which it continues a resumed run
     if name is not None and not name.exists():
         name.write_text(uuid.uuid4().hex[:16])
     kept: dict[str, Any] = {"dir": folder, "id": name and name.read_text(), "resume": "allow"}
     try:
-        run = wandb.init(project=config.wandb_project, name=config.wandb_exp_name, config=settings, **kept)
+        run = wandb.init(
+            project=config.wandb_project, name=config.wandb_exp_name, config=settings, **kept
+        )
     except wandb.Error as error:
         raise ConfigError(
             f"wandb_project is {config.wandb_project} and wandb cannot begin ({error}); set WANDB_API_KEY, or "
             f"WANDB_MODE=offline"
         ) from error
-    # wandb drops what is logged at one of its own steps that it has already, as after a rollback or a resume from an
-    # earlier checkpoint. So its steps count rows, and iterations are an axis; it cannot take rows back.
+    # wandb drops what is logged at one of its own steps that it has already, as after a rollback or
+    # a resume from an earlier checkpoint. So its steps count rows, and iterations are an axis; it
+    # cannot take rows back.
     run.define_metric("iteration")
     run.define_metric("*", step_metric="iteration")
 

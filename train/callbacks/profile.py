@@ -1,4 +1,6 @@
-"""Time of each rank: of some iterations by torch.profiler, and compared in every logging interval for stragglers."""
+"""Time of each rank: of some iterations by torch.profiler, and compared in every logging interval
+for stragglers.
+"""
 
 import json
 import socket
@@ -29,10 +31,12 @@ Interval = tuple[int, int]
 """Start and end in nanoseconds."""
 FOLDER = "profile"
 PHASES = ("data_ms", "update_ms", "mlp_ms")
-"""Fields of a record with a list by rank: per step, waiting for a batch and the optimizer's update; per call, the first
-feed-forward layer (0 with --compile). Elsewhere in a step ranks wait for each other, so all take the same time."""
+"""Fields of a record with a list by rank: per step, waiting for a batch and the optimizer's update;
+per call, the first feed-forward layer (0 with --compile). Elsewhere in a step ranks wait for each
+other, so all take the same time."""
 BEHIND, LEAST_MS = 0.2, 20.0
-"""A rank is warned of that is behind by more than this share, and by at least these ms in a step."""
+"""A rank is warned of that is behind by more than this share, and by at least these ms in a step.
+"""
 CALLS = 64
 
 
@@ -41,8 +45,9 @@ class ProfileConfig:
     """Which iterations are profiled, into the folder ``profile`` of --save."""
 
     profile: bool = False
-    """Follow some iterations with torch.profiler: a trace for chrome://tracing of each profiled rank, the memory's
-    history on a GPU, and a table of compute, exposed communication, data and saving of all ranks."""
+    """Follow some iterations with torch.profiler: a trace for chrome://tracing of each profiled
+    rank, the memory's history on a GPU, and a table of compute, exposed communication, data and
+    saving of all ranks."""
     profile_step_start: int = 10
     """First profiled iteration; those before warm up."""
     profile_step_end: int = 12
@@ -65,7 +70,9 @@ class Spent:
     rank: int
     host: str
     memory: int
-    """Most bytes of tensors at once beyond those that were there as it began, of the device that computes."""
+    """Most bytes of tensors at once beyond those that were there as it began, of the device that
+    computes.
+    """
     iteration: float
     compute: float
     communication: float
@@ -99,11 +106,18 @@ class Profiler(Callback):
     def on_step_begin(self, iteration: int) -> None:
         """Begin or end before this iteration, where it is the one to do so. Collective at the end."""
         if iteration == self._config.profile_step_start:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (
+                self._device.type == "cuda"
+            )
             if self._device.type == "cuda":
                 torch.cuda.memory._record_memory_history(max_entries=100_000)
-            self._profile, self._begun = profile(activities=activities, profile_memory=True), iteration
-            with warnings.catch_warnings():  # torch 2.11's that later cycles keep no events of this one: there are none
+            self._profile, self._begun = (
+                profile(activities=activities, profile_memory=True),
+                iteration,
+            )
+            with (
+                warnings.catch_warnings()
+            ):  # torch 2.11's that later cycles keep no events of this one: there are none
                 warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
                 self._profile.start()
         elif iteration == self._config.profile_step_end:
@@ -131,18 +145,22 @@ class Profiler(Callback):
                     torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{rank}.pickle"))
             if rank == 0:
                 write_text(
-                    self._folder / "ranks.json", json.dumps([asdict(each) for each in all_ranks], indent=1) + "\n"
+                    self._folder / "ranks.json",
+                    json.dumps([asdict(each) for each in all_ranks], indent=1) + "\n",
                 )
                 write_text(self._folder / "ranks.md", table(all_ranks))
         if self._device.type == "cuda":
             torch.cuda.memory._record_memory_history(enabled=None)
-        say(f"profiled iterations {self._begun} to {iteration}, into {self._folder}\n{table(all_ranks)}")
+        say(
+            f"profiled iterations {self._begun} to {iteration}, into {self._folder}\n{table(all_ranks)}"
+        )
 
 
 def spent(events: Iterable[Any], rank: int, iterations: int) -> Spent:
     """Return where the time of the events of torch's profiler went.
 
-    On a GPU, compute is its kernels and communication NCCL's; on a CPU, aten's operators and gloo's.
+    On a GPU, compute is its kernels and communication NCCL's; on a CPU, aten's operators and
+    gloo's.
     """
     marks: dict[str, list[Interval]] = {DATA: [], SAVING: []}
     operators, kernels, messages = [], [], []
@@ -151,7 +169,9 @@ def spent(events: Iterable[Any], rank: int, iterations: int) -> Spent:
         name, span = event.name(), (event.start_ns(), event.start_ns() + event.duration_ns())
         on_gpu = "CUDA" in str(event.device_type())
         if on_gpu and (event.is_user_annotation() or "HtoD" in name or "DtoH" in name):
-            continue  # spans that FSDP and the optimizer mark, and copies to and from the host: it may wait in both
+            # spans that FSDP and the optimizer mark, and copies to and from the host: it may wait
+            # in both
+            continue
         if name == "[memory]":
             changes[on_gpu].append((span[0], event.nbytes()))
         elif name in marks:
@@ -162,7 +182,9 @@ def spent(events: Iterable[Any], rank: int, iterations: int) -> Spent:
             kernels.append(span)
         elif name.startswith("aten::"):
             operators.append(span)
-    lengths, (data, saving, compute, sent) = covered([marks[DATA], marks[SAVING], kernels or operators, messages])
+    lengths, (data, saving, compute, sent) = covered(
+        [marks[DATA], marks[SAVING], kernels or operators, messages]
+    )
     compute, sent = (part & ~(data | saving) for part in (compute, sent))
     ends = [*operators, *kernels, *messages, *marks[DATA], *marks[SAVING]]
     whole = max((end for _, end in ends), default=0) - min((start for start, _ in ends), default=0)
@@ -174,8 +196,12 @@ def spent(events: Iterable[Any], rank: int, iterations: int) -> Spent:
 
 
 def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray]:
-    """Cut time at starts and ends; return the pieces' lengths, int64 [N], and which kinds cover each, [kinds, N]."""
-    edges = np.unique(np.array([edge for spans in kinds for span in spans for edge in span], dtype=np.int64))
+    """Cut time at starts and ends; return the pieces' lengths, int64 [N], and which kinds cover
+    each, [kinds, N].
+    """
+    edges = np.unique(
+        np.array([edge for spans in kinds for span in spans for edge in span], dtype=np.int64)
+    )
     open_now = np.zeros((len(kinds), len(edges)), dtype=np.int64)
     for row, spans in zip(open_now, kinds, strict=True):
         starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
@@ -185,12 +211,16 @@ def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray
 
 
 def table(ranks: list[Spent]) -> str:
-    """Return the ranks' times in milliseconds and memory as Markdown, and name the one that the others wait for.
+    """Return the ranks' times in milliseconds and memory as Markdown, and name the one that the
+    others wait for.
 
     In collectives the others wait for the slowest rank: it has the least exposed communication.
     """
     columns = ("compute", "exposed", "communication", "data", "saving", "other", "iteration")
-    lines = ["| rank | host | " + " | ".join(columns) + " | MB |", "| ---: | --- |" + " ---: |" * (len(columns) + 1)]
+    lines = [
+        "| rank | host | " + " | ".join(columns) + " | MB |",
+        "| ---: | --- |" + " ---: |" * (len(columns) + 1),
+    ]
     for each in ranks:
         lines.append(
             f"| {each.rank} | {each.host} | "
@@ -205,14 +235,21 @@ def table(ranks: list[Spent]) -> str:
 
 
 class Stragglers(Callback):
-    """Adds the ranks' times to the record of an interval's last step, and warns of a rank that stays behind."""
+    """Adds the ranks' times to the record of an interval's last step, and warns of a rank that
+    stays behind.
+    """
 
     def __init__(
-        self, parts: Sequence[nn.Module], device: torch.device, interval: int, seconds: dict[str, float]
+        self,
+        parts: Sequence[nn.Module],
+        device: torch.device,
+        interval: int,
+        seconds: dict[str, float],
     ) -> None:
         """Compare several ranks every ``interval`` iterations.
 
-        ``seconds`` are this rank's in waiting for batches and in updates; they are set back at an interval's end.
+        ``seconds`` are this rank's in waiting for batches and in updates; they are set back at an
+        interval's end.
         """
         self._device, self._interval, self._seconds = device, interval, seconds
         self._steps: list[float] = []
@@ -220,7 +257,9 @@ class Stragglers(Callback):
         self._calls = deque[tuple[Any, Any]](maxlen=CALLS)
         self._behind = deque([-1, -1, -1], maxlen=3)
         """The ranks found behind at the last intervals; -1 for none."""
-        layers = [layer for part in parts for layer in part.modules() if isinstance(layer, (MLP, SwiGLU))]
+        layers = [
+            layer for part in parts for layer in part.modules() if isinstance(layer, (MLP, SwiGLU))
+        ]
         self._layers, self._called = len(layers), 0
         if layers and dist.get_world_size() > 1:
             layers[0].register_forward_pre_hook(lambda *_: self._call(begins=True))
@@ -244,7 +283,9 @@ class Stragglers(Callback):
         return event
 
     def on_step_end(self, step: Step) -> None:
-        """Count a step; at an interval's end compare the ranks, with one sum of three numbers of each."""
+        """Count a step; at an interval's end compare the ranks, with one sum of three numbers of
+        each.
+        """
         self._steps.append(step.record["iteration_time_ms"])
         size = dist.get_world_size()
         if size == 1 or not (step.last or step.iteration % self._interval == 0):
@@ -254,7 +295,9 @@ class Stragglers(Callback):
         cuda = self._device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self._device)
-        of_calls = [begin.elapsed_time(end) if cuda else 1e3 * (end - begin) for begin, end in self._calls]
+        of_calls = [
+            begin.elapsed_time(end) if cuda else 1e3 * (end - begin) for begin, end in self._calls
+        ]
         table[dist.get_rank()] = torch.tensor([*mine, statistics.median(of_calls or [0.0])])
         table = table.to(self._device)
         dist.all_reduce(table)
@@ -275,17 +318,24 @@ class Stragglers(Callback):
         step.record |= found | {"slowest_rank": rank, "slowest_behind": share}
 
 
-def slowest(found: dict[str, list[float]], step: float, calls: float) -> tuple[int, float, str, bool]:
-    """Return the rank most behind the median (of two the faster one's), its share, its phase, and if by ``LEAST_MS``.
+def slowest(
+    found: dict[str, list[float]], step: float, calls: float
+) -> tuple[int, float, str, bool]:
+    """Return the rank most behind the median (of two the faster one's), its share, its phase, and
+    if by ``LEAST_MS``.
 
-    The layer's time is compared with the median's, what is once in a step with the ``step``: both in ms. Of layers a
-    step makes ``calls``. A rank behind by ``LEAST_MS`` goes before those that are not.
+    The layer's time is compared with the median's, what is once in a step with the ``step``: both
+    in ms. Of layers a step makes ``calls``. A rank behind by ``LEAST_MS`` goes before those that
+    are not.
     """
     shares = []
     for phase, times in found.items():
         middle = statistics.median_low(times)
         whole, often = (middle, calls) if phase == "mlp_ms" else (step, 1)
         behind = [(mine - middle, -rank) for rank, mine in enumerate(times)]
-        shares += [(ms * often >= LEAST_MS, ms / whole if whole else 0.0, rank, phase) for ms, rank in behind]
+        shares += [
+            (ms * often >= LEAST_MS, ms / whole if whole else 0.0, rank, phase)
+            for ms, rank in behind
+        ]
     least, share, rank, phase = max(shares)
     return -rank, share, phase, least

@@ -1,4 +1,6 @@
-"""Progress of a run: its records, its lines on the screen, and the peak that its rate is measured against."""
+"""Progress of a run: its records, its lines on the screen, and the peak that its rate is measured
+against.
+"""
 
 import math
 import time
@@ -20,13 +22,20 @@ COLUMNS = 110
 
 
 class Report(Callback):
-    """Writes each step's record to the log; prints a line after the first, every log_interval, and at the end.
+    """Writes each step's record to the log; prints a line after the first, every log_interval, and
+    at the end.
 
-    The first line is for a person who waits: it shows that the run is alive and how long it will take.
+    The first line is for a person who waits: it shows that the run is alive and how long it will
+    take.
     """
 
     def __init__(
-        self, log: RunLog | None, objective: Objective, train_iters: int, log_interval: int, device_type: str
+        self,
+        log: RunLog | None,
+        objective: Objective,
+        train_iters: int,
+        log_interval: int,
+        device_type: str,
     ) -> None:
         """``log`` is there on the first rank."""
         self._log, self._objective = log, objective
@@ -48,7 +57,9 @@ class Report(Callback):
             self._log.sync()
 
     def lines(self, record: dict[str, Any], now: float, last: bool = False) -> list[str]:
-        """Return the lines to print after an iteration, if any. ``now`` is a clock's time in seconds."""
+        """Return the lines to print after an iteration, if any. ``now`` is a clock's time in
+        seconds.
+        """
         first = self._started is None
         iteration, started = self._started = self._started or (record["iteration"], now)
         self._unprinted.append(record)
@@ -67,9 +78,13 @@ class Report(Callback):
 
 
 def few_samples(at: int, train: LoopConfig, there: int | None, wanted: int) -> str:
-    """Say where there is less to do than asked for: training from iteration ``at``, or validation samples."""
+    """Say where there is less to do than asked for: training from iteration ``at``, or validation
+    samples.
+    """
     if at >= train.train_iters:
-        return f"iteration {at} of {train.train_iters}: nothing left to train; --train-iters N goes on"
+        return (
+            f"iteration {at} of {train.train_iters}: nothing left to train; --train-iters N goes on"
+        )
     if there is not None and there < wanted:
         asked = f"note: eval_iters {train.eval_iters} asks for {wanted} validation samples"
         return f"{asked}; there are {there}, and all are used"
@@ -77,9 +92,13 @@ def few_samples(at: int, train: LoopConfig, there: int | None, wanted: int) -> s
 
 
 def progress_line(
-    objective: type[Objective], records: Sequence[dict[str, Any]], train_iters: int, seconds_left: float
+    objective: type[Objective],
+    records: Sequence[dict[str, Any]],
+    train_iters: int,
+    seconds_left: float,
 ) -> str:
-    """Return one line on the iterations since the last line: means of losses and rates, the latest of the rest.
+    """Return one line on the iterations since the last line: means of losses and rates, the latest
+    of the rest.
 
     To fit ``COLUMNS`` it drops the learning rate, then the rate; metrics.jsonl has all.
     """
@@ -117,8 +136,16 @@ def flops_rate(tflops: float) -> str:
 
 def _mean(records: Sequence[dict[str, Any]], name: str, weight: str | None = None) -> float:
     """Average over the iterations: rates weighted by time, losses without skipped iterations."""
-    pairs = [(record[name], record[weight] if weight else 1.0) for record in records if math.isfinite(record[name])]
-    return sum(value * share for value, share in pairs) / sum(share for _, share in pairs) if pairs else math.nan
+    pairs = [
+        (record[name], record[weight] if weight else 1.0)
+        for record in records
+        if math.isfinite(record[name])
+    ]
+    return (
+        sum(value * share for value, share in pairs) / sum(share for _, share in pairs)
+        if pairs
+        else math.nan
+    )
 
 
 def _short(value: float) -> str:
@@ -130,12 +157,17 @@ def _short(value: float) -> str:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s that one process can reach: a GPU's bfloat16 data sheet figure, else measured now.
+    """Return the FLOP/s that one process can reach: a GPU's bfloat16 data sheet figure, else
+    measured now.
 
-    Square matrix products are measured for about 0.3 s after a warm-up. Call it on all ranks at once: on a shared
-    CPU each then measures its share.
+    Square matrix products are measured for about 0.3 s after a warm-up. Call it on all ranks at
+    once: on a shared CPU each then measures its share.
     """
-    if device.type == "cuda" and dtype is torch.bfloat16 and (card := card_of(torch.cuda.get_device_name(device))):
+    if (
+        device.type == "cuda"
+        and dtype is torch.bfloat16
+        and (card := card_of(torch.cuda.get_device_name(device)))
+    ):
         return card.flops
     side = 4096 if device.type == "cuda" else 768
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))

@@ -38,7 +38,9 @@ class Validation(Callback):
     def on_train_begin(self, iteration: int) -> None:
         """Validate the last iteration before this start if it was ended meanwhile."""
         log = self.log
-        if self._is_due(iteration) and from_first(lambda: log is not None and lacks_validation(log.records, iteration)):
+        if self._is_due(iteration) and from_first(
+            lambda: log is not None and lacks_validation(log.records, iteration)
+        ):
             found = self.validate(iteration)
             if found and log is not None:
                 say(self.task.objective.validation_line(log.amend(found)))
@@ -51,11 +53,14 @@ class Validation(Callback):
 
     def _is_due(self, iteration: int) -> bool:
         train = self.task.config.train
-        return iteration > 0 and (iteration % train.eval_interval == 0 or iteration == train.train_iters)
+        return iteration > 0 and (
+            iteration % train.eval_interval == 0 or iteration == train.train_iters
+        )
 
     @torch.no_grad()
     def validate(self, iteration: int) -> dict[str, float]:
-        """Return the validation loss, of the averages of the weights where they are kept, and the constants.
+        """Return the validation loss, of the averages of the weights where they are kept, and the
+        constants.
 
         Nothing where the run was told to end before it was over.
         """
@@ -69,10 +74,14 @@ class Validation(Callback):
         return {"validation_loss": loss, **self.constants}
 
     def _loss(self) -> float:
-        """Return the mean loss over the first eval_iters global batches of the validation data, always the same."""
+        """Return the mean loss over the first eval_iters global batches of the validation data,
+        always the same.
+        """
         mesh, wanted = self.task.mesh, self.task.validation_samples
         total, tokens = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
-        with self.batches.prefetched(evaluation_batches(self.data, self.batches.batching, wanted)) as steps:
+        with self.batches.prefetched(
+            evaluation_batches(self.data, self.batches.batching, wanted)
+        ) as steps:
             while (batch := self.batches.take(steps)) is not None:
                 self.watchdog.beat()
                 total += self.runner.forward(batch.micro_batches)

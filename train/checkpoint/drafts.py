@@ -1,4 +1,6 @@
-"""From an empty draft to a checkpoint, at once or beside training: room for it, its name, and its one rename."""
+"""From an empty draft to a checkpoint, at once or beside training: room for it, its name, and its
+one rename.
+"""
 
 import shutil
 import uuid
@@ -61,12 +63,14 @@ class Draft:
 
 
 def start_draft(folder: Path, manifest: Manifest, *, local: bool) -> tuple[Draft, list[Room]]:
-    """Create an empty draft of ``folder``; a broken checkpoint of this name is moved aside. Collective.
+    """Create an empty draft of ``folder``; a broken checkpoint of this name is moved aside.
+    Collective.
 
-    Returns it, and the room in each of its folders. Raises CheckpointError: the name is a whole checkpoint's, or the
-    disk refuses; on every rank.
+    Returns it, and the room in each of its folders. Raises CheckpointError: the name is a whole
+    checkpoint's, or the disk refuses; on every rank.
     """
-    # A name of its own: ranks of a run that is over, or cut off from its peers, may still be writing into theirs.
+    # A name of its own: ranks of a run that is over, or cut off from its peers, may still be
+    # writing into theirs.
     mine = uuid.uuid4().hex[:8]
     path = folder.with_name(f"{folder.name}.{from_first(lambda: mine) if local else mine}.tmp")
     made: list[Path] = []
@@ -113,13 +117,19 @@ def _free_name(folder: Path) -> None:
 
 
 def remove_drafts(directory: Path) -> None:
-    """Remove unfinished saves of a killed run. Only the folder's owner may call this: it is the only writer."""
+    """Remove unfinished saves of a killed run. Only the folder's owner may call this: it is the
+    only writer.
+    """
     for left_over in directory.glob("iter_*.tmp"):
-        shutil.rmtree(left_over, ignore_errors=True)  # a rank that is ending may still write there; the next save tries
+        shutil.rmtree(
+            left_over, ignore_errors=True
+        )  # a rank that is ending may still write there; the next save tries
 
 
 def check_room(rooms: Sequence[Room], needed: int) -> None:
-    """Raise before writing, alike on every rank, if a folder is too small for its share of the bytes ``needed``."""
+    """Raise before writing, alike on every rank, if a folder is too small for its share of the
+    bytes ``needed``.
+    """
     share = needed // len(rooms)
     for path, free in rooms:
         if free is not None and free < share:
@@ -130,9 +140,11 @@ def check_room(rooms: Sequence[Room], needed: int) -> None:
 
 
 def save_steps(draft: Draft, shards: "Shards", keeper: Keeper | None = None) -> Steps:
-    """Yield what this rank does to make a checkpoint of a draft; each next step is for all ranks together.
+    """Yield what this rank does to make a checkpoint of a draft; each next step is for all ranks
+    together.
 
-    The work has no collectives, so that it may be done beside training; ``keeper`` then prunes where it is done.
+    The work has no collectives, so that it may be done beside training; ``keeper`` then prunes
+    where it is done.
     """
     path, folder = draft.path, draft.folder
 
@@ -147,16 +159,22 @@ def save_steps(draft: Draft, shards: "Shards", keeper: Keeper | None = None) -> 
         shards.finish([results for results, _ in written])
         return describe(path / METADATA)
 
-    files = {name: entry for _, own in written for name, entry in own.items()} | {METADATA: from_first(table)}
+    files = {name: entry for _, own in written for name, entry in own.items()} | {
+        METADATA: from_first(table)
+    }
 
-    def publish() -> None:  # with one rename: before it there is no checkpoint, after it a whole one
+    def publish() -> (
+        None
+    ):  # with one rename: before it there is no checkpoint, after it a whole one
         if not draft.owner:
             return
         with disk_errors(path):
             there = {file.name for file in path.iterdir()}
             odd = there - files.keys() if draft.local else there ^ files.keys()
             if odd:
-                raise CheckpointError(f"{path} holds other files than the ranks wrote: {', '.join(sorted(odd))}")
+                raise CheckpointError(
+                    f"{path} holds other files than the ranks wrote: {', '.join(sorted(odd))}"
+                )
             write_manifest(path, replace(draft.manifest, files=files))
             path.rename(folder)
             fsync(folder.parent)
@@ -178,12 +196,14 @@ def run_steps(steps: Steps) -> None:
 
 
 class Background:
-    """One save at a time, written by a thread of each rank from copies of its tensors, while training goes on.
+    """One save at a time, written by a thread of each rank from copies of its tensors, while
+    training goes on.
 
-    DCP's own ``async_save`` does not fit: it meets in a process group of its own, whose collectives wait for a lost
-    rank's timeout, and training learns of an error neither at one step on all ranks nor by the file's name. Here a step
-    is taken when the one before is done on all ranks, which the caller finds out: it adds up ``ready`` in a
-    reduction that it makes anyway. So no collective runs beside training, and errors come up on all ranks together.
+    DCP's own ``async_save`` does not fit: it meets in a process group of its own, whose collectives
+    wait for a lost rank's timeout, and training learns of an error neither at one step on all ranks
+    nor by the file's name. Here a step is taken when the one before is done on all ranks, which the
+    caller finds out: it adds up ``ready`` in a reduction that it makes anyway. So no collective
+    runs beside training, and errors come up on all ranks together.
     """
 
     def __init__(self, keeper: Keeper) -> None:
@@ -207,7 +227,8 @@ class Background:
         return self._save is not None and self._save[2].done()
 
     def step(self) -> Path | None:
-        """Take the next step, as all ranks are ``ready``; return the checkpoint after the last one. Collective.
+        """Take the next step, as all ranks are ``ready``; return the checkpoint after the last one.
+        Collective.
 
         Raises CheckpointError: it could not be written, on every rank.
         """
@@ -222,7 +243,9 @@ class Background:
         return None
 
     def wait(self) -> Path | None:
-        """Take all steps that are left; return the checkpoint if one is published. Collective, raises as ``step``."""
+        """Take all steps that are left; return the checkpoint if one is published. Collective,
+        raises as ``step``.
+        """
         found = None
         while self._save is not None:
             # Asked again and again: no collective waits for long, however slow the disk is.

@@ -17,17 +17,26 @@ from train.checkpoint.manifest import checkpoint_folder, local_folder, remove_ot
 from train.checkpoint.search import Keeper, find_checkpoint, to_stderr
 
 
-def newest_checkpoint(config: CheckpointConfig, report: Callable[[str], None] = to_stderr) -> Path | None:
+def newest_checkpoint(
+    config: CheckpointConfig, report: Callable[[str], None] = to_stderr
+) -> Path | None:
     """Do as ``find_checkpoint`` does of ``--load`` and its run's local checkpoints.
 
-    Local ones that are not taken are removed: the run that goes on makes others of their iterations.
+    Local ones that are not taken are removed: the run that goes on makes others of their
+    iterations.
     """
     load, save = str(config.load), config.save
-    same = save is not None and os.path.realpath(save) == os.path.realpath(load) and not config.finetune
+    same = (
+        save is not None
+        and os.path.realpath(save) == os.path.realpath(load)
+        and not config.finetune
+    )
     local = local_folder(config.non_persistent_local_ckpt_dir, load) if same else None
     path = find_checkpoint(load, config.ckpt_step, report=report, local=local)
     if local is not None:
-        there = gather_results(lambda: {path.parent for path in local.parent.glob("*-????????????/iter_*")})
+        there = gather_results(
+            lambda: {path.parent for path in local.parent.glob("*-????????????/iter_*")}
+        )
         others = {str(folder) for folder in set[Path]().union(*there) if folder.name != local.name}
         for other in sorted(others) if is_first() else ():
             report(f"passed over {other}, which is of another run; remove it if that one is over")
@@ -50,15 +59,27 @@ class Saves:
         self._background = Background(self._keeper)
 
     def due(self, iteration: int, last: bool) -> Literal["shared", "local"] | None:
-        """Return which tier is to have a checkpoint of this iteration: a local one waits while a save is under way."""
-        intervals = {"shared": self.config.save_interval, "local": self.config.non_persistent_save_interval}
-        self._owed |= {tier for tier, every in intervals.items() if every is not None and iteration % every == 0}
+        """Return which tier is to have a checkpoint of this iteration: a local one waits while a
+        save is under way.
+        """
+        intervals = {
+            "shared": self.config.save_interval,
+            "local": self.config.non_persistent_save_interval,
+        }
+        self._owed |= {
+            tier
+            for tier, every in intervals.items()
+            if every is not None and iteration % every == 0
+        }
         if self.config.save is not None and (last or "shared" in self._owed):
             return "shared"
         return "local" if "local" in self._owed and not self._background.under_way else None
 
-    def save(self, tier: Literal["shared", "local"], iteration: int, *run: Any, **state: Any) -> None:
-        """Write a checkpoint into a tier's folder, as ``save_checkpoint`` does; remove older ones; collective.
+    def save(
+        self, tier: Literal["shared", "local"], iteration: int, *run: Any, **state: Any
+    ) -> None:
+        """Write a checkpoint into a tier's folder, as ``save_checkpoint`` does; remove older ones;
+        collective.
 
         With async_save it is begun, once the one before is over.
         """
@@ -66,7 +87,9 @@ class Saves:
         folder = self._local if tier == "local" else Path(str(self.config.save))
         assert folder is not None
         beside = self._background if self.config.async_save else None
-        path = save_checkpoint(folder, iteration, *run, **state, beside=beside, local=tier == "local")
+        path = save_checkpoint(
+            folder, iteration, *run, **state, beside=beside, local=tier == "local"
+        )
         if beside is None:
             self._tell(path)
             if tier == "shared":
@@ -77,7 +100,9 @@ class Saves:
         return from_first(checkpoint_folder(str(self.config.save), iteration).is_dir)
 
     def end(self, iteration: int) -> None:
-        """Wait as ``wait`` does, and remove the local checkpoints if there is a shared one of the end; collective."""
+        """Wait as ``wait`` does, and remove the local checkpoints if there is a shared one of the
+        end; collective.
+        """
         self.wait()
         if self._local is not None and self.holds(iteration):
             remove_others(self._local, None)

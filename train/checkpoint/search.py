@@ -1,4 +1,6 @@
-"""The checkpoints of a run's folder: find the newest whole one, verify every byte of it, remove older ones."""
+"""The checkpoints of a run's folder: find the newest whole one, verify every byte of it, remove
+older ones.
+"""
 
 import json
 import re
@@ -32,8 +34,8 @@ POINTER = "latest_checkpointed_iteration.txt"
 def what_is_broken(folder: Path, *, read: bool = True, copies: bool = False) -> str | None:
     """Check a checkpoint folder against its manifest, its name and DCP's table of tensors.
 
-    Collective over all ranks, which share out the files: a rank that sees a file looks at it, as each node may have
-    others. Returns what is wrong, with the files, or None if whole.
+    Collective over all ranks, which share out the files: a rank that sees a file looks at it, as
+    each node may have others. Returns what is wrong, with the files, or None if whole.
 
     Args:
         read: whether to read every byte; without it the files' sizes are compared.
@@ -43,7 +45,9 @@ def what_is_broken(folder: Path, *, read: bool = True, copies: bool = False) -> 
     hosts, nodes = [host for host, *_ in seen], [(host, place) for host, place, *_ in seen]
     on = [f" (on {host})" if len(set(hosts)) > 1 else "" for host in hosts]
     apart = len({said for _, _, said, *_ in seen}) > 1
-    if unread := {said + where * apart for (_, _, said, *_), where in zip(seen, on, strict=True) if said}:
+    if unread := {
+        said + where * apart for (_, _, said, *_), where in zip(seen, on, strict=True) if said
+    }:
         return "; ".join(sorted(unread))
     if len({digest for *_, digest, _ in seen}) > 1:
         return f"{folder} is not the same checkpoint on all nodes"
@@ -57,8 +61,15 @@ def what_is_broken(folder: Path, *, read: bool = True, copies: bool = False) -> 
         of_each_node = {nodes[other]: other for other in [*who[turn:], *who[:turn]]}
         readers[name] = list(of_each_node.values()) if copies else [who[turn]]
     mine = [name for name in by_size if rank in readers[name]]
-    problems = gather_results(lambda: [_what_differs(folder / name, *manifest.files[name], read) for name in mine])
-    named = [problem + where for one_rank, where in zip(problems, on, strict=True) for problem in one_rank if problem]
+    problems = gather_results(
+        lambda: [_what_differs(folder / name, *manifest.files[name], read) for name in mine]
+    )
+    named = [
+        problem + where
+        for one_rank, where in zip(problems, on, strict=True)
+        for problem in one_rank
+        if problem
+    ]
     # The table is a pickle: read it with care, and only once its bytes are verified.
     table = readers.get(METADATA, [0])[0]
     if named:
@@ -81,7 +92,9 @@ def what_is_broken(folder: Path, *, read: bool = True, copies: bool = False) -> 
 
 
 def _seen(folder: Path) -> tuple[str, int, str, str, set[str]]:
-    """Return this host, the folder's inode, what is wrong with its manifest, the manifest's digest, and the files."""
+    """Return this host, the folder's inode, what is wrong with its manifest, the manifest's digest,
+    and the files.
+    """
     host = socket.gethostname()
     try:
         digest = sha256(repr(read_manifest(folder)))
@@ -91,7 +104,9 @@ def _seen(folder: Path) -> tuple[str, int, str, str, set[str]]:
 
 
 def _abandoned(directory: Path, written: dict[int, float]) -> set[int]:
-    """Return the iterations, with the times of their writing, that a later start left behind: it began before them."""
+    """Return the iterations, with the times of their writing, that a later start left behind: it
+    began before them.
+    """
     path = directory / STARTS
     starts: list[tuple[float, int]] = []
     for line in read_regular(path).splitlines() if written and path.exists() else ():
@@ -102,9 +117,13 @@ def _abandoned(directory: Path, written: dict[int, float]) -> set[int]:
                     raise ValueError
                 starts.append((time, iteration))
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise CheckpointError(f"{path} has {line!r:.40}, which is no start of a run; remove the line") from None
+            raise CheckpointError(
+                f"{path} has {line!r:.40}, which is no start of a run; remove the line"
+            ) from None
     return {
-        iteration for iteration, time in written.items() if any(began > time and at < iteration for began, at in starts)
+        iteration
+        for iteration, time in written.items()
+        if any(began > time and at < iteration for began, at in starts)
     }
 
 
@@ -130,10 +149,14 @@ def to_stderr(note: str) -> None:
 
 
 def checkpoint_of(run: Path, step: int | None = None) -> Path:
-    """Return what ``find_checkpoint`` finds in a run's folder; collective. Raises CheckpointError if it finds none."""
+    """Return what ``find_checkpoint`` finds in a run's folder; collective. Raises CheckpointError
+    if it finds none.
+    """
     found = find_checkpoint(run, step)
     if found is None:
-        raise CheckpointError(f"{run} holds no checkpoint; name the folder that a training run saved to")
+        raise CheckpointError(
+            f"{run} holds no checkpoint; name the folder that a training run saved to"
+        )
     return found
 
 
@@ -144,36 +167,57 @@ def find_checkpoint(
     report: Callable[[str], None] = to_stderr,
     local: Path | None = None,
 ) -> Path | None:
-    """Return the newest whole checkpoint of a run's folder, every byte verified; None without any. Collective.
+    """Return the newest whole checkpoint of a run's folder, every byte verified; None without any.
+    Collective.
 
     Args:
         directory: a run's folder, with ``iter_*`` folders in it.
         step: take exactly this iteration.
-        report: called on the first rank for each broken checkpoint skipped, each unfinished save, and a pointer file
-            that names another iteration; and for each local one that is not taken.
-        local: this node's folder of the run's local checkpoints, taken where they are newer and whole.
+        report: called on the first rank for each broken checkpoint skipped, each unfinished save,
+            and a pointer file that names another iteration; and for each local one that is not
+            taken.
+        local: this node's folder of the run's local checkpoints, taken where they are newer and
+            whole.
 
-    Raises CheckpointError: ``step`` is missing or broken, or no checkpoint is whole: starting afresh would silently
-    lose the run.
+    Raises CheckpointError: ``step`` is missing or broken, or no checkpoint is whole: starting
+    afresh would silently lose the run.
     """
     directory = Path(directory)
     found = from_first(lambda: saved_iterations(directory))
     if step is not None and step not in found:
-        held = f"it has {', '.join(map(str, found))}; name one of them" if found else "it has none at all"
-        raise CheckpointError(f"ckpt_step is {step} and {directory} has no checkpoint of that iteration: {held}")
-    shared = [checkpoint_folder(directory, iteration) for iteration in (found if step is None else [step])]
+        held = (
+            f"it has {', '.join(map(str, found))}; name one of them"
+            if found
+            else "it has none at all"
+        )
+        raise CheckpointError(
+            f"ckpt_step is {step} and {directory} has no checkpoint of that iteration: {held}"
+        )
+    shared = [
+        checkpoint_folder(directory, iteration) for iteration in (found if step is None else [step])
+    ]
     ours: list[Path] = []
     if local is not None:
 
         def times() -> dict[int, float]:  # when each was written, in seconds
-            manifests = {number: checkpoint_folder(local, number) / MANIFEST for number in saved_iterations(local)}
-            there = {number: path if path.exists() else path.parent for number, path in manifests.items()}
+            manifests = {
+                number: checkpoint_folder(local, number) / MANIFEST
+                for number in saved_iterations(local)
+            }
+            there = {
+                number: path if path.exists() else path.parent for number, path in manifests.items()
+            }
             return {number: path.stat().st_mtime for number, path in there.items()}
 
         there = {number: time for node in gather_results(times) for number, time in node.items()}
         left = from_first(lambda: _abandoned(directory, there))
-        ours = [checkpoint_folder(local, iteration) for iteration in sorted(there.keys() - left, reverse=True)]
-    newest_first = sorted(shared + (ours if step is None else []), key=lambda path: int(path.name[5:]), reverse=True)
+        ours = [
+            checkpoint_folder(local, iteration)
+            for iteration in sorted(there.keys() - left, reverse=True)
+        ]
+    newest_first = sorted(
+        shared + (ours if step is None else []), key=lambda path: int(path.name[5:]), reverse=True
+    )
     broken: dict[Path, str] = {}
     for folder in newest_first:
         if (problem := what_is_broken(folder, copies=folder in ours)) is None:
@@ -190,37 +234,59 @@ def find_checkpoint(
         notes += [f"passed over {path}: {why}" for path in ours if path not in (*broken, taken)]
         if local is not None:
             gone = [checkpoint_folder(local, iteration) for iteration in sorted(left)]
-            notes += [f"passed over {path}: the run went on from an earlier iteration since" for path in gone]
-        for note in notes + (_remarks(directory, int(taken.name[5:])) if step is None and taken in shared else []):
+            notes += [
+                f"passed over {path}: the run went on from an earlier iteration since"
+                for path in gone
+            ]
+        for note in notes + (
+            _remarks(directory, int(taken.name[5:])) if step is None and taken in shared else []
+        ):
             report(note)
     return taken
 
 
 def saved_iterations(directory: Path) -> list[int]:
-    """List the iterations that have a folder in a run's folder, newest first. Raises CheckpointError if unreadable."""
+    """List the iterations that have a folder in a run's folder, newest first. Raises
+    CheckpointError if unreadable.
+    """
     try:
-        names = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in directory.iterdir() if path.is_dir()]
+        names = [
+            re.fullmatch(r"iter_(\d{7,})", path.name)
+            for path in directory.iterdir()
+            if path.is_dir()
+        ]
     except FileNotFoundError:
         if directory.is_symlink():
-            raise CheckpointError(f"{directory} is a symlink that leads nowhere; name a run's folder") from None
+            raise CheckpointError(
+                f"{directory} is a symlink that leads nowhere; name a run's folder"
+            ) from None
         return []
     except OSError as error:
-        raise CheckpointError(f"{directory} is not a folder that can be read ({error}); name a run's folder") from error
+        raise CheckpointError(
+            f"{directory} is not a folder that can be read ({error}); name a run's folder"
+        ) from error
     # Ignore names with more leading zeros than ours.
     found = {int(name[1]) for name in names if name}
-    return sorted((step for step in found if checkpoint_folder(directory, step).is_dir()), reverse=True)
+    return sorted(
+        (step for step in found if checkpoint_folder(directory, step).is_dir()), reverse=True
+    )
 
 
 def _remarks(directory: Path, iteration: int) -> list[str]:
     """List unfinished saves, and a pointer file that names another iteration."""
-    notes = [f"{path} was never finished; a later save removes it" for path in sorted(directory.glob("iter_*.tmp"))]
+    notes = [
+        f"{path} was never finished; a later save removes it"
+        for path in sorted(directory.glob("iter_*.tmp"))
+    ]
     pointer = directory / POINTER
     try:
         pointed = " ".join(read_regular(pointer, 1000).split()) if pointer.exists() else ""
     except UserError as error:
         return [*notes, str(error)]
     if pointed and pointed != str(iteration):
-        notes.append(f"{pointer} says {pointed[:20]}, the newest whole one is {iteration}; --ckpt-step loads another")
+        notes.append(
+            f"{pointer} says {pointed[:20]}, the newest whole one is {iteration}; --ckpt-step loads another"
+        )
     return notes
 
 
@@ -234,13 +300,14 @@ class Keeper:
     """A divisor of iterations whose checkpoints stay too."""
     report: Callable[[str], None] = to_stderr
     verified: set[Path] = field(default_factory=set)
-    """Checkpoints whose bytes were hashed by this process: later a look at their sizes is enough."""
+    """Checkpoints whose bytes were hashed by this process: later a look at their sizes is enough.
+    """
 
     def prune(self, directory: Path) -> None:
         """Remove what is older than the newest whole ones; collective.
 
-        A broken one counts for nothing, and stays until it is older than the whole ones that count. A folder that
-        cannot be removed is reported, and tried again next time.
+        A broken one counts for nothing, and stays until it is older than the whole ones that count.
+        A folder that cannot be removed is reported, and tried again next time.
         """
         if self.last is None and self.every is None:
             return
@@ -269,4 +336,6 @@ class Keeper:
         try:
             remove(folder)
         except OSError as error:
-            self.report(f"cannot remove {folder}, which is older than those to keep: {error.strerror}")
+            self.report(
+                f"cannot remove {folder}, which is older than those to keep: {error.strerror}"
+            )

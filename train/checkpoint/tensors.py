@@ -32,7 +32,8 @@ Read = Callable[[str], torch.Tensor]
 Copies = dict[MetadataIndex, torch.Tensor]
 """Tensors that a rank writes, in the memory of its host."""
 
-# Beside the dataclasses and enumerations of DCP's metadata, what it puts into `.metadata`; each only holds data.
+# Beside the dataclasses and enumerations of DCP's metadata, what it puts into `.metadata`; each
+# only holds data.
 _DATA_CLASSES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -42,11 +43,15 @@ _DATA_CLASSES = {
 }
 
 
-def tensors_of(model: Model, optimizer: torch.optim.Optimizer | None, *, create: bool = False) -> State:
-    """Return a run's tensors by the plain model's parameter names: {"model": weights, "optimizer": moments, step}.
+def tensors_of(
+    model: Model, optimizer: torch.optim.Optimizer | None, *, create: bool = False
+) -> State:
+    """Return a run's tensors by the plain model's parameter names: {"model": weights, "optimizer":
+    moments, step}.
 
-    These are the live tensors (DTensors where sharded), not copies: DCP writes and reads them in place, without a cast.
-    (``set_optimizer_state_dict`` would cast float32 moments to bf16 parameters.)
+    These are the live tensors (DTensors where sharded), not copies: DCP writes and reads them in
+    place, without a cast. (``set_optimizer_state_dict`` would cast float32 moments to bf16
+    parameters.)
 
     Args:
         optimizer: None leaves out the "optimizer" section.
@@ -71,14 +76,22 @@ def tensors_of(model: Model, optimizer: torch.optim.Optimizer | None, *, create:
     for section, values in state.items():
         for name, value in values.items():
             if not isinstance(value, torch.Tensor) or value.is_meta:
-                kind = "a meta tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-                raise CheckpointError(f"{section} state {name} is {kind}; a checkpoint holds tensors with data only")
+                kind = (
+                    "a meta tensor"
+                    if isinstance(value, torch.Tensor)
+                    else f"a {type(value).__name__}"
+                )
+                raise CheckpointError(
+                    f"{section} state {name} is {kind}; a checkpoint holds tensors with data only"
+                )
     return state
 
 
 @torch.no_grad()
 def spread_copies(model: Model, optimizer: torch.optim.Optimizer | None) -> None:
-    """Copy value and moments of each parameter that several parts hold from the last part, which was read."""
+    """Copy value and moments of each parameter that several parts hold from the last part, which
+    was read.
+    """
     parts = [model] if isinstance(model, nn.Module) else model
     read = {name: parameter for part in parts for name, parameter in part.named_parameters()}
     for part in parts:
@@ -104,11 +117,13 @@ def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Shards:
-    """This rank's part of a save: ``plan``, ``agree``, perhaps ``copy``, ``write`` and ``finish``, in this order.
+    """This rank's part of a save: ``plan``, ``agree``, perhaps ``copy``, ``write`` and ``finish``,
+    in this order.
 
-    ``dcp.save`` has six collectives for it: all plans go to one rank, its answers back, then what was written, and a
-    table that no rank needs. Here each rank works out the same answer from all plans, which takes each one the time and
-    memory that it takes one there: about 4 s and 135 MB for 64 ranks of 1,200 tensors on a CPU, in step with both.
+    ``dcp.save`` has six collectives for it: all plans go to one rank, its answers back, then what
+    was written, and a table that no rank needs. Here each rank works out the same answer from all
+    plans, which takes each one the time and memory that it takes one there: about 4 s and 135 MB
+    for 64 ranks of 1,200 tensors on a CPU, in step with both.
     """
 
     def __init__(self, read: Read | None) -> None:
@@ -125,26 +140,43 @@ class Shards:
         return self._planner.create_local_plan()
 
     def agree(self, plans: list[SavePlan]) -> int:
-        """Take the plans of all ranks, so that each tensor is written once; return the bytes of all."""
+        """Take the plans of all ranks, so that each tensor is written once; return the bytes of
+        all.
+        """
         self._plans, self._metadata = self._planner.create_global_plan(plans)
         # Not item.tensor_storage_size, which has the bytes of all parts of a tensor.
-        written = [data for plan in self._plans for item in plan.items if (data := item.tensor_data) is not None]
+        written = [
+            data
+            for plan in self._plans
+            for item in plan.items
+            if (data := item.tensor_data) is not None
+        ]
         return sum(data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in written)
 
     def copy(self, folder: Path, memory: Copies) -> None:
-        """Let ``write`` take copies of this rank's tensors, in the ``memory`` of the save before where they fit.
+        """Let ``write`` take copies of this rank's tensors, in the ``memory`` of the save before
+        where they fit.
 
         Raises CheckpointError: memory is short.
         """
-        with _refused(folder, lambda: "it is copied in memory first, which may be short; leave out --async-save"):
+        with _refused(
+            folder,
+            lambda: "it is copied in memory first, which may be short; leave out --async-save",
+        ):
             for item in self._plans[self._rank].items:
-                memory[item.index] = host_copy(self._planner.resolve_data(item).detach(), memory.get(item.index))
+                memory[item.index] = host_copy(
+                    self._planner.resolve_data(item).detach(), memory.get(item.index)
+                )
         self._planner.copies = memory
 
     def write(self, folder: Path) -> list[WriteResult]:
-        """Write and fsync this rank's tensors. Raises CheckpointError: the disk refuses, or the folder is not here."""
+        """Write and fsync this rank's tensors. Raises CheckpointError: the disk refuses, or the
+        folder is not here.
+        """
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}, made by the first rank, is not seen by all; --save needs a shared disk")
+            raise CheckpointError(
+                f"{folder}, made by the first rank, is not seen by all; --save needs a shared disk"
+            )
         # A writer holds on to a file's tensors until it is written.
         self._writer = dcp.FileSystemWriter(folder, single_file_per_rank=self._planner.read is None)
         with _refused(folder, lambda: f"{room(folder)}: free some or write to another folder"):
@@ -152,7 +184,9 @@ class Shards:
             return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
 
     def finish(self, written: list[list[WriteResult]]) -> None:
-        """Write the table of what all ranks have written; for the first one. Raises CheckpointError."""
+        """Write the table of what all ranks have written; for the first one. Raises
+        CheckpointError.
+        """
         assert self._writer is not None
         assert self._metadata is not None
         with disk_errors(Path(self._writer.path)):
@@ -160,14 +194,18 @@ class Shards:
 
 
 def host_copy(source: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
-    """Copy a tensor into the one that is ``held``, or into a new one where that is of another shape or dtype."""
+    """Copy a tensor into the one that is ``held``, or into a new one where that is of another shape
+    or dtype.
+    """
     if held is None or (held.shape, held.dtype) != (source.shape, source.dtype):
         held = torch.empty(source.shape, dtype=source.dtype)
     return held.copy_(source)
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Write copies in place of a state's tensors, or weights that are each read as they are written."""
+    """Write copies in place of a state's tensors, or weights that are each read as they are
+    written.
+    """
 
     def __init__(self, read: Read | None) -> None:
         super().__init__()
@@ -175,10 +213,18 @@ class _Planner(dcp.DefaultSavePlanner):
         self.copies: Copies | None = None
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return super().lookup_object(index) if self.read is None else self.read(index.fqn.removeprefix("model."))
+        return (
+            super().lookup_object(index)
+            if self.read is None
+            else self.read(index.fqn.removeprefix("model."))
+        )
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        return super().resolve_data(write_item) if self.copies is None else self.copies[write_item.index]
+        return (
+            super().resolve_data(write_item)
+            if self.copies is None
+            else self.copies[write_item.index]
+        )
 
 
 @contextmanager
@@ -216,18 +262,23 @@ def files_read(state: State, metadata: Metadata) -> set[str]:
     """Return which files ``read_shards`` reads here."""
     planner = _TensorPlanner()
     planner.set_up_planner(state, metadata)
-    return {metadata.storage_data[item.storage_index].relative_path for item in planner.create_local_plan().items}
+    return {
+        metadata.storage_data[item.storage_index].relative_path
+        for item in planner.create_local_plan().items
+    }
 
 
 def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
     """Read DCP's table of tensors without executing code that it may contain.
 
-    Raises CheckpointError: it is unreadable, asks for a class outside the list above, names a file outside the
-    manifest, or none for some tensor.
+    Raises CheckpointError: it is unreadable, asks for a class outside the list above, names a file
+    outside the manifest, or none for some tensor.
     """
     path, written = folder / METADATA, sum(size for size, _ in manifest.files.values())
     if METADATA not in manifest.files:
-        raise CheckpointError(f"{folder} lists no {METADATA} in its manifest; load another checkpoint")
+        raise CheckpointError(
+            f"{folder} lists no {METADATA} in its manifest; load another checkpoint"
+        )
     try:
         with path.open("rb") as file:
             metadata = _DataUnpickler(file).load()
@@ -236,50 +287,77 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
         entries, places = metadata.state_dict_metadata.values(), metadata.storage_data.values()
         kinds = {type(entry) for entry in entries}
         files = {str(place.relative_path) for place in places}
-        mapped = {place.fqn for place in metadata.storage_data} >= metadata.state_dict_metadata.keys()
+        mapped = {
+            place.fqn for place in metadata.storage_data
+        } >= metadata.state_dict_metadata.keys()
         numbers = [number for place in places for number in (place.offset, place.length)]
         tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
-        possible = all(map(is_count, [*numbers, *(length for entry in tensors for length in entry.size)]))
-        possible &= max((e.size.numel() * e.properties.dtype.itemsize for e in tensors), default=0) <= written
+        possible = all(
+            map(is_count, [*numbers, *(length for entry in tensors for length in entry.size)])
+        )
+        possible &= (
+            max((e.size.numel() * e.properties.dtype.itemsize for e in tensors), default=0)
+            <= written
+        )
     except CheckpointError:
         raise
     except Exception as error:
         # A corrupt pickle can raise nearly anything.
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); load another one") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); load another one"
+        ) from error
     if kinds - {TensorStorageMetadata}:
-        raise CheckpointError(f"{path} holds objects besides tensors, which could run code when read; do not trust it")
+        raise CheckpointError(
+            f"{path} holds objects besides tensors, which could run code when read; do not trust it"
+        )
     if files - manifest.files.keys():
-        raise CheckpointError(f"{path} points at {min(files - manifest.files.keys())!r}, not a file of the checkpoint")
+        raise CheckpointError(
+            f"{path} points at {min(files - manifest.files.keys())!r}, not a file of the checkpoint"
+        )
     if not possible:
         raise CheckpointError(
             f"{path} has tensors larger than its files, or places in no file; load another checkpoint"
         )
     if not mapped:
-        raise CheckpointError(f"{path} does not say where all of its tensors lie; load another checkpoint")
+        raise CheckpointError(
+            f"{path} does not say where all of its tensors lie; load another checkpoint"
+        )
     return metadata
 
 
 def compare_tensors(folder: Path, state: State, metadata: Metadata, *, exact_dtype: bool) -> None:
-    """Compare names, shapes and (``exact_dtype``) dtypes of ``state`` with a checkpoint's. Collective.
+    """Compare names, shapes and (``exact_dtype``) dtypes of ``state`` with a checkpoint's.
+    Collective.
 
-    A wider dtype than the checkpoint's holds the same values, as with weights that were imported in bfloat16. Raises
-    CheckpointError naming the first few tensors that differ, on every rank.
+    A wider dtype than the checkpoint's holds the same values, as with weights that were imported in
+    bfloat16. Raises CheckpointError naming the first few tensors that differ, on every rank.
     """
 
     def surplus() -> set[str]:
-        wanted = {f"{part}.{name}": value for part, values in state.items() for name, value in values.items()}
+        wanted = {
+            f"{part}.{name}": value
+            for part, values in state.items()
+            for name, value in values.items()
+        }
         problems = []
         for name, value in wanted.items():
             stored = metadata.state_dict_metadata.get(name)
             if not isinstance(stored, TensorStorageMetadata):
                 problems.append(f"{name} is missing")
             elif stored.size != value.shape:
-                problems.append(f"{name} has shape {list(stored.size)} instead of {list(value.shape)}")
-            elif exact_dtype and torch.promote_types(stored.properties.dtype, value.dtype) != value.dtype:
+                problems.append(
+                    f"{name} has shape {list(stored.size)} instead of {list(value.shape)}"
+                )
+            elif (
+                exact_dtype
+                and torch.promote_types(stored.properties.dtype, value.dtype) != value.dtype
+            ):
                 problems.append(f"{name} is {stored.properties.dtype} instead of {value.dtype}")
         _refuse(folder, problems)
         parts = tuple(f"{part}." for part in state)
-        return {name for name in metadata.state_dict_metadata if name.startswith(parts)} - wanted.keys()
+        return {
+            name for name in metadata.state_dict_metadata if name.startswith(parts)
+        } - wanted.keys()
 
     # Ranks may hold different parts of the model; only what no rank wants is surplus.
     unwanted = set.intersection(*gather_results(surplus))
@@ -292,9 +370,13 @@ def _refuse(folder: Path, problems: list[str]) -> None:
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return a member of an enumeration, which Python 3.11.2 (Debian's) pickles as getattr and its arguments."""
+    """Return a member of an enumeration, which Python 3.11.2 (Debian's) pickles as getattr and its
+    arguments.
+    """
     if not (isinstance(kind, EnumType) and name in kind.__members__):
-        raise CheckpointError(f"its {METADATA} asks for {name} of {kind}, which no checkpoint needs; do not trust it")
+        raise CheckpointError(
+            f"its {METADATA} asks for {name} of {kind}, which no checkpoint needs; do not trust it"
+        )
     return kind[name]
 
 
@@ -304,11 +386,18 @@ class _DataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         kind = vars(dcp.metadata).get(name) if module == dcp.metadata.__name__ else None
         dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if dtype or (module, name) in _DATA_CLASSES or is_dataclass(kind) or isinstance(kind, EnumType):
+        if (
+            dtype
+            or (module, name) in _DATA_CLASSES
+            or is_dataclass(kind)
+            or isinstance(kind, EnumType)
+        ):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
-        raise CheckpointError(f"its {METADATA} asks for {module}.{name}, which no checkpoint needs; do not trust it")
+        raise CheckpointError(
+            f"its {METADATA} asks for {module}.{name}, which no checkpoint needs; do not trust it"
+        )
 
 
 class _Reader(dcp.FileSystemReader):
@@ -327,4 +416,6 @@ class _TensorPlanner(dcp.DefaultLoadPlanner):
     """Refuse to unpickle objects, which DCP does with weights_only=False."""
 
     def load_bytes(self, read_item: Any, value: IO[bytes]) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor; a checkpoint holds tensors only")
+        raise CheckpointError(
+            f"{read_item.dest_index.fqn} is not a tensor; a checkpoint holds tensors only"
+        )

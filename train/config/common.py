@@ -38,33 +38,49 @@ NEEDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """The iteration, the number of iterations, and when the run looks at the validation data or stops."""
+    """The iteration, the number of iterations, and when the run looks at the validation data or
+    stops.
+    """
 
     train_iters: int = 1000
     """Iterations (optimizer steps) of the whole run, those before a resume counted in."""
     micro_batch_size: int = 1
     """Sequences, or samples, that go through the model at once, per data-parallel rank."""
     global_batch_size: int | None = None
-    """Sequences, or samples, per iteration over all processes; by default micro_batch_size x data-parallel size;
-    more accumulate."""
+    """Sequences, or samples, per iteration over all processes; by default micro_batch_size x
+    data-parallel size; more accumulate."""
     seed: int = 1234
-    """Seed of the initial weights and of the order of the data; of a diffusion transformer's noise, times, label
-    dropout and pictures too."""
+    """Seed of the initial weights and of the order of the data; of a diffusion transformer's noise,
+    times, label dropout and pictures too."""
     bf16: bool = False
     """Compute in bfloat16; master weights, gradients' sums and the optimizer stay in float32."""
     compile: bool = False
-    """Compile each layer with torch.compile; the first step takes up to a minute longer. A CPU needs a C++ compiler."""
+    """Compile each layer with torch.compile; the first step takes up to a minute longer. A CPU
+    needs a C++ compiler.
+    """
     eval_interval: int = 100
     """Iterations between validations; one is made at the end in any case."""
     eval_iters: int = 10
     """Global batches per validation; 0 makes none."""
     exit_interval: int | None = None
-    """Exit after the iteration that this number divides, saving first; the schedule still spans train_iters."""
+    """Exit after the iteration that this number divides, saving first; the schedule still spans
+    train_iters.
+    """
     exit_duration_in_mins: float | None = None
-    """Exit once this many minutes have passed since the process began and a step is made, saving first."""
+    """Exit once this many minutes have passed since the process began and a step is made, saving
+    first.
+    """
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "train_iters", "micro_batch_size", "global_batch_size", "eval_interval", "exit_interval")
+        at_least(
+            self,
+            1,
+            "train_iters",
+            "micro_batch_size",
+            "global_batch_size",
+            "eval_interval",
+            "exit_interval",
+        )
         at_least(self, 0, "eval_iters", "seed")
         minutes = self.exit_duration_in_mins
         require(self, minutes is None or minutes > 0, "exit_duration_in_mins", "it must be above 0")
@@ -85,11 +101,14 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunConfig:
-    """A run that is only checked and predicted, in one process that needs neither its data nor its memory."""
+    """A run that is only checked and predicted, in one process that needs neither its data nor its
+    memory.
+    """
 
     dry_run: bool = False
-    """Take no step: run each pipeline stage forward and backward once in full size without memory, and print memory,
-    bytes sent, the predicted time and the command that starts the run; --cluster names what it is predicted for."""
+    """Take no step: run each pipeline stage forward and backward once in full size without memory,
+    and print memory, bytes sent, the predicted time and the command that starts the run; --cluster
+    names what it is predicted for."""
     world_size: int | None = None
     """Processes of the run to check with dry_run; by default the product of the mesh's sizes."""
 
@@ -125,11 +144,14 @@ class CommonConfig(ABC):
     dry: DryRunConfig = field(default_factory=DryRunConfig)
 
     SAMPLE_ORDER = tuple[str, ...]()
-    """Fields that decide which sample is the n-th; kept in checkpoints, to give consumed samples a meaning."""
+    """Fields that decide which sample is the n-th; kept in checkpoints, to give consumed samples a
+    meaning.
+    """
     OBJECTIVE = tuple[str, ...]()
     """Fields of what the weights learn to predict; a resumed run must have the same."""
     NOTED = tuple[str, ...]()
-    """Other fields of the entry that change training; a resumed run may change them, with a note."""
+    """Other fields of the entry that change training; a resumed run may change them, with a note.
+    """
     DECIDED = tuple[str, ...]()
     """Fields of the entry that each start decides anew, if they are left open."""
 
@@ -145,7 +167,9 @@ class CommonConfig(ABC):
 
     @property
     def packed(self) -> bool:
-        """True if documents attend apart; the samples of a micro-batch are then joined into one sequence."""
+        """True if documents attend apart; the samples of a micro-batch are then joined into one
+        sequence.
+        """
         return False
 
     @property
@@ -155,7 +179,9 @@ class CommonConfig(ABC):
 
     @property
     def joined_length(self) -> int:
-        """Tokens of what context parallelism shards as one sequence: a sample, or a micro-batch's joined ones."""
+        """Tokens of what context parallelism shards as one sequence: a sample, or a micro-batch's
+        joined ones.
+        """
         return self.sequence_length * (self.train.micro_batch_size if self.packed else 1)
 
     @property
@@ -180,7 +206,9 @@ class CommonConfig(ABC):
 
     @property
     def sample_ends(self) -> tuple[int, ...] | None:
-        """Cumulative lengths of a micro-batch's joined samples, if each attends apart; None if the data decide."""
+        """Cumulative lengths of a micro-batch's joined samples, if each attends apart; None if the
+        data decide.
+        """
         return None
 
     def updated(self, **values: Any) -> Self:
@@ -197,7 +225,10 @@ class CommonConfig(ABC):
         changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             changed.setdefault(sections[name], {})[name] = value
-        new = {section: replace(getattr(self, section), **fields_) for section, fields_ in changed.items()}
+        new = {
+            section: replace(getattr(self, section), **fields_)
+            for section, fields_ in changed.items()
+        }
         return replace(self, **new)
 
     @property
@@ -206,7 +237,9 @@ class CommonConfig(ABC):
         return False
 
     def with_file_names(self) -> Self:
-        """Return the configuration with a name for each file that a run must have, and that it does not name."""
+        """Return the configuration with a name for each file that a run must have, and that it does
+        not name.
+        """
         return self.updated(save=self.checkpoint.save or "RUN")
 
     def files(self) -> list[tuple[str, str]]:
@@ -218,17 +251,23 @@ class CommonConfig(ABC):
         return {}
 
     def recorded(self) -> dict[str, Any]:
-        """Return what the records beside the training files say, which checkpoints have too; JSON-able."""
+        """Return what the records beside the training files say, which checkpoints have too;
+        JSON-able.
+        """
         return {}
 
     def named(self, fields: Sequence[str]) -> dict[str, Any]:
         """Return the values of fields by their names, JSON-able."""
         values = {name: value_of(self, name) for name in fields}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
 
 
 def validate_run(config: CommonConfig) -> None:
-    """Check the schedule and the attention's kernel, and that each setting has the others that it needs.
+    """Check the schedule and the attention's kernel, and that each setting has the others that it
+    needs.
 
     Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
     """
@@ -239,7 +278,10 @@ def validate_run(config: CommonConfig) -> None:
             f"lr_warmup_iters is {optimizer.lr_warmup_iters}, but the schedule ends at lr_decay_iters {end}; give "
             f"--lr-warmup-iters {end // 10}, or raise lr_decay_iters"
         )
-    wsd, warmup = optimizer.lr_wsd_decay_iters, schedule_of(optimizer, train.train_iters).lr_warmup_iters
+    wsd, warmup = (
+        optimizer.lr_wsd_decay_iters,
+        schedule_of(optimizer, train.train_iters).lr_warmup_iters,
+    )
     if end is not None and wsd is not None and wsd > end - warmup:
         raise ConfigError(
             f"lr_wsd_decay_iters is {wsd}, but only {end - warmup} iterations lie between the warm-up and "
@@ -261,23 +303,34 @@ def validate_run(config: CommonConfig) -> None:
             f"split is {config.data.split}, which leaves nothing to validate on, but eval_iters is "
             f"{train.eval_iters}; give a split such as 95,5,0, or --eval-iters 0"
         )
-    needs = [*NEEDS, *[("bad_step_policy", "save_interval")] * (config.health.bad_step_policy == "rollback")]
+    needs = [
+        *NEEDS,
+        *[("bad_step_policy", "save_interval")] * (config.health.bad_step_policy == "rollback"),
+    ]
     for name, other in needs:
         if (value := value_of(config, name)) and not value_of(config, other):
             flag = other.replace("_", "-")
-            raise ConfigError(f"{name} is {value}, but {other} is not set; give --{flag}, or leave {name} out")
+            raise ConfigError(
+                f"{name} is {value}, but {other} is not set; give --{flag}, or leave {name} out"
+            )
     _check_backend(config)
 
 
 def _check_compile(config: CommonConfig) -> None:
     policy = config.recompute
     if policy.recompute_granularity == "attention_boundary" or policy.recompute_offload:
-        named = "recompute_offload" if policy.recompute_offload else "recompute_granularity attention_boundary"
+        named = (
+            "recompute_offload"
+            if policy.recompute_offload
+            else "recompute_granularity attention_boundary"
+        )
         raise ConfigError(
             f"compile is set with {named}, which looks at each operator while a layer runs, and compiled ones are not "
             "to be seen; use recompute_granularity full or selective, or leave compile out"
         )
-    if config.mesh.device_type == "cpu" and not any(map(which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+    if config.mesh.device_type == "cpu" and not any(
+        map(which, (os.environ.get("CXX", "g++"), "g++", "clang++"))
+    ):
         raise ConfigError(
             "compile is set and no C++ compiler is there, which torch.compile needs for a CPU; install one (Debian: "
             "apt-get install g++), name it in CXX, or leave compile out"
@@ -285,7 +338,9 @@ def _check_compile(config: CommonConfig) -> None:
 
 
 def _check_backend(config: CommonConfig) -> None:
-    """Check that the attention kernel is used, fits the model's kind of attention and supports the run."""
+    """Check that the attention kernel is used, fits the model's kind of attention and supports the
+    run.
+    """
     backend, method = config.context.attention_backend, config.context.context_parallel_method
     linear, kind = config.model.linear_attention, getattr(config.model, "model_type", None)
     if linear and backend not in ("auto", *LINEAR):
@@ -303,7 +358,11 @@ def _check_backend(config: CommonConfig) -> None:
             f"attention_backend is {backend} and context_parallel_method is none, which is torch's own SDPA; "
             "choose a method, or leave the backend out"
         )
-    if backend != "auto" and not config.train.bf16 and torch.float32 not in BACKENDS[backend].dtypes:
+    if (
+        backend != "auto"
+        and not config.train.bf16
+        and torch.float32 not in BACKENDS[backend].dtypes
+    ):
         raise ConfigError(
             f"attention_backend is {backend}, which has no float32; give --bf16 or --attention-backend auto"
         )

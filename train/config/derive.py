@@ -1,4 +1,6 @@
-"""Configurations derived from another: with joined ranks, a vocabulary, a length of rope, or on another mesh."""
+"""Configurations derived from another: with joined ranks, a vocabulary, a length of rope, or on
+another mesh.
+"""
 
 import math
 from collections.abc import Mapping
@@ -20,24 +22,30 @@ from train.float8 import Float8Config
 
 CONFIG = "config.toml"
 IMPORTED = "imported_from"
-"""A key of a checkpoint's ``extra``: the model came from Hugging Face, and no run has trained it."""
+"""A key of a checkpoint's ``extra``: the model came from Hugging Face, and no run has trained it.
+"""
 C = TypeVar("C", bound=CommonConfig)
 
 
 def with_joined_ranks(config: C, world_size: int) -> C:
-    """Return the configuration with the data-parallel ranks among the context-parallel ones, if balance_over is dp_cp.
+    """Return the configuration with the data-parallel ranks among the context-parallel ones, if
+    balance_over is dp_cp.
 
-    Their micro-batches become one, so that a step has the same samples. Applied again, it changes nothing.
+    Their micro-batches become one, so that a step has the same samples. Applied again, it changes
+    nothing.
     """
     mesh = config.mesh.joined(world_size)
     times = mesh.context_parallel_size // config.mesh.context_parallel_size
-    return replace(config, mesh=mesh).updated(micro_batch_size=times * config.train.micro_batch_size)
+    return replace(config, mesh=mesh).updated(
+        micro_batch_size=times * config.train.micro_batch_size
+    )
 
 
 def with_vocabulary(config: C, entries: int) -> C:
     """Return the configuration, by default with the tokenizer's vocabulary.
 
-    A tokenizer may have more entries than the model, as Gemma 3 1B's has: data that uses one of these is refused.
+    A tokenizer may have more entries than the model, as Gemma 3 1B's has: data that uses one of
+    these is refused.
     """
     size = config.model.vocab_size
     validate_entries(size or entries, config.mesh.tensor_model_parallel_size)
@@ -55,7 +63,9 @@ def beyond_vocabulary(size: int, entries: int) -> str | None:
 
 
 def with_rope_length(config: C) -> C:
-    """Return the configuration with a length for dynamic scaling of rope, the run's by default: no rank sees all."""
+    """Return the configuration with a length for dynamic scaling of rope, the run's by default: no
+    rank sees all.
+    """
     if not config.rotates:
         return config
     return replace(config, model=config.model.with_rope_length(config.sequence_length))
@@ -64,8 +74,8 @@ def with_rope_length(config: C) -> C:
 def rope_flags(config: CommonConfig) -> list[str]:
     """Return the flags that scale rope to sequences beyond its reach; none if it reaches them.
 
-    The factor grows by as much as the length is beyond the reach: LLaMA 3.1's 8, which reaches 131,072 positions, is 32
-    for 524,288.
+    The factor grows by as much as the length is beyond the reach: LLaMA 3.1's 8, which reaches
+    131,072 positions, is 32 for 524,288.
     """
     if not config.rotates:
         return []
@@ -74,7 +84,9 @@ def rope_flags(config: CommonConfig) -> list[str]:
     if not 0 < reach < length or rope is None:
         return []
     kind = rope.rope_scaling_type
-    trained = rope.rope_scaling_original_max_position_embeddings or model.max_position_embeddings or 0
+    trained = (
+        rope.rope_scaling_original_max_position_embeddings or model.max_position_embeddings or 0
+    )
     factor = (rope.rope_scaling_factor or 1) * length / reach
     factor = math.ceil(round(1e4 * factor, 3)) / 1e4  # of few digits, and not below
     flags = [f"--rope-scaling-type {kind or 'yarn'}"]
@@ -87,7 +99,9 @@ def rope_flags(config: CommonConfig) -> list[str]:
 
 
 def beyond_rope(config: CommonConfig) -> str | None:
-    """Return a note if the sequences are longer than the model is meant for and its scaling of rope reaches."""
+    """Return a note if the sequences are longer than the model is meant for and its scaling of rope
+    reaches.
+    """
     flags = rope_flags(config)
     if not flags:
         return None
@@ -100,7 +114,9 @@ def beyond_rope(config: CommonConfig) -> str | None:
 
 def default_method(model: DecoderConfig) -> Literal["striped", "zigzag", "lasp"]:
     """Return the method of context parallelism of a kind of model for which nobody has named one."""
-    default: Literal["striped", "zigzag"] = "zigzag" if model.delta_rule else "striped"  # no state passes along it
+    default: Literal["striped", "zigzag"] = (
+        "zigzag" if model.delta_rule else "striped"
+    )  # no state passes along it
     return "lasp" if model.linear_attention else default
 
 
@@ -113,11 +129,13 @@ def fitted(
 ) -> Config:
     """Return a run's configuration without training, on another mesh of ``processes``.
 
-    A step has one sequence, by default as long as the run's, for each data-parallel rank and pipeline stage.
+    A step has one sequence, by default as long as the run's, for each data-parallel rank and
+    pipeline stage.
 
     Args:
-        method: of context parallelism, which may be auto; by default the run's own on as many ranks, else striped, or
-            lasp of a model with linear attention, zigzag of one with a delta rule.
+        method: of context parallelism, which may be auto; by default the run's own on as many
+            ranks, else striped, or lasp of a model with linear attention, zigzag of one with a
+            delta rule.
         sizes: those of the mesh, all that ``parallel.mesh.SIZES`` names.
 
     Raises UserError: sizes that do not fit the processes or the model.
@@ -129,9 +147,15 @@ def fitted(
     elif method == "auto":
         context = ContextConfig(context_parallel_method="auto", cluster=context.cluster)
     elif cp != config.mesh.context_parallel_size or own == "auto" or method not in (None, own):
-        named = config_fields(Config)["context_parallel_method"].convert(method or default_method(config.model))
+        named = config_fields(Config)["context_parallel_method"].convert(
+            method or default_method(config.model)
+        )
         context = ContextConfig(context_parallel_method=named)
-    sections: Any = {"pipeline": PipelineConfig(), "data_parallel": DataParallelConfig(), "float8": Float8Config()}
+    sections: Any = {
+        "pipeline": PipelineConfig(),
+        "data_parallel": DataParallelConfig(),
+        "float8": Float8Config(),
+    }
     fitting = replace(config, context=context, **sections).updated(
         **sizes,
         balance_over="cp",
@@ -149,9 +173,11 @@ def fitted(
 
 
 def config_as_trained(config: Config, extra: Mapping[str, Any]) -> Config:
-    """Return a run's configuration with the length of rope that its checkpoint, with this ``extra``, was trained at.
+    """Return a run's configuration with the length of rope that its checkpoint, with this
+    ``extra``, was trained at.
 
-    A model that no run has trained computes in bfloat16 on cuda, since flash kernels take nothing wider.
+    A model that no run has trained computes in bfloat16 on cuda, since flash kernels take nothing
+    wider.
     """
     if IMPORTED not in extra:
         return with_rope_length(config)

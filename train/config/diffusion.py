@@ -36,7 +36,8 @@ load_config = partial(flags.load, DiTRunConfig)
 
 
 def validate(config: DiTRunConfig, world_size: int) -> None:
-    """Check the sections against each other, for a run of `world_size` processes; needs no process group.
+    """Check the sections against each other, for a run of `world_size` processes; needs no process
+    group.
 
     Raises UserError for the first contradiction, naming the fields, their values and the fix.
     """
@@ -51,7 +52,9 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
     if config.sampling.samples_per_class:
         config.sampling.check_guidance(config.model.class_dropout_prob)
     schedule = config.pipeline.pipeline_schedule
-    if schedule == "InterleavedZeroBubble":  # before validate_mesh, which would suggest a strategy for it
+    if (
+        schedule == "InterleavedZeroBubble"
+    ):  # before validate_mesh, which would suggest a strategy for it
         raise ConfigError(
             f"pipeline_schedule is {schedule}, which computes the gradients of weights apart; torch goes back through "
             "all of a stage's layers for those of the embeddings of times and labels, and thereby frees what the "

@@ -1,6 +1,7 @@
 """Configuration of each entry: its sections, and what identifies its samples, weights and files.
 
-A section is the frozen dataclass beside the code it configures; flags.py turns it into flags and TOML keys.
+A section is the frozen dataclass beside the code it configures; flags.py turns it into flags and
+TOML keys.
 """
 
 from dataclasses import dataclass, field
@@ -34,13 +35,15 @@ EARLIER_KEYS = """
     rope_scaling_mscale rope_scaling_mscale_all_dim rope_scaling_truncate rope_scaling_seq_length
     position_embedding_type max_position_embeddings add_qkv_bias query_pre_attn_scalar qk_layernorm softmax_every
     linear_decay no_scale_embedding
-""".split()  # noqa: SIM905
+""".split()
 """Settings of [model] that versions before 2026-11-28 wrote for every family."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
-    """The iteration, the number of iterations, and when the run looks at the validation data or stops."""
+    """The iteration, the number of iterations, and when the run looks at the validation data or
+    stops.
+    """
 
     seq_length: int = 1024
     """Tokens per sequence, before context parallelism shares them out."""
@@ -52,7 +55,9 @@ class TrainConfig(LoopConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(CommonConfig):
-    """Everything that decides a run, one field per section; a field's name is unique over all sections."""
+    """Everything that decides a run, one field per section; a field's name is unique over all
+    sections.
+    """
 
     model: DecoderConfig = field(default_factory=FAMILIES[DEFAULT].config)
     data: DataConfig = field(default_factory=DataConfig)
@@ -61,7 +66,10 @@ class Config(CommonConfig):
     ruler: RulerConfig = field(default_factory=RulerConfig)
 
     VARIANTS = Variants(
-        "model", "model_type", {name: family.config for name, family in FAMILIES.items()}, frozenset(EARLIER_KEYS)
+        "model",
+        "model_type",
+        {name: family.config for name, family in FAMILIES.items()},
+        frozenset(EARLIER_KEYS),
     )
     SAMPLE_ORDER = ("seed", "seq_length", "data_path", "split", "blend_by_length", "pack_documents")
     NOTED = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "sft")
@@ -100,7 +108,9 @@ class Config(CommonConfig):
         named = super().with_file_names()
         if not self.data.mock_data:
             prefixes = self.data.data_path or ("PREFIX",)
-            named = named.updated(data_path=prefixes, tokenizer_model=self.data.tokenizer_model or "FILE")
+            named = named.updated(
+                data_path=prefixes, tokenizer_model=self.data.tokenizer_model or "FILE"
+            )
         return named.updated(load=self.checkpoint.load or "RUN") if self.model.lora_rank else named
 
     def files(self) -> list[tuple[str, str]]:
@@ -111,7 +121,9 @@ class Config(CommonConfig):
 
     def contents(self) -> dict[str, str]:
         tokenizer = self.data.tokenizer_model
-        found: dict[str, str] = {} if tokenizer is None else {"tokenizer_model": digest(Path(tokenizer))}
+        found: dict[str, str] = (
+            {} if tokenizer is None else {"tokenizer_model": digest(Path(tokenizer))}
+        )
         prefixes = blend(self.data.data_path)[0] if self.data.data_path else []
         prefixes += [prefix + LOSS_MASK for prefix in prefixes] if self.data.sft else []
         for prefix in prefixes:
@@ -122,13 +134,19 @@ class Config(CommonConfig):
         return found
 
     def recorded(self) -> dict[str, Any]:
-        chat = chat_record(blend(self.data.data_path)[0]) if self.data.sft and self.data.data_path else None
+        chat = (
+            chat_record(blend(self.data.data_path)[0])
+            if self.data.sft and self.data.data_path
+            else None
+        )
         return {} if chat is None else {CHAT: chat}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiTRunConfig(CommonConfig):
-    """Everything that decides a run, one field per section; a field's name is unique over all sections."""
+    """Everything that decides a run, one field per section; a field's name is unique over all
+    sections.
+    """
 
     model: DiTConfig = field(default_factory=DiTConfig)
     context: FullContextConfig = field(default_factory=FullContextConfig)

@@ -77,12 +77,18 @@ class Field(NamedTuple):
             return tuple(self._replace(many=False).convert(item) for item in value)
         if self.base is float and type(value) is int:
             value = float(value)
-        fits = not self.many and type(value) is self.base and (self.choices is None or value in self.choices)
+        fits = (
+            not self.many
+            and type(value) is self.base
+            and (self.choices is None or value in self.choices)
+        )
         fits = fits and (self.base is not int or -(1 << 63) <= value < 1 << 63)
         if not fits or (self.base is float and not math.isfinite(value)):
             raise ConfigError(f"{self.name} is {value!r}; it must be {self.expects}")
         if self.base is str and (not value or "\0" in value):  # as from an unset shell variable
-            raise ConfigError(f"{self.name} is {value!r}; it must be a text without zero bytes, or left out")
+            raise ConfigError(
+                f"{self.name} is {value!r}; it must be a text without zero bytes, or left out"
+            )
         return value
 
     def parse(self, text: str) -> Any:
@@ -94,7 +100,11 @@ class Field(NamedTuple):
             return one.convert(self.base(text))
         except ValueError as error:
             short = re.fullmatch(r"(\d{1,9})([km])", text.lower()) if self.base is int else None
-            fix = f"; for {short[1]} x {(unit := BINARY[short[2]]):,} give {int(short[1]) * unit}" if short else ""
+            fix = (
+                f"; for {short[1]} x {(unit := BINARY[short[2]]):,} give {int(short[1]) * unit}"
+                if short
+                else ""
+            )
             raise argparse.ArgumentTypeError(f"{text!r} is not {one.expects}{fix}") from error
 
 
@@ -125,7 +135,9 @@ def config_fields(root: Any, variant: str | None = None) -> dict[str, Field]:
     Raises TypeError for a duplicate name, and for an annotation or default that cannot be a flag.
     """
     variants, declared = variants_of(root), hints_of(root if isinstance(root, type) else type(root))
-    sections = tuple((name, cls, declared[name]) for name, cls in sections_of(root, variant).items())
+    sections = tuple(
+        (name, cls, declared[name]) for name, cls in sections_of(root, variant).items()
+    )
     return _fields_of(sections, variants.name, tuple(variants.classes))
 
 
@@ -143,7 +155,9 @@ def _fields_of(
         hints = get_type_hints(cls)
         # Its own first, then those that all variants share, inherited ones last.
         local, shared = inspect.get_annotations(cls), inspect.get_annotations(declared)
-        for entry in sorted(fields(cls), key=lambda entry: (entry.name not in local, entry.name not in shared)):
+        for entry in sorted(
+            fields(cls), key=lambda entry: (entry.name not in local, entry.name not in shared)
+        ):
             hint, choices, optional, many = hints[entry.name], None, False, False
             if get_origin(hint) in (Union, types.UnionType):
                 kinds = [kind for kind in get_args(hint) if kind is not type(None)]
@@ -158,9 +172,13 @@ def _fields_of(
             # TOML has no null: None is written by leaving the key out, so it must be the default.
             unfit = entry.default is MISSING or (optional and entry.default is not None)
             if unfit or hint not in EXPECTED:
-                raise TypeError(f"{cls.__name__}.{entry.name}: no flag can be made of {entry.type} and its default")
+                raise TypeError(
+                    f"{cls.__name__}.{entry.name}: no flag can be made of {entry.type} and its default"
+                )
             if entry.name in table:
-                raise TypeError(f"{entry.name} is a field of both {table[entry.name].section} and {section}")
+                raise TypeError(
+                    f"{entry.name} is a field of both {table[entry.name].section} and {section}"
+                )
             table[entry.name] = Field(section, entry.name, hint, choices, optional, many, default)
     return table
 
@@ -173,7 +191,11 @@ def attribute_docs(cls: type) -> dict[str, str]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
         assert isinstance(tree.body[0], ast.ClassDef)
         for entry, text in itertools.pairwise(tree.body[0].body):
-            if isinstance(entry, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            if (
+                isinstance(entry, ast.AnnAssign)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
                 docs[ast.unparse(entry.target)] = inspect.cleandoc(str(text.value.value))
     return docs
 
@@ -201,7 +223,9 @@ def variant_fields(root: type, shown: Collection[str] = ()) -> dict[str, list[tu
         docs = attribute_docs(cls)
         for name in (name for name in tables[variant] if name in docs and name not in shown):
             having.setdefault(name, []).append(variant)
-            described.setdefault(name, (tables[variant][name], docs[name]))  # a flag stands once: the first's words
+            described.setdefault(
+                name, (tables[variant][name], docs[name])
+            )  # a flag stands once: the first's words
     groups: dict[str, list[tuple[Field, str]]] = {}
     for name, variants in having.items():
         if len(variants) < len(tables):

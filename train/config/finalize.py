@@ -92,7 +92,8 @@ def finalize(requested: C, task: type[Task[C]], planner: Planner) -> Final[C]:
 
     Raises:
         UserError: as the task's ``validate``; the tokenizer is missing; no mesh keeps the global
-            batch, or fits in memory; a choice cannot be made; or the checkpoint does not suit the run.
+            batch, or fits in memory; a choice cannot be made; or the checkpoint does not suit the
+            run.
     """
     with raise_together():
         tokenizer = task.load_tokenizer(requested)
@@ -101,7 +102,9 @@ def finalize(requested: C, task: type[Task[C]], planner: Planner) -> Final[C]:
     processes = launched_world_size()
     full, config = processes, requested
     if requested.mesh.allow_resize:  # the first process chooses for all
-        full, config, line = from_first(lambda: _rearranged(requested, processes, task.validate, planner, entries))
+        full, config, line = from_first(
+            lambda: _rearranged(requested, processes, task.validate, planner, entries)
+        )
         with raise_together():
             task.validate(config, processes)
         if is_first() and line:
@@ -110,7 +113,12 @@ def finalize(requested: C, task: type[Task[C]], planner: Planner) -> Final[C]:
 
     start = find_start(config, architecture_of(config.model), from_first(config.contents))
     saved = config_to_save(config, requested.updated(full_world_size=full), dist.get_world_size())
-    return Final(config=replace(config, optimizer=start.optimizer), saved=saved, start=start, tokenizer=tokenizer)
+    return Final(
+        config=replace(config, optimizer=start.optimizer),
+        saved=saved,
+        start=start,
+        tokenizer=tokenizer,
+    )
 
 
 def complete(config: C, entries: int | None, planner: Planner) -> C:
@@ -161,12 +169,18 @@ def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[Cont
     earlier = Path(config.checkpoint.load or "") / CONFIG
     if config.checkpoint.load is not None and not config.checkpoint.finetune and earlier.exists():
         before = load(type(config), earlier)
-        alike = (before.mesh.joined(world_size), before.sequence_length) == (config.mesh, config.sequence_length)
+        alike = (before.mesh.joined(world_size), before.sequence_length) == (
+            config.mesh,
+            config.sequence_length,
+        )
         if alike and before.context.context_parallel_method != "auto":
             if config.hybrid_layouts:
                 resumed: Any = replace(config, context=before.context)
                 validate_hybrid(resumed)
-            return before.context, f"context parallelism: {before.context.title}, as {earlier} has it"
+            return (
+                before.context,
+                f"context parallelism: {before.context.title}, as {earlier} has it",
+            )
     return choose(config, world_size)
 
 
@@ -176,12 +190,18 @@ def config_to_save(config: C, requested: C, world_size: int) -> C:
     Checkpoints keep the resumed schedule. The flags that choose it and finetune are left out, as
     they hold for this start alone, and so is a load that only finetune takes.
     """
-    sections: Any = {name: getattr(requested, name) for name in ("mesh", "train", "data_parallel", "recompute")}
+    sections: Any = {
+        name: getattr(requested, name) for name in ("mesh", "train", "data_parallel", "recompute")
+    }
     if requested.mesh.joined(world_size) != config.mesh:
         sections["context"] = requested.context
     checkpoint = config.checkpoint
     return replace(config, **sections).updated(
-        **{name: value_of(requested, name) for name in config.DECIDED if name in config_fields(config)},
+        **{
+            name: value_of(requested, name)
+            for name in config.DECIDED
+            if name in config_fields(config)
+        },
         override_opt_param_scheduler=False,
         use_checkpoint_opt_param_scheduler=False,
         finetune=False,
@@ -193,10 +213,16 @@ def config_to_save(config: C, requested: C, world_size: int) -> C:
 def _rearranged(
     requested: C, processes: int, validate: Validate[C], planner: Planner, entries: int | None
 ) -> tuple[int, C, str]:
-    """Choose for these processes: return full_world_size, the configuration, and a line if its mesh is another."""
+    """Choose for these processes: return full_world_size, the configuration, and a line if its mesh
+    is another.
+    """
     full = requested.mesh.full_world_size or recorded_world_size(requested)
     checkpoint = requested.checkpoint
-    if full is None and not checkpoint.finetune and (Path(checkpoint.load or "") / CONFIG).is_file():
+    if (
+        full is None
+        and not checkpoint.finetune
+        and (Path(checkpoint.load or "") / CONFIG).is_file()
+    ):
         raise ConfigError(
             f"allow_resize is set, and the config.toml in {checkpoint.load} does not say for how many processes "
             "its sizes and batch are; give --full-world-size N"
@@ -206,7 +232,9 @@ def _rearranged(
         return full, requested.updated(full_world_size=full), ""
     validate(requested, full)
     batch = requested.train.batch_size(requested.mesh.data_parallel_size(full))
-    config, why = planner.mesh(requested.updated(full_world_size=full, global_batch_size=batch), processes, entries)
+    config, why = planner.mesh(
+        requested.updated(full_world_size=full, global_batch_size=batch), processes, entries
+    )
     pp, cp, tp = config.mesh.sizes
     dp, micro = config.mesh.data_parallel_size(processes), config.train.micro_batch_size
     line = (
@@ -218,7 +246,9 @@ def _rearranged(
 
 
 def recorded_world_size(config: CommonConfig) -> int | None:
-    """Return the full_world_size in the config.toml of the run that ``--load`` resumes; None if there is none."""
+    """Return the full_world_size in the config.toml of the run that ``--load`` resumes; None if
+    there is none.
+    """
     folder = config.checkpoint.load
     file = Path(folder or "") / CONFIG
     if folder is None or config.checkpoint.finetune or not file.is_file():

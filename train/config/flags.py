@@ -74,7 +74,9 @@ def build(root: type[Root], values: dict[str, Any]) -> Root:
     variant = values.get(variants_of(root).name)
     table, sections = config_fields(root, variant), {}
     for section, cls in sections_of(root, variant).items():
-        sections[section] = cls(**{name: values[name] for name in values if table[name].section == section})
+        sections[section] = cls(
+            **{name: values[name] for name in values if table[name].section == section}
+        )
     return root(**sections)
 
 
@@ -95,7 +97,9 @@ def load(root: type[Root], path: str | Path) -> Root:
     return build(root, with_implied(root, read_toml(root, path)))
 
 
-def _hint(root: type, name: str, known: Collection[str], variant: str | None, section: str = "") -> str:
+def _hint(
+    root: type, name: str, known: Collection[str], variant: str | None, section: str = ""
+) -> str:
     """Suggest a fix for a section, key (of ``section``) or flag that `root` lacks; a variant or
     another entry may."""
     key = name.removeprefix("--").replace("-", "_")
@@ -108,7 +112,9 @@ def _hint(root: type, name: str, known: Collection[str], variant: str | None, se
         return f"{chooser} {variant or next(iter(classes))} has none; {families} {verb} it"
     for entry, other in ENTRIES.items():
         tables = fields_by_variant(other).values()
-        if other is not root and (name in hints_of(other) or any(keys & table.keys() for table in tables)):
+        if other is not root and (
+            name in hints_of(other) or any(keys & table.keys() for table in tables)
+        ):
             return f"that is for {entry}"
     if name.startswith("--"):
         answers = {flag: entry.answer for flag, entry in megatron_flags().items()}
@@ -116,7 +122,9 @@ def _hint(root: type, name: str, known: Collection[str], variant: str | None, se
         for table in fields_by_variant(root).values():
             every |= dict.fromkeys(field.flag for field in table.values())
         return did_you_mean(name, every, answers) or "--help lists them all"
-    here = [key for key in known if not section or config_fields(root, variant)[key].section == section]
+    here = [
+        key for key in known if not section or config_fields(root, variant)[key].section == section
+    ]
     return did_you_mean(name, known) or f"known are {', '.join(here)}"
 
 
@@ -136,8 +144,12 @@ def model_file(name: str | Path) -> Path:
     none of them.
     """
     path = Path(name)
-    moved = path.parent.resolve() == MODELS.parent  # the models' folder before they had one of their own
-    is_file = path.exists() and not path.is_dir()  # a folder of a model's name is a download or a run
+    moved = (
+        path.parent.resolve() == MODELS.parent
+    )  # the models' folder before they had one of their own
+    is_file = (
+        path.exists() and not path.is_dir()
+    )  # a folder of a model's name is a download or a run
     if is_file or not (moved or path.parent == Path()):
         return path
 
@@ -173,7 +185,9 @@ def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[
     """
     path = model_file(path)
     try:
-        if kind := not_a_file(Path(path)).replace("a symbolic link", ""):  # a link may lead to a file
+        if kind := not_a_file(Path(path)).replace(
+            "a symbolic link", ""
+        ):  # a link may lead to a file
             raise ConfigError(f"{path}: it is {kind}; name an existing TOML file")
         with Path(path).open(encoding="utf-8-sig") as file:
             text = file.read(LONGEST_TOML + 1)
@@ -185,28 +199,42 @@ def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[
     except ConfigError:
         raise
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name an existing TOML file") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); name an existing TOML file"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path}: nested too deeply; a configuration has sections and their keys alone") from error
+        raise ConfigError(
+            f"{path}: nested too deeply; a configuration has sections and their keys alone"
+        ) from error
     variant = variant or _variant_in(root, tree)
     table, sections, values = config_fields(root, variant), list(hints_of(root)), {}
     for section, content in tree.items():
         if section in table and not isinstance(content, dict):  # [optimizer] has a key of its name
-            raise ConfigError(f"{path}: {section} stands outside of a section; move it to [{table[section].section}]")
+            raise ConfigError(
+                f"{path}: {section} stands outside of a section; move it to [{table[section].section}]"
+            )
         if section not in sections or not isinstance(content, dict):
-            raise ConfigError(f"{path}: unknown section [{section}]; {_hint(root, section, sections, variant)}")
+            raise ConfigError(
+                f"{path}: unknown section [{section}]; {_hint(root, section, sections, variant)}"
+            )
         for name, value in content.items():
             if name not in table:
-                others = (fields[name] for fields in fields_by_variant(root).values() if name in fields)
+                others = (
+                    fields[name] for fields in fields_by_variant(root).values() if name in fields
+                )
                 passed_over = name in variants_of(root).passed_over
-                if passed_over and any(section == field.section and _is_default(field, value) for field in others):
+                if passed_over and any(
+                    section == field.section and _is_default(field, value) for field in others
+                ):
                     continue
                 hint = _hint(root, name, table, variant, section)
                 raise ConfigError(f"{path}: unknown key {name} in [{section}]; {hint}")
             if table[name].section != section:
-                raise ConfigError(f"{path}: {name} stands in [{section}]; move it to [{table[name].section}]")
+                raise ConfigError(
+                    f"{path}: {name} stands in [{section}]; move it to [{table[name].section}]"
+                )
             try:
                 values[name] = table[name].convert(value)
             except ConfigError as error:
@@ -243,7 +271,9 @@ def _parser(root: type, introduction: str | None, variant: str | None) -> _Parse
     the help texts."""
     parser = _Parser(
         description=introduction,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=116),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=34, width=116
+        ),
         usage="%(prog)s [--config FILE] [flags]",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -257,7 +287,9 @@ def _parser(root: type, introduction: str | None, variant: str | None) -> _Parse
     table = config_fields(root, variant)
     for section, cls in sections_of(root, variant).items():
         docs = documented(root, cls) if introduction else {}
-        group = parser.add_argument_group(f"[{section}]", inspect.getdoc(cls) if introduction else None)
+        group = parser.add_argument_group(
+            f"[{section}]", inspect.getdoc(cls) if introduction else None
+        )
         for field in (field for field in table.values() if field.section == section):
             _add_flag(group, field, docs.get(field.name, ""))
         if introduction and section == variants_of(root).section:
@@ -308,19 +340,28 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     parser = _parser(root, introduction if {"-h", "--help"} & set(argv) else None, variant)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ConfigError(unknown_argument(unknown[0], lambda flag: _hint(root, flag, flags, variant)))
+        raise ConfigError(
+            unknown_argument(unknown[0], lambda flag: _hint(root, flag, flags, variant))
+        )
     values: dict[str, Any] = vars(given)
     path = values.pop("config", None)
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    values = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
     beneath = {} if path is None else with_implied(root, _kept(root, path, values))
-    # A file that a run or an import wrote names every field, so that a flag implies others against it.
+    # A file that a run or an import wrote names every field, so that a flag implies others against
+    # it.
     config = build(root, beneath | with_implied(root, values))
-    for entry in (entry for entry in taken if entry.fits):  # which hold for some values of a field only
+    for entry in (
+        entry for entry in taken if entry.fits
+    ):  # which hold for some values of a field only
         field = config_fields(config).get(entry.field)
         value = value_of(config, field.name) if field else None
         if value not in entry.fits:
             found = f"{entry.field} is {value}" if field else f"this program has no {entry.field}"
-            raise ConfigError(f"{entry.flag} is given and {found}; it goes with {', '.join(entry.fits)}: {entry.text}")
+            raise ConfigError(
+                f"{entry.flag} is given and {found}; it goes with {', '.join(entry.fits)}: {entry.text}"
+            )
     return config
 
 
@@ -353,7 +394,9 @@ def _kept(root: type, path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if value is False:  # --no-mock-data
             continue
-        which, does = ("PARTS", "none leaves out") if value is None else ("REPLACES", "takes the place of")
+        which, does = (
+            ("PARTS", "none leaves out") if value is None else ("REPLACES", "takes the place of")
+        )
         others = getattr(sections[table[name].section], which, {}).get(name, ())
         left = [other for other in others if found.get(other) and other not in given]
         if left and os.environ.get("RANK", "0") == "0":

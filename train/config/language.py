@@ -43,7 +43,8 @@ load_config = partial(flags.load, Config)
 
 
 def validate(config: Config, world_size: int) -> None:
-    """Check the sections against each other, for a run of `world_size` processes; needs no process group.
+    """Check the sections against each other, for a run of `world_size` processes; needs no process
+    group.
 
     Raises UserError for the first contradiction, naming the fields, their values and the fix.
     """
@@ -60,7 +61,9 @@ def validate(config: Config, world_size: int) -> None:
                 "(--ruler-interval none)"
             )
         if config.model.vocab_size is None:
-            raise ConfigError("mock_data is set and vocab_size is not; give --vocab-size N, as no tokenizer tells it")
+            raise ConfigError(
+                "mock_data is set and vocab_size is not; give --vocab-size N, as no tokenizer tells it"
+            )
     elif not data.data_path:
         raise ConfigError(
             "data_path is empty; give --data-path PREFIX, the .bin/.idx pair that tools/prepare_data.py wrote"
@@ -85,10 +88,14 @@ def _validate_documents(config: Config) -> None:
         )
     for name in ("pack_documents", "blend_by_length"):
         if config.data.sft and getattr(config.data, name):
-            raise ConfigError(f"{name} is set with sft, whose conversations lie packed in their files; leave it out")
+            raise ConfigError(
+                f"{name} is set with sft, whose conversations lie packed in their files; leave it out"
+            )
     for name in ("sft", "pack_documents"):
         if config.data.eod_mask_loss and getattr(config.data, name):
-            raise ConfigError(f"eod_mask_loss is set with {name}, whose data say what carries loss; leave it out")
+            raise ConfigError(
+                f"eod_mask_loss is set with {name}, whose data say what carries loss; leave it out"
+            )
     if not config.packed:
         return
     if config.model.learned_positions and not config.data.reset_position_ids:

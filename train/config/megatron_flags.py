@@ -1,4 +1,6 @@
-"""Megatron-LM's flags that are missing here by name: what to give instead, or that they always hold."""
+"""Megatron-LM's flags that are missing here by name: what to give instead, or that they always
+hold.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +11,15 @@ from runtime.errors import UserError
 APEX = Path(__file__).with_name("apex.txt")
 """A line per part of NVIDIA's apex: the part, then what stands here in its place."""
 TABLE = Path(__file__).with_suffix(".txt")
-"""A line per flag: the flag, its values (N: any word; A|B: one of these), then `=` if it always holds (or holds with
-the named values of a field), `>` before what to give instead, or `!` before why there is none."""
+"""A line per flag: the flag, its values (N: any word; A|B: one of these), then `=` if it always
+holds (or holds with the named values of a field), `>` before what to give instead, or `!` before
+why there is none."""
 
 
 class Entry(NamedTuple):
-    """A Megatron flag's meaning here; `field` and `fits`: with which values of which field an = holds."""
+    """A Megatron flag's meaning here; `field` and `fits`: with which values of which field an =
+    holds.
+    """
 
     flag: str
     values: tuple[str, ...]
@@ -41,12 +46,17 @@ def entries() -> dict[str, Entry]:
         mark, _, condition = verdict.partition(" with ")
         field, _, fits = condition.partition(" ")
         words = tuple(word for word in values if word)
-        table[flag] = Entry(flag, words, mark, field, tuple(fits.split(", ")) if fits else (), text, section)
+        table[flag] = Entry(
+            flag, words, mark, field, tuple(fits.split(", ")) if fits else (), text, section
+        )
     return table
 
 
-def drop_redundant_flags(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[Entry]]:
-    """Split off Megatron flags that always hold here; return the rest and them. `known` are the program's own flags.
+def drop_redundant_flags(
+    argv: Sequence[str], known: Sequence[str]
+) -> tuple[list[str], list[Entry]]:
+    """Split off Megatron flags that always hold here; return the rest and them. `known` are the
+    program's own flags.
 
     Raises UserError: a flag that does not hold, or has another name here.
     """
@@ -68,7 +78,9 @@ def drop_redundant_flags(argv: Sequence[str], known: Sequence[str]) -> tuple[lis
                 raise UserError(f"{flag} has no value; {entry.answer}")
             value = value if equals else words.pop(0)
             if entry.values != ("N",) and not any(_same(value, one) for one in entry.values):
-                raise UserError(f"{flag} is {value}, and here it can only be {' or '.join(entry.values)}: {entry.text}")
+                raise UserError(
+                    f"{flag} is {value}, and here it can only be {' or '.join(entry.values)}: {entry.text}"
+                )
         taken.append(entry)
     return left, taken
 

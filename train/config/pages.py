@@ -1,4 +1,5 @@
-"""Write the generated pages of docs/: flags, Megatron-LM's flags, configurations, the map of the code.
+"""Write the generated pages of docs/: flags, Megatron-LM's flags, configurations, the map of the
+code.
 
 python -m train.config.pages
 """
@@ -35,7 +36,9 @@ MADE_BY = "Made by `python -m train.config.pages`."
 def main() -> None:
     """Write every page."""
     raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser("python -m train.config.pages", description=__doc__, formatter_class=raw).parse_args()
+    argparse.ArgumentParser(
+        "python -m train.config.pages", description=__doc__, formatter_class=raw
+    ).parse_args()
     for name, text in pages().items():
         path = (FOLDER / name).resolve()
         path.write_text(text, encoding="utf-8")
@@ -69,11 +72,15 @@ def flags_page() -> str:
 
 
 def _section(section: str) -> Iterable[str]:
-    """Yield a section's description and tables: flags of both entries, then of each alone, then of variants."""
+    """Yield a section's description and tables: flags of both entries, then of each alone, then of
+    variants.
+    """
     rows = {entry: _rows(root, section) for entry, root in ENTRIES.items()}
     gpt, dit = rows.values()
     about = [
-        inspect.getdoc(get_type_hints(root)[section]) for root in ENTRIES.values() if section in get_type_hints(root)
+        inspect.getdoc(get_type_hints(root)[section])
+        for root in ENTRIES.values()
+        if section in get_type_hints(root)
     ]
     yield str(about[0])
     shared = [row for row in gpt if row in dit]
@@ -91,7 +98,9 @@ def _section(section: str) -> Iterable[str]:
 
 
 def _rows(root: type, section: str) -> list[str]:
-    """Return a table row per field of a section that all variants have; none if the entry lacks the section."""
+    """Return a table row per field of a section that all variants have; none if the entry lacks the
+    section.
+    """
     cls = sections_of(root).get(section)
     docs = {} if cls is None else documented(root, cls)
     shared = set.intersection(*map(set, fields_by_variant(root).values()))
@@ -103,7 +112,11 @@ def _rows(root: type, section: str) -> list[str]:
 
 
 def _row(field: Field, doc: str) -> str:
-    value = " ".join(f"`{choice}`" for choice in field.choices) if field.choices else METAVAR.get(field.base, "")
+    value = (
+        " ".join(f"`{choice}`" for choice in field.choices)
+        if field.choices
+        else METAVAR.get(field.base, "")
+    )
     value += " ..." if field.many else ""
     about = " ".join(doc.split())
     return f"| `{field.flag}` | {value} | {field.typed and f'`{field.typed}`'} | {about} |"
@@ -117,10 +130,17 @@ def configs_page() -> str:
         "What the TOML files under `configs/` say of themselves. `--config` takes a file, or the name of a model, and",
         f"[flags](flags.md) override it. {MADE_BY}",
     ]
-    folders = {"Models and runs": "configs/models", "Long contexts": "configs/runs", "Clusters": "configs/clusters"}
+    folders = {
+        "Models and runs": "configs/models",
+        "Long contexts": "configs/runs",
+        "Clusters": "configs/clusters",
+    }
     for title, folder in ((title, ROOT / name) for title, name in folders.items()):
         lines += ["", f"## {title}", "", "| file | |", "| --- | --- |"]
-        lines += [f"| `{path.relative_to(ROOT)}` | {_comment(path)} |" for path in sorted(folder.glob("*.toml"))]
+        lines += [
+            f"| `{path.relative_to(ROOT)}` | {_comment(path)} |"
+            for path in sorted(folder.glob("*.toml"))
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -26,17 +26,24 @@ MOST_BYTES = 10**13
 
 
 def validate_magnitude(config: CommonConfig, world_size: int) -> None:
-    """Raise ConfigError for sizes that no machine can hold, before anything is planned or allocated.
+    """Raise ConfigError for sizes that no machine can hold, before anything is planned or
+    allocated.
 
     Iterations, intervals and seeds take no memory and have no bound here.
     """
     for name, field in config_fields(config).items():
-        if field.base is not int or name == "seed" or name.endswith(("_iters", "_interval", "_step")):
+        if (
+            field.base is not int
+            or name == "seed"
+            or name.endswith(("_iters", "_interval", "_step"))
+        ):
             continue
         value = value_of(config, name)
         largest = LARGEST.get(name, LARGEST_ELSEWHERE)
         if max((value or (0,)) if field.many else (value or 0,)) > largest:
-            raise ConfigError(f"{name} is {value}, which no machine can hold; it can be {largest:,} at most")
+            raise ConfigError(
+                f"{name} is {value}, which no machine can hold; it can be {largest:,} at most"
+            )
     readers, most = config.data.num_workers, max(64, 8 * (os.cpu_count() or 1))
     if readers > most:
         raise ConfigError(
@@ -45,7 +52,9 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
         )
     model, mesh = config.model, config.mesh
     width, shared = model.hidden_size, mesh.context_parallel_size * mesh.tensor_model_parallel_size
-    matrices = model.num_layers * width * 2 * (model.num_attention_heads * model.head_dim + model.ffn_size)
+    matrices = (
+        model.num_layers * width * 2 * (model.num_attention_heads * model.head_dim + model.ffn_size)
+    )
     entries = (getattr(model, "vocab_size", None) or 0) * width
     # float32 weights and gradients, and the optimizer's state
     state = (8 + config.optimizer.spec.state_bytes) * (matrices + entries) // world_size
@@ -62,7 +71,9 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
 
 
 def validate_sizes(config: CommonConfig, world_size: int) -> None:
-    """Raise UserError for sizes of either entry's run that do not fit; name them and the nearest that do."""
+    """Raise UserError for sizes of either entry's run that do not fit; name them and the nearest
+    that do.
+    """
     validate_magnitude(config, world_size)
     if not isinstance(config, Config):
         validate_mesh(config, world_size)
@@ -82,7 +93,10 @@ def validate_sizes(config: CommonConfig, world_size: int) -> None:
             "for whose gradient attention's backward would run in both; use Interleaved1F1B, or softmax_type off-by-one"
         )
     validate_hybrid(config)
-    for name, entries in (("vocab_size", config.model.vocab_size), ("max_position_embeddings", table)):
+    for name, entries in (
+        ("vocab_size", config.model.vocab_size),
+        ("max_position_embeddings", table),
+    ):
         if entries is not None:
             validate_entries(entries, config.mesh.tensor_model_parallel_size, name)
 
@@ -116,7 +130,11 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
         ranks_per_node=config.mesh.context_ranks_per_node,
         causal=config.causal,
     )
-    dp, micro, batch = world_size // (pp * cp * tp), config.train.micro_batch_size, config.train.global_batch_size
+    dp, micro, batch = (
+        world_size // (pp * cp * tp),
+        config.train.micro_batch_size,
+        config.train.global_batch_size,
+    )
     if batch is not None and batch % (micro * dp):
         below = batch // (micro * dp)
         raise ConfigError(
@@ -178,7 +196,12 @@ def validate_method(config: Config) -> None:
             f"context_parallel_method is {method}, which passes states of linear attention on, and model_type {kind} "
             f"has softmax attention; use {', '.join(METHODS)}"
         )
-    if linear and cp > 1 and method in STATE_METHODS and config.context.attention_backend == "reference":
+    if (
+        linear
+        and cp > 1
+        and method in STATE_METHODS
+        and config.context.attention_backend == "reference"
+    ):
         raise ConfigError(
             f"attention_backend is reference with context_parallel_size {cp} and method {method}, and that form of "
             "linear attention takes whole sequences; use auto, chunked or triton, or method ulysses"
@@ -209,7 +232,9 @@ def validate_hybrid(config: Config) -> None:
         )
     except ContextError as error:
         # The plan knows one method and names its options.
-        raise ConfigError(f"hybrid_softmax_method is {hybrid.hybrid_softmax_method}: {error}") from error
+        raise ConfigError(
+            f"hybrid_softmax_method is {hybrid.hybrid_softmax_method}: {error}"
+        ) from error
 
 
 def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int = 1) -> None:
@@ -230,12 +255,18 @@ def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int
 
 def _validate_shares(model: DecoderConfig | DiTConfig, tp: int) -> None:
     """Check that a layer's heads and channels divide among ``tp`` ranks."""
-    size, heads, groups = f"tensor_model_parallel_size {tp}", model.num_attention_heads, model.query_groups
+    size, heads, groups = (
+        f"tensor_model_parallel_size {tp}",
+        model.num_attention_heads,
+        model.query_groups,
+    )
     shared = model.shared_sizes
     for name, value in shared.items():
         if value % tp:
             sizes = ", ".join(map(str, divisors(math.gcd(*shared.values()))))
-            raise ConfigError(f"{size} does not divide {name} {value}; sizes that fit this model: {sizes}")
+            raise ConfigError(
+                f"{size} does not divide {name} {value}; sizes that fit this model: {sizes}"
+            )
     if isinstance(model, DecoderConfig) and model.joint_qk_norm and groups % tp:
         raise ConfigError(
             f"num_query_groups is {groups}, not a multiple of {size}, and {with_article(model.model_type)} normalises "
@@ -250,8 +281,12 @@ def _validate_shares(model: DecoderConfig | DiTConfig, tp: int) -> None:
 
 
 def validate_entries(entries: int, tp: int, name: str = "vocab_size") -> None:
-    """Check that all ``tp`` ranks hold entries; each but the last ones holds entries / tp, rounded up."""
-    fits = next(size for size in range(entries, entries + tp * tp) if -(-size // tp) * (tp - 1) < size)
+    """Check that all ``tp`` ranks hold entries; each but the last ones holds entries / tp, rounded
+    up.
+    """
+    fits = next(
+        size for size in range(entries, entries + tp * tp) if -(-size // tp) * (tp - 1) < size
+    )
     if fits > entries:
         raise ConfigError(
             f"{name} is {entries}, of which tensor_model_parallel_size {tp} leaves nothing to its last process; "

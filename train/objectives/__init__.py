@@ -21,12 +21,15 @@ class Objective(ABC):
     def local(self, batch: Batch) -> Batch:
         """Return this rank's part of a batch, on its device.
 
-        ``count`` in it is the tokens of that part that carry loss, int64 [1] on the CPU, so that none waits.
+        ``count`` in it is the tokens of that part that carry loss, int64 [1] on the CPU, so that
+        none waits.
         """
 
     @abstractmethod
     def lengths(self, local: Batch) -> Sequence[int]:
-        """Return the lengths of whole documents, or of samples, that the context-parallel ranks share there."""
+        """Return the lengths of whole documents, or of samples, that the context-parallel ranks
+        share there.
+        """
 
     @abstractmethod
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
@@ -34,7 +37,9 @@ class Objective(ABC):
 
     def validation_line(self, record: dict[str, Any]) -> str:
         """Describe a record's validation in one line."""
-        return f"validation loss at iteration {record['iteration']}: {record['validation_loss']:.4f}"
+        return (
+            f"validation loss at iteration {record['iteration']}: {record['validation_loss']:.4f}"
+        )
 
     # The rest is for pipelines, and for runs without data.
 
@@ -44,8 +49,12 @@ class Objective(ABC):
 
     @abstractmethod
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Return the name of the first stage's input in a part, and a tensor like it on the meta device."""
+        """Return the name of the first stage's input in a part, and a tensor like it on the meta
+        device.
+        """
 
     @abstractmethod
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
-        """Map parameters that several of the ``stages`` hold to those stages; ``part`` is any stage's."""
+        """Map parameters that several of the ``stages`` hold to those stages; ``part`` is any
+        stage's.
+        """

@@ -1,4 +1,6 @@
-"""Next-token prediction, the objective of language models. B samples of S tokens, T tokens of this rank."""
+"""Next-token prediction, the objective of language models. B samples of S tokens, T tokens of this
+rank.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -40,13 +42,15 @@ class NextToken(Objective):
         reset_attention_mask: bool = False,
         prepare: Callable[[ContextParallel], None] = lambda cp: None,
     ) -> None:
-        """Set up for ``cp``, made for sequences of S tokens or, with ``reset_attention_mask``, of B * S.
+        """Set up for ``cp``, made for sequences of S tokens or, with ``reset_attention_mask``, of B
+        * S.
 
         Args:
             loss_chunk_size: tokens whose logits exist at once; 0 for all.
             reset_position_ids: positions count from 0 in each document.
             reset_attention_mask: tokens attend inside their document alone.
-            prepare: called with ``cp`` under the documents of each micro-batch, to make ahead what layers will need.
+            prepare: called with ``cp`` under the documents of each micro-batch, to make ahead what
+                layers will need.
         """
         self._cp, self._length = cp, cp.plan.seq_len
         self._loss_chunk_size = loss_chunk_size
@@ -54,8 +58,11 @@ class NextToken(Objective):
         self._reset_positions, self._reset_attention = reset_position_ids, reset_attention_mask
         self._prepare = prepare
         self.wrong: Tensor | None = None
-        """Tokens of each example, int64 [N], that were not the likeliest: counted in batches with ``examples``."""
-        # Padding takes the last position: a table of learned positions may have none beyond the sequence.
+        """Tokens of each example, int64 [N], that were not the likeliest: counted in batches with
+        ``examples``.
+        """
+        # Padding takes the last position: a table of learned positions may have none beyond the
+        # sequence.
         self._positions = cp.positions.clamp(max=cp.plan.seq_len - 1).to(device)  # [T]
 
     def blank(self, micro_batch_size: int) -> Batch:
@@ -67,27 +74,37 @@ class NextToken(Objective):
         return {"tokens": tokens, "labels": tokens, "starts": starts}
 
     def local(self, batch: Batch) -> Batch:
-        """Return this rank's tokens and labels ``[B, T]`` of sequences ``[B, S]``; padding carries no loss.
+        """Return this rank's tokens and labels ``[B, T]`` of sequences ``[B, S]``; padding carries
+        no loss.
 
-        Where documents are told apart, there are ``positions`` [B, T] too. Where tokens attend inside them alone, the
-        samples are joined, in order, into one sequence whose attention needs no rows: tokens, labels and positions are
-        ``[1, T]``, and ``plan`` is the number of its plan in ``PLANS``, int64 [1] on the CPU, which keeps it alive.
+        Where documents are told apart, there are ``positions`` [B, T] too. Where tokens attend
+        inside them alone, the samples are joined, in order, into one sequence whose attention needs
+        no rows: tokens, labels and positions are ``[1, T]``, and ``plan`` is the number of its plan
+        in ``PLANS``, int64 [1] on the CPU, which keeps it alive.
         """
         cp, plan = self._cp, {}
         if self._reset_positions or self._reset_attention:
             starts = batch["starts"]
             apart = self._reset_positions
-            positions = positions_in_documents(starts) if apart else torch.arange(starts.shape[1]).expand(starts.shape)
+            positions = (
+                positions_in_documents(starts)
+                if apart
+                else torch.arange(starts.shape[1]).expand(starts.shape)
+            )
             batch = batch | {"positions": positions}
         if self._reset_attention:
             batch = {name: rows.reshape(1, -1) for name, rows in batch.items()}  # [1, B * S]
-            cp = cp.under(documents=cumulative_lengths(batch["starts"][0]), window=cp.plan.mask.window)
+            cp = cp.under(
+                documents=cumulative_lengths(batch["starts"][0]), window=cp.plan.mask.window
+            )
             self._prepare(cp)
             plan = {"plan": PLANS.tensor(cp.plan, shape=(1,))}
         names = [name for name in PADDING if name in batch]
         own = {name: cp.shard(batch[name], dim=1, pad_value=PADDING[name]) for name in names}
         count = (own["labels"] != IGNORE_INDEX).sum()[None]
-        return {name: to_device(x, self._device) for name, x in own.items()} | plan | {"count": count}
+        return (
+            {name: to_device(x, self._device) for name, x in own.items()} | plan | {"count": count}
+        )
 
     def lengths(self, local: Batch) -> list[int]:
         """Return the lengths of documents where they attend apart, else of sequences."""
@@ -99,8 +116,9 @@ class NextToken(Objective):
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """Return the sum of this rank's token losses, float32.
 
-        A stage other than the last returns hidden states; one other than the first takes them in place of tokens. Of a
-        batch with ``examples``, the number of each token's, it is how many tokens with labels are not the likeliest.
+        A stage other than the last returns hidden states; one other than the first takes them in
+        place of tokens. Of a batch with ``examples``, the number of each token's, it is how many
+        tokens with labels are not the likeliest.
         """
         labels, size = local["labels"], self._loss_chunk_size
 
@@ -118,27 +136,38 @@ class NextToken(Objective):
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
         """Return the name and a meta tensor of tokens ``[B, T]``, or ``[1, T]`` of joined samples."""
         sequences = 1 if self._reset_attention else micro_batch_size
-        return "tokens", torch.empty((sequences, len(self._positions)), dtype=torch.int64, device="meta")
+        return "tokens", torch.empty(
+            (sequences, len(self._positions)), dtype=torch.int64, device="meta"
+        )
 
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
         """Tie the embedding of the first stage and the last if it is also the output projection."""
         assert isinstance(part, Decoder)
-        apart = part.config.untie_embeddings_and_output_weights or part.config.lora_rank is not None  # frozen copies
+        apart = (
+            part.config.untie_embeddings_and_output_weights or part.config.lora_rank is not None
+        )  # frozen copies
         return {} if apart else {"embedding.weight": (0, stages - 1)}
 
     def validation_line(self, record: dict[str, Any]) -> str:
         """Describe a validation in one line, with the corpus's unigram entropy if known."""
-        line = super().validation_line(record) + f" | perplexity: {math.exp(min(record['validation_loss'], 99)):.2f}"
+        line = (
+            super().validation_line(record)
+            + f" | perplexity: {math.exp(min(record['validation_loss'], 99)):.2f}"
+        )
         if "unigram_entropy" in record:
             line += f" | unigram entropy of the corpus: {record['unigram_entropy']:.4f}"
         return line
 
 
-def count_wrong(hidden: Tensor, weight: Tensor, labels: Tensor, examples: Tensor, wrong: Tensor) -> Tensor:
-    """Add to ``wrong`` [N] how many of each example's labels are not the likeliest tokens; return their sum, float32.
+def count_wrong(
+    hidden: Tensor, weight: Tensor, labels: Tensor, examples: Tensor, wrong: Tensor
+) -> Tensor:
+    """Add to ``wrong`` [N] how many of each example's labels are not the likeliest tokens; return
+    their sum, float32.
 
-    Takes hidden [B, T, C] and the output weights [V, C], as ``chunked_cross_entropy_sum``: DTensors of the tensor
-    parallel ranks are collective. Logits exist for the labelled tokens alone, which are few.
+    Takes hidden [B, T, C] and the output weights [V, C], as ``chunked_cross_entropy_sum``: DTensors
+    of the tensor parallel ranks are collective. Logits exist for the labelled tokens alone, which
+    are few.
     """
     there = labels != IGNORE_INDEX
     whole: Any = hidden
@@ -146,7 +175,9 @@ def count_wrong(hidden: Tensor, weight: Tensor, labels: Tensor, examples: Tensor
         from torch.distributed.tensor import DTensor, Replicate
 
         picked = whole.to_local()[there]  # [n, C]
-        logits: Any = linear(DTensor.from_local(picked, whole.device_mesh, [Replicate()], run_check=False), weight)
+        logits: Any = linear(
+            DTensor.from_local(picked, whole.device_mesh, [Replicate()], run_check=False), weight
+        )
         likeliest = logits.full_tensor().argmax(-1)
     else:
         likeliest = linear(whole[there], weight).argmax(-1)
@@ -158,10 +189,14 @@ def count_wrong(hidden: Tensor, weight: Tensor, labels: Tensor, examples: Tensor
 def corpus_entropy(data: DataConfig) -> dict[str, float]:
     """Return the unigram entropy of the corpus (nats per token), to print beside a validation loss.
 
-    Returns nothing for a blend, whose token frequencies depend on its weights, for conversations, of which not all is
-    predicted, and for mock_data.
+    Returns nothing for a blend, whose token frequencies depend on its weights, for conversations,
+    of which not all is predicted, and for mock_data.
     """
     if data.mock_data:
         return {}
     prefixes, _ = blend(data.data_path)
-    return {"unigram_entropy": entropy(token_counts(prefixes[0]))} if len(prefixes) == 1 and not data.sft else {}
+    return (
+        {"unigram_entropy": entropy(token_counts(prefixes[0]))}
+        if len(prefixes) == 1 and not data.sft
+        else {}
+    )

@@ -25,7 +25,9 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
     """The optimizer, its settings and its learning rate."""
 
     optimizer: OptimizerName = "adam"
-    """Rule of a step; the default is AdamW, whose weight decay is decoupled (Loshchilov and Hutter 2019)."""
+    """Rule of a step; the default is AdamW, whose weight decay is decoupled (Loshchilov and Hutter
+    2019).
+    """
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms and biases get none."""
     clip_grad: float = 1.0
@@ -61,7 +63,9 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
                     )
 
 
-def build_optimizer(config: OptimizerConfig, *parts: nn.Module, portable: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimizerConfig, *parts: nn.Module, portable: bool = False
+) -> torch.optim.Optimizer:
     """Build the optimizer of the trained parameters of ``parts``, this rank's parts of the model.
 
     ``portable`` leaves out kernels that may be missing where a run is only rehearsed.

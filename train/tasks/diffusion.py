@@ -8,10 +8,10 @@ from torch import nn
 from data.latents.dataset import build_latent_datasets
 from model.dit import DiT, dit_flops_per_patch, num_dit_parameters
 from runtime.together import raise_together
-from train.attention import diffusion_context
 from train.config import diffusion
 from train.config.diffusion import diffusion_of
 from train.config.entries import DiTRunConfig
+from train.context_attention import diffusion_context
 from train.objectives.diffusion import Denoising
 from train.sampling import Sampler, picture_writer
 from train.tasks.task import Data, Task
@@ -32,7 +32,9 @@ class DiffusionTask(Task[DiTRunConfig]):
         with raise_together():
             self.cp, self._attend = diffusion_context(config, self.mesh.cp.get_group())
         process, seed = diffusion_of(config), config.train.seed
-        self.objective = Denoising(self.cp, self.mesh.device, config.model, process, seed, joined=config.packed)
+        self.objective = Denoising(
+            self.cp, self.mesh.device, config.model, process, seed, joined=config.packed
+        )
 
     def build_model(self) -> nn.Module:
         """Build the whole model."""
@@ -41,7 +43,9 @@ class DiffusionTask(Task[DiTRunConfig]):
     def load_data(self, tokenizer: None) -> Data:
         """Open the latents; collective."""
         config, model = self.config, self.config.model
-        train, valid = build_latent_datasets(config.data, model.latent_shape, model.num_classes, config.train.seed)
+        train, valid = build_latent_datasets(
+            config.data, model.latent_shape, model.num_classes, config.train.seed
+        )
         return Data(train, valid if config.train.eval_iters else None)
 
     def flops_per_token(self, length: int) -> float:
@@ -60,6 +64,8 @@ class DiffusionTask(Task[DiTRunConfig]):
     def description(self, data: Data) -> str:
         """Describe the run in one line: the model, the mesh and the data."""
         model = self.config.model
-        latents = f"latents of {' x '.join(map(str, model.latent_shape))} in {model.num_patches} patches"
+        latents = (
+            f"latents of {' x '.join(map(str, model.latent_shape))} in {model.num_patches} patches"
+        )
         title = f"DiT of {num_dit_parameters(model):,} parameters"
         return self._summary(title, self.config.context.title, latents)

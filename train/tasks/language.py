@@ -9,12 +9,18 @@ from torch import nn
 from data.text.blend import MockTokenizer
 from data.text.megatron import build_datasets
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.registry import attention_title, build_model, flops_per_token, num_parameters, num_trained
+from model.registry import (
+    attention_title,
+    build_model,
+    flops_per_token,
+    num_parameters,
+    num_trained,
+)
 from runtime.together import is_first, raise_together
-from train.attention import context_of, plan_ahead
 from train.callbacks.ruler import Curve
 from train.config import language
 from train.config.entries import Config
+from train.context_attention import context_of, plan_ahead
 from train.objectives.language import NextToken, corpus_entropy
 from train.tasks.task import Data, Task
 
@@ -64,10 +70,18 @@ class LanguageTask(Task[Config]):
         """Open the text, and make the examples of RULER's curve; collective."""
         config = self.config
         train, valid, _ = build_datasets(
-            config.data, config.train.seq_length, config.train.seed, tokenizer, config.model.vocab_size
+            config.data,
+            config.train.seq_length,
+            config.train.seed,
+            tokenizer,
+            config.model.vocab_size,
         )
         with raise_together():
-            curve = Curve(config, self.objective, self.mesh, tokenizer) if config.ruler.ruler_interval else None
+            curve = (
+                Curve(config, self.objective, self.mesh, tokenizer)
+                if config.ruler.ruler_interval
+                else None
+            )
         constants = corpus_entropy(config.data) if is_first() else {}
         return Data(train, valid if config.train.eval_iters else None, constants, curve)
 
@@ -100,4 +114,6 @@ class LanguageTask(Task[Config]):
             packing += f", none cut that fits, {1 - samples.fill:.2%} padding"
         if config.data.blend_by_length:
             packing += f", of documents of {config.data.length_blend}"
-        return self._summary(title, method, f"sequences of {config.train.seq_length} {drawn}tokens{packing}")
+        return self._summary(
+            title, method, f"sequences of {config.train.seq_length} {drawn}tokens{packing}"
+        )

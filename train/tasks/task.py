@@ -115,12 +115,21 @@ class Task(ABC, Generic[C]):
 
         ``micro_batches`` is their number on this rank, by default the configuration's.
         """
-        mesh, objective, pipeline, train = self.mesh, self.objective, self.config.pipeline, self.config.train
+        mesh, objective, pipeline, train = (
+            self.mesh,
+            self.objective,
+            self.config.pipeline,
+            self.config.train,
+        )
         strategy, ranks = self.config.data_parallel.strategy, mesh.pp.size()
         if ranks == 1:
             return Runner(parts, objective.loss_sum, strategy)
         schedule = pipeline.pipeline_schedule
-        if is_first() and schedule == "Interleaved1F1B" and pipeline.num_virtual_stages_per_pipeline_rank == 1:
+        if (
+            is_first()
+            and schedule == "Interleaved1F1B"
+            and pipeline.num_virtual_stages_per_pipeline_rank == 1
+        ):
             print(
                 f"note: pipeline_schedule {schedule} with 1 virtual stage per process interleaves nothing: it is 1F1B; "
                 "--num-virtual-stages-per-pipeline-rank 2 shortens the bubbles",

@@ -1,12 +1,14 @@
 """Executor of the gated delta rule over segments on several ranks.
 
-A segment maps its incoming state S to M S + U, and adds Q S to the outputs that it has without (kernels/delta/rule.py).
-So one that continues a document is computed before S arrives: one product is left, and U + M S goes on at once, or the
-map itself did earlier (segments.py). The gradient of S is M^T dS' + Q^T dout, passed back along the chain. Only
-segments in the middle of a document take that wider scan: one that begins it knows its state, one that ends it is
-computed last, unless it is most of its rank.
+A segment maps its incoming state S to M S + U, and adds Q S to the outputs that it has without
+(kernels/delta/rule.py). So one that continues a document is computed before S arrives: one product
+is left, and U + M S goes on at once, or the map itself did earlier (segments.py). The gradient of S
+is M^T dS' + Q^T dout, passed back along the chain. Only segments in the middle of a document take
+that wider scan: one that begins it knows its state, one that ends it is computed last, unless it is
+most of its rank.
 
-Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (float64 for float64).
+Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (float64 for
+float64).
 """
 
 from collections import defaultdict
@@ -42,11 +44,15 @@ class Wave(NamedTuple):
 
 @dataclass(eq=False)
 class DeltaExecutor:
-    """The gated delta rule of one rank, for any plan of one geometry whose ranks hold consecutive tokens."""
+    """The gated delta rule of one rank, for any plan of one geometry whose ranks hold consecutive
+    tokens.
+    """
 
     transport: Transport
     backend: str = "auto"
-    """As for ``select_delta_backend``; that of softmax attention, its Triton kernel too, leaves it to ``auto``."""
+    """As for ``select_delta_backend``; that of softmax attention, its Triton kernel too, leaves it
+    to ``auto``.
+    """
 
     def __post_init__(self) -> None:
         if self.backend == "triton" or self.backend not in LINEAR:
@@ -54,11 +60,12 @@ class DeltaExecutor:
         self.handle, self.rank = DELTA_EXECUTORS.add(self), self.transport.rank
 
     def _waves(self, plan: Plan, inputs: Tensors, *more: Tensor, gradient: bool) -> Iterator[Wave]:
-        """Cut inputs and more tensors ``[B, T, heads, ..]`` into groups of heads that take their turns.
+        """Cut inputs and more tensors ``[B, T, heads, ..]`` into groups of heads that take their
+        turns.
 
-        Where each document that ranks share ends on the second of two, only the first group's end is wide: the states
-        of the others arrive meanwhile, into what is posted at once. On a GPU all heads are one group: smaller
-        ones would not fill it.
+        Where each document that ranks share ends on the second of two, only the first group's end
+        is wide: the states of the others arrive meanwhile, into what is posted at once. On a GPU
+        all heads are one group: smaller ones would not fill it.
         """
         groups = _groups(plan, inputs[0])
         count, steps = len(inputs), rounds_of(plan, self.rank, gradient=gradient)
@@ -73,9 +80,11 @@ class DeltaExecutor:
             yield Wave(parts(plan, self.rank, waits=number > 0), x[:count], x[count:], arrivals)
 
     def forward(self, plan: Plan, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, T, H, E]`` in v's dtype, and in one row what the backward of each part of ``parts`` needs.
+        """Return out ``[B, T, H, E]`` in v's dtype, and in one row what the backward of each part
+        of ``parts`` needs.
 
-        These are the states before each of the part's slabs and after it and, of a wide one, Q and M.
+        These are the states before each of the part's slabs and after it and, of a wide one, Q and
+        M.
         """
         v = tensors[2]
         out, row = v.new_zeros(v.shape), list[Tensor]()
@@ -115,13 +124,24 @@ class DeltaExecutor:
         return [x.flatten() for part in wave.parts.all for x in kept[part]]
 
     def final(self, plan: Plan, kept: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the state after the last document where that ends, zeros elsewhere; ``kept`` is forward's row."""
-        last, found = [chain for chain in chains(plan) if chain[0].start < plan.seq_len][-1][-1], list[Tensor]()
+        """Return the state after the last document where that ends, zeros elsewhere; ``kept`` is
+        forward's row.
+        """
+        last, found = (
+            [chain for chain in chains(plan) if chain[0].start < plan.seq_len][-1][-1],
+            list[Tensor](),
+        )
         groups = _groups(plan, k)
         for number, heads in enumerate(zip(k.chunk(groups, 2), v.chunk(groups, 2), strict=True)):
             saved, kept = _unpacked(parts(plan, self.rank, waits=number > 0), kept, *heads)
-            found += [states[-1] for part, (states, *_) in saved.items() if part.segments[-1] == last]
-        return torch.cat(found, 1) if found else torch.zeros_like(rule.empty_states(k[:, :1], v[:, :1])[0])
+            found += [
+                states[-1] for part, (states, *_) in saved.items() if part.segments[-1] == last
+            ]
+        return (
+            torch.cat(found, 1)
+            if found
+            else torch.zeros_like(rule.empty_states(k[:, :1], v[:, :1])[0])
+        )
 
     def backward(self, plan: Plan, dout: Tensor, kept: Tensor, *tensors: Tensor) -> list[Tensor]:
         """Return dq, dk, dv, dg and dbeta in the dtypes of the inputs."""
@@ -133,8 +153,12 @@ class DeltaExecutor:
             compute()
         return gradients
 
-    def _backward(self, plan: Plan, wave: Wave, saved: dict[Part, list[Tensor]]) -> Callable[[], None]:
-        """Write the gradients of a wave's heads; the function returned writes those that no other rank waits for."""
+    def _backward(
+        self, plan: Plan, wave: Wave, saved: dict[Part, list[Tensor]]
+    ) -> Callable[[], None]:
+        """Write the gradients of a wave's heads; the function returned writes those that no other
+        rank waits for.
+        """
         dout, *found = wave.more
 
         def compute(part: Part, dfinal: Tensor | None = None) -> Tensor:
@@ -174,7 +198,8 @@ class DeltaExecutor:
         *,
         gradient: bool,
     ) -> None:
-        """Pass states on in rounds, or their gradients back, and work while the first are on their way.
+        """Pass states on in rounds, or their gradients back, and work while the first are on their
+        way.
 
         Args:
             own: returns the map of a part, (U, M), or (U,) of the one that begins the chain.
@@ -199,8 +224,17 @@ class DeltaExecutor:
             sends = []
             for message in leaving:
                 part = placed[message.source]
-                sends.append((message.peer, _composed(known[part], own(part)) if part in known else own(part)))
-            receives = [] if wave.posted else [_receive_buffers(message, wave.inputs) for message in coming]
+                sends.append(
+                    (
+                        message.peer,
+                        _composed(known[part], own(part)) if part in known else own(part),
+                    )
+                )
+            receives = (
+                []
+                if wave.posted
+                else [_receive_buffers(message, wave.inputs) for message in coming]
+            )
             arrivals, sent = self.transport.isend_irecv(sends, receives, far=False)
             waits.append(sent)
             if index == 0:
@@ -242,7 +276,9 @@ def _groups(plan: Plan, q: Tensor) -> int:
     return next(n for n in range(MOST_WAVES, 0, -1) if q.shape[2] % n == 0) if turns else 1
 
 
-def _unpacked(mine: Parts, kept: Tensor, k: Tensor, v: Tensor) -> tuple[dict[Part, list[Tensor]], Tensor]:
+def _unpacked(
+    mine: Parts, kept: Tensor, k: Tensor, v: Tensor
+) -> tuple[dict[Part, list[Tensor]], Tensor]:
     """Return what was kept of each part of a wave's heads, and the rest of the row."""
     shapes = []
     for part in mine.all:
@@ -250,7 +286,10 @@ def _unpacked(mine: Parts, kept: Tensor, k: Tensor, v: Tensor) -> tuple[dict[Par
         states, width = rule.empty_states(keys, values).shape, keys.shape[-1]
         shapes.append((part, states))
         if part.wide:
-            shapes += [(part, torch.Size((*values.shape[:3], width))), (part, torch.Size((*states[1:3], width, width)))]
+            shapes += [
+                (part, torch.Size((*values.shape[:3], width))),
+                (part, torch.Size((*states[1:3], width, width))),
+            ]
     sizes = [shape.numel() for _, shape in shapes]
     *pieces, rest = kept.split([*sizes, len(kept) - sum(sizes)])
     saved = defaultdict[Part, list[Tensor]](list)

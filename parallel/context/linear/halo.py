@@ -1,8 +1,10 @@
-"""Short causal convolution over several ranks: a segment that continues a document gets the rows before it.
+"""Short causal convolution over several ranks: a segment that continues a document gets the rows
+before it.
 
-These rows, its halo, travel while every rank convolves its own; then the first outputs of the segment are computed
-again with them, to the same bits as in one process. The backward sends the halo's gradient home first. Shapes: x
-``[B, T, C]``, weight ``[C, K]``, T local positions; a halo has K - 1 rows.
+These rows, its halo, travel while every rank convolves its own; then the first outputs of the
+segment are computed again with them, to the same bits as in one process. The backward sends the
+halo's gradient home first. Shapes: x ``[B, T, C]``, weight ``[C, K]``, T local positions; a halo
+has K - 1 rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +45,8 @@ class Halo(NamedTuple):
 
 @lru_cache(maxsize=256)
 def halos(plan: Plan, reach: int) -> tuple[Halo, ...]:
-    """Return the part of each rank where a token reads ``reach`` tokens before it; raises as ``chains``.
+    """Return the part of each rank where a token reads ``reach`` tokens before it; raises as
+    ``chains``.
 
     A halo has several owners where the segments before are shorter than it.
     """
@@ -61,11 +64,15 @@ def halos(plan: Plan, reach: int) -> tuple[Halo, ...]:
                     sends[source.rank].append(Part(segment.rank, source.last(count)))
                     receives[segment.rank].append(Part(source.rank, slice(end - count, end)))
                 missing, end = missing - count, end - count
-    return tuple(Halo(tuple(a), tuple(b), tuple(c)) for a, b, c in zip(continued, sends, receives, strict=True))
+    return tuple(
+        Halo(tuple(a), tuple(b), tuple(c))
+        for a, b, c in zip(continued, sends, receives, strict=True)
+    )
 
 
 def halo_traffic(plan: Plan, rank: int, taps: int, row: int, *, gradient: bool) -> Traffic:
-    """Return the bytes that ``rank`` sends in a convolution of ``taps``, or (``gradient``) in its backward.
+    """Return the bytes that ``rank`` sends in a convolution of ``taps``, or (``gradient``) in its
+    backward.
 
     ``row`` is the bytes of a token's channels, those of its gradient, which is in float32 or wider.
     """
@@ -78,7 +85,9 @@ def halo_traffic(plan: Plan, rank: int, taps: int, row: int, *, gradient: bool) 
 
 @dataclass(eq=False)
 class Convolution:
-    """The convolution of one rank, for any plan of one geometry whose ranks hold consecutive tokens."""
+    """The convolution of one rank, for any plan of one geometry whose ranks hold consecutive
+    tokens.
+    """
 
     transport: Transport
 
@@ -90,7 +99,10 @@ class Convolution:
         reach = weight.shape[1] - 1
         halo, bounds = halos(plan, reach)[self.rank], self._bounds(plan)
         arrivals = self._exchange(x, halo.sends, halo.receives)
-        out, arrived = x.new_zeros(x.shape), x.new_zeros(x.shape[0], reach * len(halo.continued), x.shape[2])
+        out, arrived = (
+            x.new_zeros(x.shape),
+            x.new_zeros(x.shape[0], reach * len(halo.continued), x.shape[2]),
+        )
         rows, at = spaced(x[:, : bounds[-1]], bounds, reach)
         out[:, : bounds[-1]] = convolve(rows, weight).index_select(1, at)
         for part, found in arrivals():
@@ -101,8 +113,12 @@ class Convolution:
             out[:, first] = convolve(again, weight)
         return out, arrived
 
-    def backward(self, plan: Plan, dout: Tensor, arrived: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x, zero in padding, and of weight; ``arrived`` is what forward returned."""
+    def backward(
+        self, plan: Plan, dout: Tensor, arrived: Tensor, x: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x, zero in padding, and of weight; ``arrived`` is what forward
+        returned.
+        """
         reach, wide = weight.shape[1] - 1, accum_dtype(x.dtype)
         halo, bounds = halos(plan, reach)[self.rank], self._bounds(plan)
         darrived = torch.zeros_like(arrived, dtype=wide)
@@ -122,7 +138,9 @@ class Convolution:
         for part, found in arrivals():  # of a segment's last rows the most come first
             end = part.rows.stop
             if end not in ends:
-                ends[end] = convolve(F.pad(dout[:, part.rows].to(wide), (0, 0, 0, reach)), weight.flip(1))
+                ends[end] = convolve(
+                    F.pad(dout[:, part.rows].to(wide), (0, 0, 0, reach)), weight.flip(1)
+                )
             ends[end][:, -found.shape[1] :] += found
         for end, whole in ends.items():
             dx[:, end - whole.shape[1] : end] = whole
@@ -130,11 +148,15 @@ class Convolution:
 
     def _bounds(self, plan: Plan) -> tuple[int, ...]:
         """Return the cumulative lengths of this rank's segments, without padding, which comes last."""
-        real = (segment.length for segment in segments(plan)[self.rank] if segment.start < plan.seq_len)
+        real = (
+            segment.length for segment in segments(plan)[self.rank] if segment.start < plan.seq_len
+        )
         return tuple(accumulate(real, initial=0))
 
     def _gaps(self, plan: Plan, halo: Halo, reach: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield for each continued segment its halo's rows, the gap for them, and its tokens that read them."""
+        """Yield for each continued segment its halo's rows, the gap for them, and its tokens that
+        read them.
+        """
         numbers = {segment: number for number, segment in enumerate(segments(plan)[self.rank])}
         for index, segment in enumerate(halo.continued):
             start = segment.offset + reach * numbers[segment]
@@ -146,7 +168,10 @@ class Convolution:
     ) -> Callable[[], list[tuple[Part, Tensor]]]:
         """Start sending rows of x; return a function that waits for all, and returns what came."""
         self.transport.connect_all(x.device)
-        buffers = [x.new_empty(x.shape[0], part.rows.stop - part.rows.start, x.shape[2]) for part in receives]
+        buffers = [
+            x.new_empty(x.shape[0], part.rows.stop - part.rows.start, x.shape[2])
+            for part in receives
+        ]
         arrivals, sent = self.transport.isend_irecv(
             [(part.peer, (x[:, part.rows],)) for part in sends],
             [(part.peer, (buffer,)) for part, buffer in zip(receives, buffers, strict=True)],

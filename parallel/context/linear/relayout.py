@@ -1,7 +1,9 @@
-"""Exchange of tokens between two layouts of the same ranks, one for each kind of attention in a hybrid model.
+"""Exchange of tokens between two layouts of the same ranks, one for each kind of attention in a
+hybrid model.
 
-States pass in the fewest hops where each rank has one block of tokens; the zigzag layout balances causal softmax
-attention. One all-to-all moves q, k and v into the other layout, another moves the output back.
+States pass in the fewest hops where each rank has one block of tokens; the zigzag layout balances
+causal softmax attention. One all-to-all moves q, k and v into the other layout, another moves the
+output back.
 """
 
 from functools import lru_cache
@@ -63,7 +65,10 @@ def _owners(geometry: Geometry) -> np.ndarray:
 
 def moved_tokens(source: Geometry, target: Geometry) -> int:
     """Return the most tokens that any rank sends to others; it receives as many."""
-    return max(source.local_len - token_route(source, target, rank).sends[rank] for rank in range(source.size))
+    return max(
+        source.local_len - token_route(source, target, rank).sends[rank]
+        for rank in range(source.size)
+    )
 
 
 class Relayout:
@@ -72,17 +77,27 @@ class Relayout:
     def __init__(self, outside: Geometry, inside: Geometry, transport: Transport) -> None:
         """Set up both directions; ``transport`` is that of either geometry and counts the bytes."""
         self.transport = transport
-        self._ways = tuple(token_route(*pair, transport.rank) for pair in ((outside, inside), (inside, outside)))
+        self._ways = tuple(
+            token_route(*pair, transport.rank) for pair in ((outside, inside), (inside, outside))
+        )
         self._placed: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         self.handle = RELAYOUTS.add(self)
 
     def exchange(self, x: Tensor, way: int) -> Tensor:
-        """Move x [B, T, ...] inward (``way`` 0), from the outer layout to the inner one, or outward (1)."""
-        if x.device not in self._placed:  # once, since a copy in a layer makes the device wait for the host
-            self._placed[x.device] = [(way.order.to(x.device), way.places.to(x.device)) for way in self._ways]
+        """Move x [B, T, ...] inward (``way`` 0), from the outer layout to the inner one, or outward
+        (1).
+        """
+        if (
+            x.device not in self._placed
+        ):  # once, since a copy in a layer makes the device wait for the host
+            self._placed[x.device] = [
+                (way.order.to(x.device), way.places.to(x.device)) for way in self._ways
+            ]
         order, places = self._placed[x.device][way]
         leaving = x.transpose(0, 1).index_select(0, order)  # [T, B, ...]
-        come = self.transport.exchange_tokens(leaving, self._ways[way].sends, self._ways[way].receives)
+        come = self.transport.exchange_tokens(
+            leaving, self._ways[way].sends, self._ways[way].receives
+        )
         return torch.empty_like(come).index_copy_(0, places, come).transpose(0, 1).contiguous()
 
 

@@ -1,16 +1,17 @@
-"""Segments of packed documents, the chains that they form over ranks, and the rounds by which states pass along them.
+"""Segments of packed documents, the chains that they form over ranks, and the rounds by which
+states pass along them.
 
-A segment is consecutive tokens of one document on one rank. A document in several segments is a chain: the state that
-one ends with enters the next, and a short convolution reads the last tokens of those before. A part is segments of a
-rank that one scan of the delta rule computes.
+A segment is consecutive tokens of one document on one rank. A document in several segments is a
+chain: the state that one ends with enters the next, and a short convolution reads the last tokens
+of those before. A part is segments of a rank that one scan of the delta rule computes.
 
-A segment, or several in sequence, is a map of states: S goes to M S + U. A message is such a map, or U alone once it
-reaches the document's beginning, where S is 0. Messages pass by a schedule, in rounds that all ranks compute from the
-plan. Per chain of n segments:
+A segment, or several in sequence, is a map of states: S goes to M S + U. A message is such a map,
+or U alone once it reaches the document's beginning, where S is 0. Messages pass by a schedule, in
+rounds that all ranks compute from the plan. Per chain of n segments:
 
 * ``chain``: each passes the state on to the next, n - 1 rounds.
-* ``tree``: the map of what a segment knows of those before it doubles each round (Hillis and Steele 1986), ceil(log2 n)
-  rounds.
+* ``tree``: the map of what a segment knows of those before it doubles each round (Hillis and Steele
+  1986), ceil(log2 n) rounds.
 
 Gradients pass along the reversed chain: M^T, and U is the gradient that the segment adds.
 """
@@ -46,7 +47,9 @@ class Segment(NamedTuple):
     left: int
     """Segments of the document after this one."""
     before: int | None
-    """Rank of the segment before it, and of the one after it; None where the document begins or ends here."""
+    """Rank of the segment before it, and of the one after it; None where the document begins or
+    ends here.
+    """
     after: int | None
 
     @property
@@ -65,7 +68,8 @@ Chain = tuple[Segment, ...]
 
 @lru_cache(maxsize=64)
 def chains(plan: Plan) -> tuple[Chain, ...]:
-    """Return the chains of a plan by position; padding, whose segments are documents of their own, comes last.
+    """Return the chains of a plan by position; padding, whose segments are documents of their own,
+    comes last.
 
     Raises:
         ContextError: a layout whose ranks hold no consecutive tokens.
@@ -76,7 +80,9 @@ def chains(plan: Plan) -> tuple[Chain, ...]:
             "along consecutive tokens: use contiguous, zigzag or balanced"
         )
     placed = sorted(
-        (piece.start, rank, piece.offset, piece.length) for rank in range(plan.size) for piece in plan.pieces((rank,))
+        (piece.start, rank, piece.offset, piece.length)
+        for rank in range(plan.size)
+        for piece in plan.pieces((rank,))
     )
     begins = {0, *plan.boundaries}
     found: list[list[tuple[int, int, int, int]]] = []
@@ -88,7 +94,9 @@ def chains(plan: Plan) -> tuple[Chain, ...]:
     for number, chain in enumerate(found):
         ranks = [None, *(rank for _, rank, _, _ in chain), None]
         segments = (
-            Segment(rank, start, offset, length, number, i, len(chain) - 1 - i, ranks[i], ranks[i + 2])
+            Segment(
+                rank, start, offset, length, number, i, len(chain) - 1 - i, ranks[i], ranks[i + 2]
+            )
             for i, (start, rank, offset, length) in enumerate(chain)
         )
         linked.append(tuple(segments))
@@ -107,21 +115,28 @@ def segments(plan: Plan) -> tuple[tuple[Segment, ...], ...]:
 
 @lru_cache(maxsize=64)
 def cut(plan: Plan) -> tuple[Chain, ...]:
-    """Return the chains of more than one segment, without padding: documents that several ranks hold parts of."""
-    return tuple(chain for chain in chains(plan) if len(chain) > 1 and chain[0].start < plan.seq_len)
+    """Return the chains of more than one segment, without padding: documents that several ranks
+    hold parts of.
+    """
+    return tuple(
+        chain for chain in chains(plan) if len(chain) > 1 and chain[0].start < plan.seq_len
+    )
 
 
 def state_plan(called: str, handle: Tensor, geometry: Geometry) -> Plan:
     """Return a plan by its handle.
 
     Raises:
-        ContextError: it is not of this geometry, or states cannot pass along it; ``called`` says who asked.
+        ContextError: it is not of this geometry, or states cannot pass along it; ``called`` says
+            who asked.
     """
     plan = plan_of(handle, geometry)
     chains(plan)
     if not plan.causal or plan.mask.window:
         seen = f"window {plan.mask.window}" if plan.causal else "a full mask"
-        raise ContextError(f"{called}: a plan of {seen}, and a state holds all tokens before; leave it out")
+        raise ContextError(
+            f"{called}: a plan of {seen}, and a state holds all tokens before; leave it out"
+        )
     return plan
 
 
@@ -197,7 +212,9 @@ def parts(plan: Plan, rank: int, *, waits: bool = False) -> Parts:
 
 
 LONGEST_CHAIN = 8
-"""Segments of a document up to which ``auto`` takes the chain; its bytes are the fewest, its rounds the most."""
+"""Segments of a document up to which ``auto`` takes the chain; its bytes are the fewest, its rounds
+the most.
+"""
 
 
 class Message(NamedTuple):
@@ -239,10 +256,11 @@ SCHEDULES: dict[Schedule, Callable[[Chain], Iterator[list[Message]]]] = {
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule of a plan; ``auto`` takes the tree where some document has over ``LONGEST_CHAIN`` segments.
+    """Return the schedule of a plan; ``auto`` takes the tree where some document has over
+    ``LONGEST_CHAIN`` segments.
 
-    Latency decides there: a chain's rounds grow with its segments, a tree's with their logarithm (docs/concepts/
-    linear_attention.md counts both).
+    Latency decides there: a chain's rounds grow with its segments, a tree's with their logarithm
+    (docs/concepts/ linear_attention.md counts both).
     """
     asked = plan.geometry.options.delta_rule_schedule
     if asked in SCHEDULES:
@@ -251,13 +269,15 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 @lru_cache(maxsize=64)
-def rounds(plan: Plan, *, gradient: bool = False, schedule: Schedule | None = None) -> tuple[Round, ...]:
+def rounds(
+    plan: Plan, *, gradient: bool = False, schedule: Schedule | None = None
+) -> tuple[Round, ...]:
     """Return the rounds of a forward or (``gradient``) a backward, of all ranks and documents.
 
     ``schedule`` is by default that of ``schedule_of``.
 
-    Between two ranks messages go in this order. What is for one segment comes by position, the first of the document
-    (for gradients the last) first, and before what came in earlier rounds.
+    Between two ranks messages go in this order. What is for one segment comes by position, the
+    first of the document (for gradients the last) first, and before what came in earlier rounds.
 
     Raises:
         ContextError: as ``chains``.

@@ -1,11 +1,12 @@
 """Executor of methods that pass states on: linear attention over several ranks.
 
-A scan is linear in the incoming state (kernels/linear_attention.py), so a rank computes all but one matrix product
-while the state is in transit. The backward reuses that state, so that dq needs no other rank; the state's gradient goes
-the other way. States and sums are in float32 (float64 for float64 inputs) and are cast once at the end. No check reads
-them, since that would wait for the GPU: an overflow shows in every rank's gradient norm.
-A rank's tokens are one or more stretches of consecutive ones (``Passage``), each with a slot among them.
-Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]`` with T local positions, states ``[B, H, D, E]``, or ``[slots, ...]``.
+A scan is linear in the incoming state (kernels/linear_attention.py), so a rank computes all but one
+matrix product while the state is in transit. The backward reuses that state, so that dq needs no
+other rank; the state's gradient goes the other way. States and sums are in float32 (float64 for
+float64 inputs) and are cast once at the end. No check reads them, since that would wait for the
+GPU: an overflow shows in every rank's gradient norm. A rank's tokens are one or more stretches of
+consecutive ones (``Passage``), each with a slot among them. Shapes: q, k ``[B, T, H, D]``, v ``[B,
+T, H, E]`` with T local positions, states ``[B, H, D, E]``, or ``[slots, ...]``.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,13 @@ import torch
 from torch import Tensor
 
 from kernels.backends.base import Scan
-from kernels.linear_attention import backward, decayed_state, from_state, scan_of, select_linear_backend
+from kernels.linear_attention import (
+    backward,
+    decayed_state,
+    from_state,
+    scan_of,
+    select_linear_backend,
+)
 from parallel.context.layout import Passage, passages
 from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Transport
@@ -34,13 +41,19 @@ class StateExecutor:
         self.handle = STATE_EXECUTORS.add(self)
         self.geometry, self.rank = self.transport.geometry, self.transport.rank
 
-    def forward(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, T, H, E]`` in v's dtype, and the state that enters each stretch, zero if there is none."""
+    def forward(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
+        """Return out ``[B, T, H, E]`` in v's dtype, and the state that enters each stretch, zero if
+        there is none.
+        """
         run, outs = self._scan(q), dict[int, Tensor]()
 
         def intra(way: Passage) -> Tensor:
             of = way.of
-            outs[way.slot], local = run(of(q), of(k), of(v), log_decay, None, way.documents, wide=True)
+            outs[way.slot], local = run(
+                of(q), of(k), of(v), log_decay, None, way.documents, wide=True
+            )
             return local
 
         def alone(way: Passage) -> Tensor:
@@ -57,23 +70,41 @@ class StateExecutor:
         return _joined(outs).to(v.dtype), kept
 
     def backward(
-        self, plan: Plan, dout: Tensor, states: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]
+        self,
+        plan: Plan,
+        dout: Tensor,
+        states: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Sequence[float],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv in float32 or wider; ``states`` are those that forward returned."""
-        run, (dq, dk, dv) = self._scan(q), (dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]())
-        entered = {way.slot for way in self._ways(plan) if way.rank == self.rank and way.source is not None}
+        run, (dq, dk, dv) = (
+            self._scan(q),
+            (dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()),
+        )
+        entered = {
+            way.slot for way in self._ways(plan) if way.rank == self.rank and way.source is not None
+        }
 
         def intra(way: Passage) -> Tensor:
             of, state = way.of, states[way.slot] if way.slot in entered else None
-            found = backward(run, of(dout), None, of(q), of(k), of(v), log_decay, state, way.documents, wide=True)
+            found = backward(
+                run, of(dout), None, of(q), of(k), of(v), log_decay, state, way.documents, wide=True
+            )
             dq[way.slot], dk[way.slot], dv[way.slot], local = found
             return local
 
         def alone(way: Passage) -> Tensor:
-            return run(None, way.of(q), way.of(dout), log_decay, None, way.documents, reverse=True)[1]
+            return run(None, way.of(q), way.of(dout), log_decay, None, way.documents, reverse=True)[
+                1
+            ]
 
         def enter(way: Passage, dstate: Tensor) -> None:
-            dk[way.slot] += from_state(way.of(v), dstate.transpose(-1, -2), log_decay, way.seen, reverse=True)
+            dk[way.slot] += from_state(
+                way.of(v), dstate.transpose(-1, -2), log_decay, way.seen, reverse=True
+            )
             dv[way.slot] += from_state(way.of(k), dstate, log_decay, way.seen, reverse=True)
 
         self._pass_states(plan, empty_state(k, v), log_decay, intra, alone, enter, reverse=True)
@@ -90,7 +121,8 @@ class StateExecutor:
         *,
         reverse: bool = False,
     ) -> dict[int, Tensor]:
-        """Compute this rank's stretches, while the first state is in transit; return those that came in, by slot.
+        """Compute this rank's stretches, while the first state is in transit; return those that
+        came in, by slot.
 
         Args:
             intra: computes a stretch on its own, and returns the state after it, from zero.
@@ -101,7 +133,9 @@ class StateExecutor:
         mine = [way for way in ways if way.rank == self.rank]
         if self.geometry.method.states == "gather":
             local = torch.stack([alone(way) for way in sorted(mine, key=lambda way: way.slot)], 1)
-            arrival = self.transport.gather((local,), tuple(range(self.geometry.size)), by_rank=True)
+            arrival = self.transport.gather(
+                (local,), tuple(range(self.geometry.size)), by_rank=True
+            )
             for way in mine:
                 intra(way)
             (found,) = arrival()
@@ -121,7 +155,9 @@ class StateExecutor:
             if way.target is not None and way.slot in states and way.goes_through:
                 handed = handed + decayed_state(states[way.slot], log_decay, way.length)
             if way.target not in (None, self.rank):
-                waits.append(self.transport.isend_irecv([(way.target, (handed,))], [], far=False)[1])
+                waits.append(
+                    self.transport.isend_irecv([(way.target, (handed,))], [], far=False)[1]
+                )
             coming = self._receive(later, like)
             if way.slot in states:
                 enter(way, states[way.slot])
@@ -132,13 +168,18 @@ class StateExecutor:
     def _receive(self, way: Passage | None, like: Tensor) -> Arrival:
         """Start to receive the state of a stretch, unless this rank has it or there is none.
 
-        Only one is under way: a second would wait for what this rank sends, and a GPU's queue keeps their order.
+        Only one is under way: a second would wait for what this rank sends, and a GPU's queue keeps
+        their order.
         """
         if way is None or way.source in (None, self.rank):
             return lambda: ()
-        return self.transport.isend_irecv([], [(way.source, (torch.empty_like(like),))], far=False)[0][0]
+        return self.transport.isend_irecv([], [(way.source, (torch.empty_like(like),))], far=False)[
+            0
+        ][0]
 
-    def _sum_before(self, states: Tensor, log_decay: Sequence[float], ways: tuple[Passage, ...]) -> dict[int, Tensor]:
+    def _sum_before(
+        self, states: Tensor, log_decay: Sequence[float], ways: tuple[Passage, ...]
+    ) -> dict[int, Tensor]:
         """Sum the states ``[B, ranks * slots, H, D, E]`` before each stretch of this rank, by slot."""
         slots, found = self.geometry.slots, dict[int, Tensor]()
         last = [way for way in ways if way.rank == self.rank][-1]
@@ -163,7 +204,11 @@ class StateExecutor:
 
 def _joined(stretches: dict[int, Tensor]) -> Tensor:
     """Join tensors of a rank's stretches ``[B, T, ...]``, by slot."""
-    return torch.cat([stretches[slot] for slot in range(len(stretches))], 1) if len(stretches) > 1 else stretches[0]
+    return (
+        torch.cat([stretches[slot] for slot in range(len(stretches))], 1)
+        if len(stretches) > 1
+        else stretches[0]
+    )
 
 
 def empty_state(k: Tensor, v: Tensor) -> Tensor:

@@ -11,7 +11,16 @@ from parallel.context.methods.wallfacer import WallFacer
 
 METHODS: dict[str, Method] = {
     method.name: method
-    for method in (Ring(), Striped(), Zigzag(), AllGather(), WallFacer(), Ulysses(), DoubleRing(), Exchange())
+    for method in (
+        Ring(),
+        Striped(),
+        Zigzag(),
+        AllGather(),
+        WallFacer(),
+        Ulysses(),
+        DoubleRing(),
+        Exchange(),
+    )
 }
 """Methods for softmax attention."""
 STATE_METHODS: dict[str, Method] = {method.name: method for method in (Lasp(), Lasp2())}
@@ -19,7 +28,9 @@ STATE_METHODS: dict[str, Method] = {method.name: method for method in (Lasp(), L
 LINEAR_METHODS: dict[str, Method] = STATE_METHODS | {
     name: method for name, method in METHODS.items() if method.splits_heads
 }
-"""All methods for linear attention: they pass states on, or give each rank the whole sequence of some heads."""
+"""All methods for linear attention: they pass states on, or give each rank the whole sequence of
+some heads.
+"""
 
 if TYPE_CHECKING:
     MethodName: TypeAlias = str
@@ -33,5 +44,7 @@ def method_of(name: str) -> Method:
     """Return the method of this name; raise ContextError if there is none."""
     known = METHODS | STATE_METHODS
     if name not in known:
-        raise ContextError(f"context_parallel_method {name!r} does not exist; use one of {', '.join(known)}")
+        raise ContextError(
+            f"context_parallel_method {name!r} does not exist; use one of {', '.join(known)}"
+        )
     return known[name]

@@ -7,11 +7,15 @@ from kernels.blocks import Tile
 from parallel.context.layout import LAYOUTS, ContextError
 
 Ranks = Any
-"""A rank or an array of ranks: methods use arithmetic only, so that a plan computes all ranks at once."""
+"""A rank or an array of ranks: methods use arithmetic only, so that a plan computes all ranks at
+once.
+"""
 
 
 class Shape(NamedTuple):
-    """``size`` ranks that share a sequence, in teams of ``team_size``, with ``per_node`` neighbours per node."""
+    """``size`` ranks that share a sequence, in teams of ``team_size``, with ``per_node`` neighbours
+    per node.
+    """
 
     size: int
     team_size: int = 1
@@ -19,9 +23,11 @@ class Shape(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A send to rank ``to``, which needs it in round ``due``, the next or later; the number of rounds: after the last.
+    """A send to rank ``to``, which needs it in round ``due``, the next or later; the number of
+    rounds: after the last.
 
-    Per send of a round, each rank receives from one rank only: from ``source``, which a geometry finds.
+    Per send of a round, each rank receives from one rank only: from ``source``, which a geometry
+    finds.
     """
 
     to: Ranks
@@ -32,14 +38,15 @@ class Send(NamedTuple):
 class Round(NamedTuple):
     """One round of one rank, or of all at once, without tiles.
 
-    The rank has the KV of ranks ``holds``, which these all-gathered before the first round, and starts ``sends`` of it
-    as the round starts. At the round's end it adds the gradient it received to the round's own and sends the sum to
-    where the same KV is held in round ``due``; after the last round, to its owner. Without ``gradient`` the round only
-    passes KV on and computes nothing.
+    The rank has the KV of ranks ``holds``, which these all-gathered before the first round, and
+    starts ``sends`` of it as the round starts. At the round's end it adds the gradient it received
+    to the round's own and sends the sum to where the same KV is held in round ``due``; after the
+    last round, to its owner. Without ``gradient`` the round only passes KV on and computes nothing.
 
-    Tiles pair this rank's queries, which are its team's, joined in ascending positions, with the keys of ``holds``
-    (ranks that each hold every n-th position: in the order of their first ones). A backward that moves queries holds
-    queries, the keys are the team's, and queries and their gradient go the same way.
+    Tiles pair this rank's queries, which are its team's, joined in ascending positions, with the
+    keys of ``holds`` (ranks that each hold every n-th position: in the order of their first ones).
+    A backward that moves queries holds queries, the keys are the team's, and queries and their
+    gradient go the same way.
     """
 
     holds: tuple[Ranks, ...]
@@ -54,7 +61,8 @@ class Round(NamedTuple):
 
 
 class Method:
-    """A layout and the rounds over it. Subclasses are data: no tensor, no process group, and equal by their class.
+    """A layout and the rounds over it. Subclasses are data: no tensor, no process group, and equal
+    by their class.
 
     A method that moves KV and splits no heads takes any head counts.
     """
@@ -66,10 +74,14 @@ class Method:
     teams: bool = False
     nodes: bool = False
     needed_only: bool = False
-    """True if only rows that a query sees travel under any mask; otherwise under packed documents and windows."""
+    """True if only rows that a query sees travel under any mask; otherwise under packed documents
+    and windows.
+    """
     splits_heads: bool = False
     states: Literal["", "neighbour", "gather"] = ""
-    """Way of the states: to the next rank or by an all-gather; empty for softmax attention, which has none."""
+    """Way of the states: to the next rank or by an all-gather; empty for softmax attention, which
+    has none.
+    """
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -89,7 +101,9 @@ class Method:
         return [Round((rank,), (), Send(rank, 1))]
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
-        """Return the ranks for whose queries ``rank`` attends: gather these before, combine partial results after."""
+        """Return the ranks for whose queries ``rank`` attends: gather these before, combine partial
+        results after.
+        """
         return (rank,)
 
     def check_kind(self, called: str, attention: str, fitting: "Mapping[str, Method]") -> None:
@@ -102,7 +116,9 @@ class Method:
             )
 
     def check(self, shape: Shape, causal: bool) -> None:
-        """Raise ContextError, with the reason and the fix, unless the method supports this shape and mask."""
+        """Raise ContextError, with the reason and the fix, unless the method supports this shape
+        and mask.
+        """
         mask = "causal" if causal else "full"
         if mask not in self.masks:
             raise ContextError(f"method {self.name} has no {mask} mask; it takes {self.masks}")

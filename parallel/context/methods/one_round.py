@@ -5,7 +5,9 @@ from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, 
 
 
 class AllGather(BalancedMethod):
-    """Every rank gathers all KV once, and then works alone (Llama 3, section 3.3.2); all of it is in memory."""
+    """Every rank gathers all KV once, and then works alone (Llama 3, section 3.3.2); all of it is
+    in memory.
+    """
 
     name = "allgather"
     layouts = (*LAYOUTS, BALANCED)
@@ -15,10 +17,12 @@ class AllGather(BalancedMethod):
 
 
 class Ulysses(Method):
-    """One all-to-all gives each rank all tokens of some heads, another undoes it (Jacobs et al. 2023).
+    """One all-to-all gives each rank all tokens of some heads, another undoes it (Jacobs et al.
+    2023).
 
-    Its degree is an option of every method: groups of so many neighbours split the heads, and the method runs over the
-    groups; here one of all ranks. Contiguous by default: every rank has the same work, whatever the layout.
+    Its degree is an option of every method: groups of so many neighbours split the heads, and the
+    method runs over the groups; here one of all ranks. Contiguous by default: every rank has the
+    same work, whatever the layout.
     """
 
     name = "ulysses"
@@ -34,7 +38,8 @@ class Ulysses(Method):
 
 
 class StateMethod(Method):
-    """Linear attention: a rank needs only the state after the tokens before each of its stretches of tokens.
+    """Linear attention: a rank needs only the state after the tokens before each of its stretches
+    of tokens.
 
     KV stays, and states move as ``states`` says.
     """
@@ -44,7 +49,8 @@ class StateMethod(Method):
 
 
 class Lasp(StateMethod):
-    """Receive the state after the tokens before, add this stretch's, and send the sum to the next stretch's rank.
+    """Receive the state after the tokens before, add this stretch's, and send the sum to the next
+    stretch's rank.
 
     Sun et al. 2024.
     """

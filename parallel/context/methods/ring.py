@@ -1,4 +1,5 @@
-"""Rings: Ring Attention (Liu, Zaharia, Abbeel 2023), Striped Attention (Brandon et al. 2023), zigzag, a double ring.
+"""Rings: Ring Attention (Liu, Zaharia, Abbeel 2023), Striped Attention (Brandon et al. 2023),
+zigzag, a double ring.
 
 The first three differ in their layouts alone, and so in how a causal mask shares out the work.
 """
@@ -8,7 +9,8 @@ from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, 
 
 
 class Ring(Method):
-    """As many rounds as ranks: round i holds the KV of rank - i and passes it to rank + 1 (section 3).
+    """As many rounds as ranks: round i holds the KV of rank - i and passes it to rank + 1 (section
+    3).
 
     Contiguous blocks; under a causal mask the last rank has twice the average work.
     """
@@ -22,12 +24,16 @@ class Ring(Method):
         for i in range(shape.size):
             held = (rank - i) % shape.size
             on = Send(following, i + 1)
-            found.append(Round((held,), (on,) if i < last else (), on if i < last else Send(held, i + 1)))
+            found.append(
+                Round((held,), (on,) if i < last else (), on if i < last else Send(held, i + 1))
+            )
         return found
 
 
 class Striped(Ring):
-    """Rank j owns tokens j, j + P, j + 2P, ...; each round's mask is a triangle, half a block on every rank."""
+    """Rank j owns tokens j, j + P, j + 2P, ...; each round's mask is a triangle, half a block on
+    every rank.
+    """
 
     name = "striped"
     layouts = ("striped",)
@@ -41,10 +47,11 @@ class Zigzag(Ring):
 
 
 class DoubleRing(BalancedMethod):
-    """KV goes once around each node (LoongTrain, Gu et al. 2024, section 4.3), and meanwhile from node to node.
+    """KV goes once around each node (LoongTrain, Gu et al. 2024, section 4.3), and meanwhile from
+    node to node.
 
-    So does its gradient's: it accumulates along the inner ring, whose last rank sends the node's sum to the same place
-    in the next node, which adds its own.
+    So does its gradient's: it accumulates along the inner ring, whose last rank sends the node's
+    sum to the same place in the next node, which adds its own.
     """
 
     name = "double_ring"

@@ -1,6 +1,8 @@
-"""WallFacer (Liu et al. 2024): teams share queries, and KV goes around one ring per member instead of one for all.
+"""WallFacer (Liu et al. 2024): teams share queries, and KV goes around one ring per member instead
+of one for all.
 
-Of P ranks, C form a team and G = P / C^2 teams form a team group. Rank = r_t C + r_a: member r_a of team r_t.
+Of P ranks, C form a team and G = P / C^2 teams form a team group. Rank = r_t C + r_a: member r_a of
+team r_t.
 """
 
 from math import isqrt
@@ -12,8 +14,9 @@ from parallel.context.methods.base import BalancedMethod, Ranks, Round, Send, Sh
 class WallFacer(BalancedMethod):
     """A team's members gather Q, K and V; each attends for the whole team to 1 / C of all KV.
 
-    First, member r_a sends the team's KV to team r_a G + r_t // C, member r_t % C (algorithm 2). Then member a of team
-    t holds the KV of team (t % G) C + a, and G rounds pass it around the members a of a team group (algorithm 3).
+    First, member r_a sends the team's KV to team r_a G + r_t // C, member r_t % C (algorithm 2).
+    Then member a of team t holds the KV of team (t % G) C + a, and G rounds pass it around the
+    members a of a team group (algorithm 3).
     """
 
     name = "wallfacer"
@@ -33,7 +36,9 @@ class WallFacer(BalancedMethod):
         for i in range(g):
             held = ((team - i) % g) * c + member
             on, home = Send(following, first + i + 1), Send(held * c + group, first + i + 1)
-            found.append(Round(self._members(held, c), (on,) if i < g - 1 else (), on if i < g - 1 else home))
+            found.append(
+                Round(self._members(held, c), (on,) if i < g - 1 else (), on if i < g - 1 else home)
+            )
         return found
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:

@@ -1,6 +1,8 @@
-"""The layout ``balanced``: every rank has the same tokens and the same work, whatever documents the sequence packs.
+"""The layout ``balanced``: every rank has the same tokens and the same work, whatever documents the
+sequence packs.
 
-Documents lie on a circle (``circles``) in any order: all are in balance, and some are cut at better points than others.
+Documents lie on a circle (``circles``) in any order: all are in balance, and some are cut at better
+points than others.
 """
 
 from dataclasses import dataclass
@@ -14,7 +16,9 @@ from parallel.context.sparse.circles import Beads, Circles, halve
 from parallel.context.sparse.rows import Line, Pieces, Spans, rows_seen, union
 
 MOST_BEADS = 8_000
-"""Documents in all orders that are tried together: above, fewer orders are. A thousand take about a millisecond."""
+"""Documents in all orders that are tried together: above, fewer orders are. A thousand take about a
+millisecond.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class ArcLayout:
         team_size: neighbouring ranks that share a place, each a slice of its tokens.
         documents: cumulative lengths, ``(0, l1, l1 + l2, ..., real)``.
         causal: a token sees none behind it.
-        window: how many tokens before and behind itself a token sees, besides itself: -1 for all of its document's.
+        window: how many tokens before and behind itself a token sees, besides itself: -1 for all of
+            its document's.
     """
 
     seq_len: int
@@ -79,7 +84,9 @@ class ArcLayout:
 
     def positions(self, rank: int) -> np.ndarray:
         """Return the ascending global positions of ``rank``: int64 ``[seq_len / size]``."""
-        return np.concatenate([np.arange(start, start + length) for start, length in self.strides(rank)])
+        return np.concatenate(
+            [np.arange(start, start + length) for start, length in self.strides(rank)]
+        )
 
 
 def orders(lengths: np.ndarray) -> list[np.ndarray]:
@@ -89,7 +96,9 @@ def orders(lengths: np.ndarray) -> list[np.ndarray]:
     """
     count = len(lengths)
     rising = np.argsort(lengths, kind="stable")
-    golden = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
+    golden = np.arange(count, dtype=np.uint64) * np.uint64(
+        0x9E3779B97F4A7C15
+    )  # 2^64 over the golden ratio
     found = [
         np.arange(count),
         rising,
@@ -100,27 +109,35 @@ def orders(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def opened(documents: np.ndarray, seq_len: int, reach: tuple[int, int]) -> Beads:
-    """Return the documents ``[count + 1]``, cumulative, as beads, and padding up to ``seq_len`` as a last one.
+    """Return the documents ``[count + 1]``, cumulative, as beads, and padding up to ``seq_len`` as
+    a last one.
 
-    A token sees ``min(n, left)`` before it, if it is the n-th from 0, itself, and ``min(length - 1 - n, right)``
-    behind it. So beads also end where one of these becomes constant, or ceases to be.
+    A token sees ``min(n, left)`` before it, if it is the n-th from 0, itself, and ``min(length - 1
+    - n, right)`` behind it. So beads also end where one of these becomes constant, or ceases to be.
     """
     left, right = reach
     start, length = documents[:-1, None], np.diff(documents)[:, None]
-    falls = np.maximum(length - 1 - right, 0) if right else length  # the first that sees less behind it than before
-    begin = np.sort(np.concatenate([np.zeros_like(length), np.minimum(left, length), falls], axis=1), axis=1)
+    falls = (
+        np.maximum(length - 1 - right, 0) if right else length
+    )  # the first that sees less behind it than before
+    begin = np.sort(
+        np.concatenate([np.zeros_like(length), np.minimum(left, length), falls], axis=1), axis=1
+    )
     end = np.concatenate([begin[:, 1:], length], axis=1)
     first = np.minimum(begin, left) + 1 + np.minimum(length - 1 - begin, right)
     slope = (begin < left).astype(np.int64) - (begin >= falls)
     document = np.broadcast_to(np.arange(len(length))[:, None], begin.shape)
     some = begin < end
-    beads = Beads((start + begin)[some], (end - begin)[some], first[some], slope[some], document[some])
+    beads = Beads(
+        (start + begin)[some], (end - begin)[some], first[some], slope[some], document[some]
+    )
     padding = Beads(*np.array([[documents[-1]], [seq_len - documents[-1]], [0], [0], [-1]]))
     return Beads(*map(np.append, beads, padding)) if seq_len > documents[-1] else beads
 
 
 def divided(layout: ArcLayout, permutations: list[np.ndarray]) -> Circles:
-    """Put the documents on a circle in each of the orders, and halve all circles until each is of one place.
+    """Put the documents on a circle in each of the orders, and halve all circles until each is of
+    one place.
 
     Returns the places' circles, those of one order after the other.
     """
@@ -132,7 +149,12 @@ def divided(layout: ArcLayout, permutations: list[np.ndarray]) -> Circles:
         ordinal[permutation] = np.arange(len(permutation))
         index.append(np.argsort(ordinal[beads.document], kind="stable"))
     shape = np.ones(len(index), dtype=np.int64)
-    circles = Circles(beads.take(np.concatenate(index)), shape * len(beads.start), shape * places, seq_len // places)
+    circles = Circles(
+        beads.take(np.concatenate(index)),
+        shape * len(beads.start),
+        shape * places,
+        seq_len // places,
+    )
     share = circles.work[0] / places
     while circles.places.max() > 1:
         _, circles = halve(circles, share, reach)
@@ -142,14 +164,21 @@ def divided(layout: ArcLayout, permutations: list[np.ndarray]) -> Circles:
 def best(layout: ArcLayout) -> Pieces:
     """Return what each place holds, padding too, of the best order of documents.
 
-    It is the order under which the busiest place receives or sends the fewest rows; the first of equal ones.
+    It is the order under which the busiest place receives or sends the fewest rows; the first of
+    equal ones.
     """
     permutations = orders(np.diff(layout.bounds))
     circles, chosen = divided(layout, permutations), 0
     place, (start, length, _, _, document) = circles.circle, circles.beads
-    apart = (place[1:] != place[:-1]) | (document[1:] != document[:-1]) | (start[1:] != (start + length)[:-1])
+    apart = (
+        (place[1:] != place[:-1])
+        | (document[1:] != document[:-1])
+        | (start[1:] != (start + length)[:-1])
+    )
     heads = np.flatnonzero(np.append(True, apart))  # beads of a document that touch are one piece
-    pieces = Pieces(place[heads], start[heads], np.add.reduceat(length, heads), document[heads], start[heads])
+    pieces = Pieces(
+        place[heads], start[heads], np.add.reduceat(length, heads), document[heads], start[heads]
+    )
     if len(permutations) > 1:
         chosen = int(np.argmin(_busiest(pieces, layout, len(permutations))))
     own = pieces.take(np.flatnonzero(pieces.place // layout.places == chosen))
@@ -163,7 +192,10 @@ def _busiest(pieces: Pieces, layout: ArcLayout, count: int) -> np.ndarray:
     order = pieces.place // layout.places
     pieces = pieces._replace(document=pieces.document + order * len(layout.bounds))
     rows = travelling(pieces, line, layout.reach)
-    sums = [np.bincount(side, rows.end - rows.first, line.places) for side in np.divmod(line.pairs(rows), line.places)]
+    sums = [
+        np.bincount(side, rows.end - rows.first, line.places)
+        for side in np.divmod(line.pairs(rows), line.places)
+    ]
     return np.maximum(*sums).reshape(count, -1).max(axis=1)
 
 
@@ -180,7 +212,9 @@ def travelling(pieces: Pieces, line: Line, reach: tuple[int, int]) -> Spans:
 
 
 class _Arcs(NamedTuple):
-    """Arrays that describe a layout. Rank r has the strides from ``bounds[r]`` to ``bounds[r + 1]``."""
+    """Arrays that describe a layout. Rank r has the strides from ``bounds[r]`` to ``bounds[r +
+    1]``.
+    """
 
     pieces: Pieces
     start: np.ndarray
@@ -198,7 +232,8 @@ def _arcs(layout: ArcLayout) -> _Arcs:
 
 
 def _runs(pieces: Pieces, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Join the pieces of each place that touch, and cut places into equal slices for ``size`` ranks in all.
+    """Join the pieces of each place that touch, and cut places into equal slices for ``size`` ranks
+    in all.
 
     Returns:
         start and length of each run, and the first run of each rank and, last, how many there are.
@@ -208,7 +243,9 @@ def _runs(pieces: Pieces, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     ranks = np.arange(size) * (total // size)
     apart = pieces.start[1:] != (pieces.start + pieces.length)[:-1]
     joints = begin[np.flatnonzero(np.append(True, apart))]
-    cuts = np.sort(np.append(joints, ranks[joints[joints.searchsorted(ranks, "right") - 1] < ranks]))
+    cuts = np.sort(
+        np.append(joints, ranks[joints[joints.searchsorted(ranks, "right") - 1] < ranks])
+    )
     source = begin.searchsorted(cuts, "right") - 1
     start, length = pieces.start[source] + cuts - begin[source], np.diff(cuts, append=total)
     return start, length, np.append(cuts.searchsorted(ranks), len(cuts))

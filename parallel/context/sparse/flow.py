@@ -1,12 +1,13 @@
-"""Routes of rows between ranks: only those travel that a query sees at the rank that gets them, or at one behind it.
+"""Routes of rows between ranks: only those travel that a query sees at the rank that gets them, or
+at one behind it.
 
-A plan's rounds say who holds whose tokens. Here each holder keeps of them what it or a later holder needs, and the
-gradients of what it computed go the same way as long as the next holder keeps those rows too; the others go straight to
-their owner, which adds what comes in the order of rounds and senders, whatever arrives first. An owner's
-own part of the gradient never leaves it.
+A plan's rounds say who holds whose tokens. Here each holder keeps of them what it or a later holder
+needs, and the gradients of what it computed go the same way as long as the next holder keeps those
+rows too; the others go straight to their owner, which adds what comes in the order of rounds and
+senders, whatever arrives first. An owner's own part of the gradient never leaves it.
 
-A *place* is a head group of ranks, as in Geometry. All places are routed at once, on one line of numbers (``Line``).
-A rank's rounds are its part of the flow, and the tiles.
+A *place* is a head group of ranks, as in Geometry. All places are routed at once, on one line of
+numbers (``Line``). A rank's rounds are its part of the flow, and the tiles.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,12 +39,15 @@ from runtime.tensors import kept_in_object
 
 
 class Parcel(NamedTuple):
-    """Rows for, or from, one rank: indices in this rank's buffer, in the order in which they travel."""
+    """Rows for, or from, one rank: indices in this rank's buffer, in the order in which they
+    travel.
+    """
 
     peer: int
     rows: Rows
     due: int
-    """Round whose buffer or gradient they are for; the number of rounds means the owner's gradient."""
+    """Round whose buffer or gradient they are for; the number of rounds means the owner's gradient.
+    """
 
 
 class Parcels(NamedTuple):
@@ -60,7 +64,9 @@ PiecesOf = Callable[[tuple[int, ...]], list[Piece]]
 class Flow:
     """The routes of all rows of one plan, and of their gradients."""
 
-    def __init__(self, geometry: Geometry, pieces_of: PiecesOf, stride: int, reach: Reach, moves: Moves) -> None:
+    def __init__(
+        self, geometry: Geometry, pieces_of: PiecesOf, stride: int, reach: Reach, moves: Moves
+    ) -> None:
         """Route all rows that a query of another place sees; ``moves`` says what travels."""
         self.geometry, self.local = geometry, geometry.local_len * geometry.ulysses_degree
         self.rounds, self._size = len(geometry.rounds), geometry.shape.size
@@ -83,13 +89,17 @@ class Flow:
         return self._line.at(place, self._holdings[index])
 
     def start(self, rank: int) -> Parcels:
-        """Return what travels before the first round: rows of this rank's own to the holders that join them."""
+        """Return what travels before the first round: rows of this rank's own to the holders that
+        join them.
+        """
         if self.in_place:
             return Parcels()
         place = self.geometry.place(rank)
         wanted, held = self._line.of(place, self._holdings[0]), self.held(0, place)
         sends = [Parcel(self._rank(to, rank), rows, 0) for to, rows in wanted.items()]
-        receives = [Parcel(self._rank(owner, rank), rows, 0) for owner, rows in found_in(held, held).items()]
+        receives = [
+            Parcel(self._rank(owner, rank), rows, 0) for owner, rows in found_in(held, held).items()
+        ]
         return Parcels(tuple(sends), tuple(sorted(receives)))
 
     def moves(self, rank: int, index: int) -> Parcels:
@@ -105,14 +115,22 @@ class Flow:
         return Parcels(tuple(sends), tuple(receives))
 
     def gradients(self, rank: int, index: int) -> Parcels:
-        """Return which gradients travel as round ``index`` ends: first to the next holder, then to owners."""
+        """Return which gradients travel as round ``index`` ends: first to the next holder, then to
+        owners.
+        """
         place = self.geometry.place(rank)
         held, sends, receives = self.held(index, place), [], []
         for (to, due, source), onward in self._onward[index]:
             if sent := self._line.at(place, onward):
                 sends.append(Parcel(self._rank(to[place], rank), _all_in(held, sent), due))
             if received := self._line.at(source[place], onward):
-                receives.append(Parcel(self._rank(source[place], rank), _all_in(self.held(due, place), received), due))
+                receives.append(
+                    Parcel(
+                        self._rank(source[place], rank),
+                        _all_in(self.held(due, place), received),
+                        due,
+                    )
+                )
         for owner, rows in found_in(held, self._line.at(place, self._home[index])).items():
             sends.append(Parcel(self._rank(owner, rank), rows, self.rounds))
         for sender, rows in self._line.of(place, self._home[index]).items():
@@ -131,7 +149,9 @@ class Flow:
     def _by_round(self, seen: Spans) -> list[Spans]:
         """Return the rows that each place needs for the tiles of each round."""
         places = np.arange(self._size)
-        computed = np.full(self._size**2, self.rounds)  # the round in which a place computes with an owner's rows
+        computed = np.full(
+            self._size**2, self.rounds
+        )  # the round in which a place computes with an owner's rows
         for i, step in enumerate(self.geometry.rounds):
             for of in step.holds if step.gradient is not None else ():
                 computed[places * self._size + of] = i
@@ -143,18 +163,26 @@ class Flow:
     def _hold(self) -> list[Spans]:
         """Return what every place holds in every round, from the last round to the first."""
         places, held = np.arange(self._size), [NOWHERE] * self.rounds
-        own = self._line.spans(places, places, np.zeros_like(places), np.full_like(places, self.local))
+        own = self._line.spans(
+            places, places, np.zeros_like(places), np.full_like(places, self.local)
+        )
         for i in reversed(range(self.rounds)):
             later = (self._line.moved(held[due], source) for _, due, source in self._sends[i])
             held[i] = union(self._seen[i], *later, own if i == 0 and self.in_place else NOWHERE)
             for to, due, _ in self._sends[i]:
-                again = to == places  # they hold them again, to add the gradients of all that they hand on
+                again = (
+                    to == places
+                )  # they hold them again, to add the gradients of all that they hand on
                 if again.any():
-                    held[due] = union(held[due], held[i].where(again[self._line.pairs(held[i]) // self._size]))
+                    held[due] = union(
+                        held[due], held[i].where(again[self._line.pairs(held[i]) // self._size])
+                    )
         return held
 
     def _return(self) -> tuple[list[list[tuple[Send, Spans]]], list[Spans]]:
-        """Return per round what goes to the next holder, if any does, and what goes home; both as held by senders."""
+        """Return per round what goes to the next holder, if any does, and what goes home; both as
+        held by senders.
+        """
         onward: list[list[tuple[Send, Spans]]] = [[] for _ in range(self.rounds)]
         home, due_at = [], [NOWHERE] * self.rounds
         for i, step in enumerate(self.geometry.rounds):
@@ -163,9 +191,13 @@ class Flow:
                 next_holder = self._from(step.gradient)
                 pairs = self._line.pairs(sums)
                 others = sums.where(pairs // self._size != pairs % self._size)
-                on = common(others, self._line.moved(self._holdings[next_holder.due], next_holder.source))
+                on = common(
+                    others, self._line.moved(self._holdings[next_holder.due], next_holder.source)
+                )
                 onward[i].append((next_holder, on))
-                due_at[next_holder.due] = union(due_at[next_holder.due], self._line.moved(on, next_holder.to))
+                due_at[next_holder.due] = union(
+                    due_at[next_holder.due], self._line.moved(on, next_holder.to)
+                )
             home.append(without(sums, on))
         return onward, home
 
@@ -201,13 +233,19 @@ def rank_schedule(
         if held and step.gradient is not None:
             there = clipped(held, pieces, stride)
             computed = tiles(*((team, there) if moves == "kv" else (there, team)), stride, reach)
-        parcels = flow.start(rank) if i == 0 else Parcels(), flow.moves(rank, i), flow.gradients(rank, i)
+        parcels = (
+            flow.start(rank) if i == 0 else Parcels(),
+            flow.moves(rank, i),
+            flow.gradients(rank, i),
+        )
         rounds.append(RankRound(length_of(held), i == 0 and flow.in_place, *parcels, computed))
     return tuple(rounds)
 
 
 def clipped(held: ByPlace, pieces: Mapping[int, list[Piece]], stride: int) -> list[Piece]:
-    """Return the pieces of a buffer: those of its owners, cut to the rows held; adjoining ones are one."""
+    """Return the pieces of a buffer: those of its owners, cut to the rows held; adjoining ones are
+    one.
+    """
     found: list[Piece] = []
     offset = 0
     for owner, rows in held.items():
@@ -218,7 +256,11 @@ def clipped(held: ByPlace, pieces: Mapping[int, list[Piece]], stride: int) -> li
                 low, high = max(first, piece.offset), min(end, last)
                 if low < high:
                     start = piece.start + (low - piece.offset) * stride
-                    append_joined(found, Piece(start, offset + low - first, high - low, piece.document), stride)
+                    append_joined(
+                        found,
+                        Piece(start, offset + low - first, high - low, piece.document),
+                        stride,
+                    )
                 if last > end:
                     break  # the next rows may have more of it
                 j += 1

@@ -1,9 +1,11 @@
 """Sets of rows, and which of them queries see.
 
-A set is ascending, disjoint, non-adjacent intervals [first, end); those of all owners lie on one line of numbers.
+A set is ascending, disjoint, non-adjacent intervals [first, end); those of all owners lie on one
+line of numbers.
 
-Two pieces of one document and stride compare by two integers: query i of the one sees keys i + e .. i + d of the other,
-so what is seen of a piece is one interval. All pieces of all ranks are compared at once.
+Two pieces of one document and stride compare by two integers: query i of the one sees keys i + e ..
+i + d of the other, so what is seen of a piece is one interval. All pieces of all ranks are compared
+at once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,7 +56,9 @@ def merged(intervals: Iterable[tuple[int, int]]) -> Rows:
 
 
 def places_in(part: Rows, kept: Rows, offset: int = 0) -> Rows:
-    """Return where ``part`` of the rows ``kept`` lies in a buffer that holds them from ``offset`` on."""
+    """Return where ``part`` of the rows ``kept`` lies in a buffer that holds them from ``offset``
+    on.
+    """
     found, at, j = [], offset, 0
     for first, end in part:
         while kept[j][1] <= first:
@@ -65,7 +69,9 @@ def places_in(part: Rows, kept: Rows, offset: int = 0) -> Rows:
 
 
 ByPlace = dict[int, Rows]
-"""Rows by place, in ascending order of places; such as a buffer of those of some owners, in this order."""
+"""Rows by place, in ascending order of places; such as a buffer of those of some owners, in this
+order.
+"""
 
 
 def length_of(buffer: ByPlace) -> int:
@@ -91,8 +97,9 @@ def union(*several: Spans) -> Spans:
 def common(a: Spans, b: Spans) -> Spans:
     """Return the rows of both sets.
 
-    Of each set at most one interval is open at a time. Sorted, the first row ``first[k + 1]`` opens interval k + 2; if
-    that is before ``end[k]``, only k have ended, so that two are open, one of each set, until ``end[k]``.
+    Of each set at most one interval is open at a time. Sorted, the first row ``first[k + 1]`` opens
+    interval k + 2; if that is before ``end[k]``, only k have ended, so that two are open, one of
+    each set, until ``end[k]``.
     """
     first, end = _sorted(a, b)
     return Spans(first[1:], end[:-1]).where(first[1:] < end[:-1])
@@ -109,7 +116,9 @@ def without(a: Spans, b: Spans) -> Spans:
 def _sorted(*several: Spans) -> tuple[np.ndarray, np.ndarray]:
     """Return all first rows in order, and all ends."""
     present = [spans for spans in several if len(spans.first)] or [NOWHERE]
-    return np.sort(np.concatenate([x.first for x in present])), np.sort(np.concatenate([x.end for x in present]))
+    return np.sort(np.concatenate([x.first for x in present])), np.sort(
+        np.concatenate([x.end for x in present])
+    )
 
 
 class Line:
@@ -122,7 +131,9 @@ class Line:
         """``rows`` are those of each owner."""
         self.places, self._each = places, rows + 1
 
-    def spans(self, place: np.ndarray, owner: np.ndarray, first: np.ndarray, end: np.ndarray) -> Spans:
+    def spans(
+        self, place: np.ndarray, owner: np.ndarray, first: np.ndarray, end: np.ndarray
+    ) -> Spans:
         """Return the rows ``[first, end)`` of ``owner`` at ``place``, in the order given."""
         start = (place * self.places + owner) * self._each
         return Spans(start + first, start + end)
@@ -140,7 +151,9 @@ class Line:
     def at(self, place: int, spans: Spans) -> ByPlace:
         """Return what one place holds, by owner."""
         all_owners = self.places * self._each
-        low, high = spans.first.searchsorted((place * all_owners, (place + 1) * all_owners)).tolist()
+        low, high = spans.first.searchsorted(
+            (place * all_owners, (place + 1) * all_owners)
+        ).tolist()
         own = spans.where(slice(low, high))
         return self._split(own, self.pairs(own) - place * self.places)
 
@@ -179,14 +192,18 @@ class Pieces(NamedTuple):
 def as_columns(sets: Sequence[list[Piece]]) -> Pieces:
     """Return the pieces of some sets, whose rows are called by their offsets."""
     place = np.repeat(np.arange(len(sets)), [len(pieces) for pieces in sets])
-    rows = np.array([piece for pieces in sets for piece in pieces], dtype=np.int64).reshape(-1, len(Piece._fields))
+    rows = np.array([piece for pieces in sets for piece in pieces], dtype=np.int64).reshape(
+        -1, len(Piece._fields)
+    )
     return Pieces(place=place, **dict(zip(Piece._fields, rows.T.copy(), strict=True)))
 
 
 def rows_seen(queries: Pieces, keys: Pieces, stride: int, reach: Reach) -> tuple[np.ndarray, ...]:
-    """Return the rows of each set of keys that some of each set of queries see, in no order, for ``Line.spans``.
+    """Return the rows of each set of keys that some of each set of queries see, in no order, for
+    ``Line.spans``.
 
-    Which queries see some of the keys is the same question with the sets and the reach, (ahead, behind), exchanged.
+    Which queries see some of the keys is the same question with the sets and the reach, (ahead,
+    behind), exchanged.
 
     Returns:
         the set that sees, the set seen, and of that the first row and the end: int64 ``[n]`` each.
@@ -220,4 +237,9 @@ def _seen(
     end = np.minimum(read.length[key], reader.length[query] + farthest)
     some = (first < end) & (nearest <= farthest)
     query, key = query[some], key[some]
-    return reader.place[query], read.place[key], read.offset[key] + first[some], read.offset[key] + end[some]
+    return (
+        reader.place[query],
+        read.place[key],
+        read.offset[key] + first[some],
+        read.offset[key] + end[some],
+    )

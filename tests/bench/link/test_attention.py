@@ -31,8 +31,12 @@ def test_what_crosses_is_what_the_plan_says(tmp_path, capsys):
     assert names == [("exchange", False), ("ring all rows", True), ("ring", False)]
     for row in result["attentions"]:
         assert row["attention_by_plan"] == crossing("lognormal", row["name"])
-        assert row["attention_by_plan"] < row["crossed"] <= 1.1 * row["attention_by_plan"] + (1 << 15)
-        assert row["median"] > 0.8 * row["crossed"] * 8 / 400e6 - 8 * (128 << 10) / 400e6  # but for one burst
+        assert (
+            row["attention_by_plan"] < row["crossed"] <= 1.1 * row["attention_by_plan"] + (1 << 15)
+        )
+        assert (
+            row["median"] > 0.8 * row["crossed"] * 8 / 400e6 - 8 * (128 << 10) / 400e6
+        )  # but for one burst
     assert "times as fast as ring all rows" in path.with_suffix(".md").read_text()
 
 
@@ -52,7 +56,9 @@ def test_all_rows_are_those_of_one_document_and_less_crosses_where_queries_see_l
         assert crossing("short", f"{name} all rows") == whole
         assert crossing("short", name) < 0.6 * whole
     kv = 2 * 2048 * 2 * 16 * 4
-    assert crossing("one_grouped", "ring") == kv * 22 // 8  # as in test_link: 7 of 8 parts twice, and 8 of gradients
+    assert (
+        crossing("one_grouped", "ring") == kv * 22 // 8
+    )  # as in test_link: 7 of 8 parts twice, and 8 of gradients
     assert crossing("one_grouped", "exchange") * 4 == crossing("one", "exchange")
 
 

@@ -1,4 +1,6 @@
-"""Namespaces come and go, what crosses is what the plans say, and an interrupted bench leaves nothing."""
+"""Namespaces come and go, what crosses is what the plans say, and an interrupted bench leaves
+nothing.
+"""
 
 import os
 import re
@@ -63,7 +65,9 @@ def descendants(parent):
 
 
 def seconds_to_send(network, senders, count):
-    """Each sender sends ``count`` bytes to its like on the other node, all at once; threads can be in namespaces."""
+    """Each sender sends ``count`` bytes to its like on the other node, all at once; threads can be
+    in namespaces.
+    """
     listeners = {rank: threading.Event() for rank in senders}
 
     def receive(rank):
@@ -105,10 +109,14 @@ def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails):
         # one bucket's burst is 128 KiB, and what a whole bucket lets pass at once costs no time
         assert slow > (0.8 if rails else 3.5) * link
         if rails:  # four are four times as fast as one link, as soon as the machine has time for it
-            wait_until(lambda: slow < 3 * link or seconds_to_send(network, senders, count) < 3 * link)
+            wait_until(
+                lambda: slow < 3 * link or seconds_to_send(network, senders, count) < 3 * link
+            )
         network.limit(None)
         assert "noqueue" in network._nodes[0].run("tc", "qdisc", "show", "dev", "trunk")
-        with pytest.raises(NetworkError, match=r"tc qdisc add .*40parsecs|tc class add .*40parsecs"):
+        with pytest.raises(
+            NetworkError, match=r"tc qdisc add .*40parsecs|tc class add .*40parsecs"
+        ):
             network.limit("40parsecs")
     assert namespaces(own) == before
 
@@ -118,7 +126,9 @@ def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails):
 def test_what_crosses_is_what_the_plan_says(default_data, monkeypatch):
     monkeypatch.setattr(link_ranks, "WARM_UP", 0)
     monkeypatch.setattr(link_ranks, "WARM_UP_LIMITED", 0)
-    args = entry.build_parser().parse_args(["--repeats", "1", "--rate", "200mbit", "--cases", "ring"])
+    args = entry.build_parser().parse_args(
+        ["--repeats", "1", "--rate", "200mbit", "--cases", "ring"]
+    )
     setting = {"model": "llama", "link": "shared", "seq_length": 1024, "batch": 2}
     with Network(rails=False) as network:
         (found,) = entry.measure_setting(network, setting, default_data, args)
@@ -134,7 +144,9 @@ def test_what_crosses_is_what_the_plan_says(default_data, monkeypatch):
 
 
 def parsed(model, case, data=Path("nowhere")):
-    return parse_args(command_line(model, cases_of(model)[case], data, seq_length=1024, batch=2, iterations=3))
+    return parse_args(
+        command_line(model, cases_of(model)[case], data, seq_length=1024, batch=2, iterations=3)
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -145,8 +157,11 @@ def test_every_configuration_is_one_that_the_entry_accepts(model, monkeypatch):
 
 
 def test_crossing_by_hand():
-    kv = 2 * 1024 * 2 * 64 * 4  # batch, tokens, k and v, 4 heads of 16, float32: of one layer, all ranks
-    # forward: 7 of 8 parts pass from node to node; backward: as many, and their gradients to the owner, all 8
+    kv = (
+        2 * 1024 * 2 * 64 * 4
+    )  # batch, tokens, k and v, 4 heads of 16, float32: of one layer, all ranks
+    # forward: 7 of 8 parts pass from node to node; backward: as many, and their gradients to the
+    # owner, all 8
     assert attention_crossing(parsed("llama", "ring"), 4) == (2 * kv * 22 // 8, 2 * kv * 22 // 8)
 
 
@@ -167,7 +182,8 @@ def test_crossing_of_linear_attention_by_hand():
 @permitted
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_bench_leaves_nothing(number, tmp_path, tmp_path_factory):
-    # Importing torch's compiler makes this folder, by default in TMPDIR, for all processes of a user: not the bench's.
+    # Importing torch's compiler makes this folder, by default in TMPDIR, for all processes of a
+    # user: not the bench's.
     caches = str(tmp_path_factory.mktemp("caches"))
     named = subprocess.run(["ip", "netns", "list"], capture_output=True, check=True).stdout
     before = namespaces(os.getpid())
@@ -181,7 +197,8 @@ def test_an_interrupted_bench_leaves_nothing(number, tmp_path, tmp_path_factory)
             text=True,
         )
     try:
-        # itself, the server that forks, its tracker of resources, and the ranks, inside of their nodes
+        # itself, the server that forks, its tracker of resources, and the ranks, inside of their
+        # nodes
         wait_until(lambda: len(descendants(bench.pid)) >= 8 or bench.poll() is not None)
         ranks = descendants(bench.pid)
         made = namespaces(bench.pid, *ranks) - before
@@ -231,11 +248,22 @@ def test_bad_input_is_one_line(capsys, monkeypatch):
 
 
 def test_the_report_has_the_fastest_of_each_setting_first():
-    setting = {"link": "rails", "seq_length": 1024, "batch": 8, "unlimited": 0.5, "crossed": 3 << 20, "on_link": 0.5}
+    setting = {
+        "link": "rails",
+        "seq_length": 1024,
+        "batch": 8,
+        "unlimited": 0.5,
+        "crossed": 3 << 20,
+        "on_link": 0.5,
+    }
     setting |= {"attention_by_plan": 2 << 20, "tokens_per_second": 1.0}
     rows = [
         {**setting, "model": model, "name": name, "median": median, "times_as_fast": 3.0 / median}
-        for model, name, median in (("gpt", "ring", 3.0), ("gpt", "ulysses", 1.5), ("transnormer", "lasp", 2.0))
+        for model, name, median in (
+            ("gpt", "ring", 3.0),
+            ("gpt", "ulysses", 1.5),
+            ("transnormer", "lasp", 2.0),
+        )
     ]
     lines = entry.markdown({"cases": rows})
     assert lines[1] == "**gpt**, 8 x 1024 tokens, a link for each rank:"

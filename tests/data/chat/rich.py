@@ -1,4 +1,6 @@
-"""A template that reads all that a conversation may have, and tokenizers for other people's templates."""
+"""A template that reads all that a conversation may have, and tokenizers for other people's
+templates.
+"""
 
 import json
 import re
@@ -9,15 +11,23 @@ from tests.data.test_tokenizer import write_hugging_face
 
 RICH = source_of("rich")
 """ChatML with tools, documents, a variable, names, thoughts and calls."""
-SPECIAL = re.compile(r"<[|\uff5c][^<>{}'\" ]*[|\uff5c]>|<start_of_turn>|<end_of_turn>|\[/?[A-Z_]+\]")
+SPECIAL = re.compile(
+    r"<[|\uff5c][^<>{}'\" ]*[|\uff5c]>|<start_of_turn>|<end_of_turn>|\[/?[A-Z_]+\]"
+)
 
 
 def write_folder(folder, source, tool_use=None):
-    """A byte-level tokenizer with the special tokens that a template spells, and the template; returns its path."""
+    """A byte-level tokenizer with the special tokens that a template spells, and the template;
+    returns its path.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     special = sorted({"<s>", "</s>", "<|im_start|>", "<|im_end|>", *SPECIAL.findall(source)})
     named = [{"name": "default", "template": source}, {"name": "tool_use", "template": tool_use}]
-    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": source if tool_use is None else named}
+    config = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": source if tool_use is None else named,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return str(write_hugging_face(folder, *special))
 
@@ -30,4 +40,6 @@ def theirs(path):
     template = config["chat_template"]
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}
-    return PreTrainedTokenizerFast(tokenizer_file=path, chat_template=template, bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_file=path, chat_template=template, bos_token="<s>", eos_token="</s>"
+    )

@@ -58,7 +58,13 @@ BY_HAND = {
         ("<|start_header_id|>assistant<|end_header_id|>\n\n", 0),
         ("4<|eot_id|>", 1),
     ],
-    "mistral": [("<s>[INST] Hi [/INST]", 0), ("Hello!</s>", 1), (" [INST] 2 + 2? [/INST]", 0), ("4</s>", 1), (" ", 0)],
+    "mistral": [
+        ("<s>[INST] Hi [/INST]", 0),
+        ("Hello!</s>", 1),
+        (" [INST] 2 + 2? [/INST]", 0),
+        ("4</s>", 1),
+        (" ", 0),
+    ],
     "zephyr": [
         ("<|user|>\nHi</s>\n<|assistant|>\n", 0),
         ("Hello!</s>", 1),
@@ -71,7 +77,9 @@ BY_HAND = {
 
 
 def write_tokenizer(folder, template, merges=()):
-    """Write a byte-level tokenizer.json with the special tokens, and a tokenizer_config.json; return its path."""
+    """Write a byte-level tokenizer.json with the special tokens, and a tokenizer_config.json;
+    return its path.
+    """
     folder.mkdir(exist_ok=True)
     config = TOKENS | ({} if template is None else {"chat_template": template})
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

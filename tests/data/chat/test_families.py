@@ -1,4 +1,6 @@
-"""Conversations of the families that are imported: ids and masks are those of transformers and of TRL."""
+"""Conversations of the families that are imported: ids and masks are those of transformers and of
+TRL.
+"""
 
 import random
 from pathlib import Path
@@ -33,7 +35,10 @@ TOOL = {
     "function": {
         "name": "weather",
         "description": "The weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
     },
 }
 PIECES = (
@@ -43,13 +48,18 @@ PIECES = (
 
 
 def text(draw):
-    return " ".join(draw.choices(PIECES, k=draw.randint(1, 6))).strip() + draw.choice((".", "!", ""))
+    return " ".join(draw.choices(PIECES, k=draw.randint(1, 6))).strip() + draw.choice(
+        (".", "!", "")
+    )
 
 
 def conversation(draw, has):
     """A conversation of one to four questions, some with a system, calls of a tool and thoughts."""
     turns = [{"role": "system", "content": text(draw)}] if draw.random() < 0.4 else []
-    calls, thinks = "tools" in has and draw.random() < 0.6, "thoughts" in has and draw.random() < 0.6
+    calls, thinks = (
+        "tools" in has and draw.random() < 0.6,
+        "thoughts" in has and draw.random() < 0.6,
+    )
     thought = lambda: {"reasoning_content": text(draw)} if thinks else {}  # noqa: E731
     for _ in range(draw.randint(1, 4)):
         turns.append({"role": "user", "content": text(draw)})
@@ -71,7 +81,10 @@ def compare(folder, source, has):
         row = conversation(draw, has)
         encoded = template.encode(tokenizer, conversation_of(row, template.reads))
         want = other.apply_chat_template(
-            row["messages"], tools=row.get("tools"), return_dict=True, return_assistant_tokens_mask=True
+            row["messages"],
+            tools=row.get("tools"),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         assert encoded.ids.tolist() == want["input_ids"]
         assert encoded.learned.tolist() == [mask == 1 for mask in want["assistant_masks"]]
@@ -83,7 +96,9 @@ def test_ids_and_masks_of_a_template_with_marks_are_those_of_transformers(family
     compare(tmp_path, source_of(name), has)
 
 
-@pytest.mark.parametrize("family", sorted(PUBLISHED.keys() - {"LLaMA 3.1"}))  # which TRL does not train
+@pytest.mark.parametrize(
+    "family", sorted(PUBLISHED.keys() - {"LLaMA 3.1"})
+)  # which TRL does not train
 def test_ids_and_masks_of_a_published_template_are_those_of_trl(family, tmp_path):
     """TRL trains with the template that `get_training_chat_template` returns for the published one."""
     from trl.chat_template_utils import get_training_chat_template
@@ -94,7 +109,9 @@ def test_ids_and_masks_of_a_published_template_are_those_of_trl(family, tmp_path
     compare(tmp_path / "training", get_training_chat_template(other), has)
 
 
-@pytest.mark.parametrize("family", sorted(PUBLISHED.keys() - {"DeepSeek R1"}))  # whose prompt begins a thought
+@pytest.mark.parametrize(
+    "family", sorted(PUBLISHED.keys() - {"DeepSeek R1"})
+)  # whose prompt begins a thought
 def test_ids_of_a_published_template_without_marks_are_those_of_transformers(family, tmp_path):
     """By prefixes. What it learns are the assistant's words and the tokens that end its turns."""
     name, _ = PUBLISHED[family]
@@ -104,9 +121,15 @@ def test_ids_of_a_published_template_without_marks_are_those_of_transformers(fam
     for _ in range(COUNT):
         row = conversation(draw, "")
         turns = row["messages"]
-        for turn in turns[:-1]:  # the last answer alone: Qwen3 and others write the earlier ones otherwise
+        for turn in turns[
+            :-1
+        ]:  # the last answer alone: Qwen3 and others write the earlier ones otherwise
             turn |= {"train": False} if turn["role"] == "assistant" else {}
         encoded = template.encode(tokenizer, conversation_of(row, template.reads))
         plain = [{key: turn[key] for key in ("role", "content")} for turn in turns]
-        assert encoded.ids.tolist() == other.apply_chat_template(plain, return_dict=True)["input_ids"]
-        assert turns[-1]["content"] in tokenizer.detokenize(encoded.ids[encoded.learned].tolist(), special=True)
+        assert (
+            encoded.ids.tolist() == other.apply_chat_template(plain, return_dict=True)["input_ids"]
+        )
+        assert turns[-1]["content"] in tokenizer.detokenize(
+            encoded.ids[encoded.learned].tolist(), special=True
+        )

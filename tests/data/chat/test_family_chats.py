@@ -1,4 +1,6 @@
-"""Conversations of published families: ids and masks are those of transformers, tokens with rstrip and lstrip too."""
+"""Conversations of published families: ids and masks are those of transformers, tokens with rstrip
+and lstrip too.
+"""
 
 import random
 
@@ -12,7 +14,9 @@ from tests.data.test_tokenizer_families import changed
 
 
 def marked(user, answer, before="", space=""):
-    """A template that marks answers: what it writes for a user's turn, an answer's begin and an answer's end."""
+    """A template that marks answers: what it writes for a user's turn, an answer's begin and an
+    answer's end.
+    """
     begin, end = answer
     return (
         before
@@ -30,8 +34,14 @@ def marked(user, answer, before="", space=""):
     )
 
 
-CHATML = marked("<|im_start|>user\nCONTENT<|im_end|>\n", ("<|im_start|>assistant\n", ("<|im_end|>", "{{ '\\n' }}")))
-PHI_4 = marked("<|im_start|>user<|im_sep|>CONTENT<|im_end|>", ("<|im_start|>assistant<|im_sep|>", ("<|im_end|>", "")))
+CHATML = marked(
+    "<|im_start|>user\nCONTENT<|im_end|>\n",
+    ("<|im_start|>assistant\n", ("<|im_end|>", "{{ '\\n' }}")),
+)
+PHI_4 = marked(
+    "<|im_start|>user<|im_sep|>CONTENT<|im_end|>",
+    ("<|im_start|>assistant<|im_sep|>", ("<|im_end|>", "")),
+)
 HEADER = "<|start_header_id|>"
 TEMPLATES = {
     "Qwen 2": CHATML,
@@ -62,11 +72,16 @@ WORDS = {"Qwen 3": ["<think>", "</think>", "<tool_call>"], "Qwen 3.5": ["<think>
 
 
 def conversations(name, count=50):
-    """Conversations whose contents neither begin nor end with white space; ordinary added words are among them."""
+    """Conversations whose contents neither begin nor end with white space; ordinary added words are
+    among them.
+    """
     draw, pieces = random.Random(0), PIECES + WORDS.get(name, [])
     for _ in range(count):
         yield [
-            {"role": role, "content": f"x{''.join(draw.choice(pieces) for _ in range(draw.randrange(1, 5)))}y"}
+            {
+                "role": role,
+                "content": f"x{''.join(draw.choice(pieces) for _ in range(draw.randrange(1, 5)))}y",
+            }
             for _ in range(draw.randrange(1, 4))
             for role in ("user", "assistant")
         ]
@@ -78,7 +93,9 @@ def test_a_familys_conversations_are_those_of_transformers(name, tmp_path):
     tokenizer, template = load_tokenizer(path), load_template(str(path))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for turns in conversations(name):
-        want = theirs.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        want = theirs.apply_chat_template(
+            turns, return_dict=True, return_assistant_tokens_mask=True
+        )
         ids, learned = template.tokenize(tokenizer, turns)
         assert ids.tolist() == want["input_ids"], turns
         assert learned.astype(int).tolist() == want["assistant_masks"], turns

@@ -1,7 +1,8 @@
-"""Each kind of row that people have is right, told or refused, as docs/reference/data_kinds.md says.
+"""Each kind of row that people have is right, told or refused, as docs/reference/data_kinds.md
+says.
 
-``kinds.jsonl`` has a row of each kind: what is learned of it and what transformers is asked for, or what the note or
-the refusal names.
+``kinds.jsonl`` has a row of each kind: what is learned of it and what transformers is asked for, or
+what the note or the refusal names.
 """
 
 import json
@@ -31,7 +32,9 @@ SOURCES = {
     "quoting": RICH.replace(f"{ARGUMENTS} }}}}", f"{ARGUMENTS} | tojson }}}}"),
     "dated": f"{{% if dated %}}{{{{ {OPTIONAL_DAY} }}}}{{% endif %}}{CHATML}",
     "today": f"{{% if dated %}}{{{{ strftime_now('%Y-%m-%d') }}}}{{% endif %}}{CHATML}",
-    "llama 3, no tools": TEMPLATES["llama 3"].replace("message['content']", "(message['content'] or '')"),
+    "llama 3, no tools": TEMPLATES["llama 3"].replace(
+        "message['content']", "(message['content'] or '')"
+    ),
 }
 LINES = Path(__file__).with_name("kinds.jsonl").read_text(encoding="utf-8").splitlines()
 KINDS = [json.loads(line) for line in LINES]
@@ -53,7 +56,9 @@ def test_a_kind_that_is_right_has_the_ids_of_transformers(case, tmp_path):
     tokenizer, template = load_tokenizer(path), load_template(path)
     encoded = template.encode(tokenizer, conversation_of(row, template.reads))
     messages = case.get("turns") or row["messages"]
-    want = theirs(path).apply_chat_template(messages, tokenize=True, return_dict=True, **case.get("kwargs", {}))
+    want = theirs(path).apply_chat_template(
+        messages, tokenize=True, return_dict=True, **case.get("kwargs", {})
+    )
     assert encoded.ids.tolist() == want["input_ids"]
     learned = encoded.ids[encoded.learned].tolist()
     assert tokenizer.detokenize(learned, special=True) == case["learned"]

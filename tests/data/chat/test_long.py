@@ -1,4 +1,6 @@
-"""Long conversations take time that grows as their text does, and have the masks that every prefix gives."""
+"""Long conversations take time that grows as their text does, and have the masks that every prefix
+gives.
+"""
 
 import dataclasses
 import random
@@ -15,8 +17,23 @@ from tests.data.chat.rich import RICH, write_folder
 from tests.data.chat.templates import TEMPLATES
 
 TRL = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
-PUBLISHED = ("qwen2_5", "qwen3", "llama3", "llama3_1", "gemma3", "phi3", "glm4moe", "lfm2_v2", "deepseekv3", "cohere")
-SOURCES = TEMPLATES | {"rich": RICH} | {name: (TRL / f"{name}.jinja").read_text(encoding="utf-8") for name in PUBLISHED}
+PUBLISHED = (
+    "qwen2_5",
+    "qwen3",
+    "llama3",
+    "llama3_1",
+    "gemma3",
+    "phi3",
+    "glm4moe",
+    "lfm2_v2",
+    "deepseekv3",
+    "cohere",
+)
+SOURCES = (
+    TEMPLATES
+    | {"rich": RICH}
+    | {name: (TRL / f"{name}.jinja").read_text(encoding="utf-8") for name in PUBLISHED}
+)
 
 
 def loaded(folder, source):
@@ -36,7 +53,9 @@ def tool_chat(questions, calls):
         turns.append({"role": "user", "content": f"question {number}"})
         for _ in range(draw.randint((calls + 1) // 2, calls)):
             function = {"name": "weather", "arguments": {"city": f"Rome {draw.random()}"}}
-            turns.append({"role": "assistant", "tool_calls": [{"type": "function", "function": function}]})
+            turns.append(
+                {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+            )
             turns.append({"role": "tool", "content": f"result {draw.random()}"})
         turns.append({"role": "assistant", "content": f"answer {number}"})
     return said(turns)
@@ -58,7 +77,9 @@ def written(template, tokenizer, conversation, monkeypatch):
     return sum(counts)
 
 
-@pytest.mark.parametrize("make", [chat, lambda turns: tool_chat(turns // 4, 1), lambda turns: tool_chat(1, turns // 2)])
+@pytest.mark.parametrize(
+    "make", [chat, lambda turns: tool_chat(turns // 4, 1), lambda turns: tool_chat(1, turns // 2)]
+)
 def test_twice_the_turns_take_about_twice_the_text(make, tmp_path, monkeypatch):
     tokenizer, template = loaded(tmp_path, RICH)
     sizes = [written(template, tokenizer, make(turns), monkeypatch) for turns in (340, 680)]
@@ -68,8 +89,18 @@ def test_twice_the_turns_take_about_twice_the_text(make, tmp_path, monkeypatch):
     assert written(template, tokenizer, make(340), monkeypatch) > 3 * sizes[0]
 
 
-MAKES = {"chat": lambda: chat(81), "tools": lambda: tool_chat(12, 3), "calls": lambda: tool_chat(1, 40)}
-DAILY = {("chatml", "chat"), ("rich", "tools"), ("qwen3", "chat"), ("glm4moe", "tools"), ("rich", "calls")}
+MAKES = {
+    "chat": lambda: chat(81),
+    "tools": lambda: tool_chat(12, 3),
+    "calls": lambda: tool_chat(1, 40),
+}
+DAILY = {
+    ("chatml", "chat"),
+    ("rich", "tools"),
+    ("qwen3", "chat"),
+    ("glm4moe", "tools"),
+    ("rich", "calls"),
+}
 
 
 @pytest.mark.parametrize(

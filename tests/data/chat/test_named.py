@@ -18,9 +18,13 @@ from tests.data.chat.templates import TURNS
 
 
 def request_for(folder, name="chatml", **changes):
-    (folder / "in.jsonl").write_text("".join(json.dumps({"messages": TURNS}) + "\n" for _ in range(30)))
+    (folder / "in.jsonl").write_text(
+        "".join(json.dumps({"messages": TURNS}) + "\n" for _ in range(30))
+    )
     chat = Chat(seq_length=100, chat_template=name)
-    return Request(**({"inputs": (str(folder / "in.jsonl"),), "vocab_size": 264, "chat": chat} | changes))
+    return Request(
+        **({"inputs": (str(folder / "in.jsonl"),), "vocab_size": 264, "chat": chat} | changes)
+    )
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -37,7 +41,12 @@ def test_transformers_renders_equally(name, tmp_path):
     turns = [*TURNS[:1], {"role": "assistant", "content": "Straße, ▁ 日本\n\n  x\ufdd0"}]
     for conversation in (TURNS, turns):
         ids, learned = template.tokenize(tokenizer, conversation)
-        assert ids.tolist() == theirs.apply_chat_template(conversation, tokenize=True, return_dict=True)["input_ids"]
+        assert (
+            ids.tolist()
+            == theirs.apply_chat_template(conversation, tokenize=True, return_dict=True)[
+                "input_ids"
+            ]
+        )
         assert learned.sum() > 0
     assert theirs.eos_token_id == tokenizer.eod
     assert check_indexed(prefix, 264).token_ids().max() < 264
@@ -63,7 +72,9 @@ def test_what_is_trained_is_kept_and_written_anew(tmp_path):
 
 @pytest.mark.parametrize(("name", "other"), [("c", "c.v1"), ("c.v1", "c")])
 def test_another_prefix_is_prepared_at_the_same_time(name, other, tmp_path, monkeypatch):
-    """It is not refused, nor does it remove the draft of this one's tokenizer, as it does what a killed one left."""
+    """It is not refused, nor does it remove the draft of this one's tokenizer, as it does what a
+    killed one left.
+    """
 
     def beside(*arguments):
         trained = train_chat_tokenizer(*arguments)
@@ -82,9 +93,18 @@ def test_another_prefix_is_prepared_at_the_same_time(name, other, tmp_path, monk
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 257}, "vocab_size is 257; 256 bytes and the special tokens of chatml take 258 entries"),
-        ({"vocab_size": 5000}, r"vocab_size is 5000, and the conversations fill \d+ entries; give that or fewer"),
-        ({"name": "alpaca"}, "chat_template is alpaca, and a tokenizer is trained for one of chatml, llama3; name one"),
+        (
+            {"vocab_size": 257},
+            "vocab_size is 257; 256 bytes and the special tokens of chatml take 258 entries",
+        ),
+        (
+            {"vocab_size": 5000},
+            r"vocab_size is 5000, and the conversations fill \d+ entries; give that or fewer",
+        ),
+        (
+            {"name": "alpaca"},
+            "chat_template is alpaca, and a tokenizer is trained for one of chatml, llama3; name one",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused(changes, message, tmp_path):

@@ -23,10 +23,13 @@ from tests.data.chat.templates import MARKED, TEMPLATES, TURNS, write_tokenizer
 SHAREGPT = {
     "id": "x",
     "conversations": [
-        {"from": {"user": "human", "assistant": "gpt"}[turn["role"]], "value": turn["content"]} for turn in TURNS
+        {"from": {"user": "human", "assistant": "gpt"}[turn["role"]], "value": turn["content"]}
+        for turn in TURNS
     ],
 }
-MESSAGES = {"messages": [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]}
+MESSAGES = {
+    "messages": [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
+}
 SIZE = 57
 """Tokens of TURNS in ChatML, of which 9 are learned."""
 
@@ -64,11 +67,14 @@ def write_rows(path, rows):
 
 def said(*contents):
     roles = ("user", "assistant")
-    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
+    return {
+        "messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    }
 
 
 @pytest.mark.parametrize(
-    ("suffix", "row"), [(".jsonl", MESSAGES), (".json", SHAREGPT), (".parquet", MESSAGES), ("", SHAREGPT)]
+    ("suffix", "row"),
+    [(".jsonl", MESSAGES), (".json", SHAREGPT), (".parquet", MESSAGES), ("", SHAREGPT)],
 )
 def test_every_format_gives_the_same_bytes(suffix, row, tmp_path):
     facts = prepared(tmp_path, write_rows(tmp_path / f"in{suffix}", [row] * 5))
@@ -78,19 +84,28 @@ def test_every_format_gives_the_same_bytes(suffix, row, tmp_path):
     }  # fmt: skip
     assert facts.tokens == 5 * SIZE
     assert "5 conversations read: 5 kept whole" in facts.summary
-    assert facts.summary.endswith(f"in 2 samples, {1 - 5 * SIZE / 400:.2%} padding to seq_length 200")
+    assert facts.summary.endswith(
+        f"in 2 samples, {1 - 5 * SIZE / 400:.2%} padding to seq_length 200"
+    )
     ids = check_indexed(tmp_path / "out" / "chats", 300).token_ids().reshape(5, SIZE)
     mask = check_indexed(tmp_path / "out" / "chats_loss_mask", 2).token_ids().reshape(5, SIZE)
     assert (ids == ids[0]).all()
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
-    assert tokenizer.detokenize(ids[0][mask[0] == 1].tolist(), special=True) == "Hello!<|im_end|>4<|im_end|>"
+    assert (
+        tokenizer.detokenize(ids[0][mask[0] == 1].tolist(), special=True)
+        == "Hello!<|im_end|>4<|im_end|>"
+    )
     assert len(check_indexed(tmp_path / "out" / "chats", 300).bounds) == 3
 
 
 def test_samples_are_the_conversations(tmp_path):
-    """Every label within its conversation, loss where the file says, positions from the lengths, padding without."""
+    """Every label within its conversation, loss where the file says, positions from the lengths,
+    padding without.
+    """
     texts = [("a", "b" * n) for n in (1, 30, 60, 90, 20)]
-    prepared(tmp_path, write_rows(tmp_path / "in.jsonl", [said(*text) for text in texts]), seq_length=160)
+    prepared(
+        tmp_path, write_rows(tmp_path / "in.jsonl", [said(*text) for text in texts]), seq_length=160
+    )
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
     config = DataConfig(
         data_path=(str(tmp_path / "out" / "chats"),), split="100,0,0", sft=True,
@@ -105,13 +120,18 @@ def test_samples_are_the_conversations(tmp_path):
         sample = train[n]
         begins = [*sample["starts"].nonzero().flatten().tolist(), 170]
         for begin, end in pairwise(begins):
-            ids, labels, mask = (sample[name][begin:end] for name in ("tokens", "labels", "loss_mask"))
+            ids, labels, mask = (
+                sample[name][begin:end] for name in ("tokens", "labels", "loss_mask")
+            )
             if bool((ids == tokenizer.eod).all()):
                 assert mask.sum() == 0
                 continue
             learned = labels[mask == 1].tolist()
             found.append(
-                (tokenizer.detokenize(ids.tolist(), special=True), tokenizer.detokenize(learned, special=True))
+                (
+                    tokenizer.detokenize(ids.tolist(), special=True),
+                    tokenizer.detokenize(learned, special=True),
+                )
             )
             assert labels[:-1].tolist() == ids[1:].tolist()
             assert mask[-1] == 0
@@ -134,13 +154,19 @@ def test_samples_are_the_conversations(tmp_path):
 def test_what_is_too_long(policy, length, counts, learned, tmp_path):
     """The answers in TURNS are tokens 21 to 27, and 54 and 55."""
     source = write_rows(tmp_path / "in.jsonl", [SHAREGPT])
-    with pytest.raises(DataError, match=r"in\.jsonl, line 2: has 57 tokens, and seq_length is 20; .*--too-long split"):
+    with pytest.raises(
+        DataError,
+        match=r"in\.jsonl, line 2: has 57 tokens, and seq_length is 20; .*--too-long split",
+    ):
         prepared(tmp_path, source, seq_length=20)
     with pytest.raises(DataError, match="nothing that is left of it carries loss"):
         prepared(tmp_path, source, seq_length=20, too_long="truncate-right")
     facts = prepared(tmp_path, source, seq_length=length, too_long=policy)
     assert {name: facts.conversations[name] for name in counts} == counts
-    ids, mask = (check_indexed(tmp_path / "out" / name, 300).token_ids() for name in ("chats", "chats_loss_mask"))
+    ids, mask = (
+        check_indexed(tmp_path / "out" / name, 300).token_ids()
+        for name in ("chats", "chats_loss_mask")
+    )
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
     assert facts.conversations["learned"] == int(mask.sum())
     # Pieces are in a random order.
@@ -154,9 +180,15 @@ BAD = {
     "turns as JSON": ('{"messages": "[]"}', "has messages as a text; give the turns as a list"),
     "turn is text": ('{"messages": ["x"]}', "turn 1 is no object"),
     "empty turn": (lines(said("Hi", " ")), r"turn 2 \(assistant\) is empty"),
-    "role": ('{"messages": [{"role": "robot", "content": "x"}]}', "turn 1 has the role 'robot'; it must be one of"),
+    "role": (
+        '{"messages": [{"role": "robot", "content": "x"}]}',
+        "turn 1 has the role 'robot'; it must be one of",
+    ),
     "no answer": (lines(said("Hi")), "no turn is the assistant's"),
-    "surrogate": ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "turn 1 holds a lone surrogate"),
+    "surrogate": (
+        '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        "turn 1 holds a lone surrogate",
+    ),
     "nested": (
         '{"messages": [{"role": ' + "[" * 900 + "]" * 900 + "}]}",
         r"turn 1 has the role '?\[\[\[.*; it must be",
@@ -169,7 +201,9 @@ BAD = {
 
 def test_what_is_refused_is_named_or_listed_and_counted(tmp_path):
     source = tmp_path / "in.jsonl"
-    source.write_text(lines(SHAREGPT) + "".join(line.strip() + "\n" for line, _ in BAD.values()) + lines(MESSAGES))
+    source.write_text(
+        lines(SHAREGPT) + "".join(line.strip() + "\n" for line, _ in BAD.values()) + lines(MESSAGES)
+    )
     with pytest.raises(DataError, match=r"in\.jsonl, line 2: not JSON in UTF-8[^\n]*$"):
         prepared(tmp_path, source)
     assert not (tmp_path / "out").exists()
@@ -217,7 +251,8 @@ def test_nested_rows_reach_no_other_process(tmp_path):
 
 def test_where_all_are_refused_the_first_says_why(tmp_path):
     with pytest.raises(
-        DataError, match=r"all 2 conversations were refused, the first: .*in\.jsonl, line 2: has no turns"
+        DataError,
+        match=r"all 2 conversations were refused, the first: .*in\.jsonl, line 2: has no turns",
     ):
         prepared(tmp_path, write_rows(tmp_path / "in.jsonl", [{}, {}]), skip_refused=True)
 
@@ -242,10 +277,14 @@ def test_conversations_and_text_are_not_taken_for_each_other(tmp_path):
     both = {"split": "100,0,0", "reset_attention_mask": True, "reset_position_ids": True}
     with pytest.raises(DataError, match=r"not all is learned .*give --sft"):
         build_datasets(DataConfig(data_path=(path,), **both), 64, 1, tokenizer)
-    with pytest.raises(DataError, match=r"samples of 171 tokens and seq_length is 100; give --seq-length 171"):
+    with pytest.raises(
+        DataError, match=r"samples of 171 tokens and seq_length is 100; give --seq-length 171"
+    ):
         build_datasets(DataConfig(data_path=(path,), sft=True, **both), 100, 1, tokenizer)
     (tmp_path / "out" / "chats_loss_mask.idx").unlink()
-    with pytest.raises(DataError, match=r"chats_loss_mask\.idx does not exist; --sft reads.*: leave out --sft"):
+    with pytest.raises(
+        DataError, match=r"chats_loss_mask\.idx does not exist; --sft reads.*: leave out --sft"
+    ):
         build_datasets(DataConfig(data_path=(path,), sft=True, **both), 200, 1, tokenizer)
 
 
@@ -255,7 +294,11 @@ def test_text_in_place_of_conversations_has_no_loss_mask(tmp_path):
     model = str(tmp_path / "tokenizer" / "tokenizer.json")
     text = Request(inputs=(str(tmp_path / "text.txt"),), tokenizer_model=model, vocab_size=None)
     prepare(text, tmp_path / "out" / "chats", overwrite=True, progress=False)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"chats.bin", "chats.idx", "chats.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "chats.bin",
+        "chats.idx",
+        "chats.json",
+    }
 
 
 def test_the_records_of_a_blend_give_all_ends_and_the_template_if_it_is_one(tmp_path):
@@ -269,7 +312,9 @@ def test_the_records_of_a_blend_give_all_ends_and_the_template_if_it_is_one(tmp_
     assert alike == {"chat_template": TEMPLATES["chatml"], "tool_use": None, "ends": [turn]}
     several = chat_record(list(prefixes.values()))
     assert several == {"chat_template": None, "tool_use": None, "ends": [turn, end]}
-    assert chat_record([str(tmp_path / "none")]) is None  # of an older preparation, or of another program
+    assert (
+        chat_record([str(tmp_path / "none")]) is None
+    )  # of an older preparation, or of another program
     (tmp_path / "out" / "a.json").write_text('{"chat": {"ends": ["x"]}}')
     with pytest.raises(DataError, match=r"a\.json is not a record"):
         chat_record([prefixes["a"]])

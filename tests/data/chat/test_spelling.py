@@ -53,7 +53,9 @@ def test_a_turn_that_spells_a_control_token_is_refused(name, role, tmp_path):
     tokens, config, files, word = REFUSED[name]
     path = folder_of(tmp_path, tokens, THINKING, config, **files)
     tokenizer, template = load_tokenizer(path), load_template(str(path))
-    with pytest.raises(DataError, match=rf"turn [12] spells the special token '{re.escape(word)}' in its content"):
+    with pytest.raises(
+        DataError, match=rf"turn [12] spells the special token '{re.escape(word)}' in its content"
+    ):
         template.tokenize(tokenizer, spelling(f"a{word}b", role))
 
 
@@ -72,7 +74,9 @@ def test_parts_of_a_content_that_spell_a_control_token_together_are_refused(tmp_
 
 
 def test_a_token_around_turns_is_found_in_normalized_text(tmp_path):
-    tokens = [added(text, special=False, normalized=True) for text in ("<|im_start|>", "<|im_end|>")]
+    tokens = [
+        added(text, special=False, normalized=True) for text in ("<|im_start|>", "<|im_end|>")
+    ]
     path = folder_of(tmp_path, [added("<|endoftext|>"), *tokens], settings=CONFIG)
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"normalizer": {"type": "NFKC"}}))
@@ -113,7 +117,9 @@ def test_a_document_that_spells_a_control_token_is_ordinary_text(name, tmp_path)
 @pytest.mark.parametrize("flags", [{"normalized": True}, {"single_word": True, "special": False}])
 def test_a_control_token_with_flags_is_found_as_the_tokenizer_finds_it(flags, tmp_path):
     tokens = [*QWEN, added("<|stop|>", **flags)]
-    tokenizer = load_tokenizer(folder_of(tmp_path, tokens, settings=CONFIG | {"eos_token": "<|stop|>"}))
+    tokenizer = load_tokenizer(
+        folder_of(tmp_path, tokens, settings=CONFIG | {"eos_token": "<|stop|>"})
+    )
     assert tokenizer.spelled("a <|stop|> b") == "<|stop|>"
     assert tokenizer.spelled("a b") is None
     assert tokenizer.spelled("x<|stop|>y") == (None if "single_word" in flags else "<|stop|>")

@@ -1,4 +1,6 @@
-"""Ids are those of transformers, what is learned is as written by hand, and what is not exact is refused."""
+"""Ids are those of transformers, what is learned is as written by hand, and what is not exact is
+refused.
+"""
 
 import json
 import resource
@@ -26,7 +28,10 @@ def loaded(folder, template, **options):
 def test_what_is_learned_is_as_written_by_hand(name, tmp_path):
     tokenizer, template = loaded(tmp_path, ALL[name])
     ids, learned = template.tokenize(tokenizer, TURNS)
-    pieces = [(tokenizer.tokenize_special(text)[0], mask) for text, mask in BY_HAND.get(name, BY_HAND["chatml"])]
+    pieces = [
+        (tokenizer.tokenize_special(text)[0], mask)
+        for text, mask in BY_HAND.get(name, BY_HAND["chatml"])
+    ]
     assert ids.tolist() == [i for piece, _ in pieces for i in piece]
     assert learned.tolist() == [mask == 1 for piece, mask in pieces for _ in piece]
 
@@ -34,12 +39,22 @@ def test_what_is_learned_is_as_written_by_hand(name, tmp_path):
 def test_ids_are_those_of_transformers(tmp_path):
     from transformers import PreTrainedTokenizerFast
 
-    marks = {"role": "assistant", "content": "\ufdd1 \ufdd0\ufdd2 0 \ufdd3"}  # characters that mark places of a text
-    turns = [*TURNS[:1], {"role": "assistant", "content": "Straße, ▁ 日本\n\n  x  "}, TURNS[2], marks]
+    marks = {
+        "role": "assistant",
+        "content": "\ufdd1 \ufdd0\ufdd2 0 \ufdd3",
+    }  # characters that mark places of a text
+    turns = [
+        *TURNS[:1],
+        {"role": "assistant", "content": "Straße, ▁ 日本\n\n  x  "},
+        TURNS[2],
+        marks,
+    ]
     for name, source in ALL.items():
         tokenizer, template = loaded(tmp_path / name.replace(" ", ""), source)
         names = {"bos_token": "<s>", "eos_token": "</s>"}
-        theirs = PreTrainedTokenizerFast(tokenizer_file=tokenizer.path, chat_template=source, **names)
+        theirs = PreTrainedTokenizerFast(
+            tokenizer_file=tokenizer.path, chat_template=source, **names
+        )
         for conversation in (TURNS, turns):
             marks = name == "marked"
             want = theirs.apply_chat_template(
@@ -58,8 +73,13 @@ def test_where_a_template_is_found(tmp_path):
     assert load_template(path, "chatml").source == TEMPLATES["chatml"]
     with pytest.raises(DataError, match=r"lacks <\|begin_of_text\|>, .* llama3"):
         load_template(path, "llama3")
-    named = [{"name": "tools", "template": "tools"}, {"name": "default", "template": "of the configuration"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": named}))
+    named = [
+        {"name": "tools", "template": "tools"},
+        {"name": "default", "template": "of the configuration"},
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "chat_template": named})
+    )
     assert load_template(path).source == "of the configuration"
     assert load_template(path).tokens == (("bos_token", "<s>"),)
     (tmp_path / "chat_template.jinja").write_text("beside")
@@ -79,7 +99,11 @@ def test_where_a_template_is_found(tmp_path):
 
 
 SILENT = ("{{ sep_token }}", "{{ 'x' ~ sep_token }}", "{% set y = sep_token %}{{ y }}")
-HARMLESS = ("{{ unk_token }}", "{% if sep_token %}{{ sep_token }}{% endif %}", "{{ messages[0].x }}")
+HARMLESS = (
+    "{{ unk_token }}",
+    "{% if sep_token %}{{ sep_token }}{% endif %}",
+    "{{ messages[0].x }}",
+)
 
 
 @pytest.mark.parametrize("source", [*SILENT, *HARMLESS])
@@ -92,16 +116,16 @@ def test_a_special_token_that_has_no_text_is_refused_if_it_would_be_left_out(sou
         template.tokenize(tokenizer, TURNS)
 
 
-def test_a_special_token_that_special_tokens_map_alone_names_is_read_as_transformers_reads_it(tmp_path):
+def test_a_special_token_that_special_tokens_map_alone_names_is_read_as_transformers_reads_it(
+    tmp_path,
+):
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"sep_token": "<|user|>"}))
     tokenizer, template = loaded(tmp_path, "{{ sep_token }}" + TEMPLATES["chatml"])
     ids, _ = template.tokenize(tokenizer, TURNS)
     assert ids[0] == tokenizer.tokenize_special("<|user|>")[0][0]
 
 
-LAST_USER = (
-    "{% for m in messages %}{% if not loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
-)
+LAST_USER = "{% for m in messages %}{% if not loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
 SHORT = "{% for m in messages %}{{ '<s>' + m['content'][:3] + '</s>' }}{% endfor %}"
 ONE_MARK = TEMPLATES["chatml"].replace("{% for", "{% generation %}{% endgeneration %}{% for", 1)
 REORDERED = "{{ messages | length }}{% for m in messages %}{{ m['content'] + '</s>' }}{% endfor %}"
@@ -118,7 +142,10 @@ SPACED = (
         (SHORT, r"changes turn 2 \(assistant\)"),
         ("{{ messages[7]['content'].x.y }}", "fails .*UndefinedError"),
         ("{{ ''.__class__.__mro__ }}", "fails .*SecurityError"),
-        (TEMPLATES["mistral"].replace("== 'user') != ", "== 'user') == "), "fails .*must alternate"),
+        (
+            TEMPLATES["mistral"].replace("== 'user') != ", "== 'user') == "),
+            "fails .*must alternate",
+        ),
         (REORDERED, "does not say exactly"),
     ],
 )
@@ -133,7 +160,10 @@ DOUBLED = "{% set n = namespace(x='xx') %}{% for i in range(99) %}{% set n.x = n
 UNBOUNDED = {
     "endless": (ENDLESS, "does not end within"),
     "endless power": ("{{ 7 ** 999999999 }}", "does not end within"),
-    "endless compilation": ("{{ " + "1 + " * 100_000 + "1 }}", "does not end within|is none of jinja2"),
+    "endless compilation": (
+        "{{ " + "1 + " * 100_000 + "1 }}",
+        "does not end within|is none of jinja2",
+    ),
     "doubled": (DOUBLED, "takes more than 128 MiB|does not end within"),
     "padded": ("{{ messages[0]['content'].center(9999999999) }}", "takes more than 128 MiB"),
     "padded constant": ("{{ 'x' | center(9999999999) }}", "takes more than 128 MiB"),
@@ -152,7 +182,10 @@ def test_a_template_that_does_not_end_or_grows_is_refused(name, tmp_path, monkey
     monkeypatch.setattr(bounds, "MOST_SECONDS", 0.3 if "end" in UNBOUNDED[name][1][:13] else 10)
     monkeypatch.setattr(bounds, "MOST_BYTES", 1 << 27 if name != "long" else 1 << 30)
     source, message = UNBOUNDED[name]
-    with pytest.raises(UnboundedError if "jinja2" not in message else DataError, match=rf"_config\.json ({message})"):
+    with pytest.raises(
+        UnboundedError if "jinja2" not in message else DataError,
+        match=rf"_config\.json ({message})",
+    ):
         loaded(tmp_path, source)[1].render(TURNS)
 
 
@@ -167,12 +200,16 @@ def test_bounds_end_with_the_call():
 
 @pytest.mark.parametrize("name", NESTED)
 def test_a_template_that_is_nested_too_deeply_is_refused(name, tmp_path):
-    with pytest.raises(DataError, match=r"_config\.json (is none of jinja2|fails) \([^\n]*\); repair"):
+    with pytest.raises(
+        DataError, match=r"_config\.json (is none of jinja2|fails) \([^\n]*\); repair"
+    ):
         loaded(tmp_path, NESTED[name])[1].render(TURNS)
 
 
 def test_marks_that_the_template_cuts_are_not_taken(tmp_path):
-    """Without the marks it would write another text, or they would stand alone: the prefixes hold instead."""
+    """Without the marks it would write another text, or they would stand alone: the prefixes hold
+    instead.
+    """
     cut = "{% set x %}{% generation %} abc{% endgeneration %}{% endset %}{{ x"
     for end in ("[2:] }}", "[:2] }}", " | trim }}"):
         tokenizer, template = loaded(tmp_path, cut + end + TEMPLATES["chatml"])
@@ -190,12 +227,17 @@ def test_a_token_across_the_edge_of_a_turn_is_refused(tmp_path):
     tokenizer, template = loaded(tmp_path / "a", SPACED)
     assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2
     tokenizer, template = loaded(tmp_path / "b", SPACED, merges=(("Ġ", "H"),))
-    with pytest.raises(DataError, match="the token of ' H' lies across the edge of an assistant's turn"):
+    with pytest.raises(
+        DataError, match="the token of ' H' lies across the edge of an assistant's turn"
+    ):
         template.tokenize(tokenizer, TURNS)
     marked = SPACED.replace(
-        "+ m['content'] + '</s>' }}", "}}{% generation %}{{ m['content'] + '</s>' }}{% endgeneration %}"
+        "+ m['content'] + '</s>' }}",
+        "}}{% generation %}{{ m['content'] + '</s>' }}{% endgeneration %}",
     )
-    tokenizer, template = loaded(tmp_path / "c", marked)  # around the user's turns too: the prefixes hold instead
+    tokenizer, template = loaded(
+        tmp_path / "c", marked
+    )  # around the user's turns too: the prefixes hold instead
     assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2
     tokenizer, template = loaded(tmp_path / "d", ONE_MARK)
     assert template.tokenize(tokenizer, TURNS)[1].sum() == len("Hello!4") + 2

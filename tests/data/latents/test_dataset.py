@@ -1,4 +1,6 @@
-"""Samples of latents, whatever wrote them, and what is refused; a writing that fails leaves nothing, and says why."""
+"""Samples of latents, whatever wrote them, and what is refused; a writing that fails leaves
+nothing, and says why.
+"""
 
 import errno
 import json
@@ -21,12 +23,16 @@ SHAPE = (2, 4, 4)
 
 def samples(count, seed=0, shape=SHAPE):
     generator = np.random.default_rng(seed)
-    return generator.normal(size=(count, *shape)).astype(np.float32), generator.integers(0, 3, count)
+    return generator.normal(size=(count, *shape)).astype(np.float32), generator.integers(
+        0, 3, count
+    )
 
 
 def folder(path, count=10, **options):
     latents, labels = samples(count)
-    write_latents(path, [(latents[:7], labels[:7]), (latents[7:], labels[7:])], samples_per_shard=4, **options)
+    write_latents(
+        path, [(latents[:7], labels[:7]), (latents[7:], labels[7:])], samples_per_shard=4, **options
+    )
     return path
 
 
@@ -57,7 +63,9 @@ def test_latents_are_written_as_they_are_read_whatever_their_strides(tmp_path, k
     latents, labels = samples(6)
     innermost = np.ascontiguousarray(latents.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
     write_latents(tmp_path, [(innermost, labels)], kind=kind)
-    np.testing.assert_array_equal([LatentFolder(tmp_path).latents(row) for row in range(6)], latents)
+    np.testing.assert_array_equal(
+        [LatentFolder(tmp_path).latents(row) for row in range(6)], latents
+    )
 
 
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tmp_path):
@@ -120,7 +128,9 @@ def corrupt(path, row, value):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             entry = json.loads(file.read(length))["latents"]
-        array = np.memmap(path, np.float32, "r+", 8 + length + entry["data_offsets"][0], tuple(entry["shape"]))
+        array = np.memmap(
+            path, np.float32, "r+", 8 + length + entry["data_offsets"][0], tuple(entry["shape"])
+        )
     array[row, 0, 1, 1] = value
     array.flush()
     del array
@@ -129,7 +139,9 @@ def corrupt(path, row, value):
 @pytest.mark.parametrize(("row", "value"), [(2, np.nan), (3, np.inf)])
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
 def test_a_nan_is_named_with_file_and_row(tmp_path, monkeypatch, kind, row, value):
-    """By a check of the folder in blocks, here of 3 rows, and by the sample where it came after the start of a run."""
+    """By a check of the folder in blocks, here of 3 rows, and by the sample where it came after the
+    start of a run.
+    """
     train, _ = built(folder(tmp_path, kind=kind), split="100")
     monkeypatch.setattr("data.latents.folder._BLOCK", 3 * math.prod(SHAPE))
     with monkeypatch.context() as patched:
@@ -145,7 +157,9 @@ def test_a_nan_is_named_with_file_and_row(tmp_path, monkeypatch, kind, row, valu
 
 
 def spoil(path, content):
-    """A number cuts a file, a text or an array takes its place, a table changes entries, and None removes it."""
+    """A number cuts a file, a text or an array takes its place, a table changes entries, and None
+    removes it.
+    """
     if content is None:
         path.unlink()
     elif isinstance(content, int):
@@ -176,16 +190,40 @@ OUTSIDE = {"latents": "../x.npy", "labels": "labels-00000.npy", "samples": 4}
         (LATENTS, 150, " cannot be read"),
         (LATENTS, np.array([{}] * 4), " cannot be read"),
         (LATENTS, "nothing", r" cannot be read \(not a numpy array\)"),
-        (LATENTS, np.zeros((4, 2, 4, 5), np.float32), r" holds float32 \[4, 2, 4, 5\], and its index says"),
-        (LATENTS, np.zeros((4, *SHAPE)), r" holds float64 \[4, 2, 4, 4\], and its index says float32"),
+        (
+            LATENTS,
+            np.zeros((4, 2, 4, 5), np.float32),
+            r" holds float32 \[4, 2, 4, 5\], and its index says",
+        ),
+        (
+            LATENTS,
+            np.zeros((4, *SHAPE)),
+            r" holds float64 \[4, 2, 4, 4\], and its index says float32",
+        ),
         (LABELS, np.zeros(4), r" holds labels float64 \[4\]; they must be integers \[4\]"),
         (LABELS, np.zeros(3, int), r" holds labels int64 \[3\]"),
-        (LABELS, np.array([0, 1, 3, 0]), ": row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4"),
-        (LABELS, np.array([3, -1, 0, 0]), ": row 1 has label -1, and .* allows 0 to 2; number the classes from 0"),
-        (LABELS, np.array([0, 0, 2**63 + 5, 3], np.uint64), ": row 2 has label 9223372036854775813, which is no int64"),
+        (
+            LABELS,
+            np.array([0, 1, 3, 0]),
+            ": row 2 has label 3, and num_classes 3 allows 0 to 2; set num_classes to 4",
+        ),
+        (
+            LABELS,
+            np.array([3, -1, 0, 0]),
+            ": row 1 has label -1, and .* allows 0 to 2; number the classes from 0",
+        ),
+        (
+            LABELS,
+            np.array([0, 0, 2**63 + 5, 3], np.uint64),
+            ": row 2 has label 9223372036854775813, which is no int64",
+        ),
         (BOTH, b"nothing", " cannot be read"),
         (BOTH, save({"latents": FLOATS}), r" cannot be read \(no tensor labels\)"),
-        (BOTH, save({"latents": FLOATS.astype(float), "labels": np.zeros(4, int)}), r" holds F64 \[4, 2, 4, 4\]"),
+        (
+            BOTH,
+            save({"latents": FLOATS.astype(float), "labels": np.zeros(4, int)}),
+            r" holds F64 \[4, 2, 4, 4\]",
+        ),
         (BOTH, save({"latents": FLOATS, "labels": np.array([0, 3, 0, 0])}), ": row 1 has label 3"),
     ],
 )
@@ -208,7 +246,10 @@ def test_unsigned_labels_that_fit_are_taken(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"shape": (1, 4, 4)}, "holds latents of 2 4 4, and latent_shape is 1 4 4; set latent_shape to 2 4 4"),
+        (
+            {"shape": (1, 4, 4)},
+            "holds latents of 2 4 4, and latent_shape is 1 4 4; set latent_shape to 2 4 4",
+        ),
         ({"split": "0,1"}, "leaves nothing to train on of 10 samples"),
         ({"num_workers": -1}, "num_workers is -1"),
         ({"split": "a"}, 'split is "a"'),
@@ -283,7 +324,11 @@ def test_a_writing_that_ends_early_leaves_what_was_there(tmp_path, kind, ending)
 
 @pytest.mark.parametrize(
     ("owner", "call", "file"),
-    [(np, "save", "labels-00001"), (os, "fsync", "latents-00001"), (Path, "replace", "latents-00001")],
+    [
+        (np, "save", "labels-00001"),
+        (os, "fsync", "latents-00001"),
+        (Path, "replace", "latents-00001"),
+    ],
 )
 def test_a_disk_that_fills_up_is_named_and_nothing_stays(tmp_path, monkeypatch, owner, call, file):
     done = getattr(owner, call)
@@ -309,7 +354,9 @@ def test_one_writing_of_a_folder_at_a_time_and_a_killed_one_leaves_no_draft(tmp_
     assert write_latents(tmp_path / "a", another()) == 6
     child = os.fork()
     if child == 0:
-        np.save = lambda path, array: os._exit(not path.write_bytes(b"half"))  # as by SIGKILL: no handler runs
+        np.save = lambda path, array: os._exit(
+            not path.write_bytes(b"half")
+        )  # as by SIGKILL: no handler runs
         try:
             write_latents(tmp_path / "b", [samples(6)])
         finally:

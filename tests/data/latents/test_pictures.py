@@ -1,4 +1,6 @@
-"""Every kind of picture file gives the colours that it shows, pixel by pixel, or is told or refused."""
+"""Every kind of picture file gives the colours that it shows, pixel by pixel, or is told or
+refused.
+"""
 
 import io
 import struct
@@ -14,7 +16,9 @@ from PIL import ImageCms  # noqa: E402
 
 from data.latents.pictures import Pictures  # noqa: E402
 
-GREY = np.array([[0, 51, 102, 153], [255, 204, 153, 102], [10, 20, 30, 40], [250, 240, 230, 220]], np.uint8)
+GREY = np.array(
+    [[0, 51, 102, 153], [255, 204, 153, 102], [10, 20, 30, 40], [250, 240, 230, 220]], np.uint8
+)
 COLOURS = np.stack([GREY, GREY.T, 255 - GREY], axis=-1)
 ALPHA = np.array([[255, 255, 0, 0]] * 4, np.uint8)
 ON_WHITE = np.where(ALPHA[..., None] == 255, COLOURS, 255)
@@ -43,7 +47,8 @@ def palette(path, **options):
 
 def cmyk(path):
     image = Image.merge(
-        "CMYK", [Image.fromarray(x) for x in (*(255 - COLOURS).transpose(2, 0, 1), np.zeros_like(GREY))]
+        "CMYK",
+        [Image.fromarray(x) for x in (*(255 - COLOURS).transpose(2, 0, 1), np.zeros_like(GREY))],
     )
     image.save(path)
 
@@ -52,7 +57,12 @@ def written(path, depth, colour_type, rows, transparent=b""):
     """Write a PNG of 4 x 4 pixels by hand, of kinds that Pillow does not write."""
 
     def chunk(kind, content):
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     header = struct.pack(">IIBBBBB", 4, 4, depth, colour_type, 0, 0, 0)
     content = chunk(b"IHDR", header)
@@ -125,8 +135,18 @@ RIGHT = {
     ),
 }
 TOLD = {
-    "PNG with transparent parts": ("png", saved(np.dstack([COLOURS, ALPHA])), ON_WHITE, "transparent"),
-    "grey PNG with transparent parts": ("png", saved(np.dstack([GREY, ALPHA])), GREY_ON_WHITE, "transparent"),
+    "PNG with transparent parts": (
+        "png",
+        saved(np.dstack([COLOURS, ALPHA])),
+        ON_WHITE,
+        "transparent",
+    ),
+    "grey PNG with transparent parts": (
+        "png",
+        saved(np.dstack([GREY, ALPHA])),
+        GREY_ON_WHITE,
+        "transparent",
+    ),
     "palette PNG with a transparent entry": (
         "png",
         lambda path: palette(path, transparency=0),
@@ -164,10 +184,22 @@ TOLD = {
 }
 REFUSED = {
     "floating-point TIFF beyond 1": ("tiff", saved(GREY.astype(np.float32)), "white is not known"),
-    "floating-point TIFF with a NaN": ("tiff", saved(np.where(GREY > 9, FLOATS, np.nan)), "white is not known"),
+    "floating-point TIFF with a NaN": (
+        "tiff",
+        saved(np.where(GREY > 9, FLOATS, np.nan)),
+        "white is not known",
+    ),
     "32-bit TIFF of integers": ("tiff", saved(GREY.astype(np.int32)), "white is not known"),
-    "file cut off": ("png", lambda path: path.write_bytes(encoded(COLOURS)[:60]), "cannot be read as an image"),
-    "file that is no picture": ("png", lambda path: path.write_text("text"), "cannot be read as an image"),
+    "file cut off": (
+        "png",
+        lambda path: path.write_bytes(encoded(COLOURS)[:60]),
+        "cannot be read as an image",
+    ),
+    "file that is no picture": (
+        "png",
+        lambda path: path.write_text("text"),
+        "cannot be read as an image",
+    ),
 }
 KINDS = [
     *((kind, "right") for kind in RIGHT),
@@ -223,7 +255,8 @@ def test_a_picture_whose_colours_are_not_known_is_refused_by_name(tmp_path, kind
 
 
 @pytest.mark.parametrize(
-    ("ending", "deep"), [("png", False), ("webp", False), ("tiff", False), ("png", True), ("tiff", True)]
+    ("ending", "deep"),
+    [("png", False), ("webp", False), ("tiff", False), ("png", True), ("tiff", True)],
 )
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_camera_held_otherwise_gives_an_upright_picture(tmp_path, orientation, ending, deep):
@@ -254,7 +287,9 @@ def test_a_scan_that_is_no_square_is_turned_whole(tmp_path, orientation):
     wide = np.repeat(np.array([[10, 200, 90, 30, 150, 60]], np.uint8), 4, axis=0)
     Image.fromarray(wide).save(tmp_path / "a.tiff", exif=exif)
     column = wide[0, 1:5] if orientation in (5, 6) else wide[0, 4:0:-1]
-    np.testing.assert_allclose(pixels(Pictures(), tmp_path / "a.tiff"), spread(np.stack([column] * 4, 1)), atol=1e-4)
+    np.testing.assert_allclose(
+        pixels(Pictures(), tmp_path / "a.tiff"), spread(np.stack([column] * 4, 1)), atol=1e-4
+    )
 
 
 def test_a_jpeg_of_a_camera_is_upright(tmp_path):
@@ -271,7 +306,9 @@ def test_a_jpeg_of_a_camera_is_upright(tmp_path):
 
 def test_a_jpeg_of_printing_colours_is_not_inverted(tmp_path):
     Image.new("CMYK", (16, 16), (255, 0, 0, 0)).save(tmp_path / "a.jpg")
-    np.testing.assert_allclose(pixels(Pictures(), tmp_path / "a.jpg", 16)[0, 0], [0, 255, 255], atol=3)
+    np.testing.assert_allclose(
+        pixels(Pictures(), tmp_path / "a.jpg", 16)[0, 0], [0, 255, 255], atol=3
+    )
 
 
 def test_a_half_transparent_pixel_is_half_white(tmp_path):
@@ -283,7 +320,9 @@ def test_an_animated_gif_is_its_first_frame(tmp_path):
     first, second = Image.new("RGB", (4, 4), (255, 0, 0)), Image.new("RGB", (4, 4), (0, 0, 255))
     first.save(tmp_path / "a.gif", save_all=True, append_images=[second])
     pictures = Pictures()
-    np.testing.assert_allclose(pixels(pictures, tmp_path / "a.gif"), [[[255, 0, 0]] * 4] * 4, atol=1e-4)
+    np.testing.assert_allclose(
+        pixels(pictures, tmp_path / "a.gif"), [[[255, 0, 0]] * 4] * 4, atol=1e-4
+    )
     assert "several frames" in pictures.notes()[0]
 
 
@@ -291,7 +330,9 @@ def test_a_deep_picture_is_resized_like_one_of_8_bits(tmp_path):
     big = np.add.outer(np.arange(16), np.arange(16)).astype(np.uint8) * 8
     Image.fromarray(big).save(tmp_path / "shallow.png")
     Image.fromarray(big.astype(np.uint16) * 257).save(tmp_path / "deep.png")
-    shallow, deep = (pixels(Pictures(), tmp_path / f"{name}.png", 8) for name in ("shallow", "deep"))
+    shallow, deep = (
+        pixels(Pictures(), tmp_path / f"{name}.png", 8) for name in ("shallow", "deep")
+    )
     np.testing.assert_allclose(shallow, deep, atol=1.01)
     assert deep.min() >= 0
     assert deep.max() <= 255

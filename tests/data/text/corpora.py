@@ -46,7 +46,9 @@ def write_pair(prefix, documents):
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for sequences in documents:
-        builder.add_document(np.array([*chain(*sequences)], dtype=np.int64), [len(ids) for ids in sequences])
+        builder.add_document(
+            np.array([*chain(*sequences)], dtype=np.int64), [len(ids) for ids in sequences]
+        )
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
 
@@ -61,7 +63,9 @@ def write_texts(texts, prefix, tokenizer):
 def counting_documents(count, length=25, vocab_size=VOCAB_SIZE):
     """Documents of consecutive ids 1..vocab_size-1, going round, each ended by EOD."""
     ids = iter(range(count * length))
-    return [[*(1 + next(ids) % (vocab_size - 1) for _ in range(length - 1)), EOD] for _ in range(count)]
+    return [
+        [*(1 + next(ids) % (vocab_size - 1) for _ in range(length - 1)), EOD] for _ in range(count)
+    ]
 
 
 def document_starts(tokens, eod):

@@ -31,7 +31,9 @@ def documents(prefix):
 
 
 def prepared(folder, path, name="d", **settings):
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    )
     inputs = (str(folder / "texts.jsonl"),)
     request = Request(inputs=inputs, tokenizer_model=str(path), vocab_size=None, **settings)
     prepare(request, folder / name, progress=False)
@@ -43,7 +45,11 @@ def test_documents_are_what_transformers_gives_and_the_end_token(name, tmp_path)
     path = FAMILIES[name](tmp_path)
     prefix = prepared(tmp_path, path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    want = [[*theirs(text, split_special_tokens=True)["input_ids"], theirs.eos_token_id] for text in TEXTS if text]
+    want = [
+        [*theirs(text, split_special_tokens=True)["input_ids"], theirs.eos_token_id]
+        for text in TEXTS
+        if text
+    ]
     got = [document for document in documents(prefix) if len(document) > 2]
     assert got == want
     assert recorded_begin(prefix) == ((theirs.bos_token_id,) if name in ADDING else ())
@@ -56,7 +62,9 @@ def test_the_flag_adds_or_leaves_out_the_begin_token(tmp_path):
     plain = documents(prepared(tmp_path, path, "plain"))
     assert always == [[tokenizer.bos, *document] for document in plain]
     (tmp_path / "llama").mkdir()
-    without = documents(prepared(tmp_path, llama_3(tmp_path / "llama"), "never", add_bos_token="never"))
+    without = documents(
+        prepared(tmp_path, llama_3(tmp_path / "llama"), "never", add_bos_token="never")
+    )
     assert without[0][0] != load_tokenizer(tmp_path / "llama" / "tokenizer.json").bos
 
 
@@ -81,9 +89,15 @@ def test_older_data_is_told_in_training_and_not_kept_for_a_new_request(tmp_path,
 
 def test_data_of_two_beginnings_is_not_mixed(tmp_path):
     path = gemma_3(tmp_path)
-    new, old = prepared(tmp_path, path, "new"), prepared(tmp_path, path, "old", add_bos_token="never")
+    new, old = (
+        prepared(tmp_path, path, "new"),
+        prepared(tmp_path, path, "old", add_bos_token="never"),
+    )
     config = DataConfig(data_path=(new, old), split="1,0,0")
-    with pytest.raises(DataError, match=r"data_path names .*new, whose documents begin with 2 \('<bos>'\), and .*old"):
+    with pytest.raises(
+        DataError,
+        match=r"data_path names .*new, whose documents begin with 2 \('<bos>'\), and .*old",
+    ):
         build_datasets(config, 8, 1, load_tokenizer(path))
     older(old)
     with pytest.raises(DataError, match="begin with no token"):

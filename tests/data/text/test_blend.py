@@ -23,7 +23,17 @@ def test_an_end_belongs_to_the_document_before_it_and_rows_are_apart():
     assert cumulative_lengths(starts.flatten()) == (0, 2, 5, 6, 7, 10)
 
 
-FLAGS = ("--mock-data", "--device", "cpu", "--train-iters", "8", "--eval-interval", "4", "--eval-iters", "1")
+FLAGS = (
+    "--mock-data",
+    "--device",
+    "cpu",
+    "--train-iters",
+    "8",
+    "--eval-interval",
+    "4",
+    "--eval-iters",
+    "1",
+)
 
 
 def test_a_sample_is_a_function_of_the_seed_and_its_index():
@@ -31,7 +41,12 @@ def test_a_sample_is_a_function_of_the_seed_and_its_index():
     again, _, _ = build_datasets(DataConfig(mock_data=True), 64, 7, MockTokenizer(100))
     first = train[5]
     assert all(torch.equal(first[name], again[5][name]) for name in first)
-    for other in (train[6], valid[5], test[5], build_datasets(DataConfig(), 64, 8, MockTokenizer(100))[0][5]):
+    for other in (
+        train[6],
+        valid[5],
+        test[5],
+        build_datasets(DataConfig(), 64, 8, MockTokenizer(100))[0][5],
+    ):
         assert not torch.equal(first["tokens"], other["tokens"])
     drawn = [samples[index]["tokens"] for samples in (train, valid, test) for index in range(4)]
     assert len(torch.stack(drawn).unique(dim=0)) == 12  # the parts share none
@@ -51,7 +66,9 @@ def test_a_run_on_drawn_tokens_learns():
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("flags", [("--data-path", "a"), ("--tokenizer-model", "a.model"), ("--reset-attention-mask",)])
+@pytest.mark.parametrize(
+    "flags", [("--data-path", "a"), ("--tokenizer-model", "a.model"), ("--reset-attention-mask",)]
+)
 def test_drawn_tokens_go_with_no_file_and_no_documents(flags):
     with pytest.raises((DataError, UserError), match="mock_data"):
         parse_args([*TINY, *FLAGS, "--vocab-size", "64", *flags])
@@ -59,20 +76,27 @@ def test_drawn_tokens_go_with_no_file_and_no_documents(flags):
 
 def test_a_run_on_drawn_tokens_is_asked_for_no_text(tmp_path):
     (tmp_path / "config.toml").write_text("[data]\nmock_data = true\n")
-    with pytest.raises(UserError, match=r"mock_data is set: its tokens were drawn.*name a run on text, trained with"):
+    with pytest.raises(
+        UserError,
+        match=r"mock_data is set: its tokens were drawn.*name a run on text, trained with",
+    ):
         open_run(tmp_path)
 
 
 def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path, capsys):
     names, drawn, both = (tmp_path / name for name in ("names.toml", "drawn.toml", "both.toml"))
-    names.write_text('[data]\ndata_path = ["a"]\ntokenizer_model = "a.model"\nsft = true\nsplit = "9,1,0"\n')
+    names.write_text(
+        '[data]\ndata_path = ["a"]\ntokenizer_model = "a.model"\nsft = true\nsplit = "9,1,0"\n'
+    )
     drawn.write_text("[data]\nmock_data = true\n")
     both.write_text(names.read_text() + drawn.read_text().partition("\n")[2])
     found = parse_args(["--config", str(names), "--mock-data"])
     assert found.data == DataConfig(mock_data=True, split="9,1,0")
     said = f"note: --mock-data takes the place of data_path, tokenizer_model, sft of {names}\n"
     assert capsys.readouterr().err == said
-    assert parse_args(["--config", str(drawn), "--data-path", "b"]).data == DataConfig(data_path=("b",))
+    assert parse_args(["--config", str(drawn), "--data-path", "b"]).data == DataConfig(
+        data_path=("b",)
+    )
     assert capsys.readouterr().err == f"note: --data-path takes the place of mock_data of {drawn}\n"
     assert parse_args(["--config", str(names), "--no-mock-data"]).data.data_path == ("a",)
     assert capsys.readouterr().err == ""

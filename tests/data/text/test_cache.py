@@ -1,4 +1,6 @@
-"""The cache of sample indices, whole, written once, refused where it is damaged; files that change under a run."""
+"""The cache of sample indices, whole, written once, refused where it is damaged; files that change
+under a run.
+"""
 
 import os
 import sys
@@ -57,7 +59,9 @@ def test_a_second_run_waits_for_the_first_ones_cache(tmp_path, prefix):
 def test_a_killed_runs_half_cache_is_removed(tmp_path, prefix, monkeypatch):
     child = os.fork()
     if child == 0:
-        monkeypatch.setattr("data.text.megatron.write_digests", lambda folder: os._exit(9))  # as by SIGKILL
+        monkeypatch.setattr(
+            "data.text.megatron.write_digests", lambda folder: os._exit(9)
+        )  # as by SIGKILL
         try:
             build(prefix)
         finally:
@@ -85,13 +89,18 @@ def train(prefix):
 
 @pytest.mark.parametrize("end", [".bin", ".idx"])
 def test_a_file_cut_under_a_run_is_named(prefix, train, end):
-    """A memory map of it would end the process by SIGBUS; a read of what is gone, hand out what was in memory."""
+    """A memory map of it would end the process by SIGBUS; a read of what is gone, hand out what was
+    in memory.
+    """
     train[0]
     path = Path(prefix + end)
     whole = path.stat().st_size
     os.truncate(path, whole // 2)
     for number in range(len(train)):
-        with pytest.raises(DataError, match=rf"d\{end} has {whole // 2} bytes, and had {whole}: it was changed while"):
+        with pytest.raises(
+            DataError,
+            match=rf"d\{end} has {whole // 2} bytes, and had {whole}: it was changed while",
+        ):
             train[number]
     os.truncate(path, whole)  # of zeros, which are token ids
     train[0]
@@ -107,5 +116,8 @@ def test_a_read_that_falls_short_is_named(prefix):
 def test_a_shuffle_index_out_of_range_is_named(train):
     """As a rank finds it that has not looked at the digests, or that was changed since."""
     train._epochs[0].shuffle_index = np.array(train._epochs[0].shuffle_index) + 10**6
-    with pytest.raises(DataError, match=r"d\.bin: sample 3 is not in the file .* cache of sample indices is damaged"):
+    with pytest.raises(
+        DataError,
+        match=r"d\.bin: sample 3 is not in the file .* cache of sample indices is damaged",
+    ):
         train[3]

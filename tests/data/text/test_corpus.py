@@ -35,7 +35,11 @@ def test_folder_order_depends_on_relative_names_only(tmp_path):
 
 
 def test_text_is_exact_and_empty_documents_are_left_out(tmp_path):
-    texts = {"a.txt": "\ufeffa\r\nb\r", "b.txt": "", "c.jsonl": '{"text": "x\\n"}\n\n{"text": ""}\n{"text": "é"}'}
+    texts = {
+        "a.txt": "\ufeffa\r\nb\r",
+        "b.txt": "",
+        "c.jsonl": '{"text": "x\\n"}\n\n{"text": ""}\n{"text": "é"}',
+    }
     for name, text in texts.items():
         (tmp_path / name).write_bytes(text.encode())
     corpus = Corpus(input_files([tmp_path / name for name in texts], ".txt"))
@@ -43,9 +47,13 @@ def test_text_is_exact_and_empty_documents_are_left_out(tmp_path):
     assert list(corpus) == ["a\r\nb\r", "x\n", "é"]
 
 
-@pytest.mark.parametrize(("max_bytes", "documents"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (10**9, 4)])
+@pytest.mark.parametrize(
+    ("max_bytes", "documents"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (10**9, 4)]
+)
 def test_max_bytes_counts_utf8(tmp_path, max_bytes, documents):
-    (tmp_path / "a.jsonl").write_text('{"text": "éé"}\n{"text": "abcd"}\n{"text": "e"}\n{"text": "f"}\n')
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "éé"}\n{"text": "abcd"}\n{"text": "e"}\n{"text": "f"}\n'
+    )
     expected = ["éé", "abcd", "e", "f"][:documents]
     # Documents begin at bytes 0, 4, 8 and 9.
     assert list(Corpus([tmp_path / "a.jsonl"], max_bytes)) == expected
@@ -89,7 +97,9 @@ def test_a_dataset_of_several_splits_is_refused(tmp_path):
     assert list(Corpus(input_files([tmp_path / "d" / "test"], ".txt"))) == ["test"]
 
 
-@pytest.mark.parametrize(("module", "name"), [("pyarrow", "a.parquet"), ("datasets", "hf:someone/something")])
+@pytest.mark.parametrize(
+    ("module", "name"), [("pyarrow", "a.parquet"), ("datasets", "hf:someone/something")]
+)
 def test_a_missing_package_is_named(module, name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,6 @@
-"""Documents in samples are those of the `.idx`, however they end, against a twin that walks the stream by hand."""
+"""Documents in samples are those of the `.idx`, however they end, against a twin that walks the
+stream by hand.
+"""
 
 import random
 from collections import Counter
@@ -23,7 +25,10 @@ SEQ = 32
 def draw(seed, count=60, longest=23):
     """Draw texts of ids that are no end."""
     random_state = random.Random(seed)
-    return [[random_state.randint(1, 999) for _ in range(random_state.randint(1, longest))] for _ in range(count)]
+    return [
+        [random_state.randint(1, 999) for _ in range(random_state.randint(1, longest))]
+        for _ in range(count)
+    ]
 
 
 def in_sentences(text):
@@ -38,9 +43,13 @@ KINDS = {
     "the same token at both ends": [[[EOD, *text, EOD]] for text in draw(4)],
     "sentences": [in_sentences(text) for text in draw(5)],
     "sentences and ends": [in_sentences([*text, EOD]) for text in draw(6)],
-    "sentences that some have none of": [in_sentences(text) if text[0] % 3 else [] for text in draw(7)],
+    "sentences that some have none of": [
+        in_sentences(text) if text[0] % 3 else [] for text in draw(7)
+    ],
     "empty sequences": [[text if text[0] % 3 else []] for text in draw(8)],
-    "several texts in a document": [[[*text, EOD, *text[::-1], EOD, *text]] for text in draw(9, longest=9)],
+    "several texts in a document": [
+        [[*text, EOD, *text[::-1], EOD, *text]] for text in draw(9, longest=9)
+    ],
     "texts without tokens": [[[EOD]] if text[0] % 3 else [[EOD, EOD, *text]] for text in draw(10)],
     "long documents": [[text * 7] for text in draw(11, count=20)],
 }
@@ -87,7 +96,9 @@ def test_segments_and_losses_of_a_stream_are_those_of_the_index(tmp_path, kind, 
             assert sample["tokens"].tolist() == list(tokens[:-1])
             assert sample["labels"].tolist() == list(tokens[1:])
             assert sample["starts"].tolist() == [True, *(a != b for a, b in pairwise(texts[:-1]))]
-            assert sample["loss_mask"].tolist() == [float(not mask or a == b) for a, b in pairwise(texts)]
+            assert sample["loss_mask"].tolist() == [
+                float(not mask or a == b) for a, b in pairwise(texts)
+            ]
     assert torch.equal(train[None]["starts"], train[0]["starts"])
     assert not train[None]["loss_mask"].any()
 
@@ -97,7 +108,9 @@ def test_a_flag_alone_does_its_part(tmp_path):
     both = build(prefix, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
     masked = build(prefix, eod_mask_loss=True)
     plain = build(prefix)
-    alone = [build(prefix, **{flag: True}) for flag in ("reset_attention_mask", "reset_position_ids")]
+    alone = [
+        build(prefix, **{flag: True}) for flag in ("reset_attention_mask", "reset_position_ids")
+    ]
     for number in range(len(both)):
         assert masked[number].keys() == plain[number].keys() == {"tokens", "labels", "loss_mask"}
         assert torch.equal(masked[number]["loss_mask"], both[number]["loss_mask"])
@@ -108,7 +121,9 @@ def test_a_flag_alone_does_its_part(tmp_path):
 
 
 def test_documents_that_all_end_are_megatrons_to_the_bit(tmp_path):
-    """Tokens, positions, and the losses that Megatron's own flags leave; no old run's numbers change."""
+    """Tokens, positions, and the losses that Megatron's own flags leave; no old run's numbers
+    change.
+    """
     prefix = write_pair(tmp_path / "d", KINDS["ends"])
     train = build(prefix, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
     config = megatron_core().GPTDatasetConfig(
@@ -130,9 +145,13 @@ def test_documents_that_all_end_are_megatrons_to_the_bit(tmp_path):
 
 
 def test_the_end_tokens_alone_would_mix_every_segment_and_learn_every_boundary(tmp_path):
-    """The fault, and the control of the tests above: of documents without ends, Megatron's rule finds none."""
+    """The fault, and the control of the tests above: of documents without ends, Megatron's rule
+    finds none.
+    """
     documents = numbered(KINDS["no ends"])
-    train = build(write_pair(tmp_path / "d", KINDS["no ends"]), reset_attention_mask=True, eod_mask_loss=True)
+    train = build(
+        write_pair(tmp_path / "d", KINDS["no ends"]), reset_attention_mask=True, eod_mask_loss=True
+    )
     mixed = Counter()
     learned = Counter()
     for number, twin in enumerate(streamed(documents, train._epoch(0)._dataset)):
@@ -154,26 +173,37 @@ def packed(sample):
     """Return (tokens, labels with loss) of each segment."""
     bounds = [*sample["starts"].nonzero().flatten().tolist(), SEQ]
     labels = sample["labels"].where(sample["loss_mask"] > 0, IGNORE_INDEX)
-    return [(tuple(sample["tokens"][a:b].tolist()), tuple(labels[a:b].tolist())) for a, b in pairwise(bounds)]
+    return [
+        (tuple(sample["tokens"][a:b].tolist()), tuple(labels[a:b].tolist()))
+        for a, b in pairwise(bounds)
+    ]
 
 
 def fragments_of(documents):
-    """Return what `packed` has of all documents: texts, cut where a document of the .idx is longer than S."""
+    """Return what `packed` has of all documents: texts, cut where a document of the .idx is longer
+    than S.
+    """
     for tokens in documents:
         for begin in range(0, len(tokens), SEQ):
             part = tokens[begin : begin + SEQ + 1]
             following = [*part[1:], (None, None)][: min(len(part), SEQ)]
             labels = [
-                b if text == other else IGNORE_INDEX for (_, text), (b, other) in zip(part, following, strict=False)
+                b if text == other else IGNORE_INDEX
+                for (_, text), (b, other) in zip(part, following, strict=False)
             ]
             for text in dict.fromkeys(text for _, text in part[:SEQ]):
                 places = [place for place, (_, other) in enumerate(part[:SEQ]) if other == text]
-                yield tuple(part[place][0] for place in places), tuple(labels[place] for place in places)
+                yield (
+                    tuple(part[place][0] for place in places),
+                    tuple(labels[place] for place in places),
+                )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_are_those_of_the_index(tmp_path, kind):
-    train = build(write_pair(tmp_path / "d", KINDS[kind]), pack_documents=True, reset_attention_mask=True)
+    train = build(
+        write_pair(tmp_path / "d", KINDS[kind]), pack_documents=True, reset_attention_mask=True
+    )
     segments = Counter(chain(*(packed(train[number]) for number in range(len(train)))))
     wanted = Counter(fragments_of(numbered(KINDS[kind])))
     for counts in (segments, wanted):
@@ -184,7 +214,9 @@ def test_packed_documents_are_those_of_the_index(tmp_path, kind):
 
 def test_a_blend_has_the_documents_of_each_of_its_files(tmp_path):
     names = ("ends", "no ends", "the same token at both ends", "sentences")
-    prefixes = [write_pair(tmp_path / str(number), KINDS[name]) for number, name in enumerate(names)]
+    prefixes = [
+        write_pair(tmp_path / str(number), KINDS[name]) for number, name in enumerate(names)
+    ]
     flags = {"reset_attention_mask": True, "eod_mask_loss": True}
     train = build(*chain(*zip("1234", prefixes, strict=True)), **flags)
     alone = [build(prefix, **flags) for prefix in prefixes]
@@ -192,13 +224,18 @@ def test_a_blend_has_the_documents_of_each_of_its_files(tmp_path):
     for number in range(200):
         owner, own_number = train.locate(number)
         seen[owner] += 1
-        assert all(torch.equal(value, alone[owner][own_number][name]) for name, value in train[number].items())
+        assert all(
+            torch.equal(value, alone[owner][own_number][name])
+            for name, value in train[number].items()
+        )
     assert len(seen) == 4
 
 
 def test_sentences_of_a_document_are_shuffled_split_and_counted_as_one(tmp_path):
     prefix = write_pair(tmp_path / "d", KINDS["sentences"])
-    whole = write_pair(tmp_path / "whole", [[[*chain(*sequences)]] for sequences in KINDS["sentences"]])
+    whole = write_pair(
+        tmp_path / "whole", [[[*chain(*sequences)]] for sequences in KINDS["sentences"]]
+    )
     flags = {"reset_attention_mask": True, "split": "90,10,0"}
     for packing in (False, True):
         datasets = []
@@ -208,8 +245,13 @@ def test_sentences_of_a_document_are_shuffled_split_and_counted_as_one(tmp_path)
         for sentences, documents in zip(*datasets, strict=True):
             assert len(sentences) == len(documents)
             for number in range(2 * len(documents)):
-                assert all(torch.equal(sentences[number][name], x) for name, x in documents[number].items())
-    assert check_indexed(prefix, 1000).document_lengths.tolist() == check_indexed(whole, 1000).lengths.tolist()
+                assert all(
+                    torch.equal(sentences[number][name], x) for name, x in documents[number].items()
+                )
+    assert (
+        check_indexed(prefix, 1000).document_lengths.tolist()
+        == check_indexed(whole, 1000).lengths.tolist()
+    )
     assert _lengths((prefix,), ()).tolist() == _lengths((whole,), ()).tolist()
 
 
@@ -222,7 +264,10 @@ def test_sequences_of_one_document_alone_are_documents_and_that_is_told(tmp_path
     assert "lumped.idx has one document of 60 sequences" in message
     other = build(whole, reset_attention_mask=True)
     assert capsys.readouterr().err == ""
-    assert all(torch.equal(train[n][name], other[n][name]) for n, name in product(range(9), ("tokens", "starts")))
+    assert all(
+        torch.equal(train[n][name], other[n][name])
+        for n, name in product(range(9), ("tokens", "starts"))
+    )
 
 
 def test_document_bounds_of_a_damaged_index_are_refused_where_lengths_are_read(tmp_path):

@@ -18,7 +18,9 @@ from tests.data.text.test_documents import KINDS as PAIRS
 from tools.prepare_data import main
 
 TEXTS = ["one\r\ntwo", "drei\u00e9 \ufeff", "[four]: {"]
-LINES = "".join(json.dumps({"id": n, "text": text}, ensure_ascii=False) + "\n" for n, text in enumerate(TEXTS))
+LINES = "".join(
+    json.dumps({"id": n, "text": text}, ensure_ascii=False) + "\n" for n, text in enumerate(TEXTS)
+)
 ARRAY = json.dumps([{"text": text} for text in TEXTS], indent=1, ensure_ascii=False)
 BOM = "\ufeff"
 
@@ -87,7 +89,9 @@ RIGHT = {
     "empty texts among rows": ("a.jsonl", b'{"text": ""}\n{"text": "a"}\n'),
 }  # fmt: skip
 """Names and contents of files, as bytes or functions that write them."""
-OTHER_DOCUMENTS = {kind: [PLAIN] for kind in RIGHT if kind.startswith("text")} | {"empty texts among rows": ["a"]}
+OTHER_DOCUMENTS = {kind: [PLAIN] for kind in RIGHT if kind.startswith("text")} | {
+    "empty texts among rows": ["a"]
+}
 TOLD = {"JSON lines under an ending of text": ("a.log", ENCODED)}
 REFUSED = {
     "table, .csv": ("a.csv", b"text\nhello\n", "is a table"),
@@ -170,7 +174,12 @@ def test_files_of_a_folder_are_found_in_any_case(tmp_path):
 
 
 def test_conversations_are_read_from_every_form_of_rows(tmp_path):
-    for kind in ("JSON lines, .ndjson", "JSON lines, .jsonl.gz", "JSON array with a byte-order mark", "Parquet"):
+    for kind in (
+        "JSON lines, .ndjson",
+        "JSON lines, .jsonl.gz",
+        "JSON array with a byte-order mark",
+        "Parquet",
+    ):
         path = written(tmp_path, *RIGHT[kind])
         assert [row["text"] for _, row in Rows([path])] == TEXTS
     with pytest.raises(DataError, match=r"a\.csv is a table"):

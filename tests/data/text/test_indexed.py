@@ -80,7 +80,9 @@ def test_id_outside_the_vocabulary(tmp_path, bad, dtype, at):
     documents = [[1] * 8, [2] * 12]
     documents[at >= 8][at if at < 8 else at - 8] = bad
     prefix = write_documents(tmp_path / "d", documents, dtype)
-    with pytest.raises(DataError, match=rf"token id {bad} \(document {int(at >= 8)}, token {at} of"):
+    with pytest.raises(
+        DataError, match=rf"token id {bad} \(document {int(at >= 8)}, token {at} of"
+    ):
         check_indexed(prefix, vocab_size=50)
 
 
@@ -98,5 +100,8 @@ def test_scan_reaches_head_and_tail(tmp_path):
 
 def test_what_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot write .*d\.bin"), writing(tmp_path / "file" / "d.bin"):
+    with (
+        pytest.raises(DataError, match=r"cannot write .*d\.bin"),
+        writing(tmp_path / "file" / "d.bin"),
+    ):
         pass

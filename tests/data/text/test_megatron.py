@@ -1,4 +1,6 @@
-"""Samples from GPTDataset: exact tokens, an order that depends on the seed alone, and errors on every rank."""
+"""Samples from GPTDataset: exact tokens, an order that depends on the seed alone, and errors on
+every rank.
+"""
 
 from itertools import chain
 
@@ -12,7 +14,13 @@ from data.text.config import DataConfig, blend, split_shares
 from data.text.megatron import build_datasets, megatron_core
 from runtime.errors import DataError
 from runtime.ranks import run_ranks
-from tests.data.text.corpora import EOD, VOCAB_SIZE, NumberTokenizer, counting_documents, write_documents
+from tests.data.text.corpora import (
+    EOD,
+    VOCAB_SIZE,
+    NumberTokenizer,
+    counting_documents,
+    write_documents,
+)
 
 SEQ = 16
 SEED = 1234
@@ -39,13 +47,19 @@ def test_order_is_a_function_of_seed_and_number(prefix, tmp_path):
     assert epochs[0] != epochs[1] != epochs[2]
     again = build(prefix, data_cache_path=str(tmp_path / "other"))[0]
     # Read backwards and without what lies before, as after a resume; epoch 2 comes first.
-    assert [again[n]["tokens"].tolist() for n in reversed(range(3 * length))] == list(chain(*epochs))[::-1]
-    assert tokens_of(build(prefix, seed=SEED + 1)[0], range(length)) == epochs[1]  # epoch e has seed + e
+    assert [again[n]["tokens"].tolist() for n in reversed(range(3 * length))] == list(
+        chain(*epochs)
+    )[::-1]
+    assert (
+        tokens_of(build(prefix, seed=SEED + 1)[0], range(length)) == epochs[1]
+    )  # epoch e has seed + e
 
 
 def test_epoch_is_megatrons_own(prefix):
     """The same samples in the same order as Megatron's builder gives for one epoch."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
 
     megatron = megatron_core()
     ours = build(prefix)
@@ -53,7 +67,9 @@ def test_epoch_is_megatrons_own(prefix):
         random_seed=SEED, sequence_length=SEQ, blend=([prefix], None), split="90,10,0", tokenizer=NumberTokenizer(),
         reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
     )  # fmt: skip
-    theirs = BlendedMegatronDatasetBuilder(megatron.GPTDataset, [None] * 3, lambda: True, config).build()
+    theirs = BlendedMegatronDatasetBuilder(
+        megatron.GPTDataset, [None] * 3, lambda: True, config
+    ).build()
     assert theirs[2] is None
     assert [len(dataset) for dataset in ours[:2]] == [(36 * 25 - 1) // SEQ, (4 * 25 - 1) // SEQ]
     for mine, other in zip(ours[:2], theirs[:2], strict=True):
@@ -79,7 +95,9 @@ def test_split_is_enough_from_one_sample_on(tmp_path):
     train, valid, test = build(fits, "100,0,0")
     assert (len(train), valid, test) == (1, None, None)
     short = write_documents(tmp_path / "short", [[1] * SEQ])
-    with pytest.raises(DataError, match=r"train split 1 documents with 16 tokens, but one sample takes .* 17"):
+    with pytest.raises(
+        DataError, match=r"train split 1 documents with 16 tokens, but one sample takes .* 17"
+    ):
         build(short, "100,0,0")
 
 
@@ -91,13 +109,25 @@ def test_splits_and_blends_are_parsed():
     assert blend(["0.3", "a", "7", "b"]) == (["a", "b"], [0.3, 7.0])
 
 
-BLENDS = (("0.3",), ("0.3", "a", "b"), ("a", "0.3"), ("0", "a"), ("-1", "a"), ("1", "2"), ("a", "b", "3"), ("a.bin",))
+BLENDS = (
+    ("0.3",),
+    ("0.3", "a", "b"),
+    ("a", "0.3"),
+    ("0", "a"),
+    ("-1", "a"),
+    ("1", "2"),
+    ("a", "b", "3"),
+    ("a.bin",),
+)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        *(({"split": split}, "split is") for split in ("", "a", "1,2,3,4", "0,0,0", "-1,2", "inf,1", "nan", "1,,2")),
+        *(
+            ({"split": split}, "split is")
+            for split in ("", "a", "1,2,3,4", "0,0,0", "-1,2", "inf,1", "nan", "1,,2")
+        ),
         *(({"data_path": path}, "data_path") for path in BLENDS),
         ({"num_workers": -1}, "num_workers is -1"),
     ],
@@ -117,7 +147,9 @@ def test_bad_id_is_caught_at_the_start_and_at_reading(dtype, bad, tmp_path, monk
     held = np.array(bad).astype(dtype)
     with pytest.raises(DataError, match=rf"d\.bin holds token id {held} \(document 20, token 507"):
         build(prefix, vocab_size=100)
-    monkeypatch.setattr(indexed.check_indexed, "__defaults__", (100,))  # as in a corpus too large to scan
+    monkeypatch.setattr(
+        indexed.check_indexed, "__defaults__", (100,)
+    )  # as in a corpus too large to scan
     train = build(prefix, vocab_size=100)[0]
     message = "-1 in 1 places" if held == -1 else f"{held}, but the vocabulary has 100"
     with pytest.raises(DataError, match=rf"d\.bin: sample \d+ holds token id {message}"):
@@ -128,7 +160,8 @@ def write_two(tmp_path):
     """Two files whose ids tell them apart: a below 500, b from 500."""
     low = write_documents(tmp_path / "a", counting_documents(40, vocab_size=500))
     high = [
-        [token + 500 if token else EOD for token in document] for document in counting_documents(20, vocab_size=499)
+        [token + 500 if token else EOD for token in document]
+        for document in counting_documents(20, vocab_size=499)
     ]
     return low, write_documents(tmp_path / "b", high)
 
@@ -225,7 +258,10 @@ def rank_samples(rank, world_size, settings, bad=None, good=None):
 def test_ranks_agree_with_one_process_and_fail_together(tmp_path, prefix):
     """A bad file raises on every rank, whichever ranks have it."""
     low, high = write_two(tmp_path)
-    packed = {"data_path": (write_documents(tmp_path / "p", counting_documents(40)),), "pack_documents": True}
+    packed = {
+        "data_path": (write_documents(tmp_path / "p", counting_documents(40)),),
+        "pack_documents": True,
+    }
     settings = [{"data_path": (prefix,)}, {"data_path": ("0.3", low, "0.7", high)}, packed]
     bad = write_documents(tmp_path / "bad", counting_documents(40))
     with open(f"{bad}.bin", "r+b") as stream:
@@ -250,5 +286,9 @@ def test_ids_that_the_tokenizer_has_and_the_model_lacks_are_refused_by_name(tmp_
 
 def test_an_end_token_that_the_model_lacks_is_refused_before_any_data_is_read(tmp_path):
     tokenizer = NumberTokenizer(eod=VOCAB_SIZE - 1)
-    with pytest.raises(DataError, match=r"tokenizer_model numbers ends documents and fills samples with it: token"):
-        build_datasets(DataConfig(data_path=(str(tmp_path / "none"),)), SEQ, SEED, tokenizer, VOCAB_SIZE - 1)
+    with pytest.raises(
+        DataError, match=r"tokenizer_model numbers ends documents and fills samples with it: token"
+    ):
+        build_datasets(
+            DataConfig(data_path=(str(tmp_path / "none"),)), SEQ, SEED, tokenizer, VOCAB_SIZE - 1
+        )

@@ -1,4 +1,6 @@
-"""Every item is in one bin, none is too full, and few are needed; samples hold every token once, labels their own."""
+"""Every item is in one bin, none is too full, and few are needed; samples hold every token once,
+labels their own.
+"""
 
 import random
 from collections import Counter
@@ -14,7 +16,13 @@ from data.text.config import DataConfig
 from data.text.megatron import build_datasets
 from data.text.packing import PADDING_DOCUMENT, best_fit_decreasing, by_bin, packed_documents
 from runtime.errors import DataError
-from tests.data.text.corpora import EOD, VOCAB_SIZE, NumberTokenizer, counting_documents, write_documents
+from tests.data.text.corpora import (
+    EOD,
+    VOCAB_SIZE,
+    NumberTokenizer,
+    counting_documents,
+    write_documents,
+)
 
 SEQ = 40
 LENGTHS = [13, 40, 1, 97, 41, 2, 80, 5, 5, 5, 39, 120, 7, 19, 0, 22, 11, 3, 60, 8]
@@ -58,7 +66,9 @@ def test_a_full_bin_has_no_padding():
 
 def pieces(lengths, documents, seq_length, seed):
     """Return (first token, tokens, goes on) of each fragment, by sample."""
-    fragments, bounds = packed_documents(np.array(lengths, np.int32), np.array(documents), seq_length, seed)
+    fragments, bounds = packed_documents(
+        np.array(lengths, np.int32), np.array(documents), seq_length, seed
+    )
     triples = fragments[["begin", "length", "more"]]
     return [triples[begin:end].tolist() for begin, end in pairwise(bounds)]
 
@@ -67,12 +77,20 @@ def test_each_token_of_the_documents_is_in_one_sample_and_no_document_is_cut_tha
     ends = np.cumsum(LENGTHS)
     documents = [number for number in range(len(LENGTHS)) if number != 4]
     samples = pieces(LENGTHS, documents, SEQ, 1)
-    found = Counter(token for begin, length, _ in chain(*samples) for token in range(begin, begin + length))
-    assert found == Counter(token for d in documents for token in range(ends[d] - LENGTHS[d], ends[d]))
+    found = Counter(
+        token for begin, length, _ in chain(*samples) for token in range(begin, begin + length)
+    )
+    assert found == Counter(
+        token for d in documents for token in range(ends[d] - LENGTHS[d], ends[d])
+    )
     assert all(0 < sum(length for _, length, _ in sample) <= SEQ for sample in samples)
-    wholes = {(int(ends[d]) - LENGTHS[d], LENGTHS[d], False) for d in documents if 0 < LENGTHS[d] <= SEQ}
+    wholes = {
+        (int(ends[d]) - LENGTHS[d], LENGTHS[d], False) for d in documents if 0 < LENGTHS[d] <= SEQ
+    }
     assert wholes <= set(chain(*samples))
-    assert [(begin, length) for begin, length, more in chain(*samples) if more and length != SEQ] == []
+    assert [
+        (begin, length) for begin, length, more in chain(*samples) if more and length != SEQ
+    ] == []
     assert sum(more for _, _, more in chain(*samples)) == sum(
         -(-LENGTHS[d] // SEQ) - 1 for d in documents if LENGTHS[d]
     )
@@ -86,16 +104,21 @@ def test_packing_is_a_function_of_lengths_and_seed_and_its_number_of_samples_of_
 
 
 @pytest.mark.parametrize(
-    ("count", "seq_length"), [(20_000, 4096), (20_000, 32768), pytest.param(10_000_000, 32768, marks=pytest.mark.slow)]
+    ("count", "seq_length"),
+    [(20_000, 4096), (20_000, 32768), pytest.param(10_000_000, 32768, marks=pytest.mark.slow)],
 )
 def test_log_normal_lengths_are_packed_with_little_padding_within_a_minute(count, seq_length):
     """10 million of them: the bound of README and docs/concepts/packed.md."""
-    lengths = np.maximum(1, np.exp(np.random.default_rng(0).normal(7.0, 1.6, count))).astype(np.int32)
+    lengths = np.maximum(1, np.exp(np.random.default_rng(0).normal(7.0, 1.6, count))).astype(
+        np.int32
+    )
     start = process_time()
     fragments, bounds = packed_documents(lengths, np.arange(count, dtype=np.int32), seq_length, 1)
     seconds, tokens = process_time() - start, lengths.sum(dtype=np.int64)
     padding = 1 - tokens / ((len(bounds) - 1) * seq_length)
-    print(f"{count:,} documents in {len(bounds) - 1:,} samples: {seconds:.1f} s, {padding:.6%} padding")
+    print(
+        f"{count:,} documents in {len(bounds) - 1:,} samples: {seconds:.1f} s, {padding:.6%} padding"
+    )
     assert fragments["length"].sum(dtype=np.int64) == tokens
     assert padding < 0.001
     assert seconds < 60
@@ -134,17 +157,24 @@ def test_an_end_inside_a_document_of_text_begins_another_text(tmp_path):
 
 def test_padding_is_short_documents_without_loss(tmp_path):
     train = build(write_documents(tmp_path / "d", texts([10])), seq=3000)[0]
-    assert train[0]["starts"].nonzero().flatten().tolist() == [0, *range(10, 3000, PADDING_DOCUMENT)]
+    assert train[0]["starts"].nonzero().flatten().tolist() == [
+        0,
+        *range(10, 3000, PADDING_DOCUMENT),
+    ]
     assert train[0]["loss_mask"].sum() == 9
 
 
-def test_epochs_have_the_same_samples_in_other_orders_and_any_sample_is_read_alone(prefix, tmp_path):
+def test_epochs_have_the_same_samples_in_other_orders_and_any_sample_is_read_alone(
+    prefix, tmp_path
+):
     train, size = build(prefix)[0], len(build(prefix)[0])
     epochs = [[train[e * size + n]["tokens"].tolist() for n in range(size)] for e in range(3)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     assert epochs[0] != epochs[1] != epochs[2]
     again = build(prefix, data_cache_path=str(tmp_path / "other"))[0]
-    assert [again[n]["tokens"].tolist() for n in reversed(range(3 * size))] == list(chain(*epochs))[::-1]
+    assert [again[n]["tokens"].tolist() for n in reversed(range(3 * size))] == list(chain(*epochs))[
+        ::-1
+    ]
     resumed = batches(again, Batching(global_batch_size=2, micro_batch_size=1, num_workers=1), 4)
     assert [batch["tokens"][0].tolist() for batch in next(resumed)] == list(chain(*epochs))[4:6]
 
@@ -169,7 +199,12 @@ def test_splits_are_of_documents_and_each_is_packed(tmp_path):
     documents = counting_documents(40)
     train, valid, _ = build(write_documents(tmp_path / "d", documents), split="90,10,0", seq=55)
     for dataset, own in ((train, documents[:36]), (valid, documents[36:])):
-        ids = [tokens for n in range(len(dataset)) for tokens, labels in read(dataset[n]) if len(tokens) == 25]
+        ids = [
+            tokens
+            for n in range(len(dataset))
+            for tokens, labels in read(dataset[n])
+            if len(tokens) == 25
+        ]
         assert sorted(ids) == sorted(own)
 
 
@@ -196,8 +231,14 @@ def test_a_blend_is_by_tokens_whatever_is_padded(tmp_path):
 @pytest.mark.parametrize("pack_documents", [True, False])
 def test_a_blend_by_length_is_by_tokens(tmp_path, pack_documents):
     lengths = [5] * 90 + [20] * 40 + [70] * 9
-    prefix = write_documents(tmp_path / "d", [[*[length] * (length - 1), EOD] for length in lengths])
-    shares = {"blend_by_length": ("5:0.3", "20:0.5"), "pack_documents": pack_documents, "split": "100,0,0"}
+    prefix = write_documents(
+        tmp_path / "d", [[*[length] * (length - 1), EOD] for length in lengths]
+    )
+    shares = {
+        "blend_by_length": ("5:0.3", "20:0.5"),
+        "pack_documents": pack_documents,
+        "split": "100,0,0",
+    }
     train = build(prefix, **shares)[0]
     found = Counter(torch.cat([train[n]["tokens"] for n in range(2500)]).tolist())
     kinds = {length: found[length] * length / (length - 1) for length in (5, 20, 70)}
@@ -214,7 +255,9 @@ def test_validation_is_not_by_length_and_weights_are_shared_out_inside_a_file(tm
     found = tokens_by(train, 2500, lambda ids: ids[0])
     for kind, share in ((1, 0.2), (2, 0.05), (3, 0.6), (4, 0.15)):
         assert abs(found[kind] / sum(found.values()) - share) < 2e-3
-    alone = build(("0.25", one, "0.75", two), split="90,10,0", data_cache_path=str(tmp_path / "other"))[1]
+    alone = build(
+        ("0.25", one, "0.75", two), split="90,10,0", data_cache_path=str(tmp_path / "other")
+    )[1]
     assert len(valid) == len(alone)
     assert all(torch.equal(valid[n]["tokens"], alone[n]["tokens"]) for n in range(len(valid)))
 
@@ -235,5 +278,7 @@ def test_lengths_and_shares_that_are_refused(words, message):
 
 
 def test_lengths_that_a_file_does_not_have_are_refused_by_its_name(prefix):
-    with pytest.raises(DataError, match=r"d: split .* 0 documents of more than 500 tokens .*give --blend-by-length"):
+    with pytest.raises(
+        DataError, match=r"d: split .* 0 documents of more than 500 tokens .*give --blend-by-length"
+    ):
         build(prefix, blend_by_length=("500:0.5",))

@@ -30,7 +30,9 @@ def request_for(folder, **changes):
     return Request(**({"inputs": (str(folder),), "suffix": ".py", "vocab_size": 320} | changes))
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_499, np.uint16), (65_500, np.int32), (100_000, np.int32)])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(65_499, np.uint16), (65_500, np.int32), (100_000, np.int32)]
+)
 def test_tokens_are_exact(tmp_path, vocab_size, dtype):
     tokenizer = NumberTokenizer(vocab_size)
     top = vocab_size - 1
@@ -39,7 +41,11 @@ def test_tokens_are_exact(tmp_path, vocab_size, dtype):
     assert indexed.dtype == dtype
     assert indexed.token_ids().tolist() == [1, 2, 3, 0, top, 0, 4, 5, 0]
     low_level = megatron_core().IndexedDataset(str(tmp_path / "d"))
-    assert [low_level[i].tolist() for i in range(len(low_level))] == [[1, 2, 3, 0], [top, 0], [4, 5, 0]]
+    assert [low_level[i].tolist() for i in range(len(low_level))] == [
+        [1, 2, 3, 0],
+        [top, 0],
+        [4, 5, 0],
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
 
 
@@ -55,7 +61,9 @@ def test_drafts_that_an_earlier_version_would_resume_are_removed_and_no_others(t
     for name in others:
         (tmp_path / name).touch()
     prepare(request_for(folder), tmp_path / "d", progress=False)
-    assert sorted(path.name for path in tmp_path.iterdir() if ".resume." in path.name) == sorted(others)
+    assert sorted(path.name for path in tmp_path.iterdir() if ".resume." in path.name) == sorted(
+        others
+    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -115,10 +123,14 @@ def test_preparing_again_keeps_or_refuses(tmp_path, folder):
         name = next(iter(changes))
         with pytest.raises(DataError, match=rf"was made with {name} .*--overwrite"):
             prepare(request_for(folder, **changes), prefix)
-    assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.glob("d.*")}
+    assert before == {
+        path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.glob("d.*")
+    }
     text = (folder / "7.py").read_text()
     (folder / "7.py").write_text(text.replace("7", "8"))
-    with pytest.raises(DataError, match=r"7\.py (has changed|is gone) since .*d\.bin was made; give --overwrite"):
+    with pytest.raises(
+        DataError, match=r"7\.py (has changed|is gone) since .*d\.bin was made; give --overwrite"
+    ):
         prepare(request_for(folder), prefix)
     second, kept = prepare(request_for(folder, vocab_size=310), prefix, overwrite=True)
     assert not kept
@@ -161,18 +173,24 @@ def test_a_line_without_text_is_one_error_and_no_complaint_of_the_vocabulary(tmp
     source = tmp_path / "a.jsonl"
     source.write_text('{"content": "def f(): return 1", "id": 3}\n' * 40)
     request = Request(inputs=(str(source),), vocab_size=280)
-    with pytest.raises(DataError, match=r'a\.jsonl, line 1: has no field "text"; its fields are "content", "id"'):
+    with pytest.raises(
+        DataError, match=r'a\.jsonl, line 1: has no field "text"; its fields are "content", "id"'
+    ):
         prepare(request, tmp_path / "d")
     capfd.readouterr()
     source.write_text('{"text": "def f(): return 1"}\n' * 40 + "[1]\n")
-    with pytest.raises(DataError, match=r"a\.jsonl, line 41: holds a list"):  # amid the tokenizer's training
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, line 41: holds a list"
+    ):  # amid the tokenizer's training
         prepare(request, tmp_path / "e", progress=False)
     assert capfd.readouterr() == ("", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
 
 
 def test_one_preparation_of_a_prefix_at_a_time(tmp_path, folder):
-    """The second is refused while the first lives; what the first left, killed, is removed by the next."""
+    """The second is refused while the first lives; what the first left, killed, is removed by the
+    next.
+    """
     with another_process(tmp_path, "d") as child:
         with pytest.raises(DataError, match=rf"cannot write .*/d: .* in use by process {child}"):
             prepare(request_for(folder), tmp_path / "d", progress=False)
@@ -184,10 +202,16 @@ def test_one_preparation_of_a_prefix_at_a_time(tmp_path, folder):
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path, folder):
     prepare(request_for(folder), tmp_path / "d", progress=False)
-    config, tokenizer = DataConfig(data_path=(f"{tmp_path}/d",)), load_tokenizer(tmp_path / "d.model")
+    config, tokenizer = (
+        DataConfig(data_path=(f"{tmp_path}/d",)),
+        load_tokenizer(tmp_path / "d.model"),
+    )
     build_datasets(config, 8, 1, tokenizer)
     content = bytearray((tmp_path / "d.model").read_bytes())
     content[-3] ^= 1  # what it is trained with, which nothing here reads
     (tmp_path / "d.model").write_bytes(content)
-    with pytest.raises(DataError, match=r"tokenizer .*d\.model is damaged or another than the one that wrote .*d\.bin"):
+    with pytest.raises(
+        DataError,
+        match=r"tokenizer .*d\.model is damaged or another than the one that wrote .*d\.bin",
+    ):
         build_datasets(config, 8, 1, load_tokenizer(tmp_path / "d.model"))

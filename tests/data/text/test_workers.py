@@ -17,7 +17,10 @@ COUNT = 700
 
 def write_lines(path, count=COUNT):
     path.write_text(
-        "".join(json.dumps({"text": f"Line {n} is about {n * n} tokens. " * 3}) + "\n" for n in range(count))
+        "".join(
+            json.dumps({"text": f"Line {n} is about {n * n} tokens. " * 3}) + "\n"
+            for n in range(count)
+        )
     )
     return path
 
@@ -55,13 +58,17 @@ def test_a_killed_preparation_leaves_nothing_and_is_begun_again(tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StoppedError, OSError])
-def test_what_stops_a_preparation_says_that_nothing_is_written(error, tmp_path, monkeypatch, capsys):
+def test_what_stops_a_preparation_says_that_nothing_is_written(
+    error, tmp_path, monkeypatch, capsys
+):
     def failing(*_, **options):
         raise error("now")
 
     monkeypatch.setattr(module, "tokenized", failing)
     with pytest.raises(DataError if error is OSError else error):
-        prepare(request_for(write_lines(tmp_path / "in.jsonl")), tmp_path / "out" / "d", progress=False)
+        prepare(
+            request_for(write_lines(tmp_path / "in.jsonl")), tmp_path / "out" / "d", progress=False
+        )
     assert not (tmp_path / "out").exists()
     assert capsys.readouterr().err == "nothing was written; the same command begins again\n"
 
@@ -87,7 +94,9 @@ def test_ctrl_c_in_the_middle_of_a_start_waits_until_the_process_has_its_orders(
         return started[-1]
 
     monkeypatch.setattr(get_context("spawn").Process, "_Popen", staticmethod(interrupted))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored in a shell's background jobs
     with pytest.raises(KeyboardInterrupt):
         list(in_order(square_or_end, range(5), 2))
     signal.signal(signal.SIGINT, before)

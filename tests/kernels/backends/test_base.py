@@ -14,14 +14,19 @@ from planner.cluster import Cluster, load_cluster
 def test_a_backend_has_the_kernels_that_it_states(name):
     backend = BACKENDS[name]
     assert backend.name == name
-    for stated, methods in (("softmax", ["softmax_kernel"]), ("linear", ["linear_scan", "delta_slab"])):
+    for stated, methods in (
+        ("softmax", ["softmax_kernel"]),
+        ("linear", ["linear_scan", "delta_slab"]),
+    ):
         own = [getattr(type(backend), method) is not getattr(Backend, method) for method in methods]
         assert own == [getattr(backend, stated)] * len(methods), stated
     assert backend.softmax or backend.linear
 
 
 def test_choices_are_the_tables():
-    every, softmax = (get_type_hints(config)["attention_backend"] for config in (ContextConfig, FullContextConfig))
+    every, softmax = (
+        get_type_hints(config)["attention_backend"] for config in (ContextConfig, FullContextConfig)
+    )
     assert get_args(every) == ("auto", *BACKENDS)
     assert get_args(softmax) == ("auto", *SOFTMAX)
     assert listed(LINEAR) == "auto, chunked, triton or reference"

@@ -1,7 +1,8 @@
-"""Attention kernels of a GPU, on a CPU: which one is taken and why, what a run says of it, and torch's own registry.
+"""Attention kernels of a GPU, on a CPU: which one is taken and why, what a run says of it, and
+torch's own registry.
 
-Packages are stand-ins on the path, that torch's registry imports by itself; a version of FlashAttention that computes
-is one behind the same operators.
+Packages are stand-ins on the path, that torch's registry imports by itself; a version of
+FlashAttention that computes is one behind the same operators.
 """
 
 import importlib
@@ -15,7 +16,7 @@ import torch
 from torch.nn import attention as registry
 from torch.nn.attention import _registry
 
-import train.attention
+import train.context_attention
 from kernels import attention, gpu, reference
 from kernels.attention import automatic_backend, block_backward, block_forward, select_backend
 from kernels.backends import SOFTMAX, cudnn, flash_attention
@@ -32,8 +33,8 @@ from runtime.errors import UserError
 from runtime.machine import cudnn_number
 from tests.kernels import test_cuda, test_tiles
 from tests.kernels.test_tiles import attention_by_tiles, error, inputs, tiles_of, truth
-from train.attention import kernel_lines
 from train.config.entries import Config, TrainConfig
+from train.context_attention import kernel_lines
 
 A100, H100, B200 = (Gpu(capability, 92000, 92000) for capability in ((8, 0), (9, 0), (10, 0)))
 OLD, SHADOWED = Gpu((9, 0), 91002, 91002), Gpu((9, 0), 91002, 92000)
@@ -67,7 +68,9 @@ CUDA = ("cuda", torch.bfloat16)
 )
 def test_the_fastest_right_kernel_is_taken(here, documents, usable, taken, monkeypatch):
     asked = []
-    monkeypatch.setattr(FlashAttention, "problem", lambda own: asked.append(own) or (None if usable else ABSENT))
+    monkeypatch.setattr(
+        FlashAttention, "problem", lambda own: asked.append(own) or (None if usable else ABSENT)
+    )
     assert automatic_backend("cuda", here, documents).name == taken
     assert len(asked) <= 1, "the others' packages, which take seconds to import, are left alone"
     assert not prefers_cudnn(here) or taken == "cudnn" or documents
@@ -102,7 +105,9 @@ def test_the_cudnn_that_came_with_torch(asked, there, found, monkeypatch):
 
 
 def test_a_gpu_is_detected_though_torch_refuses_its_cudnn(monkeypatch):
-    """An older cuDNN than torch was built with: torch's own question for the version raises, its kernels do not."""
+    """An older cuDNN than torch was built with: torch's own question for the version raises, its
+    kernels do not.
+    """
 
     def refused():
         raise RuntimeError("cuDNN version incompatibility")
@@ -115,14 +120,21 @@ def test_a_gpu_is_detected_though_torch_refuses_its_cudnn(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     assert gpu.gpu.__wrapped__() == H100._replace(name="NVIDIA H20")
     monkeypatch.setattr(torch.backends.cudnn, "version", refused)
-    monkeypatch.setattr(torch._C, "_cudnn", SimpleNamespace(getRuntimeVersion=lambda: (9, 10, 2)), raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cudnn", SimpleNamespace(getRuntimeVersion=lambda: (9, 10, 2)), raising=False
+    )
     assert gpu.gpu.__wrapped__() == SHADOWED._replace(name="NVIDIA H20")
 
 
-CARDS = {path.stem: re.search(r"(?:^|_)(g?[hb]\d+)", path.stem) for path in sorted(CLUSTERS.glob("*.toml"))}
+CARDS = {
+    path.stem: re.search(r"(?:^|_)(g?[hb]\d+)", path.stem)
+    for path in sorted(CLUSTERS.glob("*.toml"))
+}
 
 
-@pytest.mark.parametrize(("file", "card"), [(file, found[1].upper()) for file, found in CARDS.items() if found])
+@pytest.mark.parametrize(
+    ("file", "card"), [(file, found[1].upper()) for file, found in CARDS.items() if found]
+)
 def test_shares_are_those_that_the_planner_has(file, card):
     cluster, major = load_cluster(CLUSTERS / f"{file}.toml"), 9 if card.startswith("H") else 10
     family = Gpu((major, 0), name=f"NVIDIA {card}").family
@@ -157,10 +169,14 @@ FASTER = "at about 0.31 of this GPU's peak, where cuDNN reaches 0.53 and FlashAt
         ("cudnn", SHADOWED, {"requested": "cudnn"}, ("torch's own 9.20.0", "128 does not divide can come out wrong")),
     ],
 )  # fmt: skip
-def test_a_slower_kernel_is_warned_of_with_the_factor_and_the_fix(kernel, here, more, words, monkeypatch):
+def test_a_slower_kernel_is_warned_of_with_the_factor_and_the_fix(
+    kernel, here, more, words, monkeypatch
+):
     reason = more.get("why_not", ABSENT)
     monkeypatch.setattr(FlashAttention, "problem", lambda own: reason)
-    said = warning(kernel, here, **{name: value for name, value in more.items() if name != "why_not"})
+    said = warning(
+        kernel, here, **{name: value for name, value in more.items() if name != "why_not"}
+    )
     assert (said is None) == (not words), said
     assert all(one in (said or "") for one in words), said
     assert "\n" not in (said or "")
@@ -172,7 +188,7 @@ def at(monkeypatch):
     """Set the GPU of the test."""
 
     def set_to(here):
-        for module in (gpu, attention, cudnn, flash_attention, train.attention):
+        for module in (gpu, attention, cudnn, flash_attention, train.context_attention):
             monkeypatch.setattr(module, "gpu", lambda: here)
         forget()
 
@@ -184,7 +200,9 @@ def at(monkeypatch):
 def forget():
     if library := getattr(sys.modules.get("flash_attn_interface"), "library", None):
         library._destroy()  # a namespace of operators is defined once
-    for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
+    for name in [
+        name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")
+    ]:
         del sys.modules[name]
     importlib.invalidate_caches()
     put(None)
@@ -194,7 +212,11 @@ def forget():
 
 
 def configured(**of_context):
-    return Config(mesh=MeshConfig(device="cuda"), train=TrainConfig(bf16=True), context=ContextConfig(**of_context))
+    return Config(
+        mesh=MeshConfig(device="cuda"),
+        train=TrainConfig(bf16=True),
+        context=ContextConfig(**of_context),
+    )
 
 
 def test_a_run_says_its_kernel_and_its_cudnn(at, monkeypatch):
@@ -203,11 +225,16 @@ def test_a_run_says_its_kernel_and_its_cudnn(at, monkeypatch):
     assert kernel_lines(configured(context_parallel_method="none")) == kernel_lines(configured())
     at(SHADOWED)
     said, warned = kernel_lines(configured())
-    assert said == "attention kernel: aten (FlashAttention 2), cuDNN 9.10.2 loaded, where torch brings 9.20.0"
+    assert (
+        said
+        == "attention kernel: aten (FlashAttention 2), cuDNN 9.10.2 loaded, where torch brings 9.20.0"
+    )
     assert warned.startswith("WARNING: attention runs by FlashAttention 2")
     assert kernel_lines(configured(context_parallel_method="none"))[0] == said
     at(A100)
-    assert kernel_lines(configured()) == ["attention kernel: aten (FlashAttention 2), cuDNN 9.20.0 loaded"]
+    assert kernel_lines(configured()) == [
+        "attention kernel: aten (FlashAttention 2), cuDNN 9.20.0 loaded"
+    ]
     assert describe_kernel("triton", Gpu()) == "triton, no cuDNN loaded"
     on_cpu = Config(mesh=MeshConfig(device="cpu"))
     assert kernel_lines(on_cpu) == ["attention kernel: aten"]
@@ -240,7 +267,8 @@ def test_a_version_that_cannot_run_is_refused_with_the_reason(name, at, tmp_path
     at(H100)
     install(tmp_path, monkeypatch, files)
     with pytest.raises(
-        UserError, match=rf"^attention_backend is {version}, and .*{reason}.*; install .*, or use auto$"
+        UserError,
+        match=rf"^attention_backend is {version}, and .*{reason}.*; install .*, or use auto$",
     ) as no:
         select_backend(version, *CUDA)
     assert "\n" not in str(no.value)
@@ -251,7 +279,10 @@ def test_torchs_registry_puts_an_installed_version_in_place(at, tmp_path, monkey
     at(H100)
     install(tmp_path, monkeypatch, {"flash_attn_interface.py": THIRD} | FOURTH)
     assert select_backend("auto", *CUDA).name == "cudnn"
-    assert select_backend("auto", *CUDA, documents=True).name == select_backend("flash_attn_3", *CUDA).name
+    assert (
+        select_backend("auto", *CUDA, documents=True).name
+        == select_backend("flash_attn_3", *CUDA).name
+    )
     assert select_backend("flash_attn_4", *CUDA).name == "flash_attn_4"
     assert registry.current_flash_attention_impl() is None, "the trial leaves torch's own"
     for impl in ("FA3", "FA4", None):
@@ -270,7 +301,9 @@ def test_what_the_gpu_or_torch_lacks_is_said_first(at, monkeypatch):
 
 
 class Computing:
-    """A version of FlashAttention behind aten's operators on the CPU, by the naive form; it counts its calls."""
+    """A version of FlashAttention behind aten's operators on the CPU, by the naive form; it counts
+    its calls.
+    """
 
     def __init__(self):
         self.calls, self.library = 0, torch.library.Library("aten", "IMPL")
@@ -282,10 +315,14 @@ class Computing:
     def remove(self):
         self.library._destroy()
 
-    def _scaled_dot_product_flash_attention(self, q, k, v, dropout=0.0, causal=False, mask=False, *, scale):
+    def _scaled_dot_product_flash_attention(
+        self, q, k, v, dropout=0.0, causal=False, mask=False, *, scale
+    ):
         self.calls += 1
         out, lse = reference.block_forward(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale)
-        return self._found(q, out.transpose(1, 2), lse.transpose(1, 2).contiguous(), (q[:0], q[:0], 0, 0))
+        return self._found(
+            q, out.transpose(1, 2), lse.transpose(1, 2).contiguous(), (q[:0], q[:0], 0, 0)
+        )
 
     def _scaled_dot_product_flash_attention_backward(self, dout, q, k, v, out, lse, *rest, scale):
         assert lse.is_contiguous()
@@ -321,7 +358,9 @@ def versions(at, monkeypatch):
 @pytest.mark.parametrize("kind", [FULL, CAUSAL, ANTI])
 def test_blocks_go_through_the_version_that_is_named(kind, versions):
     torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(2, 12, heads, 12) for heads in (4, 2, 2, 4))  # widths are padded to 16
+    q, k, v, dout = (
+        torch.randn(2, 12, heads, 12) for heads in (4, 2, 2, 4)
+    )  # widths are padded to 16
     want, found = [], []
     third, fourth = (select_backend(name, *CUDA) for name in ("flash_attn_3", "flash_attn_4"))
     for into, backend in ((want, select_backend("reference", "cpu", q.dtype)), (found, third)):
@@ -331,11 +370,16 @@ def test_blocks_go_through_the_version_that_is_named(kind, versions):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     for backend, impl in ((fourth, "FA4"), (third, "FA3"), (fourth, "FA4")):
         block_forward(q, k, v, kind, 0.3, backend)
-        assert (versions[-1][0], versions[-1][1].calls) == (impl, 1), "each call sees to its version"
+        assert (versions[-1][0], versions[-1][1].calls) == (impl, 1), (
+            "each call sees to its version"
+        )
     with pytest.raises(NotImplementedError):  # torch's own has no kernel on a CPU
         block_forward(q, k, v, kind, 0.3, select_backend("aten", *CUDA))
     assert registry.current_flash_attention_impl() is None
-    with pytest.raises(UserError, match="flash_attn_4 takes heads of up to 128 channels, and these are 136 channels"):
+    with pytest.raises(
+        UserError,
+        match="flash_attn_4 takes heads of up to 128 channels, and these are 136 channels",
+    ):
         block_forward(*(torch.ones(1, 2, 1, 136) for _ in range(3)), kind, 0.3, fourth)
 
 

@@ -1,4 +1,6 @@
-"""Inputs of the delta rule, and errors of a backend against the recurrence token by token in float64."""
+"""Inputs of the delta rule, and errors of a backend against the recurrence token by token in
+float64.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -85,7 +87,10 @@ def results(case, backend, dtype=torch.float64, device="cpu"):
     state = leaves[5].requires_grad_()
     found = delta_rule(*leaves[:5], state, documents=case.documents, backend=backend)
     generator = torch.Generator().manual_seed(1)
-    gradients = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(device, x.dtype) for x in found]
+    gradients = [
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(device, x.dtype)
+        for x in found
+    ]
     return [*found, *torch.autograd.grad(found, leaves, gradients)]
 
 
@@ -119,11 +124,15 @@ def errors_of_a_wide_scan(backend):
     out, reads, states = rule.wide_scan(*leaves, backend=backend)
     added, through = states[-1].split([24, 16], -1)
     found = out + torch.einsum("bthd,bhde->bthe", reads, state), through @ state + added
-    return len(states), [((a - b).norm() / b.norm()).item() for a, b in zip(found, (want, final), strict=True)]
+    return len(states), [
+        ((a - b).norm() / b.norm()).item() for a, b in zip(found, (want, final), strict=True)
+    ]
 
 
 def _faults():
-    """Errors with a fault each: documents that are not apart, and gates by differences of sums as others take them."""
+    """Errors with a fault each: documents that are not apart, and gates by differences of sums as
+    others take them.
+    """
     from kernels.triton import delta
 
     found, gates_with_resets, between = {}, rule.gates_with_resets, delta.decay_between

@@ -28,21 +28,30 @@ def inputs(length, taps, dtype=torch.float64):
     """x, weight, the tokens before, and the gradient of out."""
     generator = torch.Generator().manual_seed(3)
     shapes = (2, length, CHANNELS), (CHANNELS, taps), (2, taps - 1, CHANNELS), (2, length, CHANNELS)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def truth(x, weight, before=None, documents=None):
     """torch's convolution of each document."""
     found = []
     for first, end in pairwise(documents or (0, x.shape[1])):
-        gap = x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2]) if first or before is None else before
+        gap = (
+            x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2])
+            if first or before is None
+            else before
+        )
         rows = torch.cat((gap, x[:, first:end]), 1).transpose(1, 2)
         found.append(F.conv1d(rows, weight[:, None], groups=x.shape[2]).transpose(1, 2))
     return torch.cat(found, 1)
 
 
 def with_gradients(function, x, weight, before, dout, documents=None):
-    leaves = [y.detach().requires_grad_() for y in ((x, weight) if before is None else (x, weight, before))]
+    leaves = [
+        y.detach().requires_grad_()
+        for y in ((x, weight) if before is None else (x, weight, before))
+    ]
     out = function(*leaves, documents=documents)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
@@ -73,7 +82,9 @@ def test_sums_of_bfloat16_are_in_float32():
     found = with_gradients(causal_convolution, x, weight, before, dout)
     exact = with_gradients(truth, *(y.double() for y in (x, weight, before, dout)))
     for got, want in zip(found, exact, strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-5)  # half a unit in the last place
+        torch.testing.assert_close(
+            got.double(), want, rtol=2**-8, atol=1e-5
+        )  # half a unit in the last place
 
 
 def test_it_compiles_whole():

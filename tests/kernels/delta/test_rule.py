@@ -45,7 +45,8 @@ def test_chunks_equal_the_recurrence(case):
 
 @pytest.mark.parametrize("case", HARD)
 def test_strong_gates_and_equal_keys_cost_no_digits(case):
-    """A gate's gradient too, which is small beside that of the tokens around it: differences of sums had 6e-6 of it.
+    """A gate's gradient too, which is small beside that of the tokens around it: differences of
+    sums had 6e-6 of it.
 
     It has 1.1e-6 on a processor without AVX.
     """
@@ -64,7 +65,12 @@ def test_slabs_of_one_chunk_change_nothing(case, monkeypatch):
 def test_bfloat16_is_as_exact_as_its_inputs(per_channel):
     case = Case(130, per_channel=per_channel, beta=1.0)
     found = results(case, "chunked", torch.bfloat16)
-    assert [x.dtype for x in found] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 5, torch.float32]
+    assert [x.dtype for x in found] == [
+        torch.bfloat16,
+        torch.float32,
+        *[torch.bfloat16] * 5,
+        torch.float32,
+    ]
     assert max(errors(case, found).values()) <= 3e-2
 
 
@@ -104,7 +110,9 @@ def test_a_wide_scan_is_the_map_of_any_state(case):
 
 @pytest.mark.parametrize("fault", ["differences", "documents"])
 def test_faults_show(fault, monkeypatch):
-    """Gates by differences of sums from the chunk's start, as others take them, and a state that crosses documents."""
+    """Gates by differences of sums from the chunk's start, as others take them, and a state that
+    crosses documents.
+    """
     if fault == "documents":
         case = Case(200, documents=PACKED)
         monkeypatch.setattr("kernels.delta.rule.gates_with_resets", lambda g, documents: g)
@@ -116,7 +124,9 @@ def test_faults_show(fault, monkeypatch):
 
 
 def _differences(x, dim):
-    """Replace the sums of gates j + 1 to i, from a matrix whose first column has all but the first gate."""
+    """Replace the sums of gates j + 1 to i, from a matrix whose first column has all but the first
+    gate.
+    """
     sums = F.pad(x[..., 1:, 0].cumsum(-1), (1, 0))
     return x.copy_(sums[..., :, None] - sums[..., None, :])
 
@@ -133,8 +143,12 @@ def test_one_document_is_one_sequence_and_others_are_apart():
 
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_what_another_document_holds_costs_no_digits(per_channel):
-    """Keys of norm 25 let a state grow without bounds; in the same chunk lies a document with ordinary ones."""
-    *leaves, _ = (x.requires_grad_() for x in inputs(Case(50, per_channel=per_channel, documents=(0, 20, 50))))
+    """Keys of norm 25 let a state grow without bounds; in the same chunk lies a document with
+    ordinary ones.
+    """
+    *leaves, _ = (
+        x.requires_grad_() for x in inputs(Case(50, per_channel=per_channel, documents=(0, 20, 50)))
+    )
     want = torch.autograd.grad(delta_rule(*(x[:, :20] for x in leaves))[0].sum(), leaves)
     wild = [leaves[0], torch.cat((leaves[1][:, :20], 25 * leaves[1][:, 20:]), 1), *leaves[2:]]
     found = torch.autograd.grad(delta_rule(*wild, documents=(0, 20, 50))[0].sum(), leaves)

@@ -1,4 +1,6 @@
-"""Triton without a GPU: numbers by its interpreter, in a process of its own, and what its compiler makes for a GPU."""
+"""Triton without a GPU: numbers by its interpreter, in a process of its own, and what its compiler
+makes for a GPU.
+"""
 
 import json
 import re
@@ -14,19 +16,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from kernels.triton import attention
+from kernels.triton import flash_attention
 from tests.starts import PATIENCE, ROOT, ended
 
 SHARED = {80: 163 << 10, 90: 227 << 10}
 """Bytes of shared memory that a block may have, by compute capability (CUDA Programming Guide)."""
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+on_a_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"
+)
 PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def interpret(*reports, timeout=PATIENCE):
     """Reports of ``interpreted.py`` in a process whose Triton interprets, by name."""
     if triton.__version__ < "3.7":
-        pytest.skip("the interpreter of Triton before 3.7 cannot loop as often as a tensor says under NumPy 2.4")
+        pytest.skip(
+            "the interpreter of Triton before 3.7 cannot loop as often as a tensor says under NumPy 2.4"
+        )
     command = [sys.executable, "-m", "tests.kernels.triton.interpreted", *reports]
     done = ended(command, timeout=timeout, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
@@ -47,26 +53,45 @@ class Launched(NamedTuple):
     kernel: Any
 
     def used(self, folder):
-        """Bytes of shared memory of a block and, of a thread, its registers and bytes of STACK, to which it spills."""
+        """Bytes of shared memory of a block and, of a thread, its registers and bytes of STACK, to
+        which it spills.
+        """
         said = self._said(folder, "--dump-resource-usage")
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
         return {"shared": self.kernel.metadata.shared, **found}
 
     def check(self, capability, folder, spilled=0):
-        """Assert that it keeps to a GPU's registers and shared memory, and spills at most so many bytes; None: any."""
+        """Assert that it keeps to a GPU's registers and shared memory, and spills at most so many
+        bytes; None: any.
+        """
         used = self.used(folder)
         assert used["shared"] <= SHARED[capability], self.blocking
         assert used["REG"] <= 255
-        assert spilled is None or used["STACK"] + used["LOCAL"] <= spilled, (self.name, used, self.blocking)
+        assert spilled is None or used["STACK"] + used["LOCAL"] <= spilled, (
+            self.name,
+            used,
+            self.blocking,
+        )
 
     def spilled(self, folder):
-        """Instructions that load from the stack and store there, in each innermost loop with matrix products."""
+        """Instructions that load from the stack and store there, in each innermost loop with matrix
+        products.
+        """
         said = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", self._said(folder, "-sass"))
         lines = [(int(place, 16), line) for place, line in said]
-        jumps = [(int(to[1], 16), place) for place, line in lines if (to := re.search(r"BRA.* 0x([0-9a-f]+)", line))]
+        jumps = [
+            (int(to[1], 16), place)
+            for place, line in lines
+            if (to := re.search(r"BRA.* 0x([0-9a-f]+)", line))
+        ]
         loops = [jump for jump in jumps if jump[0] < jump[1]]
-        inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
-        bodies = [" ".join(line for place, line in lines if first <= place <= last) for first, last in inner]
+        inner = [
+            a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)
+        ]
+        bodies = [
+            " ".join(line for place, line in lines if first <= place <= last)
+            for first, last in inner
+        ]
         return [(body.count("LDL"), body.count("STL")) for body in bodies if "MMA" in body]
 
     def _said(self, folder, option):
@@ -76,7 +101,9 @@ class Launched(NamedTuple):
 
 
 def compiled(capability, code):
-    """Run code on tensors without memory; each launch is compiled for a capability, with its own arguments."""
+    """Run code on tensors without memory; each launch is compiled for a capability, with its own
+    arguments.
+    """
     found = list[Launched]()
     stub = SimpleNamespace(
         get_current_device=lambda: capability,  # Triton keeps a target for each
@@ -92,6 +119,6 @@ def compiled(capability, code):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", stub)
         patch.setattr(JITFunction, "__getitem__", compiling)
-        patch.setattr(attention, "capability", lambda device: capability)
+        patch.setattr(flash_attention, "capability", lambda device: capability)
         code()
     return found

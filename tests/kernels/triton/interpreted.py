@@ -1,4 +1,6 @@
-"""A program that prints the numbers of Triton's interpreter, which must be chosen before Triton is imported."""
+"""A program that prints the numbers of Triton's interpreter, which must be chosen before Triton is
+imported.
+"""
 
 import json
 import sys

@@ -1,17 +1,27 @@
-"""The delta rule's kernels: numbers through Triton's interpreter on the CPU, and what its compiler makes of them."""
+"""The delta rule's kernels: numbers through Triton's interpreter on the CPU, and what its compiler
+makes of them.
+"""
 
 import pytest
 import torch
 
 from tests.kernels.delta.cases import BOUND, TRITON, TRITON_ON_A_GPU, errors_of_triton
 
-triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
+triton = pytest.importorskip(
+    "triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it"
+)
 
 from tests.kernels.triton.harness import SHARED, compiled, meta, on_a_gpu  # noqa: E402
 
 BOUNDS = {"float32": BOUND, "bfloat16": 1e-2}
 FORWARD = ["solve_kernel", "states_kernel", "output_kernel"]
-BACKWARD = [*FORWARD[:2], "read_back_kernel", "states_back_kernel", "changes_back_kernel", "keys_back_kernel"]
+BACKWARD = [
+    *FORWARD[:2],
+    "read_back_kernel",
+    "states_back_kernel",
+    "changes_back_kernel",
+    "keys_back_kernel",
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +48,38 @@ def test_faults_show(interpreted):
 
 
 def steps(width, values, dtype, columns=0):
-    """Forward and backward of two value heads to a key head; with more columns, of a scan of any state alone."""
+    """Forward and backward of two value heads to a key head; with more columns, of a scan of any
+    state alone.
+    """
     from kernels.triton import delta, delta_backward
 
     q, v = meta(1, 1000, 2, width, dtype=dtype), meta(1, 1000, 4, values, dtype=dtype)
     g = meta(1, 1000, 4, dtype=torch.float32)
     inputs, state = (q, q, v, g, g), meta(1, 4, width, values + columns, dtype=torch.float32)
-    delta.forward(inputs, state, meta(1, 1000, 4, values + columns, dtype=torch.float32), torch.empty_like(state))
+    delta.forward(
+        inputs,
+        state,
+        meta(1, 1000, 4, values + columns, dtype=torch.float32),
+        torch.empty_like(state),
+    )
     if not columns:
         found = tuple(torch.empty_like(x, dtype=torch.float32) for x in inputs)
         delta_backward.backward(inputs, v, state, torch.empty_like(state), found)
 
 
 def check(capability, launched, allowed, folder):
-    """Assert that kernels keep to a GPU's shared memory, spill little, and multiply by its matrix units."""
+    """Assert that kernels keep to a GPU's shared memory, spill little, and multiply by its matrix
+    units.
+    """
     for one in {id(one.kernel): one for one in launched}.values():
         one.check(capability, folder, allowed.get(one.name, 64))
         assert "mma" in one.kernel.asm["ptx"], one.name
 
 
 SPILLED = {80: {"solve_kernel": 288, "changes_back_kernel": 288}, 90: {}}
-"""Bytes that a thread may spill in bfloat16 beyond 64: the three products of TF32 in the inverse hold whole chunks."""
+"""Bytes that a thread may spill in bfloat16 beyond 64: the three products of TF32 in the inverse
+hold whole chunks.
+"""
 
 
 def test_a_scan_of_any_state_compiles_for_a_gpu(tmp_path):
@@ -77,7 +98,9 @@ def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(("width", "values"), [(16, 24), (64, 64), (96, 192), (128, 256), (256, 256)])
+@pytest.mark.parametrize(
+    ("width", "values"), [(16, 24), (64, 64), (96, 192), (128, 256), (256, 256)]
+)
 def test_so_do_other_widths_and_a_wide_scan(capability, width, values, tmp_path):
     launched = compiled(capability, lambda: steps(width, values, torch.bfloat16))
     launched += compiled(capability, lambda: steps(width, values, torch.bfloat16, columns=width))
@@ -90,7 +113,12 @@ def test_so_do_other_widths_and_a_wide_scan(capability, width, values, tmp_path)
 def test_float32_fits_shared_memory(capability, width, values, tmp_path):
     """It is for exact runs: each product is three, whose operands spill."""
     most = dict.fromkeys(FORWARD + BACKWARD, 1280)
-    check(capability, compiled(capability, lambda: steps(width, values, torch.float32)), most, tmp_path)
+    check(
+        capability,
+        compiled(capability, lambda: steps(width, values, torch.float32)),
+        most,
+        tmp_path,
+    )
 
 
 @pytest.mark.gpu

@@ -1,13 +1,28 @@
-"""The fused kernel: numbers through Triton's interpreter on the CPU, and what its compiler makes of it for a GPU."""
+"""The fused kernel: numbers through Triton's interpreter on the CPU, and what its compiler makes of
+it for a GPU.
+"""
 
 import math
 
 import pytest
 import torch
 
-from tests.kernels.linear_cases import BOUND, CASES, CUT, CUT_FAR, FAR, INTERPRETED, NAMES, Case, errors, within_bounds
+from tests.kernels.linear_cases import (
+    BOUND,
+    CASES,
+    CUT,
+    CUT_FAR,
+    FAR,
+    INTERPRETED,
+    NAMES,
+    Case,
+    errors,
+    within_bounds,
+)
 
-triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
+triton = pytest.importorskip(
+    "triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it"
+)
 
 from tests.kernels.triton.harness import SHARED, Launched, compiled, interpret, meta, on_a_gpu  # noqa: E402
 
@@ -29,7 +44,9 @@ def test_kernel_equals_the_reference(index, interpreted):
 
 @pytest.mark.slow
 def test_kernel_equals_the_reference_far_away():
-    for case, found in zip(FAR + CUT_FAR, interpret("far", timeout=1200)["far"]["errors"], strict=True):
+    for case, found in zip(
+        FAR + CUT_FAR, interpret("far", timeout=1200)["far"]["errors"], strict=True
+    ):
         assert within_bounds(case, found), (case, found)
 
 
@@ -56,7 +73,9 @@ def forward(width, value_width, documents=None, *, size=(2, 1000, 8)):
 
 
 def steps(width, value_width, heads, documents):
-    """Forward and backward, of one process and of one of several, which takes and passes on a state: 14 scans."""
+    """Forward and backward, of one process and of one of several, which takes and passes on a
+    state: 14 scans.
+    """
     from kernels.linear_attention import backward
     from kernels.triton.linear_attention import scan
 
@@ -75,14 +94,25 @@ def steps(width, value_width, heads, documents):
 
 @pytest.mark.parametrize(
     ("capability", "width"),
-    [(90, 128), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((80, 128), (80, 256), (90, 256)))],
+    [
+        (90, 128),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((80, 128), (80, 256), (90, 256))),
+    ],
 )
 def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, width, tmp_path):
-    """A sequence of 131,072 tokens; width 256 is the first TransNormer layer's, whose LRPE doubles queries and keys."""
-    added, carried, launched = compiled(capability, lambda: forward(width, 128, size=(1, 131072, 16)))
+    """A sequence of 131,072 tokens; width 256 is the first TransNormer layer's, whose LRPE doubles
+    queries and keys.
+    """
+    added, carried, launched = compiled(
+        capability, lambda: forward(width, 128, size=(1, 131072, 16))
+    )
     assert math.prod(added.grid) == math.prod(launched.grid) == 512, "for 132 multiprocessors"
     assert carried.given[0].shape == (1, 16, 8, width, 128), "states of segments"
-    assert [one.name for one in (added, carried, launched)] == ["scan_kernel", "carry_kernel", "scan_kernel"]
+    assert [one.name for one in (added, carried, launched)] == [
+        "scan_kernel",
+        "carry_kernel",
+        "scan_kernel",
+    ]
     for one in (added, carried, launched):
         one.check(capability, tmp_path, 0 if width <= 128 else 32)
     assert ("wgmma" if capability == 90 and width == 128 else "mma") in launched.kernel.asm["ptx"]
@@ -90,16 +120,22 @@ def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, wi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(("width", "value_width"), [(16, 16), (64, 64), (128, 64), (128, 128), (256, 128)])
+@pytest.mark.parametrize(
+    ("width", "value_width"), [(16, 16), (64, 64), (128, 64), (128, 128), (256, 128)]
+)
 def test_so_does_every_launch(capability, width, value_width, tmp_path, monkeypatch):
     from kernels.triton import linear_attention as fused
 
     launched = list[Launched]()
     for parts, heads, documents in ((1, 8, None), (1, 16, (0, 100, 1000)), (4, 16, (0, 100, 1000))):
         monkeypatch.setattr(fused, "parts_of", lambda _, parts=parts: parts)
-        launched += compiled(capability, lambda given=(heads, documents): steps(width, value_width, *given))
+        launched += compiled(
+            capability, lambda given=(heads, documents): steps(width, value_width, *given)
+        )
     kernels = {id(one.kernel): one for one in launched}
-    assert len(launched) == 2 * 14 + 12 * 3 + 2 * 2, "in segments three for a scan, two without outputs"
+    assert len(launched) == 2 * 14 + 12 * 3 + 2 * 2, (
+        "in segments three for a scan, two without outputs"
+    )
     assert len(kernels) > 20, "one a set of flags and of arguments that Triton tells apart"
     for one in kernels.values():
         one.check(capability, tmp_path, 0 if max(width, value_width) <= 128 else 32)
@@ -121,13 +157,17 @@ def test_blocks_that_are_too_large_are_seen(tmp_path, monkeypatch):
 def test_documents_travel_to_the_device_once():
     """Not in every layer, whose host would wait for it."""
     for documents in (None, (0, 100, 1000)):
-        launched = compiled(90, lambda given=documents: [forward(16, 16, documents=given) for _ in range(2)])
+        launched = compiled(
+            90, lambda given=documents: [forward(16, 16, documents=given) for _ in range(2)]
+        )
         first, *others = (one.given[BOUNDS] for one in launched if one.name == "scan_kernel")
         assert len(others) == 3
         assert all(other is first for other in others)
 
 
-@pytest.mark.parametrize(("programs", "parts"), [(1, 528), (64, 8), (105, 5), (106, 1), (132, 1), (133, 3), (600, 1)])
+@pytest.mark.parametrize(
+    ("programs", "parts"), [(1, 528), (64, 8), (105, 5), (106, 1), (132, 1), (133, 3), (600, 1)]
+)
 def test_what_fills_a_gpu_is_not_cut(programs, parts):
     from kernels.triton.linear_attention import parts_of
 
@@ -138,7 +178,10 @@ def test_segments_are_whole_chunks_of_one_document():
     from kernels.triton.linear_attention import segments_of
 
     bounds, steps = segments_of((0, 1, 65, 1000, 1001), 5, 64, torch.device("cpu"))
-    assert bounds.tolist() == [[0, 1, 65, 257, 449, 641, 833, 1000, 1001], [0, -1, 1, 2, 3, 4, 5, 6, -1]]
+    assert bounds.tolist() == [
+        [0, 1, 65, 257, 449, 641, 833, 1000, 1001],
+        [0, -1, 1, 2, 3, 4, 5, 6, -1],
+    ]
     assert steps.tolist() == [[1, 192, 192, 192, 192, 167, 1, 0], [0, 1, 0, 0, 0, 0, 1, 0]]
 
 
@@ -163,5 +206,7 @@ def test_without_an_interpreter_the_cpu_is_refused():
     from kernels.ops import linear_attention
 
     x = torch.zeros(1, 4, 1, 16)
-    with pytest.raises(ValueError, match="attention_backend triton needs a cuda device and this one is cpu"):
+    with pytest.raises(
+        ValueError, match="attention_backend triton needs a cuda device and this one is cpu"
+    ):
         linear_attention(x, x, x, [math.log(0.5)], backend="triton")

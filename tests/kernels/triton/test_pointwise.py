@@ -1,11 +1,15 @@
-"""The rotation and the gate in one launch: numbers by Triton's interpreter, and what its compiler makes for a GPU."""
+"""The rotation and the gate in one launch: numbers by Triton's interpreter, and what its compiler
+makes for a GPU.
+"""
 
 import pytest
 import torch
 
 from tests.kernels.pointwise_cases import DTYPES, gate_errors, rotary_error
 
-triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
+triton = pytest.importorskip(
+    "triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it"
+)
 
 from kernels.triton import pointwise  # noqa: E402
 from tests.kernels.triton.harness import SHARED, compiled, meta, on_a_gpu  # noqa: E402
@@ -32,8 +36,13 @@ def test_gate_and_up_in_each_others_place_are_seen(interpreted):
 
 @pytest.mark.parametrize("capability", SHARED)
 def test_a_rotation_compiles_for_a_gpu(capability, tmp_path):
-    x, angles = meta(1, 1000, 16, 100).transpose(1, 2).transpose(1, 2), meta(1000, 1, 50, dtype=torch.float32)
-    for one in compiled(capability, lambda: [pointwise.rotate(x, angles, angles, back) for back in (False, True)]):
+    x, angles = (
+        meta(1, 1000, 16, 100).transpose(1, 2).transpose(1, 2),
+        meta(1000, 1, 50, dtype=torch.float32),
+    )
+    for one in compiled(
+        capability, lambda: [pointwise.rotate(x, angles, angles, back) for back in (False, True)]
+    ):
         used = one.used(tmp_path)
         assert used["STACK"] == 0
         assert used["REG"] <= 64, "fewer blocks than keep memory busy"
@@ -44,7 +53,8 @@ def test_a_rotation_compiles_for_a_gpu(capability, tmp_path):
 def test_a_gate_moves_16_bytes_at_once_on_a_gpu(capability):
     gate = meta(2, 1000, 96)
     forward, backward = compiled(
-        capability, lambda: [pointwise.gated(gate, gate), pointwise.gated_backward(gate, gate, gate)]
+        capability,
+        lambda: [pointwise.gated(gate, gate), pointwise.gated_backward(gate, gate, gate)],
     )
     for one, loads, stores in ((forward, 2, 1), (backward, 3, 2)):
         assert one.grid == (188,)

@@ -1,4 +1,6 @@
-"""Hugging Face's models with random weights, and ours with the same, for the tests that compare the two."""
+"""Hugging Face's models with random weights, and ours with the same, for the tests that compare the
+two.
+"""
 
 import dataclasses
 import sys
@@ -44,17 +46,41 @@ WINDOW = {"window_size": "7,0", "window_attn_skip_freq": "[0,1]"}
 TRAINED = "rope_scaling_original_max_position_embeddings"
 BANDS = {"rope_scaling_low_freq_factor": 1.0, "rope_scaling_high_freq_factor": 4.0}
 YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 8.0, TRAINED: 16}
-DELTA = {"num_layers": 3, "softmax_every": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA = {
+    "num_layers": 3,
+    "softmax_every": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 DELTA |= {"linear_key_head_dim": 6, "linear_value_head_dim": 10}
 QWEN3_5 = as_family(
-    LLAMA, "qwen3_5", num_attention_heads=3, num_query_groups=1, kv_channels=16, rotary_percent=0.25, **DELTA
+    LLAMA,
+    "qwen3_5",
+    num_attention_heads=3,
+    num_query_groups=1,
+    kv_channels=16,
+    rotary_percent=0.25,
+    **DELTA,
 )
 OLMO_HYBRID = as_family(LLAMA, "olmo_hybrid", **DELTA)
 LOCAL = {"window_size": "7,0", "window_attn_skip_freq": "[1,1,0]", "num_layers": 3}
-GEMMA3 = as_family(LLAMA, "gemma3", kv_channels=16, query_pre_attn_scalar=21, rotary_base_local=300.0, **LOCAL, **TIED)
+GEMMA3 = as_family(
+    LLAMA,
+    "gemma3",
+    kv_channels=16,
+    query_pre_attn_scalar=21,
+    rotary_base_local=300.0,
+    **LOCAL,
+    **TIED,
+)
 SMOLLM3 = as_family(LLAMA, "smollm3", num_layers=4, no_rope_freq="2", **TIED)
 GRANITE = as_family(
-    LLAMA, "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=1.5
+    LLAMA,
+    "granite",
+    embedding_multiplier=3.0,
+    attention_multiplier=0.2,
+    residual_multiplier=0.4,
+    logits_scaling=1.5,
 )
 OLMO3 = as_family(LLAMA, "olmo3", rotary_base_local=5000.0, **LOCAL, **YARN)
 CONFIGS = {
@@ -73,9 +99,13 @@ CONFIGS = {
     "qwen3": odd(qk_layernorm=True),
     "qwen3, tied": odd(qk_layernorm=True, **TIED),
     "gemma3": GEMMA3,
-    "gemma3, linear": dataclasses.replace(GEMMA3, rope_scaling_type="linear", rope_scaling_factor=8.0),
+    "gemma3, linear": dataclasses.replace(
+        GEMMA3, rope_scaling_type="linear", rope_scaling_factor=8.0
+    ),
     "olmo3": OLMO3,
-    "olmo3, mha, a base of its own": dataclasses.replace(OLMO3, num_query_groups=6, rotary_base_local=90.0),
+    "olmo3, mha, a base of its own": dataclasses.replace(
+        OLMO3, num_query_groups=6, rotary_base_local=90.0
+    ),
     "qwen3_5": QWEN3_5,
     "qwen3_5, tied, yarn": dataclasses.replace(QWEN3_5, **TIED, **YARN),
     "olmo_hybrid": OLMO_HYBRID,
@@ -89,10 +119,16 @@ CONFIGS = {
     ),
     "smollm3": SMOLLM3,
     "smollm3, untied, a pattern, yarn": dataclasses.replace(
-        SMOLLM3, num_layers=3, no_rope_freq="[0,1,1]", untie_embeddings_and_output_weights=True, **YARN
+        SMOLLM3,
+        num_layers=3,
+        no_rope_freq="[0,1,1]",
+        untie_embeddings_and_output_weights=True,
+        **YARN,
     ),
     "granite": GRANITE,
-    "granite, tied, mha": dataclasses.replace(GRANITE, num_query_groups=6, logits_scaling=2.0, **TIED),
+    "granite, tied, mha": dataclasses.replace(
+        GRANITE, num_query_groups=6, logits_scaling=2.0, **TIED
+    ),
     "gpt2": GPT2,
     "gpt2, untied": dataclasses.replace(GPT2, untie_embeddings_and_output_weights=True),
     "gpt2, narrow feed-forward": dataclasses.replace(GPT2, ffn_hidden_size=80),
@@ -109,14 +145,19 @@ class ExactRotary(nn.Module):
 
     def forward(self, x, position_ids, layer_type="full_attention"):
         rope = self.config.local_rope if layer_type == "sliding_attention" else self.config
-        position_ids = position_ids.view(-1, *position_ids.shape[-2:])[0]  # of text, whose rows are alike
-        turns, scale = frequencies(rope, self.config.rotary_dim, position_ids)  # tests/model/parts/test_rope.py
+        position_ids = position_ids.view(-1, *position_ids.shape[-2:])[
+            0
+        ]  # of text, whose rows are alike
+        turns, scale = frequencies(
+            rope, self.config.rotary_dim, position_ids
+        )  # tests/model/parts/test_rope.py
         angles = position_ids[..., None].double() * turns.repeat(2)
         return scale * angles.cos(), scale * angles.sin()
 
 
 def hugging_face(config, dtype=torch.float32):
-    """Random weights, norms and biases included; in float64, float32 islands (norms, angles, delta rules) too.
+    """Random weights, norms and biases included; in float64, float32 islands (norms, angles, delta
+    rules) too.
 
     Models with a delta rule are always in float64: in float32 the sums of their gates lose digits.
     """
@@ -139,7 +180,11 @@ def hugging_face(config, dtype=torch.float32):
                 return forward(*inputs, **settings)
 
         theirs.forward = wide
-    plain = config.rope is not None and not config.recurrent and not hasattr(config, "rotary_base_local")
+    plain = (
+        config.rope is not None
+        and not config.recurrent
+        and not hasattr(config, "rotary_base_local")
+    )
     if plain and dtype == torch.float64:
         theirs.model.rotary_emb = ExactRotary(config)
         for name, module in list(theirs.named_modules()):

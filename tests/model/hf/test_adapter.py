@@ -1,4 +1,6 @@
-"""Adapters of PEFT's compute here what they do there, and those that ours cannot be are refused by name."""
+"""Adapters of PEFT's compute here what they do there, and those that ours cannot be are refused by
+name.
+"""
 
 import json
 import os
@@ -33,7 +35,12 @@ def peft_adapter(base, folder, **settings):
     peft = pytest.importorskip("peft", reason="compares with PEFT's adapters")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    shape = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    shape = {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", "down_proj"],
+        "task_type": "CAUSAL_LM",
+    }
     adapted = peft.get_peft_model(model, peft.LoraConfig(**shape | settings))
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
@@ -46,12 +53,17 @@ def peft_adapter(base, folder, **settings):
     ("settings", "linears"),
     [
         ({}, ("wq", "down")),
-        ({"target_modules": "all-linear", "lora_alpha": 9.5, "init_lora_weights": "gaussian"}, LINEARS),
+        (
+            {"target_modules": "all-linear", "lora_alpha": 9.5, "init_lora_weights": "gaussian"},
+            LINEARS,
+        ),
         ({"target_modules": r".*\.(v_proj|up_proj)", "r": 2, "lora_dropout": 0.25}, ("wv", "up")),
     ],
     ids=["two", "all", "pattern"],
 )
-def test_an_adapter_of_peft_computes_here_what_it_does_there(settings, linears, base, tmp_path, capsys):
+def test_an_adapter_of_peft_computes_here_what_it_does_there(
+    settings, linears, base, tmp_path, capsys
+):
     theirs = peft_adapter(base, tmp_path / "adapter", **settings)
     command = ["import", str(base), str(tmp_path / "run"), "--adapter", str(tmp_path / "adapter")]
     assert main(command) == 0
@@ -75,30 +87,69 @@ def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monk
     config, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
     good, tensors = json.loads(config.read_text()), load_file(weights)
     capsys.readouterr()
-    name, linear = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight", "model.layers.0.mlp.down_proj"
+    name, linear = (
+        "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight",
+        "model.layers.0.mlp.down_proj",
+    )
     broken = torch.full_like(tensors[name], torch.nan)
     only_null = "only null or false or [] or {} is; merge it into its"
     for change, other, words in (
         ({"strange": 7}, tensors, "strange = 7 is not supported"),
         ({"use_dora": True}, tensors, f"use_dora = true is not supported; {only_null}"),
         ({"use_rslora": True}, tensors, "use_rslora = true is not supported"),
-        ({"modules_to_save": ["lm_head"]}, tensors, 'modules_to_save = ["lm_head"] is not supported'),
-        ({"target_modules": ["q_proj", "lm_head"]}, tensors, 'target_modules has "lm_head", only q_proj'),
+        (
+            {"modules_to_save": ["lm_head"]},
+            tensors,
+            'modules_to_save = ["lm_head"] is not supported',
+        ),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            tensors,
+            'target_modules has "lm_head", only q_proj',
+        ),
         ({"bias": "all"}, tensors, 'bias = "all" is not supported; only "none" is; merge'),
         ({"rank_pattern": {"q_proj": 2}}, tensors, 'rank_pattern = {"q_proj": 2} is not supported'),
         ({"layers_to_transform": [0]}, tensors, "layers_to_transform = [0] is not supported"),
         ({"init_lora_weights": "pissa"}, tensors, 'init_lora_weights = "pissa" is not supported'),
         ({"r": 0}, tensors, "lora_rank is 0; it must be from 1"),
         ({"r": "4"}, tensors, 'r is "4"; it must be a whole number'),
-        ({"r": 8}, tensors, f"{name.replace('1', '0')} has shape (4, 48); the configuration makes it (8, 48)"),
+        (
+            {"r": 8},
+            tensors,
+            f"{name.replace('1', '0')} has shape (4, 48); the configuration makes it (8, 48)",
+        ),
         ({"target_modules": [["q_proj"]]}, tensors, 'target_modules has ["q_proj"], only'),
-        ({"target_modules": ["q_proj", "v_proj", "down_proj"]}, tensors, "The state dict lacks base_model."),
-        ({"target_modules": "nothing.*"}, tensors, f'"nothing.*", which does not match {linear}, whose'),
+        (
+            {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+            tensors,
+            "The state dict lacks base_model.",
+        ),
+        (
+            {"target_modules": "nothing.*"},
+            tensors,
+            f'"nothing.*", which does not match {linear}, whose',
+        ),
         ({"target_modules": "("}, tensors, 'target_modules is "(", which does not match'),
-        ({"target_modules": "a{99999999999999999999}"}, tensors, f'9999}}", which does not match {linear}, whose'),
-        ({"target_modules": "(" * 3000 + ")" * 3000}, tensors, f"((..., which does not match {linear}"),
-        ({"target_modules": r"((\w|\.)+)+!"}, tensors, r'target_modules is "((\\w|\\.)+)+!", whose match does not end'),
-        ({"target_modules": "(.|(.))+!"}, tensors, "whose match does not end within 0.2 s of one processor"),
+        (
+            {"target_modules": "a{99999999999999999999}"},
+            tensors,
+            f'9999}}", which does not match {linear}, whose',
+        ),
+        (
+            {"target_modules": "(" * 3000 + ")" * 3000},
+            tensors,
+            f"((..., which does not match {linear}",
+        ),
+        (
+            {"target_modules": r"((\w|\.)+)+!"},
+            tensors,
+            r'target_modules is "((\\w|\\.)+)+!", whose match does not end',
+        ),
+        (
+            {"target_modules": "(.|(.))+!"},
+            tensors,
+            "whose match does not end within 0.2 s of one processor",
+        ),
         ({}, tensors | {name: broken}, f"{name} holds 192 of 192 values that are not finite"),
     ):
         config.write_text(json.dumps(good | change))
@@ -110,7 +161,11 @@ def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monk
     weights.rename(adapter / "adapter_model.bin")
     for source, more, words in (
         (base, ["--adapter", str(adapter)], "adapter_model.bin is a pickle, which can run code"),
-        (adapter, [], "the folder holds adapters, which transformers loads on the model that they name"),
+        (
+            adapter,
+            [],
+            "the folder holds adapters, which transformers loads on the model that they name",
+        ),
     ):
         assert main(["import", str(source), str(tmp_path / "run"), *more]) == 1
         assert words in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Each family has Hugging Face's numbers, weights there and back, and folders read as transformers reads them."""
+"""Each family has Hugging Face's numbers, weights there and back, and folders read as transformers
+reads them.
+"""
 
 import contextlib
 import dataclasses
@@ -37,19 +39,23 @@ def test_logits_and_gradients_equal_hugging_faces(config, dtype, bound):
     theirs = hugging_face(config, dtype)
     model = ours(theirs, config, dtype)
     if config.recurrent:
-        # Theirs is float64 for both. Normalised queries of short vectors make digits scarce: against it ours in float32
-        # are off by 1.1e-4 of a gradient and 1.3e-5 of the logits at most, theirs by 2.3e-4 and 3.7e-5.
+        # Theirs is float64 for both. Normalised queries of short vectors make digits scarce:
+        # against it ours in float32 are off by 1.1e-4 of a gradient and 1.3e-5 of the logits at
+        # most, theirs by 2.3e-4 and 3.7e-5.
         bound *= 20 if dtype == torch.float32 else 10
     expected, got = theirs(TOKENS).logits, model(TOKENS)
     assert expected.std() > 0.5
-    # Relative, as the gradients'; float32's last digits depend on the CPU's kernels, and their errors add up by layers.
+    # Relative, as the gradients'; float32's last digits depend on the CPU's kernels, and their
+    # errors add up by layers.
     assert (got - expected).abs().max() < bound / 10 * config.num_layers * expected.abs().max()
 
     for logits in (expected, got):
         nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.roll(-1).flatten()).backward()
     wanted = from_hf({name: p.grad for name, p in theirs.named_parameters()}, config)
     for name, parameter in model.named_parameters():
-        if name.endswith("wk.bias") and config.learned_positions:  # softmax takes no notice of it: noise in both
+        if (
+            name.endswith("wk.bias") and config.learned_positions
+        ):  # softmax takes no notice of it: noise in both
             assert max(parameter.grad.abs().max(), wanted[name].abs().max()) < bound, name
         else:
             assert (parameter.grad - wanted[name]).norm() < bound * wanted[name].norm(), name
@@ -87,7 +93,10 @@ def test_round_trip(config):
     assert back.keys() == theirs.keys()
     assert all(torch.equal(back[name], theirs[name]) for name in theirs)
     full = config_from_hf(config_to_hf(config))
-    left_open = {name: getattr(full, name) for name in ("kv_channels", "num_query_groups", "max_position_embeddings")}
+    left_open = {
+        name: getattr(full, name)
+        for name in ("kv_channels", "num_query_groups", "max_position_embeddings")
+    }
     assert full == dataclasses.replace(config, ffn_hidden_size=config.ffn_size, **left_open)
     assert (full.head_dim, full.query_groups) == (config.head_dim, config.query_groups)
     assert config_from_hf(config_to_hf(full)) == full
@@ -98,13 +107,18 @@ IN_BFLOAT16 = ("llama", "gemma3", "qwen3_5", "granite", "gpt2")
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in CONFIGS), *((name, torch.bfloat16) for name in IN_BFLOAT16)],
+    [
+        *((name, torch.float32) for name in CONFIGS),
+        *((name, torch.bfloat16) for name in IN_BFLOAT16),
+    ],
 )
 def test_transformers_loads_what_is_saved(tmp_path, name, dtype):
     config, made = CONFIGS[name], hugging_face(CONFIGS[name])
     model = ours(made, config).to(dtype)
     longest = config.max_position_embeddings or getattr(config, "scaled_length", 0) or 4096
-    save_hf(tmp_path / "out", config, model.state_dict(), contents={"max_position_embeddings": longest})
+    save_hf(
+        tmp_path / "out", config, model.state_dict(), contents={"max_position_embeddings": longest}
+    )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert type(theirs) is type(made)
     assert theirs.dtype == dtype
@@ -121,7 +135,9 @@ def test_transformers_loads_what_is_saved(tmp_path, name, dtype):
         save_hf(tmp_path / "out", config, model.state_dict())
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2, QWEN3_5, OLMO_HYBRID], ids=["llama", "gpt2", "qwen3_5", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, GPT2, QWEN3_5, OLMO_HYBRID], ids=["llama", "gpt2", "qwen3_5", "olmo_hybrid"]
+)
 def test_reads_shards_that_transformers_wrote(config, tmp_path):
     """An OLMo Hybrid's have other names than its module's."""
     theirs = hugging_face(config)
@@ -147,11 +163,17 @@ def edit(path, **changes):
 
 
 CHANGES = [json.loads(line) for line in Path(__file__).with_name("config_changes.jsonl").open()]
-"""Changes of a family's config.json: it is read, nothing changes, or it is refused, by transformers too or by us."""
+"""Changes of a family's config.json: it is read, nothing changes, or it is refused, by transformers
+too or by us.
+"""
 
 
 def changes(*results):
-    rows = [(row["config"], row["change"], row.get("says")) for row in CHANGES if row["result"] in results]
+    rows = [
+        (row["config"], row["change"], row.get("says"))
+        for row in CHANGES
+        if row["result"] in results
+    ]
     return pytest.mark.parametrize(("name", "change", "words"), rows)
 
 
@@ -190,12 +212,16 @@ def test_a_config_json_changes_nothing_or_is_no_such_model(name, change, words):
         config_from_hf(contents | change)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "ministral", "qwen2, yarn", "qwen3", "gpt2", "olmo3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "ministral", "qwen2, yarn", "qwen3", "gpt2", "olmo3"]
+)
 @pytest.mark.parametrize("key", ["attn_logit_softcapping", "x y"])
 def test_a_key_that_no_family_knows_is_told(name, key):
     contents = config_to_hf(CONFIGS[name])
     kind = with_article(contents["model_type"])
-    words = rf'^config.json: {key} = "other" is not supported: {kind} is not known to have it, and it'
+    words = (
+        rf'^config.json: {key} = "other" is not supported: {kind} is not known to have it, and it'
+    )
     for read in (config_from_hf, lambda contents: config_to_hf(CONFIGS[name], contents)):
         read(contents)
         with pytest.raises(UserError, match=words):
@@ -206,7 +232,10 @@ def test_every_key_that_transformers_writes_is_known():
     for family in (one for one in HUGGING_FACE if one != "transnormer"):
         written = transformers.AutoConfig.for_model(family).to_dict()
         assert written.keys() <= HUGGING_FACE[family].known, family
-        assert set(transformers.GenerationConfig._get_default_generation_params()) <= HUGGING_FACE[family].known
+        assert (
+            set(transformers.GenerationConfig._get_default_generation_params())
+            <= HUGGING_FACE[family].known
+        )
 
 
 def odd_files(folder, kind):
@@ -214,7 +243,10 @@ def odd_files(folder, kind):
     one, other = hugging_face(LLAMA), hugging_face(LLAMA)
     other.lm_head.weight.data += 1
     one.save_pretrained(folder, max_shard_size="60KB")
-    shards = {name: load_file(folder / name) for name in sorted(path.name for path in folder.glob("model-*"))}
+    shards = {
+        name: load_file(folder / name)
+        for name in sorted(path.name for path in folder.glob("model-*"))
+    }
     if kind == "saved twice":
         other.save_pretrained(folder.parent / "other")
         (folder.parent / "other" / "model.safetensors").rename(folder / "model.safetensors")
@@ -227,7 +259,9 @@ def odd_files(folder, kind):
         return "pytorch_model.bin passed over, as transformers does; model-00001"
     last = list(shards)[-1]
     if kind == "twice":
-        save_file(shards[last] | {"model.embed_tokens.weight": other.lm_head.weight.data}, folder / last)
+        save_file(
+            shards[last] | {"model.embed_tokens.weight": other.lm_head.weight.data}, folder / last
+        )
         return f"model.embed_tokens.weight is passed over, as transformers does: {last} has it too"
     assert kind == "not in the index"
     names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -236,7 +270,9 @@ def odd_files(folder, kind):
     return None
 
 
-@pytest.mark.parametrize("kind", ["saved twice", "old shards", "pickles", "twice", "not in the index"])
+@pytest.mark.parametrize(
+    "kind", ["saved twice", "old shards", "pickles", "twice", "not in the index"]
+)
 def test_weights_are_those_that_transformers_reads(tmp_path, kind):
     told = odd_files(tmp_path / "odd", kind)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "odd")
@@ -267,7 +303,9 @@ def test_broken_folders(sharded):
     shard.write_bytes(whole[:-10])
     with pytest.raises(ValueError, match=f"{shard.name} is not a whole safetensors file"):
         load_hf(sharded)
-    save_file({name: w for name, w in _load(whole, sharded).items() if name != "lm_head.weight"}, shard)
+    save_file(
+        {name: w for name, w in _load(whole, sharded).items() if name != "lm_head.weight"}, shard
+    )
     with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
         load_hf(sharded)
     shard.unlink()
@@ -288,15 +326,28 @@ def _load(contents, folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "gpt2", "gemma3", "olmo3", "qwen3_5", "olmo_hybrid", "smollm3", "granite"]
+    "name",
+    ["llama", "mistral", "gpt2", "gemma3", "olmo3", "qwen3_5", "olmo_hybrid", "smollm3", "granite"],
 )
 def test_sinks_are_refused_both_ways(name):
     config = CONFIGS[name]
-    state, other = hugging_face(config).state_dict(), dataclasses.replace(config, softmax_type="learnable")
-    for refused in (lambda: config_to_hf(other), lambda: from_hf(state, other), lambda: to_hf({}, other)):
-        with pytest.raises(UserError, match=r"softmax_type is learnable, and Hugging Face.s .*; only vanilla can be"):
+    state, other = (
+        hugging_face(config).state_dict(),
+        dataclasses.replace(config, softmax_type="learnable"),
+    )
+    for refused in (
+        lambda: config_to_hf(other),
+        lambda: from_hf(state, other),
+        lambda: to_hf({}, other),
+    ):
+        with pytest.raises(
+            UserError,
+            match=r"softmax_type is learnable, and Hugging Face.s .*; only vanilla can be",
+        ):
             refused()
-    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.sinks holds attention sinks, .* without sinks"):
+    with pytest.raises(
+        UserError, match=r"layers\.0\.self_attn\.sinks holds attention sinks, .* without sinks"
+    ):
         from_hf(state | {"model.layers.0.self_attn.sinks": torch.zeros(4)}, config)
 
 
@@ -304,20 +355,44 @@ def test_sinks_are_refused_both_ways(name):
     ("name", "lacking", "added", "message"),
     [
         ("llama", "lm_head.weight", {}, r"lacks lm_head\.weight"),
-        ("llama", "", {"model.layers.0.self_attn.q_proj.bias": (48,)}, r"unknown model\.layers\.0\.self_attn"),
+        (
+            "llama",
+            "",
+            {"model.layers.0.self_attn.q_proj.bias": (48,)},
+            r"unknown model\.layers\.0\.self_attn",
+        ),
         ("llama, mha", "", {}, r"k_proj\.weight has shape \(16, 48\); .* \(48, 48\)"),
         ("llama, tied", "", {}, "tie_word_embeddings"),
         ("llama", "", {"model.layers.1.self_attn.rotary_emb.inv_freq": (4,)}, None),
-        ("gpt2", "transformer.h.1.attn.c_attn.bias", {}, r"lacks transformer\.h\.1\.attn\.c_attn\.bias"),
-        ("gpt2", "", {"transformer.h.0.crossattention.weight": (48, 48)}, r"unknown transformer\.h\.0\.cross"),
+        (
+            "gpt2",
+            "transformer.h.1.attn.c_attn.bias",
+            {},
+            r"lacks transformer\.h\.1\.attn\.c_attn\.bias",
+        ),
+        (
+            "gpt2",
+            "",
+            {"transformer.h.0.crossattention.weight": (48, 48)},
+            r"unknown transformer\.h\.0\.cross",
+        ),
         ("gpt2, narrow feed-forward", "", {}, r"c_fc\.weight has shape \(48, 192\); .* \(48, 80\)"),
-        ("gpt2", "", {"lm_head.weight": (61, 48)}, r"lm_head\.weight differs from transformer\.wte\.weight"),
+        (
+            "gpt2",
+            "",
+            {"lm_head.weight": (61, 48)},
+            r"lm_head\.weight differs from transformer\.wte\.weight",
+        ),
         ("gpt2, untied", "lm_head.weight", {}, "lacks lm_head"),
     ],
 )
 def test_state_dicts_that_do_not_fit(name, lacking, added, message):
     kind = name.split(",")[0]
-    state = {one: weight for one, weight in hugging_face(CONFIGS[kind]).state_dict().items() if one != lacking}
+    state = {
+        one: weight
+        for one, weight in hugging_face(CONFIGS[kind]).state_dict().items()
+        if one != lacking
+    }
     given = state | {one: torch.zeros(shape) for one, shape in added.items()}
     if message is None:
         assert from_hf(given, CONFIGS[name]).keys() == from_hf(state, CONFIGS[name]).keys()

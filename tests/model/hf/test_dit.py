@@ -16,13 +16,16 @@ final_layer.linear 24 24 | final_layer.adaLN_modulation.1 48 24
 BLOCK.attn.qkv 72 24 | BLOCK.attn.proj 24 24 | BLOCK.mlp.fc1 96 24 | BLOCK.mlp.fc2 24 96
 BLOCK.adaLN_modulation.1 144 24
 """
-"""The original's modules with the shapes of their weights, whose first number is that of the bias."""
+"""The original's modules with the shapes of their weights, whose first number is that of the bias.
+"""
 
 
 def in_diffusers(original, config):
-    """diffusers' model with weights in the original's naming; each of its blocks has embedders of its own.
+    """diffusers' model with weights in the original's naming; each of its blocks has embedders of
+    its own.
 
-    Its sines of times go by 10000^(-j / 127), the original's by 10000^(-j / 128): set to the latter here.
+    Its sines of times go by 10000^(-j / 127), the original's by 10000^(-j / 128): set to the latter
+    here.
     """
     diffusers = pytest.importorskip("diffusers", reason="compares with diffusers' model")
     width = config.hidden_size
@@ -32,7 +35,9 @@ def in_diffusers(original, config):
         num_layers=config.num_layers, sample_size=config.latent_shape[1], patch_size=config.patch_size,
         num_embeds_ada_norm=config.num_classes, norm_eps=config.norm_epsilon,
     )  # fmt: skip
-    shift, scale = (original["final_layer.adaLN_modulation.1." + kind] for kind in ("weight", "bias"))
+    shift, scale = (
+        original["final_layer.adaLN_modulation.1." + kind] for kind in ("weight", "bias")
+    )
     state = {"proj_out_1.weight": shift, "proj_out_1.bias": scale}
     for kind in ("weight", "bias"):
         state[f"pos_embed.proj.{kind}"] = original[f"x_embedder.proj.{kind}"]
@@ -40,20 +45,27 @@ def in_diffusers(original, config):
         for layer in range(config.num_layers):
             block, into = f"blocks.{layer}.", f"transformer_blocks.{layer}."
             parts = original[f"{block}attn.qkv.{kind}"].split(width)
-            state |= {f"{into}attn1.to_{name}.{kind}": part for name, part in zip("qkv", parts, strict=True)}
+            state |= {
+                f"{into}attn1.to_{name}.{kind}": part
+                for name, part in zip("qkv", parts, strict=True)
+            }
             state[f"{into}attn1.to_out.0.{kind}"] = original[f"{block}attn.proj.{kind}"]
             state[f"{into}ff.net.0.proj.{kind}"] = original[f"{block}mlp.fc1.{kind}"]
             state[f"{into}ff.net.2.{kind}"] = original[f"{block}mlp.fc2.{kind}"]
             state[f"{into}norm1.linear.{kind}"] = original[f"{block}adaLN_modulation.1.{kind}"]
             for theirs_name, name in (("linear_1", "mlp.0"), ("linear_2", "mlp.2")):
-                state[f"{into}norm1.emb.timestep_embedder.{theirs_name}.{kind}"] = original[f"t_embedder.{name}.{kind}"]
+                state[f"{into}norm1.emb.timestep_embedder.{theirs_name}.{kind}"] = original[
+                    f"t_embedder.{name}.{kind}"
+                ]
     for layer in range(config.num_layers):
         table = f"transformer_blocks.{layer}.norm1.emb.class_embedder.embedding_table.weight"
         state[table] = original["y_embedder.embedding_table.weight"]
     theirs.load_state_dict(state)
     for block in theirs.transformer_blocks:
         block.norm1.emb.time_proj.downscale_freq_shift = 0
-    torch.testing.assert_close(theirs.pos_embed.pos_embed, original["pos_embed"].float(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        theirs.pos_embed.pos_embed, original["pos_embed"].float(), atol=1e-6, rtol=0
+    )
     return theirs.eval()
 
 
@@ -84,7 +96,10 @@ def test_names_are_the_original_s():
 
 
 def test_the_patch_embedding_is_their_convolution():
-    for config, convolve in ((IMAGE, torch.nn.functional.conv2d), (VIDEO, torch.nn.functional.conv3d)):
+    for config, convolve in (
+        (IMAGE, torch.nn.functional.conv2d),
+        (VIDEO, torch.nn.functional.conv3d),
+    ):
         model = random_dit(config).double()
         weight = dit_to_original(model.state_dict(), config)["x_embedder.proj.weight"]
         x = torch.randn(2, *config.latent_shape, dtype=torch.float64)
@@ -109,7 +124,9 @@ def test_what_is_saved_is_loaded(tmp_path, config):
 def test_what_does_not_fit_is_named(tmp_path):
     state = dit_to_original(random_dit(IMAGE).state_dict(), IMAGE)
     with pytest.raises(ValueError, match=r"lacks blocks\.1\.attn\.qkv\.bias"):
-        dit_from_original({name: w for name, w in state.items() if name != "blocks.1.attn.qkv.bias"}, IMAGE)
+        dit_from_original(
+            {name: w for name, w in state.items() if name != "blocks.1.attn.qkv.bias"}, IMAGE
+        )
     with pytest.raises(ValueError, match="unknown ema"):
         dit_from_original(state | {"ema": torch.zeros(1)}, IMAGE)
     with pytest.raises(ValueError, match=r"x_embedder\.proj\.weight has shape"):

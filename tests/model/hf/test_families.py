@@ -1,4 +1,6 @@
-"""Families in the ways in which they differ from others: what folders hold, which are refused, and greedy texts."""
+"""Families in the ways in which they differ from others: what folders hold, which are refused, and
+greedy texts.
+"""
 
 import json
 import re
@@ -30,7 +32,8 @@ from tests.model.hf.hugging_face import (
 from tests.model.models import built, generate
 
 PROMPTS = [
-    torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (9, 3, 17)
+    torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (9, 3, 17)
 ]
 NEW = 25  # past the window of 8 and, after the longest prompt, within GPT-2's 50 positions
 
@@ -40,7 +43,9 @@ def test_greedy_texts_equal_transformers(name):
     theirs = hugging_face(CONFIGS[name], torch.float64).eval()
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     wanted = [
-        theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)[0].tolist()
+        theirs.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings
+        )[0].tolist()
         for prompt in PROMPTS
     ]
     found = generate(ours(theirs, CONFIGS[name], torch.float64), PROMPTS, NEW)
@@ -54,8 +59,13 @@ def test_reads_the_bare_model_with_its_mask(tmp_path):
     expected = from_hf(theirs.state_dict(), GPT2)
     theirs.save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
-    bare = {name.removeprefix("transformer."): weight for name, weight in load_file(weights).items()}
-    bare |= {"h.0.attn.bias": torch.ones(1, 1, 50, 50).tril(), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    bare = {
+        name.removeprefix("transformer."): weight for name, weight in load_file(weights).items()
+    }
+    bare |= {
+        "h.0.attn.bias": torch.ones(1, 1, 50, 50).tril(),
+        "h.1.attn.masked_bias": torch.tensor(-1e4),
+    }
     save_file(bare, weights)
     config, state, _ = load_hf(tmp_path)
     assert config.max_position_embeddings == 50
@@ -65,10 +75,19 @@ def test_reads_the_bare_model_with_its_mask(tmp_path):
 
 def test_published_configurations_are_read():
     """The hub's GPT-2 names dropout, and leaves n_inner and what was added later out."""
-    hub = {"activation_function": "gelu_new", "attn_pdrop": 0.1, "model_type": "gpt2", "n_ctx": 1024}
+    hub = {
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.1,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+    }
     hub |= {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
     config = config_from_hf(hub)
-    assert (config.ffn_size, config.max_position_embeddings, config.norm_epsilon) == (3072, 1024, 1e-5)
+    assert (config.ffn_size, config.max_position_embeddings, config.norm_epsilon) == (
+        3072,
+        1024,
+        1e-5,
+    )
     assert not config.untie_embeddings_and_output_weights
     del hub["n_positions"]
     with pytest.raises(ValueError, match="n_positions is missing; this is no gpt2's configuration"):
@@ -78,7 +97,10 @@ def test_published_configurations_are_read():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"position_embedding_type": "rope", "max_position_embeddings": None}, "position_embedding_type is rope"),
+        (
+            {"position_embedding_type": "rope", "max_position_embeddings": None},
+            "position_embedding_type is rope",
+        ),
         ({"num_query_groups": 2}, "num_query_groups is 2"),
         ({"kv_channels": 10}, "kv_channels is 10"),
     ],
@@ -90,21 +112,30 @@ def test_a_gpt_that_theirs_cannot_be_is_not_written(tmp_path, change, words):
         lambda: to_hf(Decoder(config).state_dict(), config),
         lambda: save_hf(tmp_path / "out", config, Decoder(config).state_dict()),
     ):
-        with pytest.raises(ValueError, match=f"^{words}, and Hugging Face's GPT-2 has only .*; keep it in"):
+        with pytest.raises(
+            ValueError, match=f"^{words}, and Hugging Face's GPT-2 has only .*; keep it in"
+        ):
             write()
     assert not (tmp_path / "out").exists()
 
 
 def test_the_table_of_positions_has_one_length(tmp_path):
     assert config_to_hf(GPT2, {"max_position_embeddings": 50})["n_positions"] == 50
-    with pytest.raises(ValueError, match="max_position_embeddings is 60 and the model's table of positions has 50"):
+    with pytest.raises(
+        ValueError, match="max_position_embeddings is 60 and the model's table of positions has 50"
+    ):
         save_hf(tmp_path / "out", GPT2, Decoder(GPT2).state_dict(), {"max_position_embeddings": 60})
     assert not (tmp_path / "out").exists()
 
 
 def test_old_and_sparse_configurations():
     """A config.json of transformers 4 has rope_theta at the top, and leaves may be missing."""
-    sparse = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    sparse = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+    }
     sparse |= {"vocab_size": 100, "rope_theta": 7000.0, "rope_scaling": None}
     config = config_from_hf(sparse)
     assert (config.rotary_base, config.norm_epsilon, config.query_groups) == (7000.0, 1e-6, 4)
@@ -116,7 +147,9 @@ def test_old_and_sparse_configurations():
 
 @pytest.mark.parametrize("name", ["llama, dynamic", "llama, wide heads"])
 def test_dynamic_rope_of_a_run_is_plain_rope_of_another_base(name):
-    """A run fixes the length that the base is for, and a text of any other length must have the same base."""
+    """A run fixes the length that the base is for, and a text of any other length must have the
+    same base.
+    """
     scaling = {**asdict(CONFIGS["llama, dynamic"]), "kv_channels": CONFIGS[name].kv_channels}
     config = replace(LLAMA, **scaling | {"rope_scaling_seq_length": 33})
     theirs = hugging_face(config)
@@ -125,25 +158,43 @@ def test_dynamic_rope_of_a_run_is_plain_rope_of_another_base(name):
     for length in (7, 16, 33, 40):
         assert (model(TOKENS[:, :length]) - theirs(TOKENS[:, :length]).logits).abs().max() < 1e-5
     again = config_from_hf(config_to_hf(config))
-    assert (again.rope_scaling_type, again.rotary_base) == (None, theirs.config.rope_parameters["rope_theta"])
+    assert (again.rope_scaling_type, again.rotary_base) == (
+        None,
+        theirs.config.rope_parameters["rope_theta"],
+    )
     open_length = ours(theirs, replace(config, rope_scaling_seq_length=None))  # negative control
     assert (open_length(TOKENS[:, :16]) - theirs(TOKENS[:, :16]).logits).abs().max() > 1e-3
 
 
 VISION = {
-    "gemma3": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    "gemma3": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     | {"image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"},
-    "qwen3_5": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48},
+    "qwen3_5": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+    },
 }
 
 
 def of_images(config, folder):
-    """A tiny model of text and images, as transformers writes it; Qwen3.5's with a layer for two tokens ahead."""
+    """A tiny model of text and images, as transformers writes it; Qwen3.5's with a layer for two
+    tokens ahead.
+    """
     kind, text, more = config.model_type, config_to_hf(config), {"mm_tokens_per_image": 4}
     if kind == "qwen3_5":
         text |= {"mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32", "attn_output_gate": True}
         more = {}
-    shape = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=VISION[kind], **more)
+    shape = transformers.AutoConfig.for_model(
+        kind, text_config=text, vision_config=VISION[kind], **more
+    )
     torch.manual_seed(0)
     transformers.AutoModelForImageTextToText.from_config(shape).save_pretrained(folder)
     path = folder / "model.safetensors"
@@ -153,10 +204,15 @@ def of_images(config, folder):
 
 
 def layouts(config, weights):
-    """The weights by the names of files of transformers 4 and of modules of transformers 5, where these are others."""
+    """The weights by the names of files of transformers 4 and of modules of transformers 5, where
+    these are others.
+    """
     if config is QWEN3_5:
         return [weights]
-    inside = {re.sub(r"^(model\.)?(language_model\.)?(model\.)?", "", name): w for name, w in weights.items()}
+    inside = {
+        re.sub(r"^(model\.)?(language_model\.)?(model\.)?", "", name): w
+        for name, w in weights.items()
+    }
     old, new = {}, {}
     for name, weight in inside.items():
         of_vision = name.startswith(("vision_tower", "multi_modal_projector"))
@@ -201,27 +257,48 @@ def test_only_known_parts_are_passed_over(tmp_path):
 def test_outer_entries_say_whether_embeddings_are_tied(tmp_path):
     contents = json.loads(of_images(QWEN3_5, tmp_path).with_name("config.json").read_text())
     assert not TIED["untie_embeddings_and_output_weights"]
-    assert config_from_hf(contents | {"tie_word_embeddings": True}).untie_embeddings_and_output_weights is False
+    assert (
+        config_from_hf(contents | {"tie_word_embeddings": True}).untie_embeddings_and_output_weights
+        is False
+    )
     assert config_from_hf(contents).untie_embeddings_and_output_weights is True
     with pytest.raises(UserError, match="text_config = 3 is not supported; only a table is"):
         config_from_hf(contents | {"text_config": 3})
 
 
 def test_entries_are_read_as_published():
-    """Gemma 3 4B's config.json leaves out what is transformers' default; OLMo 3 7B's has one rope_theta."""
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    """Gemma 3 4B's config.json leaves out what is transformers' default; OLMo 3 7B's has one
+    rope_theta.
+    """
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
     text |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     outer = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]}
     gemma = config_from_hf(outer)
     with pytest.raises(UserError, match=r"quantization_config = .* is not supported; only null"):
         config_from_hf(outer | {"quantization_config": {"quant_method": "fp8"}})
-    assert (gemma.rotary_base, gemma.rotary_base_local, gemma.rope_scaling_factor) == (1e6, 1e4, 8.0)
-    assert (gemma.vocab_size, gemma.num_attention_heads, gemma.query_groups, gemma.head_dim) == (262208, 8, 4, 256)
+    assert (gemma.rotary_base, gemma.rotary_base_local, gemma.rope_scaling_factor) == (
+        1e6,
+        1e4,
+        8.0,
+    )
+    assert (gemma.vocab_size, gemma.num_attention_heads, gemma.query_groups, gemma.head_dim) == (
+        262208,
+        8,
+        4,
+        256,
+    )
     assert [layer for layer in range(34) if gemma.window(layer) is None] == [5, 11, 17, 23, 29]
     assert gemma.window(0) == (1023, 0)
     assert config_from_hf({**text, "sliding_window_pattern": 2}).window(1) is None
     contents = {
-        key: value for key, value in config_to_hf(OLMO3).items() if key not in ("rope_parameters", "layer_types")
+        key: value
+        for key, value in config_to_hf(OLMO3).items()
+        if key not in ("rope_parameters", "layer_types")
     }
     olmo = config_from_hf(contents | {"rope_theta": 5e5, "num_hidden_layers": 4})
     assert (olmo.rotary_base, olmo.rotary_base_local, olmo.rope_scaling_type) == (5e5, 5e5, "yarn")
@@ -229,11 +306,15 @@ def test_entries_are_read_as_published():
 
 
 @pytest.mark.parametrize("config", [GEMMA3, OLMO3], ids=["gemma3", "olmo3"])
-@pytest.mark.parametrize("change", [{"rotary_base_local": 4000.0}, {"window_size": "8,0"}, {"rotary_base": 9000.0}])
+@pytest.mark.parametrize(
+    "change", [{"rotary_base_local": 4000.0}, {"window_size": "8,0"}, {"rotary_base": 9000.0}]
+)
 def test_a_wrong_base_or_window_would_be_seen(config, change):
     theirs = hugging_face(config)
     assert (ours(theirs, config)(TOKENS) - theirs(TOKENS).logits).abs().max() < 1e-4
-    assert (ours(theirs, replace(config, **change))(TOKENS) - theirs(TOKENS).logits).abs().max() > 1e-3
+    assert (
+        ours(theirs, replace(config, **change))(TOKENS) - theirs(TOKENS).logits
+    ).abs().max() > 1e-3
 
 
 def test_embeddings_are_scaled_in_their_own_dtype():
@@ -260,10 +341,15 @@ def test_a_released_olmo_hybrid_has_other_names(tmp_path):
     for one in (weights, released):
         save_file(one, path, {"format": "pt"})
         config, state, _ = load_hf(tmp_path)
-        assert all(torch.equal(to_hf(state, config)[name], weight) for name, weight in theirs.state_dict().items())
+        assert all(
+            torch.equal(to_hf(state, config)[name], weight)
+            for name, weight in theirs.state_dict().items()
+        )
 
 
 def test_kimis_gates_are_in_no_model_of_theirs():
     config = replace(QWEN3_5, linear_gate="per_channel", linear_num_value_heads=2)
-    with pytest.raises(UserError, match=r"linear_gate is per_channel, and a Qwen3\.5 has only per_head"):
+    with pytest.raises(
+        UserError, match=r"linear_gate is per_channel, and a Qwen3\.5 has only per_head"
+    ):
         to_hf(built(config).state_dict(), config)

@@ -1,4 +1,6 @@
-"""Folders that go through us keep what they said, and those that cannot be read or written right are one line."""
+"""Folders that go through us keep what they said, and those that cannot be read or written right
+are one line.
+"""
 
 import dataclasses
 import json
@@ -12,7 +14,15 @@ from model.hf.dit import load_dit, save_dit
 from model.registry import build_model
 from runtime.errors import UserError
 from tests.data.test_mutations import mutations, outcomes
-from tests.model.hf.hugging_face import CONFIGS, GPT2, LLAMA, TOKENS, WINDOW, hugging_face, transformers
+from tests.model.hf.hugging_face import (
+    CONFIGS,
+    GPT2,
+    LLAMA,
+    TOKENS,
+    WINDOW,
+    hugging_face,
+    transformers,
+)
 from tests.model.models import IMAGE, random_dit
 
 IDS = {"bos_token_id": 7, "eos_token_id": [9, 11]}
@@ -31,7 +41,10 @@ def test_an_export_says_what_the_import_read(tmp_path, config, request):
         setattr(theirs.config, name, value)
     theirs.save_pretrained(tmp_path / "theirs")
     save_hf(tmp_path / "ours", *load_hf(tmp_path / "theirs"))
-    kinds = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("theirs", "ours")]
+    kinds = [
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        for name in ("theirs", "ours")
+    ]
     before, after = (kind.config.to_dict() for kind in kinds)
     for ours_to_say in ("_name_or_path", "n_inner", "head_dim"):  # defaults, written out
         before.pop(ours_to_say, None), after.pop(ours_to_say, None)
@@ -49,7 +62,10 @@ def test_a_vocabulary_of_our_own_gets_no_ids_of_another(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"hidden_size": 44, "num_attention_heads": 7, "num_query_groups": 7, "kv_channels": 6}, {"init_method_std": 1.5}],
+    [
+        {"hidden_size": 44, "num_attention_heads": 7, "num_query_groups": 7, "kv_channels": 6},
+        {"init_method_std": 1.5},
+    ],
 )
 def test_a_llama_that_transformers_refuses_is_a_mistral_to_it(tmp_path, change):
     config = dataclasses.replace(LLAMA, **change)
@@ -102,12 +118,38 @@ def test_contents_that_transformers_could_not_read(contents, words):
 
 
 def test_null_means_missing():
-    assert config_to_hf(LLAMA, {"max_position_embeddings": None, "attention_dropout": None}) == config_to_hf(LLAMA)
+    assert config_to_hf(
+        LLAMA, {"max_position_embeddings": None, "attention_dropout": None}
+    ) == config_to_hf(LLAMA)
 
 
-WRONG = [None, "8", [], {}, ["x"], [[]], {"x": 1}, 2.5, 0, -1, True, float("nan"), float("inf"), 10**30, "a" * 5000]
+WRONG = [
+    None,
+    "8",
+    [],
+    {},
+    ["x"],
+    [[]],
+    {"x": 1},
+    2.5,
+    0,
+    -1,
+    True,
+    float("nan"),
+    float("inf"),
+    10**30,
+    "a" * 5000,
+]
 FREE = {"architectures", "model_type", "bos_token_id", "eos_token_id"}
-OPTIONAL = {"num_key_value_heads", "head_dim", "n_inner", "layer_types", "attention_bias", "mlp_bias", "sliding_window"}
+OPTIONAL = {
+    "num_key_value_heads",
+    "head_dim",
+    "n_inner",
+    "layer_types",
+    "attention_bias",
+    "mlp_bias",
+    "sliding_window",
+}
 RATES = {"attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "max_window_layers"}
 FLOATS = {"rope_theta", "rms_norm_eps", "initializer_range", "layer_norm_epsilon"}
 FLOATS |= {"factor", "low_freq_factor", "high_freq_factor"}
@@ -127,10 +169,20 @@ def test_every_entry_of_a_wrong_type_is_one_line(name):
     good = config_to_hf(CONFIGS[name])
     rope = good.pop("rope_parameters", {})  # rope_theta is read at the top then
     good.pop("rope_scaling", None)
-    changes = [({key: wrong}, key, good[key], wrong) for key in good.keys() - FREE for wrong in WRONG]
-    tables = [(key, wrong) for key in ("rope_scaling", "rope_parameters") if rope for wrong in WRONG]
-    changes += [({key: wrong}, key, None, wrong) for key, wrong in tables if wrong not in (None, {})]
-    changes += [({"rope_parameters": rope | {key: wrong}}, key, rope[key], wrong) for key in rope for wrong in WRONG]
+    changes = [
+        ({key: wrong}, key, good[key], wrong) for key in good.keys() - FREE for wrong in WRONG
+    ]
+    tables = [
+        (key, wrong) for key in ("rope_scaling", "rope_parameters") if rope for wrong in WRONG
+    ]
+    changes += [
+        ({key: wrong}, key, None, wrong) for key, wrong in tables if wrong not in (None, {})
+    ]
+    changes += [
+        ({"rope_parameters": rope | {key: wrong}}, key, rope[key], wrong)
+        for key in rope
+        for wrong in WRONG
+    ]
     assert len(changes) > 100
     for change, key, value, wrong in changes:
         if not may_be(key, value, wrong):
@@ -145,16 +197,34 @@ def test_weights_are_finite_numbers(tmp_path):
     for breakage, words in (
         (lambda w: w.to(torch.int8), "embed_tokens.weight is int8; weights must be float32"),
         (lambda w: w.to(torch.float8_e4m3fn), "is float8_e4m3fn; weights must be"),
-        (lambda w: w.index_fill(0, torch.tensor([3]), torch.nan), "holds 48 of 2928 values that are not finite"),
-        (lambda w: w.index_fill(1, torch.tensor([3]), -torch.inf), "holds 61 of 2928 values that are not finite"),
+        (
+            lambda w: w.index_fill(0, torch.tensor([3]), torch.nan),
+            "holds 48 of 2928 values that are not finite",
+        ),
+        (
+            lambda w: w.index_fill(1, torch.tensor([3]), -torch.inf),
+            "holds 61 of 2928 values that are not finite",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
-            from_hf(theirs | {"model.embed_tokens.weight": breakage(theirs["model.embed_tokens.weight"])}, LLAMA)
+            from_hf(
+                theirs
+                | {"model.embed_tokens.weight": breakage(theirs["model.embed_tokens.weight"])},
+                LLAMA,
+            )
         with pytest.raises(ValueError, match=words.replace("embed_tokens", "embedding")):
-            save_hf(tmp_path / "out", LLAMA, state | {"embedding.weight": breakage(state["embedding.weight"])})
+            save_hf(
+                tmp_path / "out",
+                LLAMA,
+                state | {"embedding.weight": breakage(state["embedding.weight"])},
+            )
     dit = random_dit(IMAGE).state_dict()
     with pytest.raises(ValueError, match=r"x_embedder.bias holds 1 of 24"):
-        save_dit(tmp_path / "out", IMAGE, dit | {"x_embedder.bias": torch.tensor([torch.nan, *[0.0] * 23])})
+        save_dit(
+            tmp_path / "out",
+            IMAGE,
+            dit | {"x_embedder.bias": torch.tensor([torch.nan, *[0.0] * 23])},
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -167,7 +237,9 @@ def test_a_folder_that_cannot_be_written_is_named_and_stays_as_it_is(tmp_path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(json, "dumps", full)  # the weights are there by then
-    with pytest.raises(ValueError, match=r"cannot write to .*\(No space left on device\); free space"):
+    with pytest.raises(
+        ValueError, match=r"cannot write to .*\(No space left on device\); free space"
+    ):
         save_hf(tmp_path / "out", LLAMA, build_model(LLAMA).state_dict())
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -202,7 +274,10 @@ def test_sizes_of_another_model_are_seen_before_one_is_made(tmp_path):
     good = json.loads(path.read_text())
     for change, words in (
         ({"num_hidden_layers": 10**9}, "num_layers is 1000000000, and there are 21 weights"),
-        ({"vocab_size": 2**31 - 1}, "vocab_size is 2147483647, and the largest weight has 3840 values"),
+        (
+            {"vocab_size": 2**31 - 1},
+            "vocab_size is 2147483647, and the largest weight has 3840 values",
+        ),
         ({"head_dim": 2**30}, "kv_channels is 6442450944, and the largest"),
     ):
         path.write_text(json.dumps(good | change))
@@ -210,7 +285,9 @@ def test_sizes_of_another_model_are_seen_before_one_is_made(tmp_path):
             load_hf(tmp_path / "out")
     for text in ("[" * 100_000, "\xff", '"x"', ""):
         path.write_text(text, encoding="latin-1")
-        with pytest.raises(ValueError, match=r"config\.json (is not valid JSON|holds no JSON object)"):
+        with pytest.raises(
+            ValueError, match=r"config\.json (is not valid JSON|holds no JSON object)"
+        ):
             load_hf(tmp_path / "out")
 
 
@@ -225,5 +302,7 @@ def test_a_damaged_folder_is_read_or_refused_in_one_line(tmp_path, config, name)
     if name == "config.json":
         contents = json.loads(path.read_text())
         others = (None, -3, 10**12, "2", [])
-        changed += [json.dumps(contents | {key: other}).encode() for key in contents for other in others]
+        changed += [
+            json.dumps(contents | {key: other}).encode() for key in contents for other in others
+        ]
     assert outcomes(path, changed, lambda: load_hf(tmp_path))["refused"] > len(changed) / 4

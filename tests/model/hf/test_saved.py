@@ -1,4 +1,6 @@
-"""Folders that transformers saves of models made from its own configurations: ours has their logits."""
+"""Folders that transformers saves of models made from its own configurations: ours has their
+logits.
+"""
 
 import json
 
@@ -41,14 +43,22 @@ CASES = {
     "olmo3, tables": ("Olmo3", {**WINDOWS, "rope_parameters": OF_BOTH}),
     "olmo3, flat": ("Olmo3", {**WINDOWS, "rope_parameters": PLAIN}),
     "olmo3, flat yarn": ("Olmo3", {**WINDOWS, "rope_parameters": YARN}),
-    "olmo3, flat beside tables": ("Olmo3", {**WINDOWS, "rope_parameters": {**PLAIN, "rope_theta": 7.0, **OF_BOTH}}),
+    "olmo3, flat beside tables": (
+        "Olmo3",
+        {**WINDOWS, "rope_parameters": {**PLAIN, "rope_theta": 7.0, **OF_BOTH}},
+    ),
     "qwen3_5": ("Qwen3_5", LINEAR),
     "olmo hybrid": ("OlmoHybrid", {**LINEAR, "rope_parameters": {"rope_theta": None}}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "smollm3, a pattern": ("SmolLM3", {"no_rope_layers": [0, 1, 0], "rope_parameters": YARN}),
     "granite": (
         "Granite",
-        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 1.5},
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 1.5,
+        },
     ),
     "gpt2": ("GPT2", {}),
 }
@@ -59,10 +69,14 @@ def saved(kind, changes, folder):
     """A model of transformers, and the folder that it writes."""
     suffix = "TextConfig" if kind in ("Gemma3", "Qwen3_5") else "Config"
     made = getattr(transformers, kind + suffix)
-    shapes = {name: value for name, value in SHAPES.items() if hasattr(made(), name)}  # a GPT-2 has fewer
+    shapes = {
+        name: value for name, value in SHAPES.items() if hasattr(made(), name)
+    }  # a GPT-2 has fewer
     torch.manual_seed(1)
     config = made(**{**shapes, **json.loads(json.dumps(changes))})
-    model = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(
+        config
+    ).eval()
     model.save_pretrained(folder)
     return model
 

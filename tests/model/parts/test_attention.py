@@ -15,14 +15,19 @@ def leaves(length, groups=2, heads=4):
     """q, k, v and sinks, float64; the lengths of the tests below fill blocks of queries and do not."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, length, heads, 8), (2, length, groups, 8), (2, length, groups, 8), (heads,)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
 
 
 def gpt_oss(q, k, v, sinks, left=None):
     """As transformers computes it: [B, T, H, D] each, a window as gpt-oss makes its mask."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-    module = SimpleNamespace(num_key_value_groups=q.shape[2] // k.shape[2], sinks=sinks, training=False)
+    module = SimpleNamespace(
+        num_key_value_groups=q.shape[2] // k.shape[2], sinks=sinks, training=False
+    )
     place = torch.arange(q.shape[1])
     behind = place[:, None] - place
     hidden = (behind < 0) | (behind > (q.shape[1] if left is None else left))
@@ -34,7 +39,10 @@ def gpt_oss(q, k, v, sinks, left=None):
 def difference(one, other, inputs):
     """Largest difference of outputs and of every gradient."""
     upstream = torch.randn(one.shape, generator=torch.Generator().manual_seed(1), dtype=one.dtype)
-    pairs = zip(*(torch.autograd.grad(out, inputs, upstream, retain_graph=True) for out in (one, other)), strict=True)
+    pairs = zip(
+        *(torch.autograd.grad(out, inputs, upstream, retain_graph=True) for out in (one, other)),
+        strict=True,
+    )
     return max((a - b).abs().max().item() for a, b in [(one, other), *pairs])
 
 
@@ -60,7 +68,9 @@ def our_name(theirs):
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_layer_is_that_of_gpt_oss_and_so_is_every_gradient(layer):
-    """A window in one layer and none in the other; theirs counts a token's own key, Megatron's and ours does not."""
+    """A window in one layer and none in the other; theirs counts a token's own key, Megatron's and
+    ours does not.
+    """
     from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
@@ -94,7 +104,9 @@ def test_a_layer_is_that_of_gpt_oss_and_so_is_every_gradient(layer):
     (got * upstream).sum().backward()
     assert ours.sinks.grad.abs().min() > 1e-3
     for name, parameter in theirs.named_parameters():
-        torch.testing.assert_close(ours.get_parameter(our_name(name)).grad, parameter.grad, rtol=0, atol=1e-11)
+        torch.testing.assert_close(
+            ours.get_parameter(our_name(name)).grad, parameter.grad, rtol=0, atol=1e-11
+        )
 
 
 def test_a_window_that_is_unlimited_is_none():
@@ -102,7 +114,9 @@ def test_a_window_that_is_unlimited_is_none():
     assert difference(sdpa(*qkv, window=(-1, 0)), sdpa(*qkv), qkv) < 1e-14
 
 
-@pytest.mark.parametrize("settings", [{"window": (5, 0)}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
+@pytest.mark.parametrize(
+    "settings", [{"window": (5, 0)}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}]
+)
 def test_windows_and_sinks_in_bfloat16(settings):
     """Sinks are added in float32."""
     q, k, v = (x.detach() for x in leaves(300)[:3])

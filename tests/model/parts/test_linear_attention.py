@@ -1,4 +1,6 @@
-"""TransNormer against the released model, written out by hand from its weights under their released names."""
+"""TransNormer against the released model, written out by hand from its weights under their released
+names.
+"""
 
 import dataclasses
 import json
@@ -15,13 +17,20 @@ from model.parts.linear_attention import LRPE, alibi_slopes, paper_decay, releas
 from tests.model.models import FAMILY, TRANSNORMER, built, tied, tokens
 
 UNTIED = dataclasses.replace(
-    TRANSNORMER, num_layers=3, ffn_hidden_size=40, norm_epsilon=1e-6, init_method_std=0.1, vocab_size=50
+    TRANSNORMER,
+    num_layers=3,
+    ffn_hidden_size=40,
+    norm_epsilon=1e-6,
+    init_method_std=0.1,
+    vocab_size=50,
 )
 TIED = tied(UNTIED)
 CONFIGS = {
     "tied": TIED,
     "untied": UNTIED,
-    "6 heads": dataclasses.replace(TIED, num_attention_heads=6, kv_channels=5, no_scale_embedding=True),
+    "6 heads": dataclasses.replace(
+        TIED, num_attention_heads=6, kv_channels=5, no_scale_embedding=True
+    ),
 }
 TOKENS = tokens(90)
 
@@ -41,7 +50,9 @@ def released_slopes(heads):
 
 
 def released(weights, config, ids):
-    """Logits from weights in the released naming, one head at a time with every score, in the weights' dtype."""
+    """Logits from weights in the released naming, one head at a time with every score, in the
+    weights' dtype.
+    """
     heads, layers = config.num_attention_heads, config.num_layers
 
     def norm(x):
@@ -49,7 +60,9 @@ def released(weights, config, ids):
 
     place = torch.arange(ids.shape[1]).double()
     distance = place[:, None] - place
-    x = weights["model.embed_tokens.weight"][ids] * (1 if config.no_scale_embedding else config.hidden_size**0.5)
+    x = weights["model.embed_tokens.weight"][ids] * (
+        1 if config.no_scale_embedding else config.hidden_size**0.5
+    )
     for layer in range(layers):
         name = f"model.layers.{layer}."
         q, k, v, u = (norm(x) @ weights[name + "token_mixer.qkvu_proj.weight"].T).chunk(4, dim=-1)
@@ -61,11 +74,17 @@ def released(weights, config, ids):
                 turn = weights[name + "token_mixer.lrpe.theta"][head] * place[:, None]
                 a, b = (torch.cat((y * turn.cos(), y * turn.sin()), -1) for y in (a, b))
             slope = released_slopes(heads)[head] * (1 - layer / (layers - 1) + 1e-5)
-            scores = (a @ b.transpose(1, 2)) * torch.exp(-slope * distance.clamp(min=0)) * (distance >= 0)
+            scores = (
+                (a @ b.transpose(1, 2))
+                * torch.exp(-slope * distance.clamp(min=0))
+                * (distance >= 0)
+            )
             out.append(scores @ c)
         x = x + (u * norm(torch.cat(out, -1))) @ weights[name + "token_mixer.out_proj.weight"].T
         y = norm(x)
-        y = (y @ weights[name + "channel_mixer.l1.weight"].T) * (y @ weights[name + "channel_mixer.l2.weight"].T)
+        y = (y @ weights[name + "channel_mixer.l1.weight"].T) * (
+            y @ weights[name + "channel_mixer.l2.weight"].T
+        )
         x = x + y @ weights[name + "channel_mixer.l3.weight"].T
     return norm(x) @ weights["lm_head.weight"].T
 
@@ -90,7 +109,8 @@ HEADS = {"num_attention_heads": 8, "kv_channels": 4}
 
 
 @pytest.mark.parametrize(
-    "breakage", [{"linear_decay": "paper"}, {"no_scale_embedding": True}, {"norm_epsilon": 1e-2}, HEADS]
+    "breakage",
+    [{"linear_decay": "paper"}, {"no_scale_embedding": True}, {"norm_epsilon": 1e-2}, HEADS],
 )
 def test_bound_sees_a_wrong_configuration(breakage):
     """Negative control: weights of the same shapes in a model that computes something else."""
@@ -105,7 +125,9 @@ def test_decays():
     assert alibi_slopes(8) == pytest.approx([2**-h for h in range(1, 9)])
     for heads in (1, 4, 6, 12, 40):
         assert alibi_slopes(heads) == pytest.approx(released_slopes(heads))
-    assert released_decay(4, 3, 0) == pytest.approx([-slope * (1 + 1e-5) for slope in alibi_slopes(4)])
+    assert released_decay(4, 3, 0) == pytest.approx(
+        [-slope * (1 + 1e-5) for slope in alibi_slopes(4)]
+    )
     assert released_decay(4, 3, 2) == pytest.approx([-slope * 1e-5 for slope in alibi_slopes(4)])
     assert [math.exp(rate) for rate in paper_decay(4, 3, 0)] == pytest.approx(
         [math.exp(-8 * h / 4 * (1 - 1 / 3)) for h in (1, 2, 3, 4)]
@@ -115,18 +137,26 @@ def test_decays():
 
 
 def test_positions_are_relative_and_exact_far_out():
-    """Products of turned queries and keys depend on distances, at a million too, where float32's angles do not."""
+    """Products of turned queries and keys depend on distances, at a million too, where float32's
+    angles do not.
+    """
     lrpe = LRPE(2, 4)
     lrpe.theta.data = torch.tensor([1.0, 0.5, 0.1, 0.01] * 2)
-    q, k = (torch.randn(1, 50, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    q, k = (
+        torch.randn(1, 50, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)
+    )
     products = []
     for start in (0, 1_000_000):
         a, b = lrpe(q, k, torch.arange(start, start + 50))
         products.append(torch.einsum("bthd,bshd->bhts", a, b))
     assert (products[0] - products[1]).abs().max() < 1e-5
-    far = (torch.arange(1_000_000, 1_000_050)[:, None, None] * torch.ones(2, 4)).float() * lrpe.theta.view(2, 4)
+    far = (
+        torch.arange(1_000_000, 1_000_050)[:, None, None] * torch.ones(2, 4)
+    ).float() * lrpe.theta.view(2, 4)
     rounded = [torch.cat((x * far.cos(), x * far.sin()), -1) for x in (q, k)]
-    assert (torch.einsum("bthd,bshd->bhts", *rounded) - products[0]).abs().max() > 1e-3  # what float32 angles would do
+    assert (
+        torch.einsum("bthd,bshd->bhts", *rounded) - products[0]
+    ).abs().max() > 1e-3  # what float32 angles would do
 
 
 def test_explicit_positions_are_those_of_the_tokens():
@@ -150,7 +180,9 @@ def test_round_trip_in_the_released_naming(config, tmp_path):
     model = built(config)
     theirs = to_hf(model.state_dict(), config)
     inside, width = config.num_attention_heads * config.head_dim, config.hidden_size
-    assert {name: tuple(weight.shape) for name, weight in theirs.items() if ".layers.0." in name} == {
+    assert {
+        name: tuple(weight.shape) for name, weight in theirs.items() if ".layers.0." in name
+    } == {
         "model.layers.0.token_mixer.qkvu_proj.weight": (4 * inside, width),
         "model.layers.0.token_mixer.out_proj.weight": (width, inside),
         "model.layers.0.token_mixer.lrpe.theta": (config.num_attention_heads, 1, config.head_dim),
@@ -165,7 +197,10 @@ def test_round_trip_in_the_released_naming(config, tmp_path):
     save_hf(tmp_path / "out", config, model.state_dict())
     loaded, state, _ = load_hf(tmp_path / "out")
     assert config_from_hf(config_to_hf(loaded)) == loaded
-    assert (loaded.head_dim, loaded.no_scale_embedding) == (config.head_dim, config.no_scale_embedding)
+    assert (loaded.head_dim, loaded.no_scale_embedding) == (
+        config.head_dim,
+        config.no_scale_embedding,
+    )
     again = Decoder(loaded)
     again.load_state_dict(state)
     assert torch.equal(again(TOKENS), model(TOKENS))
@@ -174,13 +209,25 @@ def test_round_trip_in_the_released_naming(config, tmp_path):
 
 
 def test_a_released_configuration_is_read():
-    """TransNormerLLM-385M's values; it lists no tie_word_embeddings, which transformers takes for true."""
-    theirs = {"model_type": "transnormer", "vocab_size": 64000, "init_std": 0.02, "hidden_dim": 1024}
+    """TransNormerLLM-385M's values; it lists no tie_word_embeddings, which transformers takes for
+    true.
+    """
+    theirs = {
+        "model_type": "transnormer",
+        "vocab_size": 64000,
+        "init_std": 0.02,
+        "hidden_dim": 1024,
+    }
     theirs |= {"decoder_embed_dim": 1024, "decoder_layers": 24, "decoder_attention_heads": 8}
     theirs |= {"no_scale_embedding": False, "norm_type": "simplermsnorm", "linear_act_fun": "silu"}
     theirs |= {"linear_use_lrpe_list": [1] + 23 * [0], "glu_dim": 2816, "bias": False}
     config = config_from_hf(theirs)
-    assert (config.num_layers, config.hidden_size, config.ffn_size, config.head_dim) == (24, 1024, 2816, 128)
+    assert (config.num_layers, config.hidden_size, config.ffn_size, config.head_dim) == (
+        24,
+        1024,
+        2816,
+        128,
+    )
     assert not config.untie_embeddings_and_output_weights
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
     lrpe = {"linear_use_lrpe_list": 24 * [1]}
@@ -197,7 +244,10 @@ def test_a_released_configuration_is_read():
     [
         ({"linear_decay": "paper"}, "linear_decay is paper"),
         ({"norm_epsilon": 1e-5}, "norm_epsilon is 1e-05"),
-        ({"softmax_every": 2}, "softmax_every is 2, and a released TransNormer has only linear attention in every lay"),
+        (
+            {"softmax_every": 2},
+            "softmax_every is 2, and a released TransNormer has only linear attention in every lay",
+        ),
     ],
 )
 def test_what_the_released_code_cannot_be_is_not_written(change, message):
@@ -206,5 +256,7 @@ def test_what_the_released_code_cannot_be_is_not_written(change, message):
 
 
 def test_a_linear_transformer_is_not_written():
-    with pytest.raises(ValueError, match=r"model_type is linear_transformer, .* only llama, gpt, transnormer"):
+    with pytest.raises(
+        ValueError, match=r"model_type is linear_transformer, .* only llama, gpt, transnormer"
+    ):
         config_to_hf(FAMILY["linear_transformer"])

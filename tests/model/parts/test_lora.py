@@ -1,4 +1,6 @@
-"""Adapters of low rank: which layers get them, what they compute, what is trained, and settings without sense."""
+"""Adapters of low rank: which layers get them, what they compute, what is trained, and settings
+without sense.
+"""
 
 import dataclasses
 
@@ -7,7 +9,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.parts.lora import is_adapter, merge
-from model.registry import architecture_of, build_model, flops_per_token, initial_weight, num_parameters, num_trained
+from model.registry import (
+    architecture_of,
+    build_model,
+    flops_per_token,
+    initial_weight,
+    num_parameters,
+    num_trained,
+)
 from runtime.errors import UserError
 from tests.model.models import FAMILY, GPT, KDA, LLAMA, TRANSNORMER, tied
 
@@ -69,8 +78,14 @@ def test_adapters_alone_have_gradients(kind):
     assert {n for n, p in model.named_parameters() if p.grad is not None and p.grad.any()} == {
         name for name in model.state_dict() if is_adapter(name)
     }
-    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith("layers")]
-    linears = [name for name in linears if not any(part in name for part in (".lora_", ".narrow", ".wide"))]
+    linears = [
+        n
+        for n, m in model.named_modules()
+        if isinstance(m, torch.nn.Linear) and n.startswith("layers")
+    ]
+    linears = [
+        name for name in linears if not any(part in name for part in (".lora_", ".narrow", ".wide"))
+    ]
     assert {f"{name}.lora_{matrix}.weight" for name in linears for matrix in "AB"} == {
         name for name in model.state_dict() if is_adapter(name)
     }
@@ -93,7 +108,9 @@ def test_a_model_begins_as_it_is_and_by_name_and_seed():
 
 
 def test_flops_are_those_that_torch_counts():
-    """Two products of a frozen weight, three of an adapter's; the first layer's need no gradient of their input."""
+    """Two products of a frozen weight, three of an adapter's; the first layer's need no gradient of
+    their input.
+    """
     config = adapted(LLAMA, num_layers=1)
     model = model_of(config)
     with FlopCounterMode(display=False) as counter:
@@ -119,11 +136,27 @@ def test_peft_names_are_ours():
         (LLAMA, {"lora_rank": 0}, "lora_rank is 0; it must be from 1 to hidden_size 32"),
         (LLAMA, {"lora_rank": 33}, "lora_rank is 33; it must be from 1 to hidden_size 32"),
         (LLAMA, {"lora_alpha": 0.0}, "lora_alpha is 0.0; it must be a number above 0"),
-        (LLAMA, {"lora_rank": None}, "lora_alpha is 4.5 and lora_rank is not set; give --lora-rank"),
-        (LLAMA, {"lora_rank": None, "lora_alpha": None, "lora_target": ("wq",)}, "lora_target is wq and lora_rank is"),
-        (LLAMA, {"lora_target": ("wu",)}, "lora_target has wu, and a layer of this model has wq wk wv wo gate up down"),
+        (
+            LLAMA,
+            {"lora_rank": None},
+            "lora_alpha is 4.5 and lora_rank is not set; give --lora-rank",
+        ),
+        (
+            LLAMA,
+            {"lora_rank": None, "lora_alpha": None, "lora_target": ("wq",)},
+            "lora_target is wq and lora_rank is",
+        ),
+        (
+            LLAMA,
+            {"lora_target": ("wu",)},
+            "lora_target has wu, and a layer of this model has wq wk wv wo gate up down",
+        ),
         (LLAMA, {"lora_target": ("q_proj", "lm_head")}, "lora_target has lm_head, and a layer"),
-        (KINDS["gpt, tied"], {"lora_target": ("gate_proj",)}, "lora_target has gate_proj, and a layer"),
+        (
+            KINDS["gpt, tied"],
+            {"lora_target": ("gate_proj",)},
+            "lora_target has gate_proj, and a layer",
+        ),
         (KDA, {"lora_target": ("wa",)}, "lora_target has wa, and a layer"),  # a bottleneck
     ],
 )

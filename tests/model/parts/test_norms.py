@@ -19,7 +19,9 @@ def test_norms_round_bf16_once(norm_of):
     if norm_of is LayerNorm:
         shift, unit_of = norm.bias.data.uniform_(-0.5, 0.5), nn.functional.layer_norm
         centred = centred - centred.mean(-1, keepdim=True)
-    exact = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * norm.weight + shift).bfloat16()
+    exact = (
+        centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * norm.weight + shift
+    ).bfloat16()
     assert (norm(x) == exact).float().mean() > 0.999
     unit = unit_of(x, (250,), eps=1e-5)  # negative control: rounded before weight and bias too
     assert (unit * norm.weight + shift == exact).float().mean() < 0.9

@@ -1,4 +1,6 @@
-"""Scaled rope turns as transformers' ROPE_INIT_FUNCTIONS do, by positions alone, and refuses what makes no sense."""
+"""Scaled rope turns as transformers' ROPE_INIT_FUNCTIONS do, by positions alone, and refuses what
+makes no sense.
+"""
 
 import dataclasses
 
@@ -10,7 +12,9 @@ from model.parts.rotary import Rotary
 from model.registry import architecture_of
 from tests.model.models import model_config
 
-rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="compares with transformers' tables")
+rope_utils = pytest.importorskip(
+    "transformers.modeling_rope_utils", reason="compares with transformers' tables"
+)
 
 TRAINED, WIDTH = 64, 24
 TO = {"original_max_position_embeddings": TRAINED}
@@ -21,15 +25,28 @@ SCALINGS = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, **TO},
     "yarn, bounds": {"rope_type": "yarn", "factor": 8.0, **TO, "beta_fast": 12.0, "beta_slow": 0.5}
     | {"truncate": False, "attention_factor": 0.75},
-    "yarn, mscale": {"rope_type": "yarn", "factor": 40.0, **TO, "mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn, mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        **TO,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
     "llama3": {"rope_type": "llama3", "factor": 8.0, **TO, **BANDS},
-    "llama3, 3.2": {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192, **BANDS},
+    "llama3, 3.2": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "original_max_position_embeddings": 8192,
+        **BANDS,
+    },
 }
 
 
 def of(scaling, base=5000.0):
     """Our settings for transformers'."""
-    values = {f"rope_scaling_{name}": value for name, value in scaling.items() if name != "rope_type"}
+    values = {
+        f"rope_scaling_{name}": value for name, value in scaling.items() if name != "rope_type"
+    }
     if scaling["rope_type"] == "dynamic":
         values["rope_scaling_original_max_position_embeddings"] = TRAINED
     return RopeConfig(rotary_base=base, rope_scaling_type=scaling["rope_type"], **values)
@@ -86,7 +103,9 @@ def test_a_rank_with_the_first_tokens_turns_them_as_the_whole_sequence_does():
     whole = Rotary(torch.arange(300), WIDTH, fixed, torch.float32)
     part = Rotary(torch.arange(0, 150, 3), WIDTH, fixed, torch.float32)
     assert torch.equal(part.cos, whole.cos[:150:3])
-    own = Rotary(torch.arange(0, 150, 3), WIDTH, of(SCALINGS["dynamic"]), torch.float32)  # negative control
+    own = Rotary(
+        torch.arange(0, 150, 3), WIDTH, of(SCALINGS["dynamic"]), torch.float32
+    )  # negative control
     assert (own.cos - part.cos).abs().max() > 0.1
 
 
@@ -95,7 +114,10 @@ def test_an_architecture_has_the_scaling_only_where_it_is_set():
     assert not [name for name in architecture_of(plain) if name.startswith("rope_scaling")]
     assert architecture_of(plain) == architecture_of(model_config(vocab_size=40))
     yarn = dataclasses.replace(
-        plain, rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_scaling_original_max_position_embeddings=64
+        plain,
+        rope_scaling_type="yarn",
+        rope_scaling_factor=4.0,
+        rope_scaling_original_max_position_embeddings=64,
     )
     found = architecture_of(yarn)
     assert (found["rope_scaling_type"], found["rope_scaling_beta_fast"]) == ("yarn", 32.0)
@@ -109,20 +131,54 @@ TABLE = {"model_type": "gpt", "max_position_embeddings": 64}
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        (None, {"factor": 2.0}, "factor is 2.0 and rope_scaling_type not set; linear, dynamic, yarn"),
+        (
+            None,
+            {"factor": 2.0},
+            "factor is 2.0 and rope_scaling_type not set; linear, dynamic, yarn",
+        ),
         ("linear", {}, "factor is not set, and rope_scaling_type linear needs it"),
         ("linear", {"factor": 0.5}, "factor is 0.5; it must be from 1"),
-        ("llama3", {"factor": 8.0}, "original_max_position_embeddings is not set, and .* llama3 needs it"),
-        ("llama3", FACTORS | {"beta_fast": 3.0}, "beta_fast is 3.0 and .* llama3; yarn alone has it"),
-        ("llama3", FACTORS | {"low_freq_factor": 4.0}, "low_freq_factor is 4.0; it must be below .* 4.0"),
-        ("yarn", FACTORS | {"seq_length": 9}, "seq_length is 9 and rope_scaling_type yarn; dynamic alone has it"),
-        ("yarn", FACTORS | {"rotary_base": 1.0}, "type is yarn with rotary_base 1.0 .* needs a base above 1"),
-        ("linear", {"factor": 2.0, "model_type": "transnormer"}, "type is linear, and this model has no rope"),
-        ("linear", {"factor": 2.0, **TABLE}, "type is linear, and this model has no rope; leave it out"),
+        (
+            "llama3",
+            {"factor": 8.0},
+            "original_max_position_embeddings is not set, and .* llama3 needs it",
+        ),
+        (
+            "llama3",
+            FACTORS | {"beta_fast": 3.0},
+            "beta_fast is 3.0 and .* llama3; yarn alone has it",
+        ),
+        (
+            "llama3",
+            FACTORS | {"low_freq_factor": 4.0},
+            "low_freq_factor is 4.0; it must be below .* 4.0",
+        ),
+        (
+            "yarn",
+            FACTORS | {"seq_length": 9},
+            "seq_length is 9 and rope_scaling_type yarn; dynamic alone has it",
+        ),
+        (
+            "yarn",
+            FACTORS | {"rotary_base": 1.0},
+            "type is yarn with rotary_base 1.0 .* needs a base above 1",
+        ),
+        (
+            "linear",
+            {"factor": 2.0, "model_type": "transnormer"},
+            "type is linear, and this model has no rope",
+        ),
+        (
+            "linear",
+            {"factor": 2.0, **TABLE},
+            "type is linear, and this model has no rope; leave it out",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(kind, values, message):
     others = ("rotary_base", "model_type", "max_position_embeddings")
-    named = {name if name in others else f"rope_scaling_{name}": value for name, value in values.items()}
+    named = {
+        name if name in others else f"rope_scaling_{name}": value for name, value in values.items()
+    }
     with pytest.raises(ValueError, match=f"^rope_scaling_{message}"):
         model_config(rope_scaling_type=kind, **named)

@@ -10,7 +10,14 @@ from torch import nn
 
 from model.parts.feed_forward import MLP
 from model.parts.norms import RMSNorm, ZeroCentredRMSNorm
-from model.parts.weights import Beginning, Inits, constant, initial_value, normal_inits, xavier_inits
+from model.parts.weights import (
+    Beginning,
+    Inits,
+    constant,
+    initial_value,
+    normal_inits,
+    xavier_inits,
+)
 
 
 class Residual(nn.Module):

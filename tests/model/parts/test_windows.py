@@ -16,7 +16,9 @@ def test_a_window_is_the_keys_before_a_token_and_after_it(text):
 
 
 def megatrons(window_attn_skip_freq, layer_number):
-    """megatron-core 0.16.1's is_layer_window_attention, where there is a window; its import takes 6 s."""
+    """megatron-core 0.16.1's is_layer_window_attention, where there is a window; its import takes 6
+    s.
+    """
     if window_attn_skip_freq is None:
         return True
     if isinstance(window_attn_skip_freq, int):
@@ -39,14 +41,30 @@ def test_layers_are_those_of_megatron(skip):
         ("0,0", None, "window_size is 0,0, 0 keys before .* from 1 to 999,999,999, or -1"),
         ("-2,0", None, "window_size is -2,0, -2 keys before"),
         ("1000000000,0", None, "window_size is 1000000000,0, .* from 1 to"),
-        ("8,1", None, "window_size is 8,1, 1 keys after .* causal mask hides; give --window-size 8,0"),
+        (
+            "8,1",
+            None,
+            "window_size is 8,1, 1 keys after .* causal mask hides; give --window-size 8,0",
+        ),
         ("8", None, "window_size is 8; it must be two numbers"),
         ("a,b", None, "window_size is a,b; it must be two numbers"),
         ("1.5,0", None, "window_size is 1.5,0; it must be two numbers"),
         ("9" * 5000 + ",0", None, "it must be two numbers"),
-        ("8,0", "1", "window_attn_skip_freq is 1, which leaves no layer with the window; it must be 2"),
-        ("8,0", "-4", "window_attn_skip_freq is -4; it must be a number, .* more than numbers, lists"),
-        ("8,0", "[1]*3", "window_attn_skip_freq is .*, a pattern of 3 layers, and num_layers is 4; give each"),
+        (
+            "8,0",
+            "1",
+            "window_attn_skip_freq is 1, which leaves no layer with the window; it must be 2",
+        ),
+        (
+            "8,0",
+            "-4",
+            "window_attn_skip_freq is -4; it must be a number, .* more than numbers, lists",
+        ),
+        (
+            "8,0",
+            "[1]*3",
+            "window_attn_skip_freq is .*, a pattern of 3 layers, and num_layers is 4; give each",
+        ),
         ("8,0", "[1]*1000000000000", "it has more than 4 layers"),
         ("8,0", "[2]*4", "a list has a 1 for each layer with the window and a 0"),
         ("8,0", "[True]*4", "more than numbers, lists"),
@@ -69,9 +87,13 @@ def test_what_is_no_window_or_no_layers_is_refused_and_never_run(size, skip, mes
 
 def test_layers_of_a_hybrid_keep_their_numbers():
     """Every second of 8 layers has softmax attention; Megatron counts all layers."""
-    config = model_config(model_type="transnormer", num_layers=8, softmax_every=2, window_size="8,0")
+    config = model_config(
+        model_type="transnormer", num_layers=8, softmax_every=2, window_size="8,0"
+    )
     assert [config.window(layer) for layer in range(8)] == [None, (8, 0)] * 4
     fourths = replace(config, window_attn_skip_freq="4")
     assert [fourths.window(layer) for layer in range(8)] == [None, (8, 0), None, None] * 2
-    with pytest.raises(UserError, match="window_attn_skip_freq is 2; it leaves no layer of softmax attention"):
+    with pytest.raises(
+        UserError, match="window_attn_skip_freq is 2; it leaves no layer of softmax attention"
+    ):
         replace(config, window_attn_skip_freq="2")

@@ -1,4 +1,6 @@
-"""Attempts in a context: roll-outs beside whole forwards and players written by hand, and runs on 4 processes."""
+"""Attempts in a context: roll-outs beside whole forwards and players written by hand, and runs on 4
+processes.
+"""
 
 import json
 from pathlib import Path
@@ -28,7 +30,9 @@ def prefix(tmp_path_factory):
 
 
 class Player:
-    """Reads what a model would, and opens the door that it saw lead on, or one that it has not seen fail."""
+    """Reads what a model would, and opens the door that it saw lead on, or one that it has not seen
+    fail.
+    """
 
     def __init__(self, codec, tasks):
         self.codec, self.rng, self.held = codec, np.random.default_rng(0), []
@@ -43,7 +47,9 @@ class Player:
             passed = self.held[-1][:, 1] != self.codec.words.index("reward:0")
             self.knows[self.every, self.room, self.door] = np.where(passed, 1, -1)
         self.room = self.held[-1][:, -1] - self.codec.offsets[1]
-        self.door = (2 * self.knows[self.every, self.room] + self.rng.random((len(tokens), DOORS))).argmax(1)
+        self.door = (
+            2 * self.knows[self.every, self.room] + self.rng.random((len(tokens), DOORS))
+        ).argmax(1)
         return torch.from_numpy(self.door + self.codec.offsets[2])
 
 
@@ -54,7 +60,9 @@ def test_who_remembers_gains_and_gains_nothing_where_tasks_are_shuffled(prefix):
     more, error = attempts.gain(found, 16, found)
     assert more > 10 * error
     assert found["mean"][-1] == BEST
-    shuffled = attempts.figures(attempts.roll_out(Player(codec, 40), codec, right, 16, shuffled=True))
+    shuffled = attempts.figures(
+        attempts.roll_out(Player(codec, 40), codec, right, 16, shuffled=True)
+    )
     more, error = attempts.gain(shuffled, 16, shuffled)
     assert more <= attempts.ERRORS * error
 
@@ -87,20 +95,26 @@ def flags_of(prefix, save, cp):
 
 @pytest.mark.slow
 def test_losses_on_four_processes_equal_one_and_the_cache_equals_whole_forwards(prefix, tmp_path):
-    alone, shared = (run_ranks(train, cp, flags_of(prefix, tmp_path / str(cp), cp))[0] for cp in (1, 4))
+    alone, shared = (
+        run_ranks(train, cp, flags_of(prefix, tmp_path / str(cp), cp))[0] for cp in (1, 4)
+    )
     np.testing.assert_allclose(shared, alone, rtol=0, atol=2e-6)
     assert alone[-1] < alone[0]
     run_ranks(attempts.train, 1, flags_of(prefix, tmp_path / "run", 1))
     codec, right = Codec.load(prefix), doors.tasks(0, 100, 3)
     returns = attempts.play(tmp_path / "run", codec, right, 4)
     held, first = [], int(codec.offsets[codec.acts][0])
-    draw = Draw(temperature=attempts.TEMPERATURE, generator=torch.Generator().manual_seed(attempts.SEED))
+    draw = Draw(
+        temperature=attempts.TEMPERATURE, generator=torch.Generator().manual_seed(attempts.SEED)
+    )
     with torch.no_grad(), opened(tmp_path / "run") as writer:
 
         def whole(tokens, positions, ends):
             held.append(tokens)
             hidden = writer._part.hidden(torch.cat(held, 1))
-            return first + draw(hidden[:, -1], writer._part.project(hidden)[:, -1, first : first + DOORS])
+            return first + draw(
+                hidden[:, -1], writer._part.project(hidden)[:, -1, first : first + DOORS]
+            )
 
         np.testing.assert_array_equal(attempts.roll_out(whole, codec, right, 4), returns)
 
@@ -118,7 +132,10 @@ def test_every_run_is_one_that_the_entry_takes_with_as_many_tokens():
 def runs(**last):
     """Runs whose first attempts return 1, and all later ones as named."""
     lengths = {"4": 4, "64": 64, "shuffled": 64}
-    return {name: {"mean": [1.0] + [last[name]] * (lengths[name] - 1), "error": [0.1] * lengths[name]} for name in last}
+    return {
+        name: {"mean": [1.0] + [last[name]] * (lengths[name] - 1), "error": [0.1] * lengths[name]}
+        for name in last
+    }
 
 
 @pytest.mark.parametrize(
@@ -155,7 +172,12 @@ def test_the_whole_is_run_once_and_kept(tmp_path, capsys):
 def test_the_committed_runs_are_all_and_as_claimed():
     kept = attempts.read_runs(attempts.RESULTS)
     assert kept["settings"] == vars(attempts.Size())
-    assert set(kept["runs"]) == {*map(str, attempts.CHAIN_LENGTHS), attempts.CONTROL, "players", "perfect"}
+    assert set(kept["runs"]) == {
+        *map(str, attempts.CHAIN_LENGTHS),
+        attempts.CONTROL,
+        "players",
+        "perfect",
+    }
     lines, wrong = attempts.compared(kept["runs"])
     assert len(lines) == 3
     assert wrong == []
@@ -187,7 +209,9 @@ def test_histories_are_of_the_world_and_a_pure_function_of_the_seed():
 
 def test_players_learn_and_a_perfect_one_is_best():
     right = doors.tasks(0, 0, 400)
-    mixed, perfect = (doors.histories(right, 32, 0, perfect=one)[2].sum(-1).mean(0) for one in (False, True))
+    mixed, perfect = (
+        doors.histories(right, 32, 0, perfect=one)[2].sum(-1).mean(0) for one in (False, True)
+    )
     assert perfect[0] < 1.7
     assert perfect[-1] == BEST
     assert mixed[0] < mixed[7] < mixed[-1] < BEST

@@ -1,4 +1,6 @@
-"""Chains of attempts: bins by quantiles, targets relabelled, actions alone with loss, and what is refused."""
+"""Chains of attempts: bins by quantiles, targets relabelled, actions alone with loss, and what is
+refused.
+"""
 
 import json
 from pathlib import Path
@@ -14,14 +16,21 @@ from runtime.errors import DataError
 
 def episode(task, rewards, actions=None, observations=None):
     steps = len(rewards)
-    given = (observations if observations is not None else [[n] for n in range(steps)], actions or [[0]] * steps)
+    given = (
+        observations if observations is not None else [[n] for n in range(steps)],
+        actions or [[0]] * steps,
+    )
     return Episode(task, *(np.array(part, float) for part in given), np.array(rewards, float))
 
 
 def drawn(count=12, steps=3, seed=0):
     rng = np.random.default_rng(seed)
     return [
-        episode(str(n % 2), rng.integers(2, size=steps).tolist(), rng.integers(3, size=(steps, 1)).tolist())
+        episode(
+            str(n % 2),
+            rng.integers(2, size=steps).tolist(),
+            rng.integers(3, size=(steps, 1)).tolist(),
+        )
         for n in range(count)
     ]
 
@@ -36,15 +45,24 @@ def test_few_numbers_have_a_bin_each_and_many_equal_shares():
     assert len(many.values) == 8
     assert shares.min() >= 124
     assert shares.max() <= 126
-    for value, share in zip(many.values, np.split(np.sort(numbers), np.cumsum(shares)[:-1]), strict=True):
+    for value, share in zip(
+        many.values, np.split(np.sort(numbers), np.cumsum(shares)[:-1]), strict=True
+    ):
         assert value == np.median(share)
-    skewed = Column.fit("reward", np.array([0.0] * 990 + list(range(1, 101))), 16)  # most quantiles are alike
+    skewed = Column.fit(
+        "reward", np.array([0.0] * 990 + list(range(1, 101))), 16
+    )  # most quantiles are alike
     assert len(skewed.values) == len(skewed.edges) + 1 == 2
     assert skewed.values[0] == 0
 
 
 def test_a_chain_is_sorted_relabelled_and_marked():
-    attempts = [episode("a", [1, 1], [[2], [1]]), episode("a", [0, 0]), episode("a", [0, 1]), episode("a", [1, 1])]
+    attempts = [
+        episode("a", [1, 1], [[2], [1]]),
+        episode("a", [0, 0]),
+        episode("a", [0, 1]),
+        episode("a", [1, 1]),
+    ]
     codec = Codec.fit(attempts, 8)
     words = codec.words
     ids, learned = codec.chain(attempts)
@@ -76,7 +94,10 @@ def test_the_same_bins_whatever_the_chains_and_every_number_of_vectors():
     steps = attempts[0].numbers(1.5)
     values = np.array(
         [
-            [c.values[token - at] for c, at, token in zip(codec.columns, codec.offsets, row, strict=True)]
+            [
+                c.values[token - at]
+                for c, at, token in zip(codec.columns, codec.offsets, row, strict=True)
+            ]
             for row in codec.encode(steps)
         ]
     )
@@ -106,14 +127,21 @@ def test_written_chains_are_samples_of_the_loader(tmp_path, trajectories):
     straight = [codec.chain([one])[0] for one in attempts]
     unmarked = [0, 4, 8, 12]  # targets and the mark are of the chain
     steps = sorted(tuple(np.delete(ids, unmarked)) for ids in dealt)
-    assert steps == sorted(tuple(np.delete(ids, unmarked)) for ids in straight)  # every attempt, once
+    assert steps == sorted(
+        tuple(np.delete(ids, unmarked)) for ids in straight
+    )  # every attempt, once
     assert open_indexed(f"{tmp_path / 'a'}{LOSS_MASK}").tokens == 12 * 13
 
 
 def test_files_of_both_kinds_give_the_same_episode(tmp_path):
     (tmp_path / "task").mkdir()
     action, reward = np.array([[9.0], [1], [2]]), np.array([[0.0], [0.5], [1]])
-    np.savez(tmp_path / "task" / "a.npz", observation=np.arange(6.0).reshape(3, 2), action=action, reward=reward)
+    np.savez(
+        tmp_path / "task" / "a.npz",
+        observation=np.arange(6.0).reshape(3, 2),
+        action=action,
+        reward=reward,
+    )
     row = {"task": "t", "observation": [[0, 1], [2, 3]], "action": [1, 2], "reward": [0.5, 1]}
     (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n")
     one, other = read_episodes([tmp_path / "task" / "a.npz", tmp_path / "b.jsonl"])
@@ -149,7 +177,9 @@ def test_chains_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(DataError, match="a sequence has 26 tokens"):
         write_chains(attempts, tmp_path / "a", Chains(trajectories=2, seq_length=20))
     with pytest.raises(DataError, match="prepare each alone"):
-        write_chains([*attempts, episode("0", [1], [[1, 2]])], tmp_path / "a", Chains(trajectories=1))
+        write_chains(
+            [*attempts, episode("0", [1], [[1, 2]])], tmp_path / "a", Chains(trajectories=1)
+        )
     assert list(Path(tmp_path).iterdir()) == []
     with pytest.raises(DataError, match="holds no bins"):
         Codec.load(tmp_path / "a")

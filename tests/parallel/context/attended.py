@@ -1,4 +1,6 @@
-"""Softmax attention of real ranks under any mask, against float64 and one process, and its bytes against the plan's."""
+"""Softmax attention of real ranks under any mask, against float64 and one process, and its bytes
+against the plan's.
+"""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,7 +19,9 @@ SINKS = (0.5, -1.5, 2.0, 0.0, 1.25, -3.0, 3.5, 1.0)
 ROUNDED = {torch.float32: 1e-6, torch.bfloat16: 0.0}
 """Relative error of a norm that is always allowed."""
 DSINKS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
-"""Relative error of dsinks, which torch's SDPA does not have; each rank rounds its own to the dtype."""
+"""Relative error of dsinks, which torch's SDPA does not have; each rank rounds its own to the
+dtype.
+"""
 
 
 class Masked(NamedTuple):
@@ -45,10 +49,14 @@ Case = tuple[str, dict[str, Any], Masked, torch.dtype]
 
 
 def inputs(masked, dtype):
-    """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds exactly."""
+    """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds
+    exactly.
+    """
     generator = torch.Generator().manual_seed(5)
     return [
-        torch.randn(BATCH, masked.length, heads, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype).double()
+        torch.randn(BATCH, masked.length, heads, HEAD_DIM, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .double()
         for heads in (masked.heads, masked.kv_heads, masked.kv_heads, masked.heads)
     ]
 
@@ -56,7 +64,9 @@ def inputs(masked, dtype):
 def bias(masked):
     """0 where a query sees a key and -inf elsewhere, float64 [length, length]."""
     position = torch.arange(masked.length)
-    document = torch.bucketize(position, torch.tensor((masked.documents or (0, masked.length))[1:]), right=True)
+    document = torch.bucketize(
+        position, torch.tensor((masked.documents or (0, masked.length))[1:]), right=True
+    )
     left, right = masked.window or (-1, -1)
     ahead = position - position[:, None]  # [query, key]
     seen = document[:, None] == document
@@ -71,7 +81,9 @@ def bias(masked):
 
 @cache
 def truth(masked, dtype):
-    """[out, dq, dk, dv, and dsinks if there are any] in float64; a sink is one more key, of value 0."""
+    """[out, dq, dk, dv, and dsinks if there are any] in float64; a sink is one more key, of value
+    0.
+    """
     *leaves, dout = inputs(masked, dtype)
     leaves = [x.requires_grad_() for x in leaves]
     q, k, v = leaves
@@ -80,14 +92,18 @@ def truth(masked, dtype):
     if masked.sinks:
         sinks = torch.tensor(SINKS, dtype=torch.float64, requires_grad=True)
         leaves.append(sinks)
-        scores = torch.cat([scores, sinks[:, None, None].expand(BATCH, masked.heads, masked.length, 1)], -1)
+        scores = torch.cat(
+            [scores, sinks[:, None, None].expand(BATCH, masked.heads, masked.length, 1)], -1
+        )
     out = torch.einsum("bhts,bshd->bthd", scores.softmax(-1)[..., : masked.length], v)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 @cache
 def one_process_sdpa(masked, dtype):
-    """[out, dq, dk, dv] of torch's SDPA with the same mask; a sink is one more key of score bias alone."""
+    """[out, dq, dk, dv] of torch's SDPA with the same mask; a sink is one more key of score bias
+    alone.
+    """
     *leaves, dout = (x.to(dtype) for x in inputs(masked, dtype))
     leaves = [x.requires_grad_() for x in leaves]
     q, k, v = (x.transpose(1, 2) for x in leaves)
@@ -115,17 +131,25 @@ def sinks_of(masked, dtype):
 
 
 class Ranks:
-    """Context parallelism of this rank by method and options: groups are made once, whatever the length and mask."""
+    """Context parallelism of this rank by method and options: groups are made once, whatever the
+    length and mask.
+    """
 
     def __init__(self):
         self._made: dict[tuple[Any, ...], dict[int, ContextParallel]] = {}
 
     def under(self, method, options, masked):
-        """The context without documents and window, whose ``attend`` takes masks, and the one under this mask."""
+        """The context without documents and window, whose ``attend`` takes masks, and the one under
+        this mask.
+        """
         lengths = self._made.setdefault((method, tuple(options.items()), masked.causal), {})
         if not lengths:
             lengths[masked.length] = context_parallel(
-                method, seq_len=masked.length, group=dist.group.WORLD, causal=masked.causal, **options
+                method,
+                seq_len=masked.length,
+                group=dist.group.WORLD,
+                causal=masked.causal,
+                **options,
             )
         elif masked.length not in lengths:
             lengths[masked.length] = next(iter(lengths.values())).over(masked.length)
@@ -137,7 +161,8 @@ def attended(ranks, method, options, masked, dtype):
     """Attend on this rank.
 
     Returns:
-        out, dq, dk, dv (and dsinks) of the whole sequence; and whether the bytes sent to each rank are the plan's.
+        out, dq, dk, dv (and dsinks) of the whole sequence; and whether the bytes sent to each rank
+        are the plan's.
     """
     one, cp = ranks.under(method, options, masked)
     *leaves, dout = (cp.shard(x.to(dtype), dim=1) for x in inputs(masked, dtype))
@@ -168,17 +193,21 @@ def attend_all(rank, world_size, cases):
 
 
 def check(world_size, cases):
-    """Compare all cases on real ranks: in float64 to its precision, in other dtypes by the error of one process.
+    """Compare all cases on real ranks: in float64 to its precision, in other dtypes by the error of
+    one process.
 
-    These errors are norms over thousands of elements, so that none is small by luck in bfloat16, whose rounding is the
-    same on every processor. In float32 the kernels of processors differ, and ROUNDED is always allowed.
+    These errors are norms over thousands of elements, so that none is small by luck in bfloat16,
+    whose rounding is the same on every processor. In float32 the kernels of processors differ, and
+    ROUNDED is always allowed.
     """
     results = run_ranks(attend_all, world_size, cases)
     for index, case in enumerate(cases):
         assert all(result[index][1] for result in results), f"{case}: bytes sent are not the plan's"
         *_, masked, dtype = case
         want = truth(masked, dtype)
-        for name, measured, limit in zip(NAMES, error(results[0][index][0], want), limits(masked, dtype), strict=False):
+        for name, measured, limit in zip(
+            NAMES, error(results[0][index][0], want), limits(masked, dtype), strict=False
+        ):
             assert measured <= limit, f"{case}: {name} has {measured:.3g}, the limit is {limit:.3g}"
 
 

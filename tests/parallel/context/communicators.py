@@ -1,8 +1,10 @@
-"""All ranks of a plan, one after another, on tensors without memory; then what they posted is played as NCCL does it.
+"""All ranks of a plan, one after another, on tensors without memory; then what they posted is
+played as NCCL does it.
 
-Each communicator is a stream of its own on every rank: its operations run in the order in which they were posted, and
-the first of them starts when the rank's computation has come to where it was posted. A message is through when both
-sides have started, a collective when all ranks have; the computation stands still where it waits for one.
+Each communicator is a stream of its own on every rank: its operations run in the order in which
+they were posted, and the first of them starts when the rank's computation has come to where it was
+posted. A message is through when both sides have started, a collective when all ranks have; the
+computation stands still where it waits for one.
 """
 
 from collections import Counter, deque
@@ -37,7 +39,9 @@ class Part(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """The parts that a rank posts on a group at once, or (``waits``) the place where its computation waits for them."""
+    """The parts that a rank posts on a group at once, or (``waits``) the place where its
+    computation waits for them.
+    """
 
     group: Group
     parts: tuple[Part, ...]
@@ -47,7 +51,11 @@ class Operation(NamedTuple):
 class Noted:
     """The transport's calls of ``torch.distributed``, noted for one rank."""
 
-    irecv, isend, P2POp = "receive", "send", staticmethod(lambda *given, **named: (*given, *named.values()))
+    irecv, isend, P2POp = (
+        "receive",
+        "send",
+        staticmethod(lambda *given, **named: (*given, *named.values())),
+    )
 
     def __init__(self):
         self.operations: list[tuple[Operation, int]] = []
@@ -75,7 +83,11 @@ class Noted:
     def batch_isend_irecv(self, operations):
         """Post messages at once, on one group; one work for all, as NCCL's."""
         (group,) = {group for _, _, group, _ in operations}
-        return [self.post(group, *(Part(what, group.ranks[peer], x.nbytes) for what, x, _, peer in operations))]
+        return [
+            self.post(
+                group, *(Part(what, group.ranks[peer], x.nbytes) for what, x, _, peer in operations)
+            )
+        ]
 
     def all_gather(self, out, x, group, async_op):
         assert async_op
@@ -92,7 +104,9 @@ class Noted:
                 for peer, n in enumerate(of)
                 if n
             ]
-            self.post(group, *(Part(what, group.ranks[peer], count) for what, peer, count in rows)).wait()
+            self.post(
+                group, *(Part(what, group.ranks[peer], count) for what, peer, count in rows)
+            ).wait()
             return
         assert out.nbytes == x.nbytes
         self.post(group, Part("all_to_all", None, x.nbytes)).wait()
@@ -130,14 +144,18 @@ def timelines(plan, compute):
 
 
 def _merge(out, lse, block_out, block_lse):
-    """Take what ``kernels.blocks.merge_`` takes; the shape function of logaddexp took half of all time."""
+    """Take what ``kernels.blocks.merge_`` takes; the shape function of logaddexp took half of all
+    time.
+    """
     assert out.shape == block_out.shape == (*lse.shape, out.shape[-1])
     assert lse.shape == block_lse.shape
     assert out.dtype == lse.dtype == block_lse.dtype == torch.float32
 
 
 def softmax(backend="aten", heads=8, kv_heads=2, width=64, strided=False):
-    """Forward and backward of a softmax attention in bfloat16; of ``strided`` tensors a head lies in pieces."""
+    """Forward and backward of a softmax attention in bfloat16; of ``strided`` tensors a head lies
+    in pieces.
+    """
 
     def compute(plan, rank, links):
         outside = HeadExchange(links)
@@ -146,7 +164,10 @@ def softmax(backend="aten", heads=8, kv_heads=2, width=64, strided=False):
             executor = StagedExecutor(links, backend, outside, stages)
             outside = HeadExchange(links, (rank,))
         counts = (heads, kv_heads, kv_heads, heads)
-        like = [torch.empty(2, plan.local_len, n, width, dtype=torch.bfloat16, device="meta") for n in counts]
+        like = [
+            torch.empty(2, plan.local_len, n, width, dtype=torch.bfloat16, device="meta")
+            for n in counts
+        ]
         like = [x.mT.contiguous().mT for x in like] if strided else like
         q, k, v, dout = (outside.to_heads(x) for x in like)
         prefetch = executor.prefetch_kv(k, v) if executor.gathers_keys and not plan.sparse else None
@@ -161,14 +182,18 @@ def softmax(backend="aten", heads=8, kv_heads=2, width=64, strided=False):
 def states(plan, rank, links):
     """Forward and backward of linear attention whose states travel."""
     executor = StateExecutor(links, "chunked")
-    q, k, v, dout = (torch.empty(2, plan.local_len, 4, 16, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    q, k, v, dout = (
+        torch.empty(2, plan.local_len, 4, 16, dtype=torch.bfloat16, device="meta") for _ in range(4)
+    )
     out, state = executor.forward(plan, q, k, v, [-0.1] * 4)
     for x in (out, *executor.backward(plan, dout, state, q, k, v, [-0.1] * 4)):
         assert x.shape == q.shape
 
 
 def hybrid(outside):
-    """Linear layers in the layout of ``outside``, and a softmax layer in the plan's, with an exchange on both sides."""
+    """Linear layers in the layout of ``outside``, and a softmax layer in the plan's, with an
+    exchange on both sides.
+    """
 
     def compute(plan, rank, links):
         states(outside, rank, GpuTransport(outside.geometry, links._group, rank))
@@ -176,7 +201,10 @@ def hybrid(outside):
         x = torch.empty(2, outside.local_len, 8, 64, dtype=torch.bfloat16, device="meta")
         inside = relayout.exchange(x, 0)
         softmax(heads=2 * plan.size, kv_heads=plan.size)(plan, rank, links)
-        for out in (relayout.exchange(inside, 1), relayout.exchange(relayout.exchange(x, 0), 1)):  # gradients go back
+        for out in (
+            relayout.exchange(inside, 1),
+            relayout.exchange(relayout.exchange(x, 0), 1),
+        ):  # gradients go back
             assert (out.shape, out.dtype) == (x.shape, x.dtype)
 
     return compute
@@ -186,7 +214,8 @@ def play(found):
     """Run what all ranks posted to its end; return how many tensors and collectives went through.
 
     Raises:
-        AssertionError: some wait for ever, with what for; or not all ranks of a group are there when it connects.
+        AssertionError: some wait for ever, with what for; or not all ranks of a group are there
+            when it connects.
     """
     _check_connected(found)
     places, through = [0] * len(found), 0
@@ -221,22 +250,32 @@ def play(found):
 
 
 def _check_connected(found):
-    """NCCL connects a group at its first operation, for which all of it must come, be it with messages alone."""
+    """NCCL connects a group at its first operation, for which all of it must come, be it with
+    messages alone.
+    """
     firsts = {}
     for rank, timeline in enumerate(found):
         for operation, _ in timeline:
             firsts.setdefault(operation.group, {}).setdefault(rank, operation)
     for group, of in firsts.items():
-        messages = any(part.peer is not None for operation in of.values() for part in operation.parts)
-        assert not messages or {*of} == {*group.ranks}, f"{group} is not connected: only {sorted(of)} post messages"
+        messages = any(
+            part.peer is not None for operation in of.values() for part in operation.parts
+        )
+        assert not messages or {*of} == {*group.ranks}, (
+            f"{group} is not connected: only {sorted(of)} post messages"
+        )
 
 
 def _meeting(counts, rank, group, part):
-    """The start of a message or collective on this side, and the starts on others that it needs to go through.
+    """The start of a message or collective on this side, and the starts on others that it needs to
+    go through.
 
-    Between two ranks messages meet in the order of their start, and so do the collectives of a group.
+    Between two ranks messages meet in the order of their start, and so do the collectives of a
+    group.
     """
-    order = (rank, group, "collective") if part.peer is None else (rank, group, part.peer, part.what)
+    order = (
+        (rank, group, "collective") if part.peer is None else (rank, group, part.peer, part.what)
+    )
     number = counts[order] = counts[order] + 1
     if part.peer is None:
         return (rank, group, part, number), [(other, group, part, number) for other in group.ranks]

@@ -13,7 +13,9 @@ from runtime.ranks import run_ranks
 from tests.model.models import model_config
 
 LENGTH, BATCH = 96, 2
-MODEL = model_config(num_layers=2, hidden_size=64, num_attention_heads=8, num_query_groups=4, vocab_size=37)
+MODEL = model_config(
+    num_layers=2, hidden_size=64, num_attention_heads=8, num_query_groups=4, vocab_size=37
+)
 GATHERING = {
     4: [("wallfacer", {"team_size": 2}), ("allgather", {}), ("allgather", {"ulysses_degree": 2})],
     8: [("wallfacer", {"team_size": 2}), ("wallfacer", {"team_size": 2, "ulysses_degree": 2})],
@@ -47,11 +49,19 @@ def micro_batch(cp, index):
 
 
 def gradients(model, cp, micro_batches=1):
-    """Loss and gradients; all micro-batches go forward before the first goes back, as a pipeline may have it."""
-    losses = [model(micro_batch(cp, i), positions=cp.positions).square().sum() for i in range(micro_batches)]
+    """Loss and gradients; all micro-batches go forward before the first goes back, as a pipeline
+    may have it.
+    """
+    losses = [
+        model(micro_batch(cp, i), positions=cp.positions).square().sum()
+        for i in range(micro_batches)
+    ]
     for loss in losses:
         loss.backward()
-    return [torch.stack(losses).detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return [
+        torch.stack(losses).detach(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
 
 
 def events(cp, model):
@@ -77,9 +87,17 @@ def in_order(rank, world_size):
     """Events of each case by an attention that prefetches, and by the same one that cannot."""
     results = []
     for method, options in [*GATHERING[world_size], *NOT_GATHERING]:
-        contexts = [context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options) for _ in range(2)]
+        contexts = [
+            context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, **options)
+            for _ in range(2)
+        ]
         assert isinstance(contexts[0].attend, PrefetchingAttend)
-        results.append([events(cp, llama(attend(cp))) for cp, attend in zip(contexts, (early, late), strict=True)])
+        results.append(
+            [
+                events(cp, llama(attend(cp)))
+                for cp, attend in zip(contexts, (early, late), strict=True)
+            ]
+        )
     return results
 
 
@@ -87,14 +105,22 @@ def test_keys_and_values_are_on_their_way_before_q_is_projected_if_they_are_gath
     at_once = ["wk", "wv", "wq", "gather 2", "gather 1"] * MODEL.num_layers
     prefetched = ["wk", "wv", "gather 2", "wq", "gather 1"] * MODEL.num_layers
     for results in run_ranks(in_order, 4):
-        assert results == [[prefetched, at_once]] * len(GATHERING[4]) + [[at_once, at_once]] * len(NOT_GATHERING)
+        assert results == [[prefetched, at_once]] * len(GATHERING[4]) + [[at_once, at_once]] * len(
+            NOT_GATHERING
+        )
 
 
 def steps(rank, world_size, cases):
-    """Against an attention of the same plan that never prefetches, to the bit, and against one process in float64."""
+    """Against an attention of the same plan that never prefetches, to the bit, and against one
+    process in float64.
+    """
     one = context_parallel("ring", seq_len=LENGTH)
     want = gradients(llama(one.attend), one, 2)
-    heads = {"heads": MODEL.num_attention_heads, "kv_heads": MODEL.query_groups, "head_dim": MODEL.head_dim}
+    heads = {
+        "heads": MODEL.num_attention_heads,
+        "kv_heads": MODEL.query_groups,
+        "head_dim": MODEL.head_dim,
+    }
     for method, options in cases:
         for granularity, again in AGAIN.items():
             if granularity in ("full", "selective") and method != "wallfacer":
@@ -106,14 +132,19 @@ def steps(rank, world_size, cases):
             case = f"{method}, {options}, {granularity}"
             assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True)), case
             assert (sent, cp._executor._prefetched) == (cp.transport.traffic, None), case
-            # With it attention_boundary repeats a part, the heads exchanged there, unless they are in stages.
+            # With it attention_boundary repeats a part, the heads exchanged there, unless they are
+            # in stages.
             if cp.plan.geometry.ulysses_degree == 1 or (method, options) in STAGED:
                 cost = cp.plan.cost(rank, batch=BATCH, element_size=8, **heads)
                 attentions = 2 * MODEL.num_layers
-                assert sent.total == attentions * ((1 + again) * cost.forward.total + cost.backward.total), case
+                assert sent.total == attentions * (
+                    (1 + again) * cost.forward.total + cost.backward.total
+                ), case
             for x in got:
                 dist.all_reduce(x)
-            assert all((a - b).norm() <= 1e-12 * b.norm() for a, b in zip(got, want, strict=True)), case
+            assert all(
+                (a - b).norm() <= 1e-12 * b.norm() for a, b in zip(got, want, strict=True)
+            ), case
 
 
 @pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
@@ -150,7 +181,9 @@ def traced(rank, world_size):
     cp = context_parallel("allgather", seq_len=16, group=dist.group.WORLD)
     k = torch.randn(1, 8, 2, 8)
     tests = ("test_schema", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.longmesh.prefetch_kv.default, (k, k, cp._executor.handle), test_utils=tests)
+    torch.library.opcheck(
+        torch.ops.longmesh.prefetch_kv.default, (k, k, cp._executor.handle), test_utils=tests
+    )
 
 
 def test_the_prefetch_is_an_operator():

@@ -1,4 +1,6 @@
-"""Whatever arrives first, results are the same to the bit: ranks are late on purpose, otherwise in every run."""
+"""Whatever arrives first, results are the same to the bit: ranks are late on purpose, otherwise in
+every run.
+"""
 
 import random
 import time
@@ -15,7 +17,11 @@ from tests.compositions import compositions
 from tests.parallel.context.attended import Masked, Ranks, attended
 
 LATEST = 0.004  # seconds; some ten times what a transfer takes here
-MASKS = (Masked((0, 9, 123)), Masked((0, 60, 61, 123), causal=False), Masked((0, 9, 123), (70, 0), sinks=True))
+MASKS = (
+    Masked((0, 9, 123)),
+    Masked((0, 60, 61, 123), causal=False),
+    Masked((0, 9, 123), (70, 0), sinks=True),
+)
 
 Case = tuple[str, dict[str, Any], Masked]
 
@@ -54,7 +60,9 @@ def add_in_any_order(patch, draw):
 
 
 def attend_again(rank, world_size, cases, runs, change):
-    """Per case: whether out and gradients of all runs but the first, which ``change`` leaves alone, equal the first."""
+    """Per case: whether out and gradients of all runs but the first, which ``change`` leaves alone,
+    equal the first.
+    """
     ranks, found = Ranks(), []
     for method, options, masked in cases:
         results = []
@@ -63,13 +71,23 @@ def attend_again(rank, world_size, cases, runs, change):
                 if run:
                     change(patch, random.Random(f"{rank} {run} {method}"))
                 results.append(attended(ranks, method, options, masked, torch.float32)[0][:4])
-        found.append(all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)))
+        found.append(
+            all(
+                torch.equal(a, b)
+                for other in results[1:]
+                for a, b in zip(results[0], other, strict=True)
+            )
+        )
     return found
 
 
 @pytest.mark.parametrize(
     ("world_size", "runs"),
-    [(4, 2), pytest.param(4, 20, marks=pytest.mark.slow), pytest.param(8, 8, marks=pytest.mark.slow)],
+    [
+        (4, 2),
+        pytest.param(4, 20, marks=pytest.mark.slow),
+        pytest.param(8, 8, marks=pytest.mark.slow),
+    ],
 )
 def test_late_ranks_change_no_bit(world_size, runs):
     some = [

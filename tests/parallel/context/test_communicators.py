@@ -1,4 +1,6 @@
-"""Every plan through the code of a GPU, without one: its kernels' calls, and whether what all ranks post can end."""
+"""Every plan through the code of a GPU, without one: its kernels' calls, and whether what all ranks
+post can end.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -68,11 +70,15 @@ def through(plan, **shape):
 def taking(kind, patch):
     """Have one of ``KINDS`` taken; return its name in a configuration."""
     patch.setattr(executor, "select_backend", select_backend.__wrapped__)
-    if kind == "auto on Hopper":  # cuDNN, but for the shapes that it does not take, and for documents
+    if (
+        kind == "auto on Hopper"
+    ):  # cuDNN, but for the shapes that it does not take, and for documents
         for module in (attention, cudnn):
             patch.setattr(module, "gpu", lambda: Gpu((9, 0), 92000))
     patch.setattr(FlashAttention, "problem", lambda own: None)
-    patch.setattr(flash_attention, "put", lambda impl: None)  # versions differ behind the same operators
+    patch.setattr(
+        flash_attention, "put", lambda impl: None
+    )  # versions differ behind the same operators
     return kind.partition(" ")[0]
 
 
@@ -80,7 +86,8 @@ KINDS = ("aten", "auto on Hopper", "flash_attn_3")
 
 
 @pytest.mark.parametrize(
-    ("size", "each"), [(2, 1), (3, 1), (4, 1), (6, 1), (8, 4), pytest.param(8, 1, marks=pytest.mark.slow)]
+    ("size", "each"),
+    [(2, 1), (3, 1), (4, 1), (6, 1), (8, 4), pytest.param(8, 1, marks=pytest.mark.slow)],
 )
 def test_every_method_asks_kernels_for_what_they_take_and_ends(size, each):
     """With every option and mask, or one in ``each`` of these pairs."""
@@ -91,7 +98,9 @@ def test_every_method_asks_kernels_for_what_they_take_and_ends(size, each):
             plan = make_plan(method, seq_len=LENGTH, size=size, backward=moves, **options, **given)
             width, kv_heads = ((64, size), (100, 1), (256, 2 * size))[(i + j) % 3]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(cuda, "SMALL", (1 << 20, 0)[(i // 2 + j) % 2])  # all tiles in shared launches, or none
+                patch.setattr(
+                    cuda, "SMALL", (1 << 20, 0)[(i // 2 + j) % 2]
+                )  # all tiles in shared launches, or none
                 backend = taking(KINDS[(i + 2 * j + size) % 3], patch)
                 calls += through(plan, backend=backend, kv_heads=kv_heads, width=width).calls
     assert size != 4 or {*FORWARD, *BACKWARD} == {*calls}
@@ -100,7 +109,10 @@ def test_every_method_asks_kernels_for_what_they_take_and_ends(size, each):
 @pytest.mark.parametrize("method", STATES)
 def test_states_travel_to_their_end(method):
     for size, documents in ((2, None), (4, (0, 64, 100, 256))):  # one ends between two ranks
-        assert play(timelines(make_plan(method, seq_len=256, size=size, documents=documents), states)) > 0
+        assert (
+            play(timelines(make_plan(method, seq_len=256, size=size, documents=documents), states))
+            > 0
+        )
 
 
 HYBRIDS = (
@@ -114,7 +126,13 @@ HYBRIDS = (
 def mixed(state, method, given, size):
     """The timelines of a hybrid's ranks, whose layers have these two methods."""
     inside = make_plan(method, seq_len=LENGTH, size=size, **given)
-    outside = make_plan(state, seq_len=LENGTH, size=size, multiple=inside.local_len, documents=given.get("documents"))
+    outside = make_plan(
+        state,
+        seq_len=LENGTH,
+        size=size,
+        multiple=inside.local_len,
+        documents=given.get("documents"),
+    )
     return timelines(inside, hybrid(outside))
 
 
@@ -136,14 +154,18 @@ def with_layout(change, kernel):
 
 
 def wrong_kernels():
-    """Backends each of which gets one thing wrong that shape functions take, and the width that shows it."""
+    """Backends each of which gets one thing wrong that shape functions take, and the width that
+    shows it.
+    """
     forward, backward, plain = (
         flash_attention.flash_forward,
         flash_attention.flash_backward,
         flash_attention.heads_first,
     )
     as_given = with_layout(lambda *some: [x.transpose(1, 2) for x in some], forward)
-    turned = with_layout(lambda *some: [x if x.ndim == 3 else plain(x)[0] for x in some], backward)  # all but lse
+    turned = with_layout(
+        lambda *some: [x if x.ndim == 3 else plain(x)[0] for x in some], backward
+    )  # all but lse
     return {
         "heads of 100 are not padded": (100, AttentionKernel("", forward, backward)),
         "channels of q have stride 8": (64, AttentionKernel("", as_given, backward)),
@@ -165,15 +187,24 @@ def test_what_a_kernel_would_refuse_is_seen(words, monkeypatch):
 def lost(posted, what, rank):
     """All that ranks post without the first part of a kind that one of them posts."""
     timeline = list(posted[rank])
-    number = next(i for i, (operation, _) in enumerate(timeline) if any(part.what == what for part in operation.parts))
+    number = next(
+        i
+        for i, (operation, _) in enumerate(timeline)
+        if any(part.what == what for part in operation.parts)
+    )
     operation, index = timeline[number]
     first = next(part for part in operation.parts if part.what == what)
-    timeline[number] = operation._replace(parts=tuple(part for part in operation.parts if part is not first)), index
+    timeline[number] = (
+        operation._replace(parts=tuple(part for part in operation.parts if part is not first)),
+        index,
+    )
     return [*posted[:rank], timeline, *posted[rank + 1 :]]
 
 
 def packed(method, width=64):
-    return timelines(make_plan(method, seq_len=LENGTH, size=4, documents=DOCUMENTS), softmax(width=width))
+    return timelines(
+        make_plan(method, seq_len=LENGTH, size=4, documents=DOCUMENTS), softmax(width=width)
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,14 +220,20 @@ def test_a_message_that_is_lost_or_of_another_size_or_layout_is_found(right, wro
     posted = right()
     play(posted)
     others = wrong()
-    for broken in (lost(posted, "send", 1), lost(posted, "receive", 1), [*posted[:2], others[2], posted[3]]):
+    for broken in (
+        lost(posted, "send", 1),
+        lost(posted, "receive", 1),
+        [*posted[:2], others[2], posted[3]],
+    ):
         with pytest.raises(AssertionError, match=r"wait for ever: rank \d in Operation"):
             play(broken)
 
 
 def test_messages_of_some_alone_on_a_group_that_nobody_connected_are_found(monkeypatch):
     monkeypatch.setattr(GpuTransport, "connect_all", lambda *_: None)
-    plan = make_plan("lasp", seq_len=256, size=4, documents=(0, 64, 256))  # rank 0 has nobody to send to
+    plan = make_plan(
+        "lasp", seq_len=256, size=4, documents=(0, 64, 256)
+    )  # rank 0 has nobody to send to
     with pytest.raises(AssertionError, match=r"not connected: only \[1, 2, 3\]"):
         play(timelines(plan, states))
 
@@ -215,18 +252,24 @@ def test_a_circle_of_ranks_that_wait_is_found():
     assert play([waiting(one, other), waiting(one, other)]) == 4
     with pytest.raises(AssertionError, match="2 wait for ever"):
         play([waiting(one, other), waiting(other, one)])
-    # a communicator's own order: messages there and back in two operations, which only one would let pass
+    # a communicator's own order: messages there and back in two operations, which only one would
+    # let pass
     there, back = (Operation(one, (Part("send", 1, 4),)), Operation(one, (Part("receive", 1, 4),)))
     mirrored = Operation(one, (Part("send", 0, 4),)), Operation(one, (Part("receive", 0, 4),))
     assert play([[(there, 0), (back, 1)], [(mirrored[1], 0), (mirrored[0], 1)]]) == 4
     with pytest.raises(AssertionError, match="wait for ever"):
         play([[(there, 0), (back, 1)], [(mirrored[0], 0), (mirrored[1], 1)]])
     apart = back._replace(group=other), mirrored[1]._replace(group=one)
-    assert play([[(there, 0), (apart[0], 1)], [(mirrored[0]._replace(group=other), 0), (apart[1], 1)]]) == 4
+    assert (
+        play([[(there, 0), (apart[0], 1)], [(mirrored[0]._replace(group=other), 0), (apart[1], 1)]])
+        == 4
+    )
 
 
 def sharded(part, *given, **named):
-    """Shard a part whose layers have one parameter each: to split all of them takes most of the time."""
+    """Shard a part whose layers have one parameter each: to split all of them takes most of the
+    time.
+    """
     for layer in part.layers:
         for name, _ in [*layer.named_parameters()][1:]:
             path, _, own = name.rpartition(".")
@@ -235,7 +278,8 @@ def sharded(part, *given, **named):
 
 
 def groups_of(kind, case):
-    """Per rank of a mesh: how many groups torch has counted, and those that it is in, in the order they were made.
+    """Per rank of a mesh: how many groups torch has counted, and those that it is in, in the order
+    they were made.
 
     A stage has one layer of few parameters, without values: they bring no groups of their own.
     """
@@ -254,8 +298,15 @@ def groups_of(kind, case):
             task.build_runner(task.build_parts())
             world = dist.distributed_c10d._world
             counts.append(world.group_count)
-            names = {group: name for group, name in world.pg_names.items() if group is not dist.group.WORLD}
-            members = [Group(tuple(sorted(world.pg_group_ranks[group])), name) for group, name in names.items()]
+            names = {
+                group: name
+                for group, name in world.pg_names.items()
+                if group is not dist.group.WORLD
+            }
+            members = [
+                Group(tuple(sorted(world.pg_group_ranks[group])), name)
+                for group, name in names.items()
+            ]
             made.append(waiting(*members))
     return counts, made
 
@@ -264,14 +315,17 @@ LISTS = [(kind, chosen_cases(kind)) for kind in ("llama", "transnormer", DIFFUSI
 
 
 def all_cases():
-    """Each case; slow if it differs from one before in what makes no group (schedules, chunks, ZeRO stages), or large.
+    """Each case; slow if it differs from one before in what makes no group (schedules, chunks, ZeRO
+    stages), or large.
 
     Of 8 ranks, products of three dimensions alone are not slow.
     """
     found, seen = [], set[tuple[str, Case]]()
     for kind, case in ((kind, case) for kind, of in LISTS for case in of):
         mode = "ddp" if "ddp" in case.mode else "zero3"
-        like = replace(case, mode=mode, schedule="1F1B", virtual=1, layers=(), loss_chunk=0, joined=0, chunks=1)
+        like = replace(
+            case, mode=mode, schedule="1F1B", virtual=1, layers=(), loss_chunk=0, joined=0, chunks=1
+        )
         dimensions = sum(getattr(case, name) > 1 for name in DIMENSIONS)
         slow = (kind, like) in seen or (case.ranks == 8 and (kind != "llama" or dimensions < 3))
         found.append(pytest.param(kind, case, marks=pytest.mark.slow if slow else ()))
@@ -279,9 +333,13 @@ def all_cases():
     return found
 
 
-@pytest.mark.parametrize(("kind", "case"), all_cases(), ids=lambda of: of.title if isinstance(of, Case) else of)
+@pytest.mark.parametrize(
+    ("kind", "case"), all_cases(), ids=lambda of: of.title if isinstance(of, Case) else of
+)
 def test_all_ranks_make_the_same_groups_in_an_order_that_ends(kind, case):
-    """torch names a group by how many there were, or by its ranks: a name that differs is a rank alone at its door."""
+    """torch names a group by how many there were, or by its ranks: a name that differs is a rank
+    alone at its door.
+    """
     counts, made = groups_of(kind, case)
     assert len({*counts}) == 1
     assert play(made) > 0 or case.ranks == 1

@@ -1,4 +1,6 @@
-"""Softmax attention of every method on real gloo ranks: against float64 and one process, and bytes against the plan."""
+"""Softmax attention of every method on real gloo ranks: against float64 and one process, and bytes
+against the plan.
+"""
 
 from itertools import product
 
@@ -13,7 +15,17 @@ from parallel.context.circulation import Needed
 from parallel.context.transport import HeadExchange, Transport
 from runtime.ranks import run_ranks
 from tests.compositions import SLOW_RANKS, compositions
-from tests.parallel.context.attended import DOCUMENTS, PLAIN, Masked, Ranks, attended, check, error, inputs, truth
+from tests.parallel.context.attended import (
+    DOCUMENTS,
+    PLAIN,
+    Masked,
+    Ranks,
+    attended,
+    check,
+    error,
+    inputs,
+    truth,
+)
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 MOVES = ("kv", "queries")
@@ -44,9 +56,11 @@ def fits(method, options, mask, size):
 
 
 def some_cases(size):
-    """Every method packed and not, in float64 and float32, and under other masks, of five tokens too.
+    """Every method packed and not, in float64 and float32, and under other masks, of five tokens
+    too.
 
-    Those with options, and all but on two ranks, have one of each by turns; the two backwards take turns too.
+    Those with options, and all but on two ranks, have one of each by turns; the two backwards take
+    turns too.
     """
     cases = []
     for i, (method, options) in enumerate(compositions(size)):
@@ -55,7 +69,9 @@ def some_cases(size):
         if few:
             pairs = [pairs[0], pairs[3]] if i % 2 else [pairs[1], pairs[2]]
         turns = range(1 if few else 2)
-        pairs += [(DTYPES[(i + j + size) % 3], MASKS[(2 * i + j + size // 2) % len(MASKS)]) for j in turns]
+        pairs += [
+            (DTYPES[(i + j + size) % 3], MASKS[(2 * i + j + size // 2) % len(MASKS)]) for j in turns
+        ]
         pairs.append((torch.float64, TINY[i % 3]))
         cases += [
             (method, {**options, "backward": MOVES[(i + j + size // 2) % 2]}, mask, dtype)
@@ -65,7 +81,9 @@ def some_cases(size):
     return cases
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in SLOW_RANKS)])
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in SLOW_RANKS)]
+)
 def test_every_method_is_exact_and_sends_what_the_plan_says(size):
     check(size, some_cases(size))
 
@@ -75,7 +93,10 @@ def test_every_method_is_exact_and_sends_what_the_plan_says(size):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, *SLOW_RANKS])
 def test_the_same_under_every_mask_and_for_both_directions_of_the_backward(size, dtype):
     every = product(compositions(size), MOVES, (PLAIN, PACKED, *MASKS))
-    cases = [(method, {**options, "backward": moves}, mask, dtype) for (method, options), moves, mask in every]
+    cases = [
+        (method, {**options, "backward": moves}, mask, dtype)
+        for (method, options), moves, mask in every
+    ]
     check(size, [case for case in cases if fits(*case[:3], size)])
 
 
@@ -147,7 +168,9 @@ CONTROLS = [
         )
     ),
 ]
-"""Faults that break the attention in silence, and where; masks other than EVERYTHING are taken for it."""
+"""Faults that break the attention in silence, and where; masks other than EVERYTHING are taken for
+it.
+"""
 
 
 def broken(rank, world_size, controls):
@@ -175,7 +198,12 @@ def test_what_is_wrong_in_silence_is_seen():
 
 def attend_as_rings(rank, world_size):
     """Methods that come down to one ring."""
-    rings = [("zigzag", {}), ("wallfacer", {}), ("double_ring", {}), ("double_ring", {"ranks_per_node": 1})]
+    rings = [
+        ("zigzag", {}),
+        ("wallfacer", {}),
+        ("double_ring", {}),
+        ("double_ring", {"ranks_per_node": 1}),
+    ]
     given = ((method, {**options, "backward": "queries"}) for method, options in rings)
     return [attended(Ranks(), *method, PLAIN, torch.float32)[0] for method in given]
 
@@ -207,12 +235,16 @@ def test_the_groups_of_two_sequences_do_not_meet(ranks):
 
 
 def padding_reaches_nothing(rank, world_size):
-    """True where unsharding undoes sharding and marks padding; and what padding's gradients make of dk and dv."""
+    """True where unsharding undoes sharding and marks padding; and what padding's gradients make of
+    dk and dv.
+    """
     x, undone, gradients = torch.arange(2 * 5 * 3).reshape(2, 5, 3), [], []
     for method, causal in product(METHODS, (True, False)):
         cp = context_parallel(method, seq_len=5, group=dist.group.WORLD, causal=causal)
         shard, padding = cp.shard(x, dim=1, pad_value=-1), cp.positions >= 5
-        undone.append(torch.equal(cp.unshard(shard, dim=1), x) and bool((shard[:, padding] == -1).all()))
+        undone.append(
+            torch.equal(cp.unshard(shard, dim=1), x) and bool((shard[:, padding] == -1).all())
+        )
         q, k, v = (torch.randn(1, cp.plan.local_len, 4, 8, requires_grad=True) for _ in range(3))
         dout = torch.zeros_like(q)
         dout[:, padding] = 1
@@ -241,7 +273,9 @@ def test_shapes_that_do_not_fit_are_named():
 def test_the_attention_is_one_operator_that_autograd_and_tracing_accept():
     cp = context_parallel("striped", seq_len=16)
     q, k, v = (torch.randn(1, 16, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    strided = [
+        x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)
+    ]
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
     handles = cp._executor.handle, cp.handle.tensor
     attention = torch.ops.longmesh.context_attention.default

@@ -1,4 +1,6 @@
-"""Heads exchanged in stages on real gloo ranks: the bits of the attention without stages, bytes, and memory."""
+"""Heads exchanged in stages on real gloo ranks: the bits of the attention without stages, bytes,
+and memory.
+"""
 
 from functools import partial
 from itertools import accumulate
@@ -15,7 +17,11 @@ from tests.parallel.context.attended import error
 
 BATCH, WIDTH = 2, 4
 STAGES = {  # method, options, heads, KV heads, stages
-    2: [("ulysses", {}, 8, 8, 2), ("ulysses", {}, 8, 8, 4), ("ulysses", {"window": (31, 0)}, 8, 4, 2)],
+    2: [
+        ("ulysses", {}, 8, 8, 2),
+        ("ulysses", {}, 8, 8, 4),
+        ("ulysses", {"window": (31, 0)}, 8, 4, 2),
+    ],
     4: [
         ("ulysses", {}, 8, 2, 2),  # fewer KV heads than ranks
         ("ulysses", {"causal": False}, 24, 8, 6),
@@ -32,23 +38,33 @@ STAGES = {  # method, options, heads, KV heads, stages
 
 
 def in_stages(rank, world_size, dtype, *, wrong=False):
-    """[out, dq, dk, dv, dsinks] of each case, without stages and in stages; what is sent is what the plan says."""
+    """[out, dq, dk, dv, dsinks] of each case, without stages and in stages; what is sent is what
+    the plan says.
+    """
     if wrong:  # every stage attends with its rank's first heads
         executor._Heads._view = lambda self, x: x.unflatten(2, self.split).select(5, 0).select(3, 0)
     found = []
     for method, options, count, kv_count, stages in STAGES[world_size]:
         generator = torch.Generator().manual_seed(5)
         counts = (count, kv_count, kv_count, count)
-        whole = [torch.randn(BATCH, 256, n, 16, generator=generator, dtype=torch.float64).to(dtype) for n in counts]
+        whole = [
+            torch.randn(BATCH, 256, n, 16, generator=generator, dtype=torch.float64).to(dtype)
+            for n in counts
+        ]
         sinks = torch.randn(count, generator=generator)
         found.append([])
         for chunks in (1, stages):
             options = options | {"ulysses_head_chunks": chunks}
             cp = context_parallel(method, seq_len=256, group=dist.group.WORLD, **options)
             q, k, v, dout = (cp.shard(x, 1) for x in whole)
-            # A sink's logarithm of a single head is another one in its last bit: no sinks to compare with there.
+            # A sink's logarithm of a single head is another one in its last bit: no sinks to
+            # compare with there.
             sinks_of = sinks if count > cp.plan.geometry.ulysses_degree * stages else None
-            leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not sinks or sinks_of is not None]
+            leaves = [
+                x.detach().requires_grad_()
+                for x in (q, k, v, sinks)
+                if x is not sinks or sinks_of is not None
+            ]
             out = cp.attend(*leaves[:3], sinks=None if sinks_of is None else leaves[3])
             sent, cp.transport.traffic = cp.transport.traffic, Traffic()
             gradients = list(torch.autograd.grad(out, leaves, dout))
@@ -57,19 +73,26 @@ def in_stages(rank, world_size, dtype, *, wrong=False):
             assert (sent, cp.transport.traffic) == (cost.forward, cost.backward), (method, options)
             if sinks_of is not None:
                 dist.all_reduce(gradients[3])
-            found[-1].append([cp.unshard(x, 1) for x in (out.detach(), *gradients[:3])] + gradients[3:])
+            found[-1].append(
+                [cp.unshard(x, 1) for x in (out.detach(), *gradients[:3])] + gradients[3:]
+            )
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_stages_change_no_bit(world_size, dtype):
-    """If the query heads of a KV head are in several stages, sums over them have another order: dk, dv, in a ring dq.
+    """If the query heads of a KV head are in several stages, sums over them have another order: dk,
+    dv, in a ring dq.
 
-    All tiles here have multiples of 16 rows: of others a CPU merges the last rows, and which these are depends on the
-    heads, by instructions that round otherwise.
+    All tiles here have multiples of 16 rows: of others a CPU merges the last rows, and which these
+    are depends on the heads, by instructions that round otherwise.
     """
-    for case, (want, got) in zip(STAGES[world_size], run_ranks(in_stages, world_size, dtype)[0], strict=True):
+    for case, (want, got) in zip(
+        STAGES[world_size], run_ranks(in_stages, world_size, dtype)[0], strict=True
+    ):
         _, options, _, kv_count, stages = case
         ranks = options.get("ulysses_degree", world_size)
         same = 4 if max(1, kv_count // ranks) % stages == 0 else 2 if ranks == world_size else 1
@@ -84,12 +107,15 @@ def test_stages_of_wrong_heads_would_be_seen():
 
 
 def counted(stages, kv_heads):
-    """Bytes beyond q, k and v of a rank of 8 with 64 query heads: a forward's peak, what it keeps, a backward's peak.
+    """Bytes beyond q, k and v of a rank of 8 with 64 query heads: a forward's peak, what it keeps,
+    a backward's peak.
 
     In units of a rank's tokens of one head in bfloat16.
     """
     with fake_process_group(0, 8, 8):
-        cp = context_parallel("ulysses", seq_len=1024, group=dist.group.WORLD, ulysses_head_chunks=stages)
+        cp = context_parallel(
+            "ulysses", seq_len=1024, group=dist.group.WORLD, ulysses_head_chunks=stages
+        )
         recorder = Recorder(0, 8)
         with recorder.recording():
             leaves = [
@@ -108,7 +134,8 @@ def counted(stages, kv_heads):
 
 @pytest.mark.parametrize("kv_heads", [64, 8])
 def test_exchanged_heads_take_a_stages_memory(kv_heads):
-    """UPipe's formula: of 64 heads on 8 ranks in 8 stages, 87.5 % less; what is not exchanged stays as it is.
+    """UPipe's formula: of 64 heads on 8 ranks in 8 stages, 87.5 % less; what is not exchanged stays
+    as it is.
 
     With 8 KV heads all stages share the one that a rank has, exchanged once.
     """
@@ -122,6 +149,8 @@ def test_exchanged_heads_take_a_stages_memory(kv_heads):
         # q, k, v, out and lse; copies under way
         assert own + 3.5 * queries + 2 * keys <= peak <= own + 4 * queries + 2 * keys
         gradients = 64 + 2 * kv_heads + 32  # with that of lse
-        assert backward <= own + gradients + 640 // stages + 4 * 8  # 10 of each head in a stage, and shared dk, dv
+        assert (
+            backward <= own + gradients + 640 // stages + 4 * 8
+        )  # 10 of each head in a stage, and shared dk, dv
     assert 4 * 8 + 2 * 8 == (4 * 64 + 2 * 64) * (1 - 0.875)
     assert whole > found[2][0]

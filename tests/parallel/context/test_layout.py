@@ -13,7 +13,9 @@ def test_positions_ascend_and_each_is_owned_once(name):
             layout = Layout(name, 3 * granularity(name, size, team_size), size, team_size)
             owned = [layout.positions(rank) for rank in range(size)]
             assert all((np.diff(positions) > 0).all() for positions in owned)
-            assert all([*layout.strides(rank)] == sorted(layout.strides(rank)) for rank in range(size))
+            assert all(
+                [*layout.strides(rank)] == sorted(layout.strides(rank)) for rank in range(size)
+            )
             assert len({len(positions) for positions in owned}) == 1
             np.testing.assert_array_equal(np.sort(np.concatenate(owned)), np.arange(layout.seq_len))
 

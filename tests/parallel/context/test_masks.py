@@ -1,4 +1,6 @@
-"""Masks that change from one call to the next over the same ranks: the same bits as each mask on its own."""
+"""Masks that change from one call to the next over the same ranks: the same bits as each mask on
+its own.
+"""
 
 import gc
 import weakref
@@ -24,7 +26,11 @@ TEAMS = [("wallfacer", {"team_size": 2})]
 
 
 def attention(cp, linear):
-    return (lambda q, k, v: cp.attend_linear(q, k, v, [-0.1 * head for head in range(HEADS)])) if linear else cp.attend
+    return (
+        (lambda q, k, v: cp.attend_linear(q, k, v, [-0.1 * head for head in range(HEADS)]))
+        if linear
+        else cp.attend
+    )
 
 
 def leaves(cp, seed):
@@ -34,17 +40,24 @@ def leaves(cp, seed):
 
 
 def steps(masked, linear):
-    """[out, dq, dk, dv] of two micro-batches under each mask; all go forward before the first goes back."""
+    """[out, dq, dk, dv] of two micro-batches under each mask; all go forward before the first goes
+    back.
+    """
     inputs = [leaves(cp, seed) for seed in range(2) for cp in masked]
     outs = [attention(cp, linear)(*x) for cp, x in zip(masked * 2, inputs, strict=True)]
     order = [3, 0, 4, 2, 5, 1]
-    found = {i: [outs[i].detach(), *torch.autograd.grad(outs[i].square().sum(), inputs[i])] for i in order}
+    found = {
+        i: [outs[i].detach(), *torch.autograd.grad(outs[i].square().sum(), inputs[i])]
+        for i in order
+    }
     return [found[i] for i in sorted(found)]
 
 
 def compare_case(method, options, linear, made):
     def join(mask):
-        return context_parallel(method, seq_len=LENGTH, group=dist.group.WORLD, documents=mask, **options)
+        return context_parallel(
+            method, seq_len=LENGTH, group=dist.group.WORLD, documents=mask, **options
+        )
 
     by_mask = [steps([join(mask)] * 3, linear)[::3] for mask in MASKS]
     want = [found for micro_batch in zip(*by_mask, strict=True) for found in micro_batch]
@@ -57,11 +70,16 @@ def compare_case(method, options, linear, made):
     assert (len(made), [len(registry) for registry in registries]) == before
     assert not torch.equal(got[0][0], got[1][0])
     assert not torch.equal(got[1][1], got[2][1])
-    return [[torch.equal(a, b) for a, b in zip(*pair, strict=True)] for pair in zip(got, want, strict=True)]
+    return [
+        [torch.equal(a, b) for a, b in zip(*pair, strict=True)]
+        for pair in zip(got, want, strict=True)
+    ]
 
 
 def compare(rank, world_size, cases, linear):
-    """Compare out and gradients under changing masks with those of ranks joined for each mask alone."""
+    """Compare out and gradients under changing masks with those of ranks joined for each mask
+    alone.
+    """
     new_group, made = dist.new_group, []
 
     def noting(*args, **named):
@@ -74,8 +92,12 @@ def compare(rank, world_size, cases, linear):
     return found
 
 
-@pytest.mark.parametrize(("world_size", "cases", "linear"), [(2, SOFTMAX, False), (2, LINEAR, True), (4, TEAMS, False)])
-def test_masks_in_turn_are_those_of_ranks_joined_for_each_and_make_no_group_or_operator(world_size, cases, linear):
+@pytest.mark.parametrize(
+    ("world_size", "cases", "linear"), [(2, SOFTMAX, False), (2, LINEAR, True), (4, TEAMS, False)]
+)
+def test_masks_in_turn_are_those_of_ranks_joined_for_each_and_make_no_group_or_operator(
+    world_size, cases, linear
+):
     for found in run_ranks(compare, world_size, cases, linear):
         assert found == [[True] * 4] * len(found)
         assert len(found) == 2 * len(MASKS) * len(cases)
@@ -90,7 +112,10 @@ def with_the_latest_mask(rank, world_size, cases, linear):
         latest[self] = plan
         return forward(self, plan, *args)
 
-    owner.forward, owner.backward = noting, lambda self, plan, *args: backward(self, latest[self], *args)
+    owner.forward, owner.backward = (
+        noting,
+        lambda self, plan, *args: backward(self, latest[self], *args),
+    )
     return compare(rank, world_size, cases, linear)
 
 
@@ -105,7 +130,9 @@ def test_a_backward_outlives_the_mask_and_all_caches_of_it():
     q = torch.randn(1, 16, 2, 8, requires_grad=True)
 
     def attended():
-        return context_parallel("ring", seq_len=16).under(documents=(0, 5, 16)).attend(q, q, q).sum()
+        return (
+            context_parallel("ring", seq_len=16).under(documents=(0, 5, 16)).attend(q, q, q).sum()
+        )
 
     (want,) = torch.autograd.grad(attended(), q)
     out = attended()
@@ -129,7 +156,10 @@ def test_what_is_planned_ahead_is_not_planned_again(moves, monkeypatch):
 
 
 def test_plans_of_past_micro_batches_are_forgotten():
-    made = [weakref.ref(plan.make_plan("exchange", seq_len=64, size=2, documents=(0, n, 64))) for n in range(1, 60)]
+    made = [
+        weakref.ref(plan.make_plan("exchange", seq_len=64, size=2, documents=(0, n, 64)))
+        for n in range(1, 60)
+    ]
     for found in made[-1:]:
         found().schedule(0)
     gc.collect()
@@ -138,7 +168,10 @@ def test_plans_of_past_micro_batches_are_forgotten():
 
 def test_a_layer_with_a_window_keeps_the_layout_of_those_without():
     documents = {"documents": (0, 1000, 4096)}
-    whole, alone = (plan.make_plan("exchange", seq_len=4096, size=8, window=w, **documents) for w in (None, (64, 0)))
+    whole, alone = (
+        plan.make_plan("exchange", seq_len=4096, size=8, window=w, **documents)
+        for w in (None, (64, 0))
+    )
     assert whole.windowed((64, 0)).layout == whole.layout != alone.layout
     assert alone.windowed((64, 0)) is alone
 
@@ -146,7 +179,9 @@ def test_a_layer_with_a_window_keeps_the_layout_of_those_without():
 def test_masks_of_other_ranks_and_sinks_of_other_heads_are_refused():
     q = torch.randn(1, 16, 2, 8)
     ring, lasp = (context_parallel(method, seq_len=16) for method in ("ring", "lasp"))
-    ring_mask, lasp_mask = (context_parallel(method, seq_len=24).handle for method in ("ring", "lasp"))
+    ring_mask, lasp_mask = (
+        context_parallel(method, seq_len=24).handle for method in ("ring", "lasp")
+    )
     with pytest.raises(ContextError, match="mask is of ring over 24 tokens on 1 ranks"):
         ring.attend(q, q, q, ring_mask)
     with pytest.raises(ContextError, match="mask is of lasp over 24"):
@@ -157,14 +192,18 @@ def test_masks_of_other_ranks_and_sinks_of_other_heads_are_refused():
 
 
 def test_a_compiled_attention_serves_every_mask():
-    """Compiled once: the plan is a tensor. A plan's number as an int, as executors have theirs, compiles again."""
+    """Compiled once: the plan is a tensor. A plan's number as an int, as executors have theirs,
+    compiles again.
+    """
     from torch._dynamo.testing import CompileCounterWithBackend
 
     one = context_parallel("ring", seq_len=16)
     other = one.under(documents=(0, 5, 16))
     q = torch.randn(1, 16, 2, 8, requires_grad=True)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda attend, q: attend(q, q, q).square().sum(), backend=counter, fullgraph=True)
+    compiled = torch.compile(
+        lambda attend, q: attend(q, q, q).square().sum(), backend=counter, fullgraph=True
+    )
     for cp in (one, other, one):
         (got,) = torch.autograd.grad(compiled(cp.attend, q), q)
         (want,) = torch.autograd.grad(cp.attend(q, q, q).square().sum(), q)

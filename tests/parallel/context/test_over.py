@@ -1,4 +1,6 @@
-"""Contexts of other lengths over the same groups, with a scale of one's own: outputs and gradients in float64."""
+"""Contexts of other lengths over the same groups, with a scale of one's own: outputs and gradients
+in float64.
+"""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,9 @@ LENGTH, DOCUMENTS, SCALE = 37, (0, 5, 29, 37), 0.7
 
 
 def draw(*shape):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
+    )
 
 
 def attended(attend, leaves, dout):
@@ -28,13 +32,17 @@ def naive(scale):
 
     def attend(q, k, v):
         scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
-        return torch.einsum("bhts,bshd->bthd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        return torch.einsum(
+            "bhts,bshd->bthd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v
+        )
 
     return attend
 
 
 def error(found, truth):
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, truth, strict=True))
+    return max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, truth, strict=True)
+    )
 
 
 def over(rank, world_size):
@@ -49,11 +57,15 @@ def over(rank, world_size):
         assert cp.transport._groups is first.transport._groups
         assert first.over(LENGTH).plan is first.over(LENGTH).plan
         mine = attended(
-            lambda q, k, v, cp=cp: cp.attend(q, k, v, scale=SCALE), [cp.shard(x, 1) for x in leaves], cp.shard(dout, 1)
+            lambda q, k, v, cp=cp: cp.attend(q, k, v, scale=SCALE),
+            [cp.shard(x, 1) for x in leaves],
+            cp.shard(dout, 1),
         )
         whole = [cp.unshard(x, 1) for x in mine]
         found[method] = error(whole, truth), error(whole, control)
-    cp = context_parallel("zigzag", seq_len=2, group=dist.group.WORLD).over(LENGTH, documents=DOCUMENTS)
+    cp = context_parallel("zigzag", seq_len=2, group=dist.group.WORLD).over(
+        LENGTH, documents=DOCUMENTS
+    )
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in leaves[:2])
     operands = q, k, leaves[2], -leaves[0][..., 0].abs(), leaves[1][..., 0].sigmoid()
     out = cp.attend_delta(*(cp.shard(x, 1) for x in operands))
@@ -63,4 +75,8 @@ def over(rank, world_size):
 
 def test_a_context_of_another_length_attends_as_one_process():
     for found in run_ranks(over, 2):
-        assert {name: errors for name, errors in found.items() if not errors[0] < 1e-12 < 1e-2 < errors[1]} == {}
+        assert {
+            name: errors
+            for name, errors in found.items()
+            if not errors[0] < 1e-12 < 1e-2 < errors[1]
+        } == {}

@@ -17,12 +17,20 @@ from tests.compositions import EVERY
 
 SIZES = (*range(1, 17), 24, 31, 33, 48)
 PLANNED = [row for row in EVERY if row.options.get("layout") != "balanced"]
-"""Without the balanced layout, of which each row that is needed travels alone: sparse/test_flow.py."""
-BASIC = ("ring", "striped", "zigzag", "allgather")  # the others are these, with no team, one node or all heads
+"""Without the balanced layout, of which each row that is needed travels alone: sparse/test_flow.py.
+"""
+BASIC = (
+    "ring",
+    "striped",
+    "zigzag",
+    "allgather",
+)  # the others are these, with no team, one node or all heads
 
 
 def coverage(plan, moves="kv"):
-    """Count how often each pair of the padded sequence is computed for a head, over all ranks: [query, key]."""
+    """Count how often each pair of the padded sequence is computed for a head, over all ranks:
+    [query, key].
+    """
 
     @cache
     def joined(ranks):
@@ -55,7 +63,9 @@ def visible(plan):
 
 
 def check_transfers(geometry):
-    """Sends match receives, what arrives is what is held next, and gradients of all queries reach each KV's owner."""
+    """Sends match receives, what arrives is what is held next, and gradients of all queries reach
+    each KV's owner.
+    """
     steps = [geometry.rounds_of(rank) for rank in range(geometry.size)]
     rounds = len(steps[0])
     held = [{0: own[0].holds} for own in steps]
@@ -93,19 +103,32 @@ def test_every_size_sends_what_is_received_and_covers_each_pair_once(method):
     draw = random.Random(method)
     for size in SIZES if method in BASIC else range(1, 14):
         length = max(1, 4 * size - 3)
-        packed = (0, *sorted(draw.sample(range(1, length), min(length - 1, draw.randint(1, 6)))), length)
+        packed = (
+            0,
+            *sorted(draw.sample(range(1, length), min(length - 1, draw.randint(1, 6)))),
+            length,
+        )
         masks = product((True, False), (None, packed))
-        plans = [make_plan(method, seq_len=length, size=size, causal=causal, documents=of) for causal, of in masks]
+        plans = [
+            make_plan(method, seq_len=length, size=size, causal=causal, documents=of)
+            for causal, of in masks
+        ]
         for geometry in {plan.geometry for plan in plans}:
             check_transfers(geometry)
         for plan in plans:
-            np.testing.assert_array_equal(coverage(plan), visible(plan), err_msg=f"size {size}, {plan.mask}")
+            np.testing.assert_array_equal(
+                coverage(plan), visible(plan), err_msg=f"size {size}, {plan.mask}"
+            )
 
 
 @pytest.mark.parametrize(("method", "size", "options"), PLANNED)
 def test_teams_heads_nodes_and_placements_cover_each_pair_once(method, size, options):
-    for causal, documents in product((True, False), (None, tuple(sorted({0, 3, size, 3 * size + 1})))):
-        plan = make_plan(method, seq_len=3 * size + 1, size=size, causal=causal, documents=documents, **options)
+    for causal, documents in product(
+        (True, False), (None, tuple(sorted({0, 3, size, 3 * size + 1})))
+    ):
+        plan = make_plan(
+            method, seq_len=3 * size + 1, size=size, causal=causal, documents=documents, **options
+        )
         owned = np.concatenate([plan.positions(rank).numpy() for rank in range(size)])
         np.testing.assert_array_equal(np.sort(owned), np.arange(plan.padded_len))
         check_transfers(plan.geometry)
@@ -134,7 +157,9 @@ def test_each_rank_gets_a_multiple_of_positions_where_that_is_asked_for(method):
 
 
 def test_coverage_notices_a_diagonal_that_striping_must_exclude():
-    """Negative control: with the strict mask's shift dropped, later tokens are seen, and the check says so."""
+    """Negative control: with the strict mask's shift dropped, later tokens are seen, and the check
+    says so.
+    """
     plan = make_plan("striped", seq_len=32, size=4)
     counts = coverage(plan)
     first = plan.positions(0).numpy()
@@ -151,10 +176,15 @@ def test_balanced_methods_give_every_rank_the_same_work_in_every_round(method):
 
 
 def test_under_full_attention_every_rank_has_the_same_work_in_any_layout():
-    """So striped and zigzag bring nothing there, and contiguous blocks are the default of all others."""
+    """So striped and zigzag bring nothing there, and contiguous blocks are the default of all
+    others.
+    """
     for method, size, options in PLANNED:
         plan = make_plan(method, seq_len=size * 16, size=size, causal=False, **options)
-        assert len({sum(step.pairs for step in plan.rounds(rank)) for rank in range(size)}) == 1, (method, options)
+        assert len({sum(step.pairs for step in plan.rounds(rank)) for rank in range(size)}) == 1, (
+            method,
+            options,
+        )
         default = method if method in ("striped", "zigzag") else "contiguous"
         assert plan.geometry.layout.name == options.get("layout", default)
 
@@ -164,7 +194,9 @@ def test_striping_halves_the_work_of_the_slowest_rank_as_the_paper_counts_it():
     size, block = 8, 64
     ring = make_plan("ring", seq_len=size * block, size=size)
     striped = make_plan("striped", seq_len=size * block, size=size)
-    assert [step.pairs for step in ring.rounds(size - 1)] == [block * (block + 1) // 2] + [block**2] * (size - 1)
+    assert [step.pairs for step in ring.rounds(size - 1)] == [block * (block + 1) // 2] + [
+        block**2
+    ] * (size - 1)
     for rank in range(size):
         for step in striped.rounds(rank):
             assert step.pairs == block * (block + (1 if step.holds[0] <= rank else -1)) // 2
@@ -184,7 +216,9 @@ def test_cost_counts_the_bytes_of_each_peer():
     assert gqa.forward.p2p == {2: 3 * block * 2}
     assert gqa.backward.p2p == {2: 3 * block * 2 + 4 * block * 4}
     mha = plan.cost(1, batch=2, heads=8, kv_heads=8, head_dim=64, element_size=2)
-    rows = 2 * 1024 * 8  # of q: q, dout and out in 2 bytes with lse in 4 three times, dq in 4 bytes four times
+    rows = (
+        2 * 1024 * 8
+    )  # of q: q, dout and out in 2 bytes with lse in 4 three times, dq in 4 bytes four times
     assert mha.backward_moves == "queries"
     assert mha.backward.p2p == {2: rows * (3 * (3 * 64 * 2 + 4) + 4 * 64 * 4)}
     plan = make_plan("allgather", seq_len=4096, size=4)
@@ -195,7 +229,9 @@ def test_cost_counts_the_bytes_of_each_peer():
 
 
 def test_the_paper_s_worked_example():
-    """WallFacer, section 3.2.2: B 1, N 65,536, H 6,656 (52 heads of 128), P 64, C 4, 64 layers, two bytes."""
+    """WallFacer, section 3.2.2: B 1, N 65,536, H 6,656 (52 heads of 128), P 64, C 4, 64 layers, two
+    bytes.
+    """
     shape = {"batch": 1, "heads": 52, "kv_heads": 52, "head_dim": 128, "element_size": 2}
     activation = 65536 * 6656 // 64
     ring = make_plan("zigzag", seq_len=65536, size=64)
@@ -220,13 +256,26 @@ def test_fewer_bytes_decide_what_the_backward_moves_and_either_can_be_forced():
             }
             if 16 % plans["auto"].geometry.ulysses_degree or plans["auto"].sparse:
                 continue
-            shape = {"batch": 1, "heads": 16, "kv_heads": kv_heads, "head_dim": 32, "element_size": 2}
-            costs = {choice: [plan.cost(rank, **shape) for rank in range(size)] for choice, plan in plans.items()}
-            total = {choice: sum(cost.backward.total for cost in of) for choice, of in costs.items()}
+            shape = {
+                "batch": 1,
+                "heads": 16,
+                "kv_heads": kv_heads,
+                "head_dim": 32,
+                "element_size": 2,
+            }
+            costs = {
+                choice: [plan.cost(rank, **shape) for rank in range(size)]
+                for choice, plan in plans.items()
+            }
+            total = {
+                choice: sum(cost.backward.total for cost in of) for choice, of in costs.items()
+            }
             assert total["auto"] == min(total["kv"], total["queries"])
             assert {cost.backward_moves for cost in costs["kv"]} == {"kv"}
             assert {cost.backward_moves for cost in costs["queries"]} == {"queries"}
-            assert sum(cost.forward.total for cost in costs["kv"]) == sum(c.forward.total for c in costs["queries"])
+            assert sum(cost.forward.total for cost in costs["kv"]) == sum(
+                c.forward.total for c in costs["queries"]
+            )
 
 
 def test_a_plan_from_another_process_is_the_same_plan():
@@ -279,5 +328,7 @@ def test_what_cannot_work_is_refused_with_the_reason(line):
 def test_heads_that_cannot_be_split_are_refused_with_the_degrees_that_fit():
     geometry = make_plan("ring", seq_len=64, size=8, ulysses_degree=4).geometry
     geometry.check_heads(8, 2)
-    with pytest.raises(ContextError, match=r"ulysses_degree is 4 with 12 query and 6 key heads.*: 1, 2$"):
+    with pytest.raises(
+        ContextError, match=r"ulysses_degree is 4 with 12 query and 6 key heads.*: 1, 2$"
+    ):
         geometry.check_heads(12, 6)

@@ -1,4 +1,6 @@
-"""Tiles and work against brute force, for random documents, windows and runs; a million tokens take no longer."""
+"""Tiles and work against brute force, for random documents, windows and runs; a million tokens take
+no longer.
+"""
 
 import random
 
@@ -19,7 +21,9 @@ MASKS = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
 def spelled_out(given, stride):
     """Positions and documents of the pieces, row by row."""
     positions = [np.arange(p.start, p.start + p.length * stride, stride) for p in given]
-    return np.concatenate(positions), np.repeat([p.document for p in given], [p.length for p in given])
+    return np.concatenate(positions), np.repeat(
+        [p.document for p in given], [p.length for p in given]
+    )
 
 
 def visible(queries, keys, stride, reach):
@@ -27,15 +31,22 @@ def visible(queries, keys, stride, reach):
     behind, ahead = (10**9 if limit is None else limit for limit in reach)
     distance = k - q[:, None]
     return (
-        (q_document[:, None] == k_document) & (q_document >= 0)[:, None] & (-behind <= distance) & (distance <= ahead)
+        (q_document[:, None] == k_document)
+        & (q_document >= 0)[:, None]
+        & (-behind <= distance)
+        & (distance <= ahead)
     )
 
 
 def covered(found, shape):
-    """The times that each pair is computed; no tile has a wrong shape or count, or a masked row or column."""
+    """The times that each pair is computed; no tile has a wrong shape or count, or a masked row or
+    column.
+    """
     counts = np.zeros(shape, dtype=np.int64)
     for tile in found:
-        mask = MASKS[tile.kind](np.ones((tile.q.stop - tile.q.start, tile.k.stop - tile.k.start), dtype=np.int64))
+        mask = MASKS[tile.kind](
+            np.ones((tile.q.stop - tile.q.start, tile.k.stop - tile.k.start), dtype=np.int64)
+        )
         assert tile.kind == FULL or mask.shape[0] == mask.shape[1]
         assert mask.sum() == tile.pairs
         assert mask.any(axis=0).all()
@@ -63,18 +74,25 @@ def test_every_visible_pair_is_computed_once(stride, ahead):
         for behind in (None, 0, draw.randint(1, stride), draw.randint(1, 20), length):
             reach = behind, ahead
             want = visible(queries, keys, stride, reach)
-            np.testing.assert_array_equal(covered(tiles(queries, keys, stride, reach), want.shape), want, str(reach))
+            np.testing.assert_array_equal(
+                covered(tiles(queries, keys, stride, reach), want.shape), want, str(reach)
+            )
 
 
 def test_padding_sees_nothing_and_is_not_seen():
     pieces = [Piece(0, 0, 4, 0), Piece(4, 4, 3, -1)]
     for reach in ((None, 0), (None, None), (2, 2)):
         assert covered(tiles(pieces, pieces, 1, reach), (7, 7))[:, 4:].sum() == 0
-        assert sum(tile.pairs for tile in tiles(pieces, pieces, 1, reach)) == visible(pieces, pieces, 1, reach).sum()
+        assert (
+            sum(tile.pairs for tile in tiles(pieces, pieces, 1, reach))
+            == visible(pieces, pieces, 1, reach).sum()
+        )
 
 
 def test_the_next_window_has_other_tiles():
-    """Negative control: brute force sees a window that is one key too wide, and one that is too narrow."""
+    """Negative control: brute force sees a window that is one key too wide, and one that is too
+    narrow.
+    """
     (given,) = (any_pieces(random.Random(3), 60, 1),)
     for wrong in (6, 8):
         got = covered(tiles(given, given, 1, (wrong, 0)), visible(given, given, 1, (7, 0)).shape)
@@ -121,35 +139,55 @@ def check_tiles(plan, moves):
         return np.sort(np.concatenate([plan.positions(rank).numpy() for rank in ranks]))
 
     stride, everyone = plan.layout.stride, plan.work(moves)
-    apart = plan.geometry.method.name == "allgather" and stride > 1  # whose keys are joined rank by rank
+    apart = (
+        plan.geometry.method.name == "allgather" and stride > 1
+    )  # whose keys are joined rank by rank
     for rank in range(plan.size):
         place = plan.geometry.place(rank)
         for index, step in enumerate(plan.rounds(rank, moves)):
             found = everyone.pairs[index, place], everyone.tiles[index, place]
             assert found == (step.pairs, len(step.tiles))
-            areas = sum((tile.q.stop - tile.q.start) * (tile.k.stop - tile.k.start) for tile in step.tiles)
+            areas = sum(
+                (tile.q.stop - tile.q.start) * (tile.k.stop - tile.k.start) for tile in step.tiles
+            )
             assert everyone.hidden[index, place] == areas - step.pairs
             if step.gradient is None or apart:
                 continue
-            sides = [written_out(positions(r), stride, plan.boundaries) for r in (plan.geometry.team(rank), step.holds)]
-            assert step.tiles == tiles(*(sides if moves == "kv" else sides[::-1]), stride, plan.mask.reach)
+            sides = [
+                written_out(positions(r), stride, plan.boundaries)
+                for r in (plan.geometry.team(rank), step.holds)
+            ]
+            assert step.tiles == tiles(
+                *(sides if moves == "kv" else sides[::-1]), stride, plan.mask.reach
+            )
 
 
 @pytest.mark.parametrize("moves", [None, "kv", "queries"])
 def test_bytes_of_all_ranks_are_the_sum_of_each(moves):
     for seed, plan in enumerate(plans(range(40))):
         per_node = 1 + seed % 8
-        of = sizes(plan.geometry, 1, 8 * plan.geometry.ulysses_degree, 8 * plan.geometry.ulysses_degree, 16, 2)
+        of = sizes(
+            plan.geometry,
+            1,
+            8 * plan.geometry.ulysses_degree,
+            8 * plan.geometry.ulysses_degree,
+            16,
+            2,
+        )
         inside = between = 0
         for rank in range(plan.size):
             sent = whole_traffic(plan.geometry, rank, of, moves, plan.boundaries)
             crossing = sent.between_nodes(rank, per_node)
             inside, between = inside + sent.total - crossing, between + crossing
-        assert bytes_of_all(plan.geometry, of, moves, per_node, plan.boundaries) == (inside, between)
+        assert bytes_of_all(plan.geometry, of, moves, per_node, plan.boundaries) == (
+            inside,
+            between,
+        )
 
 
 @pytest.mark.parametrize(
-    ("method", "options"), [("striped", {}), ("wallfacer", {"team_size": 4}), ("double_ring", {"ranks_per_node": 8})]
+    ("method", "options"),
+    [("striped", {}), ("wallfacer", {"team_size": 4}), ("double_ring", {"ranks_per_node": 8})],
 )
 def test_a_million_tokens_on_512_ranks_take_no_positions(method, options, monkeypatch):
     """Every unmasked pair is counted once over all ranks, and nobody asks where each token lies."""
@@ -157,8 +195,13 @@ def test_a_million_tokens_on_512_ranks_take_no_positions(method, options, monkey
     plan = make_plan(method, seq_len=MILLION, size=512, **options)
     work = plan.work()
     assert int(work.pairs.sum()) == MILLION * (MILLION + 1) // 2
-    assert [step.pairs for step in plan.rounds(77)] == work.pairs[:, plan.geometry.place(77)].tolist()
-    assert plan.cost(77, batch=1, heads=512, kv_heads=512, head_dim=128, element_size=2).forward.total > 0
+    assert [step.pairs for step in plan.rounds(77)] == work.pairs[
+        :, plan.geometry.place(77)
+    ].tolist()
+    assert (
+        plan.cost(77, batch=1, heads=512, kv_heads=512, head_dim=128, element_size=2).forward.total
+        > 0
+    )
     with pytest.raises(AttributeError):
         plan.positions(77)
 

@@ -15,11 +15,13 @@ BATCH, TOKENS, HEADS, WIDTH = 1, 144, 48, 16
 
 
 def formula(plan, rank, kv_heads):
-    """Elements that a forward of a rank sends point to point, and in collectives: METHODS' figures, and where not.
+    """Elements that a forward of a rank sends point to point, and in collectives: METHODS' figures,
+    and where not.
 
-    With A = B N H / P elements of a rank's q: 2 B N H / C point to point, of which a ring of one rank per team sends
-    P - 1 parts in P, and a team nothing where its KV is placed on the rank itself; 4 A (C - 1) in a team's collectives
-    and one lse per head besides; 4 A (U - 1) / U in those of Ulysses.
+    With A = B N H / P elements of a rank's q: 2 B N H / C point to point, of which a ring of one
+    rank per team sends P - 1 parts in P, and a team nothing where its KV is placed on the rank
+    itself; 4 A (C - 1) in a team's collectives and one lse per head besides; 4 A (U - 1) / U in
+    those of Ulysses.
     """
     size, degree, team = plan.size, plan.geometry.ulysses_degree, plan.geometry.team_size
     query = Fraction(BATCH * plan.padded_len * HEADS * WIDTH, size)
@@ -38,12 +40,20 @@ def formula(plan, rank, kv_heads):
 
 @pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 2])
 def test_plans_send_what_the_formula_says_in_elements(kv_heads):
-    """Real ranks send what their plans say (test_executor.py). Elements have 8 bytes, lse and partial results too."""
+    """Real ranks send what their plans say (test_executor.py). Elements have 8 bytes, lse and
+    partial results too.
+    """
     for method, size, options in EVERY:
         plan = make_plan(method, seq_len=TOKENS, size=size, **options)
         if plan.sparse:
             continue  # rows that a query sees travel alone
-        shape = {"batch": BATCH, "heads": HEADS, "kv_heads": kv_heads, "head_dim": WIDTH, "element_size": 8}
+        shape = {
+            "batch": BATCH,
+            "heads": HEADS,
+            "kv_heads": kv_heads,
+            "head_dim": WIDTH,
+            "element_size": 8,
+        }
         for rank in range(size):
             sent = plan.cost(rank, **shape).forward
             elements = Fraction(sent.p2p.total(), 8), Fraction(sent.collective.total(), 8)
@@ -57,10 +67,14 @@ def live_bytes():
 
 
 def hold(rank, world_size, cases):
-    """The most that an attention's tensors take as a round's tiles start, in A: bytes of this rank's q."""
+    """The most that an attention's tensors take as a round's tiles start, in A: bytes of this
+    rank's q.
+    """
     peaks, attend_tiles_ = [], executor.attend_tiles_
     for method, options in cases:
-        cp = context_parallel(method, seq_len=TOKENS, causal=False, group=dist.group.WORLD, **options)
+        cp = context_parallel(
+            method, seq_len=TOKENS, causal=False, group=dist.group.WORLD, **options
+        )
         seen = []
         gc.freeze()
         q, k, v = (torch.randn(BATCH, cp.plan.local_len, 8, WIDTH) for _ in range(3))
@@ -80,15 +94,22 @@ LSE = 2 / WIDTH
 
 
 def test_buffers_are_the_formula_s_and_those_that_the_paper_does_not_count():
-    """WallFacer, equations 6 and 7, count 3 C + 1 activations besides checkpoints: q, k and v of a team, and an output.
+    """WallFacer, equations 6 and 7, count 3 C + 1 activations besides checkpoints: q, k and v of a
+    team, and an output.
 
-    Here KV that arrives while the other is used takes 2 C more, the partial output and lse are the whole team's, and
-    this rank's own q, k and v, which autograd holds, stay beside those that were gathered: 6 C + 3. Alone, a rank's q
-    is the one it attends with: 8. Without rounds that pass KV on (C^2 = P) none arrives. Most rows travel under the
-    last mask too: a sender that kept all it passed on would hold four times as many.
+    Here KV that arrives while the other is used takes 2 C more, the partial output and lse are the
+    whole team's, and this rank's own q, k and v, which autograd holds, stay beside those that were
+    gathered: 6 C + 3. Alone, a rank's q is the one it attends with: 8. Without rounds that pass KV
+    on (C^2 = P) none arrives. Most rows travel under the last mask too: a sender that kept all it
+    passed on would hold four times as many.
     """
     documents = {"documents": (0, TOKENS - 8, TOKENS)}
-    on_four = [("ring", {}), ("wallfacer", {}), ("wallfacer", {"team_size": 2}), ("ring", documents)]
+    on_four = [
+        ("ring", {}),
+        ("wallfacer", {}),
+        ("wallfacer", {"team_size": 2}),
+        ("ring", documents),
+    ]
     for ring, single, team, needed in run_ranks(hold, 4, on_four):
         assert ring == single == 8 + LSE
         assert team == 3 + 2 * 3 + 2 * (1 + LSE)

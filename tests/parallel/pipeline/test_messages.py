@@ -1,4 +1,6 @@
-"""Messages of a pipeline's ranks in two steps and an evaluation can all end, and join what belongs together."""
+"""Messages of a pipeline's ranks in two steps and an evaluation can all end, and join what belongs
+together.
+"""
 
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -18,22 +20,32 @@ from tests.parallel.pipeline.test_schedule import SCHEDULES
 Purpose = tuple[str, int, int]
 """The direction of a message, the stage that takes it, and its micro-batch."""
 PIPELINES = [config for name, (config, _) in SCHEDULES.items() if name != "uneven"]
-MESSAGES = {"fwd_recv": ("forward", 0), "fwd_send": ("forward", 1), "bwd_recv": ("back", 0), "bwd_send": ("back", -1)}
+MESSAGES = {
+    "fwd_recv": ("forward", 0),
+    "fwd_send": ("forward", 1),
+    "bwd_recv": ("back", 0),
+    "bwd_send": ("back", -1),
+}
 """Their direction, and the stage that takes them from the one that posts them."""
 VERSION = TorchVersion(torch.__version__)
 VOTES = 0 if VERSION >= "2.14" else 4 if VERSION >= "2.12" else 2
-"""Messages between two stages before the first step and before the evaluation, by torch's version."""
+"""Messages between two stages before the first step and before the evaluation, by torch's version.
+"""
 
 
 class Links(Noted):
-    """The messages of torch's schedules and ours. One that is posted alone has a communicator of its two ranks."""
+    """The messages of torch's schedules and ours. One that is posted alone has a communicator of
+    its two ranks.
+    """
 
     def __init__(self, rank, size):
         super().__init__()
         self.rank, self.group = rank, Group(tuple(range(size)), 0)
 
     def alone(self, what, tensor, peer):
-        return self.post(Group((min(self.rank, peer), max(self.rank, peer)), 0), part(what, tensor, peer))
+        return self.post(
+            Group((min(self.rank, peer), max(self.rank, peer)), 0), part(what, tensor, peer)
+        )
 
     def isend(self, x, dst=None, group=None, tag=0, group_dst=0):
         return self.alone("send", x, group_dst if dst is None else dst)
@@ -47,7 +59,10 @@ class Links(Noted):
         super().all_reduce(x, self.group)
 
     def batch_isend_irecv(self, of):
-        parts = (part("send" if one.op == self.isend else "receive", one.tensor, one.group_peer) for one in of)
+        parts = (
+            part("send" if one.op == self.isend else "receive", one.tensor, one.group_peer)
+            for one in of
+        )
         return [self.post(self.group, *parts)]
 
 
@@ -83,11 +98,16 @@ def computed(part, batch):
 
 
 def timeline(rank, size, config, micro_batches, tied):
-    """The operations of a rank; the first and the last stage share a weight if ``tied``. No step makes a group."""
+    """The operations of a rank; the first and the last stage share a weight if ``tied``. No step
+    makes a group.
+    """
     links, last = Links(rank, size), config.stages(size) - 1
-    posts = {name: getattr(links, name) for name in ("isend", "irecv", "batch_isend_irecv", "all_reduce")}
+    posts = {
+        name: getattr(links, name) for name in ("isend", "irecv", "batch_isend_irecv", "all_reduce")
+    }
     names = [
-        ["last" if s == last else "first", *["shared"] * (tied and s in (0, last))] for s in config.own(rank, size)
+        ["last" if s == last else "first", *["shared"] * (tied and s in (0, last))]
+        for s in config.own(rank, size)
     ]
     like = torch.empty(2, 4, device="meta")
     with ExitStack() as stack:
@@ -125,7 +145,14 @@ def posted(size, config, micro_batches, tied):
 
 @pytest.mark.parametrize("config", PIPELINES, ids=lambda config: config.pipeline_schedule)
 def test_every_schedule_ends(config):
-    for size, rounds, tied in ((2, 1, False), (2, 2, True), (3, 2, False), (3, 1, True), (4, 2, False), (4, 1, True)):
+    for size, rounds, tied in (
+        (2, 1, False),
+        (2, 2, True),
+        (3, 2, False),
+        (3, 1, True),
+        (4, 2, False),
+        (4, 1, True),
+    ):
         messages = (5 * rounds * size + VOTES) * (config.stages(size) - 1) + 4 * tied
         assert play(posted(size, config, rounds * size, tied)) == size + 2 * messages
 
@@ -145,9 +172,14 @@ def changed(timeline, purpose, instead):
 def test_a_message_that_is_lost_or_in_the_place_of_another_is_found(config):
     found = posted(3, config, 6, tied=True)
     play(found)
-    for rank, purpose, other in ((0, ("forward", 1, 2), ("forward", 1, 3)), (1, ("back", 1, 1), ("back", 1, 2))):
+    for rank, purpose, other in (
+        (0, ("forward", 1, 2), ("forward", 1, 3)),
+        (1, ("back", 1, 1), ("back", 1, 2)),
+    ):
         for instead in (None, other):
-            broken = [changed(of, purpose, instead) if rank == at else of for at, of in enumerate(found)]
+            broken = [
+                changed(of, purpose, instead) if rank == at else of for at, of in enumerate(found)
+            ]
             with pytest.raises(AssertionError, match=r"wait for ever: rank \d in Operation"):
                 play(broken)
 

@@ -7,14 +7,20 @@ import pytest
 from parallel.pipeline.stages import PipelineConfig, stage_layers
 
 
-@pytest.mark.parametrize(("layers", "ranks", "virtual"), [(1, 1, 1), (4, 2, 1), (5, 2, 1), (7, 4, 1), (9, 2, 3)])
+@pytest.mark.parametrize(
+    ("layers", "ranks", "virtual"), [(1, 1, 1), (4, 2, 1), (5, 2, 1), (7, 4, 1), (9, 2, 3)]
+)
 def test_every_layer_lies_in_one_stage_and_every_stage_on_one_rank(layers, ranks, virtual):
     schedule = "1F1B" if virtual == 1 else "Interleaved1F1B"
-    config = PipelineConfig(num_virtual_stages_per_pipeline_rank=virtual, pipeline_schedule=schedule)
+    config = PipelineConfig(
+        num_virtual_stages_per_pipeline_rank=virtual, pipeline_schedule=schedule
+    )
     stages = stage_layers(config, layers, ranks)
     assert [layer for stage in stages for layer in stage] == list(range(layers))
     assert max(map(len, stages)) - min(map(len, stages)) <= 1
-    assert sorted(stage for rank in range(ranks) for stage in config.own(rank, ranks)) == list(range(len(stages)))
+    assert sorted(stage for rank in range(ranks) for stage in config.own(rank, ranks)) == list(
+        range(len(stages))
+    )
 
 
 def test_what_does_not_divide_goes_to_the_middle():
@@ -23,21 +29,37 @@ def test_what_does_not_divide_goes_to_the_middle():
 
 def test_layers_can_be_named():
     assert stage_layers(PipelineConfig(pipeline_layers=(1, 3)), 4, 2) == [range(1), range(1, 4)]
-    with pytest.raises(ValueError, match=r"pipeline_layers is \[1, 3\], 4 layers for 2 stages, and there are 5"):
+    with pytest.raises(
+        ValueError, match=r"pipeline_layers is \[1, 3\], 4 layers for 2 stages, and there are 5"
+    ):
         stage_layers(PipelineConfig(pipeline_layers=(1, 3)), 5, 2)
 
 
 def check(config=None, **changes):
-    fits = {"layers": 4, "ranks": 2, "micro_batches": 4, "strategy": "zero1", "tp": 1, "recompute": False}
+    fits = {
+        "layers": 4,
+        "ranks": 2,
+        "micro_batches": 4,
+        "strategy": "zero1",
+        "tp": 1,
+        "recompute": False,
+    }
     (config or PipelineConfig()).check(**{**fits, **changes})
 
 
 ZERO_BUBBLE = PipelineConfig(pipeline_schedule="InterleavedZeroBubble")
-INTERLEAVED = PipelineConfig(pipeline_schedule="Interleaved1F1B", num_virtual_stages_per_pipeline_rank=2)
+INTERLEAVED = PipelineConfig(
+    pipeline_schedule="Interleaved1F1B", num_virtual_stages_per_pipeline_rank=2
+)
 
 
 def test_what_fits_passes():
-    for config in (PipelineConfig(), PipelineConfig(pipeline_schedule="GPipe"), INTERLEAVED, ZERO_BUBBLE):
+    for config in (
+        PipelineConfig(),
+        PipelineConfig(pipeline_schedule="GPipe"),
+        INTERLEAVED,
+        ZERO_BUBBLE,
+    ):
         check(config)
     check(ranks=1, micro_batches=1)
     check(INTERLEAVED, strategy="zero3", tp=2, recompute=True)
@@ -46,16 +68,48 @@ def test_what_fits_passes():
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
-        (None, {"layers": 1}, ("num_layers is 1", "2 pipeline stages", "at most 1 processes", "num_layers 2")),
-        (INTERLEAVED, {"layers": 3}, ("num_layers is 3", "4 pipeline stages", "virtual_stages_per_pipeline_rank 1")),
-        (None, {"micro_batches": 1, "batch": 3}, ("at least 2 micro-batches", "size 3 gives 1", "size 6, or")),
-        (INTERLEAVED, {"micro_batches": 5}, ("Interleaved1F1B", "equal rounds", "gives 5", "size 4 or 6")),
-        (INTERLEAVED, {"ranks": 4, "layers": 8, "micro_batches": 9}, ("gives 9", "global_batch_size 8 or 10")),
+        (
+            None,
+            {"layers": 1},
+            ("num_layers is 1", "2 pipeline stages", "at most 1 processes", "num_layers 2"),
+        ),
+        (
+            INTERLEAVED,
+            {"layers": 3},
+            ("num_layers is 3", "4 pipeline stages", "virtual_stages_per_pipeline_rank 1"),
+        ),
+        (
+            None,
+            {"micro_batches": 1, "batch": 3},
+            ("at least 2 micro-batches", "size 3 gives 1", "size 6, or"),
+        ),
+        (
+            INTERLEAVED,
+            {"micro_batches": 5},
+            ("Interleaved1F1B", "equal rounds", "gives 5", "size 4 or 6"),
+        ),
+        (
+            INTERLEAVED,
+            {"ranks": 4, "layers": 8, "micro_batches": 9},
+            ("gives 9", "global_batch_size 8 or 10"),
+        ),
         (ZERO_BUBBLE, {"strategy": "zero3"}, ("InterleavedZeroBubble", "zero3", "zero1")),
         (ZERO_BUBBLE, {"strategy": "zero2"}, ("InterleavedZeroBubble", "zero2", "zero1")),
-        (ZERO_BUBBLE, {"tp": 2}, ("InterleavedZeroBubble", "tensor_model_parallel_size 2", "Interleaved1F1B")),
-        (ZERO_BUBBLE, {"recompute": True}, ("InterleavedZeroBubble", "recompute_granularity", "Interleaved1F1B")),
-        (ZERO_BUBBLE, {"ranks": 1}, ("pipeline_schedule is Inter", "no pipeline", "--pipeline-model-parallel-size")),
+        (
+            ZERO_BUBBLE,
+            {"tp": 2},
+            ("InterleavedZeroBubble", "tensor_model_parallel_size 2", "Interleaved1F1B"),
+        ),
+        (
+            ZERO_BUBBLE,
+            {"recompute": True},
+            ("InterleavedZeroBubble", "recompute_granularity", "Interleaved1F1B"),
+        ),
+        (
+            ZERO_BUBBLE,
+            {"ranks": 1},
+            ("pipeline_schedule is Inter", "no pipeline", "--pipeline-model-parallel-size"),
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(config, changes, words):

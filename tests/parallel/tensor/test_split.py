@@ -1,4 +1,6 @@
-"""A model split over ranks is the whole model: its weights, loss, gradients, their norm and its checkpoints."""
+"""A model split over ranks is the whole model: its weights, loss, gradients, their norm and its
+checkpoints.
+"""
 
 from dataclasses import replace
 from typing import get_args
@@ -47,11 +49,20 @@ CHUNKS = RecomputeConfig(loss_chunk_size=5, ffn_chunk_size=7, recompute_granular
 """They divide neither the tokens of a rank nor those of a sequence."""
 OFFLOADED = RecomputeConfig(recompute_granularity="full", recompute_offload=True)
 SUNK = config(window_size="5,0", window_attn_skip_freq="2", softmax_type="learnable")
-YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "rope_scaling_original_max_position_embeddings": 8}
+YARN = {
+    "rope_scaling_type": "yarn",
+    "rope_scaling_factor": 4.0,
+    "rope_scaling_original_max_position_embeddings": 8,
+}
 QWEN = config(add_qkv_bias=True, qk_layernorm=True, **YARN)
 """With all that Qwen2 and Qwen3 add to a LLaMA."""
 LLAMAS = [config(), config(tied=True), SUNK, QWEN]
-GPTS = [config(**LEARNED), config(tied=True, **LEARNED, **ODD), config(**ROPE), config(tied=True, **ROPE)]
+GPTS = [
+    config(**LEARNED),
+    config(tied=True, **LEARNED, **ODD),
+    config(**ROPE),
+    config(tied=True, **ROPE),
+]
 
 
 def steps(rank, world_size, case, models, recompute):
@@ -97,7 +108,9 @@ def test_one_step_is_that_of_one_process(mesh, models, recompute):
 
 
 def masks_seen(rank, world_size):
-    """By policy: True for each attention of a step in bfloat16, recomputed ones too, that has the mask itself."""
+    """By policy: True for each attention of a step in bfloat16, recomputed ones too, that has the
+    mask itself.
+    """
     given, tokens, seen = object(), data()[0][:, :16], []
 
     def attend(q, k, v, mask):
@@ -112,14 +125,19 @@ def masks_seen(rank, world_size):
             split_model(model, mesh.tp)
             recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
             shard_model(model, model.layers, mesh.dp_cp, bf16=True)
-            init_parameters(model, mesh.device, lambda name, shape, part: weight_of(config(), name, shape, part))
+            init_parameters(
+                model, mesh.device, lambda name, shape, part: weight_of(config(), name, shape, part)
+            )
             model(tokens, None, None, given).to_local().float().logsumexp(-1).sum().backward()
     return seen
 
 
 def test_the_mask_passes_tensor_parallelism_sharding_and_recomputation():
     """Layers attend twice in a step if they are computed again."""
-    assert run_ranks(masks_seen, 2) == [[[True] * forwards * config().num_layers for forwards in (1, 2, 2)]] * 2
+    assert (
+        run_ranks(masks_seen, 2)
+        == [[[True] * forwards * config().num_layers for forwards in (1, 2, 2)]] * 2
+    )
 
 
 def parts_kept(patch):
@@ -133,7 +151,9 @@ def a_bias_of_every_rank(patch):
 
 
 def parts_for_wholes(patch):
-    """Each rank's part of a gradient is taken for the whole, where every rank holds the value whole."""
+    """Each rank's part of a gradient is taken for the whole, where every rank holds the value
+    whole.
+    """
     to_local = DTensor.to_local
     patch.setattr(DTensor, "to_local", lambda tensor, **_: to_local(tensor))
 
@@ -172,7 +192,9 @@ def broken_steps(rank, world_size, faults):
 
 @pytest.mark.parametrize("ranks", FAULTS)
 def test_what_is_summed_wrongly_over_tp_or_a_local_mean_would_be_seen(ranks):
-    for (fault, model, _), step in zip(FAULTS[ranks], run_ranks(broken_steps, ranks, FAULTS[ranks])[0], strict=True):
+    for (fault, model, _), step in zip(
+        FAULTS[ranks], run_ranks(broken_steps, ranks, FAULTS[ranks])[0], strict=True
+    ):
         assert difference(step, whole_step(model)) > 1000 * GRADIENT, fault
 
 
@@ -188,7 +210,10 @@ class Logits(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             shape = (out.to_local() if isinstance(out, DTensor) else out).shape
             if shape and shape[-1] in self.entries:
-                self.tokens, self.seen = max(self.tokens, shape[:-1].numel()), max(self.seen, shape[-1])
+                self.tokens, self.seen = (
+                    max(self.tokens, shape[:-1].numel()),
+                    max(self.seen, shape[-1]),
+                )
         return out
 
 

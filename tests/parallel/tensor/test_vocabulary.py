@@ -52,7 +52,9 @@ def test_loss_and_gradient_are_those_of_the_whole_logits(size, dtype):
         assert loss == pytest.approx(want_loss, rel=1e-6)
         assert count == want_count
         assert gradient.dtype == dtype
-        torch.testing.assert_close(gradient, want, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-7)
+        torch.testing.assert_close(
+            gradient, want, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-7
+        )
 
 
 def test_a_label_looked_up_beside_its_place_would_be_seen():
@@ -62,7 +64,9 @@ def test_a_label_looked_up_beside_its_place_would_be_seen():
 
 
 def of_other_shape(rank, world_size):
-    logits = distribute_tensor(torch.zeros(2, 3, 5), init_device_mesh("cpu", (world_size,)), [Shard(-1)])
+    logits = distribute_tensor(
+        torch.zeros(2, 3, 5), init_device_mesh("cpu", (world_size,)), [Shard(-1)]
+    )
     with pytest.raises(ValueError, match="must agree in all but V") as caught:
         cross_entropy_sum(logits, torch.zeros(2, 4, dtype=torch.int64))
     return str(caught.value)

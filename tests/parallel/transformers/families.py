@@ -1,4 +1,6 @@
-"""Tiny random models of transformers, one of each family, and the same in one process with each document alone."""
+"""Tiny random models of transformers, one of each family, and the same in one process with each
+document alone.
+"""
 
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
@@ -25,7 +27,10 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-ALTERNATE = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
+ALTERNATE = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 6,
+}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
@@ -46,7 +51,12 @@ FAMILIES = {
     "Phi3": {"sliding_window": 6},
 }
 """Names of classes, and what of their configurations is not in SIZES."""
-MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
+MIXED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "experts_implementation": "eager",
+}
 OTHERS = {
     "Qwen3Next": {**LINEAR, **MIXED, "shared_expert_intermediate_size": 16},
     "OlmoHybrid": LINEAR,
@@ -58,7 +68,9 @@ OTHERS = {
 
 def config_of(family, heads, **others):
     """A configuration with ``heads`` key heads, two query heads for each."""
-    name = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}.get(family, f"{family}Config")
+    name = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}.get(
+        family, f"{family}Config"
+    )
     values = {
         **SIZES,
         "num_attention_heads": 2 * heads,
@@ -69,7 +81,9 @@ def config_of(family, heads, **others):
 
 
 def model_of(family, heads, dtype=torch.float64, **others):
-    """A model with random weights from one seed, in training; its sinks, gates and norms are random too."""
+    """A model with random weights from one seed, in training; its sinks, gates and norms are random
+    too.
+    """
     torch.manual_seed(1)
     model = getattr(transformers, f"{family}ForCausalLM")(config_of(family, heads, **others))
     generator = torch.Generator().manual_seed(2)
@@ -107,7 +121,10 @@ def each_alone(model, ids, labels, documents):
 
 def gradients(loss, model):
     found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(model.parameters(), found, strict=True)]
+    return [
+        torch.zeros_like(x) if g is None else g
+        for x, g in zip(model.parameters(), found, strict=True)
+    ]
 
 
 def averaged(loss, model):
@@ -119,9 +136,14 @@ def averaged(loss, model):
 
 
 def errors(mine, truth):
-    """The error of each tensor in the 2-norm, relative to its own or to 1e-3 of all gradients' together."""
+    """The error of each tensor in the 2-norm, relative to its own or to 1e-3 of all gradients'
+    together.
+    """
     least = 1e-3 * torch.stack([b.norm() for b in truth[1:]]).norm()
-    return [float((a.double() - b).norm() / b.norm().clamp(min=least)) for a, b in zip(mine, truth, strict=True)]
+    return [
+        float((a.double() - b).norm() / b.norm().clamp(min=least))
+        for a, b in zip(mine, truth, strict=True)
+    ]
 
 
 def difference(mine, truth):

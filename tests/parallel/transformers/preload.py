@@ -1,4 +1,6 @@
-"""Import once, in the server that ranks are forked from, what most ranks of these tests would import."""
+"""Import once, in the server that ranks are forked from, what most ranks of these tests would
+import.
+"""
 
 import gc
 from contextlib import suppress

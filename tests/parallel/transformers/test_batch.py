@@ -1,4 +1,6 @@
-"""Batches packed and cut, over one process: rows, padding, documents, labels; what is refused names the fix."""
+"""Batches packed and cut, over one process: rows, padding, documents, labels; what is refused names
+the fix.
+"""
 
 import pytest
 import torch
@@ -49,7 +51,12 @@ def test_padding_is_left_out(left):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16])
 def test_a_mask_of_any_dtype_leaves_out_a_row_of_padding_alone(dtype):
     found = packed(attention_mask=torch.tensor([[0, 0, 0, 0], [1, 1, 1, 0]]).to(dtype))
-    assert found == {"input_ids": [9, 10, 11], "position_ids": [0, 1, 2], "labels": [10, 11, IGNORED], "bounds": (0, 3)}
+    assert found == {
+        "input_ids": [9, 10, 11],
+        "position_ids": [0, 1, 2],
+        "labels": [10, 11, IGNORED],
+        "bounds": (0, 3),
+    }
 
 
 def test_ranks_have_the_labels_of_the_whole():
@@ -67,16 +74,28 @@ def test_a_batch_without_labels_has_none():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"documents": (2, 5)}, r"documents are \(2, 5\); give the lengths of the documents, 1 or more, 8 tokens"),
+        (
+            {"documents": (2, 5)},
+            r"documents are \(2, 5\); give the lengths of the documents, 1 or more, 8 tokens",
+        ),
         ({"documents": (0, 4, 8)}, "give the lengths"),
         ({"documents": (0, 8)}, "give the lengths"),
         ({"documents": (3, 5)}, "pass over the end of row 0, after 4 tokens"),
-        ({"labels": IDS[:1]}, r"input_ids is \(2, 4\) and labels is \(1, 4\); both must be \[B, T\]"),
+        (
+            {"labels": IDS[:1]},
+            r"input_ids is \(2, 4\) and labels is \(1, 4\); both must be \[B, T\]",
+        ),
         ({"position_ids": POSITIONS.expand(3, 2, 4)}, r"position_ids is \(3, 2, 4\)"),
         ({"ids": IDS[0], "labels": IDS[0]}, r"input_ids is \(4,\)"),
         ({"attention_mask": torch.zeros(2, 4)}, "attention_mask leaves no token"),
-        ({"attention_mask": torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]])}, "attention_mask holds 2; "),
-        ({"attention_mask": torch.tensor([[0.0, 0, 0, -torch.inf]] * 2)}, "attention_mask holds -inf; "),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]])},
+            "attention_mask holds 2; ",
+        ),
+        (
+            {"attention_mask": torch.tensor([[0.0, 0, 0, -torch.inf]] * 2)},
+            "attention_mask holds -inf; ",
+        ),
         ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"attention_mask is \(2, 1, 4, 4\)"),
     ],
 )

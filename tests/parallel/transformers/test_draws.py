@@ -1,4 +1,6 @@
-"""Random draws on ranks: dropout differs by rank and is repeated by seed; NEFTune's noise is that of one process."""
+"""Random draws on ranks: dropout differs by rank and is repeated by seed; NEFTune's noise is that
+of one process.
+"""
 
 from importlib.util import find_spec
 
@@ -35,7 +37,9 @@ def dropped(group):
     model = model_with_dropout()
     cp = shard(model, group)
     masks = []
-    model.transformer.drop.register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
+    model.transformer.drop.register_forward_hook(
+        lambda module, inputs, output: masks.append(output == 0)
+    )
     batch = cp.batch(*tokens(LENGTH))
     for seed in (7, 7, 8):
         torch.manual_seed(seed)
@@ -47,14 +51,20 @@ def dropped(group):
 
 
 def adapted():
-    """The share of elements that an adapter's dropout, which came after shard, treats alike on both ranks."""
+    """The share of elements that an adapter's dropout, which came after shard, treats alike on both
+    ranks.
+    """
     from peft import LoraConfig, get_peft_model
 
     model = model_of("Llama", 2, torch.float32)
     cp = shard(model, dist.group.WORLD)
-    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.5, task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.5, task_type="CAUSAL_LM")
+    )
     masks = []
-    (dropout, *_) = [x for name, x in model.named_modules() if name.endswith("lora_dropout.default")]
+    (dropout, *_) = [
+        x for name, x in model.named_modules() if name.endswith("lora_dropout.default")
+    ]
     dropout.register_forward_hook(lambda module, inputs, output: masks.append((output == 0).byte()))
     model(**cp.batch(*tokens(LENGTH)).inputs)
     first, second = shared(masks[0])
@@ -62,7 +72,9 @@ def adapted():
 
 
 def checkpointed():
-    """The largest difference of gradients with and without layers computed again, and with another seed."""
+    """The largest difference of gradients with and without layers computed again, and with another
+    seed.
+    """
     gradients = []
     for checkpointing, seed in ((False, 7), (True, 7), (False, 8)):
         model = model_with_dropout()
@@ -132,9 +144,16 @@ def test_a_forward_that_draws_nothing_or_fails_leaves_the_state(results):
 
 def test_layers_that_are_left_out_at_random_are_refused():
     config = transformers.OPTConfig(
-        vocab_size=40, hidden_size=24, ffn_dim=32, num_attention_heads=4, word_embed_proj_dim=24, layerdrop=0.1
+        vocab_size=40,
+        hidden_size=24,
+        ffn_dim=32,
+        num_attention_heads=4,
+        word_embed_proj_dim=24,
+        layerdrop=0.1,
     )
-    with pytest.raises(UserError, match=r"^OPTConfig\.layerdrop is set: ranks would leave out different layers"):
+    with pytest.raises(
+        UserError, match=r"^OPTConfig\.layerdrop is set: ranks would leave out different layers"
+    ):
         shard(transformers.OPTForCausalLM(config))
 
 
@@ -158,7 +177,9 @@ def with_noise(group):
     seen = []
 
     def embedded(model):
-        model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(output))
+        model.get_input_embeddings().register_forward_hook(
+            lambda module, inputs, output: seen.append(output)
+        )
 
     plain = model_of("Llama", 2, torch.float32)
     activate(plain)
@@ -177,7 +198,9 @@ def with_noise(group):
     torch.manual_seed(7)
     outputs = []
     for _ in range(2):
-        handle = model.model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+        handle = model.model.layers[0].register_forward_pre_hook(
+            lambda module, inputs: seen.append(inputs[0])
+        )
         model(**batch.inputs)
         handle.remove()
         outputs.append(cp.gather(seen.pop())[mask.bool()])
@@ -185,7 +208,11 @@ def with_noise(group):
     without = plain.model.embed_tokens.weight[ids[mask.bool()]]
     assert model.get_input_embeddings().training
     errors = [float((x - y).detach().abs().max()) for x, y in zip(outputs, expected, strict=True)]
-    return max(errors), float((outputs[0] - without).detach().abs().max()), torch.equal(torch.get_rng_state(), state)
+    return (
+        max(errors),
+        float((outputs[0] - without).detach().abs().max()),
+        torch.equal(torch.get_rng_state(), state),
+    )
 
 
 def test_noise_on_embeddings_is_that_of_one_process(results):
@@ -214,7 +241,9 @@ def test_noise_that_is_drawn_in_blocks_is_that_drawn_at_once(monkeypatch, block)
     monkeypatch.setattr(draws, "BLOCK", block)
     ids, mask = padded_rows()
     whole = pack(ids, None, None, None, mask)
-    context = context_parallel("exchange", seq_len=whole.bounds[-1], documents=whole.bounds, multiple=7)
+    context = context_parallel(
+        "exchange", seq_len=whole.bounds[-1], documents=whole.bounds, multiple=7
+    )
     torch.manual_seed(7)
     limit = 5.0 / (LENGTH * 8) ** 0.5
     expected = torch.empty(*ids.shape, 8).uniform_(-limit, limit)[mask.bool()]

@@ -1,4 +1,6 @@
-"""Masks of models against the arguments of their layers; windows of one token; configurations of several models."""
+"""Masks of models against the arguments of their layers; windows of one token; configurations of
+several models.
+"""
 
 from pathlib import Path
 
@@ -34,7 +36,12 @@ CHUNKS = masking.chunked_causal_mask_function
 def stated(function, size=None):
     """The mask of eleven tokens, as transformers asks for it."""
     return stated_mask(
-        mask_function=function, q_length=11, kv_length=11, local_size=size, attention_mask=None, device="cpu"
+        mask_function=function,
+        q_length=11,
+        kv_length=11,
+        local_size=size,
+        attention_mask=None,
+        device="cpu",
     )
 
 
@@ -51,7 +58,9 @@ def test_a_mask_says_its_window_also_where_the_probe_is_shorter(size):
 
 @pytest.mark.parametrize("size", [2, 4096])
 def test_masks_that_are_no_window_are_seen(size):
-    blocks = masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(torch.zeros(1, 11).long()))
+    blocks = masking.or_masks(
+        masking.causal_mask_function, masking.blockwise_overlay(torch.zeros(1, 11).long())
+    )
     for made in (
         stated(CHUNKS(size, PADDING), size),
         stated(masking.sliding_window_bidirectional_mask_function(size), size),
@@ -59,7 +68,9 @@ def test_masks_that_are_no_window_are_seen(size):
         stated(blocks),
         stated(masking.bidirectional_mask_function),
     ):
-        assert disagreement(made, size).startswith("its mask is neither causal nor a sliding window")
+        assert disagreement(made, size).startswith(
+            "its mask is neither causal nor a sliding window"
+        )
 
 
 def test_a_causal_mask_agrees_with_no_window_alone():
@@ -74,7 +85,13 @@ def test_a_causal_mask_agrees_with_no_window_alone():
 
 def phimoe(window):
     config = transformers.PhimoeConfig(
-        **{**SIZES, **EXPERTS, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": window},
+        **{
+            **SIZES,
+            **EXPERTS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "sliding_window": window,
+        },
         experts_implementation="eager",
     )
     return transformers.PhimoeForCausalLM(config)
@@ -84,7 +101,9 @@ def phimoe(window):
 def test_a_window_that_a_model_has_in_its_mask_alone_is_refused(window):
     model = phimoe(window)
     config = model.config
-    message = rf"^model\.layers\.0\.self_attn cannot .*a window of {window} and its attention is told no"
+    message = (
+        rf"^model\.layers\.0\.self_attn cannot .*a window of {window} and its attention is told no"
+    )
     with pytest.raises(UserError, match=message):
         shard(model)
     assert model.config is model.model.layers[0].self_attn.config is config
@@ -107,7 +126,10 @@ class Biased(torch.nn.Module):
 def test_a_layer_that_adds_to_its_mask_is_refused():
     model = model_of("Llama", 2)
     model.model.layers[1].self_attn = Biased(model.model.layers[1].self_attn)
-    with pytest.raises(UserError, match=r"^model\.layers\.1\.self_attn\.inner cannot be sharded: .*a mask of its own"):
+    with pytest.raises(
+        UserError,
+        match=r"^model\.layers\.1\.self_attn\.inner cannot be sharded: .*a mask of its own",
+    ):
         shard(model)
 
 
@@ -125,7 +147,9 @@ def narrow(rank, world_size):
                 cp = shard(model, dist.group.WORLD, method=method)
                 batch = cp.batch(*tokens(LENGTH), documents=PACKED)
                 loss = cp.loss(model(**batch.inputs), batch)
-                loss.backward(retain_graph=True)  # every parameter has a gradient, which DDP waits for
+                loss.backward(
+                    retain_graph=True
+                )  # every parameter has a gradient, which DDP waits for
                 assert all(parameter.grad is not None for parameter in model.parameters())
                 errors[family, method] = difference(averaged(loss, model), truth)
     return errors
@@ -138,7 +162,9 @@ def test_a_window_of_one_token_is_that_of_one_process():
 
 def test_a_window_without_a_token_is_refused_by_its_layer():
     model = model_of("Mistral", 2, sliding_window=0)
-    with pytest.raises(UserError, match=r"^model\.layers\.0\.self_attn cannot .*layer 0, .*its window is 0 keys"):
+    with pytest.raises(
+        UserError, match=r"^model\.layers\.0\.self_attn cannot .*layer 0, .*its window is 0 keys"
+    ):
         shard(model)
 
 
@@ -178,5 +204,7 @@ def test_a_sharded_model_is_saved_as_before(tmp_path):
     model.save_pretrained(tmp_path / "before")
     shard(model)
     model.save_pretrained(tmp_path / "after")
-    before, after = (Path(tmp_path, name, "config.json").read_text() for name in ("before", "after"))
+    before, after = (
+        Path(tmp_path, name, "config.json").read_text() for name in ("before", "after")
+    )
     assert before == after

@@ -1,4 +1,6 @@
-"""Positions that models take by themselves: the ranks have the same, and the check would see others."""
+"""Positions that models take by themselves: the ranks have the same, and the check would see
+others.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,15 @@ from parallel.transformers.check import Wide
 from parallel.transformers.probe import TOKENS
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.parallel.transformers.families import LENGTH, PACKED, averaged, difference, each_alone, tokens, transformers
+from tests.parallel.transformers.families import (
+    LENGTH,
+    PACKED,
+    averaged,
+    difference,
+    each_alone,
+    tokens,
+    transformers,
+)
 
 BEGINS = {
     "Roberta": 2,
@@ -59,7 +69,9 @@ def model_of(kind):
 
 
 def compared(rank, world_size, kinds):
-    """Errors of each class on the ranks, whether its check is right, and whether it is with other positions."""
+    """Errors of each class on the ranks, whether its check is right, and whether it is with other
+    positions.
+    """
     found = {}
     for kind in kinds:
         with Wide():
@@ -74,7 +86,9 @@ def compared(rank, world_size, kinds):
     return found
 
 
-@pytest.mark.parametrize("kinds", [("Roberta", "OPT", "GPT2"), pytest.param([*BEGINS], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kinds", [("Roberta", "OPT", "GPT2"), pytest.param([*BEGINS], marks=pytest.mark.slow)]
+)
 def test_models_whose_positions_begin_elsewhere_train_as_without_position_ids(kinds):
     for kind, (first, error, right, wrong) in run_ranks(compared, 2, kinds)[0].items():
         assert first == BEGINS[kind], kind
@@ -91,8 +105,12 @@ def test_given_positions_begin_at_0_or_where_the_models_own_do():
     expected = cp.batch(ids, labels, documents=(3, 5)).inputs["position_ids"]
     assert expected.tolist() == [[2, 3, 4, 2, 3, 4, 5, 6]]
     for given in (positions, positions + 2):
-        assert torch.equal(cp.batch(ids, labels, position_ids=given).inputs["position_ids"], expected)
-    with pytest.raises(UserError, match="position_ids begin a document at 5, and the model's own begin at 2"):
+        assert torch.equal(
+            cp.batch(ids, labels, position_ids=given).inputs["position_ids"], expected
+        )
+    with pytest.raises(
+        UserError, match="position_ids begin a document at 5, and the model's own begin at 2"
+    ):
         cp.batch(ids, labels, position_ids=positions + 5)
 
 
@@ -115,7 +133,10 @@ def test_positions_that_are_not_consecutive_are_refused():
     model = model_of("Roberta")
     scattered = (torch.arange(TOKENS) * 3 % TOKENS)[None]
     model.roberta.embeddings.create_position_ids_from_input_ids = lambda *inputs: scattered
-    with pytest.raises(UserError, match="RobertaForCausalLM cannot be sharded: called without position_ids it takes"):
+    with pytest.raises(
+        UserError,
+        match="RobertaForCausalLM cannot be sharded: called without position_ids it takes",
+    ):
         shard(model)
 
 
@@ -141,7 +162,9 @@ def test_padding_between_tokens_of_a_row_is_refused(name, with_positions):
         whole = pack(ids, None, positions, None, mask)
         assert whole.tokens["input_ids"][0].tolist() == ids[mask.bool()].tolist()
     else:
-        with pytest.raises(UserError, match="attention_mask has padding between the tokens of row 1"):
+        with pytest.raises(
+            UserError, match="attention_mask has padding between the tokens of row 1"
+        ):
             pack(ids, None, positions, None, mask)
 
 
@@ -150,4 +173,6 @@ def test_a_label_on_the_first_token_after_left_padding_has_no_loss_here():
     ids = torch.tensor([[5, 6, 7, 8]])
     mask = torch.tensor([[0, 1, 1, 1]])
     labels = ids.masked_fill(mask == 0, -100)
-    assert pack(ids, labels, None, None, mask, Positions()).tokens["labels"].tolist() == [[7, 8, -100]]
+    assert pack(ids, labels, None, None, mask, Positions()).tokens["labels"].tolist() == [
+        [7, 8, -100]
+    ]

@@ -12,7 +12,13 @@ from parallel.transformers.shard import _check_settings
 from runtime.errors import UserError
 from tests.parallel.transformers.families import SIZES, model_of, tokens, transformers
 
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 1, "mamba_d_state": 8, "attn_layer_indices": [1]}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "attn_layer_indices": [1],
+}
 CHUNKED = {
     "attn_temperature_tuning": False,
     "layer_types": ["chunked_attention"] * 3,
@@ -25,13 +31,18 @@ ITS_OWN = "it mixes tokens otherwise than by attention"
 def made(name, config=None, **others):
     """A model of SIZES by the names of its class and configuration."""
     values = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, **others}
-    return getattr(transformers, name)(getattr(transformers, config or name.replace("ForCausalLM", "Config"))(**values))
+    return getattr(transformers, name)(
+        getattr(transformers, config or name.replace("ForCausalLM", "Config"))(**values)
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (lambda: made("Gemma2ForCausalLM"), r"^model\.layers\.0\.self_attn cannot be sharded: layer 0, .*softcap 50"),
+        (
+            lambda: made("Gemma2ForCausalLM"),
+            r"^model\.layers\.0\.self_attn cannot be sharded: layer 0, .*softcap 50",
+        ),
         (
             lambda: made("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED),
             r"model\.layers\.0\.self_attn cannot .* chunked_attention, which is neither full nor a sliding window",
@@ -40,15 +51,30 @@ def made(name, config=None, **others):
             lambda: made("Llama4ForCausalLM", "Llama4TextConfig"),
             r"^Llama4TextConfig\.attn_temperature_tuning is set: it scales queries by a count of a rank's own tokens",
         ),
-        (lambda: made("BambaForCausalLM", **MAMBA), rf"^model\.layers\.0\.mamba.* cannot be sharded: {ITS_OWN}"),
-        (lambda: made("MambaForCausalLM"), rf"^backbone\.layers\.0\.mixer.* cannot be sharded: {ITS_OWN}"),
-        (lambda: made("RwkvForCausalLM", attention_hidden_size=24), rf"^rwkv\.blocks\.0.* cannot .*: {ITS_OWN}"),
+        (
+            lambda: made("BambaForCausalLM", **MAMBA),
+            rf"^model\.layers\.0\.mamba.* cannot be sharded: {ITS_OWN}",
+        ),
+        (
+            lambda: made("MambaForCausalLM"),
+            rf"^backbone\.layers\.0\.mixer.* cannot be sharded: {ITS_OWN}",
+        ),
+        (
+            lambda: made("RwkvForCausalLM", attention_hidden_size=24),
+            rf"^rwkv\.blocks\.0.* cannot .*: {ITS_OWN}",
+        ),
         (
             lambda: made("LlamaForCausalLM", attention_dropout=0.1),
             r"^LlamaConfig\.attention_dropout is 0\.1, .*; make the model with attention_dropout=0",
         ),
-        (lambda: nn.Linear(2, 2), "^Linear has no get_input_embeddings; give a causal language model"),
-        (lambda: made("LlamaModel", "LlamaConfig"), r"^LlamaModel cannot .*: it returns no logits for 11 tokens"),
+        (
+            lambda: nn.Linear(2, 2),
+            "^Linear has no get_input_embeddings; give a causal language model",
+        ),
+        (
+            lambda: made("LlamaModel", "LlamaConfig"),
+            r"^LlamaModel cannot .*: it returns no logits for 11 tokens",
+        ),
         (
             lambda: made("LlamaForSequenceClassification", "LlamaConfig"),
             r"^LlamaForSeq.*: it returns logits of shape \(1, 2\) for 11 tokens, .* give a causal language model",
@@ -62,7 +88,10 @@ def made(name, config=None, **others):
             r"^model\.layers\.0\.self_attn cannot .*: the layers around it do not pass keyword arguments on",
         ),
         (lambda: made("GPT2LMHeadModel", "GPT2Config"), r"^GPT2Config\.attn_pdrop is 0\.1"),
-        (lambda: made("T5ForConditionalGeneration", "T5Config"), "T5Config.is_encoder_decoder is set"),
+        (
+            lambda: made("T5ForConditionalGeneration", "T5Config"),
+            "T5Config.is_encoder_decoder is set",
+        ),
         (
             lambda: made("GptOssForCausalLM", output_router_logits=True, num_local_experts=4),
             "output_router_logits is set: the loss of its router is of a rank's own tokens",
@@ -84,7 +113,11 @@ def test_what_ranks_cannot_do_is_refused_by_layer_and_reason(model, said):
 @pytest.mark.parametrize(
     ("family", "method", "said"),
     [
-        ("Qwen3_5", "striped", r"^model\.layers\.0\.linear_attn cannot .* layout striped .* use method zigzag"),
+        (
+            "Qwen3_5",
+            "striped",
+            r"^model\.layers\.0\.linear_attn cannot .* layout striped .* use method zigzag",
+        ),
         ("Llama", "ulysses", r"^model\.layers\.0\.self_attn cannot .* heads"),
     ],
 )
@@ -96,10 +129,22 @@ def test_what_the_ranks_of_a_method_cannot_do_is_refused(family, method, said):
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotary_positions_that_depend_on_a_ranks_own_tokens_are_refused(kind):
-    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 30}
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **(factors if kind == "longrope" else {})}
+    factors = {
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 30,
+    }
+    rope = {
+        "rope_type": kind,
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        **(factors if kind == "longrope" else {}),
+    }
     model = made("LlamaForCausalLM", rope_parameters=rope)
-    with pytest.raises(UserError, match=rf"^model\.rotary_emb has rope_type {kind}, .*; use rope_type yarn or linear"):
+    with pytest.raises(
+        UserError,
+        match=rf"^model\.rotary_emb has rope_type {kind}, .*; use rope_type yarn or linear",
+    ):
         _check_settings(model, ranks=2)
     shard(model)  # one rank has all positions
 
@@ -139,7 +184,9 @@ class Count(nn.Module):
 
 def test_a_layer_that_counts_its_tokens_itself_is_named():
     model = model_of("Llama", 2)
-    model.model.layers[1].self_attn.q_proj = nn.Sequential(model.model.layers[1].self_attn.q_proj, Count())
+    model.model.layers[1].self_attn.q_proj = nn.Sequential(
+        model.model.layers[1].self_attn.q_proj, Count()
+    )
     said = r"^model\.layers\.1\.self_attn cannot be sharded: it counts its tokens itself, not by position_ids"
     with pytest.raises(UserError, match=said):
         shard(model)
@@ -150,7 +197,9 @@ def test_a_forward_without_its_batch_is_refused_and_a_paused_one_is_the_models_o
     ids, _ = tokens(9)
     before = model(ids).logits
     cp = shard(model)
-    with pytest.raises(UserError, match=r"layer 0, LlamaAttention: the model was called without its batch"):
+    with pytest.raises(
+        UserError, match=r"layer 0, LlamaAttention: the model was called without its batch"
+    ):
         model(ids)
     with cp.paused():
         assert torch.equal(model(ids).logits, before)
@@ -164,7 +213,8 @@ def test_padding_that_is_given_to_the_model_is_refused():
     every = torch.ones(1, 9)
     assert torch.equal(model(**inputs, attention_mask=every).logits, model(**inputs).logits)
     with pytest.raises(
-        UserError, match=r"an attention_mask that is not all 1; leave it out: cp\.batch\(attention_mask"
+        UserError,
+        match=r"an attention_mask that is not all 1; leave it out: cp\.batch\(attention_mask",
     ):
         model(**inputs, attention_mask=every.index_fill(1, torch.tensor([0]), 0))
 
@@ -172,7 +222,9 @@ def test_padding_that_is_given_to_the_model_is_refused():
 def test_a_sharded_model_is_sharded_again_only_while_it_is_paused():
     model = model_of("Llama", 2).eval()
     before, cp = model.config._attn_implementation, shard(model)
-    with pytest.raises(UserError, match="the model is sharded already; use what that call of shard returned, or"):
+    with pytest.raises(
+        UserError, match="the model is sharded already; use what that call of shard returned, or"
+    ):
         shard(model)
     with cp.paused():
         again = shard(model, method="zigzag")
@@ -183,10 +235,19 @@ def test_a_sharded_model_is_sharded_again_only_while_it_is_paused():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"method": "lasp"}, "^shard: method lasp passes states on, .* use one of ring, .* exchange$"),
+        (
+            {"method": "lasp"},
+            "^shard: method lasp passes states on, .* use one of ring, .* exchange$",
+        ),
         ({"method": "lapse"}, "context_parallel_method 'lapse' does not exist"),
-        ({"causal": False}, "^shard: causal is False; leave it out: the layers are causal, or refused"),
-        ({"documents": (0, 9)}, r"^shard: documents is \(0, 9\); leave it out: give them with each batch, to cp.batch"),
+        (
+            {"causal": False},
+            "^shard: causal is False; leave it out: the layers are causal, or refused",
+        ),
+        (
+            {"documents": (0, 9)},
+            r"^shard: documents is \(0, 9\); leave it out: give them with each batch, to cp.batch",
+        ),
     ],
 )
 def test_a_method_or_option_that_layers_cannot_have_is_refused(options, said):

@@ -32,11 +32,15 @@ def cells_of(world_size):
 
 
 def differences(rank, world_size, cells):
-    """Rank 0's errors of these cells: a tensor's against one process in its dtype, or, where less, in float64."""
+    """Rank 0's errors of these cells: a tensor's against one process in its dtype, or, where less,
+    in float64.
+    """
 
     @cache
     def alone(family, documents, dtype):
-        return [x.double() for x in one_process(family, world_size, *tokens(LENGTH), documents, dtype)]
+        return [
+            x.double() for x in one_process(family, world_size, *tokens(LENGTH), documents, dtype)
+        ]
 
     found = []
     for family, method, documents, dtype in cells:
@@ -46,7 +50,17 @@ def differences(rank, world_size, cells):
             batch = cp.batch(*tokens(LENGTH), documents=documents)
             mine = averaged(cp.loss(model(**batch.inputs), batch), model)
         if rank == 0:
-            found.append(max(map(min, *(errors(mine, alone(family, documents, x)) for x in (dtype, torch.float64)))))
+            found.append(
+                max(
+                    map(
+                        min,
+                        *(
+                            errors(mine, alone(family, documents, x))
+                            for x in (dtype, torch.float64)
+                        ),
+                    )
+                )
+            )
     return found
 
 
@@ -59,8 +73,14 @@ def worst(world_size, cells):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_models_equal_one_process(world_size):
     """Every family on one number of ranks, by one of the methods."""
-    some = [(family, METHODS[i % 4]) for i, family in enumerate(FAMILIES) if i % 3 // 2 == world_size - 2]
-    assert worst(world_size, [(*each, PACKED, dtype) for each, dtype in product(some, BOUNDS)]) == {}
+    some = [
+        (family, METHODS[i % 4])
+        for i, family in enumerate(FAMILIES)
+        if i % 3 // 2 == world_size - 2
+    ]
+    assert (
+        worst(world_size, [(*each, PACKED, dtype) for each, dtype in product(some, BOUNDS)]) == {}
+    )
 
 
 @pytest.mark.slow

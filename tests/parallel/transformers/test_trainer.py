@@ -1,4 +1,6 @@
-"""Trainers of transformers and TRL over four ranks against one process: losses, evaluation, checkpoints, refusals."""
+"""Trainers of transformers and TRL over four ranks against one process: losses, evaluation,
+checkpoints, refusals.
+"""
 
 import os
 from pathlib import Path
@@ -17,11 +19,15 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
 
 
 def losses(trainer, name="loss"):
-    return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry], dtype=torch.float64)
+    return torch.tensor(
+        [entry[name] for entry in trainer.state.log_history if name in entry], dtype=torch.float64
+    )
 
 
 def on_one_machine(world_size):
-    """Set the variable of torchrun's without which accelerate takes ranks for those of as many machines."""
+    """Set the variable of torchrun's without which accelerate takes ranks for those of as many
+    machines.
+    """
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
 
 
@@ -51,7 +57,9 @@ def shifted_after_cutting(trainer_class):
 
 
 def text(rank, world_size, folder, sizes):
-    """Losses of training and evaluation for each size of groups; then those after going on at step 3, and of FSDP2."""
+    """Losses of training and evaluation for each size of groups; then those after going on at step
+    3, and of FSDP2.
+    """
     on_one_machine(world_size)
     from transformers import Trainer
 
@@ -66,11 +74,19 @@ def text(rank, world_size, folder, sizes):
     found = [logged(size, size) for size in sizes]
     if world_size > 1:
         found.append(logged("resumed", sizes[0], resume=f"{folder}/{sizes[0]}/checkpoint-3"))
-        with pytest.raises(UserError, match="fsdp is on, and accelerate has none for these devices"):
+        with pytest.raises(
+            UserError, match="fsdp is on, and accelerate has none for these devices"
+        ):
             logged("fsdp", 2, fsdp=True)
         fsdp_on_cpus()
-        fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
-        found += [logged("fsdp", 2, resume=resume, **fsdp) for resume in (None, f"{folder}/fsdp/checkpoint-3")]
+        fsdp = {
+            "fsdp": True,
+            "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+        }
+        found += [
+            logged("fsdp", 2, resume=resume, **fsdp)
+            for resume in (None, f"{folder}/fsdp/checkpoint-3")
+        ]
     return found
 
 
@@ -98,12 +114,18 @@ def evaluated(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     every = [torch.tensor([row["input_ids"]]) for row in documents(7)]
     with torch.no_grad():
-        total = sum(F.cross_entropy(model(x).logits[0, :-1], x[0, 1:], reduction="sum") for x in every)
+        total = sum(
+            F.cross_entropy(model(x).logits[0, :-1], x[0, 1:], reduction="sum") for x in every
+        )
     return float(total) / sum(x.shape[1] - 1 for x in every)
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(2, (2,)), pytest.param(4, (2, 4, 1), marks=pytest.mark.slow)])
-def test_transformers_trainer_has_the_losses_of_one_process_and_its_checkpoints_are_whole(ranks, sizes, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [(2, (2,)), pytest.param(4, (2, 4, 1), marks=pytest.mark.slow)]
+)
+def test_transformers_trainer_has_the_losses_of_one_process_and_its_checkpoints_are_whole(
+    ranks, sizes, tmp_path
+):
     everywhere = run_ranks(text, ranks, str(tmp_path / "ranks"), sizes)
     ((expected, _),) = run_ranks(text, 1, str(tmp_path / "one"), (1,))[0]
     for rank in everywhere:
@@ -114,7 +136,9 @@ def test_transformers_trainer_has_the_losses_of_one_process_and_its_checkpoints_
             torch.testing.assert_close(evaluations, everywhere[0][0][1], rtol=0, atol=1e-5)
     for size in sizes:
         for step, loss in zip((3, 6), everywhere[0][0][1].tolist(), strict=True):
-            assert evaluated(tmp_path / f"ranks/{size}/checkpoint-{step}") == pytest.approx(loss, abs=1e-5)
+            assert evaluated(tmp_path / f"ranks/{size}/checkpoint-{step}") == pytest.approx(
+                loss, abs=1e-5
+            )
         assert len(list(Path(tmp_path, f"ranks/{size}").rglob("*.safetensors"))) == 2
 
 
@@ -131,8 +155,13 @@ def chats(rank, world_size, folder, runs):
         base = SFTTrainer if kind is alone else finetune_chats.LongTrainer
         made = kind(base) if kind else base
         others = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if adapters else {}
-        trainer = finetune_chats.trained(folder, world_size, min(2, world_size), made, steps, **others)
-        assert all("lora" in name for name, x in trainer.model.named_parameters() if x.requires_grad) == adapters
+        trainer = finetune_chats.trained(
+            folder, world_size, min(2, world_size), made, steps, **others
+        )
+        assert (
+            all("lora" in name for name, x in trainer.model.named_parameters() if x.requires_grad)
+            == adapters
+        )
         found.append(losses(trainer))
     return found
 
@@ -143,12 +172,16 @@ def test_packed_chats_of_trl_have_the_losses_of_one_process(ranks, tmp_path):
     pytest.importorskip("peft", reason="the extra dev has it")
     runs = (None, 8, False), (None, 6, True), (shifted_after_cutting, 3, False)
     found, adapters, wrong = run_ranks(chats, ranks, str(tmp_path), runs)[0]
-    expected, of_adapters = run_ranks(chats, 1, str(tmp_path), ((alone, 8, False), (alone, 6, True)))[0]
+    expected, of_adapters = run_ranks(
+        chats, 1, str(tmp_path), ((alone, 8, False), (alone, 6, True))
+    )[0]
     assert len(found) == 8
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(adapters, of_adapters, rtol=0, atol=1e-5)
     assert adapters[0] - adapters[-1] > 0.01  # they learn
-    assert (wrong - expected[:3]).abs()[1:].min() > 1e-3  # the first is of a model that knows nothing
+    assert (wrong - expected[:3]).abs()[
+        1:
+    ].min() > 1e-3  # the first is of a model that knows nothing
 
 
 @pytest.mark.parametrize(
@@ -162,27 +195,41 @@ def test_packed_chats_of_trl_have_the_losses_of_one_process(ranks, tmp_path):
         ("dispatch_batches", {"accelerator_config": {"dispatch_batches": True}}, {}),
     ],
 )
-def test_arguments_that_change_the_loss_or_the_samples_are_refused(field, arguments, others, tmp_path):
+def test_arguments_that_change_the_loss_or_the_samples_are_refused(
+    field, arguments, others, tmp_path
+):
     from transformers import TrainingArguments
 
     from docs.examples.finetune_text import LongTrainer, made_model
 
     with pytest.raises(UserError, match=f"^{field}"):
-        LongTrainer(made_model(), TrainingArguments(tmp_path, use_cpu=True, report_to="none", **arguments), **others)
+        LongTrainer(
+            made_model(),
+            TrainingArguments(tmp_path, use_cpu=True, report_to="none", **arguments),
+            **others,
+        )
 
 
 @pytest.mark.parametrize(
     "lengths",
-    [{"seq_lengths": [[2, 1], [3]]}, {"seq_lengths": [2, 1, 3]}, {"cu_seq_lens_q": torch.tensor([0, 2, 3, 6])}],
+    [
+        {"seq_lengths": [[2, 1], [3]]},
+        {"seq_lengths": [2, 1, 3]},
+        {"cu_seq_lens_q": torch.tensor([0, 2, 3, 6])},
+    ],
 )
 def test_documents_are_read_from_lengths(lengths):
     ids = torch.arange(6)[None]
     assert _arguments({"input_ids": ids, "labels": ids, **lengths})["documents"] == [2, 1, 3]
-    assert "documents" not in _arguments({"input_ids": ids, "labels": ids, "position_ids": ids, **lengths})
+    assert "documents" not in _arguments(
+        {"input_ids": ids, "labels": ids, "position_ids": ids, **lengths}
+    )
 
 
 def test_a_batch_with_more_or_less_is_refused():
     ids = torch.arange(6)[None]
     for batch in ({"input_ids": ids}, {"input_ids": ids, "labels": ids, "pixel_values": ids}):
-        with pytest.raises(UserError, match="it needs input_ids and labels, and may have position_ids"):
+        with pytest.raises(
+            UserError, match="it needs input_ids and labels, and may have position_ids"
+        ):
             _arguments(batch)

@@ -1,4 +1,6 @@
-"""Calls before a training do not change it: an evaluation, a prediction, another training, a loss by hand."""
+"""Calls before a training do not change it: an evaluation, a prediction, another training, a loss
+by hand.
+"""
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ def made_trainer(folder, **others):
         prediction_loss_only=True,
         **others,
     )
-    return LongTrainer(made_model(), arguments, DataCollatorWithFlattening(), documents(20), documents(7))
+    return LongTrainer(
+        made_model(), arguments, DataCollatorWithFlattening(), documents(20), documents(7)
+    )
 
 
 def nothing(trainer):
@@ -77,7 +81,9 @@ STARTING = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}
 
 
 def trained(rank, world_size, folder, others):
-    """The weights after each call and training, and after one that an evaluation started; all trained twice."""
+    """The weights after each call and training, and after one that an evaluation started; all
+    trained twice.
+    """
     on_one_machine(world_size)
     results = {}
     for call, more in (*((call, {}) for call in BEFORE), (nothing, STARTING)):
@@ -92,12 +98,16 @@ def trained(rank, world_size, folder, others):
     trainer = made_trainer(folder)
     model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
     model._is_accelerate_prepared = True
-    with pytest.raises(UserError, match=r"^the model to train is a Qwen3ForCausalLM without DDP or FSDP"):
+    with pytest.raises(
+        UserError, match=r"^the model to train is a Qwen3ForCausalLM without DDP or FSDP"
+    ):
         trainer.train()
     return results
 
 
-@pytest.mark.parametrize("others", [{}, pytest.param({"bf16": True}, marks=pytest.mark.slow)], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    "others", [{}, pytest.param({"bf16": True}, marks=pytest.mark.slow)], ids=["float32", "bf16"]
+)
 def test_ranks_that_evaluate_before_training_or_on_start_train_as_without(tmp_path, others):
     """A model whose gradients nothing averages is refused."""
     results = run_ranks(trained, 2, str(tmp_path), others)[0]

@@ -1,4 +1,6 @@
-"""Training a sharded model over two ranks: loss, labels, checkpointing, adapters, FSDP2, and its own check."""
+"""Training a sharded model over two ranks: loss, labels, checkpointing, adapters, FSDP2, and its
+own check.
+"""
 
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -14,7 +16,15 @@ from parallel.transformers.batch import IGNORED
 from parallel.transformers.check import Report, Row, Wide
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tests.parallel.transformers.families import LENGTH, PACKED, averaged, difference, model_of, one_process, tokens
+from tests.parallel.transformers.families import (
+    LENGTH,
+    PACKED,
+    averaged,
+    difference,
+    model_of,
+    one_process,
+    tokens,
+)
 
 HEADS = 2
 
@@ -25,7 +35,9 @@ def plain(model, cp, batch):
 
 def checkpointed(model, cp, batch):
     """Layers are computed again in the backward, after another batch was made."""
-    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), Wide())})
+    model.activation_checkpointing_enable(
+        {"use_reentrant": False, "context_fn": lambda: (nullcontext(), Wide())}
+    )
     loss = cp.loss(model(**batch.inputs), batch)
     cp.batch(*tokens(20, seed=4))
     return averaged(loss, model)
@@ -122,7 +134,9 @@ def checked():
             cp = shard(model, dist.group.WORLD)
             batch = cp.batch(*tokens(LENGTH), documents=PACKED)
             found.append(cp.check(model, batch))
-    batch.inputs["position_ids"] = batch.inputs["position_ids"] + torch.arange(batch.labels.shape[1]) % 2
+    batch.inputs["position_ids"] = (
+        batch.inputs["position_ids"] + torch.arange(batch.labels.shape[1]) % 2
+    )
     found.append(cp.check(DistributedDataParallel(model), batch))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.training
@@ -130,7 +144,9 @@ def checked():
 
 
 def test_a_model_is_compared_with_one_process_module_by_module(results):
-    """Gates of the delta rule are off in transformers' float32, and are not taken for the ranks' fault."""
+    """Gates of the delta rule are off in transformers' float32, and are not taken for the ranks'
+    fault.
+    """
     (exact, right, wrong), other = (result["checked"] for result in results)
     assert [exact, right, wrong] == other
     assert max(row.ranks for row in exact.rows) < 1e-10
@@ -139,12 +155,18 @@ def test_a_model_is_compared_with_one_process_module_by_module(results):
     assert wrong.worst > 1e4
     assert not wrong.right
     rows = {row.module: row for row in right.rows}
-    assert {"model.layers.0.linear_attn", "model.layers.1.self_attn.q_proj", "lm_head"} <= rows.keys()
+    assert {
+        "model.layers.0.linear_attn",
+        "model.layers.1.self_attn.q_proj",
+        "lm_head",
+    } <= rows.keys()
     gates = rows["model.layers.2.linear_attn"]
     assert gates.ranks < 1e-5 < 1e-4 < gates.one_process
     lines = str(right).splitlines()
     assert lines[0].split() == ["module", "parameters", "ranks", "one", "process"]
-    assert lines[-2].startswith(f"loss {right.sharded:.12g} on the ranks, {right.one_process:.12g} in one process")
+    assert lines[-2].startswith(
+        f"loss {right.sharded:.12g} on the ranks, {right.one_process:.12g} in one process"
+    )
     assert lines[-1].startswith("right: the ranks are up to")
     assert "wrong" not in str(right)
     assert str(wrong).count("  wrong") == len(wrong.rows)
@@ -152,13 +174,19 @@ def test_a_model_is_compared_with_one_process_module_by_module(results):
 
 
 def test_a_process_that_was_exact_by_chance_does_not_condemn_the_ranks():
-    """In float32; in bfloat16 a thousand roundings would hide everything. What is not a number is never right."""
+    """In float32; in bfloat16 a thousand roundings would hide everything. What is not a number is
+    never right.
+    """
     small = Row("b", 1, 1e-7, 1e-7)
     report = Report(1.0, 1.0, 1.0, 2.0**-23, [Row("a", 1, 2e-5, 1e-7), small])
     assert report.worst > 10
     assert report.right
     assert str(report).endswith("10 is the limit for errors above 1.2e-04")
-    for row, rounding in (((2e-4, 1e-7), 2.0**-23), ((1e-1, 1e-7), 7.8e-3), ((torch.nan, 1e-7), 1e-7)):
+    for row, rounding in (
+        ((2e-4, 1e-7), 2.0**-23),
+        ((1e-1, 1e-7), 7.8e-3),
+        ((torch.nan, 1e-7), 1e-7),
+    ):
         assert not Report(1.0, 1.0, 1.0, rounding, [Row("a", 1, *row), small]).right
     assert not Report(torch.nan, 1.0, 1.0, 1e-7, [small]).right
 
@@ -173,16 +201,22 @@ def refused(rank):
     cp = shard(model, dist.group.WORLD)
     batch = cp.batch(*tokens(LENGTH), documents=PACKED)
     quantised, frozen, large = (model_of("Llama", HEADS) for _ in range(3))
-    of_quantised, of_frozen, of_large = (shard(x, dist.group.WORLD) for x in (quantised, frozen, large))
+    of_quantised, of_frozen, of_large = (
+        shard(x, dist.group.WORLD) for x in (quantised, frozen, large)
+    )
     frozen.requires_grad_(False)
     large.double = no_memory  # of its copy, on rank 0 alone
-    quantised.lm_head.weight = torch.nn.Parameter(quantised.lm_head.weight.char(), requires_grad=False)
+    quantised.lm_head.weight = torch.nn.Parameter(
+        quantised.lm_head.weight.char(), requires_grad=False
+    )
     said = []
     for call in (
         lambda: cp.batch(tokens(LENGTH)[0] + rank),
         lambda: cp.batch(tokens(LENGTH)[0], documents=(LENGTH - 1 - rank, 1 + rank)),
         lambda: cp.batch(tokens(LENGTH)[0], tokens(LENGTH)[0] + rank),
-        lambda: cp.batch(tokens(8)[0], position_ids=torch.arange(8)[None], documents=(4 + rank, 4 - rank)),
+        lambda: cp.batch(
+            tokens(8)[0], position_ids=torch.arange(8)[None], documents=(4 + rank, 4 - rank)
+        ),
         lambda: cp.check(model, cp.batch(tokens(LENGTH)[0])),
         lambda: of_quantised.check(quantised, batch),
         lambda: cp.check(quantised, batch),
@@ -236,7 +270,9 @@ def adapted():
 
     def lora(model):
         torch.manual_seed(5)
-        config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        config = LoraConfig(
+            r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         return get_peft_model(model, config)
 
     def losses(model, cp):
@@ -271,7 +307,10 @@ def test_check_is_refused_while_paused_and_needs_no_gradient_mode():
         with cp.paused():
             pass
         assert model.config._attn_implementation == own != ours
-        with pytest.raises(UserError, match=r"the model has its own attention within paused\(\), .*; check it outside"):
+        with pytest.raises(
+            UserError,
+            match=r"the model has its own attention within paused\(\), .*; check it outside",
+        ):
             cp.check(model, batch)
     with torch.no_grad():
         assert cp.check(model, batch).right
@@ -284,5 +323,7 @@ def test_without_ranks_the_loss_is_the_mean_over_labels():
     after, logits = batch.whole.tokens["labels"][0], model(**batch.inputs).logits
     expected = torch.nn.functional.cross_entropy(logits[0], after, ignore_index=IGNORED)
     assert torch.allclose(cp.loss(logits, batch), expected)
-    assert torch.allclose(cp.loss(logits, batch, count=count), expected * (after != IGNORED).sum() / count)
+    assert torch.allclose(
+        cp.loss(logits, batch, count=count), expected * (after != IGNORED).sum() / count
+    )
     assert cp.loss(logits, cp.batch(tokens(9)[0])).item() == 0

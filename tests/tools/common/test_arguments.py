@@ -25,13 +25,23 @@ ENTRY = "from train.run import run_entry; run_entry(lambda argv: print('x' * (1 
 
 
 @pytest.mark.parametrize(
-    "code", [COMMAND.format("lambda: print('what fits the buffer')"), pytest.param(ENTRY, marks=pytest.mark.slow)]
+    "code",
+    [
+        COMMAND.format("lambda: print('what fits the buffer')"),
+        pytest.param(ENTRY, marks=pytest.mark.slow),
+    ],
 )
 def test_a_reader_that_went_away_ends_a_command_without_a_word(code):
     read, write = os.pipe()
     os.close(read)
     env = os.environ | {"PYTHONUNBUFFERED": ""}
-    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=PATIENCE, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        timeout=PATIENCE,
+        env=env,
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
 
@@ -47,7 +57,9 @@ def test_a_signal_ends_a_command_as_an_exception_without_a_traceback(number, sta
     assert (done.returncode, done.stdout, done.stderr) == (status, "cleaned\n", said)
 
 
-@pytest.mark.parametrize("main", [language.parse_args, diffusion.parse_args, plan.main, fit.main, main])
+@pytest.mark.parametrize(
+    "main", [language.parse_args, diffusion.parse_args, plan.main, fit.main, main]
+)
 def test_every_program_says_its_version(main, capsys):
     with suppress(SystemExit):
         main(["--version"])
@@ -91,9 +103,15 @@ def test_a_command_of_a_program_is_asked_for_flags_of_its_own(capsys):
     assert ruler.main(["model", "x", "--hiden-size", "8"]) == 2
     assert ruler.main(["model", "x", "--sample", "8"]) == 2
     told = "error: unknown argument --hiden-size; did you mean --hidden-size?\n"
-    assert capsys.readouterr().err == f"{told}error: unknown argument --sample; --help lists them all\n"
+    assert (
+        capsys.readouterr().err
+        == f"{told}error: unknown argument --sample; --help lists them all\n"
+    )
     assert ruler.main([]) == 2
     told = "error: a command is missing; give one of score, make, model, repeat; --help lists the arguments\n"
     assert capsys.readouterr().err == told
     assert ruler.main(["make", "x.jsonl", "--lengths", "1024", "--tokeniser-model", "x"]) == 2
-    assert capsys.readouterr().err == "error: unknown argument --tokeniser-model; did you mean --tokenizer-model?\n"
+    assert (
+        capsys.readouterr().err
+        == "error: unknown argument --tokeniser-model; did you mean --tokenizer-model?\n"
+    )

@@ -1,4 +1,6 @@
-"""Lines of words are the cases that they say, and a word that is none is refused with those that are."""
+"""Lines of words are the cases that they say, and a word that is none is refused with those that
+are.
+"""
 
 from pathlib import Path
 
@@ -41,7 +43,9 @@ def test_a_word_that_is_none_is_refused(line):
         command("lama cp=2", {"llama": ""})
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "llama")) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "llama")) for kind in KINDS]
+)
 def test_every_mesh_of_parity_is_a_configuration(kind):
     for case in chosen_cases(kind):
         mesh = parsed(flags_of(kind, case, Path("none"))).mesh

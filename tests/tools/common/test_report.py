@@ -18,7 +18,13 @@ RESULT = {
 def test_a_row_is_a_line_and_all_of_it_comes_back(tmp_path):
     write_records(tmp_path / "new" / "x.jsonl", RESULT)
     lines = (tmp_path / "new" / "x.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("of") for line in lines] == [None, "rows", "rows", "ratios", "ratios"]
+    assert [json.loads(line).get("of") for line in lines] == [
+        None,
+        "rows",
+        "rows",
+        "ratios",
+        "ratios",
+    ]
     assert json.loads(lines[3]) == {"of": "ratios", "key": "a/b", "ratio": 0.333333333333}
     found = read_records(tmp_path / "new" / "x.jsonl")
     assert found == RESULT | {"ratios": {"a/b": {"ratio": 0.333333333333}, "b/a": {"ratio": 3.0}}}
@@ -26,10 +32,19 @@ def test_a_row_is_a_line_and_all_of_it_comes_back(tmp_path):
 
 def test_a_table_is_columns_of_data():
     rows = [{"name": "a", "s": 1.25, "of": [1, 2]}, {"name": "long", "s": None}]
-    columns = {"": "{name}", "s": "{s:.1f}", "x s": lambda row: row["s"] and 2 * row["s"], "[1]": "{of[1]}"}
+    columns = {
+        "": "{name}",
+        "s": "{s:.1f}",
+        "x s": lambda row: row["s"] and 2 * row["s"],
+        "[1]": "{of[1]}",
+    }
     table = Table(columns, rows)
     assert table.text() == ["        s  x s  [1]", "a     1.2  2.5    2", "long"]
-    assert table.markdown("---:")[1:] == ["| ---: | ---: | ---: | ---: |", "| a | 1.2 | 2.5 | 2 |", "| long |  |  |  |"]
+    assert table.markdown("---:")[1:] == [
+        "| ---: | ---: | ---: | ---: |",
+        "| a | 1.2 | 2.5 | 2 |",
+        "| long |  |  |  |",
+    ]
     assert table.line(rows[0]) == "a: s 1.2, x s 2.5, [1] 2"
     assert as_csv(["a", "b"], [[1 / 3, None], ["x,y", 2]]) == 'a,b\n0.333333,\n"x,y",2\n'
 
@@ -38,7 +53,10 @@ def test_what_could_not_be_read_back_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a row of rows has a field 'of'"):
         lines_of({"rows": [{"of": 1}]})
     path = tmp_path / "x.jsonl"
-    for text, found in (('{"a": 1}\n{"b"', r"x\.jsonl:2 is not JSON"), ('{"a": 1}\n{"b": 2}', r"x\.jsonl:2 is no row")):
+    for text, found in (
+        ('{"a": 1}\n{"b"', r"x\.jsonl:2 is not JSON"),
+        ('{"a": 1}\n{"b": 2}', r"x\.jsonl:2 is no row"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=found):
             read_records(path)

@@ -8,7 +8,9 @@ from tools.ruler.examples import Prompts
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATES["chatml"]))
+    return load_tokenizer(
+        write_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATES["chatml"])
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""Answers counted by task and length: of writers whose errors are known, and of a model as by hand, on any mesh."""
+"""Answers counted by task and length: of writers whose errors are known, and of a model as by hand,
+on any mesh.
+"""
 
 import json
 import re
@@ -57,19 +59,30 @@ def line_task(length):
 
 def test_known_errors_are_counted_where_they_are(tokenizer, chat):
     writer = Writer(tokenizer, of_record)
-    makers = [lines.Maker(line_task(length), chat, depth, 3) for length in (300, 600) for depth in range(3)]
+    makers = [
+        lines.Maker(line_task(length), chat, depth, 3)
+        for length in (300, 600)
+        for depth in range(3)
+    ]
     cells = [ask_all(writer, maker, 5, 2).entry() for maker in makers]
-    assert [(cell["task"], cell["length"], cell["score"], len(cell["wrong"])) for cell in cells] == [
+    assert [
+        (cell["task"], cell["length"], cell["score"], len(cell["wrong"])) for cell in cells
+    ] == [
         (f"line_retrieval {depth}%", length, *((0, 3) if depth == 50 else (100, 0)))
         for length in (300, 600)
         for depth in (0, 50, 100)
     ]
     assert [size for size, _ in writer.asked] == [2, 2, 1] * 6
     assert {wrong["written"] for cell in cells for wrong in cell["wrong"]} == {"apple"}
-    assert {tokenizer.detokenize([token], special=True) for token in writer.stop} == {"</s>", "<|im_end|>"}
+    assert {tokenizer.detokenize([token], special=True) for token in writer.stop} == {
+        "</s>",
+        "<|im_end|>",
+    }
 
 
-@pytest.mark.parametrize(("task", "share"), [("niah_single_2", 100), ("niah_multikey_2", 100), ("niah_multiquery", 25)])
+@pytest.mark.parametrize(
+    ("task", "share"), [("niah_single_2", 100), ("niah_multikey_2", 100), ("niah_multiquery", 25)]
+)
 def test_known_answers_are_counted(tokenizer, chat, task, share):
     writer = Writer(tokenizer, of_needle)
     cell = ask_all(writer, examples.Maker(task, 2000, 1, chat, Sources()), 5, 2).entry()
@@ -79,39 +92,66 @@ def test_known_answers_are_counted(tokenizer, chat, task, share):
 
 
 def test_the_table_has_averages_and_the_effective_length_and_the_picture_the_shares():
-    shares = {("vt", 4096): [1.0, 0.8], ("cwe", 4096): [0.9], ("vt", 8192): [0.7], ("cwe", 8192): [1.0]}
+    shares = {
+        ("vt", 4096): [1.0, 0.8],
+        ("cwe", 4096): [0.9],
+        ("vt", 8192): [0.7],
+        ("cwe", 8192): [1.0],
+    }
     cells = [Cell(*place, [(share, {}) for share in found]) for place, found in shares.items()]
     assert table(cells)[2:5] == [
         "| vt | 90.0 | 70.0 | 80.0 |",
         "| cwe | 90.0 | 100.0 | 95.0 |",
         "| average | 90.0 | 85.0 | 87.5 |",
     ]
-    assert table(cells)[-1].startswith("effective length: 4096 (the longest whose average is above 85.6")
+    assert table(cells)[-1].startswith(
+        "effective length: 4096 (the longest whose average is above 85.6"
+    )
     assert table(cells[2:])[-1].startswith("effective length: less than all of these")
-    assert table([*cells, Cell("line_retrieval 0%", 4096, [(1.0, {})]), Cell("line_retrieval 0%", 8192, [(0.0, {})])])[
-        -1
-    ].startswith("| average |")
+    assert table(
+        [
+            *cells,
+            Cell("line_retrieval 0%", 4096, [(1.0, {})]),
+            Cell("line_retrieval 0%", 8192, [(0.0, {})]),
+        ]
+    )[-1].startswith("| average |")
     axes, bar = heat_map(cells).axes
     assert [text.get_text() for text in axes.texts] == ["90%", "70%", "90%", "100%"]
     assert axes.images[0].get_array().tolist() == [[pytest.approx(0.9), 0.7], [0.9, 1.0]]
     assert bar.get_ylabel() == "right answers"
 
 
-SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 256}
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
 
 
 def run_of(folder, template=TEMPLATES["chatml"], scale=50.0, **shape):
     """A run's folder with a checkpoint of random weights."""
     tokenizer = write_tokenizer(folder / "tokenizer", template)
-    model = build_model(model_config(**SHAPE, **shape, vocab_size=load_tokenizer(tokenizer).vocab_size))
+    model = build_model(
+        model_config(**SHAPE, **shape, vocab_size=load_tokenizer(tokenizer).vocab_size)
+    )
     model.init_weights(1)
     with torch.no_grad():
         model.output_weight.mul_(scale)
     settings = [f"{name} = {json.dumps(value)}" for name, value in (SHAPE | shape).items()]
-    settings = ["[model]", *settings, "[train]", "seq_length = 128", "[data]", f'tokenizer_model = "{tokenizer}"']
+    settings = [
+        "[model]",
+        *settings,
+        "[train]",
+        "seq_length = 128",
+        "[data]",
+        f'tokenizer_model = "{tokenizer}"',
+    ]
     (folder / "config.toml").write_text("\n".join(settings))
     optimizer = torch.optim.AdamW(model.parameters())
-    save_checkpoint(folder, 1, model, optimizer, architecture=architecture_of(model.config), extra={})
+    save_checkpoint(
+        folder, 1, model, optimizer, architecture=architecture_of(model.config), extra={}
+    )
     question = {"question": "Who?", "answers": ["Ada"], "paragraphs": ["It was Ada."]}
     (folder / "asked.jsonl").write_text(json.dumps(question))
     return model
@@ -132,14 +172,26 @@ def run_with_positions(tmp_path_factory):
 
 
 def scored(folder, *flags, save="evaluation"):
-    """Score the task with the shortest answers, and lines: each token of these is a step of all processes."""
-    asked = ["--tasks", "qa_1", "line_retrieval", "--qa-1", str(folder / "asked.jsonl"), "--lengths", "1000"]
+    """Score the task with the shortest answers, and lines: each token of these is a step of all
+    processes.
+    """
+    asked = [
+        "--tasks",
+        "qa_1",
+        "line_retrieval",
+        "--qa-1",
+        str(folder / "asked.jsonl"),
+        "--lengths",
+        "1000",
+    ]
     asked += ["--samples", "2", "--save", str(folder / save)]
     if "--tasks" not in flags or "line_retrieval" in flags:
         asked += ["--depths", "2", "--vocabulary", "small"]
     answers.score_run(command._parse(["score", str(folder), *asked, *flags]))
     file = folder / save / "ruler.json"
-    return json.loads(file.read_text())["cells"] if file.exists() else None  # ranks but the first are ahead of it
+    return (
+        json.loads(file.read_text())["cells"] if file.exists() else None
+    )  # ranks but the first are ahead of it
 
 
 def written_by_hand(model, prompts, ids, new_tokens):
@@ -158,15 +210,23 @@ def test_a_run_is_asked_and_its_answers_are_its_own(run, capsys):
     ]
     tokenizer = load_tokenizer(folder / "tokenizer" / "tokenizer.json")
     base, chat = Prompts(tokenizer), Prompts(tokenizer, load_template(tokenizer.path))
-    makers = examples.Maker("fwe", 1000, 1, base, Sources()), lines.Maker(line_task(1000), chat, 0, 2)
+    makers = (
+        examples.Maker("fwe", 1000, 1, base, Sources()),
+        lines.Maker(line_task(1000), chat, 0, 2),
+    )
     for cell, maker in zip(cells, makers, strict=False):
         example = maker.make(0)
         text = written_by_hand(model, maker.prompts, example.ids, example.new_tokens)
-        assert cell["wrong"] == [{"number": 0, "answers": list(example.question.answers), "written": text}]
+        assert cell["wrong"] == [
+            {"number": 0, "answers": list(example.question.answers), "written": text}
+        ]
     said = capsys.readouterr().out
     assert "1000 tokens, line_retrieval 100%: 0.0" in said
     assert "| line_retrieval 100% | 0.0 | 0.0 |" in said
-    assert "1 examples of each task and length; RULER's prompts as of a base model, haystack of made sentences" in said
+    assert (
+        "1 examples of each task and length; RULER's prompts as of a base model, haystack of made sentences"
+        in said
+    )
     assert "seq_length 1000 is 3.91 times the 256 positions" in said
     assert (folder / "evaluation" / "ruler.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "evaluation" / "ruler.md").is_file()
@@ -174,14 +234,17 @@ def test_a_run_is_asked_and_its_answers_are_its_own(run, capsys):
 
 def test_a_table_of_positions_is_scored_to_its_end(run_with_positions):
     """The longest answer that is waited for would go beyond it."""
-    cells = scored(run_with_positions, "--lengths", "256", "--tasks", "line_retrieval", "--samples", "1")
+    cells = scored(
+        run_with_positions, "--lengths", "256", "--tasks", "line_retrieval", "--samples", "1"
+    )
     assert [len(cell["scores"]) for cell in cells] == [1, 1]
 
 
 def scored_on_rank(rank, world_size, folder, meshes, broken):
     for number, flags in enumerate(meshes):
         scored(folder, "--samples", "3", *flags, save=str(number))
-    if broken:  # the first copy alone has a question, of a model that overflows; the others wait for its answer
+    # the first copy alone has a question, of a model that overflows; the others wait for its answer
+    if broken:
         with pytest.raises(UserError, match="the logits of the next token are not finite"):
             scored(broken, "--tasks", "qa_1", "--samples", "1", *COPIES)
 
@@ -198,9 +261,14 @@ OTHERS = [
 
 @pytest.mark.parametrize("meshes", [[COPIES], pytest.param(OTHERS, marks=pytest.mark.slow)])
 def test_any_processes_score_the_same(run, tmp_path, meshes):
-    """Three questions at each place, so that copies of the model have different numbers of them or none."""
+    """Three questions at each place, so that copies of the model have different numbers of them or
+    none.
+    """
     folder, _ = run
-    alone = {chat: scored(folder, "--samples", "3", *["--chat"] * chat) for chat in {"--chat" in m for m in meshes}}
+    alone = {
+        chat: scored(folder, "--samples", "3", *["--chat"] * chat)
+        for chat in {"--chat" in m for m in meshes}
+    }
     broken = tmp_path if meshes == [COPIES] else None
     if broken:
         run_of(broken, scale=float("nan"))
@@ -213,15 +281,36 @@ def test_any_processes_score_the_same(run, tmp_path, meshes):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--lengths", "300"], r"qa_1 takes \d+ tokens and 32 for the answer at the least, and a length is"),
-        (["--tasks", "cwe", "qa_1"], r"cwe takes .* a length is 1000; give .* or leave the task out: --tasks qa_1"),
-        (["--tasks", "qa_2"], "tasks names qa_2, whose questions come from a file; give --qa-2 FILE, HotpotQA's JSON"),
+        (
+            ["--lengths", "300"],
+            r"qa_1 takes \d+ tokens and 32 for the answer at the least, and a length is",
+        ),
+        (
+            ["--tasks", "cwe", "qa_1"],
+            r"cwe takes .* a length is 1000; give .* or leave the task out: --tasks qa_1",
+        ),
+        (
+            ["--tasks", "qa_2"],
+            "tasks names qa_2, whose questions come from a file; give --qa-2 FILE, HotpotQA's JSON",
+        ),
         (["--tasks", "niah"], "tasks names niah, and there are niah_single_1, "),
-        (["--tasks", "vt", "--essays", "nowhere.txt"], "essays is nowhere.txt, which cannot be read"),
-        (["--tasks", "qa_2", "--qa-2", "nowhere.json"], "nowhere.json has no questions that can be read"),
-        (["--lengths", "99999999"], "lengths names 99999999, and texts of up to 16777216 tokens are made"),
+        (
+            ["--tasks", "vt", "--essays", "nowhere.txt"],
+            "essays is nowhere.txt, which cannot be read",
+        ),
+        (
+            ["--tasks", "qa_2", "--qa-2", "nowhere.json"],
+            "nowhere.json has no questions that can be read",
+        ),
+        (
+            ["--lengths", "99999999"],
+            "lengths names 99999999, and texts of up to 16777216 tokens are made",
+        ),
         (["--tasks", "line_retrieval", "--lengths", "40"], "a length is 40; give longer --lengths"),
-        (["--tasks", "qa_1", "--vocabulary", "small"], "--vocabulary goes with --tasks line_retrieval"),
+        (
+            ["--tasks", "qa_1", "--vocabulary", "small"],
+            "--vocabulary goes with --tasks line_retrieval",
+        ),
         (["--depths", "0"], "--depths: '0' is not an integer of 1 or more"),
         (["--form", "repeat"], "--form: invalid choice: 'repeat'"),
     ],
@@ -233,7 +322,9 @@ def test_what_cannot_be_asked_is_named_before_the_processes_join(run, flags, sai
 
 
 def test_runs_that_cannot_be_asked_are_named(tmp_path, run_with_positions):
-    with pytest.raises(UserError, match="lengths names 1000, and the model has max_position_embeddings 256"):
+    with pytest.raises(
+        UserError, match="lengths names 1000, and the model has max_position_embeddings 256"
+    ):
         scored(run_with_positions)
     run_of(tmp_path, template=None)
     with pytest.raises(UserError, match="has no chat template"):

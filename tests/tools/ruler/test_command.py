@@ -14,7 +14,17 @@ from tools.ruler.tasks import TASKS
 
 def made(tokenizer, path, *flags):
     """Rows of line retrieval to train on, unless flags say otherwise."""
-    lines = ["--messages", "--tasks", "line_retrieval", "--lengths", "400", "--samples", "6", "--vocabulary", "small"]
+    lines = [
+        "--messages",
+        "--tasks",
+        "line_retrieval",
+        "--lengths",
+        "400",
+        "--samples",
+        "6",
+        "--vocabulary",
+        "small",
+    ]
     flags = flags if "--tasks" in flags else [*lines, "--questions", "3", *flags]
     assert main(["make", str(path), "--tokenizer-model", tokenizer.path, *flags]) == 0
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -24,14 +34,23 @@ def test_examples_are_written_as_the_benchmarks_and_to_train_on(tmp_path, tokeni
     file = tmp_path / "made.jsonl"
     flags = ["--tasks", "niah_single_1", "vt", "--lengths", "4000", "--samples", "2"]
     rows = made(tokenizer, file, *flags)
-    assert [(row["task"], row["index"]) for row in rows] == [(t, n) for n in (0, 1) for t in ("niah_single_1", "vt")]
+    assert [(row["task"], row["index"]) for row in rows] == [
+        (t, n) for n in (0, 1) for t in ("niah_single_1", "vt")
+    ]
     for row in rows:
-        tokens = len(tokenizer.tokenize(row["input"] + row["answer_prefix"]))  # the tokenizer adds none
+        tokens = len(
+            tokenizer.tokenize(row["input"] + row["answer_prefix"])
+        )  # the tokenizer adds none
         assert row["length"] == tokens + TASKS[row["task"]].new_tokens <= 4000
         assert all(answer in row["input"] for answer in row["outputs"])
     assert "4 examples, prompts of" in capsys.readouterr().out
-    assert main(["make", str(file), *flags[3:], "--tokenizer-model", tokenizer.path, "--samples", "1"]) == 0
-    said = "note: qa_1, qa_2 left out: their questions come from files, which --qa-1 and --qa-2 name\n"
+    assert (
+        main(["make", str(file), *flags[3:], "--tokenizer-model", tokenizer.path, "--samples", "1"])
+        == 0
+    )
+    said = (
+        "note: qa_1, qa_2 left out: their questions come from files, which --qa-1 and --qa-2 name\n"
+    )
     assert capsys.readouterr().err == said
     taught = [row["messages"] for row in made(tokenizer, file, *flags, "--messages")]
     assert all(turns[1]["content"] for turns in taught)
@@ -42,13 +61,28 @@ def test_a_seed_gives_the_same_bytes_anywhere(tmp_path, tokenizer, capsys):
     """The digest holds on any machine and for any Python: no draw is another one's."""
     rows = made(tokenizer, tmp_path / "a.jsonl")
     assert "6 examples" in capsys.readouterr().out
-    assert hashlib.sha256((tmp_path / "a.jsonl").read_bytes()).hexdigest()[:16] == "94efef82faa2d7a0"
+    assert (
+        hashlib.sha256((tmp_path / "a.jsonl").read_bytes()).hexdigest()[:16] == "94efef82faa2d7a0"
+    )
     template = load_template(tokenizer.path)
-    assert all(len(template.tokenize(tokenizer, conversation_of(row).turns)[0]) <= 400 for row in rows)
+    assert all(
+        len(template.tokenize(tokenizer, conversation_of(row).turns)[0]) <= 400 for row in rows
+    )
     other = made(tokenizer, tmp_path / "b.jsonl", "--seed", "2")
     assert len({row["messages"][0]["content"] for row in rows + other}) == 12
-    asked = made(tokenizer, tmp_path / "c.jsonl", "--tasks", "line_retrieval", "--lengths", "999", "--samples", "1")
-    assert [row["task"] for row in asked] == [f"line_retrieval {depth}%" for depth in (0, 25, 50, 75, 100)]
+    asked = made(
+        tokenizer,
+        tmp_path / "c.jsonl",
+        "--tasks",
+        "line_retrieval",
+        "--lengths",
+        "999",
+        "--samples",
+        "1",
+    )
+    assert [row["task"] for row in asked] == [
+        f"line_retrieval {depth}%" for depth in (0, 25, 50, 75, 100)
+    ]
     assert all(row["outputs"][0] in row["input"] for row in asked)
 
 
@@ -58,9 +92,24 @@ def test_a_question_that_does_not_fit_is_told_and_ends_nothing(tmp_path, tokeniz
         for name, n in (("Al", 9999), ("Bo", 3))
     ]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--tasks", "qa_1", "--qa-1", str(tmp_path / "q.jsonl"), "--lengths", "2000", "--samples", "2"]
-    assert [row["outputs"] for row in made(tokenizer, tmp_path / "made.jsonl", *flags)] == [["Bo"], ["Bo"]]
-    assert "note: qa_1 at 2000 tokens leaves out 1 questions that do not fit" in capsys.readouterr().err
+    flags = [
+        "--tasks",
+        "qa_1",
+        "--qa-1",
+        str(tmp_path / "q.jsonl"),
+        "--lengths",
+        "2000",
+        "--samples",
+        "2",
+    ]
+    assert [row["outputs"] for row in made(tokenizer, tmp_path / "made.jsonl", *flags)] == [
+        ["Bo"],
+        ["Bo"],
+    ]
+    assert (
+        "note: qa_1 at 2000 tokens leaves out 1 questions that do not fit"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +123,15 @@ def test_a_question_that_does_not_fit_is_told_and_ends_nothing(tmp_path, tokeniz
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, tokenizer, flags, message):
     monkeypatch.chdir(tmp_path)
-    asked = ["--messages", "--tasks", "line_retrieval", "--lengths", "400", "--tokenizer-model", tokenizer.path]
+    asked = [
+        "--messages",
+        "--tasks",
+        "line_retrieval",
+        "--lengths",
+        "400",
+        "--tokenizer-model",
+        tokenizer.path,
+    ]
     assert main(["make", *asked, *flags]) == 1
     said = capsys.readouterr().err
     assert message in said
@@ -83,7 +140,16 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, tokenizer, flags, 
 
 
 def test_what_is_for_training_alone_is_refused_without_messages(capsys):
-    asked = ["make", "a.jsonl", "--tasks", "line_retrieval", "--lengths", "400", "--tokenizer-model", "none.json"]
+    asked = [
+        "make",
+        "a.jsonl",
+        "--tasks",
+        "line_retrieval",
+        "--lengths",
+        "400",
+        "--tokenizer-model",
+        "none.json",
+    ]
     for flags in (["--questions", "2"], ["--form", "repeat"]):
         assert main([*asked, *flags]) == 2
         assert "--questions and --form repeat go with --messages" in capsys.readouterr().err

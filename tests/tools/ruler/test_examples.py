@@ -82,7 +82,9 @@ def test_fill_finds_the_last_that_fits():
 
 
 def test_a_length_without_room_is_refused(tokenizer):
-    with pytest.raises(DataError, match=r"niah_single_1 takes \d+ tokens and 128 for the answer at the least, and"):
+    with pytest.raises(
+        DataError, match=r"niah_single_1 takes \d+ tokens and 128 for the answer at the least, and"
+    ):
         Maker("niah_single_1", 300, 1, base(tokenizer), Sources())
 
 
@@ -98,7 +100,11 @@ def test_answers_follow_the_prompt(tokenizer):
 def questions_of(folder, lengths):
     """Write questions whose own paragraphs have so many words."""
     rows = [
-        {"question": f"Who is {n}?", "answers": [f"name{n}"], "paragraphs": [f"name{n} " + "word " * words]}
+        {
+            "question": f"Who is {n}?",
+            "answers": [f"name{n}"],
+            "paragraphs": [f"name{n} " + "word " * words],
+        }
         for n, words in enumerate(lengths)
     ]
     file = folder / "asked.jsonl"
@@ -106,18 +112,27 @@ def questions_of(folder, lengths):
     return Sources(questions={"qa_1": Questions(file)})
 
 
-def test_questions_that_do_not_fit_are_left_out_and_told_and_the_others_keep_their_order(tokenizer, tmp_path):
+def test_questions_that_do_not_fit_are_left_out_and_told_and_the_others_keep_their_order(
+    tokenizer, tmp_path
+):
     sources = questions_of(tmp_path, [9000, 5, 5, 9000, 5])
     (maker,) = makers(["qa_1"], [2000], 1, base(tokenizer), sources, samples=7)
     made = [maker.make(number) for number in range(7)]
-    assert [example.question.answers[0] for example in made] == [f"name{n}" for n in (1, 2, 4, 1, 2, 4, 1)]
+    assert [example.question.answers[0] for example in made] == [
+        f"name{n}" for n in (1, 2, 4, 1, 2, 4, 1)
+    ]
     assert all(len(example.ids) + example.new_tokens <= 2000 for example in made)
     assert [example.number for example in made] == [*range(7)]
     (note,) = left_out([maker])
     assert "qa_1 at 2000 tokens leaves out 2 questions that do not fit" in note
     assert "Who is 0?" in note
-    with pytest.raises(DataError, match=r"qa_1 takes \d+ tokens and 32 for the answer at the least.* leave the task"):
-        makers(["qa_1"], [2000], 1, base(tokenizer), questions_of(tmp_path, [9000, 8000]), samples=2)
+    with pytest.raises(
+        DataError,
+        match=r"qa_1 takes \d+ tokens and 32 for the answer at the least.* leave the task",
+    ):
+        makers(
+            ["qa_1"], [2000], 1, base(tokenizer), questions_of(tmp_path, [9000, 8000]), samples=2
+        )
     again = Maker("qa_1", 2000, 1, base(tokenizer), sources)
     assert [again.make(number).ids for number in (6, 0)] == [made[6].ids, made[0].ids]
 

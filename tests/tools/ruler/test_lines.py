@@ -11,7 +11,9 @@ LINES = {"full": r"^line (\S+): REGISTER_CONTENT is (<\d+>)$", "small": r"^(\S+ 
 
 
 def maker(chat, depth=0, depths=0, **task):
-    return Maker(Task(**{"tokens": 1500, "purpose": "train", "seed": 1} | task), chat, depth, depths)
+    return Maker(
+        Task(**{"tokens": 1500, "purpose": "train", "seed": 1} | task), chat, depth, depths
+    )
 
 
 def length(chat, turns):
@@ -50,7 +52,9 @@ def test_the_asked_line_stands_at_its_depth(chat, depth):
     made = maker(chat, depth, 11, vocabulary="small").make(3)
     record = made.question.text.splitlines()
     asked = record.pop().removesuffix("?")
-    assert record.index(f"{asked} {made.question.answers[0]}") == round(depth / 10 * (made.size - 1))
+    assert record.index(f"{asked} {made.question.answers[0]}") == round(
+        depth / 10 * (made.size - 1)
+    )
     assert len(record) == made.size
     assert made.task == f"line_retrieval {10 * depth}%"
     assert [made.score(made.question.answers[0]), made.score("other"), made.score("")] == [1, 0, 0]
@@ -67,7 +71,9 @@ def test_a_long_record_has_longer_names(chat):
 def test_what_is_scored_was_not_trained_on(chat):
     """Seed and sample are the same in both."""
     train, score = (
-        maker(chat, 0, 1, purpose=purpose, vocabulary="small").make(0).question.text.splitlines()[:-1]
+        maker(chat, 0, 1, purpose=purpose, vocabulary="small")
+        .make(0)
+        .question.text.splitlines()[:-1]
         for purpose in ("train", "score")
     )
     assert len(set(train) & set(score)) < 3
@@ -92,7 +98,10 @@ def test_ends_of_records_are_asked_for_often_and_no_line_twice(chat):
         turns = makes.make(sample).turns
         *record, first = turns[0]["content"].splitlines()
         names = [line.rsplit(" ", 1)[0] for line in record]
-        asked = [first.removesuffix("?"), *(turn["content"].removesuffix("?") for turn in turns[2::2])]
+        asked = [
+            first.removesuffix("?"),
+            *(turn["content"].removesuffix("?") for turn in turns[2::2]),
+        ]
         assert len(set(asked)) == 5
         places.append(names.index(asked[0]) / (len(names) - 1))
     assert 10 < places.count(0) < 30

@@ -1,4 +1,6 @@
-"""RULER's questions solved by hand: each says its answers, as often and as rarely as the benchmark has them."""
+"""RULER's questions solved by hand: each says its answers, as often and as rarely as the benchmark
+has them.
+"""
 
 import json
 import re
@@ -13,16 +15,26 @@ from tools.ruler.texts import NOISE, Essays, Questions
 
 def squad_of(article, paragraph):
     name = f"{article}.{paragraph}"
-    question = {"question": f"Question {name}?", "answers": [{"text": name}], "is_impossible": paragraph == 2}
+    question = {
+        "question": f"Question {name}?",
+        "answers": [{"text": name}],
+        "is_impossible": paragraph == 2,
+    }
     return {"context": f"Article {article}, paragraph {paragraph}.", "qas": [question]}
 
 
 SQUAD = {"data": [{"paragraphs": [squad_of(article, n) for n in range(4)]} for article in range(5)]}
 HOTPOTQA = [
-    {"question": f"Q{n}?", "answer": f"A{n}", "context": [[f"T{n}", ["One. ", "Two."]], [f"U{n}", ["Three."]]]}
+    {
+        "question": f"Q{n}?",
+        "answer": f"A{n}",
+        "context": [[f"T{n}", ["One. ", "Two."]], [f"U{n}", ["Three."]]],
+    }
     for n in range(6)
 ]
-LINES = [{"question": f"Q{n}?", "answers": [f"A{n}", "a"], "paragraphs": [f"P{n}"]} for n in range(6)]
+LINES = [
+    {"question": f"Q{n}?", "answers": [f"A{n}", "a"], "paragraphs": [f"P{n}"]} for n in range(6)
+]
 
 
 def asked(task, size, number=0, length=8192, sources=None):
@@ -71,19 +83,26 @@ def test_prompts_are_the_benchmarks_word_for_word():
     assert sorted(lines) == sorted([needle, NOISE])
     assert question.text == (
         "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
-        "the number afterwards.\n" + "\n".join(lines) + f"\nWhat is the special magic number for {key} mentioned in "
+        "the number afterwards.\n"
+        + "\n".join(lines)
+        + f"\nWhat is the special magic number for {key} mentioned in "
         "the provided text?"
     )
-    assert question.prefix == f" The special magic number for {key} mentioned in the provided text is"
+    assert (
+        question.prefix == f" The special magic number for {key} mentioned in the provided text is"
+    )
     several = asked("niah_multivalue", 1)
     assert several.text.startswith(
         "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
         "about the numbers afterwards.\n"
     )
     assert re.search(
-        r"\nWhat are all the special magic numbers for \S+ mentioned in the provided text\?$", several.text
+        r"\nWhat are all the special magic numbers for \S+ mentioned in the provided text\?$",
+        several.text,
     )
-    assert re.fullmatch(r" The special magic numbers for \S+ mentioned in the provided text are", several.prefix)
+    assert re.fullmatch(
+        r" The special magic numbers for \S+ mentioned in the provided text are", several.prefix
+    )
 
 
 @pytest.mark.parametrize("task", ["niah_single_2", "niah_multikey_1", "niah_single_1"])
@@ -110,7 +129,9 @@ def test_variables_are_tracked_through_the_text():
         begin, known = shown.split("they are: ")
         links = dict(re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", begin))
         assert sorted(known.split()) == sorted(links)
-        assert {follow(links, name) for name in links} == {re.search(r"the value (\d+) in", begin)[1]}
+        assert {follow(links, name) for name in links} == {
+            re.search(r"the value (\d+) in", begin)[1]
+        }
 
 
 def follow(given, name):
@@ -128,7 +149,9 @@ def test_common_words_are_the_most_common(length, often, seldom, size):
     times = Counter(words)
     assert {word for word, _ in times.most_common(10)} == set(question.answers)
     assert sorted(times.values()) == [seldom] * size + [often] * 10
-    shown = question.text.split(" Answer: The top 10 words that appear most often in the list are: ")[0]
+    shown = question.text.split(
+        " Answer: The top 10 words that appear most often in the list are: "
+    )[0]
     assert len(Counter(re.findall(r"\d+\. (\S+)", shown))) == (20 if length < 4096 else 40)
 
 
@@ -196,7 +219,10 @@ def test_scores_are_the_papers(task, written, answers, score):
 
 GOOD = {"question": "Who?", "answers": ["Ada"], "paragraphs": ["It was Ada."]}
 CONTEXT = {"context": "It was Ada.", "qas": [{"question": "Who?", "answers": [{"text": "Ada"}]}]}
-UNANSWERABLE = {"context": "None.", "qas": [{"question": "Who?", "answers": [], "is_impossible": True}]}
+UNANSWERABLE = {
+    "context": "None.",
+    "qas": [{"question": "Who?", "answers": [], "is_impossible": True}],
+}
 UNANSWERED = {"context": "None.", "qas": [{"question": "Who?", "answers": []}]}
 HOTPOT = {"question": "Who?", "answer": "Ada", "context": [["Ada", ["It was Ada."]]]}
 
@@ -218,7 +244,9 @@ HOTPOT = {"question": "Who?", "answer": "Ada", "context": [["Ada", ["It was Ada.
         ([[HOTPOT, HOTPOT | {"answer": ""}]], "question 2: answers holds an empty text"),
     ],
 )  # fmt: skip
-def test_a_question_that_any_text_would_answer_or_none_is_refused_by_its_place(tmp_path, content, said):
+def test_a_question_that_any_text_would_answer_or_none_is_refused_by_its_place(
+    tmp_path, content, said
+):
     """An empty answer is in every text, so that it would score 100 for any."""
     lines = (line if isinstance(line, str) else json.dumps(line) for line in content)
     (tmp_path / "q.json").write_text("\ufeff" + "\n".join(lines))

@@ -1,4 +1,6 @@
-"""Tiny models have tokens for all words of their tasks, so that the answer is what followed the key."""
+"""Tiny models have tokens for all words of their tasks, so that the answer is what followed the
+key.
+"""
 
 from dataclasses import replace
 
@@ -11,12 +13,24 @@ from runtime.errors import DataError
 from tools.ruler.examples import Prompts, answer_of
 from tools.ruler.lines import Maker, Task
 from tools.ruler.tasks import TASKS, Case, Sources
-from tools.ruler.tiny import END, LEARNED, OF_FILE, UNKNOWN, USER, repeated, tokenizer_of_needles, tokenizer_of_words
+from tools.ruler.tiny import (
+    END,
+    LEARNED,
+    OF_FILE,
+    UNKNOWN,
+    USER,
+    repeated,
+    tokenizer_of_needles,
+    tokenizer_of_words,
+)
 
 
 def test_a_line_is_three_tokens_and_a_question_ends_with_its_name(tmp_path):
     written = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer_of_words(), unk_token=UNKNOWN, eos_token=END, additional_special_tokens=[USER]
+        tokenizer_object=tokenizer_of_words(),
+        unk_token=UNKNOWN,
+        eos_token=END,
+        additional_special_tokens=[USER],
     )
     written.chat_template = OF_FILE["template"]
     written.save_pretrained(tmp_path)
@@ -33,7 +47,9 @@ def test_a_line_is_three_tokens_and_a_question_ends_with_its_name(tmp_path):
         part for turn in turns[1::2] for part in (turn["content"], "<|end|>")
     ]
     assert "<|unknown|>" not in words
-    with pytest.raises(DataError, match="vocabulary is full, and the tokenizer does not know all of its words"):
+    with pytest.raises(
+        DataError, match="vocabulary is full, and the tokenizer does not know all of its words"
+    ):
         Maker(replace(task, vocabulary="full"), chat)
 
 
@@ -43,7 +59,9 @@ def test_the_needles_tokenizer_knows_all_of_its_tasks():
         question = TASKS[task].make(Case("any", 0, 1024, Sources()), 300)
         text = question.text + question.prefix + answer_of(question)
         assert UNKNOWN not in backend.encode(text).tokens
-        answers = [backend.decode(backend.encode(f" {answer}").ids).strip() for answer in question.answers]
+        answers = [
+            backend.decode(backend.encode(f" {answer}").ids).strip() for answer in question.answers
+        ]
         assert answers == [*question.answers]
     user, again = (turn["content"] for turn in repeated(3, 1, 4))
     assert again == 4 * user

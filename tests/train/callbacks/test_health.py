@@ -1,4 +1,6 @@
-"""Bad steps: spikes and losses that are not finite, what each policy does, and that restarts are counted."""
+"""Bad steps: spikes and losses that are not finite, what each policy does, and that restarts are
+counted.
+"""
 
 import json
 import math
@@ -21,7 +23,9 @@ ALWAYS = partial(infinite_in, iterations=range(4, 100))
 def health(policy="skip", save_interval=None, **more):
     config = settings(train_iters=6)
     checkpoint = CheckpointConfig(save="set below", save_interval=save_interval)
-    return replace(config, checkpoint=checkpoint, health=HealthConfig(bad_step_policy=policy, **more))
+    return replace(
+        config, checkpoint=checkpoint, health=HealthConfig(bad_step_policy=policy, **more)
+    )
 
 
 def judged(rank, world_size):
@@ -32,14 +36,20 @@ def judged(rank, world_size):
         of_run = Health(config, None, [(2.0, 0.5)] * LEAST, Progress())
         said.append(of_run.judge(loss if rank == 0 else 2.0, norm))
     young = Health(config, None, [(2.0, 0.5)] * (LEAST - 1), Progress())
-    large = Health(replace(config, check_for_large_grads=True), None, [(2.0, 0.5)] * LEAST, Progress())
+    large = Health(
+        replace(config, check_for_large_grads=True), None, [(2.0, 0.5)] * LEAST, Progress()
+    )
     return [*said, young.judge(6.1, 0.5), large.judge(2.0, 1.6)]
 
 
 def test_what_one_rank_sees_all_ranks_say():
     said, other = run_ranks(judged, 2)
     spike, plain, nan, infinite, young, large = said
-    assert [bool(text) for text in said] == [bool(text) for text in other] == [True, False, True, True, False, True]
+    assert (
+        [bool(text) for text in said]
+        == [bool(text) for text in other]
+        == [True, False, True, True, False, True]
+    )
     assert spike == "the loss was 6.1, above 6, a spike on 1 of 2 ranks"
     assert plain == young == ""
     assert nan == other[2] == "the loss was not finite on 1 of 2 ranks"
@@ -72,12 +82,18 @@ def test_rolled_back_it_goes_on_with_other_samples(tmp_path):
     assert [r["consumed_samples"] for r in records] == [4, 8, 20, 24, 28, 32]
     assert checkpoints(tmp_path / "run") == [2, 4, 6]
     (failure,) = map(json.loads, (tmp_path / "run" / FAILURES).read_text().splitlines())
-    assert failure == {"iteration": 4, "checkpoint": 2, "why": "a step was bad, iteration 4: the loss was not finite"}
+    assert failure == {
+        "iteration": 4,
+        "checkpoint": 2,
+        "why": "a step was bad, iteration 4: the loss was not finite",
+    }
 
 
 def test_rolled_back_three_times_it_ends(tmp_path):
     ((progress, error),) = run_ranks(run_with, 1, health("rollback", 2), tmp_path / "run", ALWAYS)
-    assert error.startswith("TrainingError: the run failed 3 times after iteration 2, the last time as a step was bad")
+    assert error.startswith(
+        "TrainingError: the run failed 3 times after iteration 2, the last time as a step was bad"
+    )
     assert progress.iteration == 4
     assert checkpoints(tmp_path / "run") == [2]
 
@@ -102,9 +118,13 @@ def test_failures_after_a_local_checkpoint_are_counted_and_a_cut_line_is_left_ou
         of_start = Health(HealthConfig(), str(tmp_path), [], Progress())
         with pytest.raises(TrainingError, match=r"^bad"):
             of_start._fail(4 + 2 * start, 3, "bad")
-    with pytest.raises(TrainingError, match="the run failed 3 times after iteration 2, the last time as bad"):
+    with pytest.raises(
+        TrainingError, match="the run failed 3 times after iteration 2, the last time as bad"
+    ):
         Health(HealthConfig(), str(tmp_path), [], Progress())
-    assert [json.loads(line)["iteration"] for line in (tmp_path / FAILURES).read_text().splitlines()] == [1, 4, 6, 8]
+    assert [
+        json.loads(line)["iteration"] for line in (tmp_path / FAILURES).read_text().splitlines()
+    ] == [1, 4, 6, 8]
 
 
 def poisoned_at_4(trainer):
@@ -124,7 +144,9 @@ def poisoned_at_4(trainer):
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_weights_that_an_update_broke_are_never_saved(policy, tmp_path):
-    for _, error in run_ranks(run_with, 2, health(policy, save_interval=2), tmp_path / "run", poisoned_at_4):
+    for _, error in run_ranks(
+        run_with, 2, health(policy, save_interval=2), tmp_path / "run", poisoned_at_4
+    ):
         assert "iteration 4 is not saved: its update took their loss from 3." in error
     assert checkpoints(tmp_path / "run") == [2]
     assert find_checkpoint(tmp_path / "run") is not None
@@ -132,7 +154,11 @@ def test_weights_that_an_update_broke_are_never_saved(policy, tmp_path):
 
 def test_a_save_waits_for_a_good_step(tmp_path):
     ((_, error),) = run_ranks(
-        run_with, 1, health("skip", save_interval=2), tmp_path / "run", partial(infinite_in, iterations=(2, 3))
+        run_with,
+        1,
+        health("skip", save_interval=2),
+        tmp_path / "run",
+        partial(infinite_in, iterations=(2, 3)),
     )
     assert error == ""
     assert checkpoints(tmp_path / "run") == [4, 6]

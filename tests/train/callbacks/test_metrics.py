@@ -8,7 +8,14 @@ import sys
 import pytest
 
 from tests import starts
-from train.callbacks.metrics import METRICS, LoggingConfig, RunLog, check_services, plot_loss, read_metrics
+from train.callbacks.metrics import (
+    METRICS,
+    LoggingConfig,
+    RunLog,
+    check_services,
+    plot_loss,
+    read_metrics,
+)
 from train.checkpoint.manifest import STARTS
 from train.config.flags import ConfigError
 
@@ -46,9 +53,13 @@ def test_half_a_last_line_is_no_record(end, tmp_path):
 )
 def test_a_corrupt_line_before_the_last_is_named(line, tmp_path):
     path = tmp_path / METRICS
-    path.write_bytes(b"%b\n%b\n%b\n" % (json.dumps(record(1)).encode(), line, json.dumps(record(3)).encode()))
+    path.write_bytes(
+        b"%b\n%b\n%b\n" % (json.dumps(record(1)).encode(), line, json.dumps(record(3)).encode())
+    )
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2 is no record .*; remove the line or the file"):
+    with pytest.raises(
+        ConfigError, match=r"metrics\.jsonl, line 2 is no record .*; remove the line or the file"
+    ):
         going_on(tmp_path, 10)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -78,7 +89,9 @@ def test_numbers_come_back_exactly(tmp_path):
     odd = record(1, lm_loss=0.1 + 0.2, grad_norm=float("inf"))
     log = RunLog(tmp_path, LoggingConfig(), {}, 0)
     log.write(odd)
-    assert read_metrics(tmp_path / METRICS) == [{**odd, "grad_norm": None}]  # JSON knows no infinity
+    assert read_metrics(tmp_path / METRICS) == [
+        {**odd, "grad_norm": None}
+    ]  # JSON knows no infinity
 
 
 def test_a_log_without_a_folder_writes_nothing(tmp_path, monkeypatch):
@@ -94,7 +107,11 @@ def test_a_log_without_a_folder_writes_nothing(tmp_path, monkeypatch):
     "records",
     [
         [record(1)],
-        [record(1), record(2, validation_loss=3.0, unigram_entropy=5.0), record(3, lm_loss=float("nan"))],
+        [
+            record(1),
+            record(2, validation_loss=3.0, unigram_entropy=5.0),
+            record(3, lm_loss=float("nan")),
+        ],
         [{"iteration": i, "diffusion_loss": 0.5 * i} for i in (1, 2)],
     ],
 )
@@ -115,11 +132,14 @@ def scalars(folder):
 
     events = EventAccumulator(str(folder)).Reload()
     return {
-        name: [(e.step, round(e.value, 4)) for e in events.Scalars(name)] for name in ("lm_loss", "validation_loss")
+        name: [(e.step, round(e.value, 4)) for e in events.Scalars(name)]
+        for name in ("lm_loss", "validation_loss")
     }
 
 
-def test_tensorboard_shows_each_iteration_once_after_rollbacks_resumes_and_figures_that_come_later(tmp_path):
+def test_tensorboard_shows_each_iteration_once_after_rollbacks_resumes_and_figures_that_come_later(
+    tmp_path,
+):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -127,7 +147,13 @@ def test_tensorboard_shows_each_iteration_once_after_rollbacks_resumes_and_figur
     log = RunLog(tmp_path / "run", config, {}, 0)
     for again in range(3):  # two rollbacks, of less than a second
         for i in range(4 if again else 1, 7):
-            log.write(record(i, lm_loss=1.0 + again, **({"validation_loss": 5.0} if i == 6 and again < 2 else {})))
+            log.write(
+                record(
+                    i,
+                    lm_loss=1.0 + again,
+                    **({"validation_loss": 5.0} if i == 6 and again < 2 else {}),
+                )
+            )
         if again < 2:
             log.rewind(3)
     log.amend({"validation_loss": 4.0})
@@ -147,9 +173,14 @@ def test_tensorboard_shows_each_iteration_once_after_rollbacks_resumes_and_figur
 
 
 def in_a_process_of_its_own(code, folder, **environment):
-    """wandb ends its service with the process, as in a real run; nothing of this machine's settings is seen."""
+    """wandb ends its service with the process, as in a real run; nothing of this machine's settings
+    is seen.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    homes = {name: str(folder / "home") for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
+    homes = {
+        name: str(folder / "home")
+        for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")
+    }
     command = [sys.executable, "-c", code, str(folder / "run")]
     return starts.ended(command, inherited=clean | homes, **environment)
 
@@ -172,7 +203,9 @@ log.sync()
 
 
 def wandb_records(file):
-    """Yield the records of a file that wandb wrote offline: LevelDB's log of protobuf messages, after 7 bytes."""
+    """Yield the records of a file that wandb wrote offline: LevelDB's log of protobuf messages,
+    after 7 bytes.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     content = file.read_bytes()
@@ -192,7 +225,9 @@ def wandb_records(file):
 
 
 @pytest.mark.slow
-def test_wandb_has_the_records_and_settings_of_a_run_that_was_rolled_back_over_an_axis_of_iterations(tmp_path):
+def test_wandb_has_the_records_and_settings_of_a_run_that_was_rolled_back_over_an_axis_of_iterations(
+    tmp_path,
+):
     """It cannot take rows back: the later row of an iteration is the run's."""
     pytest.importorskip("wandb")
     ended = in_a_process_of_its_own(ROLLED_BACK, tmp_path, WANDB_MODE="offline")
@@ -202,7 +237,9 @@ def test_wandb_has_the_records_and_settings_of_a_run_that_was_rolled_back_over_a
     rows = list(wandb_records(file))
     logged = []
     for row in rows:
-        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.history.item}
+        items = {
+            item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.history.item
+        }
         if items:
             logged.append(items)
     assert [row["iteration"] for row in logged] == [1, 2, 3, 4, 5, 6, 4, 5, 5]
@@ -220,7 +257,8 @@ def test_wandb_without_a_key_is_one_message(tmp_path):
     pytest.importorskip("wandb")
     write_first = "from train.callbacks.metrics import *; from pathlib import Path; import sys\n"
     code = (
-        write_first + "try:\n    RunLog(Path(sys.argv[1]), LoggingConfig(wandb_project='p'), {}, 0)\n"
+        write_first
+        + "try:\n    RunLog(Path(sys.argv[1]), LoggingConfig(wandb_project='p'), {}, 0)\n"
         "except ConfigError as error:\n    print('MESSAGE', error)"
     )
     (tmp_path / "run").mkdir()
@@ -233,10 +271,13 @@ def test_wandb_without_a_key_is_one_message(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "module"), [("wandb_project", "wandb"), ("tensorboard_dir", "torch.utils.tensorboard")]
+    ("field", "module"),
+    [("wandb_project", "wandb"), ("tensorboard_dir", "torch.utils.tensorboard")],
 )
 def test_a_missing_service_is_told_only_where_it_is_asked_for(field, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     check_services(LoggingConfig())
-    with pytest.raises(ConfigError, match=rf"{field} is set and (\w+) .*: pip install \1 .*EXTRAS=logging"):
+    with pytest.raises(
+        ConfigError, match=rf"{field} is set and (\w+) .*: pip install \1 .*EXTRAS=logging"
+    ):
         check_services(LoggingConfig(**{field: "x"}))

@@ -25,15 +25,25 @@ from train.callbacks.profile import PHASES, ProfileConfig, covered, slowest, spe
 
 def event(name, start, length, where="DeviceType.CPU", size=0, annotation=False):
     """Return an event of torch's profiler, as far as it is read."""
-    values = {"name": name, "start_ns": start, "duration_ns": length, "device_type": where, "nbytes": size}
+    values = {
+        "name": name,
+        "start_ns": start,
+        "duration_ns": length,
+        "device_type": where,
+        "nbytes": size,
+    }
     values |= {"is_user_annotation": annotation}
-    return SimpleNamespace(**{key: partial(lambda value: value, value) for key, value in values.items()})
+    return SimpleNamespace(
+        **{key: partial(lambda value: value, value) for key, value in values.items()}
+    )
 
 
 def test_intervals_as_sets_of_points():
     draw = random.Random(5)
     for _ in range(200):
-        first, second = ([(a, a + draw.randint(1, 9)) for a in draw.sample(range(60), 5)] for _ in range(2))
+        first, second = (
+            [(a, a + draw.randint(1, 9)) for a in draw.sample(range(60), 5)] for _ in range(2)
+        )
         points = [{p for a, b in spans for p in range(a, b)} for spans in (first, second)]
         lengths, (one, other) = covered([first, second])
         assert lengths[one & ~other].sum() == len(points[0] - points[1])
@@ -51,7 +61,13 @@ def test_time_by_hand():
         event(SAVING, 8 * second, 2 * second),
     ]
     found = spent(events, 0, 2)
-    assert (found.data, found.compute, found.communication, found.exposed, found.saving) == (0.5, 2.0, 1.5, 1.0, 1.0)
+    assert (found.data, found.compute, found.communication, found.exposed, found.saving) == (
+        0.5,
+        2.0,
+        1.5,
+        1.0,
+        1.0,
+    )
     assert (found.iteration, found.other) == (5.0, 0.5)
 
 
@@ -60,12 +76,20 @@ def test_on_a_gpu_kernels_count_and_not_what_launched_them():
         event("aten::mm", 0, 9),
         event("sm90_gemm", 2, 4, "DeviceType.CUDA"),
         event("ncclDevKernel_SendRecv", 4, 5, "DeviceType.CUDA"),
-        event("FSDP::pre_forward", 0, 9, "DeviceType.CUDA", annotation=True),  # spans what it waits for too
-        event("Memcpy HtoD (Pinned -> Device)", 0, 9, "DeviceType.CUDA"),  # as offload's, beside what computes or not
+        event(
+            "FSDP::pre_forward", 0, 9, "DeviceType.CUDA", annotation=True
+        ),  # spans what it waits for too
+        event(
+            "Memcpy HtoD (Pinned -> Device)", 0, 9, "DeviceType.CUDA"
+        ),  # as offload's, beside what computes or not
         event("Memcpy DtoH (Device -> Pinned)", 0, 9, "DeviceType.CUDA"),
     ]
     found = spent(events, 0, 1)
-    assert [round(1e9 * x) for x in (found.compute, found.communication, found.exposed)] == [4, 5, 3]
+    assert [round(1e9 * x) for x in (found.compute, found.communication, found.exposed)] == [
+        4,
+        5,
+        3,
+    ]
 
 
 def test_memory_is_the_most_at_once_of_the_device_that_computes():
@@ -84,19 +108,42 @@ def test_the_slowest_rank_is_the_one_that_waits_least():
     def rank(number, exposed):
         return [event("aten::mm", 0, 100 - exposed), event("gloo:send", 100 - exposed, exposed)]
 
-    shown = table([spent(rank(number, exposed), number, 1) for number, exposed in enumerate((40, 10, 40))])
+    shown = table(
+        [spent(rank(number, exposed), number, 1) for number, exposed in enumerate((40, 10, 40))]
+    )
     assert "Slowest: rank 1 on " in shown
     assert "busy 50% longer" in shown
 
 
 @pytest.mark.slow
 def test_two_ranks_write_their_traces_and_a_table(tmp_path, default_data):
-    flags = ["--context-parallel-size", "2", "--profile", "--profile-step-start", "2", "--profile-step-end", "4"]
-    data = ["--data-path", str(default_data), "--tokenizer-model", f"{default_data}.model", "--save", str(tmp_path)]
-    said, _ = run_ranks(on_rank, 2, [*TINY, *data, *flags, "--train-iters", "5", "--profile-ranks", "1"])
+    flags = [
+        "--context-parallel-size",
+        "2",
+        "--profile",
+        "--profile-step-start",
+        "2",
+        "--profile-step-end",
+        "4",
+    ]
+    data = [
+        "--data-path",
+        str(default_data),
+        "--tokenizer-model",
+        f"{default_data}.model",
+        "--save",
+        str(tmp_path),
+    ]
+    said, _ = run_ranks(
+        on_rank, 2, [*TINY, *data, *flags, "--train-iters", "5", "--profile-ranks", "1"]
+    )
     assert "profiled iterations 2 to 3" in said
     folder = tmp_path / "profile"
-    assert sorted(path.name for path in folder.iterdir()) == ["rank-1.json.gz", "ranks.json", "ranks.md"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "rank-1.json.gz",
+        "ranks.json",
+        "ranks.md",
+    ]
     with gzip.open(folder / "rank-1.json.gz") as file:
         assert json.load(file)["traceEvents"]
     for each in json.loads((folder / "ranks.json").read_text()):
@@ -106,7 +153,9 @@ def test_two_ranks_write_their_traces_and_a_table(tmp_path, default_data):
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (5, 5)])
 def test_steps_that_are_none(start, end):
-    with pytest.raises(UserError, match=f"profile_step_start is {start} and profile_step_end {end}"):
+    with pytest.raises(
+        UserError, match=f"profile_step_start is {start} and profile_step_end {end}"
+    ):
         ProfileConfig(profile_step_start=start, profile_step_end=end)
 
 
@@ -127,7 +176,10 @@ def said_of_a_run(rank, size, config, folder):
 
 def test_a_slowed_rank_is_named_with_its_host(tmp_path):
     said, _ = run_ranks(
-        said_of_a_run, 2, replace(settings(train_iters=4), logging=LoggingConfig(log_interval=2)), tmp_path / "slow"
+        said_of_a_run,
+        2,
+        replace(settings(train_iters=4), logging=LoggingConfig(log_interval=2)),
+        tmp_path / "slow",
     )
     first, second, _, last = read_metrics(tmp_path / "slow" / METRICS)
     assert "slowest_rank" not in first, "only at an interval's end"
@@ -145,9 +197,20 @@ def test_who_is_behind_and_in_what():
     alike = {"data_ms": [1.0, 1.0, 1.0], "update_ms": [5.0, 5.0, 5.0], "mlp_ms": [2.0, 2.0, 2.0]}
     assert slowest(alike, 100.0, 40)[:2] == (0, 0.0)
     layer = alike | {"mlp_ms": [2.0, 2.0, 2.5]}
-    assert slowest(layer, 100.0, 40) == (2, 0.25, "mlp_ms", True), "40 layers of 0.5 ms are 20 ms of a step"
+    assert slowest(layer, 100.0, 40) == (2, 0.25, "mlp_ms", True), (
+        "40 layers of 0.5 ms are 20 ms of a step"
+    )
     assert slowest(layer, 100.0, 39) == (2, 0.25, "mlp_ms", False), "too little to warn of"
-    assert slowest(layer | {"data_ms": [1.0, 31.0, 2.0]}, 200.0, 4) == (1, 0.145, "data_ms", True), "before the layer"
+    assert slowest(layer | {"data_ms": [1.0, 31.0, 2.0]}, 200.0, 4) == (
+        1,
+        0.145,
+        "data_ms",
+        True,
+    ), "before the layer"
     assert slowest(alike | {"data_ms": [1.0, 31.0, 2.0]}, 100.0, 40) == (1, 0.29, "data_ms", True)
-    assert slowest(alike | {"data_ms": [1.0, 3.0, 1.0]}, 100.0, 40)[1] == 0.02, "of a step, not of the median"
-    assert slowest(alike | {"mlp_ms": [0.0, 2.0, 2.0]}, 100.0, 40)[1] == 0, "a fast one is not slow, nor are the others"
+    assert slowest(alike | {"data_ms": [1.0, 3.0, 1.0]}, 100.0, 40)[1] == 0.02, (
+        "of a step, not of the median"
+    )
+    assert slowest(alike | {"mlp_ms": [0.0, 2.0, 2.0]}, 100.0, 40)[1] == 0, (
+        "a fast one is not slow, nor are the others"
+    )

@@ -28,12 +28,16 @@ def test_a_line_has_the_means_since_the_last_one():
     assert machine_line([record(2), record(4)], "process") == (
         "per process: 250 GFLOP/s, MFU 12.5%, 1.50 GB of memory at most"
     )
-    assert machine_line([record(2, tflops_per_gpu=431.2)], "GPU").startswith("per GPU: 431 TFLOP/s, MFU 12.5%")
+    assert machine_line([record(2, tflops_per_gpu=431.2)], "GPU").startswith(
+        "per GPU: 431 TFLOP/s, MFU 12.5%"
+    )
 
 
 def test_skipped_iterations_are_left_out_of_the_loss_and_a_diffusion_run_has_samples():
     nan = float("nan")
-    line = progress_line(NextToken, [record(1), record(2, lm_loss=nan, grad_norm=nan), record(4)], 50, 0.0)
+    line = progress_line(
+        NextToken, [record(1), record(2, lm_loss=nan, grad_norm=nan), record(4)], 50, 0.0
+    )
     assert "| loss 5.0000 | grad norm 2 |" in line
     assert "| 1 skipped |" in line
     records = [record(i, diffusion_loss=0.5 * i, samples_per_second=8.0 * i) for i in (1, 2)]
@@ -49,8 +53,18 @@ def test_skipped_iterations_are_left_out_of_the_loss_and_a_diffusion_run_has_sam
     "more",
     [
         {},
-        {"lm_loss": 11.98765, "grad_norm": 1234567.8, "iteration_time_ms": 110000.0, "tokens_per_second": 12345678.0},
-        {"iteration": 9_999_999, "iteration_time_ms": 1e7, "tokens_per_second": 3.21e10, "grad_norm": float("inf")},
+        {
+            "lm_loss": 11.98765,
+            "grad_norm": 1234567.8,
+            "iteration_time_ms": 110000.0,
+            "tokens_per_second": 12345678.0,
+        },
+        {
+            "iteration": 9_999_999,
+            "iteration_time_ms": 1e7,
+            "tokens_per_second": 3.21e10,
+            "grad_norm": float("inf"),
+        },
         {"iteration": 10**9, "lm_loss": 1e6, "grad_norm": float("nan"), "learning_rate": 1e-30},
     ],
 )
@@ -72,14 +86,24 @@ def test_time_left_says_what_matters_of_it(seconds, text):
 
 
 def test_the_first_iteration_of_a_run_has_a_line_and_every_tenth_and_the_last():
-    """A resumed run's first one too. Time left goes by the iterations after the first, whose time is none of theirs."""
+    """A resumed run's first one too. Time left goes by the iterations after the first, whose time
+    is none of theirs.
+    """
     objective = NextToken(context_parallel("ring", seq_len=8), torch.device("cpu"))
     report = Report(None, objective, train_iters=34, log_interval=10, device_type="cuda")
     printed = {}
     for i in range(7, 35):
         now = 5000.0 + 2.0 * (i - 7)
-        printed[i] = report.lines(record(i) | {"iteration_time_ms": 90_000.0 if i == 7 else 2000.0}, now, last=i == 34)
-    assert {i: len(texts) for i, texts in printed.items() if texts} == {7: 1, 10: 2, 20: 1, 30: 1, 34: 2}
+        printed[i] = report.lines(
+            record(i) | {"iteration_time_ms": 90_000.0 if i == 7 else 2000.0}, now, last=i == 34
+        )
+    assert {i: len(texts) for i, texts in printed.items() if texts} == {
+        7: 1,
+        10: 2,
+        20: 1,
+        30: 1,
+        34: 2,
+    }
     assert printed[7][0].endswith("| 40:30 left"), "27 iterations like the first"
     assert printed[10][0].endswith("| 0:48 left")
     assert printed[34][0].startswith("iteration 34/34")

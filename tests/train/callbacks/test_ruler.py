@@ -1,4 +1,6 @@
-"""The curve of RULER in a run: wrong tokens by example, on any mesh what greedy writing begins with, and settings."""
+"""The curve of RULER in a run: wrong tokens by example, on any mesh what greedy writing begins
+with, and settings.
+"""
 
 import pytest
 import torch
@@ -48,7 +50,10 @@ def test_lengths_are_those_of_the_model_or_less():
     assert RulerConfig().lengths(4096) == [1024, 2048, 4096]
     assert RulerConfig().lengths(1024) == [512, 1024]
     assert RulerConfig(ruler_interval=1, ruler_lengths=(512, 256)).lengths(512) == [256, 512]
-    with pytest.raises(ValueError, match="ruler_lengths names 512 and seq_length is 256, so that prompts would be cut"):
+    with pytest.raises(
+        ValueError,
+        match="ruler_lengths names 512 and seq_length is 256, so that prompts would be cut",
+    ):
         RulerConfig(ruler_interval=1, ruler_lengths=(512,)).lengths(256)
 
 
@@ -58,30 +63,52 @@ def test_none_on_the_command_line_leaves_out_the_curve_of_a_file(tmp_path, capsy
     assert parse_args(["--config", str(file)]).ruler.ruler_lengths == (512,)
     assert capsys.readouterr().err == ""
     assert parse_args(["--config", str(file), "--ruler-interval", "none"]).ruler == RulerConfig()
-    assert capsys.readouterr().err == f"note: --ruler-interval none leaves out ruler_lengths, ruler_tasks of {file}\n"
+    assert (
+        capsys.readouterr().err
+        == f"note: --ruler-interval none leaves out ruler_lengths, ruler_tasks of {file}\n"
+    )
     with pytest.raises(ValueError, match="ruler_lengths is 640; it is of a curve"):
         parse_args(["--config", str(file), "--ruler-interval", "none", "--ruler-lengths", "640"])
 
 
 ASKED = (
-    *("--seq-length", "640", "--init-method-std", "0.2", "--ruler-interval", "1", "--ruler-samples", "4"),
+    *(
+        "--seq-length",
+        "640",
+        "--init-method-std",
+        "0.2",
+        "--ruler-interval",
+        "1",
+        "--ruler-samples",
+        "4",
+    ),
     *("--ruler-lengths", "512", "640", "--ruler-tasks", "niah_single_1", "niah_multikey_2"),
 )
-MESHES = ("--context-parallel-size 2 --context-parallel-method zigzag", "--pipeline-model-parallel-size 2")
+MESHES = (
+    "--context-parallel-size 2 --context-parallel-method zigzag",
+    "--pipeline-model-parallel-size 2",
+)
 
 
 def answered(rank, world_size, runs, labels=None):
-    """Measure the curve of each run's flags, with these answers if given: what it says, and wrong tokens by example."""
+    """Measure the curve of each run's flags, with these answers if given: what it says, and wrong
+    tokens by example.
+    """
     found = []
     for flags in runs:
         with trainer_of(LanguageTask, flags, Records()) as trainer:
             rows = trainer.data.curve._rows
             for row, tokens in zip(rows, labels or [], strict=labels is not None):
                 learned = row["labels"] != IGNORE_INDEX
-                row["tokens"][learned.nonzero()[1:].flatten()], row["labels"][learned] = tokens[:-1], tokens
+                row["tokens"][learned.nonzero()[1:].flatten()], row["labels"][learned] = (
+                    tokens[:-1],
+                    tokens,
+                )
             shares = trainer.data.curve.measure(trainer.runner)
             found.append((shares, trainer.task.objective.wrong.tolist()))
-            written = [greedy(trainer.runner.parts[0], row) for row in rows] if world_size == 1 else None
+            written = (
+                [greedy(trainer.runner.parts[0], row) for row in rows] if world_size == 1 else None
+            )
     return found, rows, written
 
 
@@ -97,7 +124,9 @@ def greedy(model, row):
 
 
 def test_any_mesh_counts_what_greedy_writing_begins_with(default_data):
-    """Some answers are the model's own, some have one other token: the last, the first, or one in the middle."""
+    """Some answers are the model's own, some have one other token: the last, the first, or one in
+    the middle.
+    """
     flags = flags_of(default_data, *ASKED)
     ((shares, wrong),), rows, written = answered(0, 1, [flags])
     right = [
@@ -114,4 +143,7 @@ def test_any_mesh_counts_what_greedy_writing_begins_with(default_data):
     assert shares == {"ruler_512": 50.0, "ruler_640": 75.0}
     for found, _, _ in run_ranks(answered, 2, [[*flags, *mesh.split()] for mesh in MESHES], labels):
         assert [one for one, _ in found] == [shares] * len(MESHES)
-        assert all([count == 0 for count in counts] == [count == 0 for count in wrong] for _, counts in found)
+        assert all(
+            [count == 0 for count in counts] == [count == 0 for count in wrong]
+            for _, counts in found
+        )

@@ -37,5 +37,7 @@ def test_the_averages_are_validated_and_the_weights_are_back():
     assert error == ""
     ((loss, averages, before, after),) = seen
     assert loss == pytest.approx(expected_validation(4, averages), rel=1e-6)
-    assert loss != pytest.approx(expected_validation(4, before), rel=1e-4), "the control: weights are no averages"
+    assert loss != pytest.approx(expected_validation(4, before), rel=1e-4), (
+        "the control: weights are no averages"
+    )
     assert all(torch.equal(after[name], weight) for name, weight in before.items())

@@ -35,7 +35,9 @@ def _train_and_save(rank, size, folder, tied):
     model, optimizer = build(0, sharded=True, tied=tied)
     train(model, optimizer, range(3))
     with torch.no_grad():
-        loss_of(model, 50)  # leaves the root's parameters unsharded, as an evaluation before a save does
+        loss_of(
+            model, 50
+        )  # leaves the root's parameters unsharded, as an evaluation before a save does
     save(folder, 3, model, optimizer)
     return whole_tensors(model, optimizer)
 
@@ -64,7 +66,9 @@ def test_saved_on_4_ranks_and_loaded_on_1_and_3_and_by_a_plain_process(tmp_path,
     assert equal(whole_tensors(model, optimizer), saved)
     only_weights = Tiny(tied).bfloat16()
     assert load_model(path, only_weights, ARCHITECTURE).iteration == 3
-    assert torch.equal(only_weights.head.weight, saved["embedding.weight" if tied else "head.weight"].bfloat16())
+    assert torch.equal(
+        only_weights.head.weight, saved["embedding.weight" if tied else "head.weight"].bfloat16()
+    )
 
 
 def test_saved_by_a_plain_process_and_loaded_on_3_ranks(tmp_path):
@@ -88,7 +92,11 @@ def _interrupted(rank, size, folder):
 
     model, optimizer = build(8, sharded=True)
     load_model(find_checkpoint(folder, 2), model, ARCHITECTURE)
-    return {"whole": whole, "pieces": pieces, "without moments": train(model, optimizer, range(2, 6))}
+    return {
+        "whole": whole,
+        "pieces": pieces,
+        "without moments": train(model, optimizer, range(2, 6)),
+    }
 
 
 def test_resumed_training_is_bitwise_that_of_an_uninterrupted_run(tmp_path):
@@ -103,7 +111,9 @@ def _wrapped(rank, size, folder):
     model = Tiny()
     for index, layer in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(layer)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["dp", "cp"]._flatten("dp_cp")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["dp", "cp"]._flatten(
+        "dp_cp"
+    )
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -126,7 +136,9 @@ def test_wrappers_and_a_flattened_mesh_leave_no_trace_in_the_names(tmp_path):
 
 
 class Float32Momentum(torch.optim.Optimizer):
-    """Keeps a float32 moment for bf16 weights, which torch's own optimizers would cast at load_state_dict."""
+    """Keeps a float32 moment for bf16 weights, which torch's own optimizers would cast at
+    load_state_dict.
+    """
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1e-2})
@@ -134,7 +146,9 @@ class Float32Momentum(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
-            moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter, dtype=torch.float32))
+            moment = self.state[parameter].setdefault(
+                "moment", torch.zeros_like(parameter, dtype=torch.float32)
+            )
             moment.mul_(0.9).add_(parameter.grad)
             parameter.add_(moment.to(parameter.dtype), alpha=-self.param_groups[0]["lr"])
 
@@ -212,7 +226,10 @@ def test_a_disk_that_refuses_one_rank_fails_all_and_leaves_nothing(tmp_path, fai
     assert f"rank {failing}" in message
     assert "File too large" in message
     assert set(answers) == {message}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000001",
+        "latest_checkpointed_iteration.txt",
+    ]
 
 
 def test_a_whole_checkpoint_is_never_overwritten(tmp_path):
@@ -237,27 +254,40 @@ def test_another_architecture_is_refused_with_its_fields(tmp_path):
     two_checkpoints(tmp_path)
     model, optimizer = build(5, sharded=False)
     before = whole_tensors(model, optimizer)
-    other, path = {"num_layers": 3, "sizes": [VOCABULARY, WIDTH], "rotary_base": 1e4}, tmp_path / "iter_0000002"
-    with pytest.raises(CheckpointError, match=r"num_layers is 2 there and 3 here; rotary_base is absent there"):
+    other, path = (
+        {"num_layers": 3, "sizes": [VOCABULARY, WIDTH], "rotary_base": 1e4},
+        tmp_path / "iter_0000002",
+    )
+    with pytest.raises(
+        CheckpointError, match=r"num_layers is 2 there and 3 here; rotary_base is absent there"
+    ):
         load_checkpoint(path, model, optimizer, other)
     assert equal(before, whole_tensors(model, optimizer))
 
 
 def test_everything_is_on_disk_before_a_checkpoint_bears_its_name(tmp_path, monkeypatch):
-    """A power cut can lose what was not synced: files first, then the rename, then the parent, then the pointer."""
+    """A power cut can lose what was not synced: files first, then the rename, then the parent, then
+    the pointer.
+    """
     events = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
     def synced_as(stem, event):
-        return event.startswith((f"fsync {stem}", f"fsync .{stem}."))  # a draft's name is of its own
+        return event.startswith(
+            (f"fsync {stem}", f"fsync .{stem}.")
+        )  # a draft's name is of its own
 
     def synced(handle):
         events.append("fsync " + Path(os.readlink(f"/proc/self/fd/{handle}")).name)
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "rename", lambda a, b: (events.append(f"rename {Path(b).name}"), rename(a, b))[1])
-    monkeypatch.setattr(Path, "replace", lambda a, b: (events.append(f"replace {Path(b).name}"), replace(a, b))[1])
+    monkeypatch.setattr(
+        Path, "rename", lambda a, b: (events.append(f"rename {Path(b).name}"), rename(a, b))[1]
+    )
+    monkeypatch.setattr(
+        Path, "replace", lambda a, b: (events.append(f"replace {Path(b).name}"), replace(a, b))[1]
+    )
     model, optimizer = build(0, sharded=False)
     save(tmp_path, 1, model, optimizer)
     named = events.index("rename iter_0000001")

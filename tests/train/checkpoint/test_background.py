@@ -1,4 +1,6 @@
-"""Saves by a thread beside the training: what they hold, what they cost, and what is left when something fails."""
+"""Saves by a thread beside the training: what they hold, what they cost, and what is left when
+something fails.
+"""
 
 import os
 import signal
@@ -28,7 +30,9 @@ STEPS = 8
 
 
 def begin(background, folder, iteration, model, optimizer):
-    save_checkpoint(folder, iteration, model, optimizer, architecture=ARCHITECTURE, extra={}, beside=background)
+    save_checkpoint(
+        folder, iteration, model, optimizer, architecture=ARCHITECTURE, extra={}, beside=background
+    )
 
 
 def all_ready(background):
@@ -39,7 +43,8 @@ def all_ready(background):
 
 
 def train_on(folder, every, background):
-    """Train to the end from the newest checkpoint, as a run does, with a save in every so many steps and at the end.
+    """Train to the end from the newest checkpoint, as a run does, with a save in every so many
+    steps and at the end.
 
     Returns the losses by step.
     """
@@ -87,13 +92,21 @@ def test_what_is_written_is_the_state_at_the_save(tmp_path):
 
 def _sizes(rank, size, folder):
     background, found = Background(Keeper(last=1, every=None)), []
-    for iteration, numbers in enumerate((10, 300_000, 70, 70, 5_000), 1):  # no tensor of these is the second rank's
+    for iteration, numbers in enumerate(
+        (10, 300_000, 70, 70, 5_000), 1
+    ):  # no tensor of these is the second rank's
         state = {"weight": torch.arange(float(numbers))}
         begin(background, folder, iteration, state, None)
         path = background.wait()
-        written = sum(entry[0] for name, entry in read_manifest(path).files.items() if name.endswith(".distcp"))
+        written = sum(
+            entry[0]
+            for name, entry in read_manifest(path).files.items()
+            if name.endswith(".distcp")
+        )
         tensors, read = stored_weights(path, ARCHITECTURE)
-        found.append(torch.equal(read("weight"), state["weight"]) and 0 < written - 4 * numbers < 4096)
+        found.append(
+            torch.equal(read("weight"), state["weight"]) and 0 < written - 4 * numbers < 4096
+        )
         assert tensors.keys() == state.keys()
     return found
 
@@ -122,10 +135,15 @@ def _ended_while_saving(rank, size, folder):
 
 
 @pytest.mark.slow
-def test_an_error_that_all_ranks_raise_waits_for_the_save_under_way_and_that_of_one_does_not(tmp_path):
+def test_an_error_that_all_ranks_raise_waits_for_the_save_under_way_and_that_of_one_does_not(
+    tmp_path,
+):
     for found, said in run_ranks(_ended_while_saving, 2, tmp_path):
         assert found == [[], [1]]
-        assert said == ["the run ends when the save under way is over: bad sample", f"saved {tmp_path}/iter_0000001"]
+        assert said == [
+            "the run ends when the save under way is over: bad sample",
+            f"saved {tmp_path}/iter_0000001",
+        ]
 
 
 HOOKS = {hook: CALLED[hook] for hook in ("fsync", "manifest", "rename", "pointer", "prune")}
@@ -147,7 +165,9 @@ def _killed(rank, size, folder, hook, victim):
     plain, copy = background._thread.submit, Shards.copy
 
     def submit_to_die(job):
-        return plain(partial(dying, hook, job) if saved_iterations(folder) and rank == victim else job)
+        return plain(
+            partial(dying, hook, job) if saved_iterations(folder) and rank == victim else job
+        )
 
     def copy_and_die(*args):
         if saved_iterations(folder) and rank == victim:
@@ -209,7 +229,8 @@ def _on_a_full_disk(rank, size, folder, left, at):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("at", "left", "newest"), [("shards", 0, 1), ("shards", 4096, 1), ("manifest", 0, 1), ("pointer", 4096, 2)]
+    ("at", "left", "newest"),
+    [("shards", 0, 1), ("shards", 4096, 1), ("manifest", 0, 1), ("pointer", 4096, 2)],
 )
 def test_a_disk_that_fills_at_any_write_is_an_error_on_all_ranks(disk, at, left, newest):  # noqa: F811
     first, other = run_ranks(_on_a_full_disk, 2, disk, left, at)
@@ -248,6 +269,10 @@ def _stalls(rank, size, folder, saves):
 
 @pytest.mark.slow
 def test_training_waits_for_a_fifth_of_the_time_at_most(tmp_path):
-    at_once, beside = (max(times) for times in zip(*run_ranks(_stalls, 2, tmp_path, 9), strict=True))
-    print(f"\n192 MB on 2 ranks: {at_once:.3f} s at once, {beside:.3f} s beside training, {beside / at_once:.1%}")
+    at_once, beside = (
+        max(times) for times in zip(*run_ranks(_stalls, 2, tmp_path, 9), strict=True)
+    )
+    print(
+        f"\n192 MB on 2 ranks: {at_once:.3f} s at once, {beside:.3f} s beside training, {beside / at_once:.1%}"
+    )
     assert beside <= 0.2 * at_once

@@ -43,11 +43,17 @@ def names(folder):
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
-def test_a_checkpoint_without_room_is_refused_and_leaves_nothing_half_written(disk, when, monkeypatch):
+def test_a_checkpoint_without_room_is_refused_and_leaves_nothing_half_written(
+    disk, when, monkeypatch
+):
     model, optimizer = build(0, sharded=False)
     train(model, optimizer, range(1))
     first = save(disk, 1, model, optimizer)
-    before, checked, message = names(disk), checkpoint.check_room, rf"cannot write .* 0 bytes are free in {disk}"
+    before, checked, message = (
+        names(disk),
+        checkpoint.check_room,
+        rf"cannot write .* 0 bytes are free in {disk}",
+    )
 
     def check_then_fill(rooms, needed):
         checked(rooms, needed)
@@ -74,7 +80,9 @@ def test_a_record_is_written_whole_or_not_at_all(disk):
             log.write({"iteration": iteration, "lm_loss": 1.5})
             written.append(iteration)
 
-    with pytest.raises(ConfigError, match=rf"save is {disk}, .* 0 bytes are free in {disk}.*make room"):
+    with pytest.raises(
+        ConfigError, match=rf"save is {disk}, .* 0 bytes are free in {disk}.*make room"
+    ):
         write_on()
     assert [record["iteration"] for record in read_metrics(disk / METRICS)] == written != []
     assert (disk / METRICS).read_text().endswith("}\n")

@@ -8,7 +8,16 @@ import torch.distributed as dist
 
 from runtime.ranks import run_ranks
 from runtime.together import from_first
-from tests.parallel.tiny import ARCHITECTURE, build, equal, flip_a_byte, rewrite_manifest, save, train, whole_tensors
+from tests.parallel.tiny import (
+    ARCHITECTURE,
+    build,
+    equal,
+    flip_a_byte,
+    rewrite_manifest,
+    save,
+    train,
+    whole_tensors,
+)
 from train.checkpoint.api import CheckpointConfig, load_checkpoint
 from train.checkpoint.manifest import CheckpointError
 from train.checkpoint.saving import Saves, newest_checkpoint
@@ -46,7 +55,9 @@ def _all_that_can_happen(rank, size, folder, sharded, beside):
     def step(iteration, tier):
         if sharded:
             train(model, optimizer, range(iteration, iteration + 1))
-        for parameter in () if sharded else model.parameters():  # alike on all ranks, which write each tensor once
+        for parameter in (
+            () if sharded else model.parameters()
+        ):  # alike on all ranks, which write each tensor once
             parameter.data += iteration
         saves.save(tier, iteration, model, optimizer, architecture=ARCHITECTURE, extra={})
         saves.wait()
@@ -60,7 +71,10 @@ def _all_that_can_happen(rank, size, folder, sharded, beside):
     assert re.fullmatch(r"run-[0-9a-f]{12}", local.name)
     assert local.stat().st_mode & 0o777 == 0o700
     dist.barrier()
-    names = {name.rpartition("/")[2] for name in files(local)} - {"manifest.json", "latest_checkpointed_iteration.txt"}
+    names = {name.rpartition("/")[2] for name in files(local)} - {
+        "manifest.json",
+        "latest_checkpointed_iteration.txt",
+    }
     assert {path.name for path in local.glob("iter_*")} == {"iter_0000003"}
     own = {f"__{other}_0.distcp" for other in (0, 1, 2, 3) if other // 2 == rank // 2}
     assert names <= own | ({".metadata"} if rank < 2 else set())
@@ -94,7 +108,10 @@ def _all_that_can_happen(rank, size, folder, sharded, beside):
 
 @pytest.mark.parametrize(
     ("sharded", "beside"),
-    [(False, False), *(pytest.param(True, beside, marks=pytest.mark.slow) for beside in (False, True))],
+    [
+        (False, False),
+        *(pytest.param(True, beside, marks=pytest.mark.slow) for beside in (False, True)),
+    ],
 )
 def test_each_node_has_its_part_of_the_newest_one_and_all_can_be_read(sharded, beside, tmp_path):
     run_ranks(_all_that_can_happen, 4, tmp_path, sharded, beside)
@@ -142,7 +159,9 @@ def _broken(rank, size, folder):
         from_first(lambda damage=damage, at=at: damage(at / "node1"))
         path, said = found(settings)
         local = broken == "untouched"
-        assert path == (saves._local if local else at / "run") / f"iter_000000{2 if local else 1}", (broken, path, said)
+        assert (
+            path == (saves._local if local else at / "run") / f"iter_000000{2 if local else 1}"
+        ), (broken, path, said)
         if rank == 0:
             assert re.search(note, said), said
         if not local and broken != "of another run":
@@ -184,9 +203,14 @@ def test_the_newest_of_both_tiers_is_taken_and_nothing_else_starts_a_run_afresh(
 
 
 def test_a_local_one_waits_for_no_save_and_a_shared_one_takes_its_place():
-    saves = Saves(config=CheckpointConfig(save="x", save_interval=4, non_persistent_save_interval=2), say=print)
+    saves = Saves(
+        config=CheckpointConfig(save="x", save_interval=4, non_persistent_save_interval=2),
+        say=print,
+    )
     assert [saves.due(iteration, last=False) for iteration in (1, 2, 3)] == [None, "local", "local"]
-    saves.__dict__["_background"] = type("Busy", (), {"under_way": True, "wait": lambda self: None})()
+    saves.__dict__["_background"] = type(
+        "Busy", (), {"under_way": True, "wait": lambda self: None}
+    )()
     assert saves.due(3, last=False) is None
     assert saves.due(4, last=False) == "shared"
     saves.wait()
@@ -194,7 +218,13 @@ def test_a_local_one_waits_for_no_save_and_a_shared_one_takes_its_place():
 
 
 def test_one_that_the_run_has_left_behind_is_abandoned(tmp_path):
-    lines = ({"time": 10.0, "iteration": 0}, {"time": 30.0, "iteration": 4}, {"time": 50.0, "iteration": 8})
-    (tmp_path / "starts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"time": 70')
+    lines = (
+        {"time": 10.0, "iteration": 0},
+        {"time": 30.0, "iteration": 4},
+        {"time": 50.0, "iteration": 8},
+    )
+    (tmp_path / "starts.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in lines) + '{"time": 70'
+    )
     assert _abandoned(tmp_path, {7: 20.0, 4: 15.0, 8: 45.0, 9: 60.0, 3: 20.0}) == {7}
     assert _abandoned(tmp_path / "none", {7: 20.0}) == set()

@@ -11,7 +11,15 @@ import torch
 
 from runtime import __version__
 from runtime.ranks import run_ranks
-from tests.parallel.tiny import ARCHITECTURE, build, flip_a_byte, rewrite_manifest, save, train, two_checkpoints
+from tests.parallel.tiny import (
+    ARCHITECTURE,
+    build,
+    flip_a_byte,
+    rewrite_manifest,
+    save,
+    train,
+    two_checkpoints,
+)
 from train.checkpoint import manifest, search
 from train.checkpoint.api import load_checkpoint, save_checkpoint
 from train.checkpoint.manifest import CheckpointError, checkpoint_folder, describe, read_manifest
@@ -26,7 +34,9 @@ def _alter_extra(folder):
 def _signed(folder, **changes):
     """Change a manifest's own entries, None to remove one, and its checksum with them."""
     content = json.loads((folder / "manifest.json").read_text()) | changes
-    content = {name: value for name, value in content.items() if value is not None and name != "checksum"}
+    content = {
+        name: value for name, value in content.items() if value is not None and name != "checksum"
+    }
     content["checksum"] = manifest._checksum(content)
     (folder / "manifest.json").write_text(json.dumps(content))
 
@@ -44,18 +54,27 @@ BREAKAGES = {
         "__0_0.distcp has 99 bytes instead of",
     ),
     "missing shard": (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "empty manifest": (lambda folder: os.truncate(folder / "manifest.json", 0), "manifest.json cannot be read"),
+    "empty manifest": (
+        lambda folder: os.truncate(folder / "manifest.json", 0),
+        "manifest.json cannot be read",
+    ),
     "manifest of another kind": (
         lambda folder: (folder / "manifest.json").write_text("[1, 2]"),
         "manifest.json holds no JSON object",
     ),
     "altered manifest": (_alter_extra, "manifest.json does not match its own checksum"),
-    "newer format": (lambda folder: _signed(folder, format_version=2), "has format 2, this version reads 1"),
+    "newer format": (
+        lambda folder: _signed(folder, format_version=2),
+        "has format 2, this version reads 1",
+    ),
     "path outside": (
         lambda folder: rewrite_manifest(folder, files={"../secret": (1, "0" * 64)}),
         "names '../secret', which is not a file of its own folder",
     ),
-    "shard left out": (_leave_out_the_shard, "metadata points at '__0_0.distcp', not a file of the checkpoint"),
+    "shard left out": (
+        _leave_out_the_shard,
+        "metadata points at '__0_0.distcp', not a file of the checkpoint",
+    ),
 }
 
 
@@ -124,13 +143,24 @@ def test_where_there_is_none(tmp_path):
 
 def test_the_manifest_gives_back_what_was_put_in(tmp_path):
     model, optimizer = build(0, sharded=False)
-    extra = {"loss": 0.1 + 0.2, "nan": float("inf"), "nested": {10: 1, 9: [2, None]}, "name": "Größe"}
-    path = save_checkpoint(tmp_path, 12345678, model, optimizer, architecture=ARCHITECTURE, extra=extra)
+    extra = {
+        "loss": 0.1 + 0.2,
+        "nan": float("inf"),
+        "nested": {10: 1, 9: [2, None]},
+        "name": "Größe",
+    }
+    path = save_checkpoint(
+        tmp_path, 12345678, model, optimizer, architecture=ARCHITECTURE, extra=extra
+    )
     assert path.name == "iter_12345678"
     assert find_checkpoint(tmp_path) == path
     found = read_manifest(path)
     assert found.extra == {**extra, "nested": {"10": 1, "9": [2, None]}}
-    assert (found.iteration, found.torch_version, found.longmesh_version) == (12345678, torch.__version__, __version__)
+    assert (found.iteration, found.torch_version, found.longmesh_version) == (
+        12345678,
+        torch.__version__,
+        __version__,
+    )
     # A checkpoint of a version that did not say which one it is.
     _signed(path, longmesh_version=None)
     assert read_manifest(path).longmesh_version == "unknown"
@@ -183,14 +213,18 @@ def test_broken_ones_do_not_count(run):
     assert saved_iterations(run) == [6, 5, 4, 3]
     assert len(notes) == 2
     assert "iter_0000006/__0_0.distcp has another SHA-256" in notes[0]
-    assert "iter_0000005/__0_0.distcp has 3 bytes" in notes[1], "sizes are looked at even if its bytes were hashed"
+    assert "iter_0000005/__0_0.distcp has 3 bytes" in notes[1], (
+        "sizes are looked at even if its bytes were hashed"
+    )
     assert find_checkpoint(run, report=notes.append) == checkpoint_folder(run, 4)
 
 
 def test_bytes_are_read_once(run, monkeypatch):
     keeper = Keeper(last=2, every=None)
     keeper.prune(run)
-    monkeypatch.setattr("train.checkpoint.search.describe", lambda path: pytest.fail(f"{path} is read again"))
+    monkeypatch.setattr(
+        "train.checkpoint.search.describe", lambda path: pytest.fail(f"{path} is read again")
+    )
     keeper.prune(run)
 
 

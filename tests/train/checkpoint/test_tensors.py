@@ -100,7 +100,9 @@ def test_a_pickle_does_not_run_and_an_enumeration_is_read_as_every_python_writes
     pickle.loads((path / ".metadata").read_bytes())
     assert target.exists(), "negative control: pickle itself runs it"
     written = ATTRIBUTE % (b"_MEM_FORMAT_ENCODING", b"TORCH_CONTIGUOUS_FORMAT")
-    assert _DataUnpickler(io.BytesIO(written)).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert (
+        _DataUnpickler(io.BytesIO(written)).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    )
 
 
 ATTRIBUTE = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n%b\nS'%b'\ntR."
@@ -118,7 +120,9 @@ ATTRIBUTE = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n%b\nS
 )
 def test_no_other_name_of_torch_is_admitted(path, opcodes):
     (path / ".metadata").write_bytes(opcodes)
-    with pytest.raises(CheckpointError, match=r"asks for torch\.|asks for __init__ of|cannot be read"):
+    with pytest.raises(
+        CheckpointError, match=r"asks for torch\.|asks for __init__ of|cannot be read"
+    ):
         load_model(path, Tiny(), ARCHITECTURE)
 
 
@@ -131,16 +135,23 @@ def _first_place(table):
     [
         # DCP would read such an entry with torch.load(weights_only=False).
         (
-            lambda table: table.state_dict_metadata.update({"model.head.weight": BytesStorageMetadata()}),
+            lambda table: table.state_dict_metadata.update(
+                {"model.head.weight": BytesStorageMetadata()}
+            ),
             "objects besides tensors",
         ),
-        (lambda table: setattr(_first_place(table), "relative_path", "../../secret"), r"points at '\.\./\.\./secret'"),
+        (
+            lambda table: setattr(_first_place(table), "relative_path", "../../secret"),
+            r"points at '\.\./\.\./secret'",
+        ),
         (
             lambda table: setattr(_first_place(table), "offset", 2**70),
             "tensors larger than its files, or places in no file",
         ),
         (
-            lambda table: setattr(table.state_dict_metadata["model.head.weight"], "size", torch.Size([1 << 52, 1])),
+            lambda table: setattr(
+                table.state_dict_metadata["model.head.weight"], "size", torch.Size([1 << 52, 1])
+            ),
             "tensors larger than its files, or places in no file",
         ),
     ],

@@ -1,4 +1,6 @@
-"""Configurations that are derived from a run's, and flags of packed documents with what they go with."""
+"""Configurations that are derived from a run's, and flags of packed documents with what they go
+with.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +10,13 @@ from runtime.errors import UserError
 from tests.model.models import model_config
 from tests.planner.test_search import config
 from train.config import diffusion
-from train.config.derive import beyond_rope, beyond_vocabulary, rope_flags, with_joined_ranks, with_vocabulary
+from train.config.derive import (
+    beyond_rope,
+    beyond_vocabulary,
+    rope_flags,
+    with_joined_ranks,
+    with_vocabulary,
+)
 from train.config.entries import Config, DiTRunConfig
 from train.config.language import parse_args, validate
 
@@ -19,7 +27,10 @@ def test_the_vocabulary_is_the_tokenizers_unless_another_one_is_named():
     assert with_vocabulary(config(1), 300) == config(1)
     assert with_vocabulary(config(1), 513) == config(1)
     assert beyond_vocabulary(512, 512) is None
-    assert "513 entries and the model's vocab_size is 512; data with an id of 512" in beyond_vocabulary(512, 513)
+    assert (
+        "513 entries and the model's vocab_size is 512; data with an id of 512"
+        in beyond_vocabulary(512, 513)
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,7 +38,11 @@ def test_the_vocabulary_is_the_tokenizers_unless_another_one_is_named():
     [
         ("--max-position-embeddings 40960", 1048576, "yarn 40960 25.6"),
         ("--max-position-embeddings 40960", 1000000, "yarn 40960 24.4141"),
-        ("--rope-scaling-type linear --rope-scaling-factor 4 --max-position-embeddings 4096", 32768, "linear 8"),
+        (
+            "--rope-scaling-type linear --rope-scaling-factor 4 --max-position-embeddings 4096",
+            32768,
+            "linear 8",
+        ),
         (
             "--rope-scaling-type llama3 --rope-scaling-factor 8 --rope-scaling-original-max-position-embeddings 8192 "
             "--max-position-embeddings 131072",
@@ -79,7 +94,9 @@ def test_joined_ranks_are_those_of_a_larger_context_and_have_the_same_samples():
     assert (joined.mesh.data_parallel_size(16), apart.mesh.data_parallel_size(16)) == (1, 4)
     assert joined.train.micro_batches(1) == apart.train.micro_batches(4) == 2
     assert with_joined_ranks(joined, 16) == joined
-    assert with_joined_ranks(asked, 6) == asked, "sizes that do not fit are left for validate to name"
+    assert with_joined_ranks(asked, 6) == asked, (
+        "sizes that do not fit are left for validate to name"
+    )
 
 
 def test_the_samples_of_a_micro_batch_are_one_sequence_only_where_documents_attend_apart():

@@ -1,4 +1,6 @@
-"""The configuration of a diffusion transformer: the files under configs/, and what contradicts itself."""
+"""The configuration of a diffusion transformer: the files under configs/, and what contradicts
+itself.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,9 @@ from train.config.flags import ConfigError, write_toml
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs" / "models").glob("*dit_*.toml"))
 PROCESSES = {"dit_tiny": 4}
-"""Processes that `make dit` starts: a file that sets a global batch has no room for more; the others fit 8."""
+"""Processes that `make dit` starts: a file that sets a global batch has no room for more; the
+others fit 8.
+"""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -34,19 +38,41 @@ def test_the_length_is_the_number_of_patches_and_the_attention_full():
 
 def test_what_contradicts_itself_is_refused():
     mesh = MeshConfig(context_parallel_size=2, tensor_model_parallel_size=2)
-    config = parse_args(["--latent-shape", "1", "8", "8", "--patch-size", "8", "--num-attention-heads", "6"])
+    config = parse_args(
+        ["--latent-shape", "1", "8", "8", "--patch-size", "8", "--num-attention-heads", "6"]
+    )
     with pytest.raises(ConfigError, match="a sequence has 1 patch, fewer"):
         validate(replace(config, mesh=mesh), 4)
     never = ["--class-dropout-prob", "0", "--context-parallel-method", "none"]
-    with pytest.raises(ConfigError, match=r"guidance is 4\.0 and class_dropout_prob is 0\.0, .* give --guidance 1, or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"guidance is 4\.0 and class_dropout_prob is 0\.0, .* give --guidance 1, or",
+    ):
         validate(parse_args(never), 1)
-    for harmless in (["--guidance", "1"], ["--samples-per-class", "0"], ["--class-dropout-prob", "0.1"]):
+    for harmless in (
+        ["--guidance", "1"],
+        ["--samples-per-class", "0"],
+        ["--class-dropout-prob", "0.1"],
+    ):
         validate(parse_args([*never, *harmless]), 1)
-    with pytest.raises(ConfigError, match=r"unknown argument --num-query-groups; that is for pretrain_gpt\.py"):
+    with pytest.raises(
+        ConfigError, match=r"unknown argument --num-query-groups; that is for pretrain_gpt\.py"
+    ):
         parse_args(["--num-query-groups", "2"])
-    flags = ["--data-path", "digits", "--latent-shape", "1", "8", "8", "--num-classes", "10", "--pack-samples"]
+    flags = [
+        "--data-path",
+        "digits",
+        "--latent-shape",
+        "1",
+        "8",
+        "8",
+        "--num-classes",
+        "10",
+        "--pack-samples",
+    ]
     validate(parse_args(flags), 1)
     with pytest.raises(
-        ConfigError, match=r"pack_samples is set and context_parallel_method is none, .* choose a method"
+        ConfigError,
+        match=r"pack_samples is set and context_parallel_method is none, .* choose a method",
     ):
         validate(parse_args([*flags, "--context-parallel-method", "none"]), 1)

@@ -36,7 +36,8 @@ def test_sizes_that_do_not_fit_the_processes_are_refused_and_the_refusal_names_t
     validate_launch(flagged(*load), validate)
     processes = 3
     with pytest.raises(
-        ConfigError, match=r"^context_parallel_size is 2, .*; or give --allow-resize: the run is for 4 "
+        ConfigError,
+        match=r"^context_parallel_size is 2, .*; or give --allow-resize: the run is for 4 ",
     ):
         validate_launch(flagged(*load), validate)
     for more in (
@@ -66,13 +67,18 @@ def test_all_that_is_open_is_decided_alike_on_all_ranks_and_written_as_it_was_re
     assert final.config.mesh.full_world_size == final.saved.mesh.full_world_size == 2
     assert final.saved.context == final.config.context, "the same ranks go on with the method"
     assert final.saved.model == requested.model, "another start may have another length"
-    assert (final.config.checkpoint.allow_changed, final.saved.checkpoint.allow_changed) == (("seed",), ())
+    assert (final.config.checkpoint.allow_changed, final.saved.checkpoint.allow_changed) == (
+        ("seed",),
+        (),
+    )
     assert final.start.path is None
 
 
 def test_other_processes_than_the_full_number_must_fit_their_sizes():
     flags = [*OPEN.split(), "--allow-resize", "--full-world-size", "3"]
-    with pytest.raises(RuntimeError, match="context_parallel_size is 2, which does not divide the 3 processes"):
+    with pytest.raises(
+        RuntimeError, match="context_parallel_size is 2, which does not divide the 3 processes"
+    ):
         run_ranks(finalized, 1, flags)
 
 
@@ -102,7 +108,9 @@ def test_what_allow_resize_leaves_is_validated_for_these_processes(full, message
         (("--context-parallel-size", "4"), "ring"),
     ],
 )
-def test_a_resumed_run_goes_on_with_its_method_on_the_same_mesh_and_length_alone(change, method, tmp_path):
+def test_a_resumed_run_goes_on_with_its_method_on_the_same_mesh_and_length_alone(
+    change, method, tmp_path
+):
     earlier = flagged("--context-parallel-method", "striped")
     (tmp_path / "config.toml").write_text(write_toml(earlier))
     resumed = flagged("--context-parallel-method", "auto", "--load", str(tmp_path), *change)

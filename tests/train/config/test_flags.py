@@ -25,9 +25,13 @@ def test_megatrons_spelling_of_a_flag_and_underscores_are_taken():
     assert parse_args(["--no-use-checkpoint-opt_param-scheduler"]) == parse_args([])
 
 
-@pytest.mark.parametrize("name", ["llama3_8b", "LLaMA3-8B", "configs/llama3_8b.toml", "configs/models/llama3_8b.toml"])
+@pytest.mark.parametrize(
+    "name", ["llama3_8b", "LLaMA3-8B", "configs/llama3_8b.toml", "configs/models/llama3_8b.toml"]
+)
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_model_is_named_by_its_file_of_now_or_before_or_by_name(name, elsewhere, tmp_path, monkeypatch, capsys):
+def test_a_model_is_named_by_its_file_of_now_or_before_or_by_name(
+    name, elsewhere, tmp_path, monkeypatch, capsys
+):
     """A folder of the model's name, such as a download of it, is not its file."""
     (tmp_path / "llama3_8b").mkdir()
     root = flags.MODELS.parents[1]
@@ -35,7 +39,9 @@ def test_a_model_is_named_by_its_file_of_now_or_before_or_by_name(name, elsewher
     given = str(root / name) if elsewhere and "/" in name else name
     flags._tell_moved.cache_clear()
     assert parse_args(["--config", given]) == load_config(flags.MODELS / "llama3_8b.toml")
-    assert ("configs/models/llama3_8b.toml, which is read" in capsys.readouterr().err) == ("configs/l" in name)
+    assert ("configs/models/llama3_8b.toml, which is read" in capsys.readouterr().err) == (
+        "configs/l" in name
+    )
 
 
 def test_a_file_beside_comes_before_a_model_of_its_name(tmp_path, monkeypatch):
@@ -85,33 +91,67 @@ def test_toml_round_trip_of_every_field(tmp_path):
         "pipeline_layers": (3, 5),
         "lora_target": ("wq", "down_proj"),
     }
-    # Which go with no learned positions, no warm-up in iterations and no use_checkpoint_opt_param_scheduler.
+    # Which go with no learned positions, no warm-up in iterations and no
+    # use_checkpoint_opt_param_scheduler.
     alone = {
         "rotary_base": 5.1 + 0.2,
         "lr_warmup_fraction": 0.1 + 0.2,
         "override_opt_param_scheduler": True,
         "mock_data": True,
     }
-    linear = {"model_type": "transnormer", "linear_decay": "paper", "no_scale_embedding": True, "softmax_every": 3}
-    delta = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 3) | {"linear_gate": "per_channel"}
+    linear = {
+        "model_type": "transnormer",
+        "linear_decay": "paper",
+        "no_scale_embedding": True,
+        "softmax_every": 3,
+    }
+    delta = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 3) | {
+        "linear_gate": "per_channel"
+    }
     delta |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 3}
     delta |= {"model_type": "qwen3_5", "rotary_percent": 0.1 + 0.4, "delta_rule_schedule": "tree"}
-    gemma = {"model_type": "gemma3", "rotary_base_local": 5.1 + 0.2, "query_pre_attn_scalar": 16, "window_size": "8,0"}
-    factors = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    gemma = {
+        "model_type": "gemma3",
+        "rotary_base_local": 5.1 + 0.2,
+        "query_pre_attn_scalar": 16,
+        "window_size": "8,0",
+    }
+    factors = (
+        "embedding_multiplier",
+        "attention_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    )
     granite = {"model_type": "granite", **dict.fromkeys(factors, 0.1 + 0.2)}
     smollm3 = {"model_type": "smollm3", "no_rope_freq": "2"}
     kinds = linear | delta | gemma | granite | smollm3
     # Which go with the model type that the others have no use for.
-    llama = {"add_qkv_bias": True, "qk_layernorm": True, "rope_scaling_type": "yarn", "rope_scaling_truncate": False}
-    every = {name: field for table in fields_by_variant(Config).values() for name, field in table.items()}
+    llama = {
+        "add_qkv_bias": True,
+        "qk_layernorm": True,
+        "rope_scaling_type": "yarn",
+        "rope_scaling_truncate": False,
+    }
+    every = {
+        name: field for table in fields_by_variant(Config).values() for name, field in table.items()
+    }
     llama |= {name: 16.0 for name in every if name.startswith("rope_scaling_")} | llama
-    llama |= {"profile_step_start": 8, "profile_ranks": (1, 2), "spike_factor": 2.5, "watchdog_factor": 2.5}
+    llama |= {
+        "profile_step_start": 8,
+        "profile_ranks": (1, 2),
+        "spike_factor": 2.5,
+        "watchdog_factor": 2.5,
+    }
     llama |= {"rope_scaling_original_max_position_embeddings": 16, "rope_scaling_beta_slow": 0.5}
     length = "rope_scaling_original_max_position_embeddings"
     llama3 = {"rope_scaling_type": "llama3", "rope_scaling_factor": 16.0, length: 16}
     llama3 |= {"rope_scaling_low_freq_factor": 0.5, "rope_scaling_high_freq_factor": 16.0}
     dynamic = {**llama3, "rope_scaling_type": "dynamic", "rope_scaling_seq_length": 16}
-    others = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_seq_length")
+    others = (
+        "rope_scaling_low_freq_factor",
+        "rope_scaling_high_freq_factor",
+        "rope_scaling_seq_length",
+    )
     dynamic = {name: value for name, value in dynamic.items() if name not in others[:2]}
     alone |= {name: value for name, value in llama.items() if name not in others}
     values_of = {name: another(field) for name, field in every.items()}
@@ -122,7 +162,9 @@ def test_toml_round_trip_of_every_field(tmp_path):
     for family, table in fields_by_variant(Config).items():
         alone_in_it = table.keys() - config_fields(Config).keys() - kinds.keys() - alone.keys()
         if alone_in_it:
-            families.append({"model_type": family, **{name: values_of[name] for name in alone_in_it}})
+            families.append(
+                {"model_type": family, **{name: values_of[name] for name in alone_in_it}}
+            )
     kinds |= {name: value for settings in families for name, value in settings.items()}
     of_optimizers = {"optimizer", *(name for settings in optimizers for name in settings)}
     for name, value in values_of.items():
@@ -130,7 +172,20 @@ def test_toml_round_trip_of_every_field(tmp_path):
             continue
         if name not in of_optimizers:
             changed[name] = value
-    for values in ({}, alone, linear, delta, gemma, granite, smollm3, changed, llama3, dynamic, *optimizers, *families):
+    for values in (
+        {},
+        alone,
+        linear,
+        delta,
+        gemma,
+        granite,
+        smollm3,
+        changed,
+        llama3,
+        dynamic,
+        *optimizers,
+        *families,
+    ):
         config = flags.build(Config, values)
         (tmp_path / "config.toml").write_text(write_toml(config))
         assert load_config(tmp_path / "config.toml") == config
@@ -149,7 +204,9 @@ def test_help_has_defaults_as_they_are_typed():
 
 
 OURS = {field.flag for root in (Config, DiTRunConfig) for field in config_fields(root).values()}
-EVERY = OURS | {field.flag for table in fields_by_variant(Config).values() for field in table.values()}
+EVERY = OURS | {
+    field.flag for table in fields_by_variant(Config).values() for field in table.values()
+}
 
 
 def test_the_table_is_whole_and_names_flags_that_exist():
@@ -185,9 +242,15 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--model-type gpt --max-position-embeddings 1024 --swiglu", "model_type is gpt; it goes with llama"),
+        (
+            "--model-type gpt --max-position-embeddings 1024 --swiglu",
+            "model_type is gpt; it goes with llama",
+        ),
         ("--use-distributed-optimizer --bf16 --sequence-parallel --calculate-per-token-loss", None),
-        ("--use-distributed-optimizer --data-parallel-sharding-strategy ddp", "data_parallel_sharding_strategy is ddp"),
+        (
+            "--use-distributed-optimizer --data-parallel-sharding-strategy ddp",
+            "data_parallel_sharding_strategy is ddp",
+        ),
         ("--normalization LayerNorm", "--normalization is LayerNorm"),
         ("--hidden-dropout", "--hidden-dropout has no value"),
         ("--optimizer adam --adam-w-mode", None),
@@ -200,7 +263,10 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
         ("--attention-dropout 0.00 --hidden-dropout=0.0 --rotary-percent 1.00", None),
         ("--attention-dropout 0.1", "--attention-dropout is 0.1, and here it can only be 0"),
         ("--model-type transnormer --disable-bias-linear", None),
-        ("--model-type linear_transformer --disable-bias-linear", "a gpt and a linear_transformer have them"),
+        (
+            "--model-type linear_transformer --disable-bias-linear",
+            "a gpt and a linear_transformer have them",
+        ),
         ("--swigl", "did you mean --swiglu? it is Megatron-LM's: its feed-forward is SwiGLU"),
         ("--fp1=1", "did you mean --fp16? it is Megatron-LM's; here give --bf16"),
         ("--no-such-flag", "unknown argument --no-such-flag; "),
@@ -221,13 +287,21 @@ def test_what_needs_a_kind_of_model_is_refused_where_there_is_none():
         dit_config.parse_args(["--swiglu"])
 
 
-@pytest.mark.parametrize("line", ["no_scale_embedding = 0", "rotary_percent = true", "linear_conv_kernel_dim = 4.0"])
-def test_a_key_of_another_family_is_passed_over_at_its_default_alone_and_never_of_another_type(line, tmp_path):
+@pytest.mark.parametrize(
+    "line", ["no_scale_embedding = 0", "rotary_percent = true", "linear_conv_kernel_dim = 4.0"]
+)
+def test_a_key_of_another_family_is_passed_over_at_its_default_alone_and_never_of_another_type(
+    line, tmp_path
+):
     file = tmp_path / "config.toml"
-    file.write_text("[model]\nno_scale_embedding = false\nrotary_percent = 1\nlinear_conv_kernel_dim = 4\n")
+    file.write_text(
+        "[model]\nno_scale_embedding = false\nrotary_percent = 1\nlinear_conv_kernel_dim = 4\n"
+    )
     assert load_config(file) == Config()
     file.write_text(f"[model]\n{line}\n")
-    with pytest.raises(UserError, match=f"unknown key {line.split()[0]} in .model.; model_type llama has none"):
+    with pytest.raises(
+        UserError, match=f"unknown key {line.split()[0]} in .model.; model_type llama has none"
+    ):
         load_config(file)
 
 
@@ -237,14 +311,20 @@ def test_a_misspelt_flag_of_another_family_is_asked_for():
 
 
 def test_a_key_that_no_earlier_version_wrote_is_never_passed_over(tmp_path):
-    """At its default it changes the model: a SmolLM3 read as a LLaMA would have rope in every layer."""
+    """At its default it changes the model: a SmolLM3 read as a LLaMA would have rope in every
+    layer.
+    """
     file = tmp_path / "config.toml"
     file.write_text('[model]\nmodel_type = "llama"\nno_rope_freq = "4"\n')
-    with pytest.raises(UserError, match=r"unknown key no_rope_freq in .model.; model_type llama has none; smollm3"):
+    with pytest.raises(
+        UserError, match=r"unknown key no_rope_freq in .model.; model_type llama has none; smollm3"
+    ):
         load_config(file)
 
 
-@pytest.mark.parametrize("words", [["--help", "--config", "no.toml"], ["--version", "--config", "no.toml"]])
+@pytest.mark.parametrize(
+    "words", [["--help", "--config", "no.toml"], ["--version", "--config", "no.toml"]]
+)
 def test_help_and_version_need_no_configuration(words, capsys):
     with pytest.raises(SystemExit) as ended:
         parse_args(words)

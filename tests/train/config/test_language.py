@@ -11,7 +11,9 @@ from train.config.entries import Config, DiTRunConfig
 from train.config.fields import attribute_docs, config_fields, fields_by_variant, sections_of
 from train.config.language import load_config, parse_args, validate
 
-CONFIGS = sorted(path for path in (ROOT / "configs" / "models").glob("*.toml") if "dit_" not in path.name)
+CONFIGS = sorted(
+    path for path in (ROOT / "configs" / "models").glob("*.toml") if "dit_" not in path.name
+)
 DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]
 
 
@@ -46,7 +48,10 @@ def test_defaults_and_flags_of_every_kind():
 
 
 def test_flags_override_the_file_and_the_rest_stays(tmp_path):
-    path = write(tmp_path, '[train]\nseed = 7\nbf16 = true\n[optimizer]\nlr = 1\n[checkpoint]\nsave = "runs/x"\n')
+    path = write(
+        tmp_path,
+        '[train]\nseed = 7\nbf16 = true\n[optimizer]\nlr = 1\n[checkpoint]\nsave = "runs/x"\n',
+    )
     config = parse_args(["--config", str(path), "--no-bf16", "--save", "none"])
     assert (config.train.seed, config.train.bf16, config.checkpoint.save) == (7, False, None)
     assert config.optimizer.lr == 1.0
@@ -55,7 +60,9 @@ def test_flags_override_the_file_and_the_rest_stays(tmp_path):
 
 def test_an_optional_choice_is_unset_by_none():
     gpt = ["--model-type", "gpt", "--max-position-embeddings", "64", "--position-embedding-type"]
-    assert parse_args([*gpt, "learned_absolute"]).model.position_embedding_type == "learned_absolute"
+    assert (
+        parse_args([*gpt, "learned_absolute"]).model.position_embedding_type == "learned_absolute"
+    )
     unset = parse_args([*gpt, "learned_absolute", "--position-embedding-type", "none"])
     assert unset.model == parse_args(gpt[:4]).model
     message = refusal(*gpt, "alibi")
@@ -66,15 +73,22 @@ def test_an_optional_choice_is_unset_by_none():
 def test_the_file_names_the_family_unless_a_flag_does(tmp_path):
     """Earlier versions wrote the settings of all families: those at their defaults are passed over."""
     old = "add_qkv_bias = false\nlinear_gate = 'per_head'\nrotary_percent = 1.0\nrope_scaling_truncate = true\n"
-    path = write(tmp_path, f"[model]\nmodel_type = 'linear_transformer'\nno_scale_embedding = true\n{old}")
+    path = write(
+        tmp_path, f"[model]\nmodel_type = 'linear_transformer'\nno_scale_embedding = true\n{old}"
+    )
     config = parse_args(["--config", str(path)])
     assert type(config.model) is FAMILIES["linear_transformer"].config
     assert config.model.no_scale_embedding
     assert not {"add_qkv_bias", "linear_gate"} & config_fields(config).keys()
     assert "add_qkv_bias" not in flags.write_toml(config)
     assert load_config(write(tmp_path, flags.write_toml(config))) == config
-    transnormer = parse_args(["--config", str(path), "--model-type", "transnormer", "--linear-decay", "paper"]).model
-    assert (type(transnormer), transnormer.no_scale_embedding) == (FAMILIES["transnormer"].config, True)
+    transnormer = parse_args(
+        ["--config", str(path), "--model-type", "transnormer", "--linear-decay", "paper"]
+    ).model
+    assert (type(transnormer), transnormer.no_scale_embedding) == (
+        FAMILIES["transnormer"].config,
+        True,
+    )
     assert "no_scale_embedding in [model]; model_type llama has none" in refusal(
         "--config", str(path), "--model-type", "llama"
     )
@@ -83,7 +97,11 @@ def test_the_file_names_the_family_unless_a_flag_does(tmp_path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configs_load_and_are_free_of_contradictions(path):
     mesh = load_config(path).mesh
-    sizes = mesh.context_parallel_size, mesh.tensor_model_parallel_size, mesh.pipeline_model_parallel_size
+    sizes = (
+        mesh.context_parallel_size,
+        mesh.tensor_model_parallel_size,
+        mesh.pipeline_model_parallel_size,
+    )
     validate(parse_args(["--config", str(path), *DATA]), 2 * math.prod(sizes))
 
 
@@ -91,11 +109,23 @@ def test_shipped_configs_load_and_are_free_of_contradictions(path):
     ("text", "words"),
     [
         ("[trian]\nseed = 1", ["unknown section [trian]", "did you mean train?"]),
-        ("[train]\nglobal_batchsize = 1", ["unknown key global_batchsize in [train]", "mean global_batch_size?"]),
+        (
+            "[train]\nglobal_batchsize = 1",
+            ["unknown key global_batchsize in [train]", "mean global_batch_size?"],
+        ),
         ("[train]\nzzzzzz = 1", ["unknown key zzzzzz", "known are"]),
-        ("[profiling]\nnope = 1", ["known are profile, profile_step_start, profile_step_end, profile_ranks"]),
-        ("[model]\nnum_classes = 10", ["unknown key num_classes in [model]", "that is for pretrain_dit.py"]),
-        ("[diffusion]\nobjective = 'ddpm'", ["unknown section [diffusion]", "that is for pretrain_dit.py"]),
+        (
+            "[profiling]\nnope = 1",
+            ["known are profile, profile_step_start, profile_step_end, profile_ranks"],
+        ),
+        (
+            "[model]\nnum_classes = 10",
+            ["unknown key num_classes in [model]", "that is for pretrain_dit.py"],
+        ),
+        (
+            "[diffusion]\nobjective = 'ddpm'",
+            ["unknown section [diffusion]", "that is for pretrain_dit.py"],
+        ),
         ("[model]\nseq_length = 1", ["seq_length stands in [model]", "move it to [train]"]),
         ("seq_length = 1", ["seq_length stands outside of a section", "[train]"]),
         ("[train]\nseed = 'one'", ["seed is 'one'", "an integer"]),
@@ -131,7 +161,10 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--contxt-parallel-size 2", ["--contxt-parallel-size", "did you mean --context-parallel-size?"]),
+        (
+            "--contxt-parallel-size 2",
+            ["--contxt-parallel-size", "did you mean --context-parallel-size?"],
+        ),
         ("--seq-lenght 5", ["did you mean --seq-length?"]),
         ("--cp 2", ["--cp", "did you mean --context-parallel-size?"]),
         ("--seq-length 512K", ["'512K' is not an integer", "for 512 x 1,024 give 524288"]),
@@ -150,16 +183,31 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
         ("--recompute-offload", ["recompute_offload is set", "use full or attention_boundary"]),
         ("--ckpt-step 5", ["ckpt_step is 5", "--load"]),
         ("--model-type bert", ["--model-type", "'bert'", "llama", "gpt"]),
-        ("--model-type gpt", ["max_position_embeddings is not set", "position_embedding_type to rope"]),
+        (
+            "--model-type gpt",
+            ["max_position_embeddings is not set", "position_embedding_type to rope"],
+        ),
         (
             "--position-embedding-type learned_absolute",
             ["position_embedding_type is learned_absolute", "llama has rope alone"],
         ),
-        ("--linear-gate per_head", ["--linear-gate; model_type llama has none; qwen3_5 and olmo_hybrid have it"]),
-        ("--model-type qwen3_5 --no-qk-layernorm", ["--no-qk-layernorm; model_type qwen3_5 has none; llama has it"]),
-        ("--query-pre-attn-scalar 8 --model-type=olmo3", ["model_type olmo3 has none; gemma3 has it"]),
+        (
+            "--linear-gate per_head",
+            ["--linear-gate; model_type llama has none; qwen3_5 and olmo_hybrid have it"],
+        ),
+        (
+            "--model-type qwen3_5 --no-qk-layernorm",
+            ["--no-qk-layernorm; model_type qwen3_5 has none; llama has it"],
+        ),
+        (
+            "--query-pre-attn-scalar 8 --model-type=olmo3",
+            ["model_type olmo3 has none; gemma3 has it"],
+        ),
         ("--model-type", ["--model-type: expected one argument"]),
-        ("--no-scale-embedding", ["model_type llama has none; transnormer and linear_transformer have it"]),
+        (
+            "--no-scale-embedding",
+            ["model_type llama has none; transnormer and linear_transformer have it"],
+        ),
         ("--no-rope-freq 2", ["--no-rope-freq; model_type llama has none; smollm3 has it"]),
         ("--no-lr", ["unknown argument --no-lr; did you mean"]),
         ("--exit-on-missing-checkpoint", ["exit_on_missing_checkpoint", "--load"]),
@@ -255,7 +303,9 @@ def test_missing_data_is_refused_and_consistent_settings_are_not():
     argv = "--context-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --save runs/x --save-interval 5"
     validate(parse_args([*DATA, *argv.split()]), 4)
     for backend in ("auto", "chunked", "reference"):
-        argv = f"--model-type transnormer --context-parallel-method none --attention-backend {backend}"
+        argv = (
+            f"--model-type transnormer --context-parallel-method none --attention-backend {backend}"
+        )
         validate(parse_args([*DATA, *argv.split()]), 2)
     argv = "--tensor-model-parallel-size 4 --num-query-groups 2 --seq-length 251 --vocab-size 37"
     validate(parse_args([*DATA, *argv.split()]), 4)

@@ -1,4 +1,6 @@
-"""The denoising objective: what is drawn for a sample, how it is shared out, and the loss of one process."""
+"""The denoising objective: what is drawn for a sample, how it is shared out, and the loss of one
+process.
+"""
 
 import pytest
 import torch
@@ -11,13 +13,20 @@ from runtime.ranks import run_ranks
 from train.objectives.diffusion import Denoising
 
 MODEL = DiTConfig(
-    num_layers=1, hidden_size=16, num_attention_heads=2, latent_shape=(3, 6, 6), num_classes=5, class_dropout_prob=0.5
+    num_layers=1,
+    hidden_size=16,
+    num_attention_heads=2,
+    latent_shape=(3, 6, 6),
+    num_classes=5,
+    class_dropout_prob=0.5,
 )
 CPU = torch.device("cpu")
 
 
 def batch(*samples):
-    latents = torch.randn(len(samples), *MODEL.latent_shape, generator=torch.Generator().manual_seed(0))
+    latents = torch.randn(
+        len(samples), *MODEL.latent_shape, generator=torch.Generator().manual_seed(0)
+    )
     labels = torch.arange(len(samples)) % MODEL.num_classes
     return {"latents": latents, "labels": labels, "sample": torch.tensor(samples)}
 
@@ -55,7 +64,9 @@ def test_the_loss_is_the_naive_one_without_fillers(kind):
     x0, noise, times = patchify(given["latents"], MODEL), local["noise"], local["times"]
     assert int(local["count"]) == 2 * MODEL.num_patches
     diffusion = Diffusion(DiffusionConfig(objective=kind))
-    output = model(diffusion.noised(x0, noise, times), torch.arange(MODEL.num_patches), times, local["labels"])
+    output = model(
+        diffusion.noised(x0, noise, times), torch.arange(MODEL.num_patches), times, local["labels"]
+    )
     elements = (output - diffusion.target(x0, noise, times)).square()
     want = elements[[0, 2]].mean() * 2 * MODEL.num_patches
     torch.testing.assert_close(trained.loss_sum(model, local), want)
@@ -69,7 +80,9 @@ def test_joined_samples_have_the_loss_that_they_have_apart(kind):
     bounded = whole.under(documents=tuple(range(0, 4 * patches + 1, patches)))
     losses = {}
     for name, cp in (("apart", None), ("joined", bounded), ("one document", whole)):
-        trained = alone if cp is None else Denoising(cp, CPU, MODEL, alone._diffusion, 1, joined=True)
+        trained = (
+            alone if cp is None else Denoising(cp, CPU, MODEL, alone._diffusion, 1, joined=True)
+        )
         model = DiT(MODEL) if cp is None else DiT(MODEL, cp.attend)
         generator = torch.Generator().manual_seed(0)
         for weight in model.parameters():
@@ -78,11 +91,15 @@ def test_joined_samples_have_the_loss_that_they_have_apart(kind):
         assert int(local["count"]) == 3 * patches
         losses[name] = trained.loss_sum(model, local).item()
     assert losses["joined"] == pytest.approx(losses["apart"], rel=2e-6)
-    assert losses["one document"] != pytest.approx(losses["apart"], rel=1e-3), "negative control: bounds ignored"
+    assert losses["one document"] != pytest.approx(losses["apart"], rel=1e-3), (
+        "negative control: bounds ignored"
+    )
 
 
 def test_joined_samples_have_their_gradients_in_bfloat16_too():
-    """A row of the modulation sums the gradients of all its patches: in bfloat16 a sum of thousands would stop."""
+    """A row of the modulation sums the gradients of all its patches: in bfloat16 a sum of thousands
+    would stop.
+    """
     apart, joined = (torch.nn.Sequential(Modulation(16, 2)) for _ in range(2))
     joined.load_state_dict(apart.state_dict())
     gradients = []

@@ -1,4 +1,6 @@
-"""Next-token prediction over context-parallel ranks: every token once, padding never, documents apart."""
+"""Next-token prediction over context-parallel ranks: every token once, padding never, documents
+apart.
+"""
 
 import gc
 from dataclasses import replace
@@ -21,8 +23,8 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.data.text.corpora import document_starts, write_documents
 from tests.model.models import as_family, model_config
-from train.attention import context_of
 from train.config.entries import Config, TrainConfig
+from train.context_attention import context_of
 from train.objectives.language import NextToken, corpus_entropy
 
 LENGTH = 13  # of which neither 2 nor 3 ranks have equal parts
@@ -81,7 +83,9 @@ def test_shares_make_up_the_batch_and_its_loss(method, size, shape):
 
 
 def test_positions_of_padding_have_no_entry_of_their_own_in_a_table():
-    """Negative control: the plan's positions as they are, where NextToken has those of the sequence alone."""
+    """Negative control: the plan's positions as they are, where NextToken has those of the sequence
+    alone.
+    """
     model = build_model(GPT)
     model.init_weights(3)
     positions = make_plan("striped", seq_len=LENGTH, size=3).positions(1)
@@ -127,7 +131,8 @@ def test_a_loss_in_chunks_is_the_loss_and_never_has_all_logits(size, untied):
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [("transnormer", "aten"), ("transnormer", "triton"), ("llama", "flash_attn_3")]
+    ("kind", "backend"),
+    [("transnormer", "aten"), ("transnormer", "triton"), ("llama", "flash_attn_3")],
 )
 def test_a_backend_that_is_not_for_the_model_or_the_device_is_a_user_error(kind, backend):
     config = Config(
@@ -143,20 +148,28 @@ def test_a_backend_that_is_not_for_the_model_or_the_device_is_a_user_error(kind,
 def test_entropy_of_one_corpus_and_of_no_blend(tmp_path):
     prefix = write_documents(tmp_path / "even", [[0, 1, 2, 3], [0, 1, 2, 3]])
     one = DataConfig(data_path=(prefix,))
-    assert corpus_entropy(one)["unigram_entropy"] == pytest.approx(torch.tensor(4.0).log().item(), rel=1e-6)
+    assert corpus_entropy(one)["unigram_entropy"] == pytest.approx(
+        torch.tensor(4.0).log().item(), rel=1e-6
+    )
     assert corpus_entropy(replace(one, data_path=("0.5", prefix, "0.5", prefix))) == {}
 
 
 def test_validation_line_tells_what_frequencies_alone_would_give():
     objective = NextToken(context_parallel("ring", seq_len=LENGTH), torch.device("cpu"))
-    line = objective.validation_line({"iteration": 50, "validation_loss": 2.0, "unigram_entropy": 5.5})
+    line = objective.validation_line(
+        {"iteration": 50, "validation_loss": 2.0, "unigram_entropy": 5.5}
+    )
     assert line.endswith(": 2.0000 | perplexity: 7.39 | unigram entropy of the corpus: 5.5000")
     assert "unigram" not in objective.validation_line({"iteration": 50, "validation_loss": 2.0})
-    assert "perplexity" in objective.validation_line({"iteration": 1, "validation_loss": 1e6}), "no overflow"
+    assert "perplexity" in objective.validation_line({"iteration": 1, "validation_loss": 1e6}), (
+        "no overflow"
+    )
 
 
 ROWS, LENGTH, EOD = 2, 13, 0
-DEEP = model_config(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=29, init_method_std=0.2)
+DEEP = model_config(
+    num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=29, init_method_std=0.2
+)
 CPU = torch.device("cpu")
 
 
@@ -167,7 +180,11 @@ def packed_batch():
         tokens[place] = EOD
     labels = tokens[:, 1:].clone()
     labels[1, 4:6] = IGNORE_INDEX
-    return {"tokens": tokens[:, :-1], "labels": labels, "starts": document_starts(tokens[:, :-1], EOD)}
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": labels,
+        "starts": document_starts(tokens[:, :-1], EOD),
+    }
 
 
 def joined(*flags, multiple=1):
@@ -200,7 +217,9 @@ def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing():
     }
     for name in ("tokens", "labels"):
         assert torch.equal(local[name][0, : ROWS * LENGTH], batch[name].flatten())
-    assert torch.equal(local["positions"][0, : ROWS * LENGTH], positions_in_documents(batch["starts"]).flatten())
+    assert torch.equal(
+        local["positions"][0, : ROWS * LENGTH], positions_in_documents(batch["starts"]).flatten()
+    )
     assert local["positions"][0, ROWS * LENGTH :].tolist() == [0, 0]
     assert local["labels"][0, ROWS * LENGTH :].tolist() == [IGNORE_INDEX] * 2
     assert PLANS[local["plan"]].documents == (0, 4, 8, 13, 14, 26)
@@ -212,9 +231,14 @@ def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing():
 
 
 def test_positions_restart_alone_or_attention_is_apart_alone():
-    """Each flag for itself, as in Megatron: samples as they are with positions of documents, or the reverse."""
+    """Each flag for itself, as in Megatron: samples as they are with positions of documents, or the
+    reverse.
+    """
     batch = packed_batch()
-    restarted, apart = joined("reset_position_ids").local(batch), joined("reset_attention_mask").local(batch)
+    restarted, apart = (
+        joined("reset_position_ids").local(batch),
+        joined("reset_attention_mask").local(batch),
+    )
     assert restarted.keys() == {"tokens", "labels", "positions", "count"}
     assert torch.equal(restarted["positions"], positions_in_documents(batch["starts"]))
     assert torch.equal(apart["positions"][0], torch.arange(LENGTH).repeat(ROWS))
@@ -236,13 +260,16 @@ def test_the_loss_is_that_of_the_documents_alone(restart):
     bounds = (0, 4, 8, 13, 14, 26)
     tokens, labels = batch["tokens"].flatten(), batch["labels"].flatten()
     want = sum(
-        cross_entropy_sum(plain(tokens[None, begin:end]), labels[None, begin:end])[0] for begin, end in pairwise(bounds)
+        cross_entropy_sum(plain(tokens[None, begin:end]), labels[None, begin:end])[0]
+        for begin, end in pairwise(bounds)
     )
     torch.testing.assert_close(one.loss_sum(attending(), local), want)
 
 
 def test_the_plan_of_a_micro_batch_lives_as_long_as_its_batch():
-    """A pipeline joins a step's micro-batches and takes them apart: the parts do not keep the plans, the batches do."""
+    """A pipeline joins a step's micro-batches and takes them apart: the parts do not keep the
+    plans, the batches do.
+    """
     one = joined("reset_attention_mask")
     batches = [one.local(packed_batch()), one.local(replaced(packed_batch()))]
     parts = torch.cat([batch["plan"] for batch in batches]).chunk(2)

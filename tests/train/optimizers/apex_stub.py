@@ -1,4 +1,5 @@
-"""A stand-in for apex on a CPU: its kernel's arguments, what it refuses, and its arithmetic or that of torch's kernel.
+"""A stand-in for apex on a CPU: its kernel's arguments, what it refuses, and its arithmetic or that
+of torch's kernel.
 
 As csrc/multi_tensor_apply.cuh and multi_tensor_adam.cu of NVIDIA/apex 6424da3b have them.
 """
@@ -24,10 +25,14 @@ def checked(chunk, no_op, lists, *settings):
     assert len(lists[0]) > 0, "a launch without tensors"
     assert all(len(one) == len(lists[0]) for one in lists)
     for of_one in zip(*lists, strict=True):
-        assert all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in of_one), "a DTensor has no address"
+        assert all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in of_one), (
+            "a DTensor has no address"
+        )
         assert all(x.is_contiguous() and x.dtype == torch.float32 for x in of_one)
         assert len({x.numel() for x in of_one}) == 1
-    assert lists[0][-1].numel() > 0, "the last launch of a list that ends in an empty tensor is left out"
+    assert lists[0][-1].numel() > 0, (
+        "the last launch of a list that ends in an empty tensor is left out"
+    )
     assert [type(x) for x in settings] == [float, float, float, float, int, int, int, float]
     CALLS["launches"] += 1
     CALLS["tensors"] += len(lists[0])
@@ -41,7 +46,9 @@ def as_torch(chunk, no_op, lists, *settings):
     gradients, weights, *moments = lists
     steps = [torch.tensor(float(step)) for _ in weights]
     named = {"lr": lr, "beta1": first, "beta2": second, "weight_decay": decay, "eps": eps}
-    torch._fused_adamw_(weights, gradients, *moments, [], steps, amsgrad=False, maximize=False, **named)
+    torch._fused_adamw_(
+        weights, gradients, *moments, [], steps, amsgrad=False, maximize=False, **named
+    )
 
 
 def as_apex(chunk, no_op, lists, *settings):

@@ -1,4 +1,6 @@
-"""AdamW by apex's kernel, of which a stand-in runs on the CPU: torch's to the bit on every sharding, and resumed."""
+"""AdamW by apex's kernel, of which a stand-in runs on the CPU: torch's to the bit on every
+sharding, and resumed.
+"""
 
 import json
 import sys
@@ -78,14 +80,18 @@ def one_step(mesh, parts, strategy):
 
 
 def ends_of(rank, world_size, folder, strategy, tp):
-    """Say that weights and state end alike however kernels take turns at a checkpoint, and count apex's launches."""
+    """Say that weights and state end alike however kernels take turns at a checkpoint, and count
+    apex's launches.
+    """
     apex_stub.install()
     ends = []
     with distributed_mesh(mesh_config(tp)) as mesh:
         for number, order in enumerate(ORDERS):
             for behind, chosen in enumerate(order):
                 parts = build(
-                    mesh, config(), data_parallel=DataParallelConfig(data_parallel_sharding_strategy=strategy)
+                    mesh,
+                    config(),
+                    data_parallel=DataParallelConfig(data_parallel_sharding_strategy=strategy),
                 )
                 optimizer = build_optimizer(chosen, parts[0])
                 path = checkpoint_folder(folder / str(number), 2)
@@ -105,12 +111,17 @@ def ends_of(rank, world_size, folder, strategy, tp):
 @pytest.mark.parametrize(
     ("strategy", "tp"),
     [
-        *(pytest.param(strategy, 1, marks=() if strategy == "zero3" else pytest.mark.slow) for strategy in STRATEGIES),
+        *(
+            pytest.param(strategy, 1, marks=() if strategy == "zero3" else pytest.mark.slow)
+            for strategy in STRATEGIES
+        ),
         pytest.param("zero3", 2, marks=pytest.mark.slow),
         pytest.param("ddp", 2, marks=pytest.mark.slow),
     ],
 )
-def test_every_sharding_ends_with_torchs_bits_and_goes_on_from_its_checkpoints(strategy, tp, tmp_path):
+def test_every_sharding_ends_with_torchs_bits_and_goes_on_from_its_checkpoints(
+    strategy, tp, tmp_path
+):
     assert run_ranks(ends_of, 2, tmp_path, strategy, tp) == [(True, 16)] * 2  # 8 steps of 2 groups
 
 
@@ -123,7 +134,9 @@ def in_the_entry(rank, world_size, arguments):
 
 
 def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path):
-    """Three iterations by torch, and one by it and two by apex around a checkpoint: equal in all but times."""
+    """Three iterations by torch, and one by it and two by apex around a checkpoint: equal in all
+    but times.
+    """
     records = []
     for name, starts in (
         ("torch", {"torch": []}),
@@ -131,11 +144,18 @@ def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path)
     ):
         save = str(tmp_path / name)
         for backend, more in starts.items():
-            flags = flags_of(default_data, *SHORT, "--save", save, "--optimizer-backend", backend, *more)
+            flags = flags_of(
+                default_data, *SHORT, "--save", save, "--optimizer-backend", backend, *more
+            )
             said = run_ranks(in_the_entry, 2, flags)
             assert [one.count("attention kernel: aten\n") for one in said] == [1, 0]
         lines = [json.loads(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
-        records.append([{key: line.get(key) for key in ("iteration", "lm_loss", "grad_norm")} for line in lines])
+        records.append(
+            [
+                {key: line.get(key) for key in ("iteration", "lm_loss", "grad_norm")}
+                for line in lines
+            ]
+        )
     assert [line["iteration"] for line in records[0] if line["lm_loss"]] == [1, 2, 3]
     assert records[1] == records[0]
 
@@ -148,7 +168,10 @@ APEX_ALONE = {"apex/__init__.py": "", "amp_C.py": ""}
     [
         ({}, "No module named 'amp_C'"),
         (APEX_ALONE, "apex.multi_tensor_apply"),
-        ({"amp_C.py": "raise ImportError('amp_C.so: undefined symbol:\\n _ZN3c10')"}, "undefined symbol"),
+        (
+            {"amp_C.py": "raise ImportError('amp_C.so: undefined symbol:\\n _ZN3c10')"},
+            "undefined symbol",
+        ),
     ],
 )
 def test_a_missing_kernel_is_refused_in_a_line(files, reason, tmp_path, monkeypatch):

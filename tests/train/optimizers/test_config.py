@@ -42,15 +42,21 @@ def test_an_optimizer_has_the_state_that_it_states(name):
         state = optimizer.state[parameter]
         tensors = {key for key, value in state.items() if value.shape == parameter.shape}
         assert tensors == set(OPTIMIZERS[name].states)
-        assert sum(state[key].nbytes for key in tensors) == OPTIMIZERS[name].state_bytes * parameter.numel()
+        assert (
+            sum(state[key].nbytes for key in tensors)
+            == OPTIMIZERS[name].state_bytes * parameter.numel()
+        )
         others = [value for key, value in state.items() if key not in tensors]
-        assert all(value.numel() == 1 for value in others), "a count of steps alone may lie beside them"
+        assert all(value.numel() == 1 for value in others), (
+            "a count of steps alone may lie beside them"
+        )
 
 
 def test_a_setting_of_another_optimizer_is_refused_with_the_one_that_has_it(momentum):
     assert OptimizerConfig(optimizer=NAME, weight_decay=0.2).spec is momentum
     with pytest.raises(
-        ValueError, match=r"^adam_beta1 is 0.5, a setting of optimizer adam, and optimizer is momentum; "
+        ValueError,
+        match=r"^adam_beta1 is 0.5, a setting of optimizer adam, and optimizer is momentum; ",
     ):
         OptimizerConfig(optimizer=NAME, adam_beta1=0.5)
     with pytest.raises(ValueError, match=r"^optimizer is lamb; it must be one of adam"):
@@ -67,7 +73,9 @@ def test_a_file_without_a_choice_is_of_adam(tmp_path):
         config = load(Config, tmp_path / file).optimizer
         assert (config.optimizer, config.adam_beta2) == ("adam", 0.98)
     (tmp_path / "bare.toml").write_text('optimizer = "adam"\n')
-    with pytest.raises(ConfigError, match=r"optimizer stands outside of a section; move it to \[optimizer\]"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer stands outside of a section; move it to \[optimizer\]"
+    ):
         load(Config, tmp_path / "bare.toml")
 
 
@@ -75,11 +83,21 @@ def test_a_run_that_the_optimizer_cannot_step_in_is_refused(momentum):
     flags = "--mock-data --vocab-size 64 --device cuda --data-parallel-sharding-strategy "
     for strategy, offload, message in (
         ("ddp", False, ""),
-        ("zero1", False, "^optimizer is momentum, whose step needs whole matrices, and ranks share"),
-        ("ddp", True, "^optimizer_cpu_offload is set and optimizer is momentum, which has no step on state in host"),
+        (
+            "zero1",
+            False,
+            "^optimizer is momentum, whose step needs whole matrices, and ranks share",
+        ),
+        (
+            "ddp",
+            True,
+            "^optimizer_cpu_offload is set and optimizer is momentum, which has no step on state in host",
+        ),
     ):
         config = parse_args((flags + strategy).split())
-        config = replace(config, optimizer=OptimizerConfig(optimizer=NAME, optimizer_cpu_offload=offload))
+        config = replace(
+            config, optimizer=OptimizerConfig(optimizer=NAME, optimizer_cpu_offload=offload)
+        )
         if not message:
             validate(config, 1)
             continue

@@ -63,9 +63,15 @@ def test_weights_and_moments_are_those_of_adamw(piece, made, monkeypatch):
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_slabs_are_powers_of_two_and_take_little_more_than_is_in_them(shards):
-    """The moments are those of Llama 2 13B; each tensor in a slab of its own would take two thirds more."""
+    """The moments are those of Llama 2 13B; each tensor in a slab of its own would take two thirds
+    more.
+    """
     layer = [5120**2] * 4 + [5120 * 13824] * 3 + [5120] * 2
-    counts = [4 * count // shards for count in (5120 * 32000, *layer * 40, 5120, 5120 * 32000) for _ in MOMENTS]
+    counts = [
+        4 * count // shards
+        for count in (5120 * 32000, *layer * 40, 5120, 5120 * 32000)
+        for _ in MOMENTS
+    ]
     slabs, taken = Slabs(), defaultdict(list)
     for count in counts:
         number, start = slabs.place(count)
@@ -87,7 +93,9 @@ def test_a_moment_has_a_storage_of_its_own_in_memory_that_others_share():
 
 
 def played(monkeypatch, dropped=None):
-    """Steps on streams, one wait of which is left out; what is read after them is the computation's."""
+    """Steps on streams, one wait of which is left out; what is read after them is the
+    computation's.
+    """
     weights = model()
     optimizer = build_optimizer(OptimizerConfig(optimizer_cpu_offload=True), weights)
     with streams(monkeypatch, dropped) as device:
@@ -99,11 +107,17 @@ def played(monkeypatch, dropped=None):
 def test_nothing_races_and_both_ways_are_busy_at_once(monkeypatch):
     device, found = played(monkeypatch)
     assert not device.races
-    assert all(torch.equal(a, b) for a, b in zip(found, everything(*trained(False, 2)), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(found, everything(*trained(False, 2)), strict=True)
+    )
     filled = 2 * sum(size != (0,) for size in SIZES) - 1
-    copies = [stream for stream, what in device.log if what == "aten::copy_" and stream != "compute"]
+    copies = [
+        stream for stream, what in device.log if what == "aten::copy_" and stream != "compute"
+    ]
     assert Counter(copies) == {"back": 2 * filled, "out": 2 * filled}
-    assert copies[:8] == ["back"] * 4 + ["out"] * 2 + ["back"] * 2, "a piece comes before the one before it is updated"
+    assert copies[:8] == ["back"] * 4 + ["out"] * 2 + ["back"] * 2, (
+        "a piece comes before the one before it is updated"
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +136,9 @@ def test_every_wait_is_needed(dropped, race, monkeypatch):
 
 
 def saved_and_loaded(rank, world_size, folder):
-    """Return if shards of weights and moments are those of AdamW after two steps, the second behind a checkpoint."""
+    """Return if shards of weights and moments are those of AdamW after two steps, the second behind
+    a checkpoint.
+    """
     host.on_host = host.cut  # as beside a GPU
     found = []
     for order in ((False, False), (True, True), (True, False), (False, True)):
@@ -138,7 +154,9 @@ def saved_and_loaded(rank, world_size, folder):
                 save_checkpoint(path, 1, model, optimizer, architecture={}, extra={})
         found.append([x for part in tensors_of(model, optimizer).values() for x in part.values()])
     return all(
-        torch.equal(to_local(a), to_local(b)) for other in found[1:] for a, b in zip(*found[:1], other, strict=True)
+        torch.equal(to_local(a), to_local(b))
+        for other in found[1:]
+        for a, b in zip(*found[:1], other, strict=True)
     )
 
 
@@ -147,7 +165,9 @@ def test_sharded_moments_go_through_checkpoints_with_and_without(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"
+)
 def test_cuda_moments_are_pinned_and_the_same(monkeypatch):
     monkeypatch.setattr(host, "PIECE", 512)
     results = []
@@ -161,5 +181,10 @@ def test_cuda_moments_are_pinned_and_the_same(monkeypatch):
         torch.cuda.synchronize()
         results.append([x.cpu() for x in everything(weights, optimizer)])
         if moved:
-            assert all(optimizer.state[w][name].is_pinned() for w in weights if w.numel() for name in ("exp_avg",))
+            assert all(
+                optimizer.state[w][name].is_pinned()
+                for w in weights
+                if w.numel()
+                for name in ("exp_avg",)
+            )
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,4 +1,6 @@
-"""Layouts and documents that linear attention is tested in, its gradients, and bytes of a delta rule's rounds."""
+"""Layouts and documents that linear attention is tested in, its gradients, and bytes of a delta
+rule's rounds.
+"""
 
 import torch
 
@@ -19,8 +21,8 @@ def with_gradients(function, tensors):
 def delta_traffic(plan, rank, state, square, *, gradient):
     """Return the bytes that ``rank`` sends in a delta rule, or (``gradient``) in its backward.
 
-    ``state`` is the bytes of U, a matrix of key width by value width per row and head; ``square`` those of M, of key
-    width by key width. Both are in float32 or wider.
+    ``state`` is the bytes of U, a matrix of key width by value width per row and head; ``square``
+    those of M, of key width by key width. Both are in float32 or wider.
     """
     sent = Traffic()
     for leaving, _ in rounds_of(plan, rank, gradient=gradient):

@@ -29,7 +29,9 @@ Documents = tuple[int, ...] | None
 
 
 class Case(NamedTuple):
-    """A layout, the sequence, value heads of a key head (None is a gate per channel), and a schedule."""
+    """A layout, the sequence, value heads of a key head (None is a gate per channel), and a
+    schedule.
+    """
 
     layout: tuple[str, dict[str, Any]]
     length: int
@@ -40,7 +42,11 @@ class Case(NamedTuple):
     def made(self, make, **others):
         """A plan or a context of it."""
         method, options = self.layout
-        given = {"seq_len": self.length, "documents": self.documents, "delta_rule_schedule": self.schedule}
+        given = {
+            "seq_len": self.length,
+            "documents": self.documents,
+            "delta_rule_schedule": self.schedule,
+        }
         return make(method, **given, **options, **others)
 
 
@@ -53,7 +59,9 @@ SEQUENCES = [
     (40, tuple(range(41)), 1),
 ]
 LAYOUT_CASES = [Case(layout, *sequence) for layout in CONSECUTIVE for sequence in SEQUENCES]
-TEAM_CASES = [Case(layout, 251, documents, 1) for layout in TEAMS for documents in (None, DOCUMENTS)]
+TEAM_CASES = [
+    Case(layout, 251, documents, 1) for layout in TEAMS for documents in (None, DOCUMENTS)
+]
 
 
 def cases_of(size, schedules=0):
@@ -62,9 +70,13 @@ def cases_of(size, schedules=0):
     if size == 1:
         return cases
     names = [*SCHEDULES]
-    chosen = [names if schedules else [names[(i + i // 6 + size) % len(names)]] for i in range(len(cases))]
+    chosen = [
+        names if schedules else [names[(i + i // 6 + size) % len(names)]] for i in range(len(cases))
+    ]
     return [
-        case._replace(schedule=name) for case, schedules_of in zip(cases, chosen, strict=True) for name in schedules_of
+        case._replace(schedule=name)
+        for case, schedules_of in zip(cases, chosen, strict=True)
+        for name in schedules_of
     ]
 
 
@@ -92,7 +104,10 @@ def truth(length, documents, shared):
 def errors(got, want):
     """Errors relative to the norm; documents of one token give gates no gradient, so to 1 at least."""
     names = "out", "dq", "dk", "dv", "dg", "dbeta"
-    return {name: ((a - b).norm() / b.norm().clamp(min=1)).item() for name, a, b in zip(names, got, want, strict=True)}
+    return {
+        name: ((a - b).norm() / b.norm().clamp(min=1)).item()
+        for name, a, b in zip(names, got, want, strict=True)
+    }
 
 
 def worst(got, case):
@@ -109,7 +124,9 @@ def attend_on_ranks(rank, world_size, cases, fault=None):
             cp = case.made(context_parallel, group=dist.group.WORLD)
             padding = (cp.positions >= case.length).nonzero().flatten()
             local = [cp.shard(x, dim=1) for x in inputs(case.length, case.shared)]
-            local = [x.index_fill(1, padding, torch.nan) for x in local]  # what padding holds must reach nothing
+            local = [
+                x.index_fill(1, padding, torch.nan) for x in local
+            ]  # what padding holds must reach nothing
             tensors = [cp.unshard(x, 1) for x in with_gradients(cp.attend_delta, local)]
             results.append((tensors if rank == 0 else [], cp.transport.traffic))
     return results
@@ -118,7 +135,9 @@ def attend_on_ranks(rank, world_size, cases, fault=None):
 def planned_traffic(case, rank, size):
     """Bytes of states along their plan, forward and backward."""
     plan = case.made(make_plan, size=size)
-    state, square = (BATCH * KEYS * (case.shared or 1) * WIDTH * width * 8 for width in (VALUES, WIDTH))
+    state, square = (
+        BATCH * KEYS * (case.shared or 1) * WIDTH * width * 8 for width in (VALUES, WIDTH)
+    )
     ways = [delta_traffic(plan, rank, state, square, gradient=way) for way in (False, True)]
     return Traffic(ways[0].p2p + ways[1].p2p)
 
@@ -153,7 +172,9 @@ def hard_inputs():
 def hard_on_ranks(rank, world_size):
     results = []
     for (method, options), schedule in product(CONSECUTIVE, SCHEDULES):
-        cp = context_parallel(method, seq_len=251, group=dist.group.WORLD, delta_rule_schedule=schedule, **options)
+        cp = context_parallel(
+            method, seq_len=251, group=dist.group.WORLD, delta_rule_schedule=schedule, **options
+        )
         local = with_gradients(cp.attend_delta, [cp.shard(x, 1).float() for x in hard_inputs()])
         results.append([cp.unshard(x, 1).double() for x in local])
     return results
@@ -171,7 +192,9 @@ def decay_alone(patch):
 
     def without(q, k, v, g, beta, backend):
         out, reads, states = wide(q, k, v, g, beta, backend=backend)
-        states[-1, ..., v.shape[-1] :] = torch.diag_embed(g.sum(1).exp()[..., None].expand(*states.shape[1:4]))
+        states[-1, ..., v.shape[-1] :] = torch.diag_embed(
+            g.sum(1).exp()[..., None].expand(*states.shape[1:4])
+        )
         return out, reads, states
 
     patch.setattr(delta.rule, "wide_scan", without)
@@ -188,7 +211,9 @@ def maps_out_of_order(patch):
     patch.setattr(
         delta,
         "_composed",
-        lambda earlier, later: composed(earlier, later) if len(earlier) == 1 else composed(later, earlier),
+        lambda earlier, later: (
+            composed(earlier, later) if len(earlier) == 1 else composed(later, earlier)
+        ),
     )
 
 
@@ -208,13 +233,20 @@ def test_faults_show(fault, case, schedules):
 
 def test_who_has_which_segments():
     zigzag = segments(make_plan("zigzag", seq_len=16, size=2))
-    assert [[(x.start, x.length, x.depth, x.left, x.before, x.after) for x in rank] for rank in zigzag] == [
+    assert [
+        [(x.start, x.length, x.depth, x.left, x.before, x.after) for x in rank] for rank in zigzag
+    ] == [
         [(0, 4, 0, 2, None, 1), (12, 4, 2, 0, 1, None)],
         [(4, 8, 1, 1, 0, 0)],  # the two middle chunks touch
     ]
     plan = make_plan("ring", seq_len=29, size=4, documents=(0, 8, 12, 29), layout="contiguous")
     kinds = [[len(kind) for kind in scanned.parts(plan, rank)] for rank in range(4)]
-    assert kinds == [[0, 0, 1, 0], [1, 0, 1, 0], [0, 1, 0, 0], [0, 1, 0, 0]]  # 5 tokens of 8 do not wait
+    assert kinds == [
+        [0, 0, 1, 0],
+        [1, 0, 1, 0],
+        [0, 1, 0, 0],
+        [0, 1, 0, 0],
+    ]  # 5 tokens of 8 do not wait
 
 
 def heads_ahead(rank, world_size):
@@ -232,7 +264,10 @@ def heads_ahead(rank, world_size):
 
 
 def test_heads_take_their_turns_where_a_document_lies_on_two_ranks():
-    assert run_ranks(heads_ahead, 2) == [[], [2]]  # a key head's two of four; the states of the others come meanwhile
+    assert run_ranks(heads_ahead, 2) == [
+        [],
+        [2],
+    ]  # a key head's two of four; the states of the others come meanwhile
     assert run_ranks(heads_ahead, 3) == [[], [4], [4]]
 
 
@@ -245,7 +280,10 @@ def test_calls_and_masks_that_do_not_fit_are_named():
         cp.attend_delta(*(x[:, :8] for x in tensors))
     with pytest.raises(ContextError, match=r"attend_delta: .*beta"):
         cp.attend_delta(*tensors[:4], tensors[4][..., :1])
-    for options, words in (({"window": (3, 0)}, r"window \(3, 0\)"), ({"causal": False}, "a full mask")):
+    for options, words in (
+        ({"window": (3, 0)}, r"window \(3, 0\)"),
+        ({"causal": False}, "a full mask"),
+    ):
         with pytest.raises(ContextError, match=f"a plan of {words}"):
             context_parallel("ring", seq_len=16, **options).attend_delta(*tensors)
 
@@ -258,19 +296,29 @@ def convolved_layer(cp, others, weight):
 def test_it_compiles_whole():
     cp = context_parallel("zigzag", seq_len=16, documents=(0, 5, 16))
     attend = torch.compile(cp.attend_delta, fullgraph=True, backend="aot_eager")
-    compiled, want = (with_gradients(function, inputs(16, 1)) for function in (attend, cp.attend_delta))
+    compiled, want = (
+        with_gradients(function, inputs(16, 1)) for function in (attend, cp.attend_delta)
+    )
     torch.testing.assert_close(compiled, want, rtol=0, atol=0)
 
 
 def under_policies(rank, world_size):
-    """dq, and bytes of a convolution and an attention in a layer whose activations are computed again."""
+    """dq, and bytes of a convolution and an attention in a layer whose activations are computed
+    again.
+    """
     results = []
     for attention_kept in (None, True, False):
         cp = context_parallel("zigzag", seq_len=64, group=dist.group.WORLD)
         q, *others, dout = (cp.shard(x, 1) for x in inputs(64, 1))
-        layer = convolved_layer(cp, others, torch.ones(KEYS * WIDTH, 4, dtype=torch.float64, requires_grad=True))
+        layer = convolved_layer(
+            cp, others, torch.ones(KEYS * WIDTH, 4, dtype=torch.float64, requires_grad=True)
+        )
         q.requires_grad_()
-        out = layer(q) if attention_kept is None else recompute._recomputed(layer, attention_kept, None, q)
+        out = (
+            layer(q)
+            if attention_kept is None
+            else recompute._recomputed(layer, attention_kept, None, q)
+        )
         out.backward(dout)
         results.append((q.grad, cp.transport.traffic.total))
     return results
@@ -287,5 +335,7 @@ def test_attention_boundary_sends_the_convolutions_rows_again_alone():
 def test_the_backward_outlives_the_object_that_attended():
     tensors = [x.requires_grad_() for x in inputs(16, 1)[:5]]
     context_parallel("zigzag", seq_len=16).attend_delta(*tensors).sum().backward()
-    want = torch.autograd.grad(partial(delta_rule, backend="reference")(*tensors)[0].sum(), tensors[0])[0]
+    want = torch.autograd.grad(
+        partial(delta_rule, backend="reference")(*tensors)[0].sum(), tensors[0]
+    )[0]
     torch.testing.assert_close(tensors[0].grad, want)

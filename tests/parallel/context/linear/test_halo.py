@@ -36,7 +36,9 @@ def convolve_on_ranks(rank, world_size, cases, fault=None):
         fault()
     results = []
     for (method, options), length, documents in cases:
-        cp = context_parallel(method, seq_len=length, group=dist.group.WORLD, documents=documents, **options)
+        cp = context_parallel(
+            method, seq_len=length, group=dist.group.WORLD, documents=documents, **options
+        )
         x, weight, dout = inputs(length)
         padding = (cp.positions >= length).nonzero().flatten()
         local = [cp.shard(y, dim=1).index_fill(1, padding, torch.nan) for y in (x, dout)]
@@ -49,7 +51,9 @@ def convolve_on_ranks(rank, world_size, cases, fault=None):
 
 
 def worst(got, length, documents):
-    want = with_gradients(lambda x, weight: causal_convolution(x, weight, documents=documents), inputs(length))
+    want = with_gradients(
+        lambda x, weight: causal_convolution(x, weight, documents=documents), inputs(length)
+    )
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
 
 
@@ -59,9 +63,14 @@ def test_ranks_are_exact_and_send_what_the_plan_says(world_size):
     for index, (layout, length, documents) in enumerate(CASES):
         got, _ = results[0][index]
         assert worst(got, length, documents) <= 1e-14, (layout, length, documents)
-        plan = make_plan(layout[0], seq_len=length, size=world_size, documents=documents, **layout[1])
+        plan = make_plan(
+            layout[0], seq_len=length, size=world_size, documents=documents, **layout[1]
+        )
         for rank, result in enumerate(results):
-            ways = [halo_traffic(plan, rank, TAPS, BATCH * CHANNELS * 8, gradient=way) for way in (False, True)]
+            ways = [
+                halo_traffic(plan, rank, TAPS, BATCH * CHANNELS * 8, gradient=way)
+                for way in (False, True)
+            ]
             assert result[index][1] == Traffic(ways[0].p2p + ways[1].p2p)
 
 
@@ -98,8 +107,17 @@ def test_rows_are_those_that_a_window_would_see(layout, length, documents):
         for row in range(first, end)
         if who != whose
     }
-    sends = [(part.peer, rank, part.rows) for rank, own in enumerate(halos(plan, TAPS - 1)) for part in own.sends]
-    found = {(who, whose, row) for who, whose, rows in sends for row in range(rows.start, rows.stop) if who != whose}
+    sends = [
+        (part.peer, rank, part.rows)
+        for rank, own in enumerate(halos(plan, TAPS - 1))
+        for part in own.sends
+    ]
+    found = {
+        (who, whose, row)
+        for who, whose, rows in sends
+        for row in range(rows.start, rows.stop)
+        if who != whose
+    }
     assert found == want
 
 
@@ -114,14 +132,18 @@ def half_gradient(rank, world_size, length, documents):
     """dx [B, T, C] in bfloat16."""
     cp = context_parallel("zigzag", seq_len=length, group=dist.group.WORLD, documents=documents)
     x, weight, dout = (y.bfloat16() for y in inputs(length))
-    return cp.unshard(with_gradients(cp.convolve, [cp.shard(x, 1), weight, cp.shard(dout, 1)])[1], 1)
+    return cp.unshard(
+        with_gradients(cp.convolve, [cp.shard(x, 1), weight, cp.shard(dout, 1)])[1], 1
+    )
 
 
 @pytest.mark.parametrize(("length", "documents"), [(64, None), (5, None), (40, (0, 3, 9, 40))])
 def test_a_gradient_of_several_ranks_is_rounded_once(length, documents):
     """Pieces shorter than the halo have rows that several read."""
     exact = [y.bfloat16().double() for y in inputs(length)]
-    want = with_gradients(lambda x, weight: causal_convolution(x, weight, documents=documents), exact)[1]
+    want = with_gradients(
+        lambda x, weight: causal_convolution(x, weight, documents=documents), exact
+    )[1]
     for got in run_ranks(half_gradient, 3, length, documents):
         assert ((got.double() - want).abs() <= (want.bfloat16().double() - want).abs() + 1e-6).all()
 
@@ -136,7 +158,9 @@ def test_it_compiles_whole():
 def test_calls_that_do_not_fit_are_named():
     x, weight, _ = inputs(16)
     cp = context_parallel("zigzag", seq_len=16)
-    with pytest.raises(ContextError, match=r"convolve: x .* does not fit a plan of 16 local positions"):
+    with pytest.raises(
+        ContextError, match=r"convolve: x .* does not fit a plan of 16 local positions"
+    ):
         cp.convolve(x[:, :8], weight)
     with pytest.raises(ContextError, match=r"convolve: .*weight"):
         cp.convolve(x, weight[:2])

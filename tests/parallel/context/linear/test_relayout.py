@@ -1,4 +1,6 @@
-"""Tokens that go from one layout to another on real gloo ranks: unshard and shard, gradients and bytes; refusals."""
+"""Tokens that go from one layout to another on real gloo ranks: unshard and shard, gradients and
+bytes; refusals.
+"""
 
 import gc
 import weakref
@@ -19,20 +21,31 @@ PAIRS = [("lasp", "zigzag"), ("lasp", "striped"), ("striped", "zigzag"), ("lasp"
 
 
 def whole(length, seed):
-    return torch.randn(2, length, *SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        2, length, *SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def both(rank, world_size, wrong=False):
-    """A tensor and a gradient as they arrive, each way, beside this rank's share of the whole in that layout."""
+    """A tensor and a gradient as they arrive, each way, beside this rank's share of the whole in
+    that layout.
+    """
     found = []
     for outer, inner in PAIRS:
         inside = context_parallel(inner, seq_len=LENGTH, group=dist.group.WORLD, multiple=2)
-        outside = context_parallel(outer, seq_len=LENGTH, group=dist.group.WORLD, multiple=inside.plan.local_len)
+        outside = context_parallel(
+            outer, seq_len=LENGTH, group=dist.group.WORLD, multiple=inside.plan.local_len
+        )
         relayout = Relayout(outside.plan.geometry, inside.plan.geometry, inside.transport)
         if wrong:
-            relayout._ways = tuple(way._replace(places=torch.arange(len(way.places))) for way in relayout._ways)
+            relayout._ways = tuple(
+                way._replace(places=torch.arange(len(way.places))) for way in relayout._ways
+            )
         values, gradients = (whole(inside.plan.padded_len, seed) for seed in (1, 2))
-        for go, source, target in ((ops.relayout_in, outside, inside), (ops.relayout_out, inside, outside)):
+        for go, source, target in (
+            (ops.relayout_in, outside, inside),
+            (ops.relayout_out, inside, outside),
+        ):
             x = source.shard(values, 1).requires_grad_()
             before = inside.transport.traffic.total
             y = go(relayout, x)
@@ -42,7 +55,9 @@ def both(rank, world_size, wrong=False):
             pairs = ((y.detach(), target.shard(values, 1)), (x.grad, source.shard(gradients, 1)))
             plans = outside.plan.geometry, inside.plan.geometry
             most = moved_tokens(*plans) * 2 * 3 * 2 * 8
-            found.append({"equal": [torch.equal(*pair) for pair in pairs], "sent": sent, "most": most})
+            found.append(
+                {"equal": [torch.equal(*pair) for pair in pairs], "sent": sent, "most": most}
+            )
     return found
 
 
@@ -52,7 +67,9 @@ def test_an_exchange_is_unshard_and_shard_and_its_gradient_the_way_back(ranks):
     for index in range(2 * len(PAIRS)):
         assert all(all(result[index]["equal"]) for result in results), PAIRS[index // 2]
         assert max(result[index]["sent"] for result in results) == results[0][index]["most"]
-    assert all(result[index]["sent"] == 0 for result in results for index in (6, 7))  # of one layout
+    assert all(
+        result[index]["sent"] == 0 for result in results for index in (6, 7)
+    )  # of one layout
 
 
 def test_tokens_left_in_the_order_of_their_arrival_would_be_seen():
@@ -62,16 +79,26 @@ def test_tokens_left_in_the_order_of_their_arrival_would_be_seen():
 
 def test_few_tokens_stay():
     """From contiguous to zigzag over P ranks a rank sends all of its tokens, or half of them."""
-    outside, inside = (make_plan(method, seq_len=64, size=4).geometry for method in ("lasp", "zigzag"))
+    outside, inside = (
+        make_plan(method, seq_len=64, size=4).geometry for method in ("lasp", "zigzag")
+    )
     kept = [token_route(outside, inside, rank).sends[rank] for rank in range(4)]
     assert kept == [8, 0, 8, 0]
     assert moved_tokens(outside, inside) == 16
 
 
 def test_plans_of_other_lengths_or_ranks_are_refused():
-    for outer, inner in ((("lasp", 17, 2), ("zigzag", 17, 2)), (("lasp", 16, 2), ("zigzag", 16, 4))):
-        plans = [make_plan(method, seq_len=length, size=size).geometry for method, length, size in (outer, inner)]
-        with pytest.raises(ContextError, match=r"tokens cannot go from .* make the one plan with multiple="):
+    for outer, inner in (
+        (("lasp", 17, 2), ("zigzag", 17, 2)),
+        (("lasp", 16, 2), ("zigzag", 16, 4)),
+    ):
+        plans = [
+            make_plan(method, seq_len=length, size=size).geometry
+            for method, length, size in (outer, inner)
+        ]
+        with pytest.raises(
+            ContextError, match=r"tokens cannot go from .* make the one plan with multiple="
+        ):
             token_route(*plans, 0)
 
 
@@ -90,7 +117,9 @@ def test_a_mask_of_the_outer_layout_is_that_of_the_inner_one():
     masks = [(0, 3, 8), (0, 5, 8)]
     handles = [outside.under(documents=documents).handle for documents in masks]
     for documents, handle in zip(masks, handles, strict=True):
-        assert torch.equal(attend(x, x, x, handle), inside.under(documents=documents).attend(x, x, x))
+        assert torch.equal(
+            attend(x, x, x, handle), inside.under(documents=documents).attend(x, x, x)
+        )
         own = attend.own(handle)
         assert own is attend.own(handle)
         assert PLANS[own.tensor].geometry == inside.plan.geometry

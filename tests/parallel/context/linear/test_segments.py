@@ -1,4 +1,6 @@
-"""Rounds by which states pass along segments: who learns of whom, in how many rounds, and how many bytes."""
+"""Rounds by which states pass along segments: who learns of whom, in how many rounds, and how many
+bytes.
+"""
 
 import pytest
 
@@ -12,7 +14,12 @@ def plans(size, schedule):
     for method, options in CONSECUTIVE:
         for documents in (None, DOCUMENTS, tuple(range(252))):
             yield make_plan(
-                method, seq_len=251, size=size, documents=documents, delta_rule_schedule=schedule, **options
+                method,
+                seq_len=251,
+                size=size,
+                documents=documents,
+                delta_rule_schedule=schedule,
+                **options,
             )
 
 
@@ -46,7 +53,10 @@ def test_rounds_and_bytes_are_those_of_the_page(schedule, size, count, most):
     plan = make_plan("ring", seq_len=8 * size, size=size, delta_rule_schedule=schedule)
     for gradient in (False, True):
         assert len(rounds(plan, gradient=gradient)) == count
-        assert max(delta_traffic(plan, rank, 2, 2, gradient=gradient).total for rank in range(size)) == most
+        assert (
+            max(delta_traffic(plan, rank, 2, 2, gradient=gradient).total for rank in range(size))
+            == most
+        )
 
 
 def test_auto_takes_the_tree_for_long_chains():
@@ -54,5 +64,10 @@ def test_auto_takes_the_tree_for_long_chains():
     assert schedule_of(make_plan("ring", size=8, **options)) == "chain"
     assert schedule_of(make_plan("ring", size=10, **options)) == "tree"
     assert schedule_of(make_plan("zigzag", size=8, **options)) == "tree"
-    assert schedule_of(make_plan("zigzag", size=8, seq_len=1024, documents=tuple(range(0, 1025, 16)))) == "chain"
-    assert schedule_of(make_plan("ring", size=10, delta_rule_schedule="chain", **options)) == "chain"
+    assert (
+        schedule_of(make_plan("zigzag", size=8, seq_len=1024, documents=tuple(range(0, 1025, 16))))
+        == "chain"
+    )
+    assert (
+        schedule_of(make_plan("ring", size=10, delta_rule_schedule="chain", **options)) == "chain"
+    )

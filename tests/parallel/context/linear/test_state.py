@@ -1,4 +1,6 @@
-"""Linear attention over real gloo ranks against float64 in one process: out, every gradient, bytes, and their order."""
+"""Linear attention over real gloo ranks against float64 in one process: out, every gradient, bytes,
+and their order.
+"""
 
 import math
 from functools import cache, partial
@@ -32,11 +34,15 @@ LENGTHS = [
 
 
 def inputs(length, dtype):
-    """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds exactly."""
+    """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds
+    exactly.
+    """
     generator = torch.Generator().manual_seed(7)
     widths = (WIDTH, WIDTH, WIDTH + 1, WIDTH + 1)
     return tuple(
-        torch.randn(BATCH, length, HEADS, wide, generator=generator, dtype=torch.float64).to(dtype).double()
+        torch.randn(BATCH, length, HEADS, wide, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .double()
         for wide in widths
     )
 
@@ -61,10 +67,14 @@ def attend_on_ranks(rank, world_size, cases, rates=LOG_DECAY):
     """[out, dq, dk, dv] of the whole sequence for each case."""
     results = []
     for method, layout, length, documents, dtype in cases:
-        cp = context_parallel(method, seq_len=length, group=dist.group.WORLD, documents=documents, layout=layout)
+        cp = context_parallel(
+            method, seq_len=length, group=dist.group.WORLD, documents=documents, layout=layout
+        )
         local = [cp.shard(x.to(dtype), dim=1) for x in inputs(length, dtype)]
         # What padding holds must reach nothing.
-        local = [x.index_fill(1, (cp.positions >= length).nonzero().flatten(), torch.nan) for x in local]
+        local = [
+            x.index_fill(1, (cp.positions >= length).nonzero().flatten(), torch.nan) for x in local
+        ]
         found = with_gradients(partial(cp.attend_linear, log_decay=rates), local)
         results.append([cp.unshard(x, 1) for x in found])
     return results
@@ -88,7 +98,9 @@ def test_ranks_and_documents_are_exact(world_size):
         else:
             least = 1e-5 if case[-1] == torch.float32 else 0
             limits = [max(1.5 * limit, least) for limit in error(one_process(*case[2:]), want)]
-        for name, measured, limit in zip(("out", "dq", "dk", "dv"), error(got, want), limits, strict=True):
+        for name, measured, limit in zip(
+            ("out", "dq", "dk", "dv"), error(got, want), limits, strict=True
+        ):
             assert measured <= limit, f"{case}: {name} has {measured:.3g}, the limit is {limit:.3g}"
 
 
@@ -108,7 +120,11 @@ def gradients_not_passed(patch):
     patch.setattr(state.StateExecutor, "_pass_states", without)
 
 
-PASSED = [(method, layout, 251, None, torch.float64) for method, layout in STATES if method in STATE_METHODS]
+PASSED = [
+    (method, layout, 251, None, torch.float64)
+    for method, layout in STATES
+    if method in STATE_METHODS
+]
 
 
 def attend_broken(rank, world_size):
@@ -143,9 +159,14 @@ def count_bytes(rank, world_size, lengths):
         for length, documents in product(lengths, (None, (0, 21, 64))):
             if documents and length != documents[-1]:
                 continue
-            cp = context_parallel(method, seq_len=length, group=dist.group.WORLD, layout=layout, documents=documents)
+            cp = context_parallel(
+                method, seq_len=length, group=dist.group.WORLD, layout=layout, documents=documents
+            )
             keys = 2 * WIDTH if method == "ulysses" else WIDTH  # as LRPE makes them
-            leaves = [torch.ones(BATCH, cp.plan.local_len, HEADS, wide).bfloat16() for wide in (keys, keys, WIDTH)]
+            leaves = [
+                torch.ones(BATCH, cp.plan.local_len, HEADS, wide).bfloat16()
+                for wide in (keys, keys, WIDTH)
+            ]
             out = cp.attend_linear(*(x.requires_grad_() for x in leaves), LOG_DECAY)
             forward, cp.transport.traffic = cp.transport.traffic, Traffic()
             out.sum().backward()
@@ -157,12 +178,17 @@ def count_bytes(rank, world_size, lengths):
 
 
 def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where_heads_are_exchanged():
-    """A rank has B N d / P elements of v and of out, twice as many of q and of k, and keeps its own 1 / P of them."""
+    """A rank has B N d / P elements of v and of out, twice as many of q and of k, and keeps its own
+    1 / P of them.
+    """
     hidden, ranks = HEADS * WIDTH, 4
     state = 4 * BATCH * hidden**2 // HEADS  # B d^2 / h elements of float32
     for rank, found in enumerate(run_ranks(count_bytes, ranks, [64, 128, 256, 512])):
         for method, layout, length, forward, backward in found:
-            if (method, layout) == ("lasp", "zigzag"):  # from 0 to 3, and back from 3's second stretch
+            if (method, layout) == (
+                "lasp",
+                "zigzag",
+            ):  # from 0 to 3, and back from 3's second stretch
                 peers = {peer: state for peer in (rank - 1, rank + 1) if 0 <= peer < 4}
                 assert forward == backward == Traffic(p2p=peers)
             elif method == "lasp":
@@ -171,7 +197,11 @@ def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where
             else:
                 each = state if method == "lasp2" else 2 * 6 * BATCH * length * hidden // ranks**2
                 each *= 1 + (layout == "zigzag")
-                assert forward == backward == Traffic(collective={peer: each for peer in range(4) if peer != rank})
+                assert (
+                    forward
+                    == backward
+                    == Traffic(collective={peer: each for peer in range(4) if peer != rank})
+                )
 
 
 def record(rank, world_size, method):
@@ -193,7 +223,9 @@ def record(rank, world_size, method):
     def posted(transport, sends, receives, far):
         events.append("receive" if receives else "send")
         arrivals, sent = post(transport, sends, receives, far)
-        return [lambda arrival=arrival: (events.append("wait"), arrival())[1] for arrival in arrivals], sent
+        return [
+            lambda arrival=arrival: (events.append("wait"), arrival())[1] for arrival in arrivals
+        ], sent
 
     post, Transport.isend_irecv = Transport.isend_irecv, posted
     logged(Transport, "gather", waits=True)
@@ -220,7 +252,9 @@ def test_what_needs_no_other_rank_is_computed_while_the_state_is_on_its_way():
 
 
 def overflow(rank, world_size, method):
-    """The heads [B, T, H] of out and of the gradients that stay finite where one key and value overflow."""
+    """The heads [B, T, H] of out and of the gradients that stay finite where one key and value
+    overflow.
+    """
     tensors = [x.float() for x in inputs(64, torch.float32)]
     for x in tensors[1:3]:
         x[0, 5, 2] = 1e25
@@ -228,7 +262,9 @@ def overflow(rank, world_size, method):
         found = with_gradients(lambda q, k, v: linear_attention(q, k, v, LOG_DECAY)[0], tensors)
         return [x.isfinite().all(-1) for x in found]
     cp = context_parallel(method, seq_len=64, group=dist.group.WORLD)
-    found = with_gradients(lambda q, k, v: cp.attend_linear(q, k, v, LOG_DECAY), [cp.shard(x, 1) for x in tensors])
+    found = with_gradients(
+        lambda q, k, v: cp.attend_linear(q, k, v, LOG_DECAY), [cp.shard(x, 1) for x in tensors]
+    )
     return [cp.unshard(x.isfinite().all(-1), 1) for x in found]
 
 
@@ -239,16 +275,21 @@ def test_an_overflow_spoils_what_it_spoils_in_one_process(method):
     assert not out[0, 5:, 2].any()
     assert out[1].all()
     for of_rank in run_ranks(overflow, 2, method):
-        assert all(torch.equal(got, want) for got, want in zip(of_rank, [out, *gradients], strict=True))
+        assert all(
+            torch.equal(got, want) for got, want in zip(of_rank, [out, *gradients], strict=True)
+        )
 
 
 def test_calls_that_do_not_fit_are_named():
     q = torch.randn(1, 16, HEADS, WIDTH)
     cp = context_parallel("lasp", seq_len=16)
-    with pytest.raises(ContextError, match=r"method lasp passes states on, which softmax attention.*ring, striped"):
+    with pytest.raises(
+        ContextError, match=r"method lasp passes states on, which softmax attention.*ring, striped"
+    ):
         cp.attend(q, q, q)
     with pytest.raises(
-        ContextError, match=r"method striped passes keys and values on, which linear.*use.*lasp, lasp2, ulysses"
+        ContextError,
+        match=r"method striped passes keys and values on, which linear.*use.*lasp, lasp2, ulysses",
     ):
         context_parallel("striped", seq_len=16).attend_linear(q, q, q, LOG_DECAY)
     with pytest.raises(ContextError, match="does not fit a plan of 16 local positions"):
@@ -259,9 +300,12 @@ def test_calls_that_do_not_fit_are_named():
 
 def test_the_attention_is_one_operator_that_autograd_and_tracing_accept():
     cp = context_parallel("lasp2", seq_len=16)
-    q, k, v = (torch.randn(1, 16, HEADS, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, 16, HEADS, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    )
     torch.library.opcheck(
-        torch.ops.longmesh.state_attention.default, (q, k, v, LOG_DECAY, cp._state_executor.handle, cp.handle.tensor)
+        torch.ops.longmesh.state_attention.default,
+        (q, k, v, LOG_DECAY, cp._state_executor.handle, cp.handle.tensor),
     )
 
 

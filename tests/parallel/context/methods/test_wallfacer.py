@@ -1,4 +1,6 @@
-"""WallFacer's algorithms as the paper prints them, against the plan; and what placement does to the links."""
+"""WallFacer's algorithms as the paper prints them, against the plan; and what placement does to the
+links.
+"""
 
 from parallel.context import make_plan
 
@@ -19,7 +21,10 @@ def ring_neighbour(team, member, teams, members, step):
 
 def test_plans_follow_the_paper_s_algorithms_up_to_256_ranks():
     for size, members in TEAMS:
-        plan, teams = make_plan("wallfacer", seq_len=2 * size, size=size, team_size=members), size // members
+        plan, teams = (
+            make_plan("wallfacer", seq_len=2 * size, size=size, team_size=members),
+            size // members,
+        )
         for rank in range(0, size, max(1, size // 16)):
             team, member = divmod(rank, members)
             placement, *rounds = plan.geometry.rounds_of(rank)
@@ -38,7 +43,10 @@ def test_placement_decides_what_crosses_between_nodes():
         return sum(plan.cost(rank, **shape).forward.between_nodes(rank, 8) for rank in range(32))
 
     ring = crossing("zigzag")
-    teams, rings = (crossing("wallfacer", team_size=2, placement=name) for name in ("collect_intra", "p2p_intra"))
+    teams, rings = (
+        crossing("wallfacer", team_size=2, placement=name)
+        for name in ("collect_intra", "p2p_intra")
+    )
     double = crossing("double_ring", ranks_per_node=8)
     assert rings < teams
     assert double < ring

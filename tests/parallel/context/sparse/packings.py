@@ -43,16 +43,24 @@ def transfers(layout):
 
 
 def drawn(rng):
-    """Any numbers of ranks, teams and tokens; documents of any kind, among them of one token; any mask."""
+    """Any numbers of ranks, teams and tokens; documents of any kind, among them of one token; any
+    mask.
+    """
     size, tokens = int(rng.integers(1, 20)), int(rng.integers(1, 60))
     team_size = int(rng.choice([team for team in range(1, size + 1) if size % team == 0]))
     real = size * tokens - int(rng.integers(0, min(size * tokens, 2 * size)) * (rng.random() < 0.4))
     most = [0, real - 1, int(rng.integers(0, real)), min(4, real - 1)][rng.integers(4)]
-    inner = np.sort(rng.choice(np.arange(1, real), most, replace=False)) if real > 1 else np.array([])
+    inner = (
+        np.sort(rng.choice(np.arange(1, real), most, replace=False)) if real > 1 else np.array([])
+    )
     if rng.random() < 0.2:
         inner = np.arange(1, real)[:: int(rng.integers(1, real + 1))]  # all equal, but for the last
     causal = bool(rng.random() < 0.6)
-    window = (int(rng.integers(-1, 25)), 0 if causal else int(rng.integers(-1, 25))) if rng.random() < 0.5 else None
+    window = (
+        (int(rng.integers(-1, 25)), 0 if causal else int(rng.integers(-1, 25)))
+        if rng.random() < 0.5
+        else None
+    )
     documents = (0, *inner.astype(int).tolist(), real)
     return ArcLayout(size * tokens, real, size, team_size, documents, causal, window)
 
@@ -64,7 +72,9 @@ def lognormal(rng, seq_len):
 def chat(rng, seq_len):
     """Short ones, and 3 % with a heavy tail."""
     long = rng.random() < 0.03
-    return np.clip(4096 * (1 + rng.pareto(0.9)) if long else np.exp(rng.normal(6.2, 0.8)), 32, seq_len / 2)
+    return np.clip(
+        4096 * (1 + rng.pareto(0.9)) if long else np.exp(rng.normal(6.2, 0.8)), 32, seq_len / 2
+    )
 
 
 def short(rng, seq_len):

@@ -1,4 +1,6 @@
-"""All ranks of a plan at work on sets of positions, without processes, as ``circulation.Needed`` works on tensors."""
+"""All ranks of a plan at work on sets of positions, without processes, as ``circulation.Needed``
+works on tensors.
+"""
 
 from collections import deque
 from typing import Any, NamedTuple
@@ -13,7 +15,9 @@ MASKS = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
 
 
 class Sent(NamedTuple):
-    """Rows that one rank sends to another: which positions, when, and where they lie in both buffers."""
+    """Rows that one rank sends to another: which positions, when, and where they lie in both
+    buffers.
+    """
 
     sender: int
     receiver: int
@@ -25,20 +29,29 @@ class Sent(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The pairs [rows, seq_len] that each row's gradient sums up, and True where its owner computed some of them."""
+    """The pairs [rows, seq_len] that each row's gradient sums up, and True where its owner computed
+    some of them.
+    """
 
     pairs: np.ndarray
     own: np.ndarray
 
 
 def visible(plan):
-    """The mask of queries and keys, bool [padded_len, padded_len]; padding sees nothing and is not seen."""
+    """The mask of queries and keys, bool [padded_len, padded_len]; padding sees nothing and is not
+    seen.
+    """
     position = np.arange(plan.padded_len)
     document = np.searchsorted((plan.documents or (0, plan.seq_len))[1:], position, side="right")
     behind, ahead = (plan.padded_len if reach is None else reach for reach in plan.mask.reach)
     distance = position - position[:, None]  # [query, key]
     real = position < plan.seq_len
-    return (document == document[:, None]) & (-behind <= distance) & (distance <= ahead) & (real & real[:, None])
+    return (
+        (document == document[:, None])
+        & (-behind <= distance)
+        & (distance <= ahead)
+        & (real & real[:, None])
+    )
 
 
 def spelled_out(rows):
@@ -51,12 +64,12 @@ def spelled_out(rows):
 class Play:
     """One backward of all ranks in step, whose rows travel as a forward's do where ``moves`` is kv.
 
-    Between two ranks sends meet receives in the order in which both are posted, as gloo and NCCL have it, in each of
-    the two groups of ranks that the transport uses.
+    Between two ranks sends meet receives in the order in which both are posted, as gloo and NCCL
+    have it, in each of the two groups of ranks that the transport uses.
 
     Raises:
-        AssertionError: what is sent, received, held, computed or added up is not what ``seen`` (by default: ``visible``
-            of the plan) asks for.
+        AssertionError: what is sent, received, held, computed or added up is not what ``seen`` (by
+            default: ``visible`` of the plan) asks for.
     """
 
     def __init__(self, plan, moves, seen=None):
@@ -91,12 +104,19 @@ class Play:
             ]
             assert [len(held[rank]) for rank in self.ranks] == [step.length for step in rounds]
             self._post(i, [step.moves for step in rounds], held, arriving, self.rows)
-            sums = [self._computed(rank, held[rank], rounds[rank].tiles, kept[rank]) for rank in self.ranks]
+            sums = [
+                self._computed(rank, held[rank], rounds[rank].tiles, kept[rank])
+                for rank in self.ranks
+            ]
             for rank in self.ranks:
                 self._add(sums[rank], returning[rank].pop(i, []))
                 asked = step.gradient is not None
-                self._needed[rank].append(asked & self.seen[np.ix_(held[rank], self.team[rank])].any(1))
-            self._post(i, [step.gradients for step in rounds], sums, returning, self.gradients, held)
+                self._needed[rank].append(
+                    asked & self.seen[np.ix_(held[rank], self.team[rank])].any(1)
+                )
+            self._post(
+                i, [step.gradients for step in rounds], sums, returning, self.gradients, held
+            )
         assert not any(self._links.values()), "sent and never received"
         assert not any(arriving), "received and never used"
         self._check_sums(returning, kept)
@@ -110,12 +130,16 @@ class Play:
                 rows = spelled_out(parcel.rows)
                 part = _part(tensors[rank], rows)
                 far = parcel.due > index + 1
-                self._links.setdefault((rank, parcel.peer, far), deque()).append((index, parcel, part))
+                self._links.setdefault((rank, parcel.peer, far), deque()).append(
+                    (index, parcel, part)
+                )
         for rank in self.ranks:
             for parcel in sorted(parcels[rank].receives, key=lambda parcel: parcel.due):
                 far = parcel.due > index + 1
                 when, other, part = self._links[parcel.peer, rank, far].popleft()
-                assert (when, other.due, other.peer) == (index, parcel.due, rank), "sends and receives do not meet"
+                assert (when, other.due, other.peer) == (index, parcel.due, rank), (
+                    "sends and receives do not meet"
+                )
                 here, there = spelled_out(parcel.rows), spelled_out(other.rows)
                 assert len(here) == len(there) > 0, "what is sent is not what is received"
                 waiting[rank].setdefault(parcel.due, []).append((here, part))
@@ -138,9 +162,13 @@ class Play:
         pairs = np.zeros((len(held), self.plan.padded_len), dtype=int)
         for tile in tiles:
             here, still = (tile.k, tile.q) if self.moves == "kv" else (tile.q, tile.k)
-            block = MASKS[tile.kind](np.ones((tile.q.stop - tile.q.start, tile.k.stop - tile.k.start), dtype=int))
+            block = MASKS[tile.kind](
+                np.ones((tile.q.stop - tile.q.start, tile.k.stop - tile.k.start), dtype=int)
+            )
             block = block.T if self.moves == "kv" else block
-            assert block.shape == (len(held[here]), len(self.team[rank][still])), "a tile beyond the buffer"
+            assert block.shape == (len(held[here]), len(self.team[rank][still])), (
+                "a tile beyond the buffer"
+            )
             pairs[here, self.team[rank][still]] += block
             kept[still, held[here]] += block.T
         return Gradient(pairs, pairs.any(1) & np.isin(held, self.own[rank]))
@@ -151,25 +179,37 @@ class Play:
             sums.own[here] |= part.own
 
     def _check_sums(self, returning, kept):
-        """Every visible pair counts once, in what moves, at its owner, and in what stays, in its team."""
+        """Every visible pair counts once, in what moves, at its owner, and in what stays, in its
+        team.
+        """
         end = len(self.geometry.rounds)
         for rank in self.ranks:
             home = np.zeros((len(self.own[rank]), self.plan.padded_len), dtype=int)
             for here, part in returning[rank].pop(end, []):
                 home[here] += part.pairs
             assert not returning[rank], "a gradient that nothing waits for"
-            np.testing.assert_array_equal(home, self.seen[self.own[rank]], f"gradients that reach rank {rank}")
+            np.testing.assert_array_equal(
+                home, self.seen[self.own[rank]], f"gradients that reach rank {rank}"
+            )
             staying = sum(kept[mate] for mate in self.geometry.teammates(rank))
-            np.testing.assert_array_equal(staying, self.seen.T[self.team[rank]], f"pairs computed for rank {rank}")
+            np.testing.assert_array_equal(
+                staying, self.seen.T[self.team[rank]], f"pairs computed for rank {rank}"
+            )
 
     def _check_need(self):
-        """Every row that leaves a rank is seen at the one that gets it, or at a later one that gets it from there."""
+        """Every row that leaves a rank is seen at the one that gets it, or at a later one that gets
+        it from there.
+        """
         for sent in sorted(self.rows, key=lambda sent: -sent.index):
             if sent.index >= 0:
-                self._needed[sent.sender][sent.index][sent.there] |= self._needed[sent.receiver][sent.due][sent.here]
+                self._needed[sent.sender][sent.index][sent.there] |= self._needed[sent.receiver][
+                    sent.due
+                ][sent.here]
         for sent in self.rows:
             if sent.sender != sent.receiver:
-                assert self._needed[sent.receiver][sent.due][sent.here].all(), "a row is sent that no query sees"
+                assert self._needed[sent.receiver][sent.due][sent.here].all(), (
+                    "a row is sent that no query sees"
+                )
 
 
 def _part(of, rows):
@@ -179,24 +219,43 @@ def _part(of, rows):
 def drawn(draw, method, size):
     """Any options that the method has, any documents and window."""
     able, options = METHODS[method], dict[str, Any]()
-    degree = size if able.splits_heads else draw.choice([1, *(d for d in range(1, size + 1) if size % d == 0)])
+    degree = (
+        size
+        if able.splits_heads
+        else draw.choice([1, *(d for d in range(1, size + 1) if size % d == 0)])
+    )
     places = size // degree
     options["ulysses_degree"] = degree
     if able.teams:
-        options["team_size"] = draw.choice([team for team in range(1, places + 1) if places % team**2 == 0])
+        options["team_size"] = draw.choice(
+            [team for team in range(1, places + 1) if places % team**2 == 0]
+        )
         options["placement"] = draw.choice(["collect_intra", "p2p_intra"])
     if able.nodes:
-        options["ranks_per_node"] = degree * draw.choice([node for node in range(1, places + 1) if places % node == 0])
+        options["ranks_per_node"] = degree * draw.choice(
+            [node for node in range(1, places + 1) if places % node == 0]
+        )
     if len(able.layouts) > 1:
         options["layout"] = draw.choice(["auto", *able.layouts])
     seq_len, causal = draw.randint(1, 9 * size + 9), draw.random() < 0.6
     if seq_len > 1 and draw.random() < 0.7:
         cuts = draw.sample(range(1, seq_len), min(seq_len - 1, draw.choice([1, 3, 10])))
         options["documents"] = (0, *sorted(cuts), seq_len)
-    made = make_plan(method, seq_len=seq_len, size=size, causal=causal, multiple=draw.choice([1, 1, 2]), **options)
+    made = make_plan(
+        method,
+        seq_len=seq_len,
+        size=size,
+        causal=causal,
+        multiple=draw.choice([1, 1, 2]),
+        **options,
+    )
     if draw.random() < 0.5:
         return made
     widths = [1, 2, max(1, size - 1), draw.randint(1, seq_len)]
     window = draw.choice(widths), 0 if causal else draw.choice([-1, *widths])
     # of one layer, in the layout that balances the others, or of all
-    return made.windowed(window) if draw.random() < 0.5 else made.under(documents=made.documents, window=window)
+    return (
+        made.windowed(window)
+        if draw.random() < 0.5
+        else made.under(documents=made.documents, window=window)
+    )

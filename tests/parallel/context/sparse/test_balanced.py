@@ -1,4 +1,6 @@
-"""The layout ``balanced``: equal tokens, equal work, few cuts, few rows, whatever the documents; and what travels."""
+"""The layout ``balanced``: equal tokens, equal work, few cuts, few rows, whatever the documents;
+and what travels.
+"""
 
 import hashlib
 import time
@@ -11,7 +13,15 @@ from parallel.context.layout import Layout
 from parallel.context.sparse import balanced as balancing
 from parallel.context.sparse import circles
 from parallel.context.sparse.balanced import ArcLayout
-from tests.parallel.context.sparse.packings import chat, drawn, filled, lognormal, place_work, short, transfers
+from tests.parallel.context.sparse.packings import (
+    chat,
+    drawn,
+    filled,
+    lognormal,
+    place_work,
+    short,
+    transfers,
+)
 
 
 def balanced(documents, size, **mask):
@@ -42,12 +52,16 @@ def check(layout):
         joined = np.concatenate(owned[place * layout.team_size : (place + 1) * layout.team_size])
         own = layout.pieces().take(np.flatnonzero(layout.pieces().place == place))
         pieces = zip(own.start, own.length, strict=True)
-        np.testing.assert_array_equal(joined, np.concatenate([np.arange(a, a + count) for a, count in pieces]))
+        np.testing.assert_array_equal(
+            joined, np.concatenate([np.arange(a, a + count) for a, count in pieces])
+        )
     _, start, length, document, _ = layout.pieces()
     bounds = np.array([*layout.documents, layout.seq_len])  # document -1 is the last, of padding
     assert (start >= bounds[:-1][document]).all()
     assert (start + length <= bounds[1:][document]).all()
-    assert len(start) <= len(layout.documents) - 1 + (layout.seq_len > layout.real) + 2 * (layout.places - 1)
+    assert len(start) <= len(layout.documents) - 1 + (layout.seq_len > layout.real) + 2 * (
+        layout.places - 1
+    )
     work, left, right = place_work(layout, layout), *layout.reach
     most = min(left + 1 + right, np.diff(layout.documents).max())
     assert np.abs(work - work.mean()).max() <= 0.003 * work.mean() + most + 1
@@ -66,11 +80,19 @@ def flat(beads):
 @pytest.mark.parametrize(
     ("module", "name", "broken"),
     [
-        (circles, "crossings", lambda whole: lambda arcs: (found := whole(arcs)).on(np.minimum(found.room, 20))),
+        (
+            circles,
+            "crossings",
+            lambda whole: lambda arcs: (found := whole(arcs)).on(np.minimum(found.room, 20)),
+        ),
         (balancing, "opened", lambda whole: lambda *of: flat(whole(*of))),
         (circles, "TOLERANCE", lambda whole: 0.1),
     ],
-    ids=["arcs 20 tokens off", "all tokens of a document with the first one's work", "a tolerance of a tenth"],
+    ids=[
+        "arcs 20 tokens off",
+        "all tokens of a document with the first one's work",
+        "a tolerance of a tenth",
+    ],
 )
 def test_what_is_broken_is_seen(monkeypatch, module, name, broken):
     rng, seen = np.random.default_rng(0), 0
@@ -103,7 +125,9 @@ def test_one_document_is_zigzag(size):
     ],
 )
 def test_work_and_rows_of_packed_sequences(length, seq_len, size, most):
-    """Rows as a mean of 20 draws: those with one or two of the longest documents have twice as many."""
+    """Rows as a mean of 20 draws: those with one or two of the longest documents have twice as
+    many.
+    """
     layouts = [balanced(filled(length, seq_len, seed), size) for seed in range(20)]
     assert max(map(imbalance, layouts[:3])) <= 1.0035
     assert np.mean([share_of_a_ring(layout) for layout in layouts]) <= most
@@ -128,10 +152,14 @@ def test_each_mask_has_its_own_balance():
 
 
 def test_every_machine_finds_the_same():
-    """A digest of layouts, taken when they were first made: what one rank of many sends, others must expect."""
+    """A digest of layouts, taken when they were first made: what one rank of many sends, others
+    must expect.
+    """
     digest = hashlib.sha256()
     for size, window in [(8, None), (6, (300, 0)), (16, (64, 0))]:
-        documents = tuple(int(n) for n in np.cumsum([0, *(17 + 7919 * n * n % 1543 for n in range(60))]))
+        documents = tuple(
+            int(n) for n in np.cumsum([0, *(17 + 7919 * n * n % 1543 for n in range(60))])
+        )
         seq_len = -(-documents[-1] // size) * size
         arrays = ArcLayout(seq_len, documents[-1], size, 1, documents, window=window).pieces()
         digest.update(np.stack(arrays[:4]).astype("<i8").tobytes())
@@ -139,7 +167,9 @@ def test_every_machine_finds_the_same():
 
 
 def test_a_million_tokens_are_planned_in_milliseconds():
-    """15 on a quiet core; three times as much leaves room for a slower one, and none for a loop over documents."""
+    """15 on a quiet core; three times as much leaves room for a slower one, and none for a loop
+    over documents.
+    """
     rng = np.random.default_rng(0)
     inner = np.sort(rng.choice(np.arange(1, 2**20), 2099, replace=False)).tolist()
     spent = []

@@ -20,7 +20,9 @@ DOCUMENTS = (0, 9, 10, 41, 70, 96)
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(draw=st.randoms(use_true_random=False), size=st.integers(1, 16), moves=st.sampled_from(BOTH))
-def test_all_ranks_compute_each_visible_pair_once_and_send_what_is_seen_alone(method, draw, size, moves):
+def test_all_ranks_compute_each_visible_pair_once_and_send_what_is_seen_alone(
+    method, draw, size, moves
+):
     Play(drawn(draw, method, size), moves).run()
 
 
@@ -34,28 +36,41 @@ def test_the_same_for_other_masks_in_every_run_and_up_to_64_ranks(method, draw, 
 
 
 def crossings(sent, gradients, per_node, degree):
-    """Arrivals of each row, per heads, at each other node; of a gradient, its departures from each other node."""
+    """Arrivals of each row, per heads, at each other node; of a gradient, its departures from each
+    other node.
+    """
     found = Counter()
     for one in sent:
         nodes = one.sender // per_node, one.receiver // per_node
         if nodes[0] != nodes[1]:
             far = nodes[0 if gradients else 1]
-            found.update((far, one.sender % degree, position) for position in one.positions.tolist())
+            found.update(
+                (far, one.sender % degree, position) for position in one.positions.tolist()
+            )
     return found
 
 
-@pytest.mark.parametrize(("size", "per_node", "degree"), [(4, 2, 1), (8, 4, 2), (9, 3, 1), (12, 4, 1), (16, 8, 4)])
-def test_exchange_sends_each_row_once_to_each_node_and_its_gradient_once_from_there(size, per_node, degree):
+@pytest.mark.parametrize(
+    ("size", "per_node", "degree"), [(4, 2, 1), (8, 4, 2), (9, 3, 1), (12, 4, 1), (16, 8, 4)]
+)
+def test_exchange_sends_each_row_once_to_each_node_and_its_gradient_once_from_there(
+    size, per_node, degree
+):
     draw, several = random.Random(size), 0
     for moves, mask in zip(BOTH, ({}, {"window": (3 * size, 0), "layout": "zigzag"}), strict=True):
         documents = (0, *sorted(draw.sample(range(1, 5 * size), 2)), 5 * size)
         options = {"documents": documents, "ulysses_degree": degree, **mask}
         played, control = (
-            Play(make_plan("exchange", seq_len=5 * size, size=size, ranks_per_node=node, **options), moves).run()
+            Play(
+                make_plan("exchange", seq_len=5 * size, size=size, ranks_per_node=node, **options),
+                moves,
+            ).run()
             for node in (per_node, None)
         )
         for gradients in (False, True):
-            sent, without_nodes = ((x.gradients if gradients else x.rows) for x in (played, control))
+            sent, without_nodes = (
+                (x.gradients if gradients else x.rows) for x in (played, control)
+            )
             once = crossings(sent, gradients, per_node, degree)
             more = crossings(without_nodes, gradients, per_node, degree)
             assert set(once.values()) <= {1}
@@ -104,7 +119,11 @@ def test_a_row_too_few_and_a_row_too_many_are_seen(moves, change, message, monke
 @pytest.mark.parametrize("method", METHODS)
 def test_a_boundary_ignored_and_a_window_off_by_one_are_seen(method):
     made = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0))
-    for documents, window in (((0, 9, 41, 70, 96), (20, 0)), (DOCUMENTS, (19, 0)), (DOCUMENTS, (21, 0))):
+    for documents, window in (
+        ((0, 9, 41, 70, 96), (20, 0)),
+        (DOCUMENTS, (19, 0)),
+        (DOCUMENTS, (21, 0)),
+    ):
         wrong = Plan(made.geometry, made.under(documents=documents, window=window).mask, made.mask)
         with pytest.raises(AssertionError, match=r"rank \d"):
             Play(wrong, "kv", visible(made)).run()
@@ -112,13 +131,18 @@ def test_a_boundary_ignored_and_a_window_off_by_one_are_seen(method):
 
 
 def test_a_gradient_returns_to_its_owner_before_it_goes_on():
-    """An owner in a team that holds its rows again amid the rounds keeps its own part, and the parts that came."""
-    made = make_plan("wallfacer", seq_len=79, size=12, team_size=2, documents=(0, 34, 79), layout="zigzag")
+    """An owner in a team that holds its rows again amid the rounds keeps its own part, and the
+    parts that came.
+    """
+    made = make_plan(
+        "wallfacer", seq_len=79, size=12, team_size=2, documents=(0, 34, 79), layout="zigzag"
+    )
     amid = [
         (rank, i)
         for rank in range(12)
         for i, step in enumerate(made.schedule(rank))
-        if i not in (0, len(made.geometry.rounds) - 1) and any(p.peer == rank for p in step.gradients.sends)
+        if i not in (0, len(made.geometry.rounds) - 1)
+        and any(p.peer == rank for p in step.gradients.sends)
     ]
     assert amid
     Play(made, "kv").run()

@@ -8,7 +8,15 @@ import pytest
 
 from parallel.context import METHODS, make_plan
 from parallel.context.sparse import rows as module
-from parallel.context.sparse.rows import Spans, as_columns, common, merged, rows_seen, union, without
+from parallel.context.sparse.rows import (
+    Spans,
+    as_columns,
+    common,
+    merged,
+    rows_seen,
+    union,
+    without,
+)
 from tests.parallel.context.sparse.play import drawn as drawn_plan
 from tests.parallel.context.sparse.play import visible
 
@@ -25,7 +33,11 @@ def spans(rows):
 
 def spelled_out(found):
     """The numbers; checks that the intervals ascend and neither overlap nor adjoin."""
-    rows = list(zip(*(x.tolist() for x in found), strict=True)) if isinstance(found, Spans) else list(found)
+    rows = (
+        list(zip(*(x.tolist() for x in found), strict=True))
+        if isinstance(found, Spans)
+        else list(found)
+    )
     edges = [edge for interval in rows for edge in interval]
     assert all(a < b for a, b in pairwise(edges))
     return [i for first, end in rows for i in range(first, end)]
@@ -35,7 +47,10 @@ def test_unions_common_rows_and_rests_are_those_of_sets():
     draw = random.Random(0)
     for _ in range(2000):
         (a, in_a), (b, in_b), (c, in_c) = (drawn(draw) for _ in range(3))
-        overlapping = [(first, first + draw.randint(1, 9)) for first in draw.choices(range(40), k=draw.randrange(8))]
+        overlapping = [
+            (first, first + draw.randint(1, 9))
+            for first in draw.choices(range(40), k=draw.randrange(8))
+        ]
         numbers = {i for first, end in overlapping for i in range(first, end)}
         for rows, wanted in (
             (union(), set()),
@@ -50,13 +65,20 @@ def test_unions_common_rows_and_rests_are_those_of_sets():
 
 def sets(plan):
     """Pieces and positions of the ranks one by one, and of each team."""
-    groups = [(rank,) for rank in range(plan.size)] + [plan.geometry.team(rank) for rank in range(plan.size)]
+    groups = [(rank,) for rank in range(plan.size)] + [
+        plan.geometry.team(rank) for rank in range(plan.size)
+    ]
     for ranks in groups:
-        yield plan.real_pieces(ranks), np.concatenate([plan.positions(rank).numpy() for rank in ranks])
+        yield (
+            plan.real_pieces(ranks),
+            np.concatenate([plan.positions(rank).numpy() for rank in ranks]),
+        )
 
 
 def found(plan, reach, seen):
-    """Return which rows of each set each set sees, bool [sets, all rows of the sets]: computed, and by brute force."""
+    """Return which rows of each set each set sees, bool [sets, all rows of the sets]: computed, and
+    by brute force.
+    """
     pieces, positions = zip(*sets(plan), strict=True)
     begin = np.cumsum([0, *map(len, positions)])
     rows = rows_seen(as_columns(pieces), as_columns(pieces), plan.layout.stride, reach)
@@ -89,8 +111,13 @@ def test_windows_narrower_than_the_stride_see_some_ranks_alone(window):
 
 
 def test_pieces_compared_a_few_at_a_time_make_no_difference(monkeypatch):
-    plan = make_plan("striped", seq_len=60, size=6, documents=(0, 3, 11, 30, 31, 60), window=(20, 0))
-    everything, nothing = as_columns([plan.real_pieces((rank,)) for rank in range(6)]), as_columns([[]])
+    plan = make_plan(
+        "striped", seq_len=60, size=6, documents=(0, 3, 11, 30, 31, 60), window=(20, 0)
+    )
+    everything, nothing = (
+        as_columns([plan.real_pieces((rank,)) for rank in range(6)]),
+        as_columns([[]]),
+    )
 
     def seen():
         columns = rows_seen(everything, everything, plan.layout.stride, plan.mask.reach)

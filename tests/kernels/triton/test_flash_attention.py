@@ -1,4 +1,6 @@
-"""Attention of lists of tiles: numbers by Triton's interpreter and on a GPU, and what its compiler makes for one."""
+"""Attention of lists of tiles: numbers by Triton's interpreter and on a GPU, and what its compiler
+makes for one.
+"""
 
 import pytest
 import torch
@@ -11,14 +13,19 @@ from tests.kernels.attention_cases import CASES, NAMES, block_error, errors, mer
 from tests.kernels.test_tiles import MASKS, attention_by_tiles, inputs, tiles_of, truth
 from tests.parallel.context.communicators import softmax, timelines
 
-triton = pytest.importorskip("triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it")
+triton = pytest.importorskip(
+    "triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it"
+)
 
 from tests.kernels.triton.harness import SHARED, JITFunction, compiled, meta, on_a_gpu  # noqa: E402
 
 BOUNDS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
-"""Relative to the largest value: scores are rounded to the inputs' dtype before the second product."""
+"""Relative to the largest value: scores are rounded to the inputs' dtype before the second product.
+"""
 SPILLED = (24, 3)
-"""Most instructions of a loop that read from the stack, mostly what stays the same, and that store there."""
+"""Most instructions of a loop that read from the stack, mostly what stays the same, and that store
+there.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +52,11 @@ def test_a_mask_off_by_one_is_seen(interpreted):
 def launches(width, dtype=torch.bfloat16, alone=True):
     """Each kernel continuing, and alone."""
     backend = select_backend("triton", "cuda", dtype)
-    q, k, lse = meta(2, 1000, 16, width, dtype=dtype), meta(2, 1000, 4, width, dtype=dtype), meta(2, 1000, 16).float()
+    q, k, lse = (
+        meta(2, 1000, 16, width, dtype=dtype),
+        meta(2, 1000, 4, width, dtype=dtype),
+        meta(2, 1000, 16).float(),
+    )
     tiles = [tile(0, 1000, 0, 1000, CAUSAL)]
     dq, dk, dv = (meta(*x.shape, dtype=torch.float32) for x in (q, k, k))
     backend.tiled.attend_(dq, lse, q, Keys(k, k), tiles, 0.1)
@@ -55,13 +66,18 @@ def launches(width, dtype=torch.bfloat16, alone=True):
 
 
 def check(capability, width, alone, folder):
-    """Compile the launches; assert that they keep to a GPU's registers and shared memory, and return their names."""
+    """Compile the launches; assert that they keep to a GPU's registers and shared memory, and
+    return their names.
+    """
     found = compiled(capability, lambda: launches(width, alone=alone))
     for one in found:
         one.check(capability, folder, spilled=None)
         loops = one.spilled(folder)
         assert len(loops) == 2, "one without a mask, and one with"
-        assert all(a <= most for loop in loops for a, most in zip(loop, SPILLED, strict=True)), (one.name, loops)
+        assert all(a <= most for loop in loops for a, most in zip(loop, SPILLED, strict=True)), (
+            one.name,
+            loops,
+        )
         assert ("wgmma" if capability == 90 else "mma") in one.kernel.asm["ptx"]
     return [one.name for one in found]
 
@@ -69,7 +85,11 @@ def check(capability, width, alone, folder):
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, tmp_path):
     """At the width that most models have."""
-    assert check(capability, 128, False, tmp_path) == ["forward_kernel", "rows_kernel", "columns_kernel"]
+    assert check(capability, 128, False, tmp_path) == [
+        "forward_kernel",
+        "rows_kernel",
+        "columns_kernel",
+    ]
 
 
 @pytest.mark.slow
@@ -97,9 +117,11 @@ def test_float32_fits_too(capability):
 
 @pytest.mark.slow
 def test_blocks_that_are_too_large_are_seen(tmp_path, monkeypatch):
-    from kernels.triton import attention
+    from kernels.triton import flash_attention
 
-    monkeypatch.setattr(attention, "blocking_of", lambda *_: attention.Blocking(128, 128, 8, 2))
+    monkeypatch.setattr(
+        flash_attention, "blocking_of", lambda *_: flash_attention.Blocking(128, 128, 8, 2)
+    )
     found = [loop for one in compiled(90, lambda: launches(128)) for loop in one.spilled(tmp_path)]
     assert max(stored for _, stored in found) > 10 * SPILLED[1], found
 
@@ -109,25 +131,40 @@ def test_work_lists_travel_once_and_hold_every_pair():
 
     for mask in ("window on both sides and documents", "documents, not causal"):
         tiles, cpu = tiles_of(mask), torch.device("cpu")
-        assert work_of(as_numbers(tiles), 64, True, cpu) is work_of(as_numbers(tiles_of(mask)), 64, True, cpu)
+        assert work_of(as_numbers(tiles), 64, True, cpu) is work_of(
+            as_numbers(tiles_of(mask)), 64, True, cpu
+        )
         for by_rows in (True, False):
             blocks, entries = (x.tolist() for x in work_of(as_numbers(tiles), 64, by_rows, cpu))
             found = []
             for number, first, last, _ in (blocks[i : i + 4] for i in range(0, len(blocks), 4)):
-                for a0, a1, b0, b1, low, high in (entries[6 * i : 6 * i + 6] for i in range(first, last)):
+                for a0, a1, b0, b1, low, high in (
+                    entries[6 * i : 6 * i + 6] for i in range(first, last)
+                ):
                     rows = range(max(a0, 64 * number), min(a1, 64 * number + 64))
-                    found.append(sum(max(0, min(b1, x + high + 1) - max(b0, x + low)) for x in rows))
+                    found.append(
+                        sum(max(0, min(b1, x + high + 1) - max(b0, x + low)) for x in rows)
+                    )
                     assert found[-1], "an entry without a pair"
             assert sum(found) == sum(tile.pairs for tile in tiles)
 
 
 def test_every_tensor_of_a_plan_is_taken(monkeypatch):
-    """Tensors of all kinds of plans are contiguous where the kernels add to them; see ``_check_contiguous``."""
+    """Tensors of all kinds of plans are contiguous where the kernels add to them; see
+    ``_check_contiguous``.
+    """
     launched = list[str]()
-    monkeypatch.setattr(JITFunction, "__getitem__", lambda kernel, _: lambda *_, **__: launched.append(kernel.__name__))
+    monkeypatch.setattr(
+        JITFunction,
+        "__getitem__",
+        lambda kernel, _: lambda *_, **__: launched.append(kernel.__name__),
+    )
     for method in METHODS:
         for given in ({"window": (60, 0)}, {"causal": False, "documents": (0, 9, 100, 251)}):
-            timelines(make_plan(method, seq_len=251, size=4, **given), softmax("triton", heads=8, kv_heads=4))
+            timelines(
+                make_plan(method, seq_len=251, size=4, **given),
+                softmax("triton", heads=8, kv_heads=4),
+            )
     assert set(launched) == {"forward_kernel", "rows_kernel", "columns_kernel"}
 
 
@@ -146,7 +183,9 @@ def test_masks_of_many_blocks_equal_the_naive_form_on_a_gpu(mask, monkeypatch):
     backend = select_backend("triton", "cuda", torch.bfloat16)
     monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
     given = tuple(x.cuda() for x in inputs(torch.bfloat16))
-    for got, want in zip(attention_by_tiles("triton", given, tiles_of(mask)), truth(given, mask), strict=True):
+    for got, want in zip(
+        attention_by_tiles("triton", given, tiles_of(mask)), truth(given, mask), strict=True
+    ):
         assert ((got.double() - want).norm() / want.norm()).item() < 1e-2
 
 

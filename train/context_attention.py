@@ -30,12 +30,14 @@ Context = tuple[ContextParallel, Attend | LinearAttend | HybridAttention]
 """Context parallelism, and the attention that the model calls."""
 
 
-def context_of(config: Config, group: dist.ProcessGroup | None, like: Context | None = None) -> Context:
+def context_of(
+    config: Config, group: dist.ProcessGroup | None, like: Context | None = None
+) -> Context:
     """Return the configuration's context parallelism and attention.
 
     Args:
-        like: what this returned for another length, whose groups are taken; without it they are made, which is
-            collective.
+        like: what this returned for another length, whose groups are taken; without it they are
+            made, which is collective.
     """
     outer = None if like is None else like[0].transport
     if config.model.own_softmax_layout:
@@ -44,16 +46,24 @@ def context_of(config: Config, group: dist.ProcessGroup | None, like: Context | 
         cp, softmax = softmax_context(config, group, sdpa, outer)
         if config.mesh.context_parallel_size > 1:
             return cp, HybridAttention(_uncompiled(cp.attend_delta, cp.convolve), softmax)
-        alone = OneDevice(_documents, "reference" if config.context.attention_backend == "reference" else "auto")
+        alone = OneDevice(
+            _documents, "reference" if config.context.attention_backend == "reference" else "auto"
+        )
         compiled = config.packed and config.train.compile
-        return cp, HybridAttention(_uncompiled(alone, alone.convolve) if compiled else alone, softmax)
+        return cp, HybridAttention(
+            _uncompiled(alone, alone.convolve) if compiled else alone, softmax
+        )
     if config.model.linear_attention:
         return _linear_context_of(config, group, config.mesh.tensor_model_parallel_size, outer)
     return softmax_context(config, group, sdpa, outer)
 
 
-def diffusion_context(config: DiTRunConfig, group: dist.ProcessGroup | None) -> tuple[ContextParallel, Attend]:
-    """Return a diffusion transformer's context parallelism, under the bounds of joined samples, and its attention."""
+def diffusion_context(
+    config: DiTRunConfig, group: dist.ProcessGroup | None
+) -> tuple[ContextParallel, Attend]:
+    """Return a diffusion transformer's context parallelism, under the bounds of joined samples, and
+    its attention.
+    """
     cp, attend = softmax_context(config, group, full_sdpa)
     if not config.packed:
         return cp, attend
@@ -64,18 +74,28 @@ def diffusion_context(config: DiTRunConfig, group: dist.ProcessGroup | None) -> 
 def _hybrid_context_of(
     config: Config, group: dist.ProcessGroup | None, like: Context | None
 ) -> tuple[ContextParallel, HybridAttention]:
-    """Set up a hybrid: tokens lie as linear attention needs them; softmax attention may have its own layout."""
+    """Set up a hybrid: tokens lie as linear attention needs them; softmax attention may have its
+    own layout.
+    """
     alone = config.mesh.context_parallel_size == 1
     if alone:
-        method: Literal["ring", "none"] = "ring" if config.packed else "none"  # SDPA knows no documents
+        method: Literal["ring", "none"] = (
+            "ring" if config.packed else "none"
+        )  # SDPA knows no documents
         context = ContextConfig(context_parallel_method=method)
     else:
-        (layout,) = config.hybrid.layouts(config.context.context_parallel_layout)  # train.config.derive has left one
+        (layout,) = config.hybrid.layouts(
+            config.context.context_parallel_layout
+        )  # train.config.derive has left one
         context = config.hybrid.context(layout)
         if config.context.attention_backend == "reference":
             context = replace(context, attention_backend="reference")
     outer, inner = None, None
-    if like is not None and isinstance(like[1], HybridAttention) and isinstance(like[1].softmax, InsideAttention):
+    if (
+        like is not None
+        and isinstance(like[1], HybridAttention)
+        and isinstance(like[1].softmax, InsideAttention)
+    ):
         outer, inner = like[0].transport, like[1].softmax.inside.transport
     inside, softmax = softmax_context(config, group, sdpa, inner, context)
     # Padded to the same length, so that tokens can change layout.
@@ -84,14 +104,18 @@ def _hybrid_context_of(
 
 
 def _uncompiled(rule: Callable[..., Tensor], convolve: Callable[..., Tensor]) -> DeltaAttend:
-    """Return a delta rule with the convolution before it, neither of them compiled, as each mask is another."""
+    """Return a delta rule with the convolution before it, neither of them compiled, as each mask is
+    another.
+    """
     attend: Any = torch.compiler.disable(rule)
     attend.convolve = torch.compiler.disable(convolve)
     return attend
 
 
 def _documents(mask: PlanHandle | None) -> tuple[int, ...] | None:
-    """Return the cumulative lengths of a mask's documents, padding among them, on one process; None without any."""
+    """Return the cumulative lengths of a mask's documents, padding among them, on one process; None
+    without any.
+    """
     plan = None if mask is None else PLANS[mask.tensor]
     return (0, *plan.boundaries, plan.padded_len) if plan and plan.boundaries else None
 
@@ -101,9 +125,13 @@ def _linear_context_of(
 ) -> tuple[ContextParallel, LinearAttend]:
     """Set up linear attention by the method, or on one process with whole sequences."""
     dtype = config.train.dtype
-    backend = select_linear_backend(config.context.attention_backend, config.mesh.device_type, dtype)
+    backend = select_linear_backend(
+        config.context.attention_backend, config.mesh.device_type, dtype
+    )
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: PlanHandle | None = None) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: PlanHandle | None = None
+    ) -> Tensor:
         return linear_attention(q, k, v, log_decay, documents=_documents(mask), backend=backend)[0]
 
     length = config.joined_length
@@ -113,14 +141,19 @@ def _linear_context_of(
     timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
     method, layout = config.context.context_parallel_method, config.context.context_parallel_layout
     ranks: dict[str, Any] = {"group": group, "timeout": timeout, "links": links}
-    cp = context_parallel(method, seq_len=length, multiple=multiple, layout=layout, backend=backend, **ranks)
+    cp = context_parallel(
+        method, seq_len=length, multiple=multiple, layout=layout, backend=backend, **ranks
+    )
     return cp, cp.attend_linear
 
 
-def plan_ahead(config: Config, attend: Attend | LinearAttend | HybridAttention, cp: ContextParallel) -> None:
+def plan_ahead(
+    config: Config, attend: Attend | LinearAttend | HybridAttention, cp: ContextParallel
+) -> None:
     """Make ahead all that this rank's layers will need under the mask of a micro-batch.
 
-    ``cp`` is the context parallelism of ``context_of`` under that mask; ``attend`` is the attention from there.
+    ``cp`` is the context parallelism of ``context_of`` under that mask; ``attend`` is the attention
+    from there.
     """
     softmax = attend.softmax if isinstance(attend, HybridAttention) else attend
     if isinstance(softmax, InsideAttention):
@@ -163,7 +196,9 @@ def softmax_context(
         seq_len=length,
         group=group,
         causal=config.causal,
-        window=config.windows[0] if len(config.windows) == 1 and not recurrent else None,  # or layers that see all
+        window=config.windows[0]
+        if len(config.windows) == 1 and not recurrent
+        else None,  # or layers that see all
         multiple=tp,
         backend=backend,
         timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
@@ -180,27 +215,40 @@ def softmax_context(
 
 
 def kernel_lines(config: CommonConfig) -> list[str]:
-    """Say in a line which attention kernel runs and, on a GPU, which cuDNN is loaded; in another, if it is slow."""
+    """Say in a line which attention kernel runs and, on a GPU, which cuDNN is loaded; in another,
+    if it is slow.
+    """
     device, asked, model = config.mesh.device_type, config.context.attention_backend, config.model
     dtype = config.train.dtype
     linear, own = model.linear_attention, model.own_softmax_layout
     said = [f"{select_linear_backend(asked, device, dtype)} (linear attention)"] if linear else []
     if config.delta:
-        name, per_channel = "reference" if asked == "reference" else "auto", model.linear_gate == "per_channel"
-        found = select_delta_backend(name, device, dtype, per_channel=per_channel, width=model.key_dim)
+        name, per_channel = (
+            "reference" if asked == "reference" else "auto",
+            model.linear_gate == "per_channel",
+        )
+        found = select_delta_backend(
+            name, device, dtype, per_channel=per_channel, width=model.key_dim
+        )
         said = [f"{found} (delta rule)"]
     warned, here = None, gpu()
     if not linear or own:
-        softmax = asked if not own or asked == "reference" else "auto"  # a hybrid's backend is the linear one's
+        softmax = (
+            asked if not own or asked == "reference" else "auto"
+        )  # a hybrid's backend is the linear one's
         kernel = _softmax_kernel(config, softmax, dtype)
         said.append(advice.describe_kernel(kernel, here) if device == "cuda" else kernel)
         if device == "cuda":
-            warned = advice.warning(kernel, here, softmax, documents=config.packed, head_dim=model.head_dim)
+            warned = advice.warning(
+                kernel, here, softmax, documents=config.packed, head_dim=model.head_dim
+            )
     return [f"attention kernel: {'; '.join(said)}", *([f"WARNING: {warned}"] if warned else [])]
 
 
 def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> str:
-    """Return the kernel that softmax attention's whole tiles run by, or torch's where it is called without a method."""
+    """Return the kernel that softmax attention's whole tiles run by, or torch's where it is called
+    without a method.
+    """
     device, here = config.mesh.device_type, gpu()
     hybrid_alone = config.model.own_softmax_layout and config.mesh.context_parallel_size == 1
     if config.context.context_parallel_method != "none" and (config.packed or not hybrid_alone):
@@ -213,9 +261,13 @@ def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> s
 
 
 def _whole(cp: ContextParallel, alone: Attend) -> Attend:
-    """Return the attention of one process: ``alone``'s kernel, or the method's tiles where there is more to know."""
+    """Return the attention of one process: ``alone``'s kernel, or the method's tiles where there is
+    more to know.
+    """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: PlanHandle | None = None, **seen: Any) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, mask: PlanHandle | None = None, **seen: Any
+    ) -> Tensor:
         if mask is None and all(value is None for value in seen.values()):
             return alone(q, k, v)
         return cp.attend(q, k, v, mask, **seen)

@@ -14,16 +14,25 @@ from parallel.context.plan import PLANS, Plan, PlanHandle
 class DeltaAttention:
     """The gated delta rule and its convolution, for any layout whose ranks hold consecutive tokens.
 
-    Ranks pass states on, whatever the method of the softmax attention; a document that lies on one rank sends nothing.
+    Ranks pass states on, whatever the method of the softmax attention; a document that lies on one
+    rank sends nothing.
     """
 
-    def __init__(self, executor: DeltaExecutor, convolution: Convolution, plan: Plan, handle: PlanHandle) -> None:
+    def __init__(
+        self, executor: DeltaExecutor, convolution: Convolution, plan: Plan, handle: PlanHandle
+    ) -> None:
         """Bind the operators of one rank to a plan and its handle."""
         self._executor, self._convolution = executor, convolution
         self._local_len, self._handle = plan.local_len, handle
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        mask: PlanHandle | None = None,
     ) -> Tensor:
         """Compute the gated delta rule over the whole sequence; differentiable, collective.
 
@@ -37,23 +46,29 @@ class DeltaAttention:
             ``[B, T_local, H, E]`` in v's dtype, zero in padding.
 
         Raises:
-            ContextError: a striped layout, a window or a full mask; shapes, dtypes or heads that do not fit.
+            ContextError: a striped layout, a window or a full mask; shapes, dtypes or heads that do
+                not fit.
         """
         plan = self._checked(q, k, v, g, beta, mask)
         out, _ = delta_attention(self._executor, q, k, v, g, beta, plan)
         return out
 
-    def with_state(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    def with_state(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Do as ``attend`` without a gradient.
 
         Returns:
-            Out, and the state ``[B, H, D, E]`` after the last document on the rank that ends it, zeros on the others.
+            Out, and the state ``[B, H, D, E]`` after the last document on the rank that ends it,
+            zeros on the others.
         """
         plan = self._checked(q, k, v, g, beta, None)
         out, kept = delta_attention(self._executor, q, k, v, g, beta, plan)
         return out, self._executor.final(PLANS[plan], kept, k, v)
 
-    def _checked(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None) -> Tensor:
+    def _checked(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None
+    ) -> Tensor:
         self._check_length("attend_delta", "q", q)
         try:
             check((q, k, v, g, beta))
@@ -62,7 +77,8 @@ class DeltaAttention:
         return (mask or self._handle).tensor
 
     def convolve(self, x: Tensor, weight: Tensor, mask: PlanHandle | None = None) -> Tensor:
-        """Compute ``causal_convolution`` of kernels/delta/convolution.py in each document; differentiable, collective.
+        """Compute ``causal_convolution`` of kernels/delta/convolution.py in each document;
+        differentiable, collective.
 
         Args:
             x: ``[B, T_local, C]``.

@@ -1,14 +1,18 @@
-"""Softmax attention of a list of tiles in one launch, with Triton: forward, and backward by rows and by columns.
+"""Softmax attention of a list of tiles in one launch, with Triton: forward, and backward by rows
+and by columns.
 
-A program has a block of rows (in the last kernel of columns) of one head, and goes through all tiles that touch it
-(``kernels.triton.work``); in each first through the steps that see every pair, which need no mask, then through the
-others. Results continue from running ones in float32: a row's out and log-sum-exp are an accumulator, its maximum and
-a sum of 1. Nothing depends on the order in which programs run.
+A program has a block of rows (in the last kernel of columns) of one head, and goes through all
+tiles that touch it (``kernels.triton.work``); in each first through the steps that see every pair,
+which need no mask, then through the others. Results continue from running ones in float32: a row's
+out and log-sum-exp are an accumulator, its maximum and a sum of 1. Nothing depends on the order in
+which programs run.
 
-Rabe and Staats 2021 (running softmax); Dao 2023, FlashAttention-2 (the loops, and their split into masked and not).
+Rabe and Staats 2021 (running softmax); Dao 2023, FlashAttention-2 (the loops, and their split into
+masked and not).
 
-Shapes as in ``kernels.blocks``. D is up to 256; bfloat16, float16 or, slowly, float32. out, lse, dq, dk and dv are
-contiguous, and of the others heads are: strides are of batch, token and head. level and delta ``[B, H, T]``.
+Shapes as in ``kernels.blocks``. D is up to 256; bfloat16, float16 or, slowly, float32. out, lse,
+dq, dk and dv are contiguous, and of the others heads are: strides are of batch, token and head.
+level and delta ``[B, H, T]``.
 """
 
 from collections.abc import Sequence
@@ -33,8 +37,9 @@ def span(entry, start, SIZE: tl.constexpr, STEP: tl.constexpr):
     """Find the other side's tokens that a block of SIZE from ``start`` on sees in a tile.
 
     Returns:
-        The tile's bounds (first, last + 1, low, high), the tokens ``lo`` to ``hi``, and how many steps of STEP they
-        are: all, those before the ones without a mask, and those up to their end.
+        The tile's bounds (first, last + 1, low, high), the tokens ``lo`` to ``hi``, and how many
+        steps of STEP they are: all, those before the ones without a mask, and those up to their
+        end.
     """
     first, stop = tl.load(entry), tl.load(entry + 1)
     low, high = tl.load(entry + 4), tl.load(entry + 5)
@@ -52,18 +57,31 @@ def span(entry, start, SIZE: tl.constexpr, STEP: tl.constexpr):
 def visible(x, y, first, stop, low, high, hi):
     """Tell which pairs of tokens a tile holds, ``[x, y]``; no y is below the span's ``lo``."""
     apart = y[None, :] - x[:, None]
-    return ((x >= first) & (x < stop))[:, None] & (y < hi)[None, :] & (apart >= low) & (apart <= high)
+    return (
+        ((x >= first) & (x < stop))[:, None] & (y < hi)[None, :] & (apart >= low) & (apart <= high)
+    )
 
 
 @triton.jit
 def places(at, stride, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Point at the channels of ROWS tokens of one head; the offsets inside a block fit 32 bits, and stay in a loop."""
+    """Point at the channels of ROWS tokens of one head; the offsets inside a block fit 32 bits, and
+    stay in a loop.
+    """
     i, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     return at + first.to(tl.int64) * stride + ((i * stride)[:, None] + d[None, :])
 
 
 @triton.jit
-def rows_of(at, stride, first, stop, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+def rows_of(
+    at,
+    stride,
+    first,
+    stop,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Load ROWS tokens of one head from ``first`` on, zero from ``stop`` and from channel D on."""
     i, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     at = places(at, stride, first, ROWS, WIDTH)
@@ -87,7 +105,9 @@ def forward_kernel(
     x, d = begin + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     lse += batch * T * H + head
     out = places(out + (batch * T * H + head) * D, H * D, begin, ROWS, WIDTH)
-    queries = rows_of(q + batch * strides[0] + head * strides[2], strides[1], begin, T, D, ROWS, WIDTH, True)
+    queries = rows_of(
+        q + batch * strides[0] + head * strides[2], strides[1], begin, T, D, ROWS, WIDTH, True
+    )
     k += batch * strides[3] + head // group * strides[5]
     v += batch * strides[6] + head // group * strides[8]
     scale *= LOG2E
@@ -96,11 +116,17 @@ def forward_kernel(
     total = tl.load(out, mask=known[:, None] & (d < D)[None, :], other=0.0)
     weight = tl.where(known, 1.0, 0.0)
     peak, start_weight = before, weight
-    for entry in range(tl.load(blocks + 4 * tl.program_id(0) + 1), tl.load(blocks + 4 * tl.program_id(0) + 2)):
-        first, stop, low, high, lo, hi, steps, ahead, tail = span(entries + 6 * entry, begin, ROWS, COLUMNS)
+    for entry in range(
+        tl.load(blocks + 4 * tl.program_id(0) + 1), tl.load(blocks + 4 * tl.program_id(0) + 2)
+    ):
+        first, stop, low, high, lo, hi, steps, ahead, tail = span(
+            entries + 6 * entry, begin, ROWS, COLUMNS
+        )
         for MASKED in tl.static_range(2):
             for step in range(steps - tail + ahead if MASKED else tail - ahead):
-                place = tl.where(step < ahead, step, step - ahead + tail) if MASKED else ahead + step
+                place = (
+                    tl.where(step < ahead, step, step - ahead + tail) if MASKED else ahead + step
+                )
                 start = lo + place * COLUMNS
                 keys = rows_of(k, strides[4], start, hi, D, COLUMNS, WIDTH, MASKED)
                 scores = dot(queries, tl.trans(keys), "ieee", WIDEN)
@@ -108,7 +134,9 @@ def forward_kernel(
                     pairs = visible(x, start + tl.arange(0, COLUMNS), first, stop, low, high, hi)
                     scores = tl.where(pairs, scores, -float("inf"))
                 top = tl.maximum(peak, tl.max(scores, 1) * scale)
-                base = tl.where(top > -float("inf"), top, 0.0) if MASKED else top  # a row may see nothing so far
+                base = (
+                    tl.where(top > -float("inf"), top, 0.0) if MASKED else top
+                )  # a row may see nothing so far
                 scores = tl.exp2(scores * scale - base[:, None])
                 less = tl.exp2(peak - base)
                 weight = weight * less + tl.sum(scores, 1)
@@ -128,13 +156,19 @@ def rows_kernel(
     q, k, v, dout, out, lse, level, delta, dq, blocks, entries, scale, strides, T, H, group,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq; write lse in powers of 2, and delta = rowsum(dout * out), of the rows that a tile touches."""
+    """Add to dq; write lse in powers of 2, and delta = rowsum(dout * out), of the rows that a tile
+    touches.
+    """
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     begin = tl.load(blocks + 4 * tl.program_id(0)) * ROWS
     x, d = begin + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     held, own = (x < T)[:, None] & (d < D)[None, :], batch * T * H + head
-    queries = rows_of(q + batch * strides[0] + head * strides[2], strides[1], begin, T, D, ROWS, WIDTH, True)
-    douts = rows_of(dout + batch * strides[9] + head * strides[11], strides[10], begin, T, D, ROWS, WIDTH, True)
+    queries = rows_of(
+        q + batch * strides[0] + head * strides[2], strides[1], begin, T, D, ROWS, WIDTH, True
+    )
+    douts = rows_of(
+        dout + batch * strides[9] + head * strides[11], strides[10], begin, T, D, ROWS, WIDTH, True
+    )
     outs = rows_of(out + own * D, H * D, begin, T, D, ROWS, WIDTH, True).to(tl.float32)
     change = tl.sum(outs * douts.to(tl.float32), 1)
     peak = tl.load(lse + own + x * H, mask=x < T, other=0.0) * LOG2E
@@ -144,11 +178,17 @@ def rows_kernel(
     k += batch * strides[3] + head // group * strides[5]
     v += batch * strides[6] + head // group * strides[8]
     total = tl.zeros((ROWS, WIDTH), tl.float32)
-    for entry in range(tl.load(blocks + 4 * tl.program_id(0) + 1), tl.load(blocks + 4 * tl.program_id(0) + 2)):
-        first, stop, low, high, lo, hi, steps, ahead, tail = span(entries + 6 * entry, begin, ROWS, COLUMNS)
+    for entry in range(
+        tl.load(blocks + 4 * tl.program_id(0) + 1), tl.load(blocks + 4 * tl.program_id(0) + 2)
+    ):
+        first, stop, low, high, lo, hi, steps, ahead, tail = span(
+            entries + 6 * entry, begin, ROWS, COLUMNS
+        )
         for MASKED in tl.static_range(2):
             for step in range(steps - tail + ahead if MASKED else tail - ahead):
-                place = tl.where(step < ahead, step, step - ahead + tail) if MASKED else ahead + step
+                place = (
+                    tl.where(step < ahead, step, step - ahead + tail) if MASKED else ahead + step
+                )
                 start = lo + place * COLUMNS
                 keys = rows_of(k, strides[4], start, hi, D, COLUMNS, WIDTH, MASKED)
                 values = rows_of(v, strides[7], start, hi, D, COLUMNS, WIDTH, MASKED)
@@ -170,31 +210,56 @@ def columns_kernel(
     q, k, v, dout, level, delta, dk, dv, blocks, entries, scale, strides, T, S, H, group,
     D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk and dv, of all query heads that share a head of keys in turn; scores are ``[columns, rows]``."""
+    """Add to dk and dv, of all query heads that share a head of keys in turn; scores are
+    ``[columns, rows]``.
+    """
     K = H // group
     batch, head = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
     begin = tl.load(blocks + 4 * tl.program_id(0)) * COLUMNS
     x, d = begin + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
     held = (x < S)[:, None] & (d < D)[None, :]
-    keys = rows_of(k + batch * strides[3] + head * strides[5], strides[4], begin, S, D, COLUMNS, WIDTH, True)
-    values = rows_of(v + batch * strides[6] + head * strides[8], strides[7], begin, S, D, COLUMNS, WIDTH, True)
+    keys = rows_of(
+        k + batch * strides[3] + head * strides[5], strides[4], begin, S, D, COLUMNS, WIDTH, True
+    )
+    values = rows_of(
+        v + batch * strides[6] + head * strides[8], strides[7], begin, S, D, COLUMNS, WIDTH, True
+    )
     sum_k = tl.zeros((COLUMNS, WIDTH), tl.float32)
     sum_v = tl.zeros((COLUMNS, WIDTH), tl.float32)
     for member in range(head * group, head * group + group):
         of_head = (batch * H + member) * T
-        q_at, dout_at = q + batch * strides[0] + member * strides[2], dout + batch * strides[9] + member * strides[11]
-        for entry in range(tl.load(blocks + 4 * tl.program_id(0) + 1), tl.load(blocks + 4 * tl.program_id(0) + 2)):
-            first, stop, low, high, lo, hi, steps, ahead, tail = span(entries + 6 * entry, begin, COLUMNS, ROWS)
+        q_at, dout_at = (
+            q + batch * strides[0] + member * strides[2],
+            dout + batch * strides[9] + member * strides[11],
+        )
+        for entry in range(
+            tl.load(blocks + 4 * tl.program_id(0) + 1), tl.load(blocks + 4 * tl.program_id(0) + 2)
+        ):
+            first, stop, low, high, lo, hi, steps, ahead, tail = span(
+                entries + 6 * entry, begin, COLUMNS, ROWS
+            )
             for MASKED in tl.static_range(2):
                 for step in range(steps - tail + ahead if MASKED else tail - ahead):
-                    place = tl.where(step < ahead, step, step - ahead + tail) if MASKED else ahead + step
+                    place = (
+                        tl.where(step < ahead, step, step - ahead + tail)
+                        if MASKED
+                        else ahead + step
+                    )
                     start = lo + place * ROWS
                     y = start + tl.arange(0, ROWS)
                     queries = rows_of(q_at, strides[1], start, hi, D, ROWS, WIDTH, MASKED)
                     douts = rows_of(dout_at, strides[10], start, hi, D, ROWS, WIDTH, MASKED)
                     at = of_head + y
-                    peak = tl.load(level + at, mask=y < hi, other=0.0) if MASKED else tl.load(level + at)
-                    change = tl.load(delta + at, mask=y < hi, other=0.0) if MASKED else tl.load(delta + at)
+                    peak = (
+                        tl.load(level + at, mask=y < hi, other=0.0)
+                        if MASKED
+                        else tl.load(level + at)
+                    )
+                    change = (
+                        tl.load(delta + at, mask=y < hi, other=0.0)
+                        if MASKED
+                        else tl.load(delta + at)
+                    )
                     scores = dot(keys, tl.trans(queries), "ieee", WIDEN)
                     scores = tl.exp2(scores * (scale * LOG2E) - peak[None, :])
                     if MASKED:
@@ -224,16 +289,42 @@ class Blocking(NamedTuple):
 EXACT = Blocking(16, 16, 4, 1)
 """In float32, without tensor cores; larger ones take minutes to compile."""
 BLOCKINGS = {
-    ("forward", 80): {64: Blocking(128, 64, 4, 3), 128: Blocking(128, 64, 8, 2), 256: Blocking(64, 64, 8, 2)},
-    ("rows", 80): {64: Blocking(128, 64, 8, 2), 128: Blocking(64, 64, 8, 2), 256: Blocking(64, 32, 8, 2)},
-    ("columns", 80): {64: Blocking(64, 128, 8, 2), 128: Blocking(64, 64, 8, 2), 256: Blocking(32, 64, 8, 2)},
-    ("forward", 90): {64: Blocking(128, 128, 8, 3), 128: Blocking(128, 128, 8, 2), 256: Blocking(128, 64, 8, 2)},
-    ("rows", 90): {64: Blocking(128, 64, 8, 3), 128: Blocking(128, 64, 8, 2), 256: Blocking(64, 64, 8, 2)},
-    ("columns", 90): {64: Blocking(64, 128, 8, 2), 128: Blocking(64, 128, 8, 2), 256: Blocking(32, 64, 8, 2)},
+    ("forward", 80): {
+        64: Blocking(128, 64, 4, 3),
+        128: Blocking(128, 64, 8, 2),
+        256: Blocking(64, 64, 8, 2),
+    },
+    ("rows", 80): {
+        64: Blocking(128, 64, 8, 2),
+        128: Blocking(64, 64, 8, 2),
+        256: Blocking(64, 32, 8, 2),
+    },
+    ("columns", 80): {
+        64: Blocking(64, 128, 8, 2),
+        128: Blocking(64, 64, 8, 2),
+        256: Blocking(32, 64, 8, 2),
+    },
+    ("forward", 90): {
+        64: Blocking(128, 128, 8, 3),
+        128: Blocking(128, 128, 8, 2),
+        256: Blocking(128, 64, 8, 2),
+    },
+    ("rows", 90): {
+        64: Blocking(128, 64, 8, 3),
+        128: Blocking(128, 64, 8, 2),
+        256: Blocking(64, 64, 8, 2),
+    },
+    ("columns", 90): {
+        64: Blocking(64, 128, 8, 2),
+        128: Blocking(64, 128, 8, 2),
+        256: Blocking(32, 64, 8, 2),
+    },
 }
 """By kernel and compute capability, from which on, and by width, up to which."""
 SMALLER = (86, 89, 120, 121)
-"""Capabilities of GPUs with 99 KiB of shared memory for a block: they take the sizes of 80, up to width 128."""
+"""Capabilities of GPUs with 99 KiB of shared memory for a block: they take the sizes of 80, up to
+width 128.
+"""
 
 
 def capability(device: torch.device) -> int:
@@ -257,8 +348,12 @@ def blocking_of(kernel: str, q: Tensor) -> Blocking:
     return by_width[next(width for width in by_width if q.shape[-1] <= width)]
 
 
-def attend_(out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
-    """Fold the attention of these tiles into running results, in place; ``out`` and ``lse`` are contiguous."""
+def attend_(
+    out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
+) -> None:
+    """Fold the attention of these tiles into running results, in place; ``out`` and ``lse`` are
+    contiguous.
+    """
     _check_contiguous(out, lse)
     if not tiles:
         return
@@ -270,7 +365,9 @@ def attend_(out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Til
     forward_kernel[grid](*given, **_shared(q, k), **blocking._asdict())
 
 
-def add_gradients_(sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float) -> None:
+def add_gradients_(
+    sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float
+) -> None:
     """Add the gradients through these tiles to (dq, dk, dv), in place; they are contiguous."""
     _check_contiguous(*sums)
     if not tiles:
@@ -284,12 +381,42 @@ def add_gradients_(sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile
     blocking = blocking_of("rows", q)
     blocks, entries = work_of(numbers, blocking.ROWS, True, q.device)
     grid = (len(blocks) // 4, q.shape[0] * q.shape[2])
-    given: tuple[Any, ...] = q, k, v, dout, out, lse, level, delta, dq, blocks, entries, scale, strides, q.shape[1]
+    given: tuple[Any, ...] = (
+        q,
+        k,
+        v,
+        dout,
+        out,
+        lse,
+        level,
+        delta,
+        dq,
+        blocks,
+        entries,
+        scale,
+        strides,
+        q.shape[1],
+    )
     rows_kernel[grid](*given, **shared, **blocking._asdict())
     blocking = blocking_of("columns", q)
     blocks, entries = work_of(numbers, blocking.COLUMNS, False, q.device)
     grid = (len(blocks) // 4, k.shape[0] * k.shape[2])
-    given = q, k, v, dout, level, delta, dk, dv, blocks, entries, scale, strides, q.shape[1], k.shape[1]
+    given = (
+        q,
+        k,
+        v,
+        dout,
+        level,
+        delta,
+        dk,
+        dv,
+        blocks,
+        entries,
+        scale,
+        strides,
+        q.shape[1],
+        k.shape[1],
+    )
     columns_kernel[grid](*given, **shared, **blocking._asdict())
 
 
@@ -312,4 +439,6 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 def _check_contiguous(*totals: Tensor) -> None:
     for x in totals:
         if not x.is_contiguous():
-            raise ValueError(f"attention_backend triton adds to contiguous tensors, and one has strides {x.stride()}")
+            raise ValueError(
+                f"attention_backend triton adds to contiguous tensors, and one has strides {x.stride()}"
+            )

@@ -110,7 +110,7 @@ class DeltaShape(NamedTuple):
 
 def wide_share(plan: Plan) -> float:
     """Return the largest share of a rank's positions that is computed before its state arrives."""
-    each = (parts(plan, rank).wide for rank in range(plan.size))
+    each = (parts(plan, rank).eager for rank in range(plan.size))
     return (
         max(sum(segment.length for part in wide for segment in part.segments) for wide in each)
         / plan.local_len
@@ -202,7 +202,7 @@ class DeltaCost:
         for rank in range(self.plan.size):
             mine = parts(self.plan, rank)
             tokens = sum(segment.length for part in mine.all for segment in part.segments)
-            wide = sum(segment.length for part in mine.wide for segment in part.segments)
+            wide = sum(segment.length for part in mine.eager for segment in part.segments)
             found = max(found, (BACKWARD if reverse else 1) * each * tokens + wider * wide)
         slower = PER_CHANNEL if of.per_channel else 1.0
         seconds = (

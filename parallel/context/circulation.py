@@ -1,8 +1,8 @@
-"""Circulate KV or queries among ranks, round by round, and return their gradients: whole tensors,
-or the rows needed.
+"""Circulate KV or queries among ranks, round by round, and return their gradients.
 
-Every transfer is posted before the compute that hides it. What is added, is added in a fixed order,
-so that results do not depend on what arrives first.
+Whole tensors circulate, or only the rows that a query sees. Every transfer is posted before the
+compute that hides it. Gradients are added in a fixed order, so that results do not depend on which
+message arrives first.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,15 +12,18 @@ from torch import Tensor
 
 from kernels.blocks import Tile
 from parallel.context.methods.base import Round
-from parallel.context.sparse.flow import Parcels, RankRound
+from parallel.context.sparse.flow import Parcels
 from parallel.context.sparse.rows import Rows, count
+from parallel.context.sparse.schedule import RankRound
 from parallel.context.transport import Arrival, Tensors, Transport
 
 Visit = tuple[int, tuple[Tile, ...], Tensors]
 """A round's index, its tiles, and the tensors that this rank holds in it."""
+RowArrival = tuple[Rows, Arrival]
+"""Rows of a buffer, and the transfer that brings them."""
 
 
-class Whole:
+class WholeTensors:
     """Whole tensors circulate, as the method's paper says; a gradient follows one round behind."""
 
     def __init__(
@@ -30,74 +33,96 @@ class Whole:
         holders: tuple[int, ...],
         arrival: Arrival,
     ) -> None:
-        """``arrival`` brings what the first round holds: the tensors of ``holders``, joined."""
-        self._transport, self._rounds, self._holders = transport, rounds, holders
+        """``arrival`` brings the tensors of the first round: those of ``holders``, joined."""
+        self._transport = transport
+        self._rounds = rounds
+        self._holders = holders
         self._due: dict[int, Arrival] = {0: arrival}
         self._gradients: dict[int, list[Arrival]] = {}
 
     def visits(self) -> Iterator[Visit]:
-        """Yield every round with something to do, while what later ones hold is in transit."""
-        for i, step in enumerate(self._rounds):
-            held = self._due.pop(i)()
-            for send in step.sends:
-                self._due[send.due] = self._transport.send_recv(held, send, send.due > i + 1)
-            if step.gradient is not None:
-                yield i, step.tiles, held
+        """Yield every round that computes something, while the next round's tensors travel."""
+        for index, step in enumerate(self._rounds):
+            visiting = self._due.pop(index)()
 
-    def send_gradient(self, index: int, moved: Tensors) -> None:
-        """Take this rank's gradient of what round ``index`` held; it may be changed."""
-        coming = self._gradients.pop(index, [])
-        while coming:
-            torch._foreach_add_(moved, coming.pop(0)())  # nothing names what came, or what was sent
+            for send in step.sends:
+                is_far = send.due > index + 1
+                self._due[send.due] = self._transport.send_recv(visiting, send, is_far)
+
+            if step.gradient is not None:
+                yield index, step.tiles, visiting
+
+    def send_gradient(self, index: int, gradient: Tensors) -> None:
+        """Pass on this rank's gradient of the tensors of round ``index``; it may be changed."""
+        arrivals = self._gradients.pop(index, [])
+        while arrivals:
+            # Popped and never named, so that the memory is free before the next transfer.
+            torch._foreach_add_(gradient, arrivals.pop(0)())
+
         send = self._rounds[index].gradient
         assert send is not None
-        sent = self._transport.send_recv(moved, send, send.due > index + 1)
-        self._gradients.setdefault(send.due, []).append(sent)
+        arrival = self._transport.send_recv(gradient, send, send.due > index + 1)
+        self._gradients.setdefault(send.due, []).append(arrival)
 
     def own_gradient(self) -> Tensors:
-        """Return the whole gradient of this rank's own rows; () if it had no part in any."""
+        """Return the full gradient of this rank's own rows."""
         (arrival,) = self._gradients.pop(len(self._rounds))
         return tuple(self._transport.reduced(x, self._holders) for x in arrival())
 
 
-class Needed:
-    """Only rows that a query sees travel (parallel/context/sparse/flow.py); methods as in
-    ``Whole``.
+class NeededRows:
+    """Only rows that a query sees travel (parallel/context/sparse/flow.py).
+
+    The methods are those of ``WholeTensors``.
+
+    Gradients of several ranks arrive for the same rows, in any order. Floating-point addition is
+    not associative, so adding them as they arrive would make two runs differ. They are waited for
+    and added in the order of the plan instead; ranks that are late on purpose test it.
     """
 
-    def __init__(self, transport: Transport, rounds: tuple[RankRound, ...], own: Tensors) -> None:
-        self._transport, self._rounds, self._own = transport, rounds, own
-        self._arriving: dict[int, list[tuple[Rows, Arrival]]] = {}
-        self._returning: dict[int, list[tuple[Rows, Arrival]]] = {}
+    def __init__(self, transport: Transport, rounds: tuple[RankRound, ...], local: Tensors) -> None:
+        self._transport = transport
+        self._rounds = rounds
+        self._local = local
+        self._arriving: dict[int, list[RowArrival]] = {}
+        """Rows in transit, by the round whose buffer they are for."""
+        self._returning: dict[int, list[RowArrival]] = {}
+        """Gradients in transit, by the round to whose gradient they are added."""
         self._sent: list[tuple[int, Callable[[], object]]] = []
+        """Sends, each with the round that waits for it and frees its buffers."""
         self._sums: Tensors = ()
+        """Gradient of this rank's own rows so far."""
 
     def visits(self) -> Iterator[Visit]:
-        self._transport.connect_all(self._own[0].device)
-        self._post(self._rounds[0].joined, self._own, 0, self._arriving)
-        for i, step in enumerate(self._rounds):
-            held = (
-                self._own if step.in_place else self._filled(step.length, self._arriving.pop(i, []))
-            )
-            self._finish(i)
-            self._post(step.moves, held, i + 1, self._arriving)
-            if (
-                step.tiles
-                or step.gradients.sends
-                or step.gradients.receives
-                or i in self._returning
-            ):
-                yield i, step.tiles, held
+        """Yield every round with something to compute, or gradients to add or pass on."""
+        self._transport.connect_all(self._local[0].device)
+        self._post(self._rounds[0].joined, self._local, 0, self._arriving)
+        for index, step in enumerate(self._rounds):
+            if step.in_place:
+                visiting = self._local
+            else:
+                visiting = self._filled(step.length, self._arriving.pop(index, []))
+
+            self._finish(index)
+            self._post(step.moves, visiting, index + 1, self._arriving)
+
+            gradients = step.gradients
+            if step.tiles or gradients.sends or gradients.receives or index in self._returning:
+                yield index, step.tiles, visiting
+
         self._finish(len(self._rounds))
 
-    def send_gradient(self, index: int, moved: Tensors) -> None:
+    def send_gradient(self, index: int, gradient: Tensors) -> None:
+        """Add the gradients that arrive for round ``index``, and send the sums on or home."""
         for rows, arrival in self._returning.pop(index, []):
-            _add(moved, rows, arrival())
-        self._post(self._rounds[index].gradients, moved, index + 1, self._returning)
+            _add(gradient, rows, arrival())
+        self._post(self._rounds[index].gradients, gradient, index + 1, self._returning)
 
     def own_gradient(self) -> Tensors:
+        """Return the full gradient of this rank's own rows; () if nothing saw them."""
+        tokens = self._local[0].shape[1]
         for rows, arrival in self._returning.pop(len(self._rounds), []):
-            parts, tokens = arrival(), self._own[0].shape[1]
+            parts = arrival()
             if self._sums:
                 _add(self._sums, rows, parts)
             elif self._rounds[0].in_place and parts[0].shape[1] == tokens:
@@ -112,63 +137,80 @@ class Needed:
         self,
         parcels: Parcels,
         tensors: Tensors,
-        following: int,
-        waiting: dict[int, list[tuple[Rows, Arrival]]],
+        next_round: int,
+        waiting: dict[int, list[RowArrival]],
     ) -> None:
-        """Start sends of ``tensors`` and receives like them; ``following`` is the next round."""
-        for due in sorted({parcel.due for side in parcels for parcel in side}):
-            sends = [
-                (parcel.peer, _taken(tensors, parcel.rows))
-                for parcel in parcels.sends
-                if parcel.due == due
-            ]
-            receives = [parcel for parcel in parcels.receives if parcel.due == due]
-            wanted = [(parcel.peer, _empty(tensors, count(parcel.rows))) for parcel in receives]
-            arrivals, sent = self._transport.isend_irecv(sends, wanted, due > following)
-            waiting.setdefault(due, []).extend(
-                (parcel.rows, arrival) for parcel, arrival in zip(receives, arrivals, strict=True)
-            )
-            self._sent.append((due if waiting is self._arriving else min(due, following + 1), sent))
+        """Start sends of rows of ``tensors``, and receives into buffers like them.
 
-    def _filled(self, length: int, arriving: list[tuple[Rows, Arrival]]) -> Tensors:
-        """Return a buffer of ``length`` rows, filled by what arrives."""
+        Args:
+            parcels: rows to send and receive.
+            tensors: this rank's buffer of the current round.
+            next_round: transfers that are due later than this have time, and go over the far group.
+            waiting: the table that the receives are added to.
+        """
+        all_parcels = parcels.sends + parcels.receives
+        for due in sorted({parcel.due for parcel in all_parcels}):
+            sends = []
+            for parcel in parcels.sends:
+                if parcel.due == due:
+                    sends.append((parcel.peer, _rows_of(tensors, parcel.rows)))
+            receives = [parcel for parcel in parcels.receives if parcel.due == due]
+            buffers = [(parcel.peer, _empty(tensors, count(parcel.rows))) for parcel in receives]
+            arrivals, sent = self._transport.isend_irecv(sends, buffers, due > next_round)
+
+            pending = waiting.setdefault(due, [])
+            for parcel, arrival in zip(receives, arrivals, strict=True):
+                pending.append((parcel.rows, arrival))
+            is_gradient = waiting is not self._arriving
+            until = min(due, next_round + 1) if is_gradient else due
+            self._sent.append((until, sent))
+
+    def _filled(self, length: int, arriving: list[RowArrival]) -> Tensors:
+        """Return a buffer of ``length`` rows, filled with the rows that arrive."""
         if len(arriving) == 1:
-            return arriving[0][1]()  # all of it
-        buffer = _empty(self._own, length)
+            _, arrival = arriving[0]
+            return arrival()  # all of it
+        buffer = _empty(self._local, length)
         for rows, arrival in arriving:
-            for mine, theirs in zip(buffer, arrival(), strict=True):
-                for (first, end), part in _parts(rows, theirs):
-                    mine[:, first:end] = part
+            for target, source in zip(buffer, arrival(), strict=True):
+                for (first, end), part in _parts(rows, source):
+                    target[:, first:end] = part
         return buffer
 
     def _finish(self, index: int) -> None:
-        """Let go of what is sent: keys that were due by round ``index``, gradients of two rounds
-        before it.
+        """Wait for old sends, and free their buffers.
 
-        The rank that is in the earliest round waits for nothing that is not posted, so ranks cannot
+        They are keys that were due by round ``index``, and gradients of two rounds before it. The
+        rank that is in the earliest round waits for nothing that is not posted, so ranks cannot
         wait in a circle.
         """
+        remaining = []
         for until, sent in self._sent:
             if until <= index:
                 sent()
-        self._sent = [(until, sent) for until, sent in self._sent if until > index]
+            else:
+                remaining.append((until, sent))
+        self._sent = remaining
 
 
-def _taken(tensors: Tensors, rows: Rows) -> Tensors:
-    """Return these rows, in this order."""
+def _rows_of(tensors: Tensors, rows: Rows) -> Tensors:
+    """Return these rows of each tensor, in this order."""
     if len(rows) == 1:
-        return tuple(x[:, rows[0][0] : rows[0][1]] for x in tensors)
+        ((first, end),) = rows
+        return tuple(x[:, first:end] for x in tensors)
     return tuple(torch.cat([x[:, first:end] for first, end in rows], 1) for x in tensors)
 
 
 def _empty(like: Tensors, length: int) -> Tensors:
+    """Allocate tensors like these with ``length`` rows."""
     return tuple(x.new_empty(x.shape[0], length, *x.shape[2:]) for x in like)
 
 
 def _add(sums: Tensors, rows: Rows, parts: Tensors) -> None:
-    for mine, theirs in zip(sums, parts, strict=True):
-        for (first, end), part in _parts(rows, theirs):
-            mine[:, first:end] += part
+    """Add ``parts``, which have just these rows, to the ``rows`` of ``sums``."""
+    for total, source in zip(sums, parts, strict=True):
+        for (first, end), part in _parts(rows, source):
+            total[:, first:end] += part
 
 
 def _parts(rows: Rows, x: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:

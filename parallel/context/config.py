@@ -18,29 +18,28 @@ class ContextConfig:
 
     context_parallel_method: MethodName = "striped"
     """Layout and communication of the attention; none is plain SDPA in one process, to compare
-    with. exchange sends each rank just the keys that its queries see: for packed documents, windows
-    and several nodes. For linear attention: lasp, or lasp2, which pass states on, or ulysses. auto
-    takes what the cost model finds fastest on the cluster, once, as the run starts
-    (docs/concepts/planner.md)."""
+    with. exchange sends each rank just the keys that its queries see: for packed documents,
+    windows and several nodes. For linear attention: lasp, or lasp2, which pass states on, or
+    ulysses. auto takes the method that the cost model predicts fastest on the cluster, once, as
+    the run starts (docs/concepts/planner.md)."""
     context_parallel_layout: Literal["auto", "contiguous", "striped", "zigzag", "balanced"] = "auto"
-    """Who owns which tokens, for the methods that take any; auto is zigzag where a causal mask must
-    be balanced. balanced, exchange's own, follows the documents of each micro-batch: equal tokens
-    and work on every rank. Under full attention striped and zigzag bring nothing, as layouts and as
-    methods, and run only where this names them."""
+    """Layout, by which ranks own tokens, for the methods that take any; auto is zigzag if a
+    causal mask must be balanced. balanced, the default of exchange, follows the documents of
+    each micro-batch: equal tokens and work on every rank. Under full attention striped and
+    zigzag bring nothing, as layouts and as methods, and run only if this names them."""
     context_parallel_team_size: int = 1
     """Ranks of a team of wallfacer (C), whose square must divide the context-parallel size; 1 is a
     plain ring.
     """
     context_parallel_placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
-    """Who are neighbours, and so share a node, in wallfacer: a team's members, or a ring's."""
+    """Ranks that are neighbours, and so share a node, in wallfacer: a team's members, or a
+    ring's."""
     context_parallel_ranks_per_node: int | None = None
-    """Context-parallel ranks in a node, the inner ring of double_ring; by default as launched, all
-    where unknown.
-    """
+    """Context-parallel ranks in a node, the inner ring of double_ring; by default as launched,
+    or all if unknown."""
     ulysses_degree: int = 1
     """Neighbouring ranks that split the heads among them; the method runs over such groups. For
-    ulysses it is all.
-    """
+    ulysses it is all ranks."""
     ulysses_head_chunks: int = 1
     """Stages in which heads are exchanged and attended with (UPipe), to divide the memory of the
     exchanged q, k, v and out by this; it must divide the query heads of a rank. Softmax attention
@@ -60,28 +59,28 @@ class ContextConfig:
 
     @property
     def title(self) -> str:
-        """Return the method, team size and Ulysses degree in a few words."""
-        teams = (
-            f", teams of {self.context_parallel_team_size}"
-            if self.context_parallel_team_size > 1
-            else ""
-        )
-        heads = f", ulysses degree {self.ulysses_degree}" if self.ulysses_degree > 1 else ""
-        stages = (
-            f", {self.ulysses_head_chunks} stages of heads" if self.ulysses_head_chunks > 1 else ""
-        )
-        return f"{self.context_parallel_method}{teams}{heads}{stages}"
+        """The method, team size and Ulysses degree in a few words."""
+        words = [self.context_parallel_method]
+        if self.context_parallel_team_size > 1:
+            words.append(f"teams of {self.context_parallel_team_size}")
+        if self.ulysses_degree > 1:
+            words.append(f"ulysses degree {self.ulysses_degree}")
+        if self.ulysses_head_chunks > 1:
+            words.append(f"{self.ulysses_head_chunks} stages of heads")
+        return ", ".join(words)
 
     def plan_arguments(self, ranks_per_node: int | None) -> dict[str, Any]:
-        """Return arguments for ``make_plan`` and ``context_parallel``; ``ranks_per_node`` is the
-        launcher's.
+        """Return arguments for ``make_plan`` and ``context_parallel``.
+
+        ``ranks_per_node`` is the launcher's; the configuration's own value has precedence.
         """
-        own = self.context_parallel_ranks_per_node
+        if self.context_parallel_ranks_per_node is not None:
+            ranks_per_node = self.context_parallel_ranks_per_node
         return {
             "team_size": self.context_parallel_team_size,
             "layout": self.context_parallel_layout,
             "placement": self.context_parallel_placement,
-            "ranks_per_node": ranks_per_node if own is None else own,
+            "ranks_per_node": ranks_per_node,
             "ulysses_degree": self.ulysses_degree,
             "ulysses_head_chunks": self.ulysses_head_chunks,
             "delta_rule_schedule": self.delta_rule_schedule,
@@ -105,49 +104,59 @@ class ContextConfig:
         Raises:
             ContextError: they cannot, with the reason and the fix.
         """
-        method, shape = self.context_parallel_method, self.plan_arguments(None)
+        method = self.context_parallel_method
         if self.cluster is not None and method != "auto":
             raise ContextError(
-                f"cluster is {self.cluster} and context_parallel_method is {method}, which leaves nothing to choose; "
-                "leave it out, use method auto, or give --allow-resize"
+                f"cluster is {self.cluster} and context_parallel_method is {method}, which leaves "
+                "nothing to choose; leave it out, use method auto, or give --allow-resize"
             )
-        if method in ("none", "auto") and shape != ContextConfig().plan_arguments(None):
+        defaults = ContextConfig().plan_arguments(None)
+        if method in ("none", "auto") and self.plan_arguments(None) != defaults:
             reason = "chooses them itself" if method == "auto" else "takes none"
             raise ContextError(
-                f"context_parallel_method is {method}, which {reason}: layout, team size, placement, ranks per node, "
-                "ulysses_degree, ulysses_head_chunks and delta_rule_schedule; leave them out, or choose a method"
+                f"context_parallel_method is {method}, which {reason}: layout, team size, "
+                "placement, ranks per node, ulysses_degree, ulysses_head_chunks and "
+                "delta_rule_schedule; leave them out, or choose a method"
             )
         if not causal and self.delta_rule_schedule != "auto":
             raise ContextError(
-                f"delta_rule_schedule is {self.delta_rule_schedule}, and full attention has no delta rule; leave it out"
+                f"delta_rule_schedule is {self.delta_rule_schedule}, and full attention has no "
+                "delta rule; leave it out"
             )
-        if method not in ("none", "auto"):
-            own = method_of(method).layout(causal=False)
-            if (
-                not causal
-                and own not in ("contiguous", BALANCED)
-                and self.context_parallel_layout == "auto"
-            ):
-                raise ContextError(
-                    f"context_parallel_method is {method}, whose layout balances a causal mask, and this attention is "
-                    f"full: every rank has the same work in any layout, and {own} brings nothing; use ring, wallfacer, "
-                    f"double_ring, allgather or ulysses, or force it with context_parallel_layout {own}"
-                )
-            arguments = self.plan_arguments(ranks_per_node) | {"causal": causal}
-            plan = make_plan(method, seq_len=seq_len, size=size, **arguments)
-            plan.geometry.check_heads(heads, kv_heads)
+        if method in ("none", "auto"):
+            return
+
+        if not causal:
+            self._check_full_layout()
+        arguments = self.plan_arguments(ranks_per_node) | {"causal": causal}
+        plan = make_plan(method, seq_len=seq_len, size=size, **arguments)
+        plan.geometry.check_heads(heads, kv_heads)
+
+    def _check_full_layout(self) -> None:
+        """Raise ContextError if the method's layout only balances a causal mask, unless forced."""
+        method = self.context_parallel_method
+        layout = method_of(method).layout(causal=False)
+        if layout not in ("contiguous", BALANCED) and self.context_parallel_layout == "auto":
+            raise ContextError(
+                f"context_parallel_method is {method}, whose layout balances a causal mask, and "
+                "this attention is full: every rank has the same work in any layout, and "
+                f"{layout} brings nothing; use ring, wallfacer, double_ring, allgather or ulysses, "
+                f"or force it with context_parallel_layout {layout}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FullContextConfig(ContextConfig):
-    """Full attention of one sequence that context-parallel processes share: every token attends to
-    all.
+    """Full attention of one sequence that context-parallel processes share.
+
+    Every token attends to all.
     """
 
     context_parallel_method: SoftmaxMethodName = "ring"
-    """Communication of the attention; none is plain SDPA in one process, to compare with. striped
-    and zigzag, which balance a causal mask, bring nothing here. auto takes what the cost model
-    finds fastest on the cluster, once, as the run starts (docs/concepts/planner.md)."""
+    """Communication of the attention; none is plain SDPA in one process, to compare with.
+    striped and zigzag, which balance a causal mask, bring nothing here. auto takes the method
+    that the cost model predicts fastest on the cluster, once, as the run starts
+    (docs/concepts/planner.md)."""
     attention_backend: SoftmaxBackendName = "auto"
     """Kernel of one attention block; on Hopper and Blackwell auto takes cudnn, for documents and
     where cuDNN is older than 9.15.1 FlashAttention 3 or 4 if installed, else aten, which is
@@ -156,19 +165,21 @@ class FullContextConfig(ContextConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig:
-    """Softmax attention that context-parallel processes share in a model that has linear attention
-    too.
+    """Softmax attention that context-parallel processes share in a model with linear attention.
+
+    Both kinds of layers work on the same tokens and ranks, but want different layouts: states pass
+    in the fewest hops along contiguous blocks, and a causal mask is balanced by zigzag.
     """
 
     hybrid_softmax_method: Literal["ring", "allgather", "ulysses"] = "ring"
-    """Communication of the layers of softmax attention; context_parallel_method is that of the
-    linear ones.
-    """
+    """Communication of the layers of softmax attention; context_parallel_method is for the
+    layers of linear attention."""
     hybrid_softmax_layout: Literal["auto", "contiguous", "zigzag"] = "auto"
-    """Who owns which tokens in them. Where linear attention has contiguous ones, a causal mask
-    gives the last rank most work; zigzag balances it, and an all-to-all before and after the
-    attention goes from one layout to the other. auto takes what the cost model finds faster on the
-    cluster. With context_parallel_layout zigzag all layers have it, and no token moves."""
+    """Layout of the layers of softmax attention. If linear attention has contiguous tokens, a
+    causal mask gives the last rank most work; zigzag balances it, and an all-to-all before and
+    after the attention goes from one layout to the other. auto takes the layout that the cost
+    model predicts faster on the cluster. With context_parallel_layout zigzag all layers have
+    it, and no token moves."""
 
     def context(self, layout: HybridLayout) -> ContextConfig:
         """Return the configuration of the softmax layers in this layout."""
@@ -177,38 +188,39 @@ class HybridConfig:
         return ContextConfig(context_parallel_method=method, context_parallel_layout=layout)
 
     def layouts(self, linear: str) -> tuple[HybridLayout, ...]:
-        """Return the layouts to choose from; ``linear`` is the context_parallel_layout of the other
-        layers.
+        """Return the layouts to choose from.
+
+        ``linear`` is the context_parallel_layout of the layers of linear attention.
         """
         if linear == "zigzag":
             return ("zigzag",)
         if self.hybrid_softmax_method == "ulysses":
             return ("contiguous",)
-        return (
-            HYBRID_LAYOUTS
-            if self.hybrid_softmax_layout == "auto"
-            else (self.hybrid_softmax_layout,)
-        )
+        if self.hybrid_softmax_layout == "auto":
+            return HYBRID_LAYOUTS
+        return (self.hybrid_softmax_layout,)
 
     def check(self, linear: str, *, seq_len: int, size: int, heads: int, kv_heads: int) -> None:
-        """Raise ContextError unless ``size`` ranks with these heads each can run this beside a
-        ``linear`` layout.
+        """Check that ``size`` ranks with these heads each can run this with a ``linear`` layout.
+
+        Raises:
+            ContextError: they cannot, with the reason and the fix.
         """
-        if linear == "zigzag" and (
-            self.hybrid_softmax_layout == "contiguous" or self.hybrid_softmax_method == "ulysses"
-        ):
+        method = self.hybrid_softmax_method
+        layout = self.hybrid_softmax_layout
+        if linear == "zigzag" and (layout == "contiguous" or method == "ulysses"):
             raise ContextError(
-                "context_parallel_layout is zigzag, which all layers have, and hybrid_softmax_layout is "
-                f"{self.hybrid_softmax_layout} with hybrid_softmax_method {self.hybrid_softmax_method}; use auto or "
-                "zigzag with ring or allgather, or context_parallel_layout contiguous"
+                "context_parallel_layout is zigzag, which all layers have, and "
+                f"hybrid_softmax_layout is {layout} with hybrid_softmax_method {method}; use auto "
+                "or zigzag with ring or allgather, or context_parallel_layout contiguous"
             )
-        if self.hybrid_softmax_layout == "zigzag" and self.hybrid_softmax_method == "ulysses":
+        if layout == "zigzag" and method == "ulysses":
             raise ContextError(
-                "hybrid_softmax_layout is zigzag and hybrid_softmax_method is ulysses, after whose exchange of heads "
-                "every rank has the whole sequence and the same work in any layout; use contiguous or auto, or method "
-                "ring or allgather"
+                "hybrid_softmax_layout is zigzag and hybrid_softmax_method is ulysses, after whose "
+                "exchange of heads every rank has the whole sequence and the same work in any "
+                "layout; use contiguous or auto, or method ring or allgather"
             )
-        for layout in self.layouts(linear):
-            self.context(layout).check(
+        for candidate in self.layouts(linear):
+            self.context(candidate).check(
                 seq_len=seq_len, size=size, heads=heads, kv_heads=kv_heads, ranks_per_node=None
             )

@@ -1,17 +1,15 @@
 """Executor: run a plan's rounds over a process group, forward and backward.
 
-Partial outputs, lse and all gradients accumulate in float32 (float64 for float64 inputs, and lse on
-the CPU) and are cast once at the end, so the error against a float64 reference does not grow with
-the number of ranks. Every transfer is posted before the compute that hides it.
+Partial outputs, lse and all gradients accumulate in float32 (float64 for float64 inputs, and for
+lse on the CPU) and are cast once at the end, so the error against a float64 reference does not grow
+with the number of ranks. Every transfer is posted before the compute that hides it.
 
 Shapes: B batch, T local positions, H query heads, K key/value heads, D head width. q ``[B, T, H,
 D]``, k and v ``[B, T, K, D]``. With Ulysses, T, H and K are those after the exchange of heads.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from math import gcd
 
 import torch
 from torch import Tensor
@@ -27,43 +25,49 @@ from kernels.attention import (
 )
 from kernels.backends.base import SIMULATED_KERNEL, AttentionKernel
 from kernels.blocks import Keys, Rows, Tile, merged, with_sinks
-from parallel.context.circulation import Needed, Whole
+from parallel.context.circulation import NeededRows, WholeTensors
 from parallel.context.layout import ContextError
 from parallel.context.plan import Plan
 from parallel.context.traffic import Moves, Sizes
-from parallel.context.transport import Arrival, HeadExchange, Tensors, Transport
+from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.tensors import Handles
 
 
 @dataclass(eq=False)
 class Executor:
-    """Softmax attention of one rank, for any plan of one geometry."""
+    """Softmax attention of one rank, for any plan of one geometry.
+
+    One loop serves every method. Some tensors are *stationary*: those of this rank, or of its team,
+    gathered once. Others *visit*: in each round the rank holds those of another rank. A forward
+    keeps queries and receives KV. A backward may do either: KV visits with its gradient following,
+    or queries do (q, dout, out, lse), with dq following. The backward needs no second softmax:
+    with the global out and lse of a row, the gradient of each tile is independent of all others.
+    """
 
     transport: Transport
     backend_name: str
 
     def __post_init__(self) -> None:
         self.handle = EXECUTORS.add(self)
-        self.geometry, self.rank = self.transport.geometry, self.transport.rank
-        self._holders, self._team = (
-            self.geometry.holders(self.rank),
-            self.geometry.teammates(self.rank),
-        )
-        self._alone = (
-            self.geometry.size == self.geometry.ulysses_degree
-        )  # no other rank attends to the same heads
+        self.geometry = self.transport.geometry
+        self.rank = self.transport.rank
+        self._holders = self.geometry.holders(self.rank)
+        self._team = self.geometry.teammates(self.rank)
+        # True if no other rank attends to the same heads.
+        self._alone = self.geometry.size == self.geometry.ulysses_degree
         self._prefetched: tuple[int, Arrival] | None = None
 
     @property
     def gathers_keys(self) -> bool:
-        """Return whether attention starts with an all-gather of k and v."""
+        """True if attention starts with an all-gather of k and v."""
         return len(self._holders) > 1
 
     def prefetch_kv(self, k: Tensor, v: Tensor) -> int:
         """Start gathering k and v; return the handle to pass to the next ``forward``."""
-        self._take(None)
-        self._prefetched = next(_prefetches), self.transport.gather((k, v), self._holders)
-        return self._prefetched[0]
+        self._take_prefetched(None)
+        handle = next(_prefetches)
+        self._prefetched = handle, self.transport.gather((k, v), self._holders)
+        return handle
 
     def forward(
         self,
@@ -74,19 +78,27 @@ class Executor:
         scale: float,
         prefetch: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider;
-        ``sinks`` ``[H]``.
+        """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider.
+
+        ``sinks`` is ``[H]``.
         """
-        wide = torch.promote_types(q.dtype, torch.float32)
+        accum_dtype = torch.promote_types(q.dtype, torch.float32)
         backend = self._backend(plan, q)
-        rows = (q.shape[0], q.shape[1] * len(self._team), q.shape[2])  # of the whole team
+        team_tokens = q.shape[1] * len(self._team)
+        rows = (q.shape[0], team_tokens, q.shape[2])  # [B, team's T, H]
+
+        circulation = self._circulation(plan, keys, "kv", self._take_prefetched(prefetch))
+        gather_queries = self.transport.gather((q,), self._team)
+        team_q: Tensors = ()
         results: Tensors = ()
-        circulation = self._circulation(plan, keys, "kv", self._take(prefetch))
-        staying = self.transport.gather((q,), self._team)
-        stays: Tensors = ()
+
         for _, tiles, (k, v) in circulation.visits():
-            (queries,) = stays = stays or staying()
-            if not results and (tile := only_block(tiles, rows[1], None, backend)):
+            team_q = team_q or gather_queries()
+            (queries,) = team_q
+
+            # A first round of a single tile is one kernel call, whose results need no merge.
+            tile = None if results else only_block(tiles, team_tokens, None, backend)
+            if tile:
                 results = block_forward(
                     queries, k[:, tile.k], v[:, tile.k], tile.kind, scale, backend
                 )
@@ -94,223 +106,170 @@ class Executor:
                 # Rounding lse scales the weights of its whole row, which the gradients of norms of
                 # q and k do not average out, and each merge would round it once more. GPUs' kernels
                 # have float32.
-                out, lse = results or empty_results(rows, q, wide)
-                exact = torch.float64 if lse.device.type == "cpu" else wide
-                results = out, lse = *_dense((out,), wide), *_dense((lse,), exact)
+                out, lse = results or empty_results(rows, q, accum_dtype)
+                lse_dtype = torch.float64 if lse.device.type == "cpu" else accum_dtype
+                (out,) = _dense((out,), accum_dtype)
+                (lse,) = _dense((lse,), lse_dtype)
+                results = out, lse
                 attend_tiles_(out, lse, queries, Keys(k, v), tiles, scale, backend)
+
             del k, v  # free them before the next round allocates
-        if not stays:
-            staying()  # all tokens here are padding
-        final = len(self._team) == 1 and sinks is None
-        out, lse = _dense(results, None if final else wide) or empty_results(rows, q, wide)
-        lse = lse.to(wide)
+        if not team_q:
+            gather_queries()  # all tokens here are padding
+
+        # Nothing is left to merge without a team and sinks: the kernel's own dtype is then final.
+        is_final = len(self._team) == 1 and sinks is None
+        if results:
+            out, lse = _dense(results, None if is_final else accum_dtype)
+        else:
+            out, lse = empty_results(rows, q, accum_dtype)
+        lse = lse.to(accum_dtype)
+
         if len(self._team) > 1:
             out, lse = merged(
-                *(self.transport.scatter(partial, self._team) for partial in (out, lse))
+                self.transport.scatter(out, self._team), self.transport.scatter(lse, self._team)
             )
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         return out.to(q.dtype), lse
 
     def backward(self, plan: Plan, rows: Rows, keys: Keys, scale: float) -> Tensors:
-        """Return dq, dk and dv in float32 or wider; what one block alone gives, as its kernel
-        returns it.
+        """Return dq, dk and dv in float32 or wider; from a single block, in its kernel's dtypes.
 
-        KV or queries circulate; their gradient follows one round behind, or as the plan says. The
-        other stays, with its gradient.
+        KV or queries circulate, as the plan chooses, and their gradient follows one round behind or
+        later. The others are stationary, as is their gradient.
         """
-        backend, wide = self._backend(plan, rows.q), rows.lse.dtype
-        batch, tokens, heads, width = rows.q.shape
-        of = Sizes(batch, tokens, heads, keys.k.shape[2], width, rows.q.element_size())
-        moves = plan.backward_moves(of)
-        moving, still = (keys, rows) if moves == "kv" else (rows, keys)
-        circulation = self._circulation(plan, moving, moves, None)
-        staying = self.transport.gather(still, self._team)
-        stays: Tensors = ()
-        kept: Tensors = ()
-        for i, tiles, held in circulation.visits():
-            stays = stays or staying()
-            kept, moved = self._of_round(tiles, stays, held, kept, moves, wide, scale, backend)
-            circulation.send_gradient(i, moved)
-            del held, moved  # free them before the next round allocates
-        brought = circulation.own_gradient() or _zeros(moving, wide)
-        kept = kept or _zeros(staying(), wide)  # tokens that nothing sees: padding
-        if len(self._team) > 1:
-            kept = tuple(self.transport.reduced(x, self._team) for x in _dense(kept, wide))
-        return (*kept, *brought) if moves == "kv" else (*brought, *kept)
+        backend = self._backend(plan, rows.q)
+        accum_dtype = rows.lse.dtype
+        batch, tokens, heads, head_dim = rows.q.shape
+        dims = Sizes(batch, tokens, heads, keys.k.shape[2], head_dim, rows.q.element_size())
+        moves = plan.backward_moves(dims)
 
-    def _of_round(
+        moving: Tensors = keys
+        local: Tensors = rows
+        if moves == "queries":
+            moving = rows
+            local = keys
+
+        circulation = self._circulation(plan, moving, moves, None)
+        gather_stationary = self.transport.gather(local, self._team)
+        stationary: Tensors = ()
+        local_gradient: Tensors = ()
+
+        for index, tiles, visiting in circulation.visits():
+            stationary = stationary or gather_stationary()
+            local_gradient, visiting_gradient = self._round_backward(
+                tiles, stationary, visiting, local_gradient, moves, accum_dtype, scale, backend
+            )
+            circulation.send_gradient(index, visiting_gradient)
+            del visiting, visiting_gradient  # free them before the next round allocates
+
+        returned = circulation.own_gradient() or _zeros(moving, accum_dtype)
+        if not local_gradient:  # all tokens here are padding, which nothing sees
+            local_gradient = _zeros(gather_stationary(), accum_dtype)
+        if len(self._team) > 1:
+            local_gradient = tuple(
+                self.transport.reduced(x, self._team) for x in _dense(local_gradient, accum_dtype)
+            )
+        return (*local_gradient, *returned) if moves == "kv" else (*returned, *local_gradient)
+
+    def _round_backward(
         self,
         tiles: tuple[Tile, ...],
-        stays: Tensors,
-        held: Tensors,
-        kept: Tensors,
+        stationary: Tensors,
+        visiting: Tensors,
+        local_gradient: Tensors,
         moves: Moves,
-        wide: torch.dtype,
+        accum_dtype: torch.dtype,
         scale: float,
         backend: AttentionKernel,
     ) -> tuple[Tensors, Tensors]:
-        """Add a round's gradient of what stays to ``kept``; return it, and the round's gradient of
-        what is held.
+        """Compute one round's gradients.
+
+        A round of a single tile takes the kernel's results as they are, without a sum.
+
+        Args:
+            tiles: the round's tiles.
+            stationary, visiting: (k, v) or (q, dout, out, lse), by ``moves``.
+            local_gradient: gradient of the stationary tensors so far, () in the first round.
+            moves: the operands that visit.
+            accum_dtype: dtype of sums.
+
+        Returns:
+            ``local_gradient`` with the round's gradient of the stationary tensors added, and the
+            round's gradient of the visiting ones.
         """
-        queries, columns = (stays, held) if moves == "kv" else (held, stays)
-        rows, keys = Rows(*queries), Keys(*columns)
-        if block := only_block(tiles, rows.q.shape[1], keys.k.shape[1], backend):
+        if moves == "kv":
+            rows = Rows(*stationary)
+            keys = Keys(*visiting)
+        else:
+            rows = Rows(*visiting)
+            keys = Keys(*stationary)
+
+        block = only_block(tiles, rows.q.shape[1], keys.k.shape[1], backend)
+        if block:
             dq, dk, dv = block_backward(rows, keys, block.kind, scale, backend)
-            own: tuple[Tensors, Tensors] = ((dq,), (dk, dv)) if moves == "kv" else ((dk, dv), (dq,))
-            kept = tuple(map(Tensor.add_, _dense(kept, wide), own[0])) if kept else own[0]
-            return kept, _dense(own[1], None if self._alone else wide)
-        kept, moved = _dense(kept, wide) or _zeros(stays, wide), _zeros(held, wide)
-        dq, dk, dv = (*kept, *moved) if moves == "kv" else (*moved, *kept)
+            added: Tensors = (dq,) if moves == "kv" else (dk, dv)
+            visiting_gradient: Tensors = (dk, dv) if moves == "kv" else (dq,)
+
+            if local_gradient:
+                local_gradient = _dense(local_gradient, accum_dtype)
+                local_gradient = tuple(map(Tensor.add_, local_gradient, added))
+            else:
+                local_gradient = added
+            return local_gradient, _dense(visiting_gradient, None if self._alone else accum_dtype)
+
+        local_gradient = _dense(local_gradient, accum_dtype) or _zeros(stationary, accum_dtype)
+        visiting_gradient = _zeros(visiting, accum_dtype)
+        if moves == "kv":
+            (dq,) = local_gradient
+            dk, dv = visiting_gradient
+        else:
+            (dq,) = visiting_gradient
+            dk, dv = local_gradient
+
         add_gradients_((dq, dk, dv), rows, keys, tiles, scale, backend)
-        return kept, moved
+        return local_gradient, visiting_gradient
 
     def _backend(self, plan: Plan, q: Tensor) -> AttentionKernel:
+        """Return the kernel for a plan; ``auto`` chooses another one for packed documents."""
         if SIMULATED_KERNEL.value is not None:
             return SIMULATED_KERNEL.value
         return select_backend(self.backend_name, q.device.type, q.dtype, plan.documents is not None)
 
-    def _take(self, prefetch: int | None) -> Arrival | None:
-        """Return the gather of the handle ``prefetch``, or None without a handle.
+    def _take_prefetched(self, handle: int | None) -> Arrival | None:
+        """Return the pending gather of k and v, and forget it; ``handle`` None expects none.
 
         At most one is pending, since only a layer's q projection runs in between. One that is never
         taken wastes memory and traffic, so it is an error.
         """
-        found, self._prefetched = self._prefetched, None
-        if prefetch != (found and found[0]):
+        pending_handle = None
+        arrival = None
+        if self._prefetched is not None:
+            pending_handle, arrival = self._prefetched
+            self._prefetched = None
+        if handle != pending_handle:
             raise ContextError(
-                f"attend: an attention takes the prefetched k and v {prefetch}, and {found and found[0]} is pending; "
-                "call what prefetch_kv returns once, before another attention"
+                f"attend: an attention takes the prefetched k and v {handle}, and {pending_handle} "
+                "is pending; call the function that prefetch_kv returns once, before another "
+                "attention"
             )
-        return found and found[1]
+        return arrival
 
     def _circulation(
         self, plan: Plan, moving: Tensors, moves: Moves, prefetched: Arrival | None
-    ) -> Whole | Needed:
+    ) -> WholeTensors | NeededRows:
+        """Start to circulate KV or queries: the rows that are needed, or whole tensors."""
         if plan.sparse:
-            return Needed(self.transport, plan.schedule(self.rank, moves), moving)
+            return NeededRows(self.transport, plan.schedule(self.rank, moves), moving)
         arrival = prefetched or self.transport.gather(moving, self._holders)
-        return Whole(self.transport, plan.rounds(self.rank, moves), self._holders, arrival)
-
-
-@dataclass(eq=False)
-class StagedExecutor(Executor):
-    """Softmax attention that exchanges heads itself, some at a time (UPipe, arXiv 2602.21196),
-    there and back.
-
-    Of U ranks each attends with H / (U * stages) query heads in a stage, so that exchanged tensors
-    and the sums of the attention take 1 / stages of the memory. Nothing exchanged is kept: the
-    backward exchanges q, k, v, out and lse again. Stages follow each other such that each KV head
-    is exchanged once, for all queries that share it.
-    """
-
-    heads: HeadExchange
-    stages: int
-
-    @property
-    def gathers_keys(self) -> bool:
-        """Return whether attention starts with an all-gather of k and v: only once a stage's are
-        exchanged.
-        """
-        return False
-
-    def forward(
-        self,
-        plan: Plan,
-        q: Tensor,
-        keys: Keys,
-        sinks: Tensor | None,
-        scale: float,
-        prefetch: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, T, H, D]`` in q's dtype and lse ``[B, T, H]`` in float32 or wider;
-        ``sinks`` ``[H]``.
-        """
-        heads, out = self.heads, q.new_empty(q.shape)
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        for keys_of, stages in self._stages(q, keys.k):
-            own_keys = Keys(*(heads.to_heads(keys_of(x)) for x in keys))
-            for of in stages:
-                own = None if sinks is None else heads.own(of(sinks[None, None])[0, 0])
-                parts = super().forward(plan, heads.to_heads(of(q)), own_keys, own, scale)
-                of.put(out, heads.to_tokens(parts[0]))
-                of.put(lse, heads.to_tokens(parts[1][..., None])[..., 0])
-                del parts  # before the next stage allocates
-        return out, lse
-
-    def backward(self, plan: Plan, rows: Rows, keys: Keys, scale: float) -> Tensors:
-        """Return dq, dk and dv in the dtypes of q, k and v."""
-        heads, (q, dout, out, lse) = self.heads, rows
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, *keys))
-        for keys_of, stages in self._stages(q, keys.k):
-            own_keys = Keys(*(heads.to_heads(keys_of(x)) for x in keys))
-            sums: list[Tensor] = []
-            for of in stages:
-                q_, dout_, out_, lse_ = (
-                    heads.to_heads(of(x)) for x in (q, dout, out, lse[..., None])
-                )
-                own, *parts = super().backward(
-                    plan, Rows(q_, dout_, out_, lse_[..., 0]), own_keys, scale
-                )
-                del q_, dout_, out_, lse_  # before the exchange and the next stage allocate
-                sums = (
-                    [a.add_(b) for a, b in zip(sums, parts, strict=True)]
-                    if sums
-                    else [x.to(lse.dtype) for x in parts]
-                )
-                del parts
-                of.put(dq, heads.to_tokens(own.to(q.dtype)))
-                del own
-            for gradient, total in zip((dk, dv), sums, strict=True):
-                keys_of.put(gradient, heads.to_tokens(total.to(gradient.dtype), keys_of.count))
-        return dq, dk, dv
-
-    def _stages(self, q: Tensor, k: Tensor) -> Iterator[tuple["_Heads", list["_Heads"]]]:
-        """Yield KV heads that are exchanged together, and the query heads of each stage that
-        attends to them.
-        """
-        ranks, heads, kv_heads = len(self.heads.ranks), q.shape[2], k.shape[2]
-        own = max(
-            1, kv_heads // ranks
-        )  # KV heads of a rank; with fewer than ranks, several share one
-        turns = gcd(self.stages, own)
-        shared = self.stages // turns
-        split = (ranks, turns, own // turns, shared, heads // (ranks * own * shared))
-        for turn in range(turns):
-            keys = _Heads((min(ranks, kv_heads), turns, own // turns, 1, 1), turn, 0)
-            yield keys, [_Heads(split, turn, index) for index in range(shared)]
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """Some of the heads of all ranks: those at ``turn`` and ``index`` of heads split by rank, turn,
-    KV head, index.
-    """
-
-    split: tuple[int, ...]
-    turn: int
-    index: int
-
-    @property
-    def count(self) -> int:
-        return self.split[0] * self.split[2] * self.split[4]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Take these of all heads: ``[B, T, H, ...] -> [B, T, count, ...]``."""
-        return self._view(x).flatten(2, 4)
-
-    def put(self, into: Tensor, x: Tensor) -> None:
-        """Write these heads ``[B, T, count, ...]`` into their places in all of them."""
-        view = self._view(into)
-        view.copy_(x.view_as(view))
-
-    def _view(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, self.split).select(5, self.index).select(3, self.turn)
+        return WholeTensors(self.transport, plan.rounds(self.rank, moves), self._holders, arrival)
 
 
 def _dense(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
-    """Return the tensors in this dtype, None: their own, and in order of dimensions, which kernels
-    need not keep.
+    """Return the tensors as contiguous ones of this dtype; None keeps their dtypes.
+
+    Kernels need not return results in the order of dimensions, which collectives require.
     """
     return tuple(
         x.to(dtype or x.dtype, memory_format=torch.contiguous_format).contiguous() for x in tensors
@@ -319,8 +278,8 @@ def _dense(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
 
 def _zeros(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """Allocate accumulators for (dk, dv), given (k, v), or for dq, given (q, dout, out, lse)."""
-    wanted = tensors if len(tensors) == 2 else tensors[:1]
-    return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in wanted)
+    with_gradient = tensors if len(tensors) == 2 else tensors[:1]
+    return tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in with_gradient)
 
 
 EXECUTORS: Handles[Executor] = Handles()

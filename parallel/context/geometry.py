@@ -1,8 +1,12 @@
-"""Geometry: the layout, rounds and groups of a method, the same under any mask. Built on the CPU
-without processes.
+"""Geometry: the layout, rounds and groups of a method, the same under any mask.
 
 It says who owns which tokens, and for each round which KV a rank holds, where it sends and where it
-receives from. Process groups, transport and operators depend on it alone.
+receives from. Process groups, transport and operators depend on it alone. It is built on the CPU,
+without processes.
+
+The split between geometry and plan is by the cost of a change. A new geometry means new process
+groups, a collective that takes seconds on many nodes; a new mask comes with every micro-batch of
+packed documents. So nothing here may look at documents.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +23,7 @@ from parallel.context.layout import (
     ContextError,
     Layout,
     padded_length,
-    places,
+    place_of_ranks,
 )
 from parallel.context.methods.base import Method, Ranks, Round, Send, Shape
 from runtime.errors import divisors
@@ -33,7 +37,7 @@ theirs.
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Keyword arguments of ``make_plan`` and ``context_parallel`` that do not depend on the mask."""
+    """Keywords of ``make_plan`` and ``context_parallel`` that do not depend on the mask."""
 
     team_size: int = 1
     """Ranks per team, for methods with teams."""
@@ -54,7 +58,7 @@ class PlanOptions:
     backward: Literal["auto", "kv", "queries"] = "auto"
     """Operands that the backward circulates; ``auto`` moves fewer bytes for the given heads."""
     delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
-    """Rounds by which states of a delta rule pass, see ``linear/segments.py``."""
+    """Schedule by which states of a delta rule pass, see ``linear/segments.py``."""
 
     def resolved(self, method: Method, seq_len: int, size: int, causal: bool) -> "PlanOptions":
         """Resolve the layout, and the degree if the method decides it, for a method and a sequence.
@@ -63,22 +67,23 @@ class PlanOptions:
             ContextError: a combination that the method does not support, with the reason and the
                 fix.
         """
-        self._check_least(seq_len, size)
+        self._check_minimum(seq_len, size)
         degree = size if method.splits_heads and self.ulysses_degree == 1 else self.ulysses_degree
         if size % degree:
             raise ContextError(
-                f"ulysses_degree is {degree}, which does not divide the context-parallel size {size}; "
-                f"degrees that do: {', '.join(map(str, divisors(size)))}"
+                f"ulysses_degree is {degree}, which does not divide the context-parallel size "
+                f"{size}; degrees that do: {', '.join(map(str, divisors(size)))}"
             )
         if degree == 1 and self.ulysses_head_chunks > 1:
             raise ContextError(
-                f"ulysses_head_chunks is {self.ulysses_head_chunks}, and no ranks exchange heads; leave it out, or use "
-                "a ulysses_degree of 2 or more"
+                f"ulysses_head_chunks is {self.ulysses_head_chunks}, and no ranks exchange heads; "
+                "leave it out, or use a ulysses_degree of 2 or more"
             )
         if method.nodes and self.ranks_per_node and min(self.ranks_per_node, size) % degree:
             raise ContextError(
-                f"context_parallel_ranks_per_node is {self.ranks_per_node}, not a multiple of ulysses_degree {degree}: "
-                "ranks that split heads share a node; use a degree that divides it"
+                f"context_parallel_ranks_per_node is {self.ranks_per_node}, not a multiple of "
+                f"ulysses_degree {degree}: ranks that split heads share a node; use a degree that "
+                "divides it"
             )
         if method.states:
             self._check_state_method(method.name)
@@ -86,40 +91,41 @@ class PlanOptions:
         layout = method.layout(causal) if self.layout == "auto" else self.layout
         return replace(self, ulysses_degree=degree, layout=layout)
 
-    def _check_least(self, seq_len: int, size: int) -> None:
-        least = {
+    def _check_minimum(self, seq_len: int, size: int) -> None:
+        """Check that every count is at least 1."""
+        counts = {
             "seq_len": seq_len,
             "context_parallel_size": size,
             "context_parallel_team_size": self.team_size,
             "multiple": self.multiple,
             "ulysses_degree": self.ulysses_degree,
             "ulysses_head_chunks": self.ulysses_head_chunks,
-            "context_parallel_ranks_per_node": 1
-            if self.ranks_per_node is None
-            else self.ranks_per_node,
         }
-        for name, value in least.items():
+        if self.ranks_per_node is not None:
+            counts["context_parallel_ranks_per_node"] = self.ranks_per_node
+        for name, value in counts.items():
             if value < 1:
                 raise ContextError(f"{name} is {value}; it must be 1 or more")
 
     def _check_state_method(self, method: str) -> None:
         if self.layout not in ("auto", "contiguous", "zigzag"):
             raise ContextError(
-                f"context_parallel_layout is {self.layout!r} with method {method}, whose state passes along stretches "
-                "of consecutive tokens, as many on each rank; use contiguous, zigzag or auto"
+                f"context_parallel_layout is {self.layout!r} with method {method}, whose state "
+                "passes along stretches of consecutive tokens, as many on each rank; use "
+                "contiguous, zigzag or auto"
             )
         if self.ulysses_degree > 1:
             raise ContextError(
-                f"ulysses_degree is {self.ulysses_degree} with method {method}, which splits no heads; use 1: what it "
-                "sends does not grow with the sequence"
+                f"ulysses_degree is {self.ulysses_degree} with method {method}, which splits no "
+                "heads; use 1: the states that it sends do not grow with the sequence"
             )
 
     def _check_choices(self, method: Method) -> None:
         layouts = ("auto", *method.layouts)
         if self.layout not in layouts:
             raise ContextError(
-                f"context_parallel_layout is {self.layout!r} with method {method.name}, which takes "
-                f"{', '.join(layouts)}"
+                f"context_parallel_layout is {self.layout!r} with method {method.name}, which "
+                f"takes {', '.join(layouts)}"
             )
         for name, value, choices in (
             ("context_parallel_placement", self.placement, PLACEMENTS),
@@ -130,8 +136,8 @@ class PlanOptions:
                 raise ContextError(f"{name} is {value!r}; use one of {', '.join(choices)}")
         if self.placement != "collect_intra" and not method.teams:
             raise ContextError(
-                f"context_parallel_placement is {self.placement} and method {method.name} has no teams to place; "
-                "use collect_intra"
+                f"context_parallel_placement is {self.placement} and method {method.name} has no "
+                "teams to place; use collect_intra"
             )
 
 
@@ -140,8 +146,8 @@ class Geometry:
     """A method for one sequence length and number of ranks; immutable.
 
     The method arranges *places*: groups of ``ulysses_degree`` consecutive ranks, ordered by
-    ``options.placement``. The u-th rank of a place exchanges with the u-th ranks of others only.
-    ``options`` must be resolved.
+    ``options.placement``. The u-th rank of a place exchanges with the u-th ranks of others only, so
+    a method never needs to know about Ulysses. ``options`` must be resolved.
     """
 
     method: Method
@@ -151,20 +157,20 @@ class Geometry:
 
     @property
     def team_size(self) -> int:
-        """Return the number of ranks in a team."""
+        """Ranks per team."""
         return self.options.team_size
 
     @property
     def ulysses_degree(self) -> int:
-        """Return the number of ranks that split the heads."""
+        """Ranks that split the heads."""
         return self.options.ulysses_degree
 
     @cached_property
     def layout(self) -> Layout:
-        """Return the layout of the padded sequence; ranks that split heads share tokens as a team
-        does.
+        """The layout of the padded sequence; ranks that split heads share tokens as a team does.
 
-        Of ``balanced``, which depends on the mask (``Plan.layout``), it has only the lengths.
+        The layout ``balanced`` depends on the mask (``Plan.layout``); for it, this one is right in
+        its lengths only.
         """
         name = "contiguous" if self.options.layout == BALANCED else self.options.layout
         team = self.team_size * self.ulysses_degree
@@ -173,46 +179,48 @@ class Geometry:
 
     @property
     def slots(self) -> int:
-        """Return the stretches of consecutive tokens that a rank has, unless the layout depends on
-        the mask.
-        """
+        """Stretches of consecutive tokens per rank, unless the layout depends on the mask."""
         return len(self.layout.strides(0))
 
     @property
     def padded_len(self) -> int:
-        """Return the sequence length padded to what the layout can divide."""
+        """Sequence length, padded to a multiple that the layout can divide."""
         return self.layout.seq_len
 
     @property
     def local_len(self) -> int:
-        """Return the number of positions per rank, padding included."""
+        """Positions per rank, padding included."""
         return self.padded_len // self.size
 
     def positions(self, rank: int) -> Tensor:
-        """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above
-        are padding.
+        """Return ascending global positions of ``rank``: int64 ``[local_len]``.
+
+        Positions of ``seq_len`` and above are padding.
         """
         return torch.from_numpy(self.layout.positions(self.owner(rank)))
 
     @kept_in_object
     def rounds_of(self, rank: int) -> tuple[Round, ...]:
         """Return the rounds of ``rank``, in order, without their tiles."""
-        place, u = self.place(rank), rank % self.ulysses_degree
+        place = self.place(rank)
+        member = rank % self.ulysses_degree
 
-        def own(send: Send) -> Send:
-            sender = int(np.argmax(np.broadcast_to(send.to, self.shape.size) == place))
-            target = _one(send.to, place)
+        def for_rank(send: Send) -> Send:
+            target = _peer_of(send.to, place)
+            all_targets = np.broadcast_to(send.to, self.shape.size)
+            source = int(np.argmax(all_targets == place))
             return Send(
-                int(self._first_ranks[target]) + u, send.due, int(self._first_ranks[sender]) + u
+                int(self._first_ranks[target]) + member,
+                send.due,
+                int(self._first_ranks[source]) + member,
             )
 
-        found = []
+        rounds = []
         for step in self.rounds:
-            gradient = None if step.gradient is None else own(step.gradient)
-            found.append(
-                Round(self.ranks_at(step.holds, place), tuple(map(own, step.sends)), gradient)
-            )
-        return tuple(found)
+            gradient = None if step.gradient is None else for_rank(step.gradient)
+            sends = tuple(map(for_rank, step.sends))
+            rounds.append(Round(self.ranks_at(step.holds, place), sends, gradient))
+        return tuple(rounds)
 
     def team(self, rank: int) -> tuple[int, ...]:
         """Return the ranks for whose queries ``rank`` computes attention."""
@@ -233,27 +241,28 @@ class Geometry:
 
     @cached_property
     def team_groups(self) -> np.ndarray:
-        """Return the teammates of each rank: int64 ``[size, members]``."""
+        """The teammates of each rank: int64 ``[size, members]``."""
         team = self.method.team(np.arange(self.shape.size), self.shape)
-        return np.stack([self.at_ranks(places) for places in team], axis=1)
+        return np.stack([self.at_ranks(peers) for peers in team], axis=1)
 
     @cached_property
     def holder_groups(self) -> np.ndarray:
-        """Return the holders of each rank: int64 ``[size, members]``."""
-        return np.stack([self.at_ranks(places) for places in self.rounds[0].holds], axis=1)
+        """The holders of each rank: int64 ``[size, members]``."""
+        return np.stack([self.at_ranks(peers) for peers in self.rounds[0].holds], axis=1)
 
     @cached_property
     def head_groups(self) -> np.ndarray:
-        """Return the head group of each rank: int64 ``[size, ulysses_degree]``."""
+        """The head group of each rank: int64 ``[size, ulysses_degree]``."""
         first = np.arange(self.size) // self.ulysses_degree * self.ulysses_degree
         return first[:, None] + np.arange(self.ulysses_degree)
 
     def check_heads(self, heads: int, kv_heads: int) -> None:
-        """Check that ``ulysses_degree`` ranks can split the heads; with fewer KV heads, several
-        ranks hold each.
+        """Check that ``ulysses_degree`` ranks can split the heads.
+
+        With fewer KV heads than ranks, several ranks hold each.
 
         Raises:
-            ContextError: they cannot, or not in so many stages, with the numbers that work.
+            ContextError: they cannot, or not in this many stages, with the numbers that work.
         """
 
         def fits(degree: int) -> bool:
@@ -262,21 +271,22 @@ class Geometry:
         if not fits(self.ulysses_degree):
             degrees = filter(fits, divisors(self.size))
             raise ContextError(
-                f"ulysses_degree is {self.ulysses_degree} with {heads} query and {kv_heads} key heads on each rank; it "
-                "must divide the former, and divide or be a multiple of the latter; degrees that fit "
-                f"{self.size} ranks: {', '.join(map(str, degrees))}"
+                f"ulysses_degree is {self.ulysses_degree} with {heads} query and {kv_heads} key "
+                "heads on each rank; it must divide the former, and divide or be a multiple of the "
+                f"latter; degrees that fit {self.size} ranks: {', '.join(map(str, degrees))}"
             )
-        own, chunks = heads // self.ulysses_degree, self.options.ulysses_head_chunks
-        if own % chunks:
+        local_heads = heads // self.ulysses_degree
+        chunks = self.options.ulysses_head_chunks
+        if local_heads % chunks:
             raise ContextError(
-                f"ulysses_head_chunks is {chunks}, which does not divide the {own} query heads that each of "
-                f"{self.ulysses_degree} ranks attends with; numbers that do: "
-                f"{', '.join(map(str, divisors(own)))}"
+                f"ulysses_head_chunks is {chunks}, which does not divide the {local_heads} query "
+                f"heads that each of {self.ulysses_degree} ranks attends with; numbers that do: "
+                f"{', '.join(map(str, divisors(local_heads)))}"
             )
 
     @cached_property
     def shape(self) -> Shape:
-        """Return the shape of the places."""
+        """The shape of the places, as the method takes it."""
         per_node = min(self.options.ranks_per_node or self.size, self.size)
         return Shape(
             self.size // self.ulysses_degree,
@@ -286,67 +296,71 @@ class Geometry:
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
-        """Return the rounds of all places at once."""
+        """The rounds of all places at once."""
         return tuple(self.method.rounds(np.arange(self.shape.size), self.shape))
 
-    def at_ranks(self, places: Ranks) -> np.ndarray:
-        """Map each place's peer ``[places]`` to each rank's peer, int64 ``[size]``.
+    def at_ranks(self, peers: Ranks) -> np.ndarray:
+        """Map each place's peer, int64 ``[places]``, to each rank's peer, int64 ``[size]``.
 
         The u-th rank of a place gets the u-th rank of the peer.
         """
-        return self._at_ranks(places.tobytes() if isinstance(places, np.ndarray) else places)
+        return self._at_ranks(peers.tobytes() if isinstance(peers, np.ndarray) else peers)
 
     @kept_in_object
-    def _at_ranks(self, places: bytes | int) -> np.ndarray:
-        """Return the peers of ``at_ranks``, once: a ring sends to the same ranks in every round."""
-        peers = np.frombuffer(places, dtype=np.int64) if isinstance(places, bytes) else places
-        firsts = self._first_ranks[np.broadcast_to(peers, self.shape.size)[self._places]]
-        found: np.ndarray = (firsts[:, None] + np.arange(self.ulysses_degree)).ravel()
-        return found
+    def _at_ranks(self, key: bytes | int) -> np.ndarray:
+        """Return the peers of ``at_ranks``, once: a ring's rounds have the same targets."""
+        peers = np.frombuffer(key, dtype=np.int64) if isinstance(key, bytes) else key
+        place_peers = np.broadcast_to(peers, self.shape.size)[self._place_of_group]
+        first_ranks = self._first_ranks[place_peers]
+        rank_peers: np.ndarray = (first_ranks[:, None] + np.arange(self.ulysses_degree)).ravel()
+        return rank_peers
 
     @cached_property
-    def _places(self) -> np.ndarray:
-        """Return the place of each head group."""
-        return places(self.options.placement, self.shape.size, self.team_size)
+    def _place_of_group(self) -> np.ndarray:
+        """The place of each head group, in order of ranks."""
+        return place_of_ranks(self.options.placement, self.shape.size, self.team_size)
 
     @cached_property
     def _first_ranks(self) -> np.ndarray:
-        """Return the first rank of each place."""
-        return np.argsort(self._places) * self.ulysses_degree
+        """The first rank of each place."""
+        return np.argsort(self._place_of_group) * self.ulysses_degree
 
     def place(self, rank: int) -> int:
-        """Return the place of ``rank`` in the method; raise ContextError if there is no such rank."""
+        """Return the place of ``rank``; raise ContextError if there is no such rank."""
         if not 0 <= rank < self.size:
             raise ContextError(f"rank {rank} is not among {self.size} ranks")
-        return int(self._places[rank // self.ulysses_degree])
+        return int(self._place_of_group[rank // self.ulysses_degree])
 
-    def ranks_at(self, places: tuple[Ranks, ...], place: int) -> tuple[int, ...]:
-        """Return all ranks of the peers of ``place`` in ``places``."""
-        firsts = (int(self._first_ranks[_one(of, place)]) for of in places)
-        return tuple(first + u for first in firsts for u in range(self.ulysses_degree))
+    def ranks_at(self, peers: tuple[Ranks, ...], place: int) -> tuple[int, ...]:
+        """Return all ranks of the ``peers`` of ``place``."""
+        ranks: list[int] = []
+        for peer in peers:
+            first_rank = int(self._first_ranks[_peer_of(peer, place)])
+            ranks += range(first_rank, first_rank + self.ulysses_degree)
+        return tuple(ranks)
 
     def owner(self, rank: int) -> int:
         """Return the index of ``rank`` in the layout."""
         return self.place(rank) * self.ulysses_degree + rank % self.ulysses_degree
 
 
-def _one(places: Ranks, place: int) -> int:
-    return int(places[place]) if isinstance(places, np.ndarray) else places
+def _peer_of(peers: Ranks, place: int) -> int:
+    """Return the peer of one place; a plain number is the peer of every place."""
+    return int(peers[place]) if isinstance(peers, np.ndarray) else peers
 
 
 @lru_cache(maxsize=64)
 def gather_order(geometry: Geometry, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """Return the permutation of the joined tokens of ``ranks`` into ``Round`` order, or None if it
-    is the identity.
+    """Return the permutation that sorts the joined tokens of ``ranks`` by position, or None.
 
-    int64 ``[len(ranks) * local_len]``, on the device: to make and copy it in every layer would cost
-    more than the gather.
+    None is the identity. Otherwise int64 ``[len(ranks) * local_len]`` on the device, cached: making
+    and copying it in every layer would cost more than the gather.
     """
-    owned = [run for rank in ranks for run in geometry.layout.strides(geometry.owner(rank))]
-    if owned == sorted(owned):
+    strides = [run for rank in ranks for run in geometry.layout.strides(geometry.owner(rank))]
+    if strides == sorted(strides):
         return None
-    ends = np.cumsum([run.length for run in owned])
-    blocks = (
-        np.arange(end - run.length, end) for run, end in sorted(zip(owned, ends, strict=True))
-    )
-    return torch.from_numpy(np.concatenate(list(blocks))).to(device)
+    ends = np.cumsum([run.length for run in strides])
+    blocks = []
+    for run, end in sorted(zip(strides, ends, strict=True)):
+        blocks.append(np.arange(end - run.length, end))
+    return torch.from_numpy(np.concatenate(blocks)).to(device)

@@ -6,7 +6,8 @@ the P / C teams take the place of ranks, and each member holds a 1 / C slice of 
 positions, so that an all-gather in a team yields ascending positions.
 
 A rank's positions are one or two arithmetic progressions, its strides. Plans work with strides
-only. A state of linear attention takes a passage through each stretch of consecutive tokens.
+only, never with one number per token: a plan of a million tokens is as quick to make as one of a
+thousand. A state of linear attention takes a passage through each stretch of consecutive tokens.
 
 A mask may change with every micro-batch; ranks and groups do not depend on it.
 """
@@ -38,8 +39,9 @@ class Stride(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """``seq_len`` tokens (a multiple of ``granularity``) over ``size`` ranks in teams of
-    ``team_size``.
+    """``seq_len`` tokens over ``size`` ranks in teams of ``team_size``.
+
+    ``seq_len`` must be a multiple of ``granularity``.
     """
 
     name: str
@@ -58,38 +60,48 @@ class Layout:
             )
         step = granularity(self.name, self.size, self.team_size)
         if self.seq_len < 1 or self.seq_len % step:
+            padded = padded_length(self.name, self.seq_len, self.size, self.team_size)
             raise ContextError(
-                f"the {self.name} layout over {self.size} ranks needs a multiple of {step} tokens and got "
-                f"{self.seq_len}; pad to {padded_length(self.name, self.seq_len, self.size, self.team_size)}"
+                f"the {self.name} layout over {self.size} ranks needs a multiple of {step} tokens "
+                f"and got {self.seq_len}; pad to {padded}"
             )
 
     @property
     def stride(self) -> int:
-        """Return the step between the positions of a ``Stride``."""
+        """Step between the positions of a ``Stride``."""
         return self.size // self.team_size if self.name == "striped" else 1
 
     def strides(self, rank: int) -> tuple[Stride, ...]:
-        """Return the ascending strides of ``rank``: a block, every teams-th token, parts of a chunk
-        and its mirror.
+        """Return the ascending strides of ``rank``.
+
+        They are one block (contiguous), every n-th token for n teams (striped), or parts of a chunk
+        and of its mirror image (zigzag): chunks t and 2 n - 1 - t of 2 n together have the average
+        work of a causal mask, since early tokens see few keys and late ones see many.
         """
         team, member = divmod(rank, self.team_size)
-        own = self.seq_len // self.size
+        num_teams = self.size // self.team_size
+        local_len = self.seq_len // self.size
+        first = member * local_len  # of the team's tokens, joined
+        end = first + local_len
         if self.name == "striped":
-            return (Stride(team + member * own * self.stride, own),)
+            return (Stride(team + first * self.stride, local_len),)
         if self.name == "contiguous":
-            return (Stride(rank * own, own),)
-        chunk, mirror = self.team_size * own // 2, 2 * (self.size // self.team_size) - 1 - team
-        first, last = member * own, (member + 1) * own  # of the team's two chunks, joined
-        low = Stride(team * chunk + first, min(last, chunk) - first)
-        high = Stride(mirror * chunk + max(first, chunk) - chunk, last - max(first, chunk))
+            return (Stride(rank * local_len, local_len),)
+
+        chunk_len = self.team_size * local_len // 2
+        mirror = 2 * num_teams - 1 - team
+        low = Stride(team * chunk_len + first, min(end, chunk_len) - first)
+        high_first = max(first, chunk_len)
+        high = Stride(mirror * chunk_len + high_first - chunk_len, end - high_first)
         return tuple(run for run in (low, high) if run.length > 0)
 
     def positions(self, rank: int) -> np.ndarray:
         """Return the ascending global positions of ``rank``: int64 ``[seq_len / size]``."""
         step = self.stride
-        return np.concatenate(
-            [np.arange(start, start + n * step, step) for start, n in self.strides(rank)]
-        )
+        runs = []
+        for start, length in self.strides(rank):
+            runs.append(np.arange(start, start + length * step, step))
+        return np.concatenate(runs)
 
 
 def granularity(name: str, size: int, team_size: int = 1) -> int:
@@ -98,16 +110,16 @@ def granularity(name: str, size: int, team_size: int = 1) -> int:
 
 
 def padded_length(name: str, seq_len: int, size: int, team_size: int = 1, multiple: int = 1) -> int:
-    """Return ``seq_len`` rounded up so that the layout divides it and each rank gets a multiple of
-    ``multiple``.
+    """Return ``seq_len`` rounded up to a multiple that the layout can divide.
+
+    Each rank then gets a multiple of ``multiple`` positions.
     """
     step = lcm(granularity(name, size, team_size), size * multiple)
     return -(-max(seq_len, 1) // step) * step
 
 
-def places(placement: str, size: int, team_size: int) -> np.ndarray:
-    """Return each rank's place in the method, a permutation (WallFacer, section 3.4): int64
-    ``[size]``.
+def place_of_ranks(placement: str, size: int, team_size: int) -> np.ndarray:
+    """Return each rank's place in the method, a permutation (WallFacer, section 3.4): int64 [size].
 
     Launchers fill nodes with consecutive ranks. A team group is G teams of C = ``team_size`` ranks,
     or C rings of G: ``collect_intra`` makes a team's ranks neighbours, which gather and reduce,
@@ -115,13 +127,12 @@ def places(placement: str, size: int, team_size: int) -> np.ndarray:
     """
     if placement == "collect_intra":
         return np.arange(size)
-    return (
-        np.arange(size).reshape(team_size, -1, team_size).swapaxes(1, 2).ravel()
-    )  # [group, team, member] before
+    by_team = np.arange(size).reshape(team_size, -1, team_size)  # [group, team, member]
+    return by_team.swapaxes(1, 2).ravel()
 
 
 class ContextError(UserError):
-    """A context-parallel configuration that cannot work; the message gives the reason and the fix."""
+    """A context-parallel configuration that cannot work, with the reason and the fix."""
 
 
 Window = tuple[int, int]
@@ -135,9 +146,7 @@ for all.
 
 @dataclass(frozen=True)
 class Mask:
-    """Visibility of a sequence's tokens: their document, up to themselves if causal, within a
-    window.
-    """
+    """The keys that a query sees: of its document, up to itself if causal, within a window."""
 
     causal: bool = True
     documents: tuple[int, ...] | None = None
@@ -146,20 +155,23 @@ class Mask:
 
     @property
     def reach(self) -> Reach:
-        """Return how far a query sees behind and ahead of itself."""
+        """How far a query sees behind and ahead of itself."""
         left, right = self.window or (-1, -1)
-        return None if left < 0 else left, 0 if self.causal else None if right < 0 else right
+        behind = None if left < 0 else left
+        if self.causal:
+            return behind, 0
+        return behind, None if right < 0 else right
 
     @property
     def whole(self) -> bool:
-        """Return whether the sequence is one document without a window."""
+        """True if the sequence is one document without a window."""
         return self.documents is None and self.window is None
 
 
 def mask_of(
     causal: bool, documents: tuple[int, ...] | None, window: Window | None, seq_len: int
 ) -> Mask:
-    """Return the mask; equal ones compare equal.
+    """Return the mask in its simplest form, so that equal masks compare equal and share a plan.
 
     Raises:
         ContextError: boundaries do not ascend from 0 to ``seq_len``, or a window that sees nothing
@@ -169,23 +181,23 @@ def mask_of(
 
 
 def _documents(documents: tuple[int, ...] | None, seq_len: int) -> tuple[int, ...] | None:
-    """Check boundaries; return them as integers, so that equal ones share a plan."""
-    if documents is not None:
-        try:
-            documents = tuple(index(x) for x in documents)
-        except TypeError as error:
-            raise ContextError(
-                f"documents must be integers from 0 to seq_len {seq_len} and are {documents!r}"
-            ) from error
-        ascending = all(a < b for a, b in pairwise(documents))
-        if len(documents) < 2 or documents[0] != 0 or documents[-1] != seq_len or not ascending:
-            raise ContextError(
-                f"documents must ascend from 0 to seq_len {seq_len} and are {documents}"
-            )
+    """Check cumulative lengths, and return them as plain integers."""
+    if documents is None:
+        return None
+    try:
+        documents = tuple(index(x) for x in documents)
+    except TypeError as error:
+        raise ContextError(
+            f"documents must be integers from 0 to seq_len {seq_len} and are {documents!r}"
+        ) from error
+    ascending = all(a < b for a, b in pairwise(documents))
+    if len(documents) < 2 or documents[0] != 0 or documents[-1] != seq_len or not ascending:
+        raise ContextError(f"documents must ascend from 0 to seq_len {seq_len} and are {documents}")
     return documents
 
 
 def _window(window: Window | None, causal: bool) -> Window | None:
+    """Check a window; return None if it hides nothing."""
     if window is None:
         return None
     try:
@@ -214,7 +226,7 @@ def _window(window: Window | None, causal: bool) -> Window | None:
 
 @dataclass(frozen=True)
 class Passage:
-    """The state's way through consecutive tokens of one rank; in the backward, its gradient's."""
+    """A state's way through consecutive tokens of one rank; in the backward, its gradient's."""
 
     rank: int
     slot: int
@@ -228,7 +240,7 @@ class Passage:
     """Rank to send to, or None likewise."""
     goes_through: bool
     """True if the incoming state reaches the other end: no document ends inside."""
-    seen: int
+    num_readers: int
     """Tokens that see the incoming state: those of the first document, in the backward of the last.
     """
     documents: tuple[int, ...] | None
@@ -243,33 +255,45 @@ class Passage:
 def passages(
     layout: Layout, boundaries: tuple[int, ...], reverse: bool = False
 ) -> tuple[Passage, ...]:
-    """Return the passages of all ranks in the order in which the state, or (``reverse``) its
-    gradient, takes them.
+    """Return the passages of all ranks in the order in which a state takes them.
 
     Args:
         layout: one whose ranks hold consecutive tokens, in as many stretches each.
         boundaries: first positions of the documents after the first; padding is a document.
+        reverse: return those of the state's gradient, which goes the other way.
     """
-    placed = []
+    stretches = []
     for rank in range(layout.size):
         offset = 0
         for slot, (start, length) in enumerate(layout.strides(rank)):
-            placed.append((start, length, rank, slot, offset))
+            stretches.append((start, length, rank, slot, offset))
             offset += length
-    placed.sort()
-    found = []
-    for number, (start, length, rank, slot, offset) in enumerate(placed):
+    stretches.sort()
+
+    ways = []
+    for number, (start, length, rank, slot, offset) in enumerate(stretches):
         end = start + length
         inside = tuple(bound - start for bound in boundaries if start < bound < end)
-        bounds = (0, *inside, length)
-        before = placed[number - 1][2] if number and start not in boundaries else None
-        after = (
-            placed[number + 1][2] if number + 1 < len(placed) and end not in boundaries else None
+        cu_seqlens = (0, *inside, length)
+
+        previous_rank = None
+        if number and start not in boundaries:
+            previous_rank = stretches[number - 1][2]
+        next_rank = None
+        if number + 1 < len(stretches) and end not in boundaries:
+            next_rank = stretches[number + 1][2]
+
+        ways.append(
+            Passage(
+                rank=rank,
+                slot=slot,
+                offset=offset,
+                length=length,
+                source=next_rank if reverse else previous_rank,
+                target=previous_rank if reverse else next_rank,
+                goes_through=not inside,
+                num_readers=cu_seqlens[-1] - cu_seqlens[-2] if reverse else cu_seqlens[1],
+                documents=cu_seqlens if inside else None,
+            )
         )
-        source, target = (after, before) if reverse else (before, after)
-        seen = bounds[-1] - bounds[-2] if reverse else bounds[1]
-        documents = bounds if inside else None
-        found.append(
-            Passage(rank, slot, offset, length, source, target, not inside, seen, documents)
-        )
-    return tuple(found[::-1] if reverse else found)
+    return tuple(ways[::-1] if reverse else ways)

@@ -1,7 +1,11 @@
 """Operators of context parallelism: each with its call, forward, fake and backward.
 
-torch.compile, recompute policies and the planner see one of them as a whole. An operator takes no
-Python object, so it takes handles (``parallel.context.plan``); its call takes the object.
+Each is opaque to torch.compile, to recompute policies and to the planner. torch.compile cannot
+trace process groups, and would break the graph of every layer; a policy can save the attention by
+its name and not run its communication twice; and a planner can replace the operator by its cost.
+
+Operators take no Python objects, so they take handles (``parallel.context.plan``). The function
+that calls an operator takes the objects.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,10 +60,11 @@ def context_attention(
 ) -> Tensor:
     """Compute a rank's softmax attention under a plan, by its handle; differentiable, collective.
 
-    Shapes as in ``parallel.context.executor``; ``prefetch`` is what ``prefetch_kv`` returned.
+    Shapes as in ``parallel.context.executor``; ``prefetch`` is the handle from ``prefetch_kv``.
     """
-    others = scale, executor.handle, plan, list(window or ()), prefetch
-    out, _ = torch.ops.longmesh.context_attention(q, k, v, sinks, *others)
+    out, _ = torch.ops.longmesh.context_attention(
+        q, k, v, sinks, scale, executor.handle, plan, list(window or ()), prefetch
+    )
     return out
 
 
@@ -74,21 +79,23 @@ def _attention_forward(
     window: Any,
     prefetch: Any,
 ) -> tuple[Tensor, Tensor]:
-    executor, taken = EXECUTORS[handle], None if prefetch is None else int(prefetch)
-    return executor.forward(_windowed(plan, window, executor), q, Keys(k, v), sinks, scale, taken)
+    executor = EXECUTORS[handle]
+    prefetch_handle = None if prefetch is None else int(prefetch)
+    windowed = _windowed(plan, window, executor)
+    return executor.forward(windowed, q, Keys(k, v), sinks, scale, prefetch_handle)
 
 
 def _attention_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=accum_dtype(q.dtype))
 
 
-def _attention_backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, out, lse, scale, handle, plan, window = given
+def _attention_backward(dout: Tensor, _: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, out, lse, scale, handle, plan, window = arguments
     executor = EXECUTORS[handle]
-    gradients = executor.backward(
-        _windowed(plan, window, executor), Rows(q, dout, out, lse), Keys(k, v), scale
-    )
-    return *gradients, None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+    windowed = _windowed(plan, window, executor)
+    gradients = executor.backward(windowed, Rows(q, dout, out, lse), Keys(k, v), scale)
+    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+    return *gradients, dsinks
 
 
 def _windowed(handle: Tensor, window: list[int], executor: Executor) -> Plan:
@@ -101,7 +108,9 @@ differentiable(
     "longmesh::context_attention",
     "Tensor q, Tensor k, Tensor v, Tensor? sinks",
     "float scale, int handle, Tensor plan, int[] window",
-    *(_attention_forward, _attention_fake, _attention_backward),
+    _attention_forward,
+    _attention_fake,
+    _attention_backward,
     unsaved=", Tensor? prefetch",
     saves=[0, 1],
     owner=lambda scale, handle, *_: EXECUTORS[handle],
@@ -144,29 +153,21 @@ def _(x: Tensor, heads: int, degree: int, handle: int) -> Tensor:
 
 def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, *_, ctx.degree, ctx.handle = inputs
-    ctx.heads, ctx.exchange = (
-        x.shape[2],
-        HEAD_EXCHANGES[ctx.handle],
-    )  # keep it alive until the backward
+    ctx.heads = x.shape[2]
+    ctx.exchange = HEAD_EXCHANGES[ctx.handle]  # keep it alive until the backward
 
 
-_tokens_to_heads.register_autograd(
-    lambda ctx, dx: (
-        torch.ops.longmesh.heads_to_tokens(dx, ctx.heads, ctx.degree, ctx.handle),
-        None,
-        None,
-    ),
-    setup_context=_save_exchange,
-)
-_heads_to_tokens.register_autograd(
-    lambda ctx, dx: (
-        torch.ops.longmesh.tokens_to_heads(dx, ctx.degree, ctx.handle),
-        None,
-        None,
-        None,
-    ),
-    setup_context=_save_exchange,
-)
+def _tokens_to_heads_backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+    dinput = torch.ops.longmesh.heads_to_tokens(dx, ctx.heads, ctx.degree, ctx.handle)
+    return dinput, None, None
+
+
+def _heads_to_tokens_backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
+    return torch.ops.longmesh.tokens_to_heads(dx, ctx.degree, ctx.handle), None, None, None
+
+
+_tokens_to_heads.register_autograd(_tokens_to_heads_backward, setup_context=_save_exchange)
+_heads_to_tokens.register_autograd(_heads_to_tokens_backward, setup_context=_save_exchange)
 
 
 def relayout_in(relayout: Relayout, x: Tensor) -> Tensor:
@@ -212,37 +213,47 @@ def rank_operator(
     inputs: str,
     fake: Callable[..., tuple[Tensor, Tensor]],
     executors: Handles[Any],
-    checked: Callable[[Tensor, Geometry], Plan] = plan_of,
+    plan_from: Callable[[Tensor, Geometry], Plan] = plan_of,
     others: str = "",
 ) -> None:
     """Register the forward and backward of a class of executors as one operator.
 
-    They are ``forward(plan, *given)`` and ``backward(plan, dout, kept, *given)``. The operator
-    takes the inputs and others, then the handles of an executor and of a plan, and returns out and
-    what the backward needs besides.
-    """
+    They are ``forward(plan, *operands)`` and ``backward(plan, dout, saved, *operands)``. The
+    operator takes the inputs and others, then the handles of an executor and of a plan, and returns
+    out and the tensor that the backward needs in addition.
 
-    def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        *operands, handle, plan = given
+    Args:
+        name: namespace and name of the operator.
+        inputs: types and names of the tensors that have gradients.
+        fake: returns tensors like the results.
+        executors: the table of executors by handle.
+        plan_from: returns the plan of a handle, checked against the executor's geometry.
+        others: types and names of the other operands.
+    """
+    num_inputs = inputs.count(",") + 1
+
+    # Executors choose their dtypes themselves, so autocast is off inside an operator.
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        *operands, handle, plan = arguments
         executor = executors[handle]
         with torch.autocast(operands[0].device.type, enabled=False):
-            results: tuple[Tensor, Tensor] = executor.forward(
-                checked(plan, executor.transport.geometry), *operands
-            )
+            checked_plan = plan_from(plan, executor.transport.geometry)
+            results: tuple[Tensor, Tensor] = executor.forward(checked_plan, *operands)
         return results
 
-    def backward(dout: Tensor, _: Any, *given: Any) -> tuple[Tensor, ...]:
-        *operands, handle, plan = given
-        kept = operands.pop(count)
+    def backward(dout: Tensor, _: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *operands, handle, plan = arguments
+        saved = operands.pop(num_inputs)
         with torch.autocast(dout.device.type, enabled=False):
             gradients: tuple[Tensor, ...] = executors[handle].backward(
-                PLANS[plan], dout, kept, *operands
+                PLANS[plan], dout, saved, *operands
             )
         return gradients
 
-    count = inputs.count(",") + 1
+    def owner(*other_arguments: Any) -> object:
+        return executors[other_arguments[-2]]
+
     others += "int handle, Tensor plan"
-    owner = lambda *others: executors[others[-2]]  # noqa: E731
     differentiable(name, inputs, others, forward, fake, backward, saves=[1], owner=owner)
 
 
@@ -262,7 +273,8 @@ def state_attention(
 def _state_fake(
     q: Tensor, k: Tensor, v: Tensor, _: Any, handle: int, __: Tensor
 ) -> tuple[Tensor, Tensor]:
-    state, slots = empty_state(k, v), STATE_EXECUTORS[handle].geometry.slots
+    state = empty_state(k, v)
+    slots = STATE_EXECUTORS[handle].geometry.slots
     return v.new_empty(v.shape), state.new_empty(slots, *state.shape)
 
 
@@ -278,13 +290,13 @@ rank_operator(
 def delta_attention(
     executor: DeltaExecutor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute a rank's gated delta rule, as ``DeltaExecutor.forward``; differentiable, collective."""
+    """Compute a rank's gated delta rule; differentiable, collective. See ``DeltaExecutor``."""
     return torch.ops.longmesh.delta_attention(q, k, v, g, beta, executor.handle, plan)
 
 
 def _delta_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    kept = torch.library.get_ctx().new_dynamic_size()  # the plan's
-    return v.new_empty(v.shape), v.new_empty(kept, dtype=accum_dtype(v.dtype))
+    saved_size = torch.library.get_ctx().new_dynamic_size()  # the plan's
+    return v.new_empty(v.shape), v.new_empty(saved_size, dtype=accum_dtype(v.dtype))
 
 
 rank_operator(

@@ -1,8 +1,10 @@
-"""Plans: what each rank computes in every round, for a geometry under one mask.
+"""Plans: the tiles that each rank computes in every round, for a geometry under one mask.
 
-Making a plan needs no processes. A custom operator takes no Python object, so it takes handles.
-That of an executor is an integer. That of a plan is a tensor: the mask may change with every
-micro-batch, and torch.compile would recompile for each new integer.
+Making a plan needs no processes.
+
+Custom operators take no Python objects, so they take handles. An executor's handle is an integer,
+which torch.compile bakes into the graph. A plan's handle is a tensor instead: the mask may change
+with every micro-batch, and torch.compile would recompile for each new integer.
 """
 
 from dataclasses import dataclass
@@ -13,13 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.blocks import Tile
 from parallel.context.geometry import Geometry, PlanOptions
 from parallel.context.layout import BALANCED, ContextError, Layout, Mask, Reach, Window, mask_of
 from parallel.context.methods import method_of
 from parallel.context.methods.base import Ranks, Round
 from parallel.context.sparse.balanced import ArcLayout
-from parallel.context.sparse.flow import Flow, PiecesOf, RankRound, rank_schedule
-from parallel.context.tiles import Piece, Sets, Work, pieces, tiles, work
+from parallel.context.sparse.flow import Flow, PiecesOf
+from parallel.context.sparse.schedule import RankRound, rank_schedule
+from parallel.context.tiles import Piece, pieces, tiles
 from parallel.context.traffic import (
     Cost,
     Moves,
@@ -29,6 +33,7 @@ from parallel.context.traffic import (
     sizes,
     whole_traffic,
 )
+from parallel.context.workload import PieceSets, Work, count_work
 from runtime.tensors import Handles, kept_in_object
 
 PLANS: Handles["Plan"] = Handles()
@@ -37,7 +42,12 @@ PLANS: Handles["Plan"] = Handles()
 
 @dataclass(frozen=True)
 class Plan:
-    """The rounds of a geometry under one mask; immutable."""
+    """The rounds of a geometry under one mask; immutable.
+
+    Everything expensive is computed once per plan and rank and kept in the plan itself, not in a
+    global cache: packed documents make a plan per micro-batch, and its tables must be freed with
+    it.
+    """
 
     geometry: Geometry
     mask: Mask
@@ -48,27 +58,34 @@ class Plan:
 
     @cached_property
     def layout(self) -> Layout | ArcLayout:
-        """Return who owns which tokens."""
-        geometry, mask = self.geometry, self.balanced or self.mask
+        """The layout: it says which rank owns which tokens."""
+        geometry = self.geometry
         if geometry.options.layout != BALANCED:
             return geometry.layout
-        documents = mask.documents or (0, self.seq_len)
-        sizes = self.padded_len, self.seq_len, self.size, geometry.ulysses_degree
-        return ArcLayout(*sizes, documents, mask.causal, mask.window)
+        mask = self.balanced or self.mask
+        return ArcLayout(
+            seq_len=self.padded_len,
+            real=self.seq_len,
+            size=self.size,
+            team_size=geometry.ulysses_degree,
+            documents=mask.documents or (0, self.seq_len),
+            causal=mask.causal,
+            window=mask.window,
+        )
 
     @property
     def causal(self) -> bool:
-        """Return whether a position sees those up to itself only."""
+        """True if a position sees only those up to itself."""
         return self.mask.causal
 
     @property
     def documents(self) -> tuple[int, ...] | None:
-        """Return the cumulative lengths of packed documents."""
+        """Cumulative lengths of packed documents."""
         return self.mask.documents
 
     @property
     def sparse(self) -> bool:
-        """Return whether only the rows that a query sees travel."""
+        """True if a rank receives only the rows that its queries see, instead of whole tensors."""
         geometry = self.geometry
         return (
             geometry.method.needed_only
@@ -78,27 +95,28 @@ class Plan:
 
     @property
     def seq_len(self) -> int:
-        """Return the number of tokens in the sequence."""
+        """Tokens of the sequence, without padding."""
         return self.geometry.seq_len
 
     @property
     def size(self) -> int:
-        """Return the number of ranks that share the sequence."""
+        """Ranks that share the sequence."""
         return self.geometry.size
 
     @property
     def padded_len(self) -> int:
-        """Return the sequence length padded to what the layout can divide."""
+        """Sequence length, padded to a multiple that the layout can divide."""
         return self.geometry.padded_len
 
     @property
     def local_len(self) -> int:
-        """Return the number of positions per rank, padding included."""
+        """Positions per rank, padding included."""
         return self.geometry.local_len
 
     def positions(self, rank: int) -> Tensor:
-        """Return ascending global positions of ``rank``: int64 ``[local_len]``; seq_len and above
-        are padding.
+        """Return ascending global positions of ``rank``: int64 ``[local_len]``.
+
+        Positions of ``seq_len`` and above are padding.
         """
         return torch.from_numpy(self.layout.positions(self.geometry.owner(rank)))
 
@@ -107,7 +125,7 @@ class Plan:
         return _plan(self.geometry, mask_of(self.causal, documents, window, self.seq_len))
 
     def windowed(self, window: Window) -> "Plan":
-        """Return the plan with a window, for the layers that have one; made once."""
+        """Return this plan with a window, for the layers that have one; made once."""
         return self if window == self.mask.window else self._windowed(window)
 
     @kept_in_object
@@ -117,27 +135,27 @@ class Plan:
 
     @kept_in_object
     def rounds(self, rank: int, moves: Moves = "kv") -> tuple[Round, ...]:
-        """Return the rounds of ``rank``, in order, of a forward or of a backward that moves KV or
-        queries.
+        """Return the rounds of ``rank`` in order, if whole tensors circulate.
+
+        They are those of a forward, or of a backward that moves KV or queries.
         """
-        team, found = self.pieces(self.geometry.team(rank)), []
+        team = self.pieces(self.geometry.team(rank))
+        stride = self.layout.stride
+        rounds = []
         for step in self.geometry.rounds_of(rank):
-            pair = (
-                (team, self.pieces(step.holds))
-                if moves == "kv"
-                else (self.pieces(step.holds), team)
-            )
-            computed = (
-                () if step.gradient is None else tiles(*pair, self.layout.stride, self.mask.reach)
-            )
-            found.append(step._replace(tiles=computed))
-        return tuple(found)
+            computed: tuple[Tile, ...] = ()
+            if step.gradient is not None:
+                visitors = self.pieces(step.holds)
+                if moves == "kv":
+                    computed = tiles(team, visitors, stride, self.mask.reach)
+                else:
+                    computed = tiles(visitors, team, stride, self.mask.reach)
+            rounds.append(step._replace(tiles=computed))
+        return tuple(rounds)
 
     @kept_in_object
     def schedule(self, rank: int, moves: Moves = "kv") -> tuple[RankRound, ...]:
-        """Return what ``rank`` sends, receives and computes where only the rows that a query sees
-        travel.
-        """
+        """Return the rounds of ``rank`` in order, if only the rows that a query sees travel."""
         return rank_schedule(self.flow(moves), rank, *self._visible, moves)
 
     @kept_in_object
@@ -151,19 +169,15 @@ class Plan:
 
     @property
     def sparse_moves(self) -> Moves:
-        """Return what a backward moves where only the rows that a query sees travel: KV, unless
-        told otherwise.
-        """
+        """Operands that the backward sends in a sparse exchange: KV by default, or queries."""
         return "queries" if self.geometry.options.backward == "queries" else "kv"
 
-    def backward_moves(self, of: Sizes) -> Moves:
-        """Return what a backward with tensors of these sizes moves."""
-        return self.sparse_moves if self.sparse else cheaper_backward(self.geometry, of)
+    def backward_moves(self, dims: Sizes) -> Moves:
+        """Return the operands that a backward with tensors of these sizes sends."""
+        return self.sparse_moves if self.sparse else cheaper_backward(self.geometry, dims)
 
     def work(self, moves: Moves = "kv") -> Work:
-        """Return the work of all ranks in all rounds: as in ``rounds``, but hundreds of times
-        faster.
-        """
+        """Count the work of all ranks in all rounds, hundreds of times faster than ``rounds``."""
         return _work(self, moves)
 
     def cost(self, rank: int, **shape: int) -> Cost:
@@ -177,25 +191,31 @@ class Plan:
                 activations, in bytes; and ``value_dim``, the width of v and out in linear
                 attention, if it differs from that of q and k.
         """
-        geometry, boundaries = self.geometry, self.boundaries
+        geometry = self.geometry
         geometry.check_heads(shape["heads"], shape["kv_heads"])
-        of = sizes(geometry, **shape)
-        moves = self.backward_moves(of)
+        dims = sizes(geometry, **shape)
+        moves = self.backward_moves(dims)
+
         if self.sparse and not geometry.method.states:
-            pairs = tuple(sum(tile.pairs for tile in step.tiles) for step in self.schedule(rank))
-            forward = needed_traffic(self.flow(), rank, of, None)
-            return Cost(pairs, forward, needed_traffic(self.flow(moves), rank, of, moves), moves)
+            steps = self.schedule(rank)
+            return Cost(
+                pairs=tuple(sum(tile.pairs for tile in step.tiles) for step in steps),
+                forward=needed_traffic(self.flow(), rank, dims, None),
+                backward=needed_traffic(self.flow(moves), rank, dims, moves),
+                backward_moves=moves,
+            )
         return Cost(
-            tuple(step.pairs for step in self.rounds(rank)),
-            whole_traffic(geometry, rank, of, None, boundaries),
-            whole_traffic(geometry, rank, of, moves, boundaries),
-            moves,
+            pairs=tuple(step.pairs for step in self.rounds(rank)),
+            forward=whole_traffic(geometry, rank, dims, None, self.boundaries),
+            backward=whole_traffic(geometry, rank, dims, moves, self.boundaries),
+            backward_moves=moves,
         )
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """Return the start of every document but the first. Padding is a document, so that it sees
-        only itself.
+        """The start of every document but the first.
+
+        Padding counts as a document, so that it sees only itself.
         """
         boundaries = self.documents[1:-1] if self.documents else ()
         if self.padded_len > self.seq_len:
@@ -203,33 +223,33 @@ class Plan:
         return boundaries
 
     def pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
-        """Return the positions of ``ranks``, joined and cut at documents."""
+        """Return the positions of ``ranks``, joined, and cut at document boundaries."""
         layout = self.layout
-        owned = (run for rank in ranks for run in layout.strides(self.geometry.owner(rank)))
-        return pieces(owned, layout.stride, self.boundaries)
+        strides = (run for rank in ranks for run in layout.strides(self.geometry.owner(rank)))
+        return pieces(strides, layout.stride, self.boundaries)
 
     @kept_in_object
     def real_pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
-        """Return the pieces without padding, which nothing sees."""
+        """Return the pieces of ``ranks`` without padding, which no query sees."""
         return [piece for piece in self.pieces(ranks) if piece.start < self.seq_len]
 
-    def sets(self, places: tuple[Ranks, ...]) -> tuple[Sets, np.ndarray]:
-        """Return the distinct sets of peers in ``places``, told apart by the first peer, and each
-        place's set index.
+    def piece_sets(self, peers: tuple[Ranks, ...]) -> tuple[PieceSets, np.ndarray]:
+        """Return the distinct sets of ``peers`` over all places, and each place's set index.
+
+        Two places with the same first peer have the same set.
         """
-        firsts = np.broadcast_to(places[0], self.geometry.shape.size)
-        _, where, which = np.unique(firsts, return_index=True, return_inverse=True)
-        return Sets(
-            [self.pieces(self.geometry.ranks_at(places, int(place))) for place in where]
-        ), which
+        first_peers = np.broadcast_to(peers[0], self.geometry.shape.size)
+        _, examples, set_index = np.unique(first_peers, return_index=True, return_inverse=True)
+        members = [self.pieces(self.geometry.ranks_at(peers, int(place))) for place in examples]
+        return PieceSets(members), set_index
 
 
 @dataclass(frozen=True)
 class PlanHandle:
-    """A micro-batch's plan, as a model hands it from layer to layer.
+    """A micro-batch's plan, as a model passes it from layer to layer.
 
     Not a tensor itself: data parallelism moves and casts the tensors that it finds among a layer's
-    arguments.
+    arguments, and would send a bare handle to the GPU or round it.
     """
 
     tensor: Tensor
@@ -238,9 +258,9 @@ class PlanHandle:
 
 _geometry = lru_cache(maxsize=1024)(Geometry)
 _whole = lru_cache(maxsize=1024)(Plan)
-_packed = lru_cache(maxsize=16)(
-    Plan
-)  # every micro-batch has one of its own, which its handle keeps alive
+# Every micro-batch of packed documents has its own plan, which its handle keeps alive. A large
+# cache would hold the tables of long past batches.
+_packed = lru_cache(maxsize=16)(Plan)
 
 
 def _plan(geometry: Geometry, mask: Mask, balanced: Mask | None = None) -> Plan:
@@ -261,7 +281,7 @@ def make_plan(
 
     Args:
         method: a name in ``METHODS``.
-        seq_len: tokens of the sequence; padded at the end to what the layout can divide.
+        seq_len: tokens of the sequence; padded at the end to a multiple that the layout can divide.
         size: ranks that share the sequence.
         causal: position p sees positions up to p in its document; otherwise all of its document.
         documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., seq_len).
@@ -273,29 +293,38 @@ def make_plan(
         ContextError: unknown method, or a combination it does not support, with the reason and the
             fix.
     """
-    chosen = method_of(method)
-    resolved = PlanOptions(**options).resolved(chosen, seq_len, size, causal)
-    plan = _plan(
-        _geometry(chosen, seq_len, size, resolved), mask_of(causal, documents, window, seq_len)
-    )
-    chosen.check(plan.geometry.shape, causal)
+    method_data = method_of(method)
+    resolved = PlanOptions(**options).resolved(method_data, seq_len, size, causal)
+    mask = mask_of(causal, documents, window, seq_len)
+    plan = _plan(_geometry(method_data, seq_len, size, resolved), mask)
+    method_data.check(plan.geometry.shape, causal)
     return plan
 
 
 @lru_cache(maxsize=64)
 def _work(plan: Plan, moves: Moves) -> Work:
     geometry = plan.geometry
-    team, own = plan.sets(geometry.method.team(np.arange(geometry.shape.size), geometry.shape))
-    holds, first = plan.sets(
-        geometry.rounds[0].holds
-    )  # every set held later is held by some place at first
-    pairings = []
+    num_places = geometry.shape.size
+    team_peers = geometry.method.team(np.arange(num_places), geometry.shape)
+    team_sets, team_index = plan.piece_sets(team_peers)
+    # Every set that a later round holds is held by some place in the first round.
+    held_sets, first_index = plan.piece_sets(geometry.rounds[0].holds)
+
+    pairings: list[tuple[np.ndarray, np.ndarray] | None] = []
     for step in geometry.rounds:
-        held = first[np.broadcast_to(step.holds[0], geometry.shape.size)]
-        pair = (own, held) if moves == "kv" else (held, own)
-        pairings.append(None if step.gradient is None else pair)
-    sets = (team, holds) if moves == "kv" else (holds, team)
-    return work(*sets, pairings, plan.layout.stride, plan.mask.reach)
+        if step.gradient is None:
+            pairings.append(None)
+            continue
+        held_index = first_index[np.broadcast_to(step.holds[0], num_places)]
+        if moves == "kv":
+            pairings.append((team_index, held_index))
+        else:
+            pairings.append((held_index, team_index))
+
+    stride = plan.layout.stride
+    if moves == "kv":
+        return count_work(team_sets, held_sets, pairings, stride, plan.mask.reach)
+    return count_work(held_sets, team_sets, pairings, stride, plan.mask.reach)
 
 
 def plan_of(handle: Tensor, geometry: Geometry) -> Plan:
@@ -304,12 +333,14 @@ def plan_of(handle: Tensor, geometry: Geometry) -> Plan:
     Raises ContextError: it is of other ranks, another length, method or layout than ``geometry``.
     """
     plan = PLANS[handle]
-    own = plan.geometry
-    alone = own.size == geometry.size == 1 and own.padded_len == geometry.padded_len
-    if own is not geometry and own != geometry and not alone:
-        raise ContextError(
-            f"mask is of {own.method.name} over {own.seq_len} tokens on {own.size} ranks, and this attention is "
-            f"{geometry.method.name} over {geometry.seq_len} on {geometry.size}; pass a handle from under(...) of "
-            "the same object"
-        )
-    return plan
+    actual = plan.geometry
+    if actual is geometry or actual == geometry:
+        return plan
+    # In one process every method is the same attention, so only the length must agree.
+    if actual.size == geometry.size == 1 and actual.padded_len == geometry.padded_len:
+        return plan
+    raise ContextError(
+        f"mask is of {actual.method.name} over {actual.seq_len} tokens on {actual.size} ranks, and "
+        f"this attention is {geometry.method.name} over {geometry.seq_len} on {geometry.size}; "
+        "pass a handle from under(...) of the same object"
+    )

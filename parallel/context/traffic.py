@@ -3,12 +3,16 @@
 Of one whole document all keys, values and queries travel; under other masks, the rows that a query
 sees. A state passes to the next rank only inside a document: ``boundaries`` are the starts of all
 documents but the first.
+
+The counts are exact, not estimates. A transport counts the bytes that it sends, and tests compare
+the two for every method, so the planner's bytes and the tables in the documentation cannot drift
+from the code.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from math import gcd
 from typing import Literal, NamedTuple
@@ -22,11 +26,11 @@ from parallel.context.sparse.rows import count
 
 
 class Message(NamedTuple):
-    """``size`` bytes from each rank to a peer, int64 ``[ranks]``, or in a collective to several:
-    ``[ranks, members]``.
+    """``size`` bytes from each rank to a peer, or in a collective to several peers.
 
-    A rank sends nothing to itself. In transit from round ``first`` to ``last``; their number means
-    after the last.
+    ``to`` is int64 ``[ranks]``, or ``[ranks, members]`` in a collective. A rank sends nothing to
+    itself. The message is in transit from round ``first`` to round ``last``; the number of rounds
+    means after the last one.
     """
 
     to: np.ndarray
@@ -45,25 +49,25 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Return the bytes to all peers."""
+        """Bytes to all peers."""
         return self.p2p.total() + self.collective.total()
 
     def between_nodes(self, rank: int, ranks_per_node: int) -> int:
-        """Return the bytes that ``rank`` sends out of its node of ``ranks_per_node`` consecutive
-        ranks.
-        """
-        sent = self.p2p + self.collective
-        return sum(
-            count
-            for peer, count in sent.items()
-            if peer // ranks_per_node != rank // ranks_per_node
-        )
+        """Return the bytes that ``rank`` sends to other nodes of ``ranks_per_node`` ranks."""
+        node = rank // ranks_per_node
+        total = 0
+        for peer, size in (self.p2p + self.collective).items():
+            if peer // ranks_per_node != node:
+                total += size
+        return total
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one attention for one rank: (query, key) pairs per round, bytes sent, and what the
-    backward moves.
+    """Cost of one attention for one rank.
+
+    It has the (query, key) pairs per round, the bytes sent, and the operands that the backward
+    sends.
     """
 
     pairs: tuple[int, ...]
@@ -73,10 +77,9 @@ class Cost:
 
 
 class Sizes(NamedTuple):
-    """Sizes after the exchange of heads: q ``[batch, tokens, heads, head_dim]``, k and v with
-    ``kv_heads``.
+    """Sizes after the exchange of heads: q ``[batch, tokens, heads, head_dim]``.
 
-    In linear attention v and out may have width ``value_dim`` instead.
+    k and v have ``kv_heads``. In linear attention v and out may have width ``value_dim`` instead.
     """
 
     batch: int
@@ -91,12 +94,12 @@ class Sizes(NamedTuple):
 
     @property
     def kv_passes(self) -> int:
-        """Return the number of stages that attend with the same KV heads."""
+        """Stages that attend with the same KV heads."""
         return self.stages // gcd(self.stages, self.kv_heads)
 
     @property
     def stage(self) -> "Sizes":
-        """Return the sizes of one stage."""
+        """The sizes of one stage."""
         turns = gcd(self.stages, self.kv_heads)
         return self._replace(
             heads=self.heads // self.stages, kv_heads=self.kv_heads // turns, stages=1
@@ -104,16 +107,19 @@ class Sizes(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Return the width of v and out."""
+        """Width of v and out."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def wide(self) -> int:
-        """Return the bytes per element of lse, partial results and gradients in transit."""
+        """Bytes per element of lse, partial results and gradients in transit."""
         return max(4, self.element_size)
 
     def payload(self, moves: Moves) -> int:
-        """Return the bytes of k and v, or of q, dout, out and lse."""
+        """Return the bytes of k and v, or of q, dout, out and lse.
+
+        The operands travel in the dtype of activations, lse in float32 or wider.
+        """
         rows = self.batch * self.tokens
         if moves == "kv":
             return 2 * rows * self.kv_passes * self.kv_heads * self.head_dim * self.element_size
@@ -121,17 +127,15 @@ class Sizes(NamedTuple):
 
     @property
     def state(self) -> int:
-        """Return the bytes of a linear-attention state or its gradient: a matrix per head, for any
-        number of tokens.
-        """
+        """Bytes of a linear-attention state or its gradient, one matrix per head."""
         return self.batch * self.heads * self.head_dim * self.values * self.wide
 
     def gradient(self, moves: Moves) -> int:
-        """Return the bytes of dk and dv, or of dq."""
-        channels = (
-            2 * self.kv_passes * self.kv_heads if moves == "kv" else self.heads
-        ) * self.head_dim
-        return self.batch * self.tokens * channels * self.wide
+        """Return the bytes of dk and dv, or of dq; partial sums travel in float32 or wider."""
+        heads = self.heads
+        if moves == "kv":
+            heads = 2 * self.kv_passes * self.kv_heads
+        return self.batch * self.tokens * heads * self.head_dim * self.wide
 
 
 def sizes(
@@ -145,123 +149,144 @@ def sizes(
 ) -> Sizes:
     """Return one rank's sizes after Ulysses splits ``heads`` and ``kv_heads``."""
     degree = geometry.ulysses_degree
-    tokens = geometry.local_len * degree
-    stages = geometry.options.ulysses_head_chunks
     return Sizes(
-        batch,
-        tokens,
-        heads // degree,
-        max(1, kv_heads // degree),
-        head_dim,
-        element_size,
-        value_dim,
-        stages,
+        batch=batch,
+        tokens=geometry.local_len * degree,
+        heads=heads // degree,
+        kv_heads=max(1, kv_heads // degree),
+        head_dim=head_dim,
+        element_size=element_size,
+        value_dim=value_dim,
+        stages=geometry.options.ulysses_head_chunks,
     )
 
 
 def messages(
-    geometry: Geometry, of: Sizes, moves: Moves, *, gradients: bool, boundaries: tuple[int, ...]
+    geometry: Geometry, dims: Sizes, moves: Moves, *, gradients: bool, boundaries: tuple[int, ...]
 ) -> Iterator[Message]:
-    """Yield the point-to-point messages of a forward (without gradients) or a backward."""
+    """Yield the point-to-point messages of a forward, or with ``gradients`` of a backward.
+
+    Args:
+        geometry: its rounds, or the way of its states.
+        dims: sizes on one rank.
+        moves: operands that circulate.
+        boundaries: starts of all documents but the first.
+    """
     for index, step in enumerate(geometry.rounds):
+        payload = len(step.holds) * dims.payload(moves)
         for send in step.sends:
-            yield Message(
-                geometry.at_ranks(send.to), len(step.holds) * of.payload(moves), index, send.due - 1
-            )
+            yield Message(geometry.at_ranks(send.to), payload, index, send.due - 1)
         if gradients and step.gradient is not None:
-            home = step.gradient
-            yield Message(
-                geometry.at_ranks(home.to),
-                len(step.holds) * of.gradient(moves),
-                index + 1,
-                home.due,
-            )
+            gradient = len(step.holds) * dims.gradient(moves)
+            targets = geometry.at_ranks(step.gradient.to)
+            yield Message(targets, gradient, index + 1, step.gradient.due)
+
     if geometry.method.states == "neighbour":
         for slot in range(geometry.slots):
-            onward = np.arange(geometry.size)
-            for way in passages(geometry.layout, boundaries, gradients):
-                if way.slot == slot and way.target is not None:
-                    onward[way.rank] = way.target
-            yield Message(onward, of.state, 0, 0)
+            next_ranks = np.arange(geometry.size)
+            for passage in passages(geometry.layout, boundaries, gradients):
+                if passage.slot == slot and passage.target is not None:
+                    next_ranks[passage.rank] = passage.target
+            yield Message(next_ranks, dims.state, 0, 0)
 
 
 def collectives(
-    geometry: Geometry, of: Sizes, moves: Moves | None, *, holders_join: bool = True
+    geometry: Geometry, dims: Sizes, moves: Moves | None, *, holders_join: bool = True
 ) -> Iterator[Message]:
-    """Yield the collectives of a backward that moves KV or queries, or (None) of a forward; skip
-    groups of one.
+    """Yield the collectives of a backward that moves KV or queries, or (None) of a forward.
 
-    For heads: q, k, v there and out back, or dout there and dq, dk, dv back; in stages, lse back,
-    and in the backward q, k, v, out and lse there again. Without ``holders_join`` what circulates
-    is not gathered first, since only the rows needed travel.
+    Groups of one rank are skipped. Heads are exchanged in a forward
+
+        to heads: q, k, v           to tokens: out (in stages also lse)
+
+    and in a backward
+
+        to heads: dout (in stages also q, k, v, out, lse)       to tokens: dq, dk, dv
+
+    Without ``holders_join`` KV is not gathered first, since only the rows needed travel.
     """
-    gather, exchange = partial(Message, kind="gather"), partial(Message, kind="exchange")
-    heads, holders, team = geometry.head_groups, geometry.holder_groups, geometry.team_groups
-    rows = of.batch * of.tokens
-    channel = of.batch * geometry.local_len * of.element_size
-    found = [
-        exchange(
-            heads, ((of.heads + of.kv_heads) * of.head_dim + of.kv_heads * of.values) * channel
-        ),
-        exchange(heads, of.heads * of.values * channel),
+    heads = geometry.head_groups
+    holders = geometry.holder_groups
+    team = geometry.team_groups
+    rows = dims.batch * dims.tokens
+    local_rows = dims.batch * geometry.local_len
+    channel = local_rows * dims.element_size
+    qkv_channels = (dims.heads + dims.kv_heads) * dims.head_dim + dims.kv_heads * dims.values
+
+    operations = [
+        Message(heads, qkv_channels * channel, kind="exchange"),
+        Message(heads, dims.heads * dims.values * channel, kind="exchange"),
     ]
-    if of.stages > 1:
-        lse = exchange(heads, of.batch * geometry.local_len * of.heads * of.wide)
-        found += [lse] if moves is None else [*found, lse]
+    if dims.stages > 1:
+        lse = Message(heads, local_rows * dims.heads * dims.wide, kind="exchange")
+        if moves is not None:
+            operations *= 2  # q, k, v and out are exchanged once more
+        operations.append(lse)
+
     if moves is None:
-        found += [
-            *([gather(holders, of.payload("kv"))] if holders_join else []),
-            gather(team, rows * of.heads * of.head_dim * of.element_size),  # q
-            exchange(team, rows * of.heads * (of.head_dim + 1) * of.wide),  # partial out and lse
-        ]
+        if holders_join:
+            operations.append(Message(holders, dims.payload("kv"), kind="gather"))
+        q = rows * dims.heads * dims.head_dim * dims.element_size
+        out_and_lse = rows * dims.heads * (dims.head_dim + 1) * dims.wide
+        operations.append(Message(team, q, kind="gather"))
+        operations.append(Message(team, out_and_lse, kind="exchange"))
     else:
-        stays: Moves = "queries" if moves == "kv" else "kv"
-        for ranks, what in ((holders, moves), (team, stays))[0 if holders_join else 1 :]:
-            found += [gather(ranks, of.payload(what)), exchange(ranks, of.gradient(what))]
+        if holders_join:
+            operations.append(Message(holders, dims.payload(moves), kind="gather"))
+            operations.append(Message(holders, dims.gradient(moves), kind="exchange"))
+        stationary: Moves = "queries" if moves == "kv" else "kv"
+        operations.append(Message(team, dims.payload(stationary), kind="gather"))
+        operations.append(Message(team, dims.gradient(stationary), kind="exchange"))
+
     if geometry.method.states == "gather":
         everyone = np.broadcast_to(np.arange(geometry.size), (geometry.size, geometry.size))
-        found.append(gather(everyone, geometry.slots * of.state))
-    return (collective for collective in found if collective.to.shape[1] > 1)
+        operations.append(Message(everyone, geometry.slots * dims.state, kind="gather"))
+    return (collective for collective in operations if collective.to.shape[1] > 1)
 
 
 def whole_traffic(
-    geometry: Geometry, rank: int, of: Sizes, moves: Moves | None, boundaries: tuple[int, ...]
+    geometry: Geometry, rank: int, dims: Sizes, moves: Moves | None, boundaries: tuple[int, ...]
 ) -> Traffic:
-    """Return the bytes that ``rank`` sends in a backward that moves KV or queries, or (None) in a
-    forward.
+    """Return the bytes that ``rank`` sends if whole tensors circulate.
+
+    In a backward that moves KV or queries, or (None) in a forward.
     """
-    sent = messages(geometry, of, moves or "kv", gradients=moves is not None, boundaries=boundaries)
-    return _sum(rank, chain(sent, collectives(geometry, of, moves)))
+    with_gradients = moves is not None
+    sent = messages(geometry, dims, moves or "kv", gradients=with_gradients, boundaries=boundaries)
+    return _sum(rank, chain(sent, collectives(geometry, dims, moves)))
 
 
-def needed_traffic(flow: Flow, rank: int, of: Sizes, moves: Moves | None) -> Traffic:
-    """Return the bytes that ``rank`` sends in a backward that moves KV or queries, or (None) in a
-    forward.
+def needed_traffic(flow: Flow, rank: int, dims: Sizes, moves: Moves | None) -> Traffic:
+    """Return the bytes that ``rank`` sends if only the rows that a query sees travel.
 
-    ``flow`` has the rows that travel, with these moves (in a forward, KV).
+    In a backward that moves KV or queries, or (None) in a forward. ``flow`` has the rows that
+    travel, with these moves (in a forward, KV).
     """
-    total = _sum(rank, collectives(flow.geometry, of, moves, holders_join=False))
-    for parcel, size, _ in parcels(flow, rank, of, moves or "kv", gradients=moves is not None):
+    total = _sum(rank, collectives(flow.geometry, dims, moves, holders_join=False))
+    for parcel, size, _ in parcels(flow, rank, dims, moves or "kv", gradients=moves is not None):
         if parcel.peer != rank:
             total.p2p[parcel.peer] += size
     return total
 
 
 def parcels(
-    flow: Flow, rank: int, of: Sizes, moves: Moves, *, gradients: bool
+    flow: Flow, rank: int, dims: Sizes, moves: Moves, *, gradients: bool
 ) -> Iterator[tuple[Parcel, int, range]]:
-    """Yield what a rank sends, in bytes, and the rounds in which it is under way."""
-    row, gradient_row = of.payload(moves) // of.tokens, of.gradient(moves) // of.tokens
+    """Yield the parcels that a rank sends, their bytes, and the rounds in which they travel."""
+    row = dims.payload(moves) // dims.tokens
+    gradient_row = dims.gradient(moves) // dims.tokens
     for parcel in flow.start(rank).sends:
         yield parcel, count(parcel.rows) * row, range(1)
     for index in range(flow.rounds):
         for parcel in flow.moves(rank, index).sends:
             yield parcel, count(parcel.rows) * row, range(index, parcel.due)
-        for parcel in flow.gradients(rank, index).sends if gradients else ():
-            yield parcel, count(parcel.rows) * gradient_row, range(index + 1, parcel.due + 1)
+        if gradients:
+            for parcel in flow.gradients(rank, index).sends:
+                yield parcel, count(parcel.rows) * gradient_row, range(index + 1, parcel.due + 1)
 
 
 def _sum(rank: int, sent: Iterable[Message]) -> Traffic:
+    """Add up the messages that one rank sends."""
     total = Traffic()
     for message in sent:
         counts = total.p2p if message.kind == "p2p" else total.collective
@@ -273,38 +298,49 @@ def _sum(rank: int, sent: Iterable[Message]) -> Traffic:
 
 def bytes_of_all(
     geometry: Geometry,
-    of: Sizes,
+    dims: Sizes,
     moves: Moves | None,
     ranks_per_node: int,
     boundaries: tuple[int, ...],
 ) -> tuple[int, int]:
-    """Return the bytes of all ranks (within nodes, between nodes), in a backward, or (None) in a
-    forward.
+    """Return the bytes of all ranks together: (within nodes, between nodes).
+
+    In a backward that moves KV or queries, or (None) in a forward.
     """
-    sent = messages(geometry, of, moves or "kv", gradients=moves is not None, boundaries=boundaries)
-    by_peers: dict[
-        int, tuple[np.ndarray, int]
-    ] = {}  # a ring sends to the same ranks in every round
-    for to, size, *_ in chain(sent, collectives(geometry, of, moves)):
-        by_peers[id(to)] = to, by_peers.get(id(to), (to, 0))[1] + size
-    inside = between = 0
-    for to, size in by_peers.values():
+    with_gradients = moves is not None
+    sent = messages(geometry, dims, moves or "kv", gradients=with_gradients, boundaries=boundaries)
+    # A ring's rounds share one array of targets, so the peers are looked at once, not per round.
+    targets: dict[int, np.ndarray] = {}
+    bytes_to: Counter[int] = Counter()
+    for message in chain(sent, collectives(geometry, dims, moves)):
+        targets[id(message.to)] = message.to
+        bytes_to[id(message.to)] += message.size
+
+    # Messages to the rank itself are not sent; of the others, some leave the node.
+    inside = 0
+    between = 0
+    rank = np.arange(geometry.size)[:, None]
+    for key, to in targets.items():
         peers = to.reshape(geometry.size, -1)
-        rank = np.arange(geometry.size)[:, None]
-        beyond = int(np.count_nonzero(peers // ranks_per_node != rank // ranks_per_node))
-        inside += size * (int(np.count_nonzero(peers != rank)) - beyond)
-        between += size * beyond
+        num_messages = int(np.count_nonzero(peers != rank))
+        other_node = peers // ranks_per_node != rank // ranks_per_node
+        num_between = int(np.count_nonzero(other_node))
+
+        inside += bytes_to[key] * (num_messages - num_between)
+        between += bytes_to[key] * num_between
     return inside, between
 
 
 @lru_cache(maxsize=256)
-def cheaper_backward(geometry: Geometry, of: Sizes) -> Moves:
-    """Return what the backward moves: as in the options, or else what sends fewer bytes over all
-    ranks.
+def cheaper_backward(geometry: Geometry, dims: Sizes) -> Moves:
+    """Return the operands that the backward sends: by the options, or else by fewer bytes in total.
+
+    With few KV heads (grouped queries) KV and its gradient are smaller. With as many KV heads as
+    query heads, q, dout, out, lse and dq can be less than k, v, dk and dv, since gradients travel
+    in float32.
     """
     if geometry.options.backward != "auto":
         return geometry.options.backward
-    kv, queries = (
-        sum(bytes_of_all(geometry, of, moves, geometry.size, ())) for moves in ("kv", "queries")
-    )
+    kv = sum(bytes_of_all(geometry, dims, "kv", geometry.size, ()))
+    queries = sum(bytes_of_all(geometry, dims, "queries", geometry.size, ()))
     return "kv" if kv <= queries else "queries"

@@ -18,6 +18,7 @@ from runtime.tensors import Handles, accum_dtype
 
 Tensors = tuple[Tensor, ...]
 Arrival = Callable[[], Tensors]
+"""Waits for a transfer and returns the tensors that arrived."""
 # torch 2.13 renamed this and warns about the old name
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -27,6 +28,11 @@ class Transport:
 
     Makes the subgroups, once: every rank of ``group`` makes its own in the same order; ranks of
     other groups need not take part.
+
+    Point-to-point transfers have no tags, since NCCL has none. Two ranks match their transfers by
+    order alone, so both sides must post them in the order of the plan. Sends that are due several
+    rounds later would break this pipeline: they would queue ahead of a small send that the next
+    round waits for. They go over a second group, ``far``, with its own queue.
     """
 
     def __init__(
@@ -37,42 +43,51 @@ class Transport:
         timeout: timedelta | None = None,
         links: "Transport | None" = None,
     ) -> None:
-        """Make the links, or take those of a transport whose geometry differs in its length alone."""
+        """Make the links, or reuse those of a transport whose geometry differs only in length."""
         self.geometry = geometry
         self.rank = rank
         self.traffic = Traffic()
         """Bytes sent to each peer so far; assign an empty ``Traffic`` to reset."""
         self._group = group
-        self._connected: set[dist.ProcessGroup] = set()
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {
-            tuple(range(geometry.size)): group
-        }
         self._far = group
+        self._connected: set[dist.ProcessGroup] = set()
+        everyone = tuple(range(geometry.size))
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: group}
+
         if links is not None:
-            self._connected, self._groups, self._far = links._connected, links._groups, links._far
+            self._connected = links._connected
+            self._groups = links._groups
+            self._far = links._far
             return
+
         for ranks in (geometry.head_group(rank), geometry.teammates(rank), geometry.holders(rank)):
             if len(ranks) > 1 and ranks not in self._groups:
                 self._groups[ranks] = self._new_group(ranks, timeout)
-        # Sends with several rounds' time must not queue ahead of those that the next round needs.
+
         if any(
-            send.due > i + 1
-            for i, step in enumerate(geometry.rounds_of(rank))
+            send.due > index + 1
+            for index, step in enumerate(geometry.rounds_of(rank))
             for send in step.sends
         ):
-            self._far = self._new_group(tuple(range(geometry.size)), timeout)
+            self._far = self._new_group(everyone, timeout)
 
     def _new_group(
         self, ranks: tuple[int, ...], timeout: timedelta | None
     ) -> dist.ProcessGroup | None:
-        everyone = dist.get_process_group_ranks(self._group)
+        global_ranks = dist.get_process_group_ranks(self._group)
         return dist.new_group(
-            [everyone[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True
+            [global_ranks[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True
         )
 
     def send_recv(self, tensors: Tensors, send: Send, far: bool) -> Arrival:
-        """Send tensors to one rank and receive the same shapes from another; change none until both
-        are done.
+        """Send tensors to one rank, and receive tensors of the same shapes from another.
+
+        Change none of them until both are done.
+
+        Args:
+            tensors: dense or not; a copy is sent if need be.
+            send: the ranks to send to and to receive from.
+            far: True if the receiver needs them later than in the next round.
         """
         self.connect_all(tensors[0].device)
         if send.to == self.rank:  # then no other rank sends here
@@ -91,77 +106,97 @@ class Transport:
     def isend_irecv(
         self, sends: list[tuple[int, Tensors]], receives: list[tuple[int, Tensors]], far: bool
     ) -> tuple[list[Arrival], Callable[[], object]]:
-        """Start sends to, and receives from, any ranks; between two ranks both must be in the same
-        order.
+        """Start sends to, and receives from, any ranks.
 
-        Returns one arrival per receive, and a function that waits for the sends; do not change them
-        before. What this rank sends to itself is handed over.
+        Between two ranks both must be in the same order. Tensors for this rank itself are handed
+        over.
+
+        Args:
+            sends: (peer, tensors) each.
+            receives: (peer, buffers) each; the buffers for this rank itself are not used.
+            far: True if nothing of it is needed in the next round.
+
+        Returns:
+            One arrival per receive, and a function that waits for the sends; do not change their
+            tensors before it returns.
         """
         group = self._far if far else self._group
-        own = iter([tensors for peer, tensors in sends if peer == self.rank])
-        leaving = [
-            (peer, tuple(x.contiguous() for x in tensors))
-            for peer, tensors in sends
-            if peer != self.rank
-        ]
-        coming = [(peer, tensors) for peer, tensors in receives if peer != self.rank]
-        # gloo wants receives posted first; there are no tags: concurrent transfers match by the
-        # plan's order
-        operations = [
-            dist.P2POp(operation, x, group=group, group_peer=peer)
-            for operation, several in ((dist.irecv, coming), (dist.isend, leaving))
-            for peer, tensors in several
-            for x in tensors
-        ]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        to_self: list[Tensors] = []
+        leaving: list[tuple[int, Tensors]] = []
+        for peer, tensors in sends:
+            if peer == self.rank:
+                to_self.append(tensors)
+            else:
+                # Held until the wait: a copy that was freed could be overwritten while it is sent.
+                leaving.append((peer, tuple(x.contiguous() for x in tensors)))
+
+        # gloo wants receives posted first.
+        operations = []
+        for peer, tensors in receives:
+            if peer != self.rank:
+                for x in tensors:
+                    operations.append(dist.P2POp(dist.irecv, x, group=group, group_peer=peer))
         for peer, tensors in leaving:
             self.traffic.p2p[peer] += sum(x.nbytes for x in tensors)
-        apart = len(works) == len(operations)  # NCCL has one for all
-        arrivals, used = list[Arrival](), 0
+            for x in tensors:
+                operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=peer))
+        works = dist.batch_isend_irecv(operations) if operations else []
+
+        # gloo returns one work per operation. NCCL returns one for all: then each wait is for all.
+        one_each = len(works) == len(operations)
+        arrivals: list[Arrival] = []
+        handed_over = iter(to_self)
+        index = 0
         for peer, tensors in receives:
             if peer == self.rank:
-                arrivals.append(_arrival((), next(own)))
+                arrivals.append(_arrival((), next(handed_over)))
+            elif one_each:
+                end = index + len(tensors)
+                arrivals.append(_arrival(works[index:end], tensors))
+                index = end
             else:
-                mine = slice(used, used := used + len(tensors)) if apart else slice(None)
-                arrivals.append(_arrival(works[mine], tensors))
-        sent = _arrival(
-            works[used:] if apart else works, tuple(x for _, tensors in leaving for x in tensors)
-        )
+                arrivals.append(_arrival(works, tensors))
+        sent_tensors = tuple(x for _, tensors in leaving for x in tensors)
+        sent = _arrival(works[index:] if one_each else works, sent_tensors)
         return arrivals, sent
 
     def gather(self, tensors: Tensors, ranks: tuple[int, ...], *, by_rank: bool = False) -> Arrival:
-        """Join tensors in ascending positions, or ``by_rank``: [B, T, ...] -> [B, len(ranks) * T,
-        ...].
+        """All-gather tensors over ``ranks``: [B, T, ...] -> [B, len(ranks) * T, ...].
+
+        Tokens are joined in ascending positions, or ``by_rank``.
         """
         if len(ranks) == 1:
             return lambda: tensors
         order = None if by_rank else self._order(ranks, tensors[0].device)
-        parts, works = [], []
+
+        gathered = []
+        works = []
         for tensor in tensors:
-            part = tensor.new_empty(len(ranks), *tensor.shape)
+            parts = tensor.new_empty(len(ranks), *tensor.shape)
             tensor = tensor.contiguous()
             # gloo takes the concatenated shape, not the stacked one
             works.append(
                 all_gather_single(
-                    part.flatten(0, 1), tensor, group=self._groups[ranks], async_op=True
+                    parts.flatten(0, 1), tensor, group=self._groups[ranks], async_op=True
                 )
             )
-            parts.append((part, tensor))
+            gathered.append((parts, tensor))  # the tensor stays alive until it is sent
             self._count(ranks, tensor.nbytes)
 
         def wait() -> Tensors:
             for work in works:
                 work.wait()
-            joined = (
-                part.transpose(0, 1).flatten(1, 2) for part, _ in parts
-            )  # [B, ranks * T, ...]
-            return tuple(x if order is None else x.index_select(1, order) for x in joined)
+
+            results = []
+            for parts, _ in gathered:
+                joined = parts.transpose(0, 1).flatten(1, 2)  # [B, ranks * T, ...]
+                results.append(joined if order is None else joined.index_select(1, order))
+            return tuple(results)
 
         return wait
 
     def scatter(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Return what each of ``ranks`` has for this rank's tokens: inverse of ``gather``, stacked,
-        not reduced.
+        """Return every rank's part for this rank's tokens, stacked: the inverse of ``gather``.
 
         [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. Summing these moves as many bytes as a
         reduce-scatter, in a fixed order on any backend; gloo's own moves twice as many.
@@ -174,9 +209,13 @@ class Transport:
         return self.exchange(tensor.unflatten(1, (len(ranks), -1)).transpose(0, 1), ranks)
 
     def _order(self, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
+        """Return the order that sorts the joined tokens of ``ranks`` and of their head groups."""
         degree = self.geometry.ulysses_degree
-        owners = tuple(rank - rank % degree + u for rank in ranks for u in range(degree))
-        return gather_order(self.geometry, owners, device)
+        owners: list[int] = []
+        for rank in ranks:
+            first_rank = rank - rank % degree
+            owners += range(first_rank, first_rank + degree)
+        return gather_order(self.geometry, tuple(owners), device)
 
     def exchange(self, parts: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """All-to-all: send part i to rank i, receive part j from rank j; both [len(ranks), ...]."""
@@ -187,8 +226,9 @@ class Transport:
         return received
 
     def exchange_tokens(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """All-to-all of unequal parts in the whole group: [sum(sends), ...] -> [sum(receives),
-        ...], by rank.
+        """All-to-all of unequal parts in the whole group, by rank.
+
+        [sum(sends), ...] -> [sum(receives), ...].
         """
         x = x.contiguous()
         received = x.new_empty(sum(receives), *x.shape[1:])
@@ -199,29 +239,35 @@ class Transport:
         return received
 
     def reduced(self, gradient: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Sum what ``ranks`` have for this rank's tokens, in a fixed order: [B, len(ranks) * T,
-        ...] -> [B, T, ...].
+        """Sum every rank's part for this rank's tokens, in a fixed order.
+
+        [B, len(ranks) * T, ...] -> [B, T, ...].
         """
         return gradient if len(ranks) == 1 else self.scatter(gradient, ranks).sum(0)
 
     def connect_all(self, device: torch.device) -> None:
-        """Let NCCL connect each group that ``isend_irecv`` uses, once, by all ranks: some may have
-        nothing to send.
+        """Let NCCL connect each group that ``isend_irecv`` uses, once.
+
+        Connecting is a collective, and in a sparse exchange some ranks may have nothing to send:
+        NCCL would wait for them forever.
         """
         for group in (self._group, self._far):
             if device.type == "cuda" and group is not None and group not in self._connected:
                 self._connected.add(group)
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def _count(self, ranks: Sequence[int], count: int) -> None:
+    def _count(self, ranks: Sequence[int], size: int) -> None:
+        """Count ``size`` bytes to each of ``ranks``."""
         for rank in ranks:
             if rank != self.rank:
-                self.traffic.collective[rank] += count
+                self.traffic.collective[rank] += size
 
 
 def _arrival(works: Sequence[dist.Work], tensors: Tensors) -> Arrival:
-    """Return a function that waits for ``works`` and returns ``tensors``, which it keeps alive
-    until then.
+    """Return a function that waits for ``works`` and returns ``tensors``.
+
+    It keeps the tensors alive until then: a freed buffer could be reused while the network still
+    reads or writes it.
     """
 
     def wait() -> Tensors:
@@ -247,7 +293,10 @@ class HeadExchange:
         self.handle = HEAD_EXCHANGES.add(self)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """Exchange [B, T, H, D] -> [B, U * T, max(1, H / U), D]."""
+        """Exchange [B, T, H, D] -> [B, U * T, max(1, H / U), D].
+
+        Rank u of the group gets the u-th part of the heads.
+        """
         degree = len(self.ranks)
         if degree == 1:
             return x
@@ -260,8 +309,8 @@ class HeadExchange:
     def to_tokens(self, x: Tensor, heads: int | None = None) -> Tensor:
         """Exchange [B, U * T, H / U, D] -> [B, T, H, D].
 
-        ``heads`` is H, where it is less than U: then the parts of each head are added, which are
-        gradients.
+        If ``heads``, which is H, is less than U, the parts of each head are gradients and are
+        added.
         """
         degree = len(self.ranks)
         if degree == 1:
@@ -270,11 +319,11 @@ class HeadExchange:
         parts = self.transport.exchange(x.unflatten(1, (degree, -1)).transpose(0, 1), self.ranks)
         joined = parts.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, T, heads, D]
         if joined.shape[2] > heads:
-            wide = accum_dtype(x.dtype)
-            return joined.unflatten(2, (heads, -1)).sum(3, dtype=wide).to(x.dtype)
+            summed = joined.unflatten(2, (heads, -1)).sum(3, dtype=accum_dtype(x.dtype))
+            return summed.to(x.dtype)
         return joined.contiguous()
 
-    def own(self, x: Tensor) -> Tensor:
+    def local_heads(self, x: Tensor) -> Tensor:
         """Return the part of x [H] of the heads that this rank attends with; differentiable."""
         return x.chunk(len(self.ranks))[self.ranks.index(self.transport.rank)]
 

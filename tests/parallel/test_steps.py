@@ -315,8 +315,8 @@ def no_way_back(patch):
 
 def sinks_of_other_heads(patch):
     """Ranks that split heads among them take each other's sinks."""
-    local = HeadExchange.own
-    patch.setattr(HeadExchange, "own", lambda self, x: local(self, x.roll(len(x) // 2)))
+    local = HeadExchange.local_heads
+    patch.setattr(HeadExchange, "local_heads", lambda self, x: local(self, x.roll(len(x) // 2)))
 
 
 def sinks_one_head_off(patch):

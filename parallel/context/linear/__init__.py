@@ -1,1 +1,1 @@
-"""Linear attention over ranks: states that are passed on."""
+"""Linear attention over ranks: each passes its state on to the next."""

@@ -1,11 +1,11 @@
 """Executor of the gated delta rule over segments on several ranks.
 
 A segment maps its incoming state S to M S + U, and adds Q S to the outputs that it has without
-(kernels/delta/rule.py). So one that continues a document is computed before S arrives: one product
-is left, and U + M S goes on at once, or the map itself did earlier (segments.py). The gradient of S
-is M^T dS' + Q^T dout, passed back along the chain. Only segments in the middle of a document take
-that wider scan: one that begins it knows its state, one that ends it is computed last, unless it is
-most of its rank.
+(kernels/delta/rule.py). So a segment that continues a document is computed before S arrives: one
+product remains, and U + M S is sent on at once, or the map itself was sent earlier (segments.py).
+The gradient of S is M^T dS' + Q^T dout, passed back along the chain. Only segments in the middle of
+a document take that wider scan: one that begins it knows its state, one that ends it is computed
+last, unless it is most of its rank.
 
 Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (float64 for
 float64).
@@ -22,231 +22,278 @@ from torch import Tensor
 
 from kernels.backends import LINEAR
 from kernels.delta import rule
-from parallel.context.linear.segments import Message, Part, Parts, chains, cut, parts, rounds_of
+from parallel.context.linear.segments import (
+    RankParts,
+    ScanPart,
+    StateMessage,
+    chains,
+    cut,
+    parts,
+    rounds_of,
+)
 from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.tensors import Handles, accum_dtype
 
-MOST_WAVES = 4
-"""Groups of heads at most that take their turns."""
+MAX_WAVES = 4
+"""Most groups of heads that take turns."""
+
+SavedParts = dict[ScanPart, list[Tensor]]
+"""Tensors that the backward of each part needs: its states and, of an eager part, Q and M."""
 
 
 class Wave(NamedTuple):
     """A group of heads whose states pass together."""
 
-    parts: Parts
+    parts: RankParts
     inputs: Tensors
     """q, k, v, g and beta of its heads."""
-    more: Tensors
+    outputs: Tensors
+    """The same heads of out; in a backward, of dout and of the gradients of the inputs."""
     posted: list[Arrival]
     """Receives of the only round, if they were started before; else none."""
 
 
 @dataclass(eq=False)
 class DeltaExecutor:
-    """The gated delta rule of one rank, for any plan of one geometry whose ranks hold consecutive
-    tokens.
+    """The gated delta rule of one rank, for any plan of one geometry.
+
+    The geometry's ranks must hold consecutive tokens.
     """
 
     transport: Transport
     backend: str = "auto"
-    """As for ``select_delta_backend``; that of softmax attention, its Triton kernel too, leaves it
-    to ``auto``.
+    """As for ``select_delta_backend``; a backend of softmax attention only, or its Triton kernel,
+    means ``auto``.
     """
 
     def __post_init__(self) -> None:
         if self.backend == "triton" or self.backend not in LINEAR:
             self.backend = "auto"
-        self.handle, self.rank = DELTA_EXECUTORS.add(self), self.transport.rank
+        self.handle = DELTA_EXECUTORS.add(self)
+        self.rank = self.transport.rank
 
-    def _waves(self, plan: Plan, inputs: Tensors, *more: Tensor, gradient: bool) -> Iterator[Wave]:
-        """Cut inputs and more tensors ``[B, T, heads, ..]`` into groups of heads that take their
-        turns.
+    def _waves(
+        self, plan: Plan, inputs: Tensors, *outputs: Tensor, gradient: bool
+    ) -> Iterator[Wave]:
+        """Cut inputs and outputs ``[B, T, heads, ..]`` into groups of heads that take turns.
 
-        Where each document that ranks share ends on the second of two, only the first group's end
-        is wide: the states of the others arrive meanwhile, into what is posted at once. On a GPU
-        all heads are one group: smaller ones would not fill it.
+        If each document that ranks share ends on the second of two, only the first group's end is
+        eager: the states of the others arrive meanwhile, into buffers that are posted at once. On a
+        GPU all heads are one group: smaller ones would not fill it.
         """
-        groups = _groups(plan, inputs[0])
-        count, steps = len(inputs), rounds_of(plan, self.rank, gradient=gradient)
-        heads = list(zip(*(x.chunk(groups, 2) for x in (*inputs, *more)), strict=True))
-        posted: list[list[Arrival]] = [[] for _ in heads]
+        groups = _num_groups(plan, inputs[0])
+        num_inputs = len(inputs)
+        chunks = [x.chunk(groups, 2) for x in (*inputs, *outputs)]
+        tensors_of_group = list(zip(*chunks, strict=True))  # views of [B, T, heads / groups, ...]
+
+        posted: list[list[Arrival]] = [[] for _ in range(groups)]
+        steps = rounds_of(plan, self.rank, gradient=gradient)
         if groups > 1 and steps:
-            ((_, coming),) = steps
-            for arrivals, x in zip(posted, heads, strict=True):
-                buffers = [_receive_buffers(message, x[:count]) for message in coming]
-                arrivals += self.transport.isend_irecv([], buffers, far=False)[0]
-        for number, (x, arrivals) in enumerate(zip(heads, posted, strict=True)):
-            yield Wave(parts(plan, self.rank, waits=number > 0), x[:count], x[count:], arrivals)
+            ((_, receives),) = steps
+            for number, tensors in enumerate(tensors_of_group):
+                buffers = [_receive_buffers(message, tensors[:num_inputs]) for message in receives]
+                posted[number], _ = self.transport.isend_irecv([], buffers, far=False)
+
+        for number, tensors in enumerate(tensors_of_group):
+            yield Wave(
+                parts=parts(plan, self.rank, waits=number > 0),
+                inputs=tensors[:num_inputs],
+                outputs=tensors[num_inputs:],
+                posted=posted[number],
+            )
 
     def forward(self, plan: Plan, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, T, H, E]`` in v's dtype, and in one row what the backward of each part
-        of ``parts`` needs.
+        """Return out ``[B, T, H, E]`` in v's dtype, and one row of all that the backward needs.
 
-        These are the states before each of the part's slabs and after it and, of a wide one, Q and
-        M.
+        For each part these are the states before each of its slabs and after it and, of an eager
+        part, Q and M. They are one tensor, since an operator returns a fixed number of tensors and
+        the parts depend on the documents.
         """
         v = tensors[2]
-        out, row = v.new_zeros(v.shape), list[Tensor]()
+        out = v.new_zeros(v.shape)
+        saved: list[Tensor] = []
         for wave in self._waves(plan, tensors, out, gradient=False):
-            row += self._forward(plan, wave)
-        return out, torch.cat(row) if row else v.new_empty(0, dtype=accum_dtype(v.dtype))
+            saved += self._forward(plan, wave)
+        return out, torch.cat(saved) if saved else v.new_empty(0, dtype=accum_dtype(v.dtype))
 
     def _forward(self, plan: Plan, wave: Wave) -> list[Tensor]:
-        """Write the outputs of a wave's heads, and return what their backward needs."""
-        tensors, (out,) = wave.inputs, wave.more
-        q, _, v, _, _ = tensors
-        kept, scans = dict[Part, list[Tensor]](), dict[Part, tuple[Tensor, Tensor, Tensor]]()
+        """Write the outputs of a wave's heads, and return the tensors that their backward needs."""
+        (out,) = wave.outputs
+        q, _, v, _, _ = wave.inputs
+        widths = [v.shape[-1], q.shape[-1]]
+        saved: SavedParts = {}
+        scans: dict[ScanPart, tuple[Tensor, Tensor, Tensor]] = {}
 
-        def compute(part: Part, state: Tensor | None = None) -> Tensor:
-            found, states = rule.scan(*part.inputs(tensors), state, backend=self.backend)
-            part.put(out, found)
-            kept[part] = [states]
+        def compute(part: ScanPart, state: Tensor | None = None) -> Tensor:
+            part_out, states = rule.scan(*part.inputs(wave.inputs), state, backend=self.backend)
+            part.put(out, part_out)
+            saved[part] = [states]
             return states[-1]
 
         @cache
-        def own(part: Part) -> Tensors:
-            if not part.wide:
+        def local_map(part: ScanPart) -> Tensors:
+            """Return (U, M), or (U,) if the part begins its document."""
+            if not part.is_eager:
                 return (compute(part),)
-            scans[part] = rule.wide_scan(*part.inputs(tensors), backend=self.backend)
-            return scans[part][2][-1].split([v.shape[-1], q.shape[-1]], -1)
+            # Columns of a wide scan's state: U, then M.
+            scans[part] = rule.wide_scan(*part.inputs(wave.inputs), backend=self.backend)
+            _, _, states = scans[part]
+            return states[-1].split(widths, -1)
 
-        def enter(part: Part, state: Tensor) -> None:
-            if not part.wide:
+        def enter(part: ScanPart, state: Tensor) -> None:
+            """Add the outputs of the incoming state."""
+            if not part.is_eager:
                 compute(part, state)
                 return
-            found, reads, states = scans.pop(part)
-            added, through = states.split([v.shape[-1], q.shape[-1]], -1)
-            part.put(out, found.add_(torch.einsum("bthd,bhde->bthe", reads, state)))
-            kept[part] = [added + through @ state, reads, through[-1]]
+            part_out, reads, states = scans.pop(part)
+            added, through = states.split(widths, -1)
+            part.put(out, part_out.add_(torch.einsum("bthd,bhde->bthe", reads, state)))
+            saved[part] = [added + through @ state, reads, through[-1]]
 
-        self._pass(plan, wave, own, compute, enter, gradient=False)
-        return [x.flatten() for part in wave.parts.all for x in kept[part]]
+        self._pass(plan, wave, local_map, compute, enter, gradient=False)
 
-    def final(self, plan: Plan, kept: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the state after the last document where that ends, zeros elsewhere; ``kept`` is
-        forward's row.
+        rows = []
+        for part in wave.parts.all:
+            for x in saved[part]:
+                rows.append(x.flatten())
+        return rows
+
+    def final(self, plan: Plan, saved: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the state after the last document on the rank that ends it, zeros elsewhere.
+
+        ``saved`` is the row that forward returned.
         """
-        last, found = (
-            [chain for chain in chains(plan) if chain[0].start < plan.seq_len][-1][-1],
-            list[Tensor](),
-        )
-        groups = _groups(plan, k)
-        for number, heads in enumerate(zip(k.chunk(groups, 2), v.chunk(groups, 2), strict=True)):
-            saved, kept = _unpacked(parts(plan, self.rank, waits=number > 0), kept, *heads)
-            found += [
-                states[-1] for part, (states, *_) in saved.items() if part.segments[-1] == last
-            ]
-        return (
-            torch.cat(found, 1)
-            if found
-            else torch.zeros_like(rule.empty_states(k[:, :1], v[:, :1])[0])
-        )
+        real_chains = [chain for chain in chains(plan) if chain[0].start < plan.seq_len]
+        last_segment = real_chains[-1][-1]
+        final_states = []
+        groups = _num_groups(plan, k)
 
-    def backward(self, plan: Plan, dout: Tensor, kept: Tensor, *tensors: Tensor) -> list[Tensor]:
+        for number, heads in enumerate(zip(k.chunk(groups, 2), v.chunk(groups, 2), strict=True)):
+            # The row of saved tensors has the groups of heads one after the other.
+            group_parts = parts(plan, self.rank, waits=number > 0)
+            saved_parts, saved = _unpacked(group_parts, saved, *heads)
+            for part, (states, *_) in saved_parts.items():
+                if part.segments[-1] == last_segment:
+                    final_states.append(states[-1])
+
+        if final_states:
+            return torch.cat(final_states, 1)
+        return torch.zeros_like(rule.empty_states(k[:, :1], v[:, :1])[0])
+
+    def backward(self, plan: Plan, dout: Tensor, saved: Tensor, *tensors: Tensor) -> list[Tensor]:
         """Return dq, dk, dv, dg and dbeta in the dtypes of the inputs."""
-        gradients, last = [x.new_zeros(x.shape) for x in tensors], list[Callable[[], None]]()
+        gradients = [x.new_zeros(x.shape) for x in tensors]
+        last: list[Callable[[], None]] = []
         for wave in self._waves(plan, tensors, dout, *gradients, gradient=True):
-            saved, kept = _unpacked(wave.parts, kept, *wave.inputs[1:3])
-            last.append(self._backward(plan, wave, saved))
-        for compute in last:
-            compute()
+            saved_parts, saved = _unpacked(wave.parts, saved, *wave.inputs[1:3])
+            last.append(self._backward(plan, wave, saved_parts))
+        for compute_ends in last:
+            compute_ends()
         return gradients
 
-    def _backward(
-        self, plan: Plan, wave: Wave, saved: dict[Part, list[Tensor]]
-    ) -> Callable[[], None]:
-        """Write the gradients of a wave's heads; the function returned writes those that no other
-        rank waits for.
-        """
-        dout, *found = wave.more
+    def _backward(self, plan: Plan, wave: Wave, saved: SavedParts) -> Callable[[], None]:
+        """Write the gradients of a wave's heads, except those that no other rank waits for.
 
-        def compute(part: Part, dfinal: Tensor | None = None) -> Tensor:
-            taken = part.inputs(wave.inputs), saved[part][0], part.of(dout), dfinal
-            *gradients, dstate = rule.backward(*taken, backend=self.backend)
-            for dx, gradient in zip(found, gradients, strict=True):
+        Returns a function that writes those: the tokens of eager parts that end a document. They
+        are computed after the passes of all waves, so that no rank waits for them.
+        """
+        dout, *input_gradients = wave.outputs
+
+        def compute(part: ScanPart, dfinal: Tensor | None = None) -> Tensor:
+            states = saved[part][0]
+            *part_gradients, dstate = rule.backward(
+                part.inputs(wave.inputs), states, part.of(dout), dfinal, backend=self.backend
+            )
+            for dx, gradient in zip(input_gradients, part_gradients, strict=True):
                 part.put(dx, gradient)
             return dstate
 
         @cache
-        def own(part: Part) -> Tensors:
-            if not part.wide:
+        def local_map(part: ScanPart) -> Tensors:
+            if not part.is_eager:
                 return (compute(part),)
             _, reads, through = saved[part]
-            reached = torch.einsum("bthd,bthe->bhde", reads, part.of(dout).to(reads.dtype))
-            return (reached,) if part.link.after is None else (reached, through.transpose(-1, -2))
+            added = torch.einsum("bthd,bthe->bhde", reads, part.of(dout).to(reads.dtype))
+            if part.link.next_rank is None:
+                return (added,)
+            return added, through.transpose(-1, -2)
 
-        entered = dict[Part, Tensor]()
-        self._pass(plan, wave, own, compute, entered.__setitem__, gradient=True)
+        entered: dict[ScanPart, Tensor] = {}
+        self._pass(plan, wave, local_map, compute, entered.__setitem__, gradient=True)
         for part, dfinal in entered.items():
             compute(part, dfinal)
 
-        def ends() -> None:
-            for part in wave.parts.wide:
-                if part.link.after is None:
+        def compute_ends() -> None:
+            for part in wave.parts.eager:
+                if part.link.next_rank is None:
                     compute(part)
 
-        return ends
+        return compute_ends
 
     def _pass(
         self,
         plan: Plan,
         wave: Wave,
-        own: Callable[[Part], Tensors],
-        compute: Callable[[Part], object],
-        enter: Callable[[Part, Tensor], None],
+        local_map: Callable[[ScanPart], Tensors],
+        compute: Callable[[ScanPart], object],
+        enter: Callable[[ScanPart, Tensor], None],
         *,
         gradient: bool,
     ) -> None:
-        """Pass states on in rounds, or their gradients back, and work while the first are on their
-        way.
+        """Pass states on in rounds, or their gradients back, and work while the first travel.
 
         Args:
-            own: returns the map of a part, (U, M), or (U,) of the one that begins the chain.
+            local_map: returns the map of a part, (U, M), or (U,) of the one that begins the chain.
             compute: does the part of whole documents.
-            enter: takes a part and its incoming state; called when what others wait for has left.
+            enter: takes a part and its incoming state; called after the sends that others wait for.
         """
-        mine = wave.parts
-        placed = {part.link: part for part in mine.all}
-        known, due, waits = dict[Part, Tensors](), dict[Part, Tensor](), []
+        part_of = {part.link: part for part in wave.parts.all}
+        maps_before: dict[ScanPart, Tensors] = {}
+        due: dict[ScanPart, Tensor] = {}
+        waits: list[Callable[[], object]] = []
 
-        def meanwhile() -> None:
-            for part in mine.wide:
-                own(part)
-            for part in mine.whole:
+        def work_meanwhile() -> None:
+            for part in wave.parts.eager:
+                local_map(part)
+            for part in wave.parts.whole:
                 compute(part)
 
         self.transport.connect_all(wave.inputs[0].device)
         steps = rounds_of(plan, self.rank, gradient=gradient)
         if not steps:
-            meanwhile()
+            work_meanwhile()
         for index, (leaving, coming) in enumerate(steps):
             sends = []
             for message in leaving:
-                part = placed[message.source]
-                sends.append(
-                    (
-                        message.peer,
-                        _composed(known[part], own(part)) if part in known else own(part),
-                    )
-                )
-            receives = (
-                []
-                if wave.posted
-                else [_receive_buffers(message, wave.inputs) for message in coming]
-            )
+                part = part_of[message.source]
+                state_map = local_map(part)
+                if part in maps_before:
+                    state_map = _composed(maps_before[part], state_map)
+                sends.append((message.peer, state_map))
+
+            receives = []
+            if not wave.posted:
+                receives = [_receive_buffers(message, wave.inputs) for message in coming]
             arrivals, sent = self.transport.isend_irecv(sends, receives, far=False)
             waits.append(sent)
+
             if index == 0:
-                meanwhile()
+                work_meanwhile()
             for part, state in due.items():
                 enter(part, state)
             due.clear()
+
+            # Maps from further ahead compose with those that came before. A map of U alone is the
+            # state itself, so the part can go on.
             for message, arrival in zip(coming, wave.posted or arrivals, strict=True):
-                part, earlier = placed[message.target], arrival()
-                known[part] = _composed(earlier, known[part]) if part in known else earlier
-                if len(known[part]) == 1:
-                    due[part] = known[part][0]
+                part = part_of[message.target]
+                earlier = arrival()
+                if part in maps_before:
+                    earlier = _composed(earlier, maps_before[part])
+                maps_before[part] = earlier
+                if len(earlier) == 1:
+                    due[part] = earlier[0]
         for part, state in due.items():
             enter(part, state)
         for sent in waits:
@@ -254,48 +301,63 @@ class DeltaExecutor:
 
 
 def _composed(earlier: Tensors, later: Tensors) -> Tensors:
-    """Return the map of two stretches in sequence, (U, M), or (U,) if the earlier begins the chain."""
+    """Compose the maps of two stretches: (U, M), or (U,) if the earlier begins the chain."""
     added, through = later
-    found = (through @ x for x in earlier)
-    return added + next(found), *found
+    first, *rest = (through @ x for x in earlier)
+    return added + first, *rest
 
 
-def _receive_buffers(message: Message, tensors: Tensors) -> tuple[int, Tensors]:
+def _receive_buffers(message: StateMessage, tensors: Tensors) -> tuple[int, Tensors]:
     """Return the rank that sends a message, and matrices to receive it in."""
     q, _, v, _, _ = tensors
-    shape, wide = (v.shape[0], v.shape[2], q.shape[-1]), accum_dtype(q.dtype)
-    widths = (v.shape[-1], q.shape[-1])[: 2 - message.state]
-    return message.source.rank, tuple(v.new_empty(*shape, width, dtype=wide) for width in widths)
+    widths = [v.shape[-1]]
+    if not message.state:
+        widths.append(q.shape[-1])
+    shape = (v.shape[0], v.shape[2], q.shape[-1])
+    dtype = accum_dtype(q.dtype)
+    return message.source.rank, tuple(v.new_empty(*shape, width, dtype=dtype) for width in widths)
 
 
-def _groups(plan: Plan, q: Tensor) -> int:
-    """Return the groups of heads that take their turns."""
-    shared = cut(plan)
-    pairs = all(len(chain) == 2 == len({segment.rank for segment in chain}) for chain in shared)
-    turns = shared and pairs and q.device.type == "cpu"
-    return next(n for n in range(MOST_WAVES, 0, -1) if q.shape[2] % n == 0) if turns else 1
+def _num_groups(plan: Plan, q: Tensor) -> int:
+    """Return the number of groups of heads that take turns.
+
+    It is more than 1 only on a CPU, and if every document that is cut has two segments on two
+    ranks: then there is one round, and all receives can be posted before it.
+    """
+    if q.device.type != "cpu" or not cut(plan):
+        return 1
+    for chain in cut(plan):
+        ranks = {segment.rank for segment in chain}
+        if len(chain) != 2 or len(ranks) != 2:
+            return 1
+    return max(n for n in range(1, MAX_WAVES + 1) if q.shape[2] % n == 0)
 
 
 def _unpacked(
-    mine: Parts, kept: Tensor, k: Tensor, v: Tensor
-) -> tuple[dict[Part, list[Tensor]], Tensor]:
-    """Return what was kept of each part of a wave's heads, and the rest of the row."""
+    rank_parts: RankParts, saved: Tensor, k: Tensor, v: Tensor
+) -> tuple[SavedParts, Tensor]:
+    """Return the saved tensors of each part of a wave's heads, and the rest of the row.
+
+    Shapes follow from the parts alone, so the row needs no header.
+    """
     shapes = []
-    for part in mine.all:
-        keys, values = part.of(k), part.of(v)
-        states, width = rule.empty_states(keys, values).shape, keys.shape[-1]
+    for part in rank_parts.all:
+        keys = part.of(k)
+        values = part.of(v)
+        states = rule.empty_states(keys, values).shape
+        key_dim = keys.shape[-1]
         shapes.append((part, states))
-        if part.wide:
-            shapes += [
-                (part, torch.Size((*values.shape[:3], width))),
-                (part, torch.Size((*states[1:3], width, width))),
-            ]
+        if part.is_eager:
+            shapes.append((part, torch.Size((*values.shape[:3], key_dim))))
+            shapes.append((part, torch.Size((*states[1:3], key_dim, key_dim))))
+
     sizes = [shape.numel() for _, shape in shapes]
-    *pieces, rest = kept.split([*sizes, len(kept) - sum(sizes)])
-    saved = defaultdict[Part, list[Tensor]](list)
+    *pieces, rest = saved.split([*sizes, len(saved) - sum(sizes)])
+
+    saved_parts = defaultdict[ScanPart, list[Tensor]](list)
     for (part, shape), piece in zip(shapes, pieces, strict=True):
-        saved[part].append(piece.view(shape))
-    return saved, rest
+        saved_parts[part].append(piece.view(shape))
+    return saved_parts, rest
 
 
 DELTA_EXECUTORS: Handles[DeltaExecutor] = Handles()

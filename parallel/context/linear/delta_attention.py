@@ -1,4 +1,4 @@
-"""Calls of a layer of the gated delta rule, over one rank's shard of every sequence."""
+"""The calls of a gated delta rule layer, on one rank's shard of every sequence."""
 
 from torch import Tensor
 
@@ -14,16 +14,18 @@ from parallel.context.plan import PLANS, Plan, PlanHandle
 class DeltaAttention:
     """The gated delta rule and its convolution, for any layout whose ranks hold consecutive tokens.
 
-    Ranks pass states on, whatever the method of the softmax attention; a document that lies on one
-    rank sends nothing.
+    Ranks pass states on, whatever the method of the softmax attention: the delta rule needs only
+    the layout. A document that lies on one rank sends nothing.
     """
 
     def __init__(
         self, executor: DeltaExecutor, convolution: Convolution, plan: Plan, handle: PlanHandle
     ) -> None:
         """Bind the operators of one rank to a plan and its handle."""
-        self._executor, self._convolution = executor, convolution
-        self._local_len, self._handle = plan.local_len, handle
+        self._executor = executor
+        self._convolution = convolution
+        self._local_len = plan.local_len
+        self._handle = handle
 
     def attend(
         self,
@@ -56,15 +58,15 @@ class DeltaAttention:
     def with_state(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Do as ``attend`` without a gradient.
+        """Compute ``attend`` and the final state, without a gradient.
 
         Returns:
             Out, and the state ``[B, H, D, E]`` after the last document on the rank that ends it,
             zeros on the others.
         """
         plan = self._checked(q, k, v, g, beta, None)
-        out, kept = delta_attention(self._executor, q, k, v, g, beta, plan)
-        return out, self._executor.final(PLANS[plan], kept, k, v)
+        out, saved = delta_attention(self._executor, q, k, v, g, beta, plan)
+        return out, self._executor.final(PLANS[plan], saved, k, v)
 
     def _checked(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: PlanHandle | None
@@ -77,8 +79,9 @@ class DeltaAttention:
         return (mask or self._handle).tensor
 
     def convolve(self, x: Tensor, weight: Tensor, mask: PlanHandle | None = None) -> Tensor:
-        """Compute ``causal_convolution`` of kernels/delta/convolution.py in each document;
-        differentiable, collective.
+        """Compute a short causal convolution in each document; differentiable, collective.
+
+        It is ``causal_convolution`` of kernels/delta/convolution.py over the whole sequence.
 
         Args:
             x: ``[B, T_local, C]``.
@@ -102,6 +105,6 @@ class DeltaAttention:
     def _check_length(self, called: str, name: str, x: Tensor) -> None:
         if x.shape[1] != self._local_len:
             raise ContextError(
-                f"{called}: {name} {tuple(x.shape)} does not fit a plan of {self._local_len} local positions; "
-                "pass [B, T_local, heads, D], or channels"
+                f"{called}: {name} {tuple(x.shape)} does not fit a plan of {self._local_len} local "
+                "positions; pass [B, T_local, heads, D], or channels"
             )

@@ -1,10 +1,9 @@
-"""Short causal convolution over several ranks: a segment that continues a document gets the rows
-before it.
+"""Short causal convolution over several ranks: a continued document gets the rows before it.
 
-These rows, its halo, travel while every rank convolves its own; then the first outputs of the
-segment are computed again with them, to the same bits as in one process. The backward sends the
-halo's gradient home first. Shapes: x ``[B, T, C]``, weight ``[C, K]``, T local positions; a halo
-has K - 1 rows.
+These rows, a segment's halo, travel while every rank convolves its own rows; then the first outputs
+of the segment are computed again with them, to the same bits as in one process. The backward sends
+the halo's gradient home first. Shapes: x ``[B, T, C]``, weight ``[C, K]``, T local positions; a
+halo has K - 1 rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,16 +21,20 @@ from kernels.ops import convolve, convolve_backward
 from parallel.context.linear.segments import Segment, cut, segments
 from parallel.context.plan import Plan
 from parallel.context.traffic import Traffic
-from parallel.context.transport import Transport
+from parallel.context.transport import Tensors, Transport
 from runtime.tensors import Handles, accum_dtype
 
 
-class Part(NamedTuple):
+class HaloRows(NamedTuple):
     """Consecutive rows that go to or come from one rank."""
 
     peer: int
     rows: slice
     """Tokens of the rank, or rows among all its halos."""
+
+    @property
+    def count(self) -> int:
+        return self.rows.stop - self.rows.start
 
 
 class Halo(NamedTuple):
@@ -39,149 +42,178 @@ class Halo(NamedTuple):
 
     continued: tuple[Segment, ...]
     """Its segments that need rows, in the order of their halos."""
-    sends: tuple[Part, ...]
-    receives: tuple[Part, ...]
+    sends: tuple[HaloRows, ...]
+    receives: tuple[HaloRows, ...]
 
 
 @lru_cache(maxsize=256)
 def halos(plan: Plan, reach: int) -> tuple[Halo, ...]:
-    """Return the part of each rank where a token reads ``reach`` tokens before it; raises as
-    ``chains``.
+    """Return the part of each rank if a token reads ``reach`` tokens before it.
 
-    A halo has several owners where the segments before are shorter than it.
+    Raises as ``chains``. A halo has several owners if the segments before are shorter than it.
     """
     continued: list[list[Segment]] = [[] for _ in range(plan.size)]
-    sends: list[list[Part]] = [[] for _ in range(plan.size)]
-    receives: list[list[Part]] = [[] for _ in range(plan.size)]
+    sends: list[list[HaloRows]] = [[] for _ in range(plan.size)]
+    receives: list[list[HaloRows]] = [[] for _ in range(plan.size)]
     for chain in cut(plan):
         for segment in chain[1:]:
+            # Fill the halo from its end, from the nearest segment before it on.
             end = reach * (len(continued[segment.rank]) + 1)
             continued[segment.rank].append(segment)
             missing = reach
             for source in reversed(chain[: segment.depth]):
                 count = min(missing, source.length)
                 if count:
-                    sends[source.rank].append(Part(segment.rank, source.last(count)))
-                    receives[segment.rank].append(Part(source.rank, slice(end - count, end)))
-                missing, end = missing - count, end - count
-    return tuple(
-        Halo(tuple(a), tuple(b), tuple(c))
-        for a, b, c in zip(continued, sends, receives, strict=True)
-    )
+                    rows = slice(end - count, end)
+                    sends[source.rank].append(HaloRows(segment.rank, source.last(count)))
+                    receives[segment.rank].append(HaloRows(source.rank, rows))
+                missing -= count
+                end -= count
+
+    by_rank = []
+    for rank in range(plan.size):
+        by_rank.append(Halo(tuple(continued[rank]), tuple(sends[rank]), tuple(receives[rank])))
+    return tuple(by_rank)
 
 
 def halo_traffic(plan: Plan, rank: int, taps: int, row: int, *, gradient: bool) -> Traffic:
-    """Return the bytes that ``rank`` sends in a convolution of ``taps``, or (``gradient``) in its
-    backward.
+    """Return the bytes that ``rank`` sends in a convolution of ``taps``, or in its backward.
 
-    ``row`` is the bytes of a token's channels, those of its gradient, which is in float32 or wider.
+    ``row`` is the bytes of a token's channels, with ``gradient`` those of its gradient, which is in
+    float32 or wider.
     """
-    halo, sent = halos(plan, taps - 1)[rank], Traffic()
+    halo = halos(plan, taps - 1)[rank]
+    traffic = Traffic()
     for part in halo.receives if gradient else halo.sends:
         if part.peer != rank:
-            sent.p2p[part.peer] += (part.rows.stop - part.rows.start) * row
-    return sent
+            traffic.p2p[part.peer] += part.count * row
+    return traffic
 
 
 @dataclass(eq=False)
 class Convolution:
-    """The convolution of one rank, for any plan of one geometry whose ranks hold consecutive
-    tokens.
+    """The convolution of one rank, for any plan of one geometry.
+
+    The geometry's ranks must hold consecutive tokens.
     """
 
     transport: Transport
 
     def __post_init__(self) -> None:
-        self.handle, self.rank = CONVOLUTIONS.add(self), self.transport.rank
+        self.handle = CONVOLUTIONS.add(self)
+        self.rank = self.transport.rank
 
     def forward(self, plan: Plan, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out like x, zero in padding, and the halos ``[B, rows, C]``, one after the other."""
+        """Return out like x, zero in padding, and this rank's halos ``[B, rows, C]``, joined."""
         reach = weight.shape[1] - 1
-        halo, bounds = halos(plan, reach)[self.rank], self._bounds(plan)
+        halo = halos(plan, reach)[self.rank]
+        cu_seqlens = self._cu_seqlens(plan)
+        num_tokens = cu_seqlens[-1]
         arrivals = self._exchange(x, halo.sends, halo.receives)
-        out, arrived = (
-            x.new_zeros(x.shape),
-            x.new_zeros(x.shape[0], reach * len(halo.continued), x.shape[2]),
-        )
-        rows, at = spaced(x[:, : bounds[-1]], bounds, reach)
-        out[:, : bounds[-1]] = convolve(rows, weight).index_select(1, at)
-        for part, found in arrivals():
-            arrived[:, part.rows] = found
-        for before, gap, first in self._gaps(plan, halo, reach):
-            rows[:, gap] = arrived[:, before]
-            again = rows[:, gap.start : gap.stop + first.stop - first.start]
-            out[:, first] = convolve(again, weight)
+        out = x.new_zeros(x.shape)
+        arrived = x.new_zeros(x.shape[0], reach * len(halo.continued), x.shape[2])
+
+        # All segments side by side, each after a gap of zeros for its halo.
+        rows, indices = spaced(x[:, :num_tokens], cu_seqlens, reach)
+        out[:, :num_tokens] = convolve(rows, weight).index_select(1, indices)
+
+        # Only the first tokens of a continued segment read its halo.
+        for part, values in arrivals():
+            arrived[:, part.rows] = values
+        for halo_rows, gap, first in self._gaps(plan, halo, reach):
+            rows[:, gap] = arrived[:, halo_rows]
+            with_halo = rows[:, gap.start : gap.stop + first.stop - first.start]
+            out[:, first] = convolve(with_halo, weight)
         return out, arrived
 
     def backward(
         self, plan: Plan, dout: Tensor, arrived: Tensor, x: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x, zero in padding, and of weight; ``arrived`` is what forward
-        returned.
+        """Return the gradients of x, zero in padding, and of weight.
+
+        ``arrived`` has the halos that forward returned. The gradient of a row that other ranks read
+        is a sum over ranks; it is added in float32 and rounded once.
         """
-        reach, wide = weight.shape[1] - 1, accum_dtype(x.dtype)
-        halo, bounds = halos(plan, reach)[self.rank], self._bounds(plan)
-        darrived = torch.zeros_like(arrived, dtype=wide)
-        for before, _, first in self._gaps(plan, halo, reach):
-            late = dout[:, first].to(wide)
-            late = F.pad(late, (0, 0, reach, reach - late.shape[1]))
-            darrived[:, before] = convolve(late, weight.flip(1))
+        reach = weight.shape[1] - 1
+        dtype = accum_dtype(x.dtype)
+        halo = halos(plan, reach)[self.rank]
+        cu_seqlens = self._cu_seqlens(plan)
+        num_tokens = cu_seqlens[-1]
+
+        # The halos' gradients, which other ranks wait for.
+        darrived = torch.zeros_like(arrived, dtype=dtype)
+        for halo_rows, _, first in self._gaps(plan, halo, reach):
+            readers = dout[:, first].to(dtype)
+            readers = F.pad(readers, (0, 0, reach, reach - readers.shape[1]))
+            # The gradient of a convolution's input is a convolution with the weight reversed.
+            darrived[:, halo_rows] = convolve(readers, weight.flip(1))
         arrivals = self._exchange(darrived, halo.receives, halo.sends)
-        rows, at = spaced(x[:, : bounds[-1]], bounds, reach)
-        for before, gap, _ in self._gaps(plan, halo, reach):
-            rows[:, gap] = arrived[:, before]
-        drows = spaced(dout[:, : bounds[-1]], bounds, reach)[0][:, reach:]
+
+        # Meanwhile, this rank's own gradients.
+        rows, indices = spaced(x[:, :num_tokens], cu_seqlens, reach)
+        for halo_rows, gap, _ in self._gaps(plan, halo, reach):
+            rows[:, gap] = arrived[:, halo_rows]
+
+        drows = spaced(dout[:, :num_tokens], cu_seqlens, reach)[0][:, reach:]
         drows, dweight = convolve_backward(drows, rows, weight)
+
         dx = x.new_zeros(x.shape)
-        dx[:, : bounds[-1]] = drows.index_select(1, at + reach)
-        ends: dict[int, Tensor] = {}  # gradients of the rows that others read, to be rounded once
-        for part, found in arrivals():  # of a segment's last rows the most come first
+        dx[:, :num_tokens] = drows.index_select(1, indices + reach)
+
+        # Of a segment's last rows the longest part comes first.
+        shared: dict[int, Tensor] = {}
+        for part, gradient in arrivals():
             end = part.rows.stop
-            if end not in ends:
-                ends[end] = convolve(
-                    F.pad(dout[:, part.rows].to(wide), (0, 0, 0, reach)), weight.flip(1)
-                )
-            ends[end][:, -found.shape[1] :] += found
-        for end, whole in ends.items():
-            dx[:, end - whole.shape[1] : end] = whole
+            if end not in shared:
+                local_dout = F.pad(dout[:, part.rows].to(dtype), (0, 0, 0, reach))
+                shared[end] = convolve(local_dout, weight.flip(1))
+            shared[end][:, -gradient.shape[1] :] += gradient
+
+        for end, gradient in shared.items():
+            dx[:, end - gradient.shape[1] : end] = gradient
         return dx, dweight
 
-    def _bounds(self, plan: Plan) -> tuple[int, ...]:
-        """Return the cumulative lengths of this rank's segments, without padding, which comes last."""
-        real = (
-            segment.length for segment in segments(plan)[self.rank] if segment.start < plan.seq_len
-        )
-        return tuple(accumulate(real, initial=0))
+    def _cu_seqlens(self, plan: Plan) -> tuple[int, ...]:
+        """Return the cumulative lengths of this rank's segments, without padding."""
+        lengths = []
+        for segment in segments(plan)[self.rank]:
+            if segment.start < plan.seq_len:
+                lengths.append(segment.length)
+        return tuple(accumulate(lengths, initial=0))
 
     def _gaps(self, plan: Plan, halo: Halo, reach: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield for each continued segment its halo's rows, the gap for them, and its tokens that
-        read them.
+        """Yield three slices of each continued segment.
+
+        They are the rows of its halo among all halos, the gap for it among the spaced rows, and the
+        segment's tokens that read it, among this rank's.
         """
         numbers = {segment: number for number, segment in enumerate(segments(plan)[self.rank])}
         for index, segment in enumerate(halo.continued):
+            halo_rows = slice(reach * index, reach * (index + 1))
             start = segment.offset + reach * numbers[segment]
             first = slice(segment.offset, segment.offset + min(reach, segment.length))
-            yield slice(reach * index, reach * (index + 1)), slice(start, start + reach), first
+            yield halo_rows, slice(start, start + reach), first
 
     def _exchange(
-        self, x: Tensor, sends: tuple[Part, ...], receives: tuple[Part, ...]
-    ) -> Callable[[], list[tuple[Part, Tensor]]]:
-        """Start sending rows of x; return a function that waits for all, and returns what came."""
+        self, x: Tensor, sends: tuple[HaloRows, ...], receives: tuple[HaloRows, ...]
+    ) -> Callable[[], list[tuple[HaloRows, Tensor]]]:
+        """Start sending rows of x; return a function that waits and returns the rows received."""
         self.transport.connect_all(x.device)
-        buffers = [
-            x.new_empty(x.shape[0], part.rows.stop - part.rows.start, x.shape[2])
-            for part in receives
-        ]
-        arrivals, sent = self.transport.isend_irecv(
-            [(part.peer, (x[:, part.rows],)) for part in sends],
-            [(part.peer, (buffer,)) for part, buffer in zip(receives, buffers, strict=True)],
-            far=False,
-        )
+        outgoing: list[tuple[int, Tensors]] = []
+        for part in sends:
+            outgoing.append((part.peer, (x[:, part.rows],)))
 
-        def wait() -> list[tuple[Part, Tensor]]:
-            found = [(part, arrival()[0]) for part, arrival in zip(receives, arrivals, strict=True)]
+        buffers: list[tuple[int, Tensors]] = []
+        for part in receives:
+            buffers.append((part.peer, (x.new_empty(x.shape[0], part.count, x.shape[2]),)))
+        arrivals, sent = self.transport.isend_irecv(outgoing, buffers, far=False)
+
+        def wait() -> list[tuple[HaloRows, Tensor]]:
+            received = []
+            for part, arrival in zip(receives, arrivals, strict=True):
+                received.append((part, arrival()[0]))
             sent()
-            return found
+            return received
 
         return wait
 

@@ -1,9 +1,8 @@
-"""Exchange of tokens between two layouts of the same ranks, one for each kind of attention in a
-hybrid model.
+"""Exchange of tokens between two layouts of the same ranks, for hybrid models.
 
-States pass in the fewest hops where each rank has one block of tokens; the zigzag layout balances
-causal softmax attention. One all-to-all moves q, k and v into the other layout, another moves the
-output back.
+Each kind of attention has its layout: states pass in the fewest hops if each rank has one block of
+tokens, and the zigzag layout balances causal softmax attention. One all-to-all moves q, k and v
+into the other layout, another moves the output back.
 """
 
 from functools import lru_cache
@@ -28,7 +27,7 @@ class TokenRoute(NamedTuple):
     """Tokens to send to each rank."""
     receives: tuple[int, ...]
     """Tokens to receive from each rank."""
-    places: Tensor
+    targets: Tensor
     """New local indices of the received tokens, in order of source: int64 [T]."""
 
 
@@ -41,34 +40,37 @@ def token_route(source: Geometry, target: Geometry, rank: int) -> TokenRoute:
     """
     if (source.size, source.padded_len) != (target.size, target.padded_len):
         raise ContextError(
-            f"tokens cannot go from {source.padded_len} positions over {source.size} ranks to {target.padded_len} over "
-            f"{target.size}; make the one plan with multiple={target.local_len}, the other's local length"
+            f"tokens cannot go from {source.padded_len} positions over {source.size} ranks to "
+            f"{target.padded_len} over {target.size}; make the one plan with "
+            f"multiple={target.local_len}, the other's local length"
         )
-    mine, theirs = _owners(target)[source.positions(rank)], _owners(source)[target.positions(rank)]
-    # Positions of a rank ascend, so both sides order the tokens between two ranks alike.
+    # Positions of a rank ascend, so both sides order the tokens between two ranks equally.
+    destination = _owners(target)[source.positions(rank)]  # of each token before the exchange
+    origin = _owners(source)[target.positions(rank)]  # of each token after it
     return TokenRoute(
-        torch.from_numpy(np.argsort(mine, kind="stable")),
-        tuple(np.bincount(mine, minlength=source.size).tolist()),
-        tuple(np.bincount(theirs, minlength=source.size).tolist()),
-        torch.from_numpy(np.argsort(theirs, kind="stable")),
+        order=torch.from_numpy(np.argsort(destination, kind="stable")),
+        sends=tuple(np.bincount(destination, minlength=source.size).tolist()),
+        receives=tuple(np.bincount(origin, minlength=source.size).tolist()),
+        targets=torch.from_numpy(np.argsort(origin, kind="stable")),
     )
 
 
 @lru_cache(maxsize=64)
 def _owners(geometry: Geometry) -> np.ndarray:
     """Return the rank that owns each position."""
-    found = np.empty(geometry.padded_len, dtype=np.int64)
+    owners = np.empty(geometry.padded_len, dtype=np.int64)
     for rank in range(geometry.size):
-        found[geometry.positions(rank)] = rank
-    return found
+        owners[geometry.positions(rank)] = rank
+    return owners
 
 
 def moved_tokens(source: Geometry, target: Geometry) -> int:
     """Return the most tokens that any rank sends to others; it receives as many."""
-    return max(
-        source.local_len - token_route(source, target, rank).sends[rank]
-        for rank in range(source.size)
-    )
+    max_tokens = 0
+    for rank in range(source.size):
+        stationary = token_route(source, target, rank).sends[rank]
+        max_tokens = max(max_tokens, source.local_len - stationary)
+    return max_tokens
 
 
 class Relayout:
@@ -77,28 +79,30 @@ class Relayout:
     def __init__(self, outside: Geometry, inside: Geometry, transport: Transport) -> None:
         """Set up both directions; ``transport`` is that of either geometry and counts the bytes."""
         self.transport = transport
-        self._ways = tuple(
-            token_route(*pair, transport.rank) for pair in ((outside, inside), (inside, outside))
+        self._routes = (
+            token_route(outside, inside, transport.rank),
+            token_route(inside, outside, transport.rank),
         )
-        self._placed: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        self._indices: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         self.handle = RELAYOUTS.add(self)
 
-    def exchange(self, x: Tensor, way: int) -> Tensor:
-        """Move x [B, T, ...] inward (``way`` 0), from the outer layout to the inner one, or outward
-        (1).
+    def exchange(self, x: Tensor, direction: int) -> Tensor:
+        """Move x [B, T, ...] from the outer layout to the inner one, or back.
+
+        Args:
+            direction: 0 is inward, 1 outward.
         """
-        if (
-            x.device not in self._placed
-        ):  # once, since a copy in a layer makes the device wait for the host
-            self._placed[x.device] = [
-                (way.order.to(x.device), way.places.to(x.device)) for way in self._ways
+        if x.device not in self._indices:
+            # Once, since a copy in a layer makes the device wait for the host.
+            self._indices[x.device] = [
+                (route.order.to(x.device), route.targets.to(x.device)) for route in self._routes
             ]
-        order, places = self._placed[x.device][way]
+        order, targets = self._indices[x.device][direction]
+        route = self._routes[direction]
         leaving = x.transpose(0, 1).index_select(0, order)  # [T, B, ...]
-        come = self.transport.exchange_tokens(
-            leaving, self._ways[way].sends, self._ways[way].receives
-        )
-        return torch.empty_like(come).index_copy_(0, places, come).transpose(0, 1).contiguous()
+        arrived = self.transport.exchange_tokens(leaving, route.sends, route.receives)
+        sorted_tokens = torch.empty_like(arrived).index_copy_(0, targets, arrived)
+        return sorted_tokens.transpose(0, 1).contiguous()  # [B, T, ...]
 
 
 RELAYOUTS: Handles[Relayout] = Handles()

@@ -1,5 +1,4 @@
-"""Segments of packed documents, the chains that they form over ranks, and the rounds by which
-states pass along them.
+"""Segments of packed documents, the chains that they form over ranks, and how states pass.
 
 A segment is consecutive tokens of one document on one rank. A document in several segments is a
 chain: the state that one ends with enters the next, and a short convolution reads the last tokens
@@ -10,13 +9,16 @@ or U alone once it reaches the document's beginning, where S is 0. Messages pass
 rounds that all ranks compute from the plan. Per chain of n segments:
 
 * ``chain``: each passes the state on to the next, n - 1 rounds.
-* ``tree``: the map of what a segment knows of those before it doubles each round (Hillis and Steele
-  1986), ceil(log2 n) rounds.
+* ``tree``: the number of segments before a segment whose map it has doubles each round (Hillis and
+  Steele 1986), ceil(log2 n) rounds.
 
 Gradients pass along the reversed chain: M^T, and U is the gradient that the segment adds.
+
+Maps of states compose, (M2, U2) after (M1, U1) is (M2 M1, M2 U1 + U2), and composition is
+associative. That is all a parallel prefix sum needs, and why the delta rule, which is sequential in
+its tokens, can run on many ranks at once: each computes its map without knowing its state.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -42,23 +44,23 @@ class Segment(NamedTuple):
     """Its first token on its rank."""
     length: int
     chain: int
-    """Number of its document among those of the sequence, and of the segment in it."""
+    """Number of its document in the sequence."""
     depth: int
-    left: int
+    """Segments of the document before this one."""
+    num_after: int
     """Segments of the document after this one."""
-    before: int | None
-    """Rank of the segment before it, and of the one after it; None where the document begins or
-    ends here.
-    """
-    after: int | None
+    previous_rank: int | None
+    """Rank of the segment before it; None if the document begins here."""
+    next_rank: int | None
+    """Rank of the segment after it; None if the document ends here."""
 
     @property
     def tokens(self) -> slice:
-        """Return the segment's tokens on its rank."""
+        """The segment's tokens on its rank."""
         return slice(self.offset, self.offset + self.length)
 
     def last(self, count: int) -> slice:
-        """Return its last tokens on its rank."""
+        """Return its last ``count`` tokens on its rank."""
         return slice(self.offset + self.length - count, self.offset + self.length)
 
 
@@ -68,56 +70,66 @@ Chain = tuple[Segment, ...]
 
 @lru_cache(maxsize=64)
 def chains(plan: Plan) -> tuple[Chain, ...]:
-    """Return the chains of a plan by position; padding, whose segments are documents of their own,
-    comes last.
+    """Return the chains of a plan by position.
+
+    Padding comes last; its segments are documents of their own.
 
     Raises:
         ContextError: a layout whose ranks hold no consecutive tokens.
     """
     if plan.layout.stride > 1:
         raise ContextError(
-            f"context_parallel_layout is {plan.layout.name!r}, where each token is a segment of its own; states pass "
-            "along consecutive tokens: use contiguous, zigzag or balanced"
+            f"context_parallel_layout is {plan.layout.name!r}, where each token is a segment of "
+            "its own; states pass along consecutive tokens: use contiguous, zigzag or balanced"
         )
-    placed = sorted(
-        (piece.start, rank, piece.offset, piece.length)
-        for rank in range(plan.size)
-        for piece in plan.pieces((rank,))
-    )
-    begins = {0, *plan.boundaries}
-    found: list[list[tuple[int, int, int, int]]] = []
-    for piece in placed:
-        if piece[0] in begins or piece[0] > plan.seq_len:
-            found.append([])
-        found[-1].append(piece)
+    stretches = []
+    for rank in range(plan.size):
+        for piece in plan.pieces((rank,)):
+            stretches.append((piece.start, rank, piece.offset, piece.length))
+    stretches.sort()
+
+    starts = {0, *plan.boundaries}
+    by_document: list[list[tuple[int, int, int, int]]] = []
+    for stretch in stretches:
+        if stretch[0] in starts or stretch[0] > plan.seq_len:
+            by_document.append([])
+        by_document[-1].append(stretch)
+
     linked: list[Chain] = []
-    for number, chain in enumerate(found):
-        ranks = [None, *(rank for _, rank, _, _ in chain), None]
-        segments = (
-            Segment(
-                rank, start, offset, length, number, i, len(chain) - 1 - i, ranks[i], ranks[i + 2]
+    for number, document in enumerate(by_document):
+        ranks = [None, *(rank for _, rank, _, _ in document), None]
+        chain = []
+        for depth, (start, rank, offset, length) in enumerate(document):
+            chain.append(
+                Segment(
+                    rank=rank,
+                    start=start,
+                    offset=offset,
+                    length=length,
+                    chain=number,
+                    depth=depth,
+                    num_after=len(document) - 1 - depth,
+                    previous_rank=ranks[depth],
+                    next_rank=ranks[depth + 2],
+                )
             )
-            for i, (start, rank, offset, length) in enumerate(chain)
-        )
-        linked.append(tuple(segments))
+        linked.append(tuple(chain))
     return tuple(linked)
 
 
 @lru_cache(maxsize=64)
 def segments(plan: Plan) -> tuple[tuple[Segment, ...], ...]:
     """Return the segments of each rank, by position; raises as ``chains``."""
-    found: list[list[Segment]] = [[] for _ in range(plan.size)]
+    by_rank: list[list[Segment]] = [[] for _ in range(plan.size)]
     for chain in chains(plan):
         for segment in chain:
-            found[segment.rank].append(segment)
-    return tuple(map(tuple, found))
+            by_rank[segment.rank].append(segment)
+    return tuple(map(tuple, by_rank))
 
 
 @lru_cache(maxsize=64)
 def cut(plan: Plan) -> tuple[Chain, ...]:
-    """Return the chains of more than one segment, without padding: documents that several ranks
-    hold parts of.
-    """
+    """Return the chains of more than one segment: documents cut between ranks, without padding."""
     return tuple(
         chain for chain in chains(plan) if len(chain) > 1 and chain[0].start < plan.seq_len
     )
@@ -127,35 +139,35 @@ def state_plan(called: str, handle: Tensor, geometry: Geometry) -> Plan:
     """Return a plan by its handle.
 
     Raises:
-        ContextError: it is not of this geometry, or states cannot pass along it; ``called`` says
-            who asked.
+        ContextError: it is not of this geometry, or states cannot pass along it; ``called`` is the
+            function that the user called.
     """
     plan = plan_of(handle, geometry)
     chains(plan)
     if not plan.causal or plan.mask.window:
-        seen = f"window {plan.mask.window}" if plan.causal else "a full mask"
+        mask = f"window {plan.mask.window}" if plan.causal else "a full mask"
         raise ContextError(
-            f"{called}: a plan of {seen}, and a state holds all tokens before; leave it out"
+            f"{called}: a plan of {mask}, and a state holds all tokens before; leave it out"
         )
     return plan
 
 
-class Part(NamedTuple):
+class ScanPart(NamedTuple):
     """Segments of a rank that one scan computes."""
 
     segments: tuple[Segment, ...]
-    wide: bool = False
-    """True if it does not wait for the incoming state."""
+    is_eager: bool = False
+    """True if it does not wait for the incoming state: a wider scan computes its map."""
 
     @property
     def link(self) -> Segment:
-        """Return the only segment of a part that states enter or leave."""
+        """The only segment of a part that states enter or leave."""
         return self.segments[0]
 
     def of(self, x: Tensor) -> Tensor:
         """Return the part's tokens of x ``[B, T, ...]``."""
-        found = [x[:, segment.tokens] for segment in self.segments]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        pieces = [x[:, segment.tokens] for segment in self.segments]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
     def put(self, x: Tensor, values: Tensor) -> None:
         """Copy the part's tokens into x."""
@@ -166,58 +178,65 @@ class Part(NamedTuple):
     def inputs(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v, g and beta, with gates that forget between documents."""
         q, k, v, g, beta = map(self.of, tensors)
-        bounds = tuple(accumulate((segment.length for segment in self.segments), initial=0))
-        return q, k, v, gates_with_resets(g, bounds), beta
+        lengths = (segment.length for segment in self.segments)
+        cu_seqlens = tuple(accumulate(lengths, initial=0))
+        return q, k, v, gates_with_resets(g, cu_seqlens), beta
 
 
-class Parts(NamedTuple):
+class RankParts(NamedTuple):
     """Parts of a rank in the order of its work."""
 
-    first: tuple[Part, ...]
-    """Segments that begin a document which goes on elsewhere."""
-    wide: tuple[Part, ...]
-    whole: tuple[Part, ...]
+    first: tuple[ScanPart, ...]
+    """Segments that begin a document whose end is on another rank."""
+    eager: tuple[ScanPart, ...]
+    """Parts that do not wait for their state."""
+    whole: tuple[ScanPart, ...]
     """One part of all documents that no other rank has tokens of; none if there is none."""
-    last: tuple[Part, ...]
+    last: tuple[ScanPart, ...]
     """Segments that end a document and wait for its state."""
 
     @property
-    def all(self) -> tuple[Part, ...]:
-        """Return all parts."""
-        return self.first + self.wide + self.whole + self.last
+    def all(self) -> tuple[ScanPart, ...]:
+        """All parts."""
+        return self.first + self.eager + self.whole + self.last
 
 
 @lru_cache(maxsize=256)
-def parts(plan: Plan, rank: int, *, waits: bool = False) -> Parts:
-    """Return the parts of a rank, without padding, whatever that holds.
+def parts(plan: Plan, rank: int, *, waits: bool = False) -> RankParts:
+    """Return the parts of a rank, without padding, whose tensors may hold anything.
 
-    With ``waits`` a segment that ends a document is never wide, however much of its rank it is.
+    A wide scan costs about twice a plain one, so it is used only if it saves waiting: for segments
+    in the middle of a document, on which others wait, and for one that ends a document if it is
+    most of its rank's tokens. With ``waits`` a segment that ends a document is never eager.
     """
-    found = defaultdict[str, list[Part]](list)
+    first = []
+    eager = []
     whole = []
+    last = []
     for segment in segments(plan)[rank]:
         if segment.start >= plan.seq_len:
             continue
-        if segment.before is None and segment.after is None:
+        begins = segment.previous_rank is None
+        ends = segment.next_rank is None
+        if begins and ends:
             whole.append(segment)
-        elif segment.before is None:
-            found["first"].append(Part((segment,)))
-        elif segment.after is not None or (segment.length > plan.local_len // 2 and not waits):
-            found["wide"].append(Part((segment,), wide=True))
+        elif begins:
+            first.append(ScanPart((segment,)))
+        elif not ends or (segment.length > plan.local_len // 2 and not waits):
+            eager.append(ScanPart((segment,), is_eager=True))
         else:
-            found["last"].append(Part((segment,)))
-    if whole:
-        found["whole"].append(Part(tuple(whole)))
-    return Parts(*(tuple(found[name]) for name in Parts._fields))
+            last.append(ScanPart((segment,)))
+    whole_part = (ScanPart(tuple(whole)),) if whole else ()
+    return RankParts(tuple(first), tuple(eager), whole_part, tuple(last))
 
 
 LONGEST_CHAIN = 8
-"""Segments of a document up to which ``auto`` takes the chain; its bytes are the fewest, its rounds
-the most.
+"""Segments of a document up to which ``auto`` takes the chain, which sends the fewest bytes in the
+most rounds.
 """
 
 
-class Message(NamedTuple):
+class StateMessage(NamedTuple):
     """The map of consecutive segments up to ``source``."""
 
     source: Segment
@@ -227,77 +246,80 @@ class Message(NamedTuple):
 
     @property
     def peer(self) -> int:
-        """Return the rank that it goes to."""
+        """The rank that it goes to."""
         return self.target.rank
 
 
-Round = tuple[Message, ...]
+StateRound = tuple[StateMessage, ...]
 Schedule = Literal["chain", "tree"]
 
 
-def _chain(chain: Chain) -> Iterator[list[Message]]:
-    for one, other in pairwise(chain):
-        yield [Message(one, other, True)]
+def _chain(chain: Chain) -> Iterator[list[StateMessage]]:
+    for source, target in pairwise(chain):
+        yield [StateMessage(source, target, True)]
 
 
-def _tree(chain: Chain) -> Iterator[list[Message]]:
-    known = 0  # segments right before its own that each has the map of
-    while known < len(chain) - 1:
-        reached = 2 * known + 1
-        later = enumerate(chain[known + 1 :])
-        yield [Message(chain[i], segment, i <= known) for i, segment in later]
-        known = reached
+def _tree(chain: Chain) -> Iterator[list[StateMessage]]:
+    covered = 0  # segments right before its own that each has the map of
+    while covered < len(chain) - 1:
+        messages = []
+        for index, target in enumerate(chain[covered + 1 :]):
+            messages.append(StateMessage(chain[index], target, index <= covered))
+        yield messages
+        covered = 2 * covered + 1
 
 
-SCHEDULES: dict[Schedule, Callable[[Chain], Iterator[list[Message]]]] = {
+SCHEDULES: dict[Schedule, Callable[[Chain], Iterator[list[StateMessage]]]] = {
     "chain": _chain,
     "tree": _tree,
 }
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule of a plan; ``auto`` takes the tree where some document has over
-    ``LONGEST_CHAIN`` segments.
+    """Return the schedule of a plan.
 
-    Latency decides there: a chain's rounds grow with its segments, a tree's with their logarithm
-    (docs/concepts/ linear_attention.md counts both).
+    ``auto`` takes the tree if some document has over ``LONGEST_CHAIN`` segments. Latency decides
+    there: a chain's rounds grow with its segments, a tree's with their logarithm
+    (docs/concepts/linear_attention.md counts both).
     """
-    asked = plan.geometry.options.delta_rule_schedule
-    if asked in SCHEDULES:
-        return asked
+    requested = plan.geometry.options.delta_rule_schedule
+    if requested in SCHEDULES:
+        return requested
     return "chain" if max(map(len, cut(plan)), default=0) <= LONGEST_CHAIN else "tree"
 
 
 @lru_cache(maxsize=64)
 def rounds(
     plan: Plan, *, gradient: bool = False, schedule: Schedule | None = None
-) -> tuple[Round, ...]:
+) -> tuple[StateRound, ...]:
     """Return the rounds of a forward or (``gradient``) a backward, of all ranks and documents.
 
-    ``schedule`` is by default that of ``schedule_of``.
-
-    Between two ranks messages go in this order. What is for one segment comes by position, the
-    first of the document (for gradients the last) first, and before what came in earlier rounds.
+    ``schedule`` is by default that of ``schedule_of``. Between two ranks messages go in this order.
+    Messages for one segment come by position, the first of the document (for gradients the last)
+    first, and before those of earlier rounds.
 
     Raises:
         ContextError: as ``chains``.
     """
-    found: list[list[Message]] = []
-    pass_on = SCHEDULES[schedule or schedule_of(plan)]
+    all_rounds: list[list[StateMessage]] = []
+    chain_rounds = SCHEDULES[schedule or schedule_of(plan)]
     for chain in cut(plan):
-        for number, messages in enumerate(pass_on(chain[::-1] if gradient else chain)):
-            found += [[]] * (number == len(found))
-            found[number] = found[number] + messages
-    return tuple(map(tuple, found))
+        for number, messages in enumerate(chain_rounds(chain[::-1] if gradient else chain)):
+            if number == len(all_rounds):
+                all_rounds.append([])
+            all_rounds[number] += messages
+    return tuple(map(tuple, all_rounds))
 
 
 @lru_cache(maxsize=256)
-def rounds_of(plan: Plan, rank: int, *, gradient: bool) -> tuple[tuple[Round, Round], ...]:
-    """Return what a rank sends and what comes to it in each round that it takes part in."""
-    found = []
+def rounds_of(
+    plan: Plan, rank: int, *, gradient: bool
+) -> tuple[tuple[StateRound, StateRound], ...]:
+    """Return the messages that a rank sends and receives, in each round that it takes part in."""
+    rank_rounds = []
     for messages in rounds(plan, gradient=gradient):
-        leaving = tuple(message for message in messages if message.source.rank == rank)
-        coming = tuple(message for message in messages if message.peer == rank)
-        if leaving or coming:
-            found.append((leaving, coming))
-    return tuple(found)
+        sends = tuple(message for message in messages if message.source.rank == rank)
+        receives = tuple(message for message in messages if message.peer == rank)
+        if sends or receives:
+            rank_rounds.append((sends, receives))
+    return tuple(rank_rounds)

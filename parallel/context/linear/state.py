@@ -4,9 +4,11 @@ A scan is linear in the incoming state (kernels/linear_attention.py), so a rank 
 matrix product while the state is in transit. The backward reuses that state, so that dq needs no
 other rank; the state's gradient goes the other way. States and sums are in float32 (float64 for
 float64 inputs) and are cast once at the end. No check reads them, since that would wait for the
-GPU: an overflow shows in every rank's gradient norm. A rank's tokens are one or more stretches of
-consecutive ones (``Passage``), each with a slot among them. Shapes: q, k ``[B, T, H, D]``, v ``[B,
-T, H, E]`` with T local positions, states ``[B, H, D, E]``, or ``[slots, ...]``.
+GPU: an overflow shows in every rank's gradient norm.
+
+A rank's tokens are one or more stretches of consecutive ones (``Passage``), each with a slot among
+them. Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]`` with T local positions, states ``[B, H, D,
+E]``, or ``[slots, ...]``.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +31,9 @@ from parallel.context.plan import Plan
 from parallel.context.transport import Arrival, Transport
 from runtime.tensors import Handles, accum_dtype
 
+BySlot = dict[int, Tensor]
+"""A tensor of each stretch of a rank."""
+
 
 @dataclass(eq=False)
 class StateExecutor:
@@ -39,35 +44,41 @@ class StateExecutor:
 
     def __post_init__(self) -> None:
         self.handle = STATE_EXECUTORS.add(self)
-        self.geometry, self.rank = self.transport.geometry, self.transport.rank
+        self.geometry = self.transport.geometry
+        self.rank = self.transport.rank
 
     def forward(
         self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float]
     ) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, T, H, E]`` in v's dtype, and the state that enters each stretch, zero if
-        there is none.
+        """Return out ``[B, T, H, E]`` in v's dtype, and the state that enters each stretch.
+
+        A stretch without an incoming state has zeros.
         """
-        run, outs = self._scan(q), dict[int, Tensor]()
+        scan = self._scan(q)
+        outs: BySlot = {}  # [B, T of the stretch, H, E]
 
         def intra(way: Passage) -> Tensor:
-            of = way.of
-            outs[way.slot], local = run(
-                of(q), of(k), of(v), log_decay, None, way.documents, wide=True
+            outs[way.slot], state = scan(
+                way.of(q), way.of(k), way.of(v), log_decay, None, way.documents, wide=True
             )
-            return local
+            return state
 
         def alone(way: Passage) -> Tensor:
-            return run(None, way.of(k), way.of(v), log_decay, None, way.documents)[1]
+            """Compute the state only, without outputs."""
+            _, state = scan(None, way.of(k), way.of(v), log_decay, None, way.documents)
+            return state
 
         def enter(way: Passage, state: Tensor) -> None:
-            outs[way.slot] += from_state(way.of(q), state, log_decay, way.seen)
+            """Add the outputs of the incoming state, for the tokens of its document."""
+            outs[way.slot] += from_state(way.of(q), state, log_decay, way.num_readers)
 
         like = empty_state(k, v)
         states = self._pass_states(plan, like, log_decay, intra, alone, enter)
-        kept = like.new_zeros(len(outs), *like.shape)
+
+        all_states = like.new_zeros(len(outs), *like.shape)  # [slots, B, H, D, E]
         for slot, state in states.items():
-            kept[slot] = state
-        return _joined(outs).to(v.dtype), kept
+            all_states[slot] = state
+        return _joined(outs).to(v.dtype), all_states
 
     def backward(
         self,
@@ -80,32 +91,43 @@ class StateExecutor:
         log_decay: Sequence[float],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv in float32 or wider; ``states`` are those that forward returned."""
-        run, (dq, dk, dv) = (
-            self._scan(q),
-            (dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()),
-        )
-        entered = {
-            way.slot for way in self._ways(plan) if way.rank == self.rank and way.source is not None
-        }
+        scan = self._scan(q)
+        dq: BySlot = {}
+        dk: BySlot = {}
+        dv: BySlot = {}
+
+        has_state = set()
+        for way in self._ways(plan):
+            if way.rank == self.rank and way.source is not None:
+                has_state.add(way.slot)
 
         def intra(way: Passage) -> Tensor:
-            of, state = way.of, states[way.slot] if way.slot in entered else None
-            found = backward(
-                run, of(dout), None, of(q), of(k), of(v), log_decay, state, way.documents, wide=True
+            state = states[way.slot] if way.slot in has_state else None
+            dq[way.slot], dk[way.slot], dv[way.slot], dstate = backward(
+                scan,
+                way.of(dout),
+                None,
+                way.of(q),
+                way.of(k),
+                way.of(v),
+                log_decay,
+                state,
+                way.documents,
+                wide=True,
             )
-            dq[way.slot], dk[way.slot], dv[way.slot], local = found
-            return local
+            return dstate
 
         def alone(way: Passage) -> Tensor:
-            return run(None, way.of(q), way.of(dout), log_decay, None, way.documents, reverse=True)[
-                1
-            ]
+            _, dstate = scan(
+                None, way.of(q), way.of(dout), log_decay, None, way.documents, reverse=True
+            )
+            return dstate
 
         def enter(way: Passage, dstate: Tensor) -> None:
-            dk[way.slot] += from_state(
-                way.of(v), dstate.transpose(-1, -2), log_decay, way.seen, reverse=True
-            )
-            dv[way.slot] += from_state(way.of(k), dstate, log_decay, way.seen, reverse=True)
+            readers = way.num_readers
+            dstate_t = dstate.transpose(-1, -2)
+            dk[way.slot] += from_state(way.of(v), dstate_t, log_decay, readers, reverse=True)
+            dv[way.slot] += from_state(way.of(k), dstate, log_decay, readers, reverse=True)
 
         self._pass_states(plan, empty_state(k, v), log_decay, intra, alone, enter, reverse=True)
         return _joined(dq), _joined(dk), _joined(dv)
@@ -120,80 +142,120 @@ class StateExecutor:
         enter: Callable[[Passage, Tensor], None],
         *,
         reverse: bool = False,
-    ) -> dict[int, Tensor]:
-        """Compute this rank's stretches, while the first state is in transit; return those that
-        came in, by slot.
+    ) -> BySlot:
+        """Compute this rank's stretches, while the first state is in transit.
+
+        Every stretch is computed as if no state came in, and corrected when it has come: out += Q S
+        for the tokens that see it. So a rank's wait is for one matrix product of the rank before
+        it, not for its scan.
 
         Args:
-            intra: computes a stretch on its own, and returns the state after it, from zero.
+            plan: the plan, for its documents.
+            like: a tensor like a state.
+            log_decay: log of each head's decay.
+            intra: computes a stretch without its incoming state, and returns the state after it,
+                from zero.
             alone: computes only that state.
-            enter: adds what comes of an incoming state.
+            enter: adds the contribution of an incoming state.
+            reverse: pass the gradients of states, the other way.
+
+        Returns:
+            the states that came in, by slot.
         """
         ways = self._ways(plan, reverse=reverse)
-        mine = [way for way in ways if way.rank == self.rank]
+        local_ways = [way for way in ways if way.rank == self.rank]
         if self.geometry.method.states == "gather":
-            local = torch.stack([alone(way) for way in sorted(mine, key=lambda way: way.slot)], 1)
-            arrival = self.transport.gather(
-                (local,), tuple(range(self.geometry.size)), by_rank=True
-            )
-            for way in mine:
-                intra(way)
-            (found,) = arrival()
-            states = self._sum_before(found, log_decay, ways)
-            for way in mine:
-                if way.slot in states:
-                    enter(way, states[way.slot])
-            return states
+            return self._gather_states(ways, local_ways, log_decay, intra, alone, enter)
+
         self.transport.connect_all(like.device)
-        coming = self._receive(mine[0], like)
-        onward = {way.slot: intra(way) for way in mine}
-        states, waits, handed = dict[int, Tensor](), [], like
-        for way, later in zip_longest(mine, mine[1:]):
-            if way.source is not None:
-                (states[way.slot],) = coming() if way.source != self.rank else (handed,)
-            handed = onward.pop(way.slot)
+        arrival = self._receive(local_ways[0], like)
+        local_states = {way.slot: intra(way) for way in local_ways}
+        states: BySlot = {}
+        waits = []
+        handed = like  # the state that leaves the previous stretch
+
+        for way, next_way in zip_longest(local_ways, local_ways[1:]):
+            if way.source == self.rank:
+                states[way.slot] = handed
+            elif way.source is not None:
+                (states[way.slot],) = arrival()
+
+            # Send it on first: the next rank waits for it.
+            handed = local_states.pop(way.slot)
             if way.target is not None and way.slot in states and way.goes_through:
                 handed = handed + decayed_state(states[way.slot], log_decay, way.length)
             if way.target not in (None, self.rank):
-                waits.append(
-                    self.transport.isend_irecv([(way.target, (handed,))], [], far=False)[1]
-                )
-            coming = self._receive(later, like)
+                _, sent = self.transport.isend_irecv([(way.target, (handed,))], [], far=False)
+                waits.append(sent)
+
+            arrival = self._receive(next_way, like)
             if way.slot in states:
                 enter(way, states[way.slot])
         for sent in waits:
             sent()
         return states
 
+    def _gather_states(
+        self,
+        ways: tuple[Passage, ...],
+        local_ways: list[Passage],
+        log_decay: Sequence[float],
+        intra: Callable[[Passage], Tensor],
+        alone: Callable[[Passage], Tensor],
+        enter: Callable[[Passage, Tensor], None],
+    ) -> BySlot:
+        """All-gather the state of every stretch, and sum those before each of this rank.
+
+        The states are computed first, alone: the gather then hides behind the rest of the scan.
+        """
+        by_slot = sorted(local_ways, key=lambda way: way.slot)
+        local_states = torch.stack([alone(way) for way in by_slot], 1)  # [B, slots, H, D, E]
+        everyone = tuple(range(self.geometry.size))
+        arrival = self.transport.gather((local_states,), everyone, by_rank=True)
+        for way in local_ways:
+            intra(way)
+        (all_states,) = arrival()
+        states = self._sum_before(all_states, log_decay, ways)
+        for way in local_ways:
+            if way.slot in states:
+                enter(way, states[way.slot])
+        return states
+
     def _receive(self, way: Passage | None, like: Tensor) -> Arrival:
         """Start to receive the state of a stretch, unless this rank has it or there is none.
 
-        Only one is under way: a second would wait for what this rank sends, and a GPU's queue keeps
-        their order.
+        Only one is in transit: a second would wait for a state that this rank has yet to send, and
+        a GPU's queue keeps their order.
         """
         if way is None or way.source in (None, self.rank):
             return lambda: ()
-        return self.transport.isend_irecv([], [(way.source, (torch.empty_like(like),))], far=False)[
-            0
-        ][0]
+        buffer = torch.empty_like(like)
+        (arrival,), _ = self.transport.isend_irecv([], [(way.source, (buffer,))], far=False)
+        return arrival
 
     def _sum_before(
         self, states: Tensor, log_decay: Sequence[float], ways: tuple[Passage, ...]
-    ) -> dict[int, Tensor]:
-        """Sum the states ``[B, ranks * slots, H, D, E]`` before each stretch of this rank, by slot."""
-        slots, found = self.geometry.slots, dict[int, Tensor]()
+    ) -> BySlot:
+        """Sum the states ``[B, ranks * slots, H, D, E]`` before each stretch of this rank.
+
+        In the order of the sequence, with each state decayed by the tokens after it, as a chain of
+        ranks would: lasp and lasp2 add in the same order.
+        """
+        slots = self.geometry.slots
+        sums: BySlot = {}
         last = [way for way in ways if way.rank == self.rank][-1]
         running = states[:, 0]
         for way in ways:
-            before = running if way.source is not None else None
-            if before is not None and way.rank == self.rank:
-                found[way.slot] = before
+            incoming = running if way.source is not None else None
+            if incoming is not None and way.rank == self.rank:
+                sums[way.slot] = incoming
             if way is last:
                 break
+
             running = states[:, way.rank * slots + way.slot]
-            if before is not None and way.goes_through:
-                running = running + decayed_state(before, log_decay, way.length)
-        return found
+            if incoming is not None and way.goes_through:
+                running = running + decayed_state(incoming, log_decay, way.length)
+        return sums
 
     def _ways(self, plan: Plan, *, reverse: bool = False) -> tuple[Passage, ...]:
         return passages(self.geometry.layout, plan.boundaries, reverse)
@@ -202,19 +264,17 @@ class StateExecutor:
         return scan_of(select_linear_backend(self.backend_name, q.device.type, q.dtype))
 
 
-def _joined(stretches: dict[int, Tensor]) -> Tensor:
+def _joined(stretches: BySlot) -> Tensor:
     """Join tensors of a rank's stretches ``[B, T, ...]``, by slot."""
-    return (
-        torch.cat([stretches[slot] for slot in range(len(stretches))], 1)
-        if len(stretches) > 1
-        else stretches[0]
-    )
+    if len(stretches) == 1:
+        return stretches[0]
+    return torch.cat([stretches[slot] for slot in range(len(stretches))], 1)
 
 
 def empty_state(k: Tensor, v: Tensor) -> Tensor:
     """Allocate a state, uninitialised."""
-    wide = accum_dtype(k.dtype)
-    return k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
+    shape = (k.shape[0], *k.shape[2:], v.shape[-1])  # [B, H, D, E]
+    return k.new_empty(shape, dtype=accum_dtype(k.dtype))
 
 
 STATE_EXECUTORS: Handles[StateExecutor] = Handles()

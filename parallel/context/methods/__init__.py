@@ -9,25 +9,27 @@ from parallel.context.methods.one_round import AllGather, Lasp, Lasp2, Ulysses
 from parallel.context.methods.ring import DoubleRing, Ring, Striped, Zigzag
 from parallel.context.methods.wallfacer import WallFacer
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Ring(),
-        Striped(),
-        Zigzag(),
-        AllGather(),
-        WallFacer(),
-        Ulysses(),
-        DoubleRing(),
-        Exchange(),
-    )
-}
+
+def _by_name(*methods: Method) -> dict[str, Method]:
+    return {method.name: method for method in methods}
+
+
+METHODS = _by_name(
+    Ring(),
+    Striped(),
+    Zigzag(),
+    AllGather(),
+    WallFacer(),
+    Ulysses(),
+    DoubleRing(),
+    Exchange(),
+)
 """Methods for softmax attention."""
-STATE_METHODS: dict[str, Method] = {method.name: method for method in (Lasp(), Lasp2())}
+STATE_METHODS = _by_name(Lasp(), Lasp2())
 """Methods for linear attention only."""
-LINEAR_METHODS: dict[str, Method] = STATE_METHODS | {
-    name: method for name, method in METHODS.items() if method.splits_heads
-}
+LINEAR_METHODS = STATE_METHODS | _by_name(
+    *(method for method in METHODS.values() if method.splits_heads)
+)
 """All methods for linear attention: they pass states on, or give each rank the whole sequence of
 some heads.
 """
@@ -42,9 +44,9 @@ else:  # choices of a flag
 
 def method_of(name: str) -> Method:
     """Return the method of this name; raise ContextError if there is none."""
-    known = METHODS | STATE_METHODS
-    if name not in known:
+    methods = METHODS | STATE_METHODS
+    if name not in methods:
         raise ContextError(
-            f"context_parallel_method {name!r} does not exist; use one of {', '.join(known)}"
+            f"context_parallel_method {name!r} does not exist; use one of {', '.join(methods)}"
         )
-    return known[name]
+    return methods[name]

@@ -1,4 +1,9 @@
-"""Base of the context-parallel methods: layout, rounds and capabilities."""
+"""Base of the context-parallel methods: layout, rounds and capabilities.
+
+A method is data: who holds whose KV in which round, and who sends it on. It sees no tensor, no
+process group and no mask, so the executor, the planner's cost model and the tests that check a
+method all read the same few lines, and none can disagree with the others.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -7,15 +12,12 @@ from kernels.blocks import Tile
 from parallel.context.layout import LAYOUTS, ContextError
 
 Ranks = Any
-"""A rank or an array of ranks: methods use arithmetic only, so that a plan computes all ranks at
-once.
+"""A rank, or an array of ranks: methods use arithmetic only, so that one call computes all ranks.
 """
 
 
 class Shape(NamedTuple):
-    """``size`` ranks that share a sequence, in teams of ``team_size``, with ``per_node`` neighbours
-    per node.
-    """
+    """``size`` ranks that share a sequence, in teams of ``team_size``, ``per_node`` in a node."""
 
     size: int
     team_size: int = 1
@@ -23,11 +25,10 @@ class Shape(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A send to rank ``to``, which needs it in round ``due``, the next or later; the number of
-    rounds: after the last.
+    """A send to rank ``to``, which needs it in round ``due``, the next or later.
 
-    Per send of a round, each rank receives from one rank only: from ``source``, which a geometry
-    finds.
+    ``due`` equal to the number of rounds means after the last. Per send of a round, each rank
+    receives from one rank only: from ``source``, which a geometry fills in.
     """
 
     to: Ranks
@@ -56,13 +57,12 @@ class Round(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Count the unmasked (query, key) pairs computed in this round."""
+        """Unmasked (query, key) pairs computed in this round."""
         return sum(tile.pairs for tile in self.tiles)
 
 
 class Method:
-    """A layout and the rounds over it. Subclasses are data: no tensor, no process group, and equal
-    by their class.
+    """A layout and the rounds over it; methods of one class are equal.
 
     A method that moves KV and splits no heads takes any head counts.
     """
@@ -79,9 +79,7 @@ class Method:
     """
     splits_heads: bool = False
     states: Literal["", "neighbour", "gather"] = ""
-    """Way of the states: to the next rank or by an all-gather; empty for softmax attention, which
-    has none.
-    """
+    """How states travel: to the next rank or by an all-gather; empty for softmax attention."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -90,42 +88,45 @@ class Method:
         return hash(type(self))
 
     def layout(self, causal: bool) -> str:
-        """Return the layout that defines the method, or else balances its work under this mask."""
+        """Return the method's layout, or if it takes any, the one that balances this mask."""
         return self.layouts[0]
 
     def rounds(self, rank: Ranks, shape: Shape) -> Sequence[Round]:
-        """Return the rounds of ``rank``, equally many per rank, by default one with its own KV.
+        """Return the rounds of ``rank``, equally many per rank; by default one, with its own KV.
 
-        The first holds its own KV; joined KV stays joined.
+        The first round holds the rank's own KV; joined KV stays joined.
         """
         return [Round((rank,), (), Send(rank, 1))]
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
-        """Return the ranks for whose queries ``rank`` attends: gather these before, combine partial
-        results after.
+        """Return the ranks for whose queries ``rank`` attends.
+
+        Their queries are gathered before the rounds, and partial results combined after.
         """
         return (rank,)
 
     def check_kind(self, called: str, attention: str, fitting: "Mapping[str, Method]") -> None:
-        """Raise ContextError unless this is among the methods ``fitting`` a kind of attention."""
+        """Raise ContextError unless this is among the methods ``fitting`` a kind of attention.
+
+        Args:
+            called: the function that the user called, for the message.
+        """
         if self.name not in fitting:
-            passed = "states" if self.states else "keys and values"
+            operands = "states" if self.states else "keys and values"
             raise ContextError(
-                f"{called}: method {self.name} passes {passed} on, which {attention} does not work by; "
-                f"use one of {', '.join(fitting)}"
+                f"{called}: method {self.name} passes {operands} on, which {attention} does not "
+                f"work by; use one of {', '.join(fitting)}"
             )
 
     def check(self, shape: Shape, causal: bool) -> None:
-        """Raise ContextError, with the reason and the fix, unless the method supports this shape
-        and mask.
-        """
+        """Raise ContextError unless the method supports this shape and mask."""
         mask = "causal" if causal else "full"
         if mask not in self.masks:
             raise ContextError(f"method {self.name} has no {mask} mask; it takes {self.masks}")
         if shape.team_size != 1 and not self.teams:
             raise ContextError(
-                f"method {self.name} has no teams and context_parallel_team_size is {shape.team_size}; "
-                "use team_size 1, or method wallfacer"
+                f"method {self.name} has no teams and context_parallel_team_size is "
+                f"{shape.team_size}; use team_size 1, or method wallfacer"
             )
 
 

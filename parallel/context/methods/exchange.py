@@ -1,9 +1,8 @@
-"""Exchange: every rank sends rows of its own KV straight to the ranks whose queries see them, all
-at once.
+"""Exchange: every rank sends rows of its own KV straight to the ranks whose queries see them.
 
-For masks of which a rank sees little: packed documents and windows. Ranks need not keep step. With
-several nodes a row goes once to each node that needs it and on from there, and a node's gradients
-add up before they go home.
+All are sent at once. For masks under which a rank sees little: packed documents and windows. Ranks
+need not keep step. With several nodes a row goes once to each node that needs it and on from there,
+and a node's gradients add up before they go home, so a row crosses to each node at most once.
 """
 
 from parallel.context.layout import BALANCED, LAYOUTS
@@ -11,11 +10,16 @@ from parallel.context.methods.base import BalancedMethod, Ranks, Round, Send, Sh
 
 
 class Exchange(BalancedMethod):
-    """Within a node, round s computes with the KV of the rank s places before.
+    """Within a node, round s computes with the KV of the rank s steps before.
 
-    For every other node, the rank at the same place gets it first and hands it on in a round that
-    computes nothing; it computes with it after its neighbours have, so that their gradients add up
-    with its own.
+    For every other node, the rank with the same index in its node gets it first and passes it on in
+    a round that computes nothing; it computes with it after its neighbours have, so that their
+    gradients add up with its own. With 2 nodes of 3 ranks, rank 0 holds the KV of
+
+        round   0   1   2   3   4   5   6
+        rank    0   2   1   3   5   4   3
+
+    and in round 3 passes on the KV of rank 3, which has the same index in the other node.
     """
 
     name = "exchange"
@@ -26,27 +30,33 @@ class Exchange(BalancedMethod):
         return BALANCED
 
     def rounds(self, rank: Ranks, shape: Shape) -> list[Round]:
-        inner = shape.per_node if shape.per_node > 1 else shape.size
-        nodes, (node, place) = shape.size // inner, divmod(rank, inner)
+        node_size = shape.per_node if shape.per_node > 1 else shape.size
+        num_nodes = shape.size // node_size
+        node, member = divmod(rank, node_size)
 
         def at(laps: int, steps: int) -> Ranks:
-            """Return the rank so many nodes and places ahead."""
-            return (node + laps) % nodes * inner + (place + steps) % inner
+            """Return the rank this many nodes and steps ahead; negative ones are behind."""
+            other_node = (node + laps) % num_nodes
+            return other_node * node_size + (member + steps) % node_size
 
-        first = [
-            inner + lap * (inner + 1) for lap in range(nodes - 1)
-        ]  # round in which a lap's KV arrives
-        end = inner + len(first) * (inner + 1)
-        sends = [Send(at(0, s), s) for s in range(1, inner)] + [
-            Send(at(lap + 1, 0), i) for lap, i in enumerate(first)
-        ]
-        found = [Round((rank,), tuple(sends), Send(rank, end))]
-        found += [Round((at(0, -s),), (), Send(at(0, -s), end)) for s in range(1, inner)]
-        for lap, i in enumerate(first, start=1):
-            handed = (*(Send(at(0, s), i + s) for s in range(1, inner)), Send(rank, i + inner))
-            found.append(Round((at(-lap, 0),), handed, None))
-            found += [
-                Round((at(-lap, -s),), (), Send(at(0, -s), i + inner)) for s in range(1, inner)
-            ]
-            found.append(Round((at(-lap, 0),), (), Send(at(-lap, 0), end)))
-        return found
+        # The rounds in which the KV of the other nodes arrives, one lap after the other.
+        rounds_per_lap = node_size + 1
+        lap_starts = [node_size + lap * rounds_per_lap for lap in range(num_nodes - 1)]
+        end = node_size + len(lap_starts) * rounds_per_lap
+        neighbours = range(1, node_size)
+
+        # Round 0 sends this rank's KV to its neighbours and to one rank of each other node.
+        sends = [Send(at(0, s), s) for s in neighbours]
+        sends += [Send(at(lap, 0), start) for lap, start in enumerate(lap_starts, 1)]
+        rounds = [Round((rank,), tuple(sends), Send(rank, end))]
+        rounds += [Round((at(0, -s),), (), Send(at(0, -s), end)) for s in neighbours]
+
+        for lap, start in enumerate(lap_starts, 1):
+            # The neighbours' gradients come back to this rank, which sends their sum home.
+            last = start + node_size
+            onward = [Send(at(0, s), start + s) for s in neighbours]
+            onward.append(Send(rank, last))
+            rounds.append(Round((at(-lap, 0),), tuple(onward), None))
+            rounds += [Round((at(-lap, -s),), (), Send(at(0, -s), last)) for s in neighbours]
+            rounds.append(Round((at(-lap, 0),), (), Send(at(-lap, 0), end)))
+        return rounds

@@ -1,12 +1,14 @@
-"""Methods of one round: all-gather, DeepSpeed Ulysses, and LASP, whose KV stays while states move."""
+"""Methods of one round: all-gather, DeepSpeed Ulysses, and LASP, which moves states, not KV."""
 
 from parallel.context.layout import BALANCED, LAYOUTS, ContextError
 from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, Send, Shape
 
 
 class AllGather(BalancedMethod):
-    """Every rank gathers all KV once, and then works alone (Llama 3, section 3.3.2); all of it is
-    in memory.
+    """Every rank gathers all KV once, and then works alone (Llama 3, section 3.3.2).
+
+    All KV is in the memory of every rank. With few KV heads that is little, the gather is short
+    compared to the attention, and any document mask works, since every rank has all keys.
     """
 
     name = "allgather"
@@ -17,12 +19,11 @@ class AllGather(BalancedMethod):
 
 
 class Ulysses(Method):
-    """One all-to-all gives each rank all tokens of some heads, another undoes it (Jacobs et al.
-    2023).
+    """One all-to-all gives each rank all tokens of some heads; another undoes it.
 
-    Its degree is an option of every method: groups of so many neighbours split the heads, and the
-    method runs over the groups; here one of all ranks. Contiguous by default: every rank has the
-    same work, whatever the layout.
+    Jacobs et al. 2023. Its degree is an option of every method: groups of that many neighbours
+    split the heads, and the method runs over the groups; here there is one group, of all ranks.
+    Contiguous by default: every rank has the same work, whatever the layout.
     """
 
     name = "ulysses"
@@ -32,16 +33,17 @@ class Ulysses(Method):
         super().check(shape, causal)
         if shape.size != 1:
             raise ContextError(
-                f"method ulysses splits the heads among all ranks, and ulysses_degree leaves {shape.size} groups; "
-                "leave it out, or choose another method to run over the groups"
+                "method ulysses splits the heads among all ranks, and ulysses_degree leaves "
+                f"{shape.size} groups; leave it out, or choose another method to run over them"
             )
 
 
 class StateMethod(Method):
-    """Linear attention: a rank needs only the state after the tokens before each of its stretches
-    of tokens.
+    """Linear attention: a rank needs only the state after the tokens before its own.
 
-    KV stays, and states move as ``states`` says.
+    One such state for each of its stretches of tokens. KV does not move; states move as ``states``
+    says. A state has the same size after any number of tokens, so traffic does not grow with the
+    sequence.
     """
 
     masks = ("causal",)
@@ -49,8 +51,7 @@ class StateMethod(Method):
 
 
 class Lasp(StateMethod):
-    """Receive the state after the tokens before, add this stretch's, and send the sum to the next
-    stretch's rank.
+    """Each rank adds its own state to the one it receives, and sends the sum to the next rank.
 
     Sun et al. 2024.
     """

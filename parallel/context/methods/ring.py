@@ -1,7 +1,9 @@
-"""Rings: Ring Attention (Liu, Zaharia, Abbeel 2023), Striped Attention (Brandon et al. 2023),
-zigzag, a double ring.
+"""Rings: Ring Attention, Striped Attention, zigzag, and a double ring.
 
-The first three differ in their layouts alone, and so in how a causal mask shares out the work.
+Ring Attention: Liu, Zaharia, Abbeel 2023. Striped Attention: Brandon et al. 2023. The first three
+have the same rounds and differ in their layouts alone, and so in how they share out the work of a
+causal mask. Under a causal mask on contiguous blocks, rank r sees r + 1 of P blocks, and since a
+ring keeps step, every round takes as long as its busiest rank: half of the compute is lost.
 """
 
 from parallel.context.layout import ContextError
@@ -9,30 +11,33 @@ from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, 
 
 
 class Ring(Method):
-    """As many rounds as ranks: round i holds the KV of rank - i and passes it to rank + 1 (section
-    3).
+    """As many rounds as ranks: round i holds the KV of rank - i and passes it to rank + 1.
 
-    Contiguous blocks; under a causal mask the last rank has twice the average work.
+    Section 3 of the paper. Contiguous blocks; under a causal mask the last rank has twice the
+    average work. The gradient of the KV travels with it, one round behind, and has passed all ranks
+    that attended to it when it is home.
     """
 
     name = "ring"
     layouts = ("contiguous",)
 
     def rounds(self, rank: Ranks, shape: Shape) -> list[Round]:
-        last, following = shape.size - 1, (rank + 1) % shape.size
-        found = []
+        next_rank = (rank + 1) % shape.size
+        rounds = []
         for i in range(shape.size):
-            held = (rank - i) % shape.size
-            on = Send(following, i + 1)
-            found.append(
-                Round((held,), (on,) if i < last else (), on if i < last else Send(held, i + 1))
-            )
-        return found
+            owner = (rank - i) % shape.size
+            if i < shape.size - 1:
+                onward = Send(next_rank, i + 1)
+                rounds.append(Round((owner,), (onward,), onward))
+            else:
+                rounds.append(Round((owner,), (), Send(owner, i + 1)))
+        return rounds
 
 
 class Striped(Ring):
-    """Rank j owns tokens j, j + P, j + 2P, ...; each round's mask is a triangle, half a block on
-    every rank.
+    """Rank j owns tokens j, j + P, j + 2P, ...
+
+    Each round's mask is a triangle, half a block on every rank.
     """
 
     name = "striped"
@@ -40,45 +45,62 @@ class Striped(Ring):
 
 
 class Zigzag(Ring):
-    """Rank r owns chunks r and 2P - 1 - r of 2P: balanced like striping, with long contiguous runs."""
+    """Rank r owns chunks r and 2P - 1 - r of 2P.
+
+    As balanced as striping, with long runs of consecutive tokens, which kernels and packed
+    documents prefer.
+    """
 
     name = "zigzag"
     layouts = ("zigzag",)
 
 
 class DoubleRing(BalancedMethod):
-    """KV goes once around each node (LoongTrain, Gu et al. 2024, section 4.3), and meanwhile from
-    node to node.
+    """KV goes once around each node, and meanwhile from node to node.
 
-    So does its gradient's: it accumulates along the inner ring, whose last rank sends the node's
-    sum to the same place in the next node, which adds its own.
+    LoongTrain, Gu et al. 2024, section 4.3. So does its gradient: it accumulates along the inner
+    ring, whose last rank sends the node's sum to the same position in the next node, which adds its
+    own. A transfer between nodes has as many rounds as a node has ranks to arrive, so the slow
+    links are hidden. With 2 nodes of 3 ranks, rank 0 holds the KV of
+
+        round   0   1   2   3   4   5
+        rank    0   2   1   3   5   4
     """
 
     name = "double_ring"
     nodes = True
 
     def rounds(self, rank: Ranks, shape: Shape) -> list[Round]:
-        inner, nodes = shape.per_node, shape.size // shape.per_node
-        node, place = divmod(rank, inner)
-        beside = node * inner + (place + 1) % inner
-        beyond = (node + 1) % nodes * inner + place
-        found = []
+        node_size = shape.per_node
+        num_nodes = shape.size // node_size
+        node, member = divmod(rank, node_size)
+        next_in_node = node * node_size + (member + 1) % node_size
+        next_node = (node + 1) % num_nodes * node_size + member
+
+        rounds = []
         for i in range(shape.size):
-            lap, step = divmod(i, inner)
-            held = (node - lap) % nodes * inner + (place - step) % inner
-            sends = [Send(beyond, i + inner)] if step == 0 and lap < nodes - 1 else []
-            gradient = Send(beyond, i + inner) if lap < nodes - 1 else Send(held, i + 1)
-            if step < inner - 1:
-                gradient = Send(beside, i + 1)
+            lap, step = divmod(i, node_size)
+            is_last_lap = lap == num_nodes - 1
+            owner = (node - lap) % num_nodes * node_size + (member - step) % node_size
+            sends = []
+            if step == 0 and not is_last_lap:
+                sends.append(Send(next_node, i + node_size))
+            if step < node_size - 1:
+                gradient = Send(next_in_node, i + 1)
                 sends.append(gradient)
-            found.append(Round((held,), tuple(sends), gradient))
-        return found
+            elif is_last_lap:
+                gradient = Send(owner, i + 1)
+            else:
+                gradient = Send(next_node, i + node_size)
+            rounds.append(Round((owner,), tuple(sends), gradient))
+        return rounds
 
     def check(self, shape: Shape, causal: bool) -> None:
         super().check(shape, causal)
         if shape.size % shape.per_node:
             fitting = [str(n) for n in range(1, shape.size + 1) if shape.size % n == 0]
             raise ContextError(
-                f"context_parallel_ranks_per_node makes inner rings of {shape.per_node} in double_ring, which does not "
-                f"divide the {shape.size} ranks (or groups of ulysses_degree ranks); what does: {', '.join(fitting)}"
+                f"context_parallel_ranks_per_node makes inner rings of {shape.per_node} in "
+                f"double_ring, which does not divide the {shape.size} ranks (or groups of "
+                f"ulysses_degree ranks); sizes that do: {', '.join(fitting)}"
             )

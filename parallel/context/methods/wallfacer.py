@@ -1,8 +1,9 @@
-"""WallFacer (Liu et al. 2024): teams share queries, and KV goes around one ring per member instead
-of one for all.
+"""WallFacer (Liu et al. 2024): teams share queries, and KV goes around one ring per member.
 
 Of P ranks, C form a team and G = P / C^2 teams form a team group. Rank = r_t C + r_a: member r_a of
-team r_t.
+team r_t. A ring of P ranks passes all KV through every rank. Here a rank sees 1 / C of all KV, for
+the queries of C ranks: the same work with 1 / C of the ring's traffic, at the price of a gather of
+queries and a reduction of results in the team.
 """
 
 from math import isqrt
@@ -16,42 +17,55 @@ class WallFacer(BalancedMethod):
 
     First, member r_a sends the team's KV to team r_a G + r_t // C, member r_t % C (algorithm 2).
     Then member a of team t holds the KV of team (t % G) C + a, and G rounds pass it around the
-    members a of a team group (algorithm 3).
+    members a of a team group (algorithm 3). With 8 ranks in teams of 2, so G = 2, the rounds are
+
+        round       0       1       2
+        rank 0   0, 1    0, 1    4, 5
+        rank 1   0, 1    2, 3    6, 7
+        rank 2   2, 3    4, 5    0, 1
+
+    with the ranks whose KV each of them holds; round 0 only places it and computes nothing.
     """
 
     name = "wallfacer"
     teams = True
 
     def rounds(self, rank: Ranks, shape: Shape) -> list[Round]:
-        size, c = shape.size, shape.team_size
-        g = size // c**2
+        c = shape.team_size
+        g = shape.size // c**2
         team, member = divmod(rank, c)
         group = team // g
-        following = ((team + 1) % g + g * group) * c + member
-        first = 1 if c > 1 else 0  # a team of one has its KV in place
-        found = []
-        if first:
-            placed = (member * g + team // c) * c + team % c
-            found.append(Round(self._members(team, c), (Send(placed, 1),), None))
+        next_rank = ((team + 1) % g + g * group) * c + member
+        rounds = []
+        first = 0  # a team of one has its KV in place
+        if c > 1:
+            first = 1
+            target = (member * g + team // c) * c + team % c
+            rounds.append(Round(self._members(team, c), (Send(target, 1),), None))
         for i in range(g):
-            held = ((team - i) % g) * c + member
-            on, home = Send(following, first + i + 1), Send(held * c + group, first + i + 1)
-            found.append(
-                Round(self._members(held, c), (on,) if i < g - 1 else (), on if i < g - 1 else home)
-            )
-        return found
+            held_team = ((team - i) % g) * c + member
+            due = first + i + 1
+            if i < g - 1:
+                onward = Send(next_rank, due)
+                rounds.append(Round(self._members(held_team, c), (onward,), onward))
+            else:
+                home = Send(held_team * c + group, due)
+                rounds.append(Round(self._members(held_team, c), (), home))
+        return rounds
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
         return self._members(rank // shape.team_size, shape.team_size)
 
     def check(self, shape: Shape, causal: bool) -> None:
         super().check(shape, causal)
-        size, c = shape.size, shape.team_size
+        size = shape.size
+        c = shape.team_size
         if size % c**2:
-            fitting = [team for team in range(1, isqrt(size) + 1) if size % team**2 == 0]
+            fitting = [str(team) for team in range(1, isqrt(size) + 1) if size % team**2 == 0]
             raise ContextError(
-                f"context_parallel_team_size is {c}, whose square {c**2} does not divide the {size} ranks of wallfacer "
-                f"(or groups of ulysses_degree ranks); sizes that do: {', '.join(map(str, fitting))}"
+                f"context_parallel_team_size is {c}, whose square {c**2} does not divide the "
+                f"{size} ranks of wallfacer (or groups of ulysses_degree ranks); sizes that do: "
+                f"{', '.join(fitting)}"
             )
 
     @staticmethod

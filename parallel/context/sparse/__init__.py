@@ -1,1 +1,1 @@
-"""Packed documents: only rows that a query sees travel."""
+"""Packed documents: balanced layouts, and exchanges of only the rows that a query sees."""

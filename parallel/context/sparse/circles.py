@@ -1,10 +1,9 @@
-"""Packed documents over ranks: the same tokens and the same work for each, and as few documents cut
-as can be.
+"""Packed documents over ranks: the same tokens and work for each, and few documents cut.
 
-    Put all documents on a circle. Let an arc of half the tokens move once round. Every token is in
-    it for half of the way, so on average it holds half of the work: more here, less there, and
-    exactly half somewhere between. Cut there. Close the arc to a circle for one half of the ranks,
-    and what is left to another for the other half. Repeat.
+Put all documents on a circle. Let an arc of half the tokens move once round. Every token is in it
+for half of the way, so on average it holds half of the work: more here, less there, and exactly
+half somewhere between. Cut there. Close the arc to a circle for one half of the ranks, and the rest
+to another for the other half. Repeat.
 
 A circle takes two cuts, so P ranks take at most 2 (P - 1), however many documents there are. Any
 other share works as well: an odd number k of ranks takes an arc of k // 2 parts in k of the tokens,
@@ -14,20 +13,21 @@ arc of any share; Alon, "Splitting necklaces" (1987), for the bound.
 
 The documents are the beads. The work of a token is the number of keys that it sees, and along a
 bead this is an arithmetic progression: 1, 2, 3, ... under a causal mask; a document that fills its
-window is a bead of 1, 2, ..., w and one of w, w, ... So the work of an arc is a sum of a few
-squares. While neither end of the arc reaches another bead its change is linear, or quadratic, and
-solved at once. Where several arcs hold their share, the cheapest is cut.
+window is a bead of 1, 2, ..., w and one of w, w, ... While neither end of the arc reaches another
+bead, the change of its work is linear or quadratic, and solved at once. Where several arcs hold
+their share, the cheapest is cut.
 
 All circles lie one after the other on a line, each opened at an edge between documents, and one
-pass of numpy halves them all. Decisions are made on integers, or on bounds computed in one order:
-all ranks and machines find the same.
+pass of numpy halves them all. Every rank computes the layout for itself, and a rank that found
+another cut would send rows that nobody expects. So decisions are made on integers, or on bounds
+computed in one order: all ranks and machines get the same layout.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+
+from parallel.context.sparse.beads import Circles, progression
 
 TOLERANCE = 0.003
 """Share of its work by which a place may have too much or too little, so that cuts fall on edges of
@@ -35,101 +35,15 @@ documents.
 """
 
 
-class Beads(NamedTuple):
-    """Pieces of documents: int64 ``[beads]`` each. Token n of a bead has work ``first + n *
-    slope``.
-    """
-
-    start: np.ndarray  # its first token's position in the sequence
-    length: np.ndarray
-    first: np.ndarray
-    slope: np.ndarray
-    document: np.ndarray  # -1: padding, which has no work
-
-    def take(self, index: np.ndarray) -> "Beads":
-        """Return the beads at ``index``, in that order."""
-        return Beads(*(field[index] for field in self))
-
-    def work(self, count: np.ndarray) -> np.ndarray:
-        """Return the work of the first ``count`` tokens of each bead."""
-        return progression(self.first, self.slope, count)
-
-
-def progression(first: np.ndarray, slope: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Return the sum of the first ``count`` of ``first``, ``first + slope``, ``first + 2 * slope``,
-    ...
-    """
-    return count * first + slope * (count * (count - 1) // 2)
-
-
-@dataclass(frozen=True)
-class Circles:
-    """Circles on a line, in the order of the places that they are for; a circle has ``tokens`` for
-    each of its places.
-
-    A document's tokens lie side by side on a circle and ascend, whatever was cut out between them.
-    """
-
-    beads: Beads
-    counts: np.ndarray  # beads of each circle: int64 [circles]
-    places: np.ndarray  # that share each circle, ranks or teams of them: int64 [circles]
-    tokens: int
-
-    @cached_property
-    def begin(self) -> np.ndarray:
-        """Return where each bead begins on the line."""
-        return np.cumsum(self.beads.length) - self.beads.length
-
-    @cached_property
-    def before(self) -> np.ndarray:
-        """Return the work before each bead on the line, and of the whole line: ``[beads + 1]``."""
-        return np.append(0, np.cumsum(self.beads.work(self.beads.length)))
-
-    @cached_property
-    def circle(self) -> np.ndarray:
-        """Return each bead's circle."""
-        return np.repeat(np.arange(len(self.places)), self.counts)
-
-    @cached_property
-    def opening(self) -> np.ndarray:
-        """Return the first bead of each circle."""
-        return np.cumsum(self.counts) - self.counts
-
-    @cached_property
-    def base(self) -> np.ndarray:
-        """Return where each circle begins on the line."""
-        return np.cumsum(self.size) - self.size
-
-    @cached_property
-    def size(self) -> np.ndarray:
-        """Return the tokens of each circle."""
-        return self.places * self.tokens
-
-    @cached_property
-    def work(self) -> np.ndarray:
-        """Return the work of each circle."""
-        return self.before[self.opening + self.counts] - self.before[self.opening]
-
-    def target(self, inside: np.ndarray) -> np.ndarray:
-        """Return the share of ``inside`` of its places in each circle's work, rounded down."""
-        whole, rest = np.divmod(self.work, self.places)
-        return inside * whole + inside * rest // self.places
-
-    def take(self, index: np.ndarray) -> "Circles":
-        """Return the circles at ``index``, which ascends."""
-        beads = self.beads.take(np.flatnonzero(np.isin(self.circle, index)))
-        return Circles(beads, self.counts[index], self.places[index], self.tokens)
-
-
 class Arcs(NamedTuple):
-    """Arcs somewhere on their circles, and what they hold there: int64 ``[arcs]`` each.
+    """Arcs somewhere on their circles, and their work there: int64 ``[arcs]`` each.
 
     ``n`` tokens further on, up to ``room``, the surplus is ``surplus + n * gain + n * (n - 1) / 2 *
     bend``.
     """
 
     circle: np.ndarray
-    at: np.ndarray  # where the arc begins on the line
+    start: np.ndarray  # on the line
     head: np.ndarray  # bead of its first token
     tail: np.ndarray  # bead of the first token behind it, or the one that ends there
     surplus: np.ndarray  # work of the arc beyond its share
@@ -144,11 +58,23 @@ class Arcs(NamedTuple):
     def on(self, steps: np.ndarray) -> "Arcs":
         """Return the arcs moved on by ``steps`` tokens each."""
         return self._replace(
-            at=self.at + steps,
-            surplus=self.surplus + steps * self.gain + self.bend * (steps * (steps - 1) // 2),
+            start=self.start + steps,
+            surplus=self._surplus_after(steps),
             gain=self.gain + steps * self.bend,
             room=self.room - steps,
         )
+
+    def surplus_at_end(self) -> np.ndarray:
+        """Return the surplus after ``room`` tokens."""
+        return self._surplus_after(self.room)
+
+    def _surplus_after(self, steps: np.ndarray) -> np.ndarray:
+        return self.surplus + steps * self.gain + self.bend * (steps * (steps - 1) // 2)
+
+
+def joined(*several: Arcs) -> Arcs:
+    """Concatenate arcs."""
+    return Arcs(*(np.concatenate(fields) for fields in zip(*several, strict=True)))
 
 
 def halve(circles: Circles, share: float, reach: tuple[int, int]) -> tuple[np.ndarray, Circles]:
@@ -160,174 +86,231 @@ def halve(circles: Circles, share: float, reach: tuple[int, int]) -> tuple[np.nd
         reach: how many tokens before and behind itself a token sees at most.
 
     Returns:
-        where each circle is cut, in tokens from its beginning: int64 ``[circles, 2]``, ascending;
-        and the circles, for each of them what lies outside the two cuts and then what lies between.
+        the two cuts of each circle, in tokens from its beginning: int64 ``[circles, 2]``,
+        ascending; and the circles, for each of them first the part outside the two cuts and then
+        the part between.
     """
-    larger, odd = (
-        (circles.places + 1) // 2,
-        np.flatnonzero(circles.places % 2 * (circles.places > 1)),
-    )
-    cuts, cost = cheapest(circles, larger, share, reach)
-    if len(
-        odd
-    ):  # what the larger arcs leave lies across the line's end: smaller arcs that do not are still to be seen
-        other, least = cheapest(circles.take(odd), circles.places[odd] // 2, share, reach)
-        cuts[odd] = np.where((least < cost[odd])[:, None], other, cuts[odd])
+    num_places = circles.num_places
+    larger_half = (num_places + 1) // 2
+    cuts, cost = cheapest(circles, larger_half, share, reach)
+
+    # Arcs do not cross the end of the line. Of an even number of places, an arc that does is the
+    # complement of one that does not. Of an odd number, the complement of a larger half is a
+    # smaller half: try those too.
+    odd = np.flatnonzero(num_places % 2 * (num_places > 1))
+    if len(odd):
+        other_cuts, other_cost = cheapest(circles.take(odd), num_places[odd] // 2, share, reach)
+        is_cheaper = other_cost < cost[odd]
+        cuts[odd] = np.where(is_cheaper[:, None], other_cuts, cuts[odd])
     return cuts, split(circles, cuts + circles.base[:, None])
 
 
 def cheapest(
     circles: Circles, inside: np.ndarray, share: float, reach: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the arc of each circle that holds the share of work of ``inside`` places and moves the
-    fewest rows.
+    """Find the arc of each circle with the work of ``inside`` places that moves the fewest rows.
 
     Returns:
         both ends of each arc, in tokens from its circle's beginning: int64 ``[circles, 2]``, the
-        first of equal arcs; and the rows, int64 ``[circles]``, of which a circle without such an
-        arc has the largest integer.
+        first of equal arcs; and the rows, int64 ``[circles]``, for a circle without such an arc the
+        largest integer.
     """
     stops = turn(circles, inside)
-    found = (on_edges(circles, stops, inside, share), crossings(stops))
-    circle, at, head, tail, *_ = (np.concatenate(fields) for fields in zip(*found, strict=True))
-    arc = inside * circles.tokens
-    ends = rows_across(circles, reach, np.append(head, tail), np.append(at, at + arc[circle]))
-    cost = ends[: len(at)] + ends[len(at) :]
-    least, first = np.full(len(inside), np.iinfo(np.int64).max), circles.size.copy()
-    np.minimum.at(least, circle, cost)
-    best = np.flatnonzero(cost == least[circle])
-    np.minimum.at(first, circle[best], (at - circles.base[circle])[best])
-    return np.stack([first, first + arc], axis=1), least
+    arcs = joined(on_edges(circles, stops, inside, share), crossings(stops))
+    circle = arcs.circle
+    arc_length = inside * circles.tokens
+    edge_beads = np.append(arcs.head, arcs.tail)
+    edges = np.append(arcs.start, arcs.start + arc_length[circle])
+
+    head_rows, tail_rows = rows_across(circles, reach, edge_beads, edges).reshape(2, -1)
+    cost = head_rows + tail_rows
+
+    min_cost = np.full(len(inside), np.iinfo(np.int64).max)
+    np.minimum.at(min_cost, circle, cost)
+
+    best = np.flatnonzero(cost == min_cost[circle])
+    first = circles.size.copy()
+    np.minimum.at(first, circle[best], (arcs.start - circles.base[circle])[best])
+    return np.stack([first, first + arc_length], axis=1), min_cost
 
 
 def turn(circles: Circles, inside: np.ndarray) -> Arcs:
-    """Move an arc for ``inside`` places along every circle, and stop where either end reaches the
-    edge of a bead.
+    """Move an arc for ``inside`` places along every circle; return its stops.
 
-    It stops also where its surplus turns from rising to falling or back, so that it does not
-    between two stops. It goes from the beginning of its circle's line to the end: an arc across the
-    end is what another arc leaves.
+    It stops where either end reaches the edge of a bead. It stops also where its surplus turns from
+    rising to falling or back, so that it does not between two stops. It goes from the beginning of
+    its circle's line to the end: an arc across the end is the complement of another arc.
     """
-    beads, begin, circle, base = circles.beads, circles.begin, circles.circle, circles.base
-    arc = inside * circles.tokens
-    heads = np.flatnonzero(begin <= (base + circles.size - arc)[circle])
-    tails = np.flatnonzero(begin >= (base + arc)[circle])
-    stops = np.append(begin[heads], begin[tails] - arc[circle[tails]])
+    beads = circles.beads
+    begin = circles.begin
+    base = circles.base
+    arc_length = inside * circles.tokens
+    last_start = base + circles.size - arc_length
+    first_end = base + arc_length
+
+    heads = np.flatnonzero(begin <= last_start[circles.circle])
+    tails = np.flatnonzero(begin >= first_end[circles.circle])
+
+    # Every stop, and how many of the stops up to it are those of a head.
+    stops = np.append(begin[heads], begin[tails] - arc_length[circles.circle[tails]])
     order = np.argsort(stops, kind="stable")
-    at, passed = stops[order], np.cumsum(order < len(heads))
-    head = heads[passed - 1]
-    circle = circle[head]
+    start = stops[order]
+    num_heads = np.cumsum(order < len(heads))
+    head = heads[num_heads - 1]
+    circle = circles.circle[head]
+
     # At every other stop the tail reaches its next bead, from the bead in which the line's first
     # arc ends.
-    onto = begin.searchsorted(base + arc)
-    tail = np.arange(1, len(at) + 1) - passed + (onto - 1 - tails.searchsorted(onto))[circle]
-    into, onto = at - begin[head], at + arc[circle] - begin[tail]
-    leaves, leaving, enters, entering = (
-        beads.first[head],
-        beads.slope[head],
-        beads.first[tail],
-        beads.slope[tail],
+    first_tail = begin.searchsorted(first_end)
+    num_tails = np.arange(1, len(start) + 1) - num_heads
+    tail = num_tails + (first_tail - 1 - tails.searchsorted(first_tail))[circle]
+
+    into_head = start - begin[head]
+    into_tail = start + arc_length[circle] - begin[tail]
+    head_first = beads.first[head]
+    head_slope = beads.slope[head]
+    tail_first = beads.first[tail]
+    tail_slope = beads.slope[tail]
+
+    # Work of whole beads, and of the parts of the two beads that the arc's ends are in.
+    work = circles.before[tail] - circles.before[head]
+    work += progression(tail_first, tail_slope, into_tail)
+    work -= progression(head_first, head_slope, into_head)
+
+    # One step adds the tail's next token and drops the head's first.
+    gain = tail_first + tail_slope * into_tail - head_first - head_slope * into_head
+    room = np.append(start[1:], 0) - start
+
+    # The last stop of each circle has room to the end of its line.
+    last = np.append(np.flatnonzero(circle[1:] != circle[:-1]), len(start) - 1)
+    room[last] = last_start - start[last]
+    arcs = Arcs(
+        circle=circle,
+        start=start,
+        head=head,
+        tail=tail,
+        surplus=work - circles.target(inside)[circle],
+        gain=gain,
+        bend=tail_slope - head_slope,
+        room=room,
     )
-    held = circles.before[tail] - circles.before[head]
-    held += progression(enters, entering, onto) - progression(leaves, leaving, into)
-    surplus = held - circles.target(inside)[circle]
-    gain = enters + entering * onto - leaves - leaving * into
-    room = np.append(at[1:], 0) - at
-    last = np.append(np.flatnonzero(circle[1:] != circle[:-1]), len(at) - 1)
-    room[last] = (base + circles.size - arc) - at[last]
-    return _with_extrema(Arcs(circle, at, head, tail, surplus, gain, entering - leaving, room))
+    return _with_extrema(arcs)
 
 
 def _with_extrema(arcs: Arcs) -> Arcs:
     """Stop also where the surplus is largest or smallest between two stops."""
     turns = np.flatnonzero(arcs.bend)
-    steps = -(
-        arcs.gain[turns] // arcs.bend[turns]
-    )  # the first step on which the gain has another sign, or none
-    inner = (steps > 0) & (steps < arcs.room[turns])
-    turns, steps = turns[inner], steps[inner]
+    # The first step on which the gain has another sign, or none.
+    steps = -(arcs.gain[turns] // arcs.bend[turns])
+
+    is_between = (steps > 0) & (steps < arcs.room[turns])
+    turns = turns[is_between]
+    steps = steps[is_between]
+
     after = arcs.take(turns).on(steps)
     arcs.room[turns] = steps
-    return (
-        Arcs(*(np.concatenate(fields) for fields in zip(arcs, after, strict=True)))
-        if len(turns)
-        else arcs
-    )
+    return joined(arcs, after) if len(turns) else arcs
 
 
 def crossings(arcs: Arcs) -> Arcs:
-    """Return the arcs between two stops that are nearest to their share of work, wherever the
-    surplus changes sign.
+    """Return the arcs nearest to their share of work, one per change of the surplus's sign.
+
+    They lie between two stops.
     """
-    ahead = arcs.surplus + arcs.room * arcs.gain + arcs.bend * (arcs.room * (arcs.room - 1) // 2)
-    arcs = arcs.take(np.flatnonzero((arcs.surplus <= 0) != (ahead <= 0)))
+    arcs = arcs.take(np.flatnonzero((arcs.surplus <= 0) != (arcs.surplus_at_end() <= 0)))
     # The root of surplus + speed * n + bend / 2 * n^2 that comes first, written so that nothing
     # cancels.
-    speed, sign = arcs.gain - arcs.bend / 2, np.where(arcs.surplus > 0, -1.0, 1.0)
-    width = np.sqrt(np.maximum(speed * speed - 2.0 * arcs.bend * arcs.surplus, 0.0))
+    speed = arcs.gain - arcs.bend / 2
+    sign = np.where(arcs.surplus > 0, -1.0, 1.0)
+    discriminant = speed * speed - 2.0 * arcs.bend * arcs.surplus
+    width = np.sqrt(np.maximum(discriminant, 0.0))
     root = 2.0 * np.abs(arcs.surplus) / np.maximum(sign * speed + width, 1e-9)
-    short = arcs.on(np.clip(np.floor(root), 0, arcs.room - 1).astype(np.int64))
-    return short.on((np.abs(short.surplus + short.gain) < np.abs(short.surplus)).astype(np.int64))
+
+    steps = np.clip(np.floor(root), 0, arcs.room - 1).astype(np.int64)
+    before = arcs.on(steps)
+    next_is_nearer = np.abs(before.surplus + before.gain) < np.abs(before.surplus)
+    return before.on(next_is_nearer.astype(np.int64))
 
 
 def on_edges(circles: Circles, arcs: Arcs, inside: np.ndarray, share: float) -> Arcs:
-    """Return the stops at which both parts of a circle hold their places' shares of work, within
-    the tolerance.
-    """
-    own, others, target = inside * share, (circles.places - inside) * share, circles.target(inside)
-    least = np.maximum(own * (1 - TOLERANCE), circles.work - others * (1 + TOLERANCE)) - target
-    most = np.minimum(own * (1 + TOLERANCE), circles.work - others * (1 - TOLERANCE)) - target
-    near = (arcs.surplus >= least[arcs.circle]) & (arcs.surplus <= most[arcs.circle])
-    return arcs.take(np.flatnonzero(near | (arcs.surplus == 0)))
+    """Return the stops at which both parts of a circle have about their share of work."""
+    # An arc within its own tolerance can leave the rest of the circle outside of its tolerance.
+    inside_share = inside * share
+    outside_share = (circles.num_places - inside) * share
+    work = circles.work
+    min_work = np.maximum(inside_share * (1 - TOLERANCE), work - outside_share * (1 + TOLERANCE))
+    max_work = np.minimum(inside_share * (1 + TOLERANCE), work - outside_share * (1 - TOLERANCE))
+
+    target = circles.target(inside)
+    min_surplus = min_work - target
+    max_surplus = max_work - target
+    is_near = arcs.surplus >= min_surplus[arcs.circle]
+    is_near &= arcs.surplus <= max_surplus[arcs.circle]
+    return arcs.take(np.flatnonzero(is_near | (arcs.surplus == 0)))
 
 
 def rows_across(
-    circles: Circles, reach: tuple[int, int], bead: np.ndarray, at: np.ndarray
+    circles: Circles, reach: tuple[int, int], bead: np.ndarray, cut: np.ndarray
 ) -> np.ndarray:
-    """Return how many rows travel because of cuts at ``at``, in ``bead`` or at its end: an
-    estimate.
+    """Estimate the rows that travel because of each cut, in ``bead`` or at its end.
 
-    What lies behind a cut in its document goes to as many places as it fills, and each reads the
-    rows before the cut.
+    The part of a document behind a cut goes to as many places as it fills, and each reads the rows
+    before the cut.
     """
-    beads, tokens = circles.beads, circles.tokens
-    gap = (
-        beads.start[1:] - beads.start[:-1] - beads.length[:-1]
-    )  # cut out already; a wide one hides all before it
-    joined = np.append(False, (beads.document[1:] == beads.document[:-1]) & (gap < max(reach)))
-    joined[circles.opening] = False
-    edges = np.append(circles.begin[~joined], circles.begin[-1] + beads.length[-1])
-    stretch = (np.cumsum(~joined) - 1)[bead]
-    before, behind = at - edges[stretch], edges[stretch + 1] - at
+    beads = circles.beads
+    tokens = circles.tokens
+    # Tokens cut out between two beads of a document; a wide gap hides all before it.
+    gap = beads.start[1:] - beads.start[:-1] - beads.length[:-1]
+
+    is_same_document = beads.document[1:] == beads.document[:-1]
+    continues = np.append(False, is_same_document & (gap < max(reach)))
+    continues[circles.opening] = False
+
+    # Stretches of consecutive tokens of one document, and the edges between them.
+    edges = np.append(circles.begin[~continues], circles.begin[-1] + beads.length[-1])
+    stretch = (np.cumsum(~continues) - 1)[bead]
+
+    before = cut - edges[stretch]
+    behind = edges[stretch + 1] - cut
     left, right = reach
-    found = np.minimum(before, left) * -(-np.minimum(behind, left) // tokens)
+    rows = np.minimum(before, left) * -(-np.minimum(behind, left) // tokens)
     if right:
-        found += np.minimum(behind, right) * -(-np.minimum(before, right) // tokens)
-    return np.where(beads.document[bead] < 0, 0, found)
+        rows += np.minimum(behind, right) * -(-np.minimum(before, right) // tokens)
+    return np.where(beads.document[bead] < 0, 0, rows)
 
 
 def split(circles: Circles, cuts: np.ndarray) -> Circles:
-    """Return the circles of what lies outside and between the two cuts of each circle, without
-    empty ones.
-    """
-    beads, begin = circles.beads, circles.begin
-    hit = begin.searchsorted(cuts.ravel(), "right") - 1
-    offset = cuts.ravel() - begin[hit]
-    new = (offset > 0) & (offset < beads.length[hit])
-    source = np.repeat(np.arange(len(begin)), 1 + np.bincount(hit[new], minlength=len(begin)))
-    at = np.sort(np.concatenate([begin, cuts.ravel()[new]]), kind="stable")
-    length = np.diff(at, append=begin[-1] + beads.length[-1])
-    circle, within, (low, high) = circles.circle[source], at - begin[source], cuts.T.copy()
-    part = 2 * circle + ((at >= low[circle]) & (at < high[circle]))
-    order = np.argsort(part, kind="stable")
-    source, within = source[order], within[order]
-    pieces = beads.take(source)
+    """Return the circles outside and between the two cuts of each circle, without empty ones."""
+    beads = circles.beads
+    begin = circles.begin
+
+    # Cut the beads that a cut falls into.
+    cut_bead = begin.searchsorted(cuts.ravel(), "right") - 1
+    offset = cuts.ravel() - begin[cut_bead]
+    is_inside = (offset > 0) & (offset < beads.length[cut_bead])
+
+    num_cuts = np.bincount(cut_bead[is_inside], minlength=len(begin))
+    source = np.repeat(np.arange(len(begin)), 1 + num_cuts)
+    start = np.sort(np.concatenate([begin, cuts.ravel()[is_inside]]), kind="stable")
+    length = np.diff(start, append=begin[-1] + beads.length[-1])
+
+    # Sort them by circle, and in it outside before between.
+    circle = circles.circle[source]
+    low, high = cuts.T.copy()
+    is_between = (start >= low[circle]) & (start < high[circle])
+    new_circle = 2 * circle + is_between
+    order = np.argsort(new_circle, kind="stable")
+
+    within = (start - begin[source])[order]
+    pieces = beads.take(source[order])
     pieces = pieces._replace(
         start=pieces.start + within,
         length=length[order],
         first=pieces.first + within * pieces.slope,
     )
-    counts = np.bincount(part, minlength=2 * len(circles.places))
+
+    counts = np.bincount(new_circle, minlength=2 * len(circles.num_places))
     inside = (high - low) // circles.tokens
-    places = np.stack([circles.places - inside, inside], axis=1).ravel()
-    return Circles(pieces, counts[places > 0], places[places > 0], circles.tokens)
+    num_places = np.stack([circles.num_places - inside, inside], axis=1).ravel()
+    is_filled = num_places > 0
+    return Circles(pieces, counts[is_filled], num_places[is_filled], circles.tokens)

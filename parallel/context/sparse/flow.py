@@ -1,22 +1,23 @@
-"""Routes of rows between ranks: only those travel that a query sees at the rank that gets them, or
-at one behind it.
+"""Routes of rows between ranks: a row travels only to ranks where a query sees it.
 
-A plan's rounds say who holds whose tokens. Here each holder keeps of them what it or a later holder
-needs, and the gradients of what it computed go the same way as long as the next holder keeps those
-rows too; the others go straight to their owner, which adds what comes in the order of rounds and
-senders, whatever arrives first. An owner's own part of the gradient never leaves it.
+A row also passes through ranks on the way to such a rank. A plan's rounds say who holds whose
+tokens. Here each holder stores only those rows that it or a later holder needs. The gradients that
+it computed go the same way as long as the next holder stores those rows too; the others go straight
+to their owner. The owner adds them in the order of rounds and senders, whatever arrives first. An
+owner's own part of the gradient never leaves it.
 
 A *place* is a head group of ranks, as in Geometry. All places are routed at once, on one line of
-numbers (``Line``). A rank's rounds are its part of the flow, and the tiles.
+numbers (``Line``): a send needs the sender's and the receiver's rows, and a rank that computed the
+routes of all others one by one would be slower than the attention. A rank's rounds are its part of
+the flow, and the tiles (``schedule``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from kernels.blocks import Tile
 from parallel.context.geometry import Geometry, Moves
 from parallel.context.layout import Reach
 from parallel.context.methods.base import Send
@@ -28,20 +29,17 @@ from parallel.context.sparse.rows import (
     Spans,
     as_columns,
     common,
-    found_in,
-    length_of,
+    indices_by_place,
     rows_seen,
     union,
     without,
 )
-from parallel.context.tiles import Piece, append_joined, tiles
+from parallel.context.tiles import Piece
 from runtime.tensors import kept_in_object
 
 
 class Parcel(NamedTuple):
-    """Rows for, or from, one rank: indices in this rank's buffer, in the order in which they
-    travel.
-    """
+    """Rows for, or from, one rank: indices in this rank's buffer, in the order of travel."""
 
     peer: int
     rows: Rows
@@ -59,6 +57,8 @@ class Parcels(NamedTuple):
 
 PiecesOf = Callable[[tuple[int, ...]], list[Piece]]
 """Returns the pieces of documents that ranks hold, joined, without padding."""
+GradientSend = tuple[Send, Spans]
+"""A send of all places, and the rows, as held by senders, whose gradient it passes on."""
 
 
 class Flow:
@@ -67,20 +67,34 @@ class Flow:
     def __init__(
         self, geometry: Geometry, pieces_of: PiecesOf, stride: int, reach: Reach, moves: Moves
     ) -> None:
-        """Route all rows that a query of another place sees; ``moves`` says what travels."""
-        self.geometry, self.local = geometry, geometry.local_len * geometry.ulysses_degree
-        self.rounds, self._size = len(geometry.rounds), geometry.shape.size
+        """Route all rows that a query of another place sees; ``moves`` are the operands sent."""
+        self.geometry = geometry
+        self.num_rows = geometry.local_len * geometry.ulysses_degree
+        """Rows of each place."""
+        self.rounds = len(geometry.rounds)
+        self._num_places = geometry.shape.size
         self.in_place = len(geometry.rounds[0].holds) == 1
         """True if a place's first buffer is its own tokens as they are."""
-        self._line = Line(self._size, self.local)
-        self._sends = [[self._from(send) for send in step.sends] for step in geometry.rounds]
-        places = range(self._size)
-        members = geometry.method.team(np.arange(self._size), geometry.shape)
-        teams = as_columns([pieces_of(geometry.ranks_at(members, place)) for place in places])
-        own = as_columns([pieces_of(geometry.ranks_at((place,), place)) for place in places])
-        seen = rows_seen(teams, own, stride, reach if moves == "kv" else reach[::-1])
-        self._seen = self._by_round(self._line.spans(*seen))
+        self._line = Line(self._num_places, self.num_rows)
+        self._sends = [[self._for_all(send) for send in step.sends] for step in geometry.rounds]
+        """Sends of each round."""
+
+        members = geometry.method.team(np.arange(self._num_places), geometry.shape)
+        team_pieces = []
+        local_pieces = []
+        for place in range(self._num_places):
+            team_pieces.append(pieces_of(geometry.ranks_at(members, place)))
+            local_pieces.append(pieces_of(geometry.ranks_at((place,), place)))
+        reader, owner, first, end = rows_seen(
+            as_columns(team_pieces),
+            as_columns(local_pieces),
+            stride,
+            reach if moves == "kv" else reach[::-1],
+        )
+        self._seen = self._by_round(self._line.spans(reader, owner, first, end))
+        """Rows that each place computes with, per round."""
         self._holdings = self._hold()
+        """Rows that each place holds, per round."""
         self._onward, self._home = self._return()
 
     @kept_in_object
@@ -89,51 +103,67 @@ class Flow:
         return self._line.at(place, self._holdings[index])
 
     def start(self, rank: int) -> Parcels:
-        """Return what travels before the first round: rows of this rank's own to the holders that
-        join them.
-        """
+        """Return the parcels before the first round, in which holders join their rows."""
         if self.in_place:
             return Parcels()
         place = self.geometry.place(rank)
-        wanted, held = self._line.of(place, self._holdings[0]), self.held(0, place)
-        sends = [Parcel(self._rank(to, rank), rows, 0) for to, rows in wanted.items()]
-        receives = [
-            Parcel(self._rank(owner, rank), rows, 0) for owner, rows in found_in(held, held).items()
-        ]
+        buffer = self.held(0, place)
+
+        sends = []
+        for holder, rows in self._line.of(place, self._holdings[0]).items():
+            sends.append(Parcel(self._rank(holder, rank), rows, 0))
+
+        receives = []
+        for owner, rows in indices_by_place(buffer, buffer).items():
+            receives.append(Parcel(self._rank(owner, rank), rows, 0))
         return Parcels(tuple(sends), tuple(sorted(receives)))
 
     def moves(self, rank: int, index: int) -> Parcels:
-        """Return what travels as round ``index`` begins."""
+        """Return the parcels that travel as round ``index`` begins.
+
+        A rank sends the rows that the receiver will hold. It has all of them, since a place holds
+        the rows of all its later sends.
+        """
         place = self.geometry.place(rank)
-        held, sends, receives = self.held(index, place), [], []
+        buffer = self.held(index, place)
+
+        sends = []
+        receives = []
         for to, due, source in self._sends[index]:
-            target, mine = self.held(due, to[place]), self.held(due, place)
-            if target:
-                sends.append(Parcel(self._rank(to[place], rank), _all_in(held, target), due))
-            if mine:
-                receives.append(Parcel(self._rank(source[place], rank), _all_in(mine, mine), due))
+            target_buffer = self.held(due, to[place])
+            if target_buffer:
+                rows = _indices(buffer, target_buffer)
+                sends.append(Parcel(self._rank(to[place], rank), rows, due))
+
+            next_buffer = self.held(due, place)
+            if next_buffer:
+                rows = _indices(next_buffer, next_buffer)
+                receives.append(Parcel(self._rank(source[place], rank), rows, due))
         return Parcels(tuple(sends), tuple(receives))
 
     def gradients(self, rank: int, index: int) -> Parcels:
-        """Return which gradients travel as round ``index`` ends: first to the next holder, then to
-        owners.
+        """Return the gradients that travel as round ``index`` ends.
+
+        First those to the next holder, then those to owners.
         """
         place = self.geometry.place(rank)
-        held, sends, receives = self.held(index, place), [], []
+        buffer = self.held(index, place)
+        sends = []
+        receives = []
         for (to, due, source), onward in self._onward[index]:
-            if sent := self._line.at(place, onward):
-                sends.append(Parcel(self._rank(to[place], rank), _all_in(held, sent), due))
-            if received := self._line.at(source[place], onward):
-                receives.append(
-                    Parcel(
-                        self._rank(source[place], rank),
-                        _all_in(self.held(due, place), received),
-                        due,
-                    )
-                )
-        for owner, rows in found_in(held, self._line.at(place, self._home[index])).items():
+            sent = self._line.at(place, onward)
+            if sent:
+                sends.append(Parcel(self._rank(to[place], rank), _indices(buffer, sent), due))
+
+            received = self._line.at(source[place], onward)
+            if received:
+                rows = _indices(self.held(due, place), received)
+                receives.append(Parcel(self._rank(source[place], rank), rows, due))
+
+        home = self._home[index]
+        for owner, rows in indices_by_place(buffer, self._line.at(place, home)).items():
             sends.append(Parcel(self._rank(owner, rank), rows, self.rounds))
-        for sender, rows in self._line.of(place, self._home[index]).items():
+        for sender, rows in self._line.of(place, home).items():
             receives.append(Parcel(self._rank(sender, rank), rows, self.rounds))
         return Parcels(tuple(sends), tuple(receives))
 
@@ -141,128 +171,87 @@ class Flow:
         """Return the rank of a place that exchanges with the rank ``like``."""
         return self.geometry.ranks_at((place,), place)[like % self.geometry.ulysses_degree]
 
-    def _from(self, send: Send) -> Send:
-        """Return a send of all places, with whom each receives from: int64 ``[places]`` each."""
-        to = np.broadcast_to(send.to, self._size)
+    def _for_all(self, send: Send) -> Send:
+        """Return a send of all places, with the place that each receives from: int64 [places].
+
+        A send is a permutation of places, and sorting inverts it.
+        """
+        to = np.broadcast_to(send.to, self._num_places)
         return Send(to, send.due, np.argsort(to))
 
-    def _by_round(self, seen: Spans) -> list[Spans]:
+    def _by_round(self, visible: Spans) -> list[Spans]:
         """Return the rows that each place needs for the tiles of each round."""
-        places = np.arange(self._size)
-        computed = np.full(
-            self._size**2, self.rounds
-        )  # the round in which a place computes with an owner's rows
-        for i, step in enumerate(self.geometry.rounds):
-            for of in step.holds if step.gradient is not None else ():
-                computed[places * self._size + of] = i
-        rounds = computed[self._line.pairs(seen)].astype(np.int16)  # which numpy sorts by radix
+        all_places = np.arange(self._num_places)
+        # The round in which a place computes with an owner's rows.
+        round_of_pair = np.full(self._num_places**2, self.rounds)
+        for index, step in enumerate(self.geometry.rounds):
+            if step.gradient is not None:
+                for owner in step.holds:
+                    round_of_pair[all_places * self._num_places + owner] = index
+
+        # numpy sorts int16 by radix, which is faster.
+        rounds = round_of_pair[self._line.pairs(visible)].astype(np.int16)
         order = np.argsort(rounds, kind="stable")
         ends = np.searchsorted(rounds[order], np.arange(self.rounds), "right")
-        return [union(seen.where(part)) for part in np.split(order, ends)[:-1]]
+        return [union(visible.where(part)) for part in np.split(order, ends)[:-1]]
 
     def _hold(self) -> list[Spans]:
-        """Return what every place holds in every round, from the last round to the first."""
-        places, held = np.arange(self._size), [NOWHERE] * self.rounds
-        own = self._line.spans(
-            places, places, np.zeros_like(places), np.full_like(places, self.local)
-        )
-        for i in reversed(range(self.rounds)):
-            later = (self._line.moved(held[due], source) for _, due, source in self._sends[i])
-            held[i] = union(self._seen[i], *later, own if i == 0 and self.in_place else NOWHERE)
-            for to, due, _ in self._sends[i]:
-                again = (
-                    to == places
-                )  # they hold them again, to add the gradients of all that they hand on
-                if again.any():
-                    held[due] = union(
-                        held[due], held[i].where(again[self._line.pairs(held[i]) // self._size])
-                    )
-        return held
+        """Return the rows that every place holds in each round, worked out from the last.
 
-    def _return(self) -> tuple[list[list[tuple[Send, Spans]]], list[Spans]]:
-        """Return per round what goes to the next holder, if any does, and what goes home; both as
-        held by senders.
+        A place holds the rows that it computes with, and the rows of every send: those that the
+        receiver holds. The receiver's round is later, so its rows are known by then.
         """
-        onward: list[list[tuple[Send, Spans]]] = [[] for _ in range(self.rounds)]
-        home, due_at = [], [NOWHERE] * self.rounds
-        for i, step in enumerate(self.geometry.rounds):
-            sums, on = union(self._seen[i], due_at[i]), NOWHERE
+        all_places = np.arange(self._num_places)
+        none = np.zeros_like(all_places)
+        all_rows = np.full_like(all_places, self.num_rows)
+        holdings = [NOWHERE] * self.rounds
+
+        for index in reversed(range(self.rounds)):
+            needed = [self._seen[index]]
+            for _, due, source in self._sends[index]:
+                needed.append(self._line.moved(holdings[due], source))
+            if index == 0 and self.in_place:
+                needed.append(self._line.spans(all_places, all_places, none, all_rows))
+            holdings[index] = union(*needed)
+
+            # A place that sends to itself holds the rows again later, to add the gradients of all
+            # rows that it passes on.
+            for to, due, _ in self._sends[index]:
+                to_self = to == all_places
+                if to_self.any():
+                    holder = self._line.pairs(holdings[index]) // self._num_places
+                    again = holdings[index].where(to_self[holder])
+                    holdings[due] = union(holdings[due], again)
+        return holdings
+
+    def _return(self) -> tuple[list[list[GradientSend]], list[Spans]]:
+        """Return the gradients that go to the next holder, and those that go home, per round.
+
+        Both as held by senders; in some rounds nothing goes to the next holder. A gradient is
+        passed on if the next holder stores the row too, and adds to it: one message then replaces
+        two. The owner's own part stays in its buffer and is never passed on.
+        """
+        onward: list[list[GradientSend]] = [[] for _ in range(self.rounds)]
+        home = []
+        due_at = [NOWHERE] * self.rounds  # gradients that arrive for each round
+
+        for index, step in enumerate(self.geometry.rounds):
+            sums = union(self._seen[index], due_at[index])
+            passed_on = NOWHERE
             if step.gradient is not None and step.gradient.due < self.rounds:
-                next_holder = self._from(step.gradient)
+                send = self._for_all(step.gradient)
                 pairs = self._line.pairs(sums)
-                others = sums.where(pairs // self._size != pairs % self._size)
-                on = common(
-                    others, self._line.moved(self._holdings[next_holder.due], next_holder.source)
-                )
-                onward[i].append((next_holder, on))
-                due_at[next_holder.due] = union(
-                    due_at[next_holder.due], self._line.moved(on, next_holder.to)
-                )
-            home.append(without(sums, on))
+                of_others = sums.where(pairs // self._num_places != pairs % self._num_places)
+                next_rows = self._line.moved(self._holdings[send.due], send.source)
+                passed_on = common(of_others, next_rows)
+                onward[index].append((send, passed_on))
+                arriving = self._line.moved(passed_on, send.to)
+                due_at[send.due] = union(due_at[send.due], arriving)
+
+            home.append(without(sums, passed_on))
         return onward, home
 
 
-def _all_in(buffer: ByPlace, wanted: ByPlace) -> Rows:
-    """Return where rows lie in a buffer, in the order of their owners."""
-    return tuple(chain.from_iterable(found_in(buffer, wanted).values()))
-
-
-class RankRound(NamedTuple):
-    """One round of one rank: what its buffer holds, what travels, and the tiles to compute."""
-
-    length: int
-    """Rows of the buffer; ``in_place``: they are the rank's own tensors as they are."""
-    in_place: bool
-    joined: Parcels
-    """Rows that holders join before the first round; none in others."""
-    moves: Parcels
-    gradients: Parcels
-    tiles: tuple[Tile, ...]
-
-
-def rank_schedule(
-    flow: Flow, rank: int, pieces_of: PiecesOf, stride: int, reach: Reach, moves: Moves
-) -> tuple[RankRound, ...]:
-    """Return what ``rank`` sends, receives and computes in each round."""
-    geometry = flow.geometry
-    team, place, rounds = pieces_of(geometry.team(rank)), geometry.place(rank), []
-    owners = {owner for i in range(flow.rounds) for owner in flow.held(i, place)}
-    pieces = {owner: pieces_of(geometry.ranks_at((owner,), owner)) for owner in owners}
-    for i, step in enumerate(geometry.rounds):
-        held, computed = flow.held(i, place), tuple[Tile, ...]()
-        if held and step.gradient is not None:
-            there = clipped(held, pieces, stride)
-            computed = tiles(*((team, there) if moves == "kv" else (there, team)), stride, reach)
-        parcels = (
-            flow.start(rank) if i == 0 else Parcels(),
-            flow.moves(rank, i),
-            flow.gradients(rank, i),
-        )
-        rounds.append(RankRound(length_of(held), i == 0 and flow.in_place, *parcels, computed))
-    return tuple(rounds)
-
-
-def clipped(held: ByPlace, pieces: Mapping[int, list[Piece]], stride: int) -> list[Piece]:
-    """Return the pieces of a buffer: those of its owners, cut to the rows held; adjoining ones are
-    one.
-    """
-    found: list[Piece] = []
-    offset = 0
-    for owner, rows in held.items():
-        own, j = pieces[owner], 0
-        for first, end in rows:
-            while j < len(own) and own[j].offset < end:
-                piece, last = own[j], own[j].offset + own[j].length
-                low, high = max(first, piece.offset), min(end, last)
-                if low < high:
-                    start = piece.start + (low - piece.offset) * stride
-                    append_joined(
-                        found,
-                        Piece(start, offset + low - first, high - low, piece.document),
-                        stride,
-                    )
-                if last > end:
-                    break  # the next rows may have more of it
-                j += 1
-            offset += end - first
-    return found
+def _indices(buffer: ByPlace, rows: ByPlace) -> Rows:
+    """Return the indices of rows in a buffer, in the order of their owners."""
+    return tuple(chain.from_iterable(indices_by_place(buffer, rows).values()))

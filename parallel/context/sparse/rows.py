@@ -1,11 +1,13 @@
 """Sets of rows, and which of them queries see.
 
 A set is ascending, disjoint, non-adjacent intervals [first, end); those of all owners lie on one
-line of numbers.
+line of numbers. With a hundred documents and a thousand ranks there are millions of intervals, so
+sets are two numpy arrays, and union and intersection are a sort each. Python objects appear only
+for the few rows of one rank.
 
 Two pieces of one document and stride compare by two integers: query i of the one sees keys i + e ..
-i + d of the other, so what is seen of a piece is one interval. All pieces of all ranks are compared
-at once.
+i + d of the other, so the visible rows of a piece are one interval. All pieces of all ranks are
+compared at once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,11 +24,11 @@ AT_ONCE = 1 << 16
 FAR = 1 << 40
 
 Rows: TypeAlias = tuple[tuple[int, int], ...]
-"""A few rows, of one buffer."""
+"""A few rows of one buffer, as intervals."""
 
 
 class Spans(NamedTuple):
-    """Many rows: int64 ``[n]`` each."""
+    """Many rows, as intervals: int64 ``[n]`` each."""
 
     first: np.ndarray
     end: np.ndarray
@@ -45,32 +47,37 @@ def count(rows: Rows) -> int:
 
 
 def merged(intervals: Iterable[tuple[int, int]]) -> Rows:
-    """Join intervals, in ascending order of their first rows, that overlap or adjoin."""
-    found: list[tuple[int, int]] = []
+    """Join intervals that overlap or adjoin; they must ascend by their first rows."""
+    joined: list[tuple[int, int]] = []
     for first, end in intervals:
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
         else:
-            found.append((first, end))
-    return tuple(found)
+            joined.append((first, end))
+    return tuple(joined)
 
 
-def places_in(part: Rows, kept: Rows, offset: int = 0) -> Rows:
-    """Return where ``part`` of the rows ``kept`` lies in a buffer that holds them from ``offset``
-    on.
+def indices_in(part: Rows, stored: Rows, offset: int = 0) -> Rows:
+    """Return the buffer indices of ``part`` of the ``stored`` rows.
+
+    The stored rows lie in the buffer from ``offset`` on, one after the other, without gaps.
     """
-    found, at, j = [], offset, 0
+    indices = []
+    index = 0  # of the stored interval, which begins at ``offset``
+
     for first, end in part:
-        while kept[j][1] <= first:
-            at += kept[j][1] - kept[j][0]
-            j += 1
-        found.append((at + first - kept[j][0], at + end - kept[j][0]))
-    return merged(found)
+        while stored[index][1] <= first:
+            offset += stored[index][1] - stored[index][0]
+            index += 1
+
+        shift = offset - stored[index][0]
+        indices.append((first + shift, end + shift))
+    return merged(indices)
 
 
 ByPlace = dict[int, Rows]
-"""Rows by place, in ascending order of places; such as a buffer of those of some owners, in this
-order.
+"""Rows by place, in ascending order of places; for example a buffer of rows of several owners, in
+this order.
 """
 
 
@@ -79,19 +86,25 @@ def length_of(buffer: ByPlace) -> int:
     return sum(map(count, buffer.values()))
 
 
-def found_in(buffer: ByPlace, wanted: ByPlace) -> ByPlace:
-    """Return where each place's wanted rows lie in the buffer."""
-    offsets = dict(zip(buffer, accumulate(map(count, buffer.values()), initial=0), strict=False))
-    return {place: places_in(rows, buffer[place], offsets[place]) for place, rows in wanted.items()}
+def indices_by_place(buffer: ByPlace, rows: ByPlace) -> ByPlace:
+    """Return the buffer indices of each place's rows."""
+    starts = accumulate(map(count, buffer.values()), initial=0)
+    offsets = dict(zip(buffer, starts, strict=False))
+    return {place: indices_in(part, buffer[place], offsets[place]) for place, part in rows.items()}
 
 
 def union(*several: Spans) -> Spans:
-    """Return the rows that are in any set; the intervals given may overlap and be in any order."""
+    """Return the rows that are in any set; intervals may overlap and be in any order.
+
+    The first rows and the ends are sorted separately, as in a sweep along the line: only how many
+    intervals are open matters, not which.
+    """
     first, end = _sorted(*several)
     if not len(first):
         return NOWHERE
-    apart = first[1:] > end[:-1]  # k + 1 have begun and as many ended: nothing is open
-    return Spans(first[np.append(True, apart)], end[np.append(apart, True)])
+    # Before first[k + 1], k + 1 intervals began. If as many have ended, none is open: a gap.
+    gap = first[1:] > end[:-1]
+    return Spans(first[np.append(True, gap)], end[np.append(gap, True)])
 
 
 def common(a: Spans, b: Spans) -> Spans:
@@ -106,73 +119,84 @@ def common(a: Spans, b: Spans) -> Spans:
 
 
 def without(a: Spans, b: Spans) -> Spans:
-    """Return the rows of ``a`` that are not in ``b``."""
+    """Return the rows of ``a`` that are not in ``b``.
+
+    They are the rows common to ``a`` and the gaps of ``b``.
+    """
     if not len(a.first) or not len(b.first):
         return a
-    least, most = min(a.first[0], b.first[0]) - 1, max(a.end[-1], b.end[-1]) + 1
-    return common(a, Spans(np.append(least, b.end), np.append(b.first, most)))
+
+    below = min(a.first[0], b.first[0]) - 1
+    above = max(a.end[-1], b.end[-1]) + 1
+    complement = Spans(np.append(below, b.end), np.append(b.first, above))
+    return common(a, complement)
 
 
 def _sorted(*several: Spans) -> tuple[np.ndarray, np.ndarray]:
     """Return all first rows in order, and all ends."""
     present = [spans for spans in several if len(spans.first)] or [NOWHERE]
-    return np.sort(np.concatenate([x.first for x in present])), np.sort(
-        np.concatenate([x.end for x in present])
-    )
+    first = np.sort(np.concatenate([spans.first for spans in present]))
+    end = np.sort(np.concatenate([spans.end for spans in present]))
+    return first, end
 
 
 class Line:
-    """Row i of what place p holds of owner o has number (p * places + o) * (rows + 1) + i.
+    """Numbers the rows of all owners in all places, so that one set holds them all.
 
-    One number in between keeps the intervals of different places and owners apart.
+    Row i of owner o, stored at place p, has number (p * places + o) * (rows + 1) + i. One unused
+    number in between keeps the intervals of different places and owners from joining.
     """
 
-    def __init__(self, places: int, rows: int) -> None:
-        """``rows`` are those of each owner."""
-        self.places, self._each = places, rows + 1
+    def __init__(self, num_places: int, num_rows: int) -> None:
+        """``num_rows`` is the number of rows of each owner."""
+        self.num_places = num_places
+        self._pair_size = num_rows + 1
 
     def spans(
         self, place: np.ndarray, owner: np.ndarray, first: np.ndarray, end: np.ndarray
     ) -> Spans:
-        """Return the rows ``[first, end)`` of ``owner`` at ``place``, in the order given."""
-        start = (place * self.places + owner) * self._each
+        """Return the rows ``[first, end)`` of ``owner`` at ``place``, in this order."""
+        start = (place * self.num_places + owner) * self._pair_size
         return Spans(start + first, start + end)
 
     def pairs(self, spans: Spans) -> np.ndarray:
-        """Return place * places + owner of each interval."""
-        return spans.first // self._each
+        """Return place * num_places + owner of each interval."""
+        return spans.first // self._pair_size
 
     def moved(self, spans: Spans, to: np.ndarray) -> Spans:
-        """Return what place p holds as held by place ``to[p]``, in no order."""
-        place = self.pairs(spans) // self.places
-        further = (to[place] - place) * (self.places * self._each)
-        return Spans(spans.first + further, spans.end + further)
+        """Return the rows of every place p as rows of place ``to[p]``, in no order."""
+        place = self.pairs(spans) // self.num_places
+        shift = (to[place] - place) * (self.num_places * self._pair_size)
+        return Spans(spans.first + shift, spans.end + shift)
 
     def at(self, place: int, spans: Spans) -> ByPlace:
-        """Return what one place holds, by owner."""
-        all_owners = self.places * self._each
-        low, high = spans.first.searchsorted(
-            (place * all_owners, (place + 1) * all_owners)
-        ).tolist()
-        own = spans.where(slice(low, high))
-        return self._split(own, self.pairs(own) - place * self.places)
+        """Return the rows that one place holds, by owner."""
+        place_size = self.num_places * self._pair_size
+        bounds = (place * place_size, (place + 1) * place_size)
+
+        # Spans ascend, so those of one place are adjacent.
+        low, high = spans.first.searchsorted(bounds).tolist()
+        local = spans.where(slice(low, high))
+        return self._split(local, self.pairs(local) - place * self.num_places)
 
     def of(self, owner: int, spans: Spans) -> ByPlace:
-        """Return what is held of one owner's rows, by place."""
+        """Return the rows of one owner, by the place that holds them."""
         pairs = self.pairs(spans)
-        chosen = np.flatnonzero(pairs % self.places == owner)
-        return self._split(spans.where(chosen), pairs[chosen] // self.places)
+        chosen = np.flatnonzero(pairs % self.num_places == owner)
+        return self._split(spans.where(chosen), pairs[chosen] // self.num_places)
 
     def _split(self, spans: Spans, names: np.ndarray) -> ByPlace:
         """Return the rows of each of ``names``, which ascend."""
         if not len(names):
             return {}
-        start = self.pairs(spans) * self._each
-        found: dict[int, list[tuple[int, int]]] = {name: [] for name in names.tolist()}
-        intervals = zip((spans.first - start).tolist(), (spans.end - start).tolist(), strict=True)
-        for name, interval in zip(names.tolist(), intervals, strict=True):
-            found[name].append(interval)
-        return {name: tuple(rows) for name, rows in found.items()}
+        start = self.pairs(spans) * self._pair_size
+        firsts = (spans.first - start).tolist()
+        ends = (spans.end - start).tolist()
+
+        by_name: dict[int, list[tuple[int, int]]] = {}
+        for name, first, end in zip(names.tolist(), firsts, ends, strict=True):
+            by_name.setdefault(name, []).append((first, end))
+        return {name: tuple(rows) for name, rows in by_name.items()}
 
 
 class Pieces(NamedTuple):
@@ -190,56 +214,74 @@ class Pieces(NamedTuple):
 
 
 def as_columns(sets: Sequence[list[Piece]]) -> Pieces:
-    """Return the pieces of some sets, whose rows are called by their offsets."""
+    """Return the pieces of some sets as columns; a set's rows are numbered by their offsets."""
     place = np.repeat(np.arange(len(sets)), [len(pieces) for pieces in sets])
-    rows = np.array([piece for pieces in sets for piece in pieces], dtype=np.int64).reshape(
-        -1, len(Piece._fields)
-    )
-    return Pieces(place=place, **dict(zip(Piece._fields, rows.T.copy(), strict=True)))
+    all_pieces = [piece for pieces in sets for piece in pieces]
+    table = np.array(all_pieces, dtype=np.int64).reshape(-1, len(Piece._fields))
+    columns = dict(zip(Piece._fields, table.T.copy(), strict=True))
+    return Pieces(place=place, **columns)
 
 
 def rows_seen(queries: Pieces, keys: Pieces, stride: int, reach: Reach) -> tuple[np.ndarray, ...]:
-    """Return the rows of each set of keys that some of each set of queries see, in no order, for
-    ``Line.spans``.
+    """Return the rows of each set of keys that some query of each set of queries sees.
 
-    Which queries see some of the keys is the same question with the sets and the reach, (ahead,
-    behind), exchanged.
+    They are in no order, for ``Line.spans``. Which queries see some of the keys is the same
+    question with the sets and the reach, (ahead, behind), exchanged.
 
     Returns:
         the set that sees, the set seen, and of that the first row and the end: int64 ``[n]`` each.
     """
-    pairs = _pairs(queries.document, keys.document)
-    found = [_seen(queries, keys, *some, stride, reach) for some in pairs]
-    return tuple(np.concatenate(column) for column in zip(*found, strict=True))
+    parts = []
+    for query_index, key_index in _pairs(queries.document, keys.document):
+        parts.append(_seen(queries, keys, query_index, key_index, stride, reach))
+    return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
 
 def _pairs(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the indices of equal documents in ``a`` and ``b``, about ``AT_ONCE`` at a time."""
+    # Of element i of ``a``, the matches are order[low[i]:high[i]].
     order = np.argsort(b, kind="stable")
-    low, high = (np.searchsorted(b[order], a, side) for side in ("left", "right"))
-    before = np.cumsum(high - low) - (high - low)
-    cuts = np.searchsorted(before, np.arange(AT_ONCE, before[-1] + 1 if len(a) else 0, AT_ONCE))
+    low = np.searchsorted(b[order], a, "left")
+    high = np.searchsorted(b[order], a, "right")
+    num_matches = high - low
+
+    # Cut ``a`` where the number of pairs passes a multiple of AT_ONCE.
+    before = np.cumsum(num_matches) - num_matches
+    num_pairs = before[-1] + 1 if len(a) else 0
+    cuts = np.searchsorted(before, np.arange(AT_ONCE, num_pairs, AT_ONCE))
+
     for part in np.split(np.arange(len(a)), cuts):
-        left = np.repeat(part, (high - low)[part])
-        within = np.arange(len(left)) + before[part[:1]] - before[left]
-        yield left, order[low[left] + within]
+        a_index = np.repeat(part, num_matches[part])
+        nth_match = np.arange(len(a_index)) + before[part[:1]] - before[a_index]
+        yield a_index, order[low[a_index] + nth_match]
 
 
 def _seen(
     reader: Pieces, read: Pieces, query: np.ndarray, key: np.ndarray, stride: int, reach: Reach
 ) -> tuple[np.ndarray, ...]:
-    """Return the columns of ``rows_seen`` for pairs of pieces."""
+    """Return the columns of ``rows_seen`` for pairs of pieces.
+
+    Query i of a piece sees keys i + nearest to i + farthest, so all its queries together see keys
+    from ``nearest``, of the first query, to ``farthest``, of the last.
+
+    Args:
+        reader, read: pieces of queries and of keys.
+        query, key: their indices, int64 ``[pairs]``.
+    """
     behind, ahead = reach
     gap = reader.start[query] - read.start[key]
     nearest = np.full_like(gap, -FAR) if behind is None else -((behind - gap) // stride)
     farthest = np.full_like(gap, FAR) if ahead is None else (gap + ahead) // stride
     first = np.maximum(nearest, 0)
     end = np.minimum(read.length[key], reader.length[query] + farthest)
-    some = (first < end) & (nearest <= farthest)
-    query, key = query[some], key[some]
+
+    sees_any = (first < end) & (nearest <= farthest)
+    query = query[sees_any]
+    key = key[sees_any]
+    offset = read.offset[key]
     return (
         reader.place[query],
         read.place[key],
-        read.offset[key] + first[some],
-        read.offset[key] + end[some],
+        offset + first[sees_any],
+        offset + end[sees_any],
     )

@@ -17,9 +17,10 @@ import torch
 from kernels import attention, cuda
 from kernels.blocks import Keys, Rows
 from parallel.context import Plan, transport
-from parallel.context.executor import Executor, StagedExecutor
+from parallel.context.executor import Executor
 from parallel.context.linear.relayout import Relayout
 from parallel.context.linear.state import StateExecutor
+from parallel.context.staged import StagedExecutor
 from parallel.context.transport import HeadExchange
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallel.context import executor
-from parallel.context.circulation import Needed
+from parallel.context.circulation import NeededRows
 from parallel.context.transport import Transport
 from runtime.ranks import run_ranks
 from tests.compositions import compositions
@@ -49,14 +49,14 @@ def make_late(patch, draw):
 
 def add_in_any_order(patch, draw):
     """As if gradients were added as they arrive."""
-    own_gradient = Needed.own_gradient
+    own_gradient = NeededRows.own_gradient
 
     def shuffled(self):
         for waiting in self._returning.values():
             draw.shuffle(waiting)
         return own_gradient(self)
 
-    patch.setattr(Needed, "own_gradient", shuffled)
+    patch.setattr(NeededRows, "own_gradient", shuffled)
 
 
 def attend_again(rank, world_size, cases, runs, change):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from kernels import reference
 from kernels.attention import CAUSAL, FULL
 from parallel.context import METHODS, ContextError, context_parallel, executor, tiles
-from parallel.context.circulation import Needed
+from parallel.context.circulation import NeededRows
 from parallel.context.transport import HeadExchange, Transport
 from runtime.ranks import run_ranks
 from tests.compositions import SLOW_RANKS, compositions
@@ -126,7 +126,7 @@ def stripes_without_the_shift(patch):
 
 def halo_one_row_short(patch):
     """The last row that a rank receives is zero."""
-    filled = Needed._filled
+    filled = NeededRows._filled
 
     def short(self, *rest):
         tensors = tuple(x.clone() for x in filled(self, *rest))
@@ -134,13 +134,13 @@ def halo_one_row_short(patch):
             x[:, -1:] = 0
         return tensors
 
-    patch.setattr(Needed, "_filled", short)
+    patch.setattr(NeededRows, "_filled", short)
 
 
 def sinks_of_other_heads(patch):
     """Sinks are given to the next head."""
-    local = HeadExchange.own
-    patch.setattr(HeadExchange, "own", lambda self, sinks: local(self, sinks).roll(1))
+    local = HeadExchange.local_heads
+    patch.setattr(HeadExchange, "local_heads", lambda self, sinks: local(self, sinks).roll(1))
 
 
 def nothing(patch):

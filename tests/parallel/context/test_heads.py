@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.context import Traffic, context_parallel, executor
+from parallel.context import Traffic, context_parallel, staged
 from planner.recorder import Recorder
 from planner.rehearsal import fake_process_group
 from runtime.ranks import run_ranks
@@ -42,7 +42,9 @@ def in_stages(rank, world_size, dtype, *, wrong=False):
     the plan says.
     """
     if wrong:  # every stage attends with its rank's first heads
-        executor._Heads._view = lambda self, x: x.unflatten(2, self.split).select(5, 0).select(3, 0)
+        staged.HeadSubset._view = lambda self, x: (
+            x.unflatten(2, self.split).select(5, 0).select(3, 0)
+        )
     found = []
     for method, options, count, kv_count, stages in STAGES[world_size]:
         generator = torch.Generator().manual_seed(5)

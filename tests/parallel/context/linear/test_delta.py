@@ -234,7 +234,8 @@ def test_faults_show(fault, case, schedules):
 def test_who_has_which_segments():
     zigzag = segments(make_plan("zigzag", seq_len=16, size=2))
     assert [
-        [(x.start, x.length, x.depth, x.left, x.before, x.after) for x in rank] for rank in zigzag
+        [(x.start, x.length, x.depth, x.num_after, x.previous_rank, x.next_rank) for x in rank]
+        for rank in zigzag
     ] == [
         [(0, 4, 0, 2, None, 1), (12, 4, 2, 0, 1, None)],
         [(4, 8, 1, 1, 0, 0)],  # the two middle chunks touch

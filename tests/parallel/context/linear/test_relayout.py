@@ -38,8 +38,8 @@ def both(rank, world_size, wrong=False):
         )
         relayout = Relayout(outside.plan.geometry, inside.plan.geometry, inside.transport)
         if wrong:
-            relayout._ways = tuple(
-                way._replace(places=torch.arange(len(way.places))) for way in relayout._ways
+            relayout._routes = tuple(
+                way._replace(targets=torch.arange(len(way.targets))) for way in relayout._routes
             )
         values, gradients = (whole(inside.plan.padded_len, seed) for seed in (1, 2))
         for go, source, target in (
@@ -120,8 +120,8 @@ def test_a_mask_of_the_outer_layout_is_that_of_the_inner_one():
         assert torch.equal(
             attend(x, x, x, handle), inside.under(documents=documents).attend(x, x, x)
         )
-        own = attend.own(handle)
-        assert own is attend.own(handle)
+        own = attend.inner_handle(handle)
+        assert own is attend.inner_handle(handle)
         assert PLANS[own.tensor].geometry == inside.plan.geometry
     assert not torch.equal(attend(x, x, x, handles[0]), attend(x, x, x, handles[1]))
 
@@ -131,7 +131,7 @@ def test_a_plan_of_the_outer_layout_that_is_gone_leaves_none_of_the_inner_one():
         inside, outside = context_parallel("ulysses", seq_len=8), context_parallel(outer, seq_len=8)
         attend = InsideAttention(inside, outside)
         handle = outside.under(documents=(0, 3, 8)).handle
-        own = PLANS[attend.own(handle).tensor]
+        own = PLANS[attend.inner_handle(handle).tensor]
         assert own.documents == (0, 3, 8)
         assert own is attend.under(PLANS[handle.tensor]).plan
         gone = weakref.ref(own)

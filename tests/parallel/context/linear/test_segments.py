@@ -28,7 +28,7 @@ def plans(size, schedule):
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 16])
 def test_every_segment_ends_with_the_map_of_all_before_it(schedule, gradient, size):
     for plan in plans(size, schedule):
-        place = {x: x.left if gradient else x.depth for chain in cut(plan) for x in chain}
+        place = {x: x.num_after if gradient else x.depth for chain in cut(plan) for x in chain}
         first = dict(place)  # of the segments whose map each knows, up to itself alone
         for messages in rounds(plan, gradient=gradient):
             sent = [(message, first[message.source]) for message in messages]

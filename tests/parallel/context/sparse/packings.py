@@ -22,7 +22,7 @@ def place_work(layout, mask):
     """Work of each place, by the positions of its ranks, under the mask of a layout."""
     work, ranks = token_work(mask), range(layout.size)
     own = [work[layout.positions(rank)].sum() for rank in ranks]
-    return np.array(own).reshape(layout.places, layout.team_size).sum(axis=1)
+    return np.array(own).reshape(layout.num_places, layout.team_size).sum(axis=1)
 
 
 class Transfers(NamedTuple):
@@ -36,10 +36,12 @@ class Transfers(NamedTuple):
 
 def transfers(layout):
     """The rows that each place's queries see and another place holds, as positions."""
-    line = Line(layout.places, layout.seq_len)
+    line = Line(layout.num_places, layout.seq_len)
     rows = travelling(in_parts(layout.pieces(), layout.bounds), line, layout.reach)
     start = line.pairs(rows) * (layout.seq_len + 1)
-    return Transfers(*np.divmod(line.pairs(rows), layout.places), *(edge - start for edge in rows))
+    return Transfers(
+        *np.divmod(line.pairs(rows), layout.num_places), *(edge - start for edge in rows)
+    )
 
 
 def drawn(rng):

@@ -1,4 +1,4 @@
-"""All ranks of a plan at work on sets of positions, without processes, as ``circulation.Needed``
+"""All ranks of a plan at work on sets of positions, without processes, as ``NeededRows``
 works on tensors.
 """
 

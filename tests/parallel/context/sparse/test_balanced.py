@@ -37,7 +37,7 @@ def imbalance(layout, under=None):
 def share_of_a_ring(layout):
     """Rows received, of those that a ring passes on."""
     rows = transfers(layout)
-    return (rows.end - rows.first).sum() / ((layout.places - 1) * layout.seq_len)
+    return (rows.end - rows.first).sum() / ((layout.num_places - 1) * layout.seq_len)
 
 
 def check(layout):
@@ -48,7 +48,7 @@ def check(layout):
     for rank, positions in enumerate(owned):
         assert (np.diff(positions) > 0).all()
         assert all(a.start + a.length < b.start for a, b in pairwise(layout.strides(rank)))
-    for place in range(layout.places):
+    for place in range(layout.num_places):
         joined = np.concatenate(owned[place * layout.team_size : (place + 1) * layout.team_size])
         own = layout.pieces().take(np.flatnonzero(layout.pieces().place == place))
         pieces = zip(own.start, own.length, strict=True)
@@ -60,7 +60,7 @@ def check(layout):
     assert (start >= bounds[:-1][document]).all()
     assert (start + length <= bounds[1:][document]).all()
     assert len(start) <= len(layout.documents) - 1 + (layout.seq_len > layout.real) + 2 * (
-        layout.places - 1
+        layout.num_places - 1
     )
     work, left, right = place_work(layout, layout), *layout.reach
     most = min(left + 1 + right, np.diff(layout.documents).max())

@@ -1,0 +1,144 @@
+"""Softmax attention of one rank: the call that checks its arguments and exchanges heads around it.
+
+It is called at once, or started on k and v while the model still projects q.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from parallel.context import ops
+from parallel.context.executor import Executor
+from parallel.context.layout import ContextError, Window
+from parallel.context.methods import METHODS
+from parallel.context.plan import PlanHandle
+from parallel.context.transport import HeadExchange
+
+
+class SoftmaxAttention:
+    """Attention of this rank's queries to the whole sequence; differentiable, collective.
+
+    Shapes: q ``[B, T_local, H, D]``, k and v ``[B, T_local, K, D]``, H a multiple of K.
+    """
+
+    def __init__(
+        self, executor: Executor, heads: HeadExchange, plan: Tensor, *, gathers: bool
+    ) -> None:
+        """Bind an executor to a plan.
+
+        Args:
+            plan: a handle in ``PLANS``.
+            gathers: True if the attention starts with an all-gather of whole k and v, which is then
+                worth starting early.
+        """
+        self._executor = executor
+        self._heads = heads
+        self._plan = plan
+        self._gathers = gathers
+        self._geometry = executor.geometry
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: PlanHandle | None = None,
+        *,
+        window: Window | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Return the attention ``[B, T_local, H, D]`` in q's dtype; rows of padding are undefined.
+
+        Args:
+            mask: the plan of these sequences, from ``ContextParallel.handle``; by default the one
+                bound.
+            window: keys (left, right) that a query of this layer sees besides its own, -1 for all.
+            sinks: a score per head, ``[H]``, in the denominator of the softmax.
+            scale: factor of the scores, by default 1 / sqrt(D).
+
+        Raises:
+            ContextError: shapes or dtypes do not fit each other or the plan; a window that sees
+                nothing or the future.
+        """
+        self._check_keys(k, v)
+        self._check_queries(q, k, sinks)
+        plan = self._plan if mask is None else mask.tensor
+        return self._bind_keys(k, v, plan, window, sinks, scale)(q)
+
+    def prefetch_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        mask: PlanHandle | None = None,
+        *,
+        window: Window | None = None,
+        sinks: Tensor | None = None,
+    ) -> Callable[[Tensor], Tensor]:
+        """Start gathering k and v, if the method does, and return the function q -> attention.
+
+        Call that function before any other attention of this object.
+
+        Raises:
+            ContextError: as the attention; or k and v were prefetched and never used.
+        """
+        if not self._gathers or mask is not None or window is not None:
+            return lambda q: self(q, k, v, mask, window=window, sinks=sinks)
+        self._check_keys(k, v)
+        return self._bind_keys(k, v, self._plan, None, sinks, early=True)
+
+    def _bind_keys(
+        self,
+        k: Tensor,
+        v: Tensor,
+        plan: Tensor,
+        window: Window | None,
+        sinks: Tensor | None,
+        scale: float | None = None,
+        early: bool = False,
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the function q -> attention; with ``early`` start gathering k and v now."""
+        executor = self._executor
+        keys = ops.tokens_to_heads(self._heads, k)
+        values = ops.tokens_to_heads(self._heads, v)
+        prefetch = ops.prefetch_kv(executor, keys, values) if early else None
+
+        def attention(q: Tensor) -> Tensor:
+            self._check_queries(q, k, sinks)
+            local_sinks = None if sinks is None else self._heads.local_heads(sinks)
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
+            queries = ops.tokens_to_heads(self._heads, q)
+            out = ops.context_attention(
+                executor, queries, keys, values, local_sinks, factor, plan, window, prefetch
+            )
+            return ops.heads_to_tokens(self._heads, out)
+
+        return attention
+
+    def _check_keys(self, k: Tensor, v: Tensor) -> None:
+        self._geometry.method.check_kind("attend", "softmax attention", METHODS)
+        if k.shape[1] != self._geometry.local_len or k.shape != v.shape or k.dtype != v.dtype:
+            raise ContextError(
+                f"attend: k {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype} do not fit "
+                f"a plan of {self._geometry.local_len} local positions; "
+                "pass [B, T_local, heads, D] of one length and dtype"
+            )
+
+    def _check_queries(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> None:
+        if (
+            q.shape[:2] != k.shape[:2]
+            or q.shape[2] % k.shape[2]
+            or q.shape[3] != k.shape[3]
+            or q.dtype != k.dtype
+        ):
+            raise ContextError(
+                f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not "
+                "fit: lengths, head widths and dtypes must be equal, and query heads a multiple of "
+                "the key heads"
+            )
+        self._geometry.check_heads(q.shape[2], k.shape[2])
+        if sinks is not None and sinks.shape != q.shape[2:3]:
+            raise ContextError(
+                f"attend: sinks {tuple(sinks.shape)} do not fit {q.shape[2]} query heads; "
+                "pass one per head"
+            )

@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         return x if scale is None else x * scale
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C] of tokens [B, T] and positions [T] or [B, T]."""
+        """Return the first layer's input [B, T, C]; arguments as `hidden`."""
         assert self.embedding is not None, "a part without an embedding takes hidden states"
         x = self.embedding(tokens)  # [B, T, C]
         scale = self.config.embedding_scale(x.dtype)

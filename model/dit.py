@@ -31,9 +31,9 @@ full_sdpa = partial(sdpa, causal=False)
 
 
 def patchify(latents: Tensor, config: DiTConfig) -> Tensor:
-    """Cut latents [B, channels, (F,) H, W] into patches [B, T, P], row by row, frame by frame.
+    """Cut latents [B, channels, (F,) H, W] into patches [B, T, P].
 
-    The latents may have any number of channels.
+    Patches are in the order of frames, rows, columns. The latents may have any number of channels.
     """
     frames, height, width = config.patch_grid
     pt, ph, pw = config.patch_shape
@@ -135,7 +135,7 @@ class Modulation(nn.Sequential):
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return x * (1 + scale) + shift for x [B, T, C]; the others are [B, 1, C] or [1, T, C]."""
+    """Return x * (1 + scale) + shift; x is [B, T, C], the others [B, 1, C] or [1, T, C]."""
     return x * (1 + scale) + shift
 
 

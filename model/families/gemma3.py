@@ -37,7 +37,6 @@ class Gemma3Config(LocalRopeConfig, RopePositionsConfig):
     footprint = Footprint(fused_residual=13.0, gated=True)
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
         attention = self.attention(layer, cores.softmax, qk_norm=self.head_norm)
         assert isinstance(attention.q_norm, ZeroCentredRMSNorm)
         # attend divides by sqrt(D)
@@ -45,7 +44,6 @@ class Gemma3Config(LocalRopeConfig, RopePositionsConfig):
         return BothNormsLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size, "gelu"))
 
     def norm(self, width: int | None = None) -> nn.Module:
-        """Build a norm."""
         return ZeroCentredRMSNorm(width or self.hidden_size, eps=self.norm_epsilon)
 
     def embedding_scale(self, dtype: torch.dtype) -> float:
@@ -57,13 +55,11 @@ class Gemma3Config(LocalRopeConfig, RopePositionsConfig):
         return torch.tensor(math.sqrt(self.hidden_size), dtype=dtype).item()
 
     def check(self) -> None:
-        """Check the scale of scores."""
         super().check()
         self.check_counts("query_pre_attn_scalar")
 
     @property
     def query_scalar(self) -> int:
-        """Number by whose root attention's scores are divided."""
         return self.query_pre_attn_scalar or self.head_dim
 
     def architecture(self) -> Architecture:

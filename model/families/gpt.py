@@ -31,12 +31,10 @@ class GPTConfig(WindowedConfig, RotaryConfig, LengthConfig):
     linears = ("wq", "wk", "wv", "wo", "up", "down")
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
         attention = self.attention(layer, cores.softmax, bias=True)
         return PreNormLayer(self.norm, attention, MLP(self.hidden_size, self.ffn_size))
 
     def norm(self, width: int | None = None) -> nn.Module:
-        """Build a norm."""
         return LayerNorm(width or self.hidden_size, eps=self.norm_epsilon)
 
     def check(self) -> None:
@@ -58,12 +56,10 @@ class GPTConfig(WindowedConfig, RotaryConfig, LengthConfig):
 
     @property
     def positions(self) -> str:
-        """Source of the tokens' positions."""
         return self.position_embedding_type or "learned_absolute"
 
     @property
     def learned_positions(self) -> bool:
-        """Return whether positions are learned embeddings."""
         return self.positions == "learned_absolute"
 
     @property
@@ -73,7 +69,6 @@ class GPTConfig(WindowedConfig, RotaryConfig, LengthConfig):
 
     @property
     def ffn_size(self) -> int:
-        """Width inside the feed-forward."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
 

@@ -47,7 +47,6 @@ class GraniteConfig(WindowedConfig, RopePositionsConfig):
     footprint = Footprint(fused_residual=4.0, gated=True)
 
     def check(self) -> None:
-        """Check the factors."""
         super().check()
         for name in FACTORS:
             value = getattr(self, name)
@@ -56,11 +55,9 @@ class GraniteConfig(WindowedConfig, RopePositionsConfig):
 
     @property
     def score_scale(self) -> float:
-        """Factor of the scores of attention."""
         return self.attention_multiplier or self.head_dim**-0.5
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
         query_scale = 1.0
         if self.attention_multiplier is not None:  # attend divides by sqrt(D)
             query_scale = self.attention_multiplier * math.sqrt(self.head_dim)
@@ -68,12 +65,10 @@ class GraniteConfig(WindowedConfig, RopePositionsConfig):
         return ScaledLayer(self, attention, SwiGLU(self.hidden_size, self.ffn_size))
 
     def embedding_scale(self, dtype: torch.dtype) -> float:
-        """Return the factor of the embeddings."""
         return self.embedding_multiplier
 
     @property
     def logits_scale(self) -> float:
-        """Factor of the logits."""
         return 1 / self.logits_scaling
 
     def architecture(self) -> Architecture:

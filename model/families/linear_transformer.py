@@ -30,12 +30,10 @@ class LinearTransformerConfig(LinearConfig):
     linears = ("wq", "wk", "wv", "wo", "up", "down")
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
         attention = LinearAttention(self, layer, cores.linear)
         return PreNormLayer(self.norm, attention, MLP(self.hidden_size, self.ffn_size))
 
     def norm(self, width: int | None = None) -> nn.Module:
-        """Build a norm."""
         return LayerNorm(width or self.hidden_size, eps=self.norm_epsilon)
 
     def added_positions(self) -> nn.Module:
@@ -50,7 +48,6 @@ class LinearTransformerConfig(LinearConfig):
 
     @property
     def ffn_size(self) -> int:
-        """Width inside the feed-forward."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property

@@ -41,7 +41,6 @@ class LlamaConfig(WindowedConfig, RopePositionsConfig):
     footprint = Footprint(fused_residual=4.0, gated=True)
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
         qk_norm = self.head_norm if self.qk_layernorm else None
         attention = self.attention(
             layer, cores.softmax, qkv_bias=self.add_qkv_bias, qk_norm=qk_norm

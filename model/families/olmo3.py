@@ -28,7 +28,6 @@ class Olmo3Config(LocalRopeConfig, RopePositionsConfig):
     joint_qk_norm = True
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
         attention = self.attention(layer, cores.softmax, qk_norm=self.joint_norm)
         return PostNormLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size))
 

@@ -32,7 +32,6 @@ class OlmoHybridConfig(WindowedConfig, LengthConfig, DeltaConfig):
     max_beta = 2.0
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
         feed_forward = SwiGLU(self.hidden_size, self.ffn_size)
         if not self.has_softmax(layer):
             delta = DeltaAttention(self, layer, cores.linear)
@@ -42,7 +41,6 @@ class OlmoHybridConfig(WindowedConfig, LengthConfig, DeltaConfig):
 
     @property
     def out_epsilon(self) -> float:
-        """Epsilon of the norm of a delta rule's output."""
         return 1e-5
 
 

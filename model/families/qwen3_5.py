@@ -44,7 +44,6 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
     dt_ones = True
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
         feed_forward = SwiGLU(self.hidden_size, self.ffn_size)
         if not self.has_softmax(layer):
             delta = DeltaAttention(self, layer, cores.linear)
@@ -53,7 +52,6 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
         return PreNormLayer(self.norm, attention, feed_forward)
 
     def norm(self, width: int | None = None) -> nn.Module:
-        """Build a norm."""
         return ZeroCentredRMSNorm(width or self.hidden_size, eps=self.norm_epsilon)
 
     def check_rotated(self) -> None:
@@ -72,7 +70,6 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that rope rotates."""
         return int(self.head_dim * self.rotary_percent)
 
     def architecture(self) -> Architecture:

@@ -68,7 +68,6 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
         return {"no_rope_freq": str(every)}
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
         attention = self.attention(layer, cores.softmax, rotates=self.layers_with_rope[layer])
         return PreNormLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size))
 

@@ -39,7 +39,6 @@ class TransnormerConfig(WindowedConfig, RotaryConfig, PeriodicConfig, LinearConf
     linears = ("wq", "wk", "wv", "wu", "wo", "gate", "up", "down")
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
         if self.has_softmax(layer):
             attention: nn.Module = self.attention(layer, cores.softmax)
         else:
@@ -49,7 +48,6 @@ class TransnormerConfig(WindowedConfig, RotaryConfig, PeriodicConfig, LinearConf
         return PreNormLayer(self.norm, attention, SGLU(self.hidden_size, self.ffn_size))
 
     def norm(self, width: int | None = None) -> nn.Module:
-        """Build a norm without weights."""
         return RMSNorm(width or self.hidden_size, eps=self.norm_epsilon, elementwise_affine=False)
 
     def check(self) -> None:

@@ -154,7 +154,7 @@ def config_to_hf(
 
 
 def _check_sizes_fit(config: DecoderConfig, contents: Contents) -> None:
-    """Raise UserError for contents of which transformers could not load the model."""
+    """Raise UserError for contents with which transformers would not load the model."""
     longest = contents.get("max_position_embeddings")
     table = config.position_table
     if table is not None and longest not in (None, table):

@@ -21,7 +21,7 @@ CARRIED = (*TOKENIZER_FILES, "chat_template.jinja", "chat_template.json", "gener
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder, after checking that it is no link out of it.
+    """Return the path of a file in a folder; refuse links out of it.
 
     A link could make a download include any file of this machine. Links to the blobs of the hub's
     cache are allowed, since its folders consist of them.

@@ -116,7 +116,7 @@ def _left(window: Window | None) -> int | None:
 def _attend_last(
     q: Tensor, k: Tensor, v: Tensor, *, window: Window | None, sinks: Tensor | None
 ) -> Tensor:
-    """Compute causal attention of the last T of S tokens, with a window or sinks: [B, H, T, D].
+    """Compute causal attention of the last T of S tokens: [B, H, T, D].
 
     Args:
         q: [B, H, T, D].
@@ -149,7 +149,7 @@ def _attend_last(
 
 @runtime_checkable
 class PrefetchingAttend(Protocol):
-    """An Attend that can start on k and v before q is ready, such as sending them to ranks."""
+    """An Attend that can start on k and v, such as sending them, before q is ready."""
 
     def prefetch_kv(
         self,

@@ -38,7 +38,6 @@ class LinearConfig(DecoderConfig):
     linear_attention = True
 
     def check(self) -> None:
-        """Check the heads."""
         super().check()
         heads = self.num_attention_heads
         must = f"linear attention has one key head per query head, {heads} here; leave it out"
@@ -46,16 +45,13 @@ class LinearConfig(DecoderConfig):
 
     @property
     def some_softmax(self) -> bool:
-        """Return whether some layer has softmax attention."""
         return self.softmax_period is not None
 
     def has_softmax(self, layer: int) -> bool:
-        """Return whether this layer, counted from 0, has softmax attention."""
         return False
 
     @property
     def own_softmax_layout(self) -> bool:
-        """Return whether softmax layers may shard tokens differently from linear layers."""
         return self.some_softmax
 
     def architecture(self) -> Architecture:

@@ -105,7 +105,7 @@ class AdapterB(nn.Linear):
 
 
 def add_adapters(model: nn.Module, targets: Sequence[str], rank: int, scale: float) -> None:
-    """Freeze the model and add an adapter to every linear layer with one of the names, in place."""
+    """Freeze the model and add an adapter to every linear layer in ``targets``, in place."""
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if name.rpartition(".")[2] in targets and isinstance(module, nn.Linear):
@@ -133,9 +133,9 @@ def is_adapter(name: str) -> bool:
 def merge(
     weights: Mapping[str, Tensor], read: Callable[[str], Tensor], scale: float
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """Return the weights without adapters, and a function that reads W + (alpha / r) B A of one.
+    """Return the weights without adapters, and a function that reads one with its adapter.
 
-    A weight with an adapter is read in float32, whatever its stored dtype.
+    That is W + (alpha / r) B A, in float32, whatever the stored dtype.
 
     Args:
         weights: tensors by name, which may be meta tensors.

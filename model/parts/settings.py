@@ -52,7 +52,6 @@ class WindowedConfig(DecoderConfig):
         require(self, has, "window_attn_skip_freq", must)
 
     def window(self, layer: int) -> Window | None:
-        """Return the window of this layer, counted from 0; None if it has none or is linear."""
         return self._windows[layer] if self.has_softmax(layer) else None
 
     @property
@@ -107,14 +106,12 @@ class RotaryConfig(RopeConfig, DecoderConfig):
 
     @property
     def reach(self) -> int:
-        """Longest sequence that the model, or its scaling of rope, is meant for; 0 if unknown."""
         longest = super().reach
         if self.rope_scaling_type == "linear":
             longest = int(longest * (self.rope_scaling_factor or 1))
         return max(longest, self.scaled_length)
 
     def with_rope_length(self: R, length: int) -> R:
-        """Return the configuration with this length for dynamic scaling of rope, if needed."""
         if self.rope_scaling_type != "dynamic" or self.rope_scaling_seq_length is not None:
             return self
         return replace(self, rope_scaling_seq_length=length)
@@ -133,7 +130,6 @@ class LengthConfig(DecoderConfig):
     the longest that the model is meant for, beyond which a run starts with a note."""
 
     def check(self) -> None:
-        """Check the length."""
         super().check()
         self.check_counts("max_position_embeddings")
 
@@ -149,7 +145,6 @@ class RopePositionsConfig(RotaryConfig, LengthConfig):
     positions = "rope"
 
     def check(self) -> None:
-        """Check the source of positions."""
         super().check()
         has_rope = self.position_embedding_type != "learned_absolute"
         must = f"model_type {self.model_type} has rope alone; leave it out"
@@ -203,7 +198,6 @@ class PeriodicConfig(DecoderConfig):
     """The period if the setting is left out; 0 is no softmax attention."""
 
     def check(self) -> None:
-        """Check the period."""
         super().check()
         every = self.softmax_every
         default = self.default_period
@@ -232,7 +226,6 @@ class PeriodicConfig(DecoderConfig):
         return {"softmax_every": 2} if self.softmax_period else {}
 
     def has_softmax(self, layer: int) -> bool:
-        """Return whether this layer, counted from 0, has softmax attention."""
         every = self.softmax_period
         return every is not None and (layer + 1) % every == 0
 

@@ -1,4 +1,4 @@
-"""How the weights of a module begin, and how tensor parallelism splits them.
+"""Initial values of weights, and their splits under tensor parallelism.
 
 Both are stated where the weights are made, so that a new module needs no change elsewhere. A module
 of ours has two class attributes, tables by the names of its parameters and children; a name may
@@ -180,7 +180,7 @@ def xavier_inits(std: float) -> dict[str, Init]:
 
 
 def initial_value(model: Any, weight: Beginning) -> Tensor:
-    """Return the initial value of a slice of a parameter, by the INIT of the module that has it.
+    """Return the initial value of a slice of a parameter, as its module's INIT states.
 
     The model may be on the meta device; its values are not read.
 

@@ -71,7 +71,7 @@ def window_of(size: str | None) -> Window | None:
 
 
 class Pattern(NamedTuple):
-    """A setting that selects layers: a number N, or a list with a 1 or a 0 for each layer.
+    """A setting that selects layers: a number N, or a list of 1 and 0 for the layers.
 
     The fields from ``nth`` on, except ``nth_is_one``, are words for its error messages.
     """
@@ -142,7 +142,7 @@ def layers_of(text: str, layers: int, pattern: Pattern) -> list[bool]:
 
 
 def _evaluate(node: ast.expr, max_layers: int, pattern: Pattern) -> int | list[int]:
-    """Evaluate a number, or lists of 1 and 0 joined by + and repeated by *; refuse all else.
+    """Evaluate a number, or lists of 1 and 0 with + and *; refuse all else.
 
     The text comes from command lines and files, so it is never passed to ``eval``, and no list
     grows longer than ``max_layers``: [1]*10**12 fails before it takes memory.

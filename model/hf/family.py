@@ -117,7 +117,7 @@ class Place(NamedTuple):
 
     name: str
     fused: Fused | None = None
-    """How theirs holds several of ours; None if it holds one."""
+    """The layout, if theirs holds several of ours; None if it holds one."""
     part: int = 0
     """Index of ours among them."""
 

@@ -80,7 +80,7 @@ Splits = Mapping[str, Split]
 
 
 class Stream(NamedTuple):
-    """How a model's hidden states are sharded under tensor parallelism, each rank with some tokens.
+    """Layout of a model's hidden states under tensor parallelism, each rank with some tokens.
 
     A model states it as ``STREAM``. Its ``is_last`` is True if it has what follows the layers, and
     its ``is_first``, for a plain stream, if it has what precedes them: a pipeline stage may lack
@@ -100,7 +100,7 @@ class Beginning(NamedTuple):
 
     name: str
     shape: Sequence[int]
-    """Of the whole parameter."""
+    """The whole parameter's."""
     seed: int
     part: Part = ()
 

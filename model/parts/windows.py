@@ -89,7 +89,7 @@ class Pattern(NamedTuple):
     lacking: str
     """Noun of the property that no layer has if N is 1."""
     otherwise: str
-    """How to get the setting's default."""
+    """Words for leaving the setting out."""
 
 
 WINDOW_PATTERN = Pattern(

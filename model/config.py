@@ -47,7 +47,7 @@ class Footprint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(LoraConfig, ABC):
-    """Family and shape of the model; the base of every family's configuration."""
+    """Family and shape of the model."""
 
     RESOLVED: ClassVar[Mapping[str, str]] = {
         "ffn_hidden_size": "ffn_size",

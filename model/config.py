@@ -1,6 +1,7 @@
-"""The configuration that decoders of every family share, with Megatron-LM's names.
+"""The configuration that decoders of all families share, with Megatron-LM's names.
 
-A family adds settings of its own in its file of model/families.
+A family's file in model/families adds its own settings and overrides the methods that build its
+layers, so `Decoder` needs no case for a family: it asks the configuration.
 """
 
 import math
@@ -22,26 +23,26 @@ from runtime.errors import UserError, at_least, require
 
 C = TypeVar("C", bound="DecoderConfig")
 Architecture = dict[str, int | float | bool | str | None]
-"""Settings that decide a model's shapes and function, as checkpoints record them."""
+"""Settings that decide a model's shapes and computation, as checkpoints record them."""
 
 
 class Footprint(NamedTuple):
-    """Numbers of a family that the planner's model of memory takes."""
+    """Activation sizes of a family, for the planner's memory model."""
 
     fused_residual: float
-    """``planner.step_memory.StepShape.residual`` if norms are kernels: inputs and outputs of both,
-    and more."""
+    """``planner.step_memory.StepShape.residual`` if norms are kernels: widths of the residual
+    stream that a layer saves for the backward, such as inputs and outputs of both norms."""
     gated: bool
     """True if the feed-forward has a gate."""
     first_layer: float = 0.0
-    """``planner.step_memory.StepShape.first_layer``: what the first layer keeps beyond the
-    others."""
+    """``planner.step_memory.StepShape.first_layer``: widths that the first layer saves beyond the
+    others'."""
     output_gate: float = 0.0
-    """Widths of the queries that a gate of attention's output keeps, beside layers with a delta
-    rule."""
+    """Widths of the queries that the gate of attention's output saves; layers with a delta rule are
+    counted elsewhere."""
     qk_norms: float = 0.0
-    """Copies of the queries and keys that their norms keep, beside layers with a delta rule; 2 in
-    float32."""
+    """Copies of the queries and keys that their norms save, 2 in float32; layers with a delta rule
+    are counted elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class DecoderConfig(LoraConfig, ABC):
         "kv_channels": "head_dim",
         "vocab_size": "vocabulary",
     }
-    """Fields that may be left out, and the properties that resolve them; a class states its own."""
+    """Fields that may be left out, and the properties that resolve them; each class has its own."""
 
     model_type: str = ""
     """Family of the model, which decides the other settings."""
@@ -63,8 +64,8 @@ class DecoderConfig(LoraConfig, ABC):
     hidden_size: int = 256
     """Width of the residual stream."""
     ffn_hidden_size: int | None = None
-    """Width inside the feed-forward; by default 8/3 of hidden_size, rounded up to a multiple of 64;
-    4 x without a gate."""
+    """Width inside the feed-forward; by default 8/3 of hidden_size, rounded up to a multiple of 64,
+    or 4 x hidden_size without a gate."""
     num_attention_heads: int = 8
     """Query heads."""
     num_query_groups: int | None = None
@@ -78,7 +79,7 @@ class DecoderConfig(LoraConfig, ABC):
     init_method_std: float = 0.02
     """Standard deviation of the initial weights."""
     untie_embeddings_and_output_weights: bool = True
-    """Give the output projection weights of its own, not the embedding's."""
+    """Give the output projection its own weights, not the embedding's."""
 
     @property
     @abstractmethod
@@ -88,26 +89,25 @@ class DecoderConfig(LoraConfig, ABC):
     @property
     @abstractmethod
     def footprint(self) -> Footprint:
-        """Numbers of the family that the planner takes."""
+        """Activation sizes of the family, for the planner."""
 
     @property
     @abstractmethod
     def positions(self) -> str:
-        """Source of tokens' positions, as checkpoints record it."""
+        """Source of the tokens' positions, as checkpoints record it."""
 
     @abstractmethod
-    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0, of [B, T, C] -> [B, T, C]; it takes (x, places, mask,
-        states)."""
+    def block(self, layer: int, cores: HybridAttention) -> nn.Module:
+        """Build a layer, counted from 0: a module (x, positions, mask, states) -> [B, T, C]."""
 
     linear_attention = False
-    """True if attention keeps a state instead of keys and values; in a hybrid, in most layers."""
+    """True if attention keeps a state instead of keys and values; in a hybrid, most layers do."""
     delta_rule = False
     """True if layers without softmax attention have a gated delta rule."""
     joint_qk_norm = False
-    """True if a norm takes the queries, or the keys, of all heads at once."""
+    """True if queries, and keys, are normalised over all heads at once."""
     softmax_type = "vanilla"
-    """Divisor of softmax attention's weights, which ``model.parts.settings.WindowedConfig`` makes a
+    """Divisor of softmax attention's weights; ``model.parts.settings.WindowedConfig`` makes it a
     setting."""
 
     def __post_init__(self) -> None:
@@ -122,41 +122,39 @@ class DecoderConfig(LoraConfig, ABC):
         self.adapted_linears()
 
     def check(self) -> None:
-        """Check the settings; a family checks its own after these. Raises UserError."""
+        """Check the settings; a family overrides this, and calls it first. Raises UserError."""
         heads = self.num_attention_heads
         at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads")
         self.check_counts("ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size")
         for name in ("norm_epsilon", "init_method_std"):
-            require(self, 0 < getattr(self, name) < math.inf, name, "it must be a number above 0")
-        must = f"it must be a multiple of num_attention_heads {heads}; change either, or set kv_channels"
-        require(
-            self, self.kv_channels is not None or self.hidden_size % heads == 0, "hidden_size", must
+            in_range = 0 < getattr(self, name) < math.inf
+            require(self, in_range, name, "it must be a number above 0")
+
+        divides = self.kv_channels is not None or self.hidden_size % heads == 0
+        must = (
+            f"it must be a multiple of num_attention_heads {heads}; "
+            "change either, or set kv_channels"
         )
-        require(
-            self,
-            heads % self.query_groups == 0,
-            "num_query_groups",
-            f"it must divide num_attention_heads {heads}",
-        )
+        require(self, divides, "hidden_size", must)
+
+        divides = heads % self.query_groups == 0
+        must = f"it must divide num_attention_heads {heads}"
+        require(self, divides, "num_query_groups", must)
 
     def check_counts(self, *names: str) -> None:
         """Check settings that are 1 or more, or left out. Raises UserError."""
+        must = "it must be 1 or more, or left out for its default"
         for name in names:
             value = getattr(self, name)
-            require(
-                self,
-                value is None or value >= 1,
-                name,
-                "it must be 1 or more, or left out for its default",
-            )
+            require(self, value is None or value >= 1, name, must)
 
     def is_default(self, name: str) -> bool:
-        """Return whether a setting has its default."""
+        """Return whether a setting has its default value."""
         return bool(getattr(self, name) == getattr(type(self), name))
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """Positions that the model is meant for, or has in a table."""
+        """Positions that the model is meant for, or has in a table; None if unlimited."""
         return None
 
     @property
@@ -166,35 +164,31 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Rope of softmax attention; None if nothing turns."""
+        """Rope of softmax attention; None without rope."""
         return None
 
     @property
     def reach(self) -> int:
-        """Positions that the model is meant for or its scaling of rope reaches; 0 if it says
-        neither."""
+        """Longest sequence that the model, or its scaling of rope, is meant for; 0 if unknown."""
         return self.max_position_embeddings or 0
 
     def with_rope_length(self: C, length: int) -> C:
-        """Return the configuration with a length for dynamic scaling of rope, if it needs one and
-        has none."""
+        """Return the configuration with this length for dynamic scaling of rope, if needed."""
         return self
 
     @property
     def local_rope(self) -> RopeConfig | None:
-        """Rope of the layers with a window, if it is not that of the others."""
+        """Rope of the layers with a window, if it differs from the other layers'."""
         return None
 
     @property
     def softmax_period(self) -> int | None:
-        """Layers from one with softmax attention to the next; None if all have the same
-        attention."""
+        """Layers from one softmax layer to the next; None if all layers have the same attention."""
         return None
 
     @property
     def own_softmax_layout(self) -> bool:
-        """Return whether layers of softmax attention may lie in another layout than those of linear
-        attention."""
+        """Return whether softmax layers may shard tokens differently from linear layers."""
         return False
 
     def norm(self, width: int | None = None) -> nn.Module:
@@ -202,16 +196,15 @@ class DecoderConfig(LoraConfig, ABC):
         return RMSNorm(width or self.hidden_size, eps=self.norm_epsilon)
 
     def head_norm(self, heads: int) -> nn.Module:
-        """Build the norm of each of so many heads of queries or keys."""
+        """Build the norm of each head of queries or keys; all heads share its weight."""
         return self.norm(self.head_dim)
 
     def joint_norm(self, heads: int) -> nn.Module:
-        """Build the norm of so many heads of queries or keys at once."""
+        """Build the norm of the queries or keys of all heads at once."""
         return JointRMSNorm(heads * self.head_dim, eps=self.norm_epsilon)
 
     def attention(self, layer: int, attend: Attend, **settings: Any) -> Attention:
-        """Build the softmax attention of a layer; ``settings`` are those of ``Attention`` that the
-        family chooses."""
+        """Build the softmax attention of a layer; ``settings`` are others of ``Attention``."""
         softmax_type: Any = self.softmax_type
         return Attention(
             self.hidden_size,
@@ -226,16 +219,18 @@ class DecoderConfig(LoraConfig, ABC):
         )
 
     def cores(self, attend: Attend | LinearAttend | HybridAttention | None) -> HybridAttention:
-        """Return both cores of attention, of which a model that is no hybrid needs one; by default
-        of one device."""
+        """Return both attention cores, by default those of one device.
+
+        A single core is the linear one in a model with linear attention, otherwise the softmax one.
+        """
         if attend is None:
             return HybridAttention()
         if isinstance(attend, HybridAttention):
             return attend
         core: Any = attend
-        return (
-            HybridAttention(linear=core) if self.linear_attention else HybridAttention(softmax=core)
-        )
+        if self.linear_attention:
+            return HybridAttention(linear=core)
+        return HybridAttention(softmax=core)
 
     def embedding_scale(self, dtype: torch.dtype) -> float | None:
         """Return the factor of embeddings of this dtype; None is 1."""
@@ -243,16 +238,16 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def logits_scale(self) -> float | None:
-        """Factor of the logits, applied to what the output projection takes; None is 1."""
+        """Factor of the logits, applied to the output projection's input; None is 1."""
         return None
 
     def added_positions(self) -> nn.Module | None:
-        """Build the function of positions that is added to embeddings; None if there is none."""
+        """Build the module whose function of the positions is added to embeddings, or None."""
         return None
 
     @property
     def recurrent(self) -> bool:
-        """Return whether some layers keep a state of constant size, not keys and values."""
+        """Return whether some layers keep a state of constant size instead of keys and values."""
         return self.linear_attention or self.delta_rule
 
     @property
@@ -265,29 +260,26 @@ class DecoderConfig(LoraConfig, ABC):
         return True
 
     def window(self, layer: int) -> Window | None:
-        """Return the window of this layer, counted from 0; None if it sees all earlier tokens, or
-        is linear."""
+        """Return the window of this layer, counted from 0; None if it has none or is linear."""
         return None
 
     @property
     def windows(self) -> tuple[Window | None, ...]:
-        """Return the window of each layer, as ``window``."""
+        """The window of each layer."""
         return tuple(map(self.window, range(self.num_layers)))
 
     @property
     def alternating(self) -> dict[str, Any]:
-        """Settings with which layers of two kinds take turns; none if all layers are of one
-        kind."""
+        """Settings that make every other layer of the second kind; empty if there is one kind."""
         return {}
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """The linear layers of a layer that may get an adapter, by their names."""
+        """Names of a layer's linear layers that may get an adapter."""
         return ("wq", "wk", "wv", "wo", "gate", "up", "down")
 
     def adapted_linears(self) -> tuple[str, ...]:
-        """Return the linear layers that get an adapter, by their names in a layer; none without
-        lora_rank."""
+        """Return the names of a layer's linear layers with an adapter; empty without lora_rank."""
         return self.adapted(self.linears, self.hidden_size)
 
     @property
@@ -297,12 +289,11 @@ class DecoderConfig(LoraConfig, ABC):
 
     @cached_property
     def head_dim(self) -> int:
-        """Width of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that rope turns."""
+        """Channels of a head that rope rotates."""
         return self.head_dim
 
     @property
@@ -312,13 +303,15 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def ffn_size(self) -> int:
-        """Width inside the feed-forward; 8/3 of hidden_size gives SwiGLU's three matrices the size
-        of a GELU's two."""
+        """Width inside the feed-forward.
+
+        With 8/3 of hidden_size, SwiGLU's three matrices have as many weights as a GELU's two.
+        """
         return self.ffn_hidden_size or 64 * math.ceil(8 * self.hidden_size / 3 / 64)
 
     @property
     def shared_sizes(self) -> dict[str, int]:
-        """Sizes of a layer that tensor parallelism divides, by their settings."""
+        """Sizes of a layer that tensor parallelism divides, by setting."""
         return {"num_attention_heads": self.num_attention_heads, "ffn_hidden_size": self.ffn_size}
 
     @property
@@ -330,7 +323,7 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def recurrent_layers(self) -> int:
-        """Layers that keep a state of constant size."""
+        """Number of layers that keep a state of constant size."""
         return sum(not self.has_softmax(layer) for layer in range(self.num_layers))
 
     @property
@@ -339,40 +332,35 @@ class DecoderConfig(LoraConfig, ABC):
         return 0
 
     def architecture(self) -> Architecture:
-        """Return all that decides the model's shapes and function, defaults resolved; if equal,
-        checkpoints fit.
+        """Return all settings that decide the model's shapes and computation, defaults resolved.
 
-        An entry that older checkpoints lack is left out where it has its old meaning.
+        A checkpoint can be loaded if its entries are equal. For checkpoints written before a
+        setting existed, its entry is left out if it has the value that they were trained with.
         """
-        names = (
-            *("model_type", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
-            *(
-                "num_query_groups",
-                "kv_channels",
-                "vocab_size",
-                "norm_epsilon",
-                "untie_embeddings_and_output_weights",
-            ),
+        entries = self.resolved(
+            "model_type",
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "vocab_size",
+            "norm_epsilon",
+            "untie_embeddings_and_output_weights",
         )
-        entries = self.resolved(*names)
-        entries |= {
-            "position_embedding_type": self.positions,
-            "max_position_embeddings": self.position_table,
-        }
-        entries["rotary_base"] = (
-            RopeConfig.rotary_base
-        )  # in every checkpoint, also of families without rope
+        entries["position_embedding_type"] = self.positions
+        entries["max_position_embeddings"] = self.position_table
+        # In every checkpoint, also of families without rope.
+        entries["rotary_base"] = RopeConfig.rotary_base
         if self.lora_rank is not None:
-            targets = ",".join(self.adapted_linears())
-            entries |= {
-                "lora_rank": self.lora_rank,
-                "lora_scale": self.lora_scale,
-                "lora_target": targets,
-            }
+            entries["lora_rank"] = self.lora_rank
+            entries["lora_scale"] = self.lora_scale
+            entries["lora_target"] = ",".join(self.adapted_linears())
         return entries
 
     def resolved(self, *names: str) -> Architecture:
-        """Return the values of settings, those that may be left out resolved."""
+        """Return the values of settings, with the defaults of those that are left out."""
         properties: dict[str, str] = {}
         for cls in reversed(type(self).__mro__):
             properties |= vars(cls).get("RESOLVED", {})

@@ -1,6 +1,9 @@
-"""The decoder of every family: token ids to logits in two steps.
+"""The decoder that every family of language models shares: token ids to logits.
 
-A family's settings (``model.families``) build its layers, its norm and what it adds to embeddings.
+The family's configuration (``model.families``) builds the layers, the norms and the positions, so
+this file holds only the order in which they run. The forward has two steps: `hidden` runs the
+layers, `project` multiplies by the vocabulary. Training replaces the second step by a chunked loss,
+which never holds the logits of all tokens.
 
 Shapes: B sequences, T tokens, C width of the residual stream, V vocabulary entries.
 """
@@ -22,14 +25,15 @@ from model.parts.rotary import Rotary
 from model.parts.weights import Beginning, Inits, Splits, Stream, initial_value, normal_inits
 
 Head = Callable[[Tensor, Tensor], Tensor]
-"""Normalised hidden states [B, T, C], output weights [V, C] -> the forward's result."""
+"""Replaces the logits: normalised hidden states [B, T, C], output weights [V, C] -> the result."""
 
 
 class Decoder(nn.Module):
-    """Token ids -> logits. Weights are undefined until init_weights or load_state_dict.
+    """A decoder: embedding, layers, norm, output projection; token ids [B, T] -> logits [B, T, V].
 
-    A layer takes (x, places, mask, states). Tied embeddings have no output module, and the
-    embedding's weight is the only copy in the state dict. Modules that `keep` dropped are None.
+    Weights are undefined until `init_weights` or `load_state_dict`. Every layer is called as
+    ``layer(x, positions, mask, states)``. With tied embeddings there is no output module, and the
+    state dict holds the embedding's weight once. Modules that `keep` dropped are None.
     """
 
     INIT: ClassVar[Inits] = {
@@ -50,32 +54,34 @@ class Decoder(nn.Module):
     def __init__(
         self, config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None
     ) -> None:
-        """Build it.
+        """Build the modules.
 
         Args:
-            attend: the attention core: softmax or linear as the model, both for a hybrid; by
-                default that of one device.
+            attend: the attention core: softmax or linear as the model needs, both for a hybrid. By
+                default attention on one device.
         """
         super().__init__()
         self.config = config
         self.inits = normal_inits(config.init_method_std, config.num_layers)
-        """The meaning of the words in parts' INIT."""
+        """The initializers that the words in INIT stand for."""
         self.local_rope = config.local_rope  # once, not in every step
-        width, table = config.hidden_size, config.position_table
-        self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, width)
-        self.position_embedding: nn.Embedding | None = (
-            None if table is None else nn.Embedding(table, width)
-        )
+        hidden_size = config.hidden_size
+        cores = config.cores(attend)
+
+        self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, hidden_size)
+        self.position_embedding: nn.Embedding | None = None
+        if config.position_table is not None:
+            self.position_embedding = nn.Embedding(config.position_table, hidden_size)
         self.sinusoids = config.added_positions()
-        attends = config.cores(attend)
-        self.layers = nn.ModuleList(
-            config.block(layer, attends) for layer in range(config.num_layers)
-        )
+
+        self.layers = nn.ModuleList()
+        for layer in range(config.num_layers):
+            self.layers.append(config.block(layer, cores))
+
         self.norm: nn.Module | None = config.norm()
-        untied = config.untie_embeddings_and_output_weights
-        self.output: nn.Linear | None = (
-            Linear(width, config.vocabulary, bias=False) if untied else None
-        )
+        self.output: nn.Linear | None = None
+        if config.untie_embeddings_and_output_weights:
+            self.output = Linear(hidden_size, config.vocabulary, bias=False)
 
     def forward(
         self,
@@ -85,35 +91,36 @@ class Decoder(nn.Module):
         mask: Any = None,
         states: States | None = None,
     ) -> Tensor:
-        """Return logits [B, T, V] of tokens [B, T]; positions [T] or [B, T] are global, by default
-        0 .. T-1.
+        """Return logits [B, T, V] of tokens [B, T].
 
-        A head replaces the logits, for example by a loss that never materialises all of them. It
-        runs here because a sharded model has whole weights only during its forward.
+        Args:
+            positions: global positions [T] or [B, T]; by default 0 .. T-1.
+            head: replaces the logits, for example by a loss that never materialises all of them. It
+                runs in here because a sharded model has whole weights only during its forward.
+            mask: the micro-batch's mask, passed to every attention (``Attend``).
+            states: cached keys, values and states of earlier tokens, which these tokens extend.
 
-        The mask of the micro-batch is handed to every attention unseen
-        (``model.parts.attention.Attend``). With states, the tokens follow those that the states
-        hold, which are extended by them.
-
-        A part that `keep` made takes hidden states [B, T, C] of earlier layers instead of tokens,
-        and returns hidden states if layers follow.
+        A pipeline stage (see `keep`) without the embedding takes hidden states [B, T, C] instead of
+        tokens; without the last layer it returns hidden states.
         """
-        hidden = self.hidden(tokens, positions, mask, states)
+        hidden = self.hidden(tokens, positions, mask, states)  # [B, T, C]
         if not self.is_last:
             return hidden
-        return self.project(hidden) if head is None else head(hidden, self.output_weight)
+        if head is not None:
+            return head(hidden, self.output_weight)
+        return self.project(hidden)  # [B, T, V]
 
     @property
     def is_last(self) -> bool:
-        """Return whether it has the last layer and what follows it."""
+        """Return whether this part has the last layer, and so the norm and the output."""
         return self.norm is not None
 
     @property
     def output_weight(self) -> Tensor:
-        """Return the weights [V, C] of the output projection."""
-        weight = self.embedding if self.output is None else self.output
-        assert weight is not None
-        return weight.weight
+        """Return the weights [V, C] of the output projection, which may be the embedding's."""
+        module = self.embedding if self.output is None else self.output
+        assert module is not None
+        return module.weight
 
     def hidden(
         self,
@@ -122,42 +129,59 @@ class Decoder(nn.Module):
         mask: Any = None,
         states: States | None = None,
     ) -> Tensor:
-        """Return what `project` takes, normalised hidden states [B, T, C]; arguments as in
-        `forward`.
+        """Return normalised hidden states [B, T, C], the input of `project`; arguments as above.
 
-        Learned positions, also of padding, must be below max_position_embeddings.
+        Learned positions must be below max_position_embeddings, those of padding too.
 
         Raises:
-            ValueError: more tokens than that without explicit positions.
+            ValueError: more tokens than max_position_embeddings, without explicit positions.
         """
         if positions is None:
-            table, length = self.config.position_table, tokens.shape[1]
+            table = self.config.position_table
+            length = tokens.shape[1]
             if table is not None and length > table:
                 raise ValueError(
                     f"{length} tokens are more than max_position_embeddings {table}; give fewer"
                 )
-            positions = torch.arange(length, device=tokens.device)
-        x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)
-        places = self.places(positions, x.dtype)
+            positions = torch.arange(length, device=tokens.device)  # [T]
+
+        x = tokens  # hidden states of the previous pipeline stage
+        if not tokens.is_floating_point():
+            x = self.embed(tokens, positions)  # [B, T, C]
+        layer_positions = self.layer_positions(positions, x.dtype)
         for layer in self.layers:
-            x = layer(x, places, mask, states)
+            x = layer(x, layer_positions, mask, states)
         if self.norm is None:
             return x
+
+        x = self.norm(x)
         scale = self.config.logits_scale
-        return self.norm(x) if scale is None else self.norm(x) * scale
+        return x if scale is None else x * scale
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C] of tokens [B, T] and positions [T] or [B, T]."""
+        """Return the first layer's input [B, T, C]; arguments as `hidden`."""
         assert self.embedding is not None, "a part without an embedding takes hidden states"
-        x = self.embedding(tokens)
+        x = self.embedding(tokens)  # [B, T, C]
         scale = self.config.embedding_scale(x.dtype)
-        x = x if scale is None else x * scale
-        if self.position_embedding is not None:
-            return x + self.position_embedding(positions)  # [B, T, C] + [T, C] or [B, T, C]
-        return x if self.sinusoids is None else x + self.sinusoids(positions).to(x.dtype)
+        if scale is not None:
+            x = x * scale
 
-    def places(self, positions: Tensor, dtype: torch.dtype) -> Any:
-        """Return what every layer is told of the positions; ``dtype`` is the activations'."""
+        if self.position_embedding is not None:
+            return x + self.position_embedding(positions)  # + [T, C] or [B, T, C]
+        if self.sinusoids is not None:
+            return x + self.sinusoids(positions).to(x.dtype)
+        return x
+
+    def layer_positions(self, positions: Tensor, dtype: torch.dtype) -> Any:
+        """Return the positions as layers take them: a Rotary, integers, or None.
+
+        With rope, cosines and sines are computed once here and shared by all layers. Linear
+        attention takes the integers. Layers with learned or sinusoidal positions take None, since
+        the embeddings hold them.
+
+        Args:
+            dtype: of the activations.
+        """
         rope = self.config.rope
         if rope is None:
             return positions if self.config.linear_attention else None
@@ -167,47 +191,47 @@ class Decoder(nn.Module):
         return rotary
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., V] of hidden states [..., C]."""
-        return (
-            self.output(hidden) if self.output is not None else linear(hidden, self.output_weight)
-        )
+        """Return the logits [..., V] of normalised hidden states [..., C]."""
+        if self.output is not None:
+            return self.output(hidden)
+        return linear(hidden, self.output_weight)
 
     def keep(self, layers: range) -> None:
-        """Reduce the model to these layers; parameters keep their names.
+        """Drop all layers but these, in place; parameters keep their names.
 
-        Modules before the layers stay with the first layer, norm and output with the last. With
-        tied embeddings the last part keeps a copy of the embedding.
+        The embeddings stay with the first layer, norm and output with the last. With tied
+        embeddings the last part keeps a copy of the embedding, whose weight is the output's.
         """
-        total = len(self.layers)
+        has_first = 0 in layers
+        has_last = len(self.layers) - 1 in layers
         drop_layers(self.layers, layers)
-        first, last = 0 in layers, total - 1 in layers
-        if not first:
+        if not has_first:
             self.position_embedding = None
-        if not last:
+        if not has_last:
             self.norm = None
-        if not first and not (last and self.output is None):
+        if not has_first and not (has_last and self.output is None):
             self.embedding = None
-        if not last:
+        if not has_last:
             self.output = None
 
     def cast(self, dtype: torch.dtype, *, frozen: bool = False) -> None:
-        """Cast the model to ``dtype``; modules with full_precision stay in float32.
+        """Cast the model to ``dtype``, except modules with ``full_precision``, which stay float32.
 
-        With ``frozen`` adapters stay too: a model on the meta device then trains them with masters
-        in float32.
+        With ``frozen``, adapters stay float32 too: the frozen weights need no float32 copy, and the
+        adapters, which are trained, do.
         """
         self.to(dtype)
         for name, module in self.named_modules():
-            if getattr(module, "full_precision", False) or (
-                frozen and is_adapter(f"{name}.weight")
-            ):
+            trained_adapter = frozen and is_adapter(f"{name}.weight")
+            if getattr(module, "full_precision", False) or trained_adapter:
                 module.float()
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every weight to its initial value. Call it before sharding.
+        """Set every weight to its initial value; call this before sharding.
 
-        Raises ValueError on the meta device; call `to_empty(device=...)` first.
+        Raises:
+            ValueError: on the meta device; call `to_empty(device=...)` first.
         """
         for name, weight in self.named_parameters():
             if weight.is_meta:

@@ -1,5 +1,8 @@
-"""Diffusion transformers with adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748), for images and
-video.
+"""Diffusion transformers with adaLN-Zero, for images and video (Peebles & Xie 2023).
+
+The paper is arXiv:2212.09748. Time and label become one vector per sample, from which every layer
+computes shifts, scales and gates ("modulation"). Gates start at 0, so that each layer starts as the
+identity.
 
 Shapes: B samples, T patches, C width of the residual stream, P elements of a patch; latents have F
 frames, H height, W width. The elements of a patch, in inputs and outputs, are in the order frames,
@@ -23,69 +26,73 @@ from model.parts.weights import Beginning, Inits, Splits, Stream, initial_value,
 
 FREQUENCIES = 256
 """Sines and cosines per time."""
-
-
 full_sdpa = partial(sdpa, causal=False)
-"""Attention of one device that holds all patches, which see each other: an ``Attend`` without
-windows or sinks.
-"""
+"""Full attention on one device that has all patches: an ``Attend`` without windows or sinks."""
 
 
 def patchify(latents: Tensor, config: DiTConfig) -> Tensor:
-    """Cut latents [B, channels, (F,) H, W], any channels, into patches [B, T, P], row by row, frame
-    by frame.
+    """Cut latents [B, channels, (F,) H, W] into patches [B, T, P].
+
+    Patches are in the order of frames, rows, columns. The latents may have any number of channels.
     """
-    (frames, height, width), (pt, ph, pw) = config.patch_grid, config.patch_shape
-    x = latents.reshape(
-        len(latents), -1, frames, pt, height, ph, width, pw
-    )  # [B, channels, f, pt, h, ph, w, pw]
-    return x.permute(0, 2, 4, 6, 3, 5, 7, 1).flatten(4).flatten(1, 3)
+    frames, height, width = config.patch_grid
+    pt, ph, pw = config.patch_shape
+    x = latents.reshape(len(latents), -1, frames, pt, height, ph, width, pw)
+    x = x.permute(0, 2, 4, 6, 3, 5, 7, 1)  # [B, f, h, w, pt, ph, pw, channels]
+    return x.flatten(4).flatten(1, 3)  # [B, T, P]
 
 
 def unpatchify(patches: Tensor, config: DiTConfig) -> Tensor:
-    """Assemble all patches [B, T, P] to latents [B, channels, (F,) H, W]; P determines the
-    channels.
+    """Assemble all patches [B, T, P] to latents [B, channels, (F,) H, W].
+
+    P determines the number of channels.
     """
-    x = patches.unflatten(1, config.patch_grid).unflatten(4, (*config.patch_shape, -1))
+    x = patches.unflatten(1, config.patch_grid)  # [B, f, h, w, P]
+    x = x.unflatten(4, (*config.patch_shape, -1))  # [B, f, h, w, pt, ph, pw, channels]
     x = x.permute(0, 7, 1, 4, 2, 5, 3, 6)  # [B, channels, f, pt, h, ph, w, pw]
     return x.reshape(len(x), -1, *config.latent_shape[1:])
 
 
 def position_embedding(positions: Tensor, config: DiTConfig) -> Tensor:
-    """Return sines and cosines [T, C] of patches' places in the grid, float64; positions [T] are
-    global integers.
+    """Return sines and cosines [T, C] of the coordinates of patches, float64.
 
     Half of the channels encode the column and half the row, as the original's
     get_2d_sincos_pos_embed. For video the first quarter encodes the frame and the rest is as for an
-    image, as in diffusers' get_3d_sincos_pos_embed. Positions beyond the grid (padding) take its
-    last row or frame.
+    image, as in diffusers' get_3d_sincos_pos_embed.
+
+    Args:
+        positions: [T], global integers. Those beyond the grid (padding) get its last row or frame.
     """
     frames, height, width = config.patch_grid
+    device = positions.device
+    column = positions % width
     row = positions // width
-    axes = [
-        (positions % width, width),
-        (row % height if config.video else row.clamp(max=height - 1), height),
-    ]
-    time = config.hidden_size // 4 if config.video else 0
-    found = []
+    embeddings = []
+    frame_channels = 0
     if config.video:
-        found.append(_sines(frames, time, positions.device)[(row // height).clamp(max=frames - 1)])
-    for index, size in axes:
-        found.append(_sines(size, (config.hidden_size - time) // 2, positions.device)[index])
-    return torch.cat(found, dim=-1)
+        frame_channels = config.hidden_size // 4
+        frame = (row // height).clamp(max=frames - 1)
+        row = row % height
+        embeddings.append(_sines(frames, frame_channels, device)[frame])
+    else:
+        row = row.clamp(max=height - 1)
+
+    channels = (config.hidden_size - frame_channels) // 2
+    embeddings.append(_sines(width, channels, device)[column])
+    embeddings.append(_sines(height, channels, device)[row])
+    return torch.cat(embeddings, dim=-1)
 
 
 def _sines(size: int, channels: int, device: torch.device) -> Tensor:
     """Return [size, channels]: sin, then cos of i / 10000^(2 j / channels)."""
+    coordinates = torch.arange(size, dtype=torch.float64, device=device)
     steps = torch.arange(channels // 2, dtype=torch.float64, device=device)
-    angles = torch.outer(
-        torch.arange(size, dtype=torch.float64, device=device), 10000 ** (-steps / (channels // 2))
-    )
+    angles = torch.outer(coordinates, 10000 ** (-steps / (channels // 2)))
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
 class TimeEmbedding(nn.Module):
-    """Times [B] -> [B, C]: cosines and sines in float32, as in the original, and two linears."""
+    """Embed times, [B] -> [B, C]: cosines and sines in float32, as the original, and an MLP."""
 
     INIT: ClassVar[Inits] = {"mlp.0": "normal", "mlp.2": "normal"}
     SPLIT: ClassVar[Splits] = {"mlp.0": "whole", "mlp.2": "whole"}
@@ -105,8 +112,9 @@ class TimeEmbedding(nn.Module):
 
 
 class Modulation(nn.Sequential):
-    """Conditions [B, C] -> shifts, scales and gates, [B, 1, C] each, or [1, T, C] where patch t is
-    of sample[t].
+    """Compute a layer's shifts, scales and gates from conditions [B, C].
+
+    Each is [B, 1, C], or [1, T, C] for joined samples, in which patch t belongs to sample[t].
     """
 
     INIT: ClassVar[Inits] = {"1": "zeros"}
@@ -117,36 +125,41 @@ class Modulation(nn.Sequential):
         self._parts = parts
 
     def forward(self, conditions: Tensor, sample: Tensor | None = None) -> tuple[Tensor, ...]:
-        found = super().forward(conditions)
+        modulation = super().forward(conditions)  # [B, parts * C]
         if sample is None:
-            return found[:, None].chunk(self._parts, dim=-1)
-        wide = (
-            found.float()
-        )  # a row's gradient sums those of all its patches, which bfloat16 would soon cease to add
-        return wide[sample][None].to(found.dtype).chunk(self._parts, dim=-1)
+            return modulation[:, None].chunk(self._parts, dim=-1)
+        # In float32, because a row's gradient is the sum over all of its patches; a bfloat16 sum
+        # soon stops growing.
+        rows = modulation.float()[sample]  # [T, parts * C]
+        return rows[None].to(modulation.dtype).chunk(self._parts, dim=-1)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return x [B, T, C] times 1 + scale, plus shift, [B, 1, C] or [1, T, C] each."""
+    """Return x * (1 + scale) + shift; x is [B, T, C], the others [B, 1, C] or [1, T, C]."""
     return x * (1 + scale) + shift
 
 
 class Block(nn.Module):
-    """One layer: [B, T, C] and conditions [B, C] -> [B, T, C]; the identity when modulation is 0.
+    """A layer with modulation: [B, T, C] and conditions [B, C] -> [B, T, C].
 
-    ``sample`` [T] has the condition's row of each patch of joined samples, [1, T, C].
+    If modulation is 0, as it is initially, the layer is the identity. For joined samples [1, T, C],
+    ``sample`` [T] is the row of each patch in the conditions.
     """
 
     SPLIT: ClassVar[Splits] = {"attention": "all_tokens", "mlp": "all_tokens"}
 
     def __init__(self, config: DiTConfig, attend: Attend) -> None:
         super().__init__()
-        width, heads, eps = config.hidden_size, config.num_attention_heads, config.norm_epsilon
-        self.attention_norm = LayerNorm(width, eps=eps, elementwise_affine=False)
-        self.attention = Attention(width, heads, heads, config.head_dim, attend, bias=True)
-        self.mlp_norm = LayerNorm(width, eps=eps, elementwise_affine=False)
-        self.mlp = MLP(width, config.ffn_size)
-        self.adaLN_modulation = Modulation(width, 6)
+        hidden_size = config.hidden_size
+        num_heads = config.num_attention_heads
+        eps = config.norm_epsilon
+        self.attention_norm = LayerNorm(hidden_size, eps=eps, elementwise_affine=False)
+        self.attention = Attention(
+            hidden_size, num_heads, num_heads, config.head_dim, attend, bias=True
+        )
+        self.mlp_norm = LayerNorm(hidden_size, eps=eps, elementwise_affine=False)
+        self.mlp = MLP(hidden_size, config.ffn_size)
+        self.adaLN_modulation = Modulation(hidden_size, 6)
 
     def forward(
         self, x: Tensor, conditions: Tensor, mask: Any = None, sample: Tensor | None = None
@@ -159,7 +172,7 @@ class Block(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Hidden states [B, T, C] and conditions [B, C] -> patches [B, T, P]; ``sample`` as in Block."""
+    """The output layer: [B, T, C] and conditions [B, C] -> patches [B, T, P]."""
 
     INIT: ClassVar[Inits] = {"linear": "zeros"}
     SPLIT: ClassVar[Splits] = {"linear": "whole"}
@@ -176,10 +189,10 @@ class FinalLayer(nn.Module):
 
 
 class DiT(nn.Module):
-    """Noisy patches -> the objective's prediction. Weights are undefined until init_weights or
-    load_state_dict.
+    """A diffusion transformer: noisy patches -> the objective's prediction.
 
-    Modules that `keep` dropped are None.
+    Weights are undefined until `init_weights` or `load_state_dict`. Modules that `keep` dropped are
+    None.
     """
 
     INIT: ClassVar[Inits] = {"x_embedder": "matrix", "y_embedder": "normal"}
@@ -187,11 +200,11 @@ class DiT(nn.Module):
     STREAM = Stream(plain=True, inputs={"x": 1, "positions": 0})
 
     def __init__(self, config: DiTConfig, attend: Attend = full_sdpa) -> None:
-        """Build the modules; attend is full attention of [B, T, H, D] each, scaled by 1 / sqrt(D)."""
+        """Build the modules; ``attend`` is full attention of all patches of a sample."""
         super().__init__()
         self.config = config
         self.inits = xavier_inits(config.init_method_std)
-        """The meaning of the words in parts' INIT."""
+        """The initializers that the words in INIT stand for."""
         self.x_embedder: nn.Linear | None = Linear(config.patch_width, config.hidden_size)
         self.t_embedder = TimeEmbedding(config.hidden_size)
         self.y_embedder = nn.Embedding(config.num_classes + 1, config.hidden_size)
@@ -201,64 +214,70 @@ class DiT(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, times: Tensor, labels: Tensor, mask: Any = None
     ) -> Tensor:
-        """Predict patches [B, T, out_width] from noisy patches [B, T, patch_width] at global
-        positions [T].
+        """Predict patches [B, T, out_width] from noisy patches.
 
-        times [B] are numbers, labels [B] integers; label num_classes means none. A part that `keep`
-        made takes hidden states [B, T, C] of earlier layers instead of patches, and returns hidden
-        states if layers follow. The mask of the micro-batch is handed to every attention unseen
-        (``model.parts.attention.Attend``).
+        Samples may be joined, one after the other: x is [1, T, ...] of B samples, and positions
+        continue from each to the next. Then ``attend`` must separate them, as documents.
 
-        Samples may be joined, one after the other: x is [1, T, ...] of B samples, and positions go
-        on from each to the next. Then the model's ``attend`` must keep them apart, as documents.
+        A pipeline stage (see `keep`) without the patch embedding takes hidden states [B, T, C]
+        instead of patches; without the last layer it returns hidden states.
+
+        Args:
+            x: noisy patches [B, T, patch_width].
+            positions: [T], global.
+            times: [B].
+            labels: [B], integers; num_classes means no label.
+            mask: the micro-batch's mask, passed to every attention (``Attend``).
 
         Raises:
             ValueError: x has neither one row nor a row for each of the times.
         """
         if len(x) not in (1, len(times)):
             raise ValueError(
-                f"x is of {len(x)} samples and times of {len(times)}; give one for each, or join all"
+                f"x has {len(x)} samples and times {len(times)}; give one for each, or join all"
             )
-        sample, patches = None, self.config.num_patches
+        sample = None
         if len(x) != len(times):
-            sample, positions = (
-                (positions // patches).clamp(max=len(times) - 1),
-                positions % patches,
-            )
+            num_patches = self.config.num_patches
+            sample = (positions // num_patches).clamp(max=len(times) - 1)  # [T]
+            positions = positions % num_patches
+
         if self.x_embedder is not None:
             x = self.x_embedder(x.to(self.x_embedder.weight.dtype))
             x = x + position_embedding(positions, self.config).to(x.dtype)
         conditions = self.t_embedder(times) + self.y_embedder(labels)  # [B, C]
         for layer in self.layers:
             x = layer(x, conditions, mask, sample)
-        return x if self.final_layer is None else self.final_layer(x, conditions, sample)
+        if self.final_layer is None:
+            return x
+        return self.final_layer(x, conditions, sample)  # [B, T, out_width]
 
     @property
     def is_first(self) -> bool:
-        """Return whether it has the first layer, and so takes patches."""
+        """Return whether this part has the first layer, and so takes patches."""
         return self.x_embedder is not None
 
     @property
     def is_last(self) -> bool:
-        """Return whether it has the last layer and what follows it."""
+        """Return whether this part has the last layer, and so returns patches."""
         return self.final_layer is not None
 
     def keep(self, layers: range) -> None:
-        """Reduce the model to these layers; parameters keep their names.
+        """Drop all layers but these, in place; parameters keep their names.
 
         The patch embedding stays with the first layer, the final layer with the last, time and
         label embeddings with every part.
         """
-        total = len(self.layers)
+        has_last = len(self.layers) - 1 in layers
         drop_layers(self.layers, layers)
         if 0 not in layers:
             self.x_embedder = None
-        if total - 1 not in layers:
+        if not has_last:
             self.final_layer = None
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every weight to its initial value. Call it before sharding."""
+        """Set every weight to its initial value; call this before sharding."""
         for name, weight in self.named_parameters():
             weight.copy_(initial_value(self, Beginning(name, weight.shape, seed)))
 
@@ -276,7 +295,8 @@ def num_dit_parameters(config: DiTConfig) -> int:
 def multiply_adds(config: DiTConfig) -> int:
     """Count the multiply-adds in the forward of one sample.
 
-    The paper calls these flops (Peebles & Xie 2023, table 4). Attention has 2 * T^2 * C per layer.
+    The paper calls these flops (Peebles & Xie 2023, table 4). Attention has 2 * T^2 * C per layer;
+    linears of time embedding and modulation run once per sample, others once per patch.
     """
     total = 2 * config.num_layers * config.num_patches**2 * config.hidden_size
     for name, module in _on_meta(config).named_modules():
@@ -287,10 +307,10 @@ def multiply_adds(config: DiTConfig) -> int:
 
 
 def dit_flops_per_patch(config: DiTConfig) -> float:
-    """Return the FLOPs of training on one patch, forward and backward: 6 per multiply-add, which
-    counts as two.
+    """Return the training FLOPs per patch, forward and backward: 6 per multiply-add.
 
-    Work done once per sample is divided among its patches.
+    Two in the forward and four in the backward. Work done once per sample is divided among its
+    patches.
     """
     return 6 * multiply_adds(config) / config.num_patches
 

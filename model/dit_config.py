@@ -1,4 +1,4 @@
-"""The configuration of a diffusion transformer and of the latents that it denoises."""
+"""The configuration of a diffusion transformer and of its latents."""
 
 import math
 from dataclasses import dataclass
@@ -14,9 +14,8 @@ class DiTConfig:
     num_layers: int = 12
     """Transformer layers."""
     hidden_size: int = 384
-    """Width of the residual stream: a multiple of 4, and of 16 for video, between whose axes
-    positions share it.
-    """
+    """Width of the residual stream: a multiple of 4, and of 16 for video, since sines and cosines
+    of each axis of the positions share it."""
     ffn_hidden_size: int | None = None
     """Width inside the feed-forward; by default 4 x hidden_size."""
     num_attention_heads: int = 6
@@ -28,7 +27,7 @@ class DiTConfig:
     latent_shape: tuple[int, ...] = (4, 32, 32)
     """Shape of one sample: channels, height, width; or channels, frames, height, width."""
     num_classes: int = 1000
-    """Classes of the labels; one more embedding stands for no label."""
+    """Classes of the labels; one more embedding means no label."""
     class_dropout_prob: float = 0.1
     """Share of the labels that training drops, for classifier-free guidance."""
     learn_sigma: bool = False
@@ -46,9 +45,8 @@ class DiTConfig:
     alternating: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "latent_shape", tuple(self.latent_shape)
-        )  # TOML and the command line give lists
+        # TOML and the command line give lists.
+        object.__setattr__(self, "latent_shape", tuple(self.latent_shape))
         at_least(
             self,
             1,
@@ -59,59 +57,64 @@ class DiTConfig:
             "patch_size_t",
             "num_classes",
         )
-        ffn, heads, step = self.ffn_hidden_size, self.num_attention_heads, 16 if self.video else 4
-        require(
-            self,
-            ffn is None or ffn >= 1,
-            "ffn_hidden_size",
-            "it must be 1 or more, or left out for its default",
-        )
+        ffn_size = self.ffn_hidden_size
+        must = "it must be 1 or more, or left out for its default"
+        require(self, ffn_size is None or ffn_size >= 1, "ffn_hidden_size", must)
         for name in ("norm_epsilon", "init_method_std"):
-            require(self, 0 < getattr(self, name) < math.inf, name, "it must be a number above 0")
-        require(
-            self, 0 <= self.class_dropout_prob <= 1, "class_dropout_prob", "it must be from 0 to 1"
-        )
+            in_range = 0 < getattr(self, name) < math.inf
+            require(self, in_range, name, "it must be a number above 0")
+        in_range = 0 <= self.class_dropout_prob <= 1
+        require(self, in_range, "class_dropout_prob", "it must be from 0 to 1")
+
+        heads = self.num_attention_heads
         must = f"it must be a multiple of num_attention_heads {heads}; change either"
         require(self, self.hidden_size % heads == 0, "hidden_size", must)
         self._check_latents()
-        must = f"it must be a multiple of {step}: the axes of the latents share it for the sines and cosines of positions"
-        require(self, self.hidden_size % step == 0, "hidden_size", must)
+        divisor = 16 if self.video else 4
+        must = (
+            f"it must be a multiple of {divisor}: the axes of the latents share it for the sines "
+            "and cosines of positions"
+        )
+        require(self, self.hidden_size % divisor == 0, "hidden_size", must)
 
     def architecture(self) -> dict[str, int | float | bool | str | None]:
-        """Return all that decides the model's shapes and function, as checkpoints record it."""
-        sizes = (
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "patch_size",
-            "patch_size_t",
-            "num_classes",
-        )
-        names = (*sizes, "learn_sigma", "norm_epsilon")
-        shape = "x".join(map(str, self.latent_shape))
-        resolved = {"model_type": "dit", "ffn_hidden_size": self.ffn_size, "latent_shape": shape}
-        return {name: getattr(self, name) for name in names} | resolved
+        """Return all settings that decide the model's shapes and computation, for checkpoints."""
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_attention_heads,
+            "patch_size": self.patch_size,
+            "patch_size_t": self.patch_size_t,
+            "num_classes": self.num_classes,
+            "learn_sigma": self.learn_sigma,
+            "norm_epsilon": self.norm_epsilon,
+            "model_type": "dit",
+            "ffn_hidden_size": self.ffn_size,
+            "latent_shape": "x".join(map(str, self.latent_shape)),
+        }
 
     def _check_latents(self) -> None:
         shape = self.latent_shape
         must = (
             "it must be channels, height, width or channels, frames, height, width, each 1 or more"
         )
-        whole = len(shape) in (3, 4) and all(isinstance(size, int) and size >= 1 for size in shape)
-        require(self, whole, "latent_shape", must)
+        are_sizes = all(isinstance(size, int) and size >= 1 for size in shape)
+        require(self, len(shape) in (3, 4) and are_sizes, "latent_shape", must)
+
         *_, height, width = shape
         if height % self.patch_size or width % self.patch_size:
-            fitting = ", ".join(map(str, divisors(math.gcd(height, width))))
+            allowed = ", ".join(map(str, divisors(math.gcd(height, width))))
             must = (
-                f"it must divide height {height} and width {width} of latent_shape; {fitting} would"
+                f"it must divide height {height} and width {width} of latent_shape; {allowed} would"
             )
             raise wrong(self, "patch_size", must)
+
         frames = shape[1] if self.video else 1
         if frames % self.patch_size_t:
             must = "images have no frames; leave it out, or give latent_shape four numbers"
             if self.video:
-                fitting = ", ".join(map(str, divisors(frames)))
-                must = f"it must divide the frames {frames} of latent_shape; {fitting} would"
+                allowed = ", ".join(map(str, divisors(frames)))
+                must = f"it must divide the frames {frames} of latent_shape; {allowed} would"
             raise wrong(self, "patch_size_t", must)
 
     @property
@@ -121,7 +124,6 @@ class DiTConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
@@ -131,7 +133,7 @@ class DiTConfig:
 
     @property
     def shared_sizes(self) -> dict[str, int]:
-        """Sizes of a layer that tensor parallelism divides, by their settings."""
+        """Sizes of a layer that tensor parallelism divides, by setting."""
         return {"num_attention_heads": self.num_attention_heads, "ffn_hidden_size": self.ffn_size}
 
     @property
@@ -147,11 +149,13 @@ class DiTConfig:
     @property
     def patch_grid(self) -> tuple[int, int, int]:
         """Patches along frames (1 for images), height and width."""
-        sizes = (self.latent_shape[1] if self.video else 1, *self.latent_shape[-2:])
-        frames, height, width = (
-            size // patch for size, patch in zip(sizes, self.patch_shape, strict=True)
+        frames = self.latent_shape[1] if self.video else 1
+        height, width = self.latent_shape[-2:]
+        return (
+            frames // self.patch_size_t,
+            height // self.patch_size,
+            width // self.patch_size,
         )
-        return frames, height, width
 
     @property
     def num_patches(self) -> int:
@@ -165,7 +169,5 @@ class DiTConfig:
 
     @property
     def out_width(self) -> int:
-        """Elements that the model predicts for a patch: frames x height x width x (twice the)
-        channels.
-        """
+        """Elements of an output patch: as its inputs, with twice the channels for learn_sigma."""
         return self.patch_width * (2 if self.learn_sigma else 1)

@@ -1,4 +1,4 @@
-"""Build models, count their parameters, FLOPs and states, and name what checkpoints must share."""
+"""Build models, and count their parameters and FLOPs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from model.decoder import Decoder
 from model.dit import DiT
 from model.dit_config import DiTConfig
 from model.parts.attention import Attend, HybridAttention, LinearAttend
-from model.parts.delta import Taps
+from model.parts.gates import Taps
 from model.parts.lora import add_adapters
 from model.parts.weights import Beginning, initial_value
 from model.parts.windows import Window
@@ -23,8 +23,10 @@ from runtime.tensors import Part
 def build_model(
     config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None
 ) -> Decoder:
-    """Build a model on torch's default device, with uninitialised weights and its adapters; attend
-    as in the class."""
+    """Build a model, with adapters if it has them, on torch's default device.
+
+    Its weights are uninitialised. ``attend`` as in `Decoder`.
+    """
     model = Decoder(config, attend)
     if config.lora_rank is not None:
         add_adapters(model, config.adapted_linears(), config.lora_rank, config.lora_scale)
@@ -39,11 +41,15 @@ def meta_state(config: DecoderConfig) -> dict[str, Tensor]:
 def initial_weight(
     config: DecoderConfig | DiTConfig, name: str, shape: Sequence[int], seed: int, part: Part = ()
 ) -> Tensor:
-    """Return the initial value (float32, on the CPU) of a part of the parameter ``name``, of the
-    whole ``shape``.
+    """Return the initial value of a slice of a parameter, float32 on the CPU.
 
-    The part of the model that has the parameter states it (``model.parts.weights``). Raises
-    ValueError if none does.
+    Args:
+        name: of the parameter.
+        shape: of the whole parameter.
+        part: the slice; by default all of it.
+
+    Raises:
+        ValueError: no module has an initial value for it (``model.parts.weights``).
     """
     return initial_value(_cached_on_meta(config), Beginning(name, shape, seed, part))
 
@@ -66,48 +72,61 @@ def num_trained(config: DecoderConfig) -> int:
 
 
 def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
-    """Return the FLOPs of training on one token, forward and backward, without recomputation.
+    """Return the training FLOPs per token, forward and backward, without recomputation.
 
-    Counts 6 per weight of every matrix product, including the output projection but not embedding
-    lookups, as PaLM does (Chowdhery et al. 2022, appendix B), and 4 per frozen one, which has no
-    gradient. Attention adds 12 * layers * heads
-    * head width * seq_length for a full mask; the causal mask needs half, and half is counted, as
-    in Megatron-LM's num_floating_point_operations. PaLM and nanoGPT count the full square and so
-    report a higher utilisation. Under a window a token has the keys that it sees in the place of
-    that half. Linear attention adds 12 per element of a layer's state, which each token writes and
-    reads, and a delta rule 18: a token reads the state at its key, writes there, and reads it at
-    its query (Yang, Kautz and Hatamizadeh 2024, equation 10); the convolution before it adds 6 per
-    tap. Each layer of a hybrid counts as its kind. Sinks add nothing that counts.
+    * Matrix products: 6 per weight, including the output projection but not embedding lookups, as
+      PaLM counts (Chowdhery et al. 2022, appendix B); 4 per frozen weight, which has no gradient.
+    * Softmax attention: 12 * layers * heads * head width * keys. Keys are those that a token sees
+      on average under the causal mask and its window, seq_length / 2 without a window, as in
+      Megatron-LM's num_floating_point_operations. PaLM and nanoGPT count seq_length keys and so
+      report a higher utilisation.
+    * Linear attention: 12 per element of a layer's state, which each token writes and reads.
+    * A delta rule: 18 per element, since a token reads the state at its key, writes there, and
+      reads it at its query (Yang, Kautz and Hatamizadeh 2024, equation 10); its convolution adds 6
+      per tap.
+
+    Each layer of a hybrid counts as its kind. Sinks are negligible.
     """
-    fixed, windows = _counted(config)
-    keys = sum(layers * mean_keys(window, seq_length) for window, layers in windows)
+    fixed, layers_by_window = _count_products(config)
+    keys = sum(layers * mean_keys(window, seq_length) for window, layers in layers_by_window)
     return fixed + 12 * keys * config.num_attention_heads * config.head_dim
 
 
 @lru_cache(maxsize=64)
-def _counted(config: DecoderConfig) -> tuple[float, tuple[tuple[Window | None, int], ...]]:
-    """Return a token's FLOPs besides scores, and how many layers of softmax attention have each
-    window."""
+def _count_products(config: DecoderConfig) -> tuple[float, tuple[tuple[Window | None, int], ...]]:
+    """Return a token's FLOPs except softmax scores, and the number of layers with each window.
+
+    Cached, since the loop asks for every document's length and the model does not change.
+    """
     model = _on_meta(config)
-    matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    matrices: list[Tensor] = []
+    taps = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            matrices.append(module.weight)
+        elif isinstance(module, Taps):
+            taps += module.weight.numel()
     if model.output is None:
         matrices.append(model.output_weight)
-    products = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in matrices)
-    windows = Counter(map(config.window, softmax_layers(config)))
-    taps = sum(module.weight.numel() for module in model.modules() if isinstance(module, Taps))
+
+    products = 0
+    for weight in matrices:
+        products += (6 if weight.requires_grad else 4) * weight.numel()
     state = (18 if config.delta_rule else 12) * config.state_elements
-    return products + state + 6 * taps, tuple(windows.items())
+    layers_by_window = Counter(map(config.window, softmax_layers(config)))
+    return products + state + 6 * taps, tuple(layers_by_window.items())
 
 
 def mean_keys(window: Window | None, seq_length: int) -> float:
-    """Return how many keys a token sees on average, those of the diagonal as halves: seq_length / 2
-    without a window.
+    """Return the mean number of keys that a token sees, its own counted as half.
 
-    A window of w keys, a token's own among them, hides (seq_length - w)^2 / 2 of seq_length^2 / 2
-    pairs.
+    Without a window it is seq_length / 2. A window of w keys, including a token's own, hides
+    (seq_length - w)^2 / 2 of seq_length^2 / 2 pairs.
     """
+    if seq_length == 0:
+        return 0.0
     keys = seq_length if window is None else min(window[0] + 1, seq_length)
-    return keys - keys**2 / (2 * seq_length) if seq_length else 0.0
+    return keys - keys**2 / (2 * seq_length)
 
 
 def softmax_layers(config: DecoderConfig) -> list[int]:
@@ -134,6 +153,8 @@ def _on_meta(config: DecoderConfig) -> Decoder:
 
 
 def architecture_of(config: DecoderConfig | DiTConfig) -> Architecture:
-    """Return all that decides the model's shapes and function, defaults resolved; if equal,
-    checkpoints fit."""
+    """Return all settings that decide the model's shapes and computation, defaults resolved.
+
+    A checkpoint can be loaded if its entries are equal.
+    """
     return config.architecture()

@@ -22,10 +22,13 @@ from data.text.record import CHAT
 from data.tokenizer import load_tokenizer
 from model.hf import config_to_hf
 from model.hf.adapter import read_adapter, write_adapter
-from model.hf.api import Read, open_hf, read_config, their_weights
+from model.hf.api import open_hf, their_weights
 from model.hf.chat import EOS, GENERATION, carry_tokenizer, write_chat
+from model.hf.configs import read_config
 from model.hf.dit import load_dit, save_dit
-from model.hf.folder import CONFIG, TOKENIZERS, carry, new_folder, read_json, write_model
+from model.hf.entries import CONFIG, read_json
+from model.hf.folder import TOKENIZERS, carry, new_folder
+from model.hf.tensors import Read, write_model
 from model.parts.lora import merge
 from model.parts.settings import LengthConfig
 from model.registry import architecture_of, num_parameters

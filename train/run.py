@@ -14,7 +14,8 @@ from typing import NoReturn
 
 import torch
 
-from model.hf.folder import CONFIG, carry, new_folder
+from model.hf.entries import CONFIG
+from model.hf.folder import carry, new_folder
 from parallel.mesh import idle_gpus
 from runtime.errors import LaunchError, UserError, printable
 from runtime.files import FULL, InUseError, not_a_file, owned, unwritable, write_text

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.diffusion import Diffusion, draw, guided
+from model.diffusion import Diffusion
 from model.dit import patchify, unpatchify
+from model.samplers import draw, guided
 from parallel.context import ContextParallel
 from parallel.mesh import Mesh
 from runtime.errors import at_least, require

@@ -1,4 +1,4 @@
-"""Families of language models, a file each, and the registry of them: a line for each."""
+"""Families of language models, one file each, and their registry, one line each."""
 
 from importlib import import_module
 
@@ -16,17 +16,18 @@ NAMES = (
     "smollm3",
     "granite",
 )
-"""Files of this folder, whose names are the model_types; the first one is the default."""
+"""Files of this folder, whose names are the model_types; the first is the default."""
 DEFAULT = NAMES[0]
 
 
-def _family(name: str) -> ModelFamily:
+def _load_family(name: str) -> ModelFamily:
     family: ModelFamily = import_module(f"{__name__}.{name}").FAMILY
-    if missing := sorted(family.config.__abstractmethods__):
+    missing = sorted(family.config.__abstractmethods__)
+    if missing:
         raise TypeError(
             f"model/families/{name}.py: {family.config.__name__} lacks {', '.join(missing)}"
         )
     return family
 
 
-FAMILIES = {name: _family(name) for name in NAMES}
+FAMILIES = {name: _load_family(name) for name in NAMES}

@@ -1,4 +1,4 @@
-"""A family of language models: its settings, its tables of Hugging Face's, a tiny model."""
+"""The entry of a family in the registry: configuration, Hugging Face tables, a tiny model."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,12 +8,12 @@ from model.hf.family import Family
 
 
 class ModelFamily(NamedTuple):
-    """Statement of a file of this folder, as its ``FAMILY``."""
+    """A family of language models; each file of this folder has one as its ``FAMILY``."""
 
     config: type[DecoderConfig]
-    """The settings, which build the layers."""
+    """The configuration, which builds the layers."""
     tiny: Mapping[str, Any]
-    """Settings of a small model with everything that the family has, for tests."""
+    """Settings of a small model that uses every feature of the family, for tests."""
     hugging_face: tuple[Family, ...]
-    """Families of transformers' that are this one with some settings; of several that can write a
-    model, the first one does."""
+    """Models of transformers that are this family with some settings; the first that can express a
+    model writes it."""

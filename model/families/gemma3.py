@@ -12,7 +12,7 @@ from torch import nn
 from model.config import Architecture, Footprint
 from model.families.family import ModelFamily
 from model.hf.common import NAMES, SMALL_STD, WHOLE_HEADS, fields
-from model.hf.family import TOKEN_IDS, Family, Field, Part
+from model.hf.family import TOKEN_IDS, ConfigKey, Family, KeyGroup
 from model.hf.parts import ROPE, WINDOWS, ropes_from_hf, ropes_to_hf, windows_from_hf, windows_to_hf
 from model.parts.attention import HybridAttention
 from model.parts.blocks import BothNormsLayer
@@ -23,55 +23,52 @@ from model.parts.settings import LocalRopeConfig, RopePositionsConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(LocalRopeConfig, RopePositionsConfig):
-    """A Gemma 3: norms on both sides, GeGLU; layers with a window have rope of their own."""
+    """A Gemma 3: norms on both sides, GeGLU, and a second rope in layers with a window."""
 
     RESOLVED: ClassVar[Mapping[str, str]] = {"query_pre_attn_scalar": "query_scalar"}
 
     model_type: str = "gemma3"
     query_pre_attn_scalar: int | None = None
-    """Number by whose root the scores of a gemma3's attention are divided; by default the width of
-    a head."""
+    """Divide the scores of a gemma3's attention by the root of this; by default the width of a
+    head."""
 
     title = "Gemma 3"
     # Inputs of four norms, in float32.
     footprint = Footprint(fused_residual=13.0, gated=True)
 
-    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
-        attention = self.attention(layer, attends.softmax, qk_norm=self.head_norm)
+    def block(self, layer: int, cores: HybridAttention) -> nn.Module:
+        attention = self.attention(layer, cores.softmax, qk_norm=self.head_norm)
         assert isinstance(attention.q_norm, ZeroCentredRMSNorm)
-        attention.q_norm.scale = math.sqrt(
-            self.head_dim / self.query_scalar
-        )  # attend divides by sqrt(D)
+        # attend divides by sqrt(D)
+        attention.q_norm.scale = math.sqrt(self.head_dim / self.query_scalar)
         return BothNormsLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size, "gelu"))
 
     def norm(self, width: int | None = None) -> nn.Module:
-        """Build a norm."""
         return ZeroCentredRMSNorm(width or self.hidden_size, eps=self.norm_epsilon)
 
     def embedding_scale(self, dtype: torch.dtype) -> float:
-        """Return the factor of the embeddings in their dtype, as in the released models' code.
+        """Return the factor of the embeddings, rounded to their dtype.
 
-        The root of 3072 is 55.5 in bfloat16.
+        The released models' code rounds it, so bfloat16 models were trained with 55.5 for the root
+        of 3072, which is 55.43.
         """
         return torch.tensor(math.sqrt(self.hidden_size), dtype=dtype).item()
 
     def check(self) -> None:
-        """Check the scale of scores."""
         super().check()
         self.check_counts("query_pre_attn_scalar")
 
     @property
     def query_scalar(self) -> int:
-        """Number by whose root attention's scores are divided."""
         return self.query_pre_attn_scalar or self.head_dim
 
     def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with the scale of scores."""
+        """Return the base class's entries, and the scale of scores."""
         return super().architecture() | self.resolved("query_pre_attn_scalar")
 
 
-LOCAL, INTERVAL = "rope_local_base_freq", "sliding_window_pattern"
+LOCAL = "rope_local_base_freq"
+INTERVAL = "sliding_window_pattern"
 GEMMA3_NAMES = NAMES.renamed(
     {
         "attention_post_norm": "post_attention_layernorm",
@@ -84,7 +81,7 @@ GEMMA3 = Family(
     title="a Gemma 3",
     architecture="Gemma3ForCausalLM",
     ours=Gemma3Config,
-    # Published files leave out what is transformers' default.
+    # Published files leave out keys with transformers' defaults.
     fields={
         **fields(
             num_hidden_layers=26,
@@ -96,16 +93,16 @@ GEMMA3 = Family(
             vocab_size=262208,
             max_position_embeddings=131072,
         ),
-        "query_pre_attn_scalar": Field("query_pre_attn_scalar", int, 256),
+        "query_pre_attn_scalar": ConfigKey("query_pre_attn_scalar", int, 256),
     },
     tied=True,
-    parts=(
-        Part(
+    groups=(
+        KeyGroup(
             (*WINDOWS, INTERVAL),
             partial(windows_from_hf, every=6, interval=INTERVAL),
             windows_to_hf,
         ),
-        Part(
+        KeyGroup(
             (*ROPE, LOCAL),
             partial(ropes_from_hf, bases=(1e6, 1e4), local=LOCAL),
             partial(ropes_to_hf, local=LOCAL),
@@ -125,7 +122,7 @@ GEMMA3 = Family(
     names=GEMMA3_NAMES,
     stored=(GEMMA3_NAMES.under("language_model.model"), GEMMA3_NAMES.under("model.language_model")),
     nested="text_config",
-    whole="gemma3",
+    outer="gemma3",
     skipped=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
 )
 

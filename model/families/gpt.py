@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from model.config import DecoderConfig, Footprint
 from model.families.family import ModelFamily
-from model.hf.family import Family, Field, Fused, Names, Need, Part
+from model.hf.family import ConfigKey, Family, Fused, KeyGroup, Names, Need
 from model.parts.attention import HybridAttention
 from model.parts.blocks import PreNormLayer
 from model.parts.feed_forward import MLP
@@ -23,20 +23,18 @@ class GPTConfig(WindowedConfig, RotaryConfig, LengthConfig):
 
     model_type: str = "gpt"
     position_embedding_type: Literal["rope", "learned_absolute"] | None = None
-    """Source of tokens' positions; by default rope, and learned_absolute in a model with a table of
-    them."""
+    """Source of the tokens' positions; by default rope, and learned_absolute in a model with a
+    table of them."""
 
     title = "GPT"
     footprint = Footprint(fused_residual=4.0, gated=False)
     linears = ("wq", "wk", "wv", "wo", "up", "down")
 
-    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
-        attention = self.attention(layer, attends.softmax, bias=True)
+    def block(self, layer: int, cores: HybridAttention) -> nn.Module:
+        attention = self.attention(layer, cores.softmax, bias=True)
         return PreNormLayer(self.norm, attention, MLP(self.hidden_size, self.ffn_size))
 
     def norm(self, width: int | None = None) -> nn.Module:
-        """Build a norm."""
         return LayerNorm(width or self.hidden_size, eps=self.norm_epsilon)
 
     def check(self) -> None:
@@ -45,31 +43,32 @@ class GPTConfig(WindowedConfig, RotaryConfig, LengthConfig):
         if not self.learned_positions:
             return
         must = (
-            "learned_absolute positions need the length of their table; set it to the longest sequence, or "
-            "position_embedding_type to rope"
+            "learned_absolute positions need the length of their table; set it to the longest "
+            "sequence, or position_embedding_type to rope"
         )
         require(self, self.max_position_embeddings is not None, "max_position_embeddings", must)
-        must = "learned_absolute positions turn nothing; leave it out, or set position_embedding_type to rope"
+
+        must = (
+            "learned_absolute positions have no rope; leave it out, or set "
+            "position_embedding_type to rope"
+        )
         require(self, self.is_default("rotary_base"), "rotary_base", must)
 
     @property
     def positions(self) -> str:
-        """Source of tokens' positions."""
         return self.position_embedding_type or "learned_absolute"
 
     @property
     def learned_positions(self) -> bool:
-        """Return whether positions are learned embeddings."""
         return self.positions == "learned_absolute"
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Rope of attention; None if nothing turns."""
+        """Rope of attention; None with learned positions."""
         return None if self.learned_positions else self
 
     @property
     def ffn_size(self) -> int:
-        """Width inside the feed-forward."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
 
@@ -81,7 +80,9 @@ _UNUSED = """
 
 
 def _transposed(config: DecoderConfig, name: str, weight: Tensor) -> Tensor:
-    return weight.T.contiguous() if name.startswith("layers.") and weight.ndim == 2 else weight
+    if name.startswith("layers.") and weight.ndim == 2:
+        return weight.T.contiguous()  # a Conv1D of theirs has weights [in, out]
+    return weight
 
 
 GPT2 = Family(
@@ -90,26 +91,22 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     ours=GPTConfig,
     fields={
-        "n_layer": Field("num_layers", int),
-        "n_embd": Field("hidden_size", int),
-        "n_inner": Field("ffn_hidden_size", int, None),
-        "n_head": Field("num_attention_heads", int),
-        "n_positions": Field("max_position_embeddings", int),
-        "vocab_size": Field("vocab_size", int),
-        "layer_norm_epsilon": Field("norm_epsilon", float, 1e-5),
-        "initializer_range": Field("init_method_std", float, 0.02),
+        "n_layer": ConfigKey("num_layers", int),
+        "n_embd": ConfigKey("hidden_size", int),
+        "n_inner": ConfigKey("ffn_hidden_size", int, None),
+        "n_head": ConfigKey("num_attention_heads", int),
+        "n_positions": ConfigKey("max_position_embeddings", int),
+        "vocab_size": ConfigKey("vocab_size", int),
+        "layer_norm_epsilon": ConfigKey("norm_epsilon", float, 1e-5),
+        "initializer_range": ConfigKey("init_method_std", float, 0.02),
     },
     tied=True,
-    parts=(
-        Part(("n_ctx",), lambda hf, settings: {}, lambda config: {}),
-    ),  # of old files, beside n_positions
-    own={"position_embedding_type": "learned_absolute"},
+    # Old files have n_ctx too, equal to n_positions.
+    groups=(KeyGroup(("n_ctx",), lambda hf, settings: {}, lambda config: {}),),
+    fixed={"position_embedding_type": "learned_absolute"},
     only={
-        "activation_function": (
-            "gelu_new",
-            "gelu_pytorch_tanh",
-            "gelu_fast",
-        ),  # one function under three names
+        # One function with three names.
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),

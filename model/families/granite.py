@@ -1,7 +1,7 @@
 """Granite 3 (IBM, October 2024), dense: a LLaMA with four factors.
 
-Embeddings, scores, residuals and logits are multiplied. The factors are those of muP
-(arXiv:2203.03466), so that settings of small models hold for large ones.
+Embeddings, scores, residuals and logits are multiplied by constants. They are muP's
+(arXiv:2203.03466): hyperparameters tuned on a small model then hold for a large one.
 """
 
 import math
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from kernels.cache import States
 from model.config import Architecture, Footprint
 from model.families.family import ModelFamily
-from model.hf.common import NAMES, ROPE_PART, SILU, fields
-from model.hf.family import Family, Field, Need
+from model.hf.common import NAMES, ROPE_GROUP, SILU, fields
+from model.hf.family import ConfigKey, Family, Need
 from model.parts.attention import HybridAttention
 from model.parts.blocks import PreNormLayer
 from model.parts.feed_forward import SwiGLU
@@ -38,7 +38,8 @@ class GraniteConfig(WindowedConfig, RopePositionsConfig):
     attention_multiplier: float | None = None
     """Factor of the scores of attention; by default 1 / root of the width of a head."""
     residual_multiplier: float = 1.0
-    """Factor of what attention and feed-forward add to the residual stream."""
+    """Factor of the outputs of attention and feed-forward, before they are added to the residual
+    stream."""
     logits_scaling: float = 1.0
     """Divisor of the logits."""
 
@@ -46,52 +47,46 @@ class GraniteConfig(WindowedConfig, RopePositionsConfig):
     footprint = Footprint(fused_residual=4.0, gated=True)
 
     def check(self) -> None:
-        """Check the factors."""
         super().check()
         for name in FACTORS:
             value = getattr(self, name)
-            require(
-                self, value is None or 0 < value < math.inf, name, "it must be a number above 0"
-            )
+            in_range = value is None or 0 < value < math.inf
+            require(self, in_range, name, "it must be a number above 0")
 
     @property
     def score_scale(self) -> float:
-        """Factor of the scores of attention."""
         return self.attention_multiplier or self.head_dim**-0.5
 
-    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
+    def block(self, layer: int, cores: HybridAttention) -> nn.Module:
         query_scale = 1.0
         if self.attention_multiplier is not None:  # attend divides by sqrt(D)
             query_scale = self.attention_multiplier * math.sqrt(self.head_dim)
-        attention = self.attention(layer, attends.softmax, query_scale=query_scale)
+        attention = self.attention(layer, cores.softmax, query_scale=query_scale)
         return ScaledLayer(self, attention, SwiGLU(self.hidden_size, self.ffn_size))
 
     def embedding_scale(self, dtype: torch.dtype) -> float:
-        """Return the factor of the embeddings."""
         return self.embedding_multiplier
 
     @property
     def logits_scale(self) -> float:
-        """Factor of the logits."""
         return 1 / self.logits_scaling
 
     def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with the factors."""
+        """Return the base class's entries, and the factors."""
         return super().architecture() | self.resolved(*FACTORS)
 
 
 class ScaledLayer(PreNormLayer):
-    """A layer that multiplies what it adds to the residual stream."""
+    """A layer that multiplies the outputs of its branches by residual_multiplier."""
 
     def __init__(self, config: GraniteConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__(config.norm, attention, mlp)
         self.scale = config.residual_multiplier
 
     def forward(
-        self, x: Tensor, places: Any, mask: Any = None, states: States | None = None
+        self, x: Tensor, positions: Any, mask: Any = None, states: States | None = None
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), places, mask, states) * self.scale
+        x = x + self.attention(self.attention_norm(x), positions, mask, states) * self.scale
         return x + self.mlp(self.mlp_norm(x)) * self.scale
 
 
@@ -100,9 +95,9 @@ GRANITE = Family(
     title="a Granite",
     architecture="GraniteForCausalLM",
     ours=GraniteConfig,
-    fields={**fields(), **{name: Field(name, float, 1.0) for name in FACTORS}},
+    fields={**fields(), **{name: ConfigKey(name, float, 1.0) for name in FACTORS}},
     tied=False,
-    parts=(ROPE_PART,),
+    groups=(ROPE_GROUP,),
     only={**SILU, "mlp_bias": (False,)},
     rates=("attention_dropout",),
     needs=(Need("window_size", lambda config: not any(config.windows), "none"),),

@@ -20,7 +20,7 @@ from runtime.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class LinearTransformerConfig(LinearConfig):
-    """A GPT with linear attention, features elu + 1."""
+    """A Linear Transformer: a GPT with linear attention, features elu + 1."""
 
     model_type: str = "linear_transformer"
 
@@ -29,17 +29,15 @@ class LinearTransformerConfig(LinearConfig):
     footprint = Footprint(fused_residual=10.0, gated=False)
     linears = ("wq", "wk", "wv", "wo", "up", "down")
 
-    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
-        attention = LinearAttention(self, layer, attends.linear)
+    def block(self, layer: int, cores: HybridAttention) -> nn.Module:
+        attention = LinearAttention(self, layer, cores.linear)
         return PreNormLayer(self.norm, attention, MLP(self.hidden_size, self.ffn_size))
 
     def norm(self, width: int | None = None) -> nn.Module:
-        """Build a norm."""
         return LayerNorm(width or self.hidden_size, eps=self.norm_epsilon)
 
     def added_positions(self) -> nn.Module:
-        """Build the function of positions that is added to embeddings."""
+        """Build the sinusoidal positions, which are added to embeddings."""
         return Sinusoids(self.hidden_size)
 
     def check(self) -> None:
@@ -50,7 +48,6 @@ class LinearTransformerConfig(LinearConfig):
 
     @property
     def ffn_size(self) -> int:
-        """Width inside the feed-forward."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property

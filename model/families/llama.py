@@ -1,7 +1,7 @@
 """LLaMA (Touvron et al. 2023) and its kin: RMSNorm, rope, SwiGLU.
 
-Mistral, Ministral, Qwen2 and Qwen3 are LLaMAs to us. All use half-split rotary pairs and weights
-[out, in], so only names change.
+Mistral, Ministral, Qwen2 and Qwen3 are LLaMAs with other settings. All have half-split rotary pairs
+and weights [out, in], so conversion only renames weights.
 """
 
 from dataclasses import dataclass, replace
@@ -10,8 +10,8 @@ from torch import nn
 
 from model.config import Architecture, Footprint
 from model.families.family import ModelFamily
-from model.hf.common import FIELDS, NAMES, ROPE_PART, SILU, SMALL_STD, WHOLE_HEADS, fields
-from model.hf.family import REQUIRED, Family, Need, Part
+from model.hf.common import FIELDS, NAMES, ROPE_GROUP, SILU, SMALL_STD, WHOLE_HEADS, fields
+from model.hf.family import REQUIRED, Family, KeyGroup, Need
 from model.hf.parts import (
     WINDOWS,
     ministral_from_hf,
@@ -33,25 +33,27 @@ class LlamaConfig(WindowedConfig, RopePositionsConfig):
 
     model_type: str = "llama"
     add_qkv_bias: bool = False
-    """Give the projections of queries, keys and values biases in a llama, as Qwen2 has them."""
+    """Give the projections of queries, keys and values biases in a llama, as in Qwen2."""
     qk_layernorm: bool = False
-    """Normalise each head's queries and keys by an RMS norm in a llama, as Qwen3 does."""
+    """Apply an RMS norm to each head's queries and keys in a llama, as in Qwen3."""
 
     title = "LLaMA"
     footprint = Footprint(fused_residual=4.0, gated=True)
 
-    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
+    def block(self, layer: int, cores: HybridAttention) -> nn.Module:
         qk_norm = self.head_norm if self.qk_layernorm else None
         attention = self.attention(
-            layer, attends.softmax, qkv_bias=self.add_qkv_bias, qk_norm=qk_norm
+            layer, cores.softmax, qkv_bias=self.add_qkv_bias, qk_norm=qk_norm
         )
         return PreNormLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size))
 
     def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with biases and norms of queries and keys."""
-        extras = {name: True for name in ("add_qkv_bias", "qk_layernorm") if getattr(self, name)}
-        return super().architecture() | extras
+        """Return the base class's entries, and biases and norms of queries and keys."""
+        entries = super().architecture()
+        for name in ("add_qkv_bias", "qk_layernorm"):
+            if getattr(self, name):  # left out otherwise: older checkpoints lack these entries
+                entries[name] = True
+        return entries
 
 
 LLAMA = Family(
@@ -61,8 +63,8 @@ LLAMA = Family(
     ours=LlamaConfig,
     fields=FIELDS,
     tied=False,
-    parts=(ROPE_PART,),
-    own={"add_qkv_bias": False, "qk_layernorm": False},
+    groups=(ROPE_GROUP,),
+    fixed={"add_qkv_bias": False, "qk_layernorm": False},
     only={
         **SILU,
         "mlp_bias": (False,),
@@ -86,7 +88,7 @@ MISTRAL = replace(
     title="a Mistral",
     architecture="MistralForCausalLM",
     fields=fields(num_key_value_heads=8, max_position_embeddings=131072),
-    parts=(ROPE_PART, Part(WINDOWS[:1], window_from_hf, window_to_hf)),
+    groups=(ROPE_GROUP, KeyGroup(WINDOWS[:1], window_from_hf, window_to_hf)),
     only={
         "hidden_act": ("silu", "swish"),
         "attention_bias": (None, False),
@@ -101,10 +103,10 @@ MINISTRAL = replace(
     title="a Ministral",
     architecture="MinistralForCausalLM",
     fields=fields(num_key_value_heads=8, max_position_embeddings=131072, head_dim=REQUIRED),
-    parts=(ROPE_PART, Part(WINDOWS, ministral_from_hf, windows_to_hf)),
+    groups=(ROPE_GROUP, KeyGroup(WINDOWS, ministral_from_hf, windows_to_hf)),
     needs=(Need("window_size", lambda config: any(config.windows), "a width"),),
     instead_of="mistral",
-    told_by="layer_types",
+    marker="layer_types",
 )
 QWEN2 = replace(
     MISTRAL,
@@ -112,11 +114,11 @@ QWEN2 = replace(
     title="a Qwen2",
     architecture="Qwen2ForCausalLM",
     fields=fields(num_key_value_heads=32, max_position_embeddings=32768),
-    parts=(
-        ROPE_PART,
-        Part(("use_sliding_window", "max_window_layers", *WINDOWS), qwen_from_hf, qwen_to_hf),
+    groups=(
+        ROPE_GROUP,
+        KeyGroup(("use_sliding_window", "max_window_layers", *WINDOWS), qwen_from_hf, qwen_to_hf),
     ),
-    own={"add_qkv_bias": True, "qk_layernorm": False},
+    fixed={"add_qkv_bias": True, "qk_layernorm": False},
     only={**MISTRAL.only, "use_mrope": (None, False)},
     needs=(),
 )
@@ -126,7 +128,7 @@ QWEN3 = replace(
     title="a Qwen3",
     architecture="Qwen3ForCausalLM",
     fields=fields(num_key_value_heads=32, max_position_embeddings=32768, head_dim=128),
-    own={"add_qkv_bias": False, "qk_layernorm": True},
+    fixed={"add_qkv_bias": False, "qk_layernorm": True},
     only={**QWEN2.only, "attention_bias": (False,)},
 )
 

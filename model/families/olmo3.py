@@ -8,7 +8,7 @@ from torch import nn
 from model.config import Footprint
 from model.families.family import ModelFamily
 from model.hf.common import NAMES, POST_NORMS, SILU, SMALL_STD, fields
-from model.hf.family import TOKEN_IDS, Family, Part
+from model.hf.family import TOKEN_IDS, Family, KeyGroup
 from model.hf.parts import ROPE, WINDOWS, ropes_from_hf, ropes_to_hf, windows_from_hf, windows_to_hf
 from model.parts.attention import HybridAttention
 from model.parts.blocks import PostNormLayer
@@ -18,8 +18,7 @@ from model.parts.settings import LocalRopeConfig, RopePositionsConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo3Config(LocalRopeConfig, RopePositionsConfig):
-    """An OLMo 3: norms after attention and feed-forward; layers with a window have rope of their
-    own."""
+    """An OLMo 3: norms after each branch, and a second rope in layers with a window."""
 
     model_type: str = "olmo3"
 
@@ -28,9 +27,8 @@ class Olmo3Config(LocalRopeConfig, RopePositionsConfig):
     footprint = Footprint(fused_residual=5.0, gated=True)
     joint_qk_norm = True
 
-    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
-        attention = self.attention(layer, attends.softmax, qk_norm=self.joint_norm)
+    def block(self, layer: int, cores: HybridAttention) -> nn.Module:
+        attention = self.attention(layer, cores.softmax, qk_norm=self.joint_norm)
         return PostNormLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size))
 
 
@@ -42,9 +40,9 @@ OLMO3 = Family(
     ours=Olmo3Config,
     fields=fields(rms_norm_eps=1e-5),
     tied=False,
-    parts=(
-        Part(WINDOWS, partial(windows_from_hf, every=4), windows_to_hf),
-        Part(ROPE, partial(ropes_from_hf, bases=(THETA, THETA)), ropes_to_hf),
+    groups=(
+        KeyGroup(WINDOWS, partial(windows_from_hf, every=4), windows_to_hf),
+        KeyGroup(ROPE, partial(ropes_from_hf, bases=(THETA, THETA)), ropes_to_hf),
     ),
     only=SILU,
     rates=("attention_dropout",),

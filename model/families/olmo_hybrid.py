@@ -1,4 +1,4 @@
-"""OLMo Hybrid: an OLMo without rope, in which three layers of four have a gated delta rule."""
+"""OLMo Hybrid: an OLMo without rope; three layers of four have a gated delta rule."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +9,8 @@ from model.config import DELTA_SIZES, Footprint
 from model.families.family import ModelFamily
 from model.hf.common import NAMES, POST_NORMS, SILU, SMALL_STD, fields
 from model.hf.delta import CONVOLUTION, KINDS, kinds_from_hf, kinds_to_hf, taps_from_hf, taps_to_hf
-from model.hf.family import TOKEN_IDS, Contents, Family, Field, Part
-from model.hf.folder import entry, unsupported
+from model.hf.entries import entry, unsupported
+from model.hf.family import TOKEN_IDS, ConfigKey, Contents, Family, KeyGroup
 from model.hf.parts import ROPE
 from model.parts.attention import HybridAttention
 from model.parts.blocks import PostNormLayer, PreNormLayer
@@ -31,47 +31,55 @@ class OlmoHybridConfig(WindowedConfig, LengthConfig, DeltaConfig):
     joint_qk_norm = True
     max_beta = 2.0
 
-    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
+    def block(self, layer: int, cores: HybridAttention) -> nn.Module:
         feed_forward = SwiGLU(self.hidden_size, self.ffn_size)
         if not self.has_softmax(layer):
-            return PreNormLayer(
-                self.norm, DeltaAttention(self, layer, attends.linear), feed_forward
-            )
-        attention = self.attention(layer, attends.softmax, qk_norm=self.joint_norm)
+            delta = DeltaAttention(self, layer, cores.linear)
+            return PreNormLayer(self.norm, delta, feed_forward)
+        attention = self.attention(layer, cores.softmax, qk_norm=self.joint_norm)
         return PostNormLayer(self.norm, attention, feed_forward)
 
     @property
     def out_epsilon(self) -> float:
-        """Epsilon of the norm of a delta rule's output."""
         return 1e-5
 
 
-def _no_rope(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return nothing. Without a table transformers turns by a base of 10,000; only one of null is
-    none."""
+def _no_rope_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
+    """Check that a file has no rope, and return no settings.
+
+    A missing table does not mean that: transformers then rotates with a base of 10,000. Only a base
+    of null is no rope.
+    """
     rope = hf.get("rope_parameters")
-    if (
-        not isinstance(rope, dict)
-        or rope.get("rope_theta", 0) is not None
-        or hf.get("rope_theta") is not None
-    ):
+    has_null_base = isinstance(rope, dict) and rope.get("rope_theta", 0) is None
+    if not has_null_base or hf.get("rope_theta") is not None:
         rest = (
-            ": transformers turns queries and keys by it, and here an OLMo Hybrid has no rope, as the released one; "
-            'only {"rope_theta": null} is'
+            ": transformers turns queries and keys by it, and here an OLMo Hybrid has no rope, as "
+            'the released one; only {"rope_theta": null} is'
         )
         raise unsupported("rope_parameters", rope, rest)
     return {}
 
 
+def _no_rope_to_hf(config: OlmoHybridConfig) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
+
+
 def _sizes_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of layers with a delta rule, by default as transformers has them."""
-    heads, width = settings["num_attention_heads"], settings["hidden_size"]
-    keys = entry(hf, "linear_num_key_heads", int, None) or heads
-    values = entry(hf, "linear_num_value_heads", int, None) or heads
-    key_dim = entry(hf, "linear_key_head_dim", int, None) or int(0.75 * width / max(keys, 1))
+    """Return the sizes of layers with a delta rule; missing ones have transformers' defaults."""
+    heads = settings["num_attention_heads"]
+    hidden_size = settings["hidden_size"]
+    key_heads = entry(hf, "linear_num_key_heads", int, None) or heads
+    value_heads = entry(hf, "linear_num_value_heads", int, None) or heads
+    default_dim = int(0.75 * hidden_size / max(key_heads, 1))
+    key_dim = entry(hf, "linear_key_head_dim", int, None) or default_dim
     value_dim = entry(hf, "linear_value_head_dim", int, None) or 2 * key_dim
-    return dict(zip(DELTA_SIZES, (keys, values, key_dim, value_dim), strict=True))
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+    }
 
 
 def _sizes_to_hf(config: OlmoHybridConfig) -> dict[str, Any]:
@@ -80,7 +88,12 @@ def _sizes_to_hf(config: OlmoHybridConfig) -> dict[str, Any]:
 
 LINEAR_NAMES = NAMES.renamed(
     {
-        **{f"attention.w{one}": f"linear_attn.{one}_proj" for one in "qkvabo"},
+        "attention.wq": "linear_attn.q_proj",
+        "attention.wk": "linear_attn.k_proj",
+        "attention.wv": "linear_attn.v_proj",
+        "attention.wa": "linear_attn.a_proj",
+        "attention.wb": "linear_attn.b_proj",
+        "attention.wo": "linear_attn.o_proj",
         "attention.wu": "linear_attn.g_proj",
         "attention.gates": "linear_attn",
         "attention.out_norm": "linear_attn.o_norm",
@@ -98,8 +111,8 @@ RELEASED = HYBRID_NAMES.renamed(
 )
 """Names in the released files."""
 SAVED = RELEASED.renamed({"attention_norm": "feedforward_layer_norm"})
-"""Names in files that transformers writes, which turns its module's back in layers of softmax
-attention too."""
+"""Names in files that transformers writes: it applies the inverse of its renaming, which is meant
+for layers with a delta rule, to layers of softmax attention too."""
 OLMO_HYBRID = Family(
     kind="olmo_hybrid",
     title="an OLMo Hybrid",
@@ -107,30 +120,38 @@ OLMO_HYBRID = Family(
     ours=OlmoHybridConfig,
     fields={
         **fields(max_position_embeddings=65536),
-        "linear_conv_kernel_dim": Field("linear_conv_kernel_dim", int, 4),
+        "linear_conv_kernel_dim": ConfigKey("linear_conv_kernel_dim", int, 4),
     },
     tied=False,
-    parts=(
-        Part(
-            ROPE,
-            _no_rope,
-            lambda config: {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
-        ),
-        Part(tuple(DELTA_SIZES), _sizes_from_hf, _sizes_to_hf),
-        Part(KINDS[:1], kinds_from_hf, kinds_to_hf),
+    groups=(
+        KeyGroup(ROPE, _no_rope_from_hf, _no_rope_to_hf),
+        KeyGroup(tuple(DELTA_SIZES), _sizes_from_hf, _sizes_to_hf),
+        KeyGroup(KINDS[:1], kinds_from_hf, kinds_to_hf),
     ),
-    own={"linear_gate": "per_head"},
+    fixed={"linear_gate": "per_head"},
     only={**SILU, "linear_allow_neg_eigval": (True,)},
     rates=("attention_dropout",),
     ids=TOKEN_IDS,
     ignored=frozenset(
-        f"linear_{one}" for one in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")
+        {
+            "linear_a_log_min",
+            "linear_a_log_max",
+            "linear_dt_min",
+            "linear_dt_max",
+            "linear_dt_init_floor",
+        }
     ),
     needs=(SMALL_STD,),
     names=HYBRID_NAMES,
     stored=(RELEASED, SAVED),
-    # Joined, since transformers cuts what it writes into thirds, whatever the widths.
-    apart={"linear_attn.conv1d": tuple(f"linear_attn.{one}_conv1d" for one in "qkv")},
+    # Joined, since transformers writes three equal parts, whatever the widths of q, k and v.
+    split={
+        "linear_attn.conv1d": (
+            "linear_attn.q_conv1d",
+            "linear_attn.k_conv1d",
+            "linear_attn.v_conv1d",
+        )
+    },
     skipped=r"mtp\..*",
 )
 

@@ -18,7 +18,7 @@ from model.hf.delta import (
     taps_from_hf,
     taps_to_hf,
 )
-from model.hf.family import Family, Field, Fused, Part
+from model.hf.family import ConfigKey, Family, Fused, KeyGroup
 from model.hf.parts import ROPE, rope_from_hf, rope_to_hf
 from model.parts.attention import HybridAttention
 from model.parts.blocks import PreNormLayer
@@ -35,64 +35,57 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
 
     model_type: str = "qwen3_5"
     rotary_percent: float = 1.0
-    """Share of a head's channels that rope turns, the first ones, in a qwen3_5, whose released
-    models have 0.25."""
+    """Share of a head's channels that rope rotates, the first ones, in a qwen3_5; released models
+    have 0.25."""
 
     title = "Qwen3.5"
     # Inputs of two norms, in float32.
     footprint = Footprint(fused_residual=6.0, gated=True, output_gate=2.0, qk_norms=2.0)
     dt_ones = True
 
-    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
+    def block(self, layer: int, cores: HybridAttention) -> nn.Module:
         feed_forward = SwiGLU(self.hidden_size, self.ffn_size)
         if not self.has_softmax(layer):
-            return PreNormLayer(
-                self.norm, DeltaAttention(self, layer, attends.linear), feed_forward
-            )
-        attention = self.attention(layer, attends.softmax, qk_norm=self.head_norm, output_gate=True)
+            delta = DeltaAttention(self, layer, cores.linear)
+            return PreNormLayer(self.norm, delta, feed_forward)
+        attention = self.attention(layer, cores.softmax, qk_norm=self.head_norm, output_gate=True)
         return PreNormLayer(self.norm, attention, feed_forward)
 
     def norm(self, width: int | None = None) -> nn.Module:
-        """Build a norm."""
         return ZeroCentredRMSNorm(width or self.hidden_size, eps=self.norm_epsilon)
 
-    def check_turned(self) -> None:
-        """Check the channels that turn."""
-        require(
-            self,
-            0 < self.rotary_percent <= 1,
-            "rotary_percent",
-            "it must be above 0, and 1 (all) at most",
-        )
+    def check_rotated(self) -> None:
+        """Check the number of channels that rope rotates."""
+        in_range = 0 < self.rotary_percent <= 1
+        require(self, in_range, "rotary_percent", "it must be above 0, and 1 (all) at most")
+
         width = self.rotary_dim
+        even = width % 2 == 0 or self.rotary_percent == 1
         must = (
             f"{width} of {self.head_dim} channels would turn, which must be an even number above 0"
         )
-        even = width % 2 == 0 or self.rotary_percent == 1
         require(self, width > 0 and even, "rotary_percent", must)
         if self.rotary_percent == 1:
-            super().check_turned()
+            super().check_rotated()
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that rope turns."""
         return int(self.head_dim * self.rotary_percent)
 
     def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with the share that turns."""
+        """Return the base class's entries, and the share of channels that rope rotates."""
         return super().architecture() | {"rotary_percent": self.rotary_percent}
 
 
 def _rope_to_hf(config: Qwen3_5Config) -> dict[str, Any]:
-    """Return the entries of rope; transformers turns a quarter of a head where a file does not say
-    its share."""
+    """Return the entries of rope, always with its share: transformers' default is a quarter."""
     return rope_to_hf(config, config.rotary_percent)
 
 
 QWEN3_5_NAMES = NAMES.renamed(
     {},
     fused={
+        # Queries and gate of head 0, queries and gate of head 1, ...
         "self_attn.q_proj": Fused(
             ("attention.wq", "attention.wu"), groups=lambda config: int(config.num_attention_heads)
         )
@@ -123,22 +116,22 @@ QWEN3_5 = Family(
     ours=Qwen3_5Config,
     fields={
         **fields(num_key_value_heads=4, head_dim=256, max_position_embeddings=32768),
-        "linear_num_key_heads": Field("linear_num_key_heads", int, 16),
-        "linear_num_value_heads": Field("linear_num_value_heads", int, 32),
-        "linear_key_head_dim": Field("linear_key_head_dim", int, 128),
-        "linear_value_head_dim": Field("linear_value_head_dim", int, 128),
-        "linear_conv_kernel_dim": Field("linear_conv_kernel_dim", int, 4),
+        "linear_num_key_heads": ConfigKey("linear_num_key_heads", int, 16),
+        "linear_num_value_heads": ConfigKey("linear_num_value_heads", int, 32),
+        "linear_key_head_dim": ConfigKey("linear_key_head_dim", int, 128),
+        "linear_value_head_dim": ConfigKey("linear_value_head_dim", int, 128),
+        "linear_conv_kernel_dim": ConfigKey("linear_conv_kernel_dim", int, 4),
     },
     tied=False,
-    parts=(
-        Part(
+    groups=(
+        KeyGroup(
             ROPE,
             partial(rope_from_hf, share=0.25, others=("mrope_section", "mrope_interleaved")),
             _rope_to_hf,
         ),
-        Part(KINDS, kinds_from_hf, kinds_to_hf),
+        KeyGroup(KINDS, kinds_from_hf, kinds_to_hf),
     ),
-    own={"linear_gate": "per_head"},
+    fixed={"linear_gate": "per_head"},
     only={
         **SILU,
         "attn_output_gate": (None, True),
@@ -151,7 +144,7 @@ QWEN3_5 = Family(
     names=QWEN3_5_NAMES,
     stored=(QWEN3_5_NAMES.under("model.language_model"),),
     nested="text_config",
-    whole="qwen3_5",
+    outer="qwen3_5",
     skipped=r"mtp\..*|model\.visual\..*",
 )
 

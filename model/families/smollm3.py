@@ -12,8 +12,8 @@ from torch import nn
 from model.config import Architecture, Footprint
 from model.families.family import ModelFamily
 from model.hf.common import NAMES, SILU, fields
-from model.hf.family import TOKEN_IDS, Contents, Family, Need, Part
-from model.hf.folder import entry, unsupported
+from model.hf.entries import entry, unsupported
+from model.hf.family import TOKEN_IDS, Contents, Family, KeyGroup, Need
 from model.hf.parts import LISTED, ROPE, WHOLE, rope_from_hf, rope_to_hf
 from model.parts.attention import HybridAttention
 from model.parts.blocks import PreNormLayer
@@ -48,75 +48,78 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
     def check(self) -> None:
         """Check that some layer has rope."""
         super().check()
-        must = "it leaves no layer with rope; give one of them a 0"
+        has_rope = any(self.layers_with_rope)
         require(
-            self,
-            not all(layers_of(self.no_rope_freq, self.num_layers, WITHOUT_ROPE)),
-            "no_rope_freq",
-            must,
+            self, has_rope, "no_rope_freq", "it leaves no layer with rope; give one of them a 0"
         )
 
     @property
     def layers_with_rope(self) -> list[bool]:
-        """Return for each layer whether it turns queries and keys by their positions."""
-        return [
-            not without for without in layers_of(self.no_rope_freq, self.num_layers, WITHOUT_ROPE)
-        ]
+        """True for each layer that rotates queries and keys."""
+        without_rope = layers_of(self.no_rope_freq, self.num_layers, WITHOUT_ROPE)
+        return [not skips for skips in without_rope]
 
     @property
     def alternating(self) -> dict[str, Any]:
-        """Settings with which layers with and without rope take turns in any number of layers."""
-        every = (
-            2 if not all(self.layers_with_rope) else self.num_layers + 1
-        )  # which no layer reaches
+        """Settings that make every other layer one without rope; none if all layers have it."""
+        every = 2
+        if all(self.layers_with_rope):
+            every = self.num_layers + 1  # no layer has this number
         return {"no_rope_freq": str(every)}
 
-    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
-        attention = self.attention(layer, attends.softmax, rotates=self.layers_with_rope[layer])
+    def block(self, layer: int, cores: HybridAttention) -> nn.Module:
+        attention = self.attention(layer, cores.softmax, rotates=self.layers_with_rope[layer])
         return PreNormLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size))
 
     def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with the layers that have no rope."""
-        without = ",".join(str(int(not rotates)) for rotates in self.layers_with_rope)
-        return super().architecture() | {"no_rope_freq": f"[{without}]"}
+        """Return the base class's entries, and the layers without rope."""
+        flags = ",".join("0" if has_rope else "1" for has_rope in self.layers_with_rope)
+        return super().architecture() | {"no_rope_freq": f"[{flags}]"}
 
 
 def _layers_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our layers without rope; theirs are a list with a 1 for each layer with it, or an
-    interval."""
+    """Return our setting of the layers without rope.
+
+    Theirs is an interval, or, despite its name, a list no_rope_layers with a 1 for each layer with
+    rope. A list that equals an interval becomes one.
+    """
     count = settings["num_layers"]
-    layers, interval = min(count, LISTED), entry(hf, "no_rope_layer_interval", int, 4)
+    layers = min(count, LISTED)
+    interval = entry(hf, "no_rope_layer_interval", int, 4)
     kinds = hf.get("layer_types")
     if kinds is not None and kinds != [WHOLE] * layers:
         raise unsupported("layer_types", kinds, f"; only {WHOLE} for each layer is")
-    rotates = hf.get("no_rope_layers")
-    if rotates is None:
+
+    flags = hf.get("no_rope_layers")
+    if flags is None:
         if interval < 2:
-            raise unsupported(
-                "no_rope_layer_interval", interval, "; only 2 or more is, with rope in some layers"
-            )
+            rest = "; only 2 or more is, with rope in some layers"
+            raise unsupported("no_rope_layer_interval", interval, rest)
         return {"no_rope_freq": str(interval)}
-    numbers = isinstance(rotates, list) and all(
-        type(value) is int and value in (0, 1) for value in rotates
+
+    are_flags = isinstance(flags, list) and all(
+        type(flag) is int and flag in (0, 1) for flag in flags
     )
-    if not numbers or len(rotates) < count or not any(rotates[:layers]):
-        must = f"; only a 1 or a 0 for each of {count} layers is, with a 1 for some of them"
-        raise unsupported("no_rope_layers", rotates, must)
-    rotates = rotates[:layers]
-    if interval >= 2 and rotates == [int(layer % interval != 0) for layer in range(1, layers + 1)]:
-        return {"no_rope_freq": str(interval)}
-    return {"no_rope_freq": f"[{','.join(str(1 - value) for value in rotates)}]"}
+    if not are_flags or len(flags) < count or not any(flags[:layers]):
+        rest = f"; only a 1 or a 0 for each of {count} layers is, with a 1 for some of them"
+        raise unsupported("no_rope_layers", flags, rest)
+    flags = flags[:layers]
+    if interval >= 2:
+        flags_of_interval = [int(number % interval != 0) for number in range(1, layers + 1)]
+        if flags == flags_of_interval:
+            return {"no_rope_freq": str(interval)}
+    inverted = ",".join(str(1 - flag) for flag in flags)
+    return {"no_rope_freq": f"[{inverted}]"}
 
 
 def _layers_to_hf(config: SmolLM3Config) -> dict[str, Any]:
-    rotates = [int(has_rope) for has_rope in config.layers_with_rope]
-    interval = (
-        {"no_rope_layer_interval": int(config.no_rope_freq)}
-        if config.no_rope_freq.isdecimal()
-        else {}
-    )
-    return {"no_rope_layers": rotates, "layer_types": [WHOLE] * config.num_layers, **interval}
+    entries: dict[str, Any] = {
+        "no_rope_layers": [int(has_rope) for has_rope in config.layers_with_rope],
+        "layer_types": [WHOLE] * config.num_layers,
+    }
+    if config.no_rope_freq.isdecimal():
+        entries["no_rope_layer_interval"] = int(config.no_rope_freq)
+    return entries
 
 
 SMOLLM3 = Family(
@@ -124,7 +127,7 @@ SMOLLM3 = Family(
     title="a SmolLM3",
     architecture="SmolLM3ForCausalLM",
     ours=SmolLM3Config,
-    # Published files leave out what is transformers' default.
+    # Published files leave out keys with transformers' defaults.
     fields=fields(
         num_hidden_layers=36,
         hidden_size=2048,
@@ -135,9 +138,9 @@ SMOLLM3 = Family(
         max_position_embeddings=32768,
     ),
     tied=True,
-    parts=(
-        Part(ROPE, partial(rope_from_hf, theta=2e6), rope_to_hf),
-        Part(
+    groups=(
+        KeyGroup(ROPE, partial(rope_from_hf, theta=2e6), rope_to_hf),
+        KeyGroup(
             ("no_rope_layers", "no_rope_layer_interval", "layer_types"),
             _layers_from_hf,
             _layers_to_hf,

@@ -1,8 +1,8 @@
-"""TransNormerLLM (Qin et al. 2023, arXiv:2307.14995), with linear attention with decay.
+"""TransNormerLLM (Qin et al. 2023, arXiv:2307.14995): linear attention with decay.
 
-The output of attention is normalised and gated, and the feed-forward gated without an activation,
-as its released models compute; the norms have no weights. With softmax_every the model is a hybrid:
-every so many-th layer has softmax attention with rope, as every eighth in MiniMax-01 (2025,
+As in its released models, the output of attention is normalised and gated, the feed-forward is
+gated without an activation, and the norms have no weights. With softmax_every the model is a
+hybrid: every N-th layer has softmax attention with rope, as every eighth in MiniMax-01 (2025,
 arXiv:2501.08313).
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from model.config import Architecture, Footprint
 from model.families.family import ModelFamily
-from model.hf.family import Contents, Family, Field, Fused, Names, Need, Part
-from model.hf.folder import CONFIG, entry, unsupported
+from model.hf.entries import CONFIG, entry, unsupported
+from model.hf.family import ConfigKey, Contents, Family, Fused, KeyGroup, Names, Need
 from model.parts.attention import HybridAttention
 from model.parts.blocks import PreNormLayer
 from model.parts.feed_forward import SGLU
@@ -30,8 +30,7 @@ class TransnormerConfig(WindowedConfig, RotaryConfig, PeriodicConfig, LinearConf
 
     model_type: str = "transnormer"
     linear_decay: Literal["released", "paper"] | None = None
-    """Decay of a transnormer's heads: as its released models do, the default, or as its paper
-    writes."""
+    """Decay of a transnormer's heads: that of its released models, the default, or of its paper."""
 
     title = "TransNormer"
     positions = "lrpe"
@@ -39,22 +38,20 @@ class TransnormerConfig(WindowedConfig, RotaryConfig, PeriodicConfig, LinearConf
     footprint = Footprint(fused_residual=9.0, gated=True, first_layer=10.0)
     linears = ("wq", "wk", "wv", "wu", "wo", "gate", "up", "down")
 
-    def block(self, layer: int, attends: HybridAttention) -> nn.Module:
-        """Build a layer, counted from 0."""
+    def block(self, layer: int, cores: HybridAttention) -> nn.Module:
         if self.has_softmax(layer):
-            attention: nn.Module = self.attention(layer, attends.softmax)
+            attention: nn.Module = self.attention(layer, cores.softmax)
         else:
             decay = paper_decay if self.linear_decay == "paper" else released_decay
             log_decay = decay(self.num_attention_heads, self.num_layers, layer)
-            attention = TokenMixer(self, layer, attends.linear, log_decay)
+            attention = TokenMixer(self, layer, cores.linear, log_decay)
         return PreNormLayer(self.norm, attention, SGLU(self.hidden_size, self.ffn_size))
 
     def norm(self, width: int | None = None) -> nn.Module:
-        """Build a norm without weights."""
         return RMSNorm(width or self.hidden_size, eps=self.norm_epsilon, elementwise_affine=False)
 
     def check(self) -> None:
-        """Check that rope has layers of softmax attention."""
+        """Check that a setting of rope has layers of softmax attention."""
         super().check()
         must = (
             f"model_type {self.model_type} has LRPE positions, which take no settings; leave it out"
@@ -63,13 +60,14 @@ class TransnormerConfig(WindowedConfig, RotaryConfig, PeriodicConfig, LinearConf
 
     @property
     def state_elements(self) -> int:
-        """Elements of the states of all layers, per sequence; LRPE doubles the first layer's
-        keys."""
-        state = self.num_attention_heads * self.head_dim**2
-        return state * (self.recurrent_layers + (not self.has_softmax(0)))
+        """Elements of the states of all layers, per sequence."""
+        layers = self.recurrent_layers
+        if not self.has_softmax(0):
+            layers += 1  # LRPE doubles the first layer's keys
+        return layers * self.num_attention_heads * self.head_dim**2
 
     def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with the decay."""
+        """Return the base class's entries, and the decay."""
         return super().architecture() | {"linear_decay": self.linear_decay or "released"}
 
 
@@ -79,32 +77,44 @@ THETA = "layers.0.attention.lrpe.theta"
 
 
 def _from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    ffn, heads, inside = (
-        entry(hf, "glu_dim", int),
-        settings["num_attention_heads"],
-        entry(hf, "hidden_dim", int),
-    )
-    if heads < 1 or inside % heads:
+    ffn_size = entry(hf, "glu_dim", int)
+    if ffn_size == -1:
+        ffn_size = settings["hidden_size"]
+    heads = settings["num_attention_heads"]
+    attention_size = entry(hf, "hidden_dim", int)
+    if heads < 1 or attention_size % heads:
         raise UserError(
-            f"{CONFIG}: hidden_dim is {inside}; it must be a multiple of decoder_attention_heads {heads}"
+            f"{CONFIG}: hidden_dim is {attention_size}; "
+            f"it must be a multiple of decoder_attention_heads {heads}"
         )
-    layers, lrpe = settings["num_layers"], entry(hf, "linear_use_lrpe_list", list)
-    if len(lrpe) != layers or [bool(one) for one in lrpe] != [
-        number == 0 for number in range(len(lrpe))
-    ]:
+
+    lrpe = entry(hf, "linear_use_lrpe_list", list)
+    only_first = all(bool(flag) == (layer == 0) for layer, flag in enumerate(lrpe))
+    if len(lrpe) != settings["num_layers"] or not only_first:
         raise unsupported("linear_use_lrpe_list", lrpe, "; only the first layer has LRPE")
-    width = settings["hidden_size"] if ffn == -1 else ffn
-    return {"ffn_hidden_size": width, "kv_channels": inside // heads, "norm_epsilon": EPSILON}
+    return {
+        "ffn_hidden_size": ffn_size,
+        "kv_channels": attention_size // heads,
+        "norm_epsilon": EPSILON,
+    }
 
 
 def _to_hf(config: TransnormerConfig) -> dict[str, Any]:
-    lrpe = [int(layer == 0) for layer in range(config.num_layers)]
-    inside = config.num_attention_heads * config.head_dim
-    return {"hidden_dim": inside, "glu_dim": config.ffn_size, "linear_use_lrpe_list": lrpe}
+    return {
+        "hidden_dim": config.num_attention_heads * config.head_dim,
+        "glu_dim": config.ffn_size,
+        "linear_use_lrpe_list": [int(layer == 0) for layer in range(config.num_layers)],
+    }
+
+
+def _theta_to_ours(config: TransnormerConfig, name: str, weight: Tensor) -> Tensor:
+    return weight.flatten() if name == THETA else weight
 
 
 def _theta_to_theirs(config: TransnormerConfig, name: str, weight: Tensor) -> Tensor:
-    return weight.view(config.num_attention_heads, 1, config.head_dim) if name == THETA else weight
+    if name != THETA:
+        return weight
+    return weight.view(config.num_attention_heads, 1, config.head_dim)
 
 
 TRANSNORMER = Family(
@@ -113,15 +123,15 @@ TRANSNORMER = Family(
     architecture="TransnormerForCausalLM",
     ours=TransnormerConfig,
     fields={
-        "decoder_layers": Field("num_layers", int),
-        "decoder_embed_dim": Field("hidden_size", int),
-        "decoder_attention_heads": Field("num_attention_heads", int),
-        "vocab_size": Field("vocab_size", int),
-        "init_std": Field("init_method_std", float, 0.02),
-        "no_scale_embedding": Field("no_scale_embedding", bool, False),
+        "decoder_layers": ConfigKey("num_layers", int),
+        "decoder_embed_dim": ConfigKey("hidden_size", int),
+        "decoder_attention_heads": ConfigKey("num_attention_heads", int),
+        "vocab_size": ConfigKey("vocab_size", int),
+        "init_std": ConfigKey("init_method_std", float, 0.02),
+        "no_scale_embedding": ConfigKey("no_scale_embedding", bool, False),
     },
     tied=True,
-    parts=(Part(("hidden_dim", "glu_dim", "linear_use_lrpe_list"), _from_hf, _to_hf),),
+    groups=(KeyGroup(("hidden_dim", "glu_dim", "linear_use_lrpe_list"), _from_hf, _to_hf),),
     only={"norm_type": ("simplermsnorm",), "linear_act_fun": ("silu",), "bias": (False,)},
     ignored=frozenset({"add_bos_token"}),
     needs=(
@@ -145,10 +155,10 @@ TRANSNORMER = Family(
         },
         fused={
             "token_mixer.qkvu_proj": Fused(
-                tuple(f"attention.{w}" for w in ("wq", "wk", "wv", "wu"))
+                ("attention.wq", "attention.wk", "attention.wv", "attention.wu")
             )
         },
-        ours_of=lambda config, name, weight: weight.flatten() if name == THETA else weight,
+        ours_of=_theta_to_ours,
         theirs_of=_theta_to_theirs,
     ),
     prefix="model.",

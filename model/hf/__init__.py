@@ -1,8 +1,7 @@
-"""Convert between published formats, such as Hugging Face's, and ours; the families' tables are in
-model/families.
+"""Convert models between published formats, such as Hugging Face's, and ours.
 
-The names below are those of api.py, imported when one of them is read: it reads the families'
-tables, which are made of what family.py has.
+The tables that describe Hugging Face's models are in model/families. The names below are imported
+from api.py on first use, since api.py imports the families, whose tables import family.py here.
 """
 
 from importlib import import_module

@@ -1,5 +1,6 @@
-"""Adapters of a model (``model.parts.lora``) from and to PEFT's adapter_config.json and
-adapter_model.safetensors.
+"""Adapters of a model (``model.parts.lora``) from and to PEFT's format.
+
+PEFT writes adapter_config.json and adapter_model.safetensors.
 """
 
 import re
@@ -12,45 +13,44 @@ from torch import Tensor
 
 from model.config import DecoderConfig
 from model.hf.common import NAMES
-from model.hf.folder import (
-    Read,
-    Weights,
-    check_described,
-    check_value,
-    described,
-    entry,
-    finite,
-    inside,
-    naming,
-    read_json,
-    shown,
-    write_json,
-    write_weights,
-)
+from model.hf.entries import check_value, entry, naming, read_json, shown, write_json
+from model.hf.folder import inside
+from model.hf.tensors import Read, Weights, check_described, described, finite, write_weights
 from model.parts.lora import THEIRS, is_adapter
 from model.registry import meta_state
 from runtime.bounds import bounded
 from runtime.errors import UserError, with_article
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 BASE = "base_model.model."
-"""Beginning of PEFT's names."""
+"""Prefix of PEFT's names."""
 _NOTHING: tuple[Any, ...] = (None, False, [], {})
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    # Others change the base's weights when they begin, or its layers.
+    # Other values change the base's weights at the start, or its layers.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-"""Keys of adapter_config.json with the values that a sum W + (alpha / r) B A has; of others,
-nothing is supported.
-"""
-_WORDS = """
-r lora_alpha lora_dropout target_modules
-auto_mapping peft_version base_model_name_or_path revision inference_mode megatron_core qalora_group_size eva_config
-"""
-NEUTRAL = frozenset(_WORDS.split())
+"""Keys of adapter_config.json, and the values with which an adapter is W + (alpha / r) B A. Of a
+key in neither table only a value that means nothing is supported."""
+NEUTRAL = frozenset(
+    {
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "target_modules",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "megatron_core",
+        "qalora_group_size",
+        "eva_config",
+    }
+)
 """Keys that are read, or change nothing."""
 MERGE = "merge it into its model with PEFT's merge_and_unload, and import that"
 
@@ -62,17 +62,19 @@ def write_adapter(
     config: DecoderConfig,
     base: str | None,
 ) -> int:
-    """Write into an empty folder what ``peft.PeftModel.from_pretrained`` loads, and return how many
-    adapters these are.
+    """Write adapters into an empty folder, for ``peft.PeftModel.from_pretrained``.
 
     Args:
-        ours: (meta) tensors of the model by our names.
-        read: reads one of them.
-        base: the name of the model that they belong to, as transformers finds it.
+        ours: the model's tensors by our names; meta tensors suffice.
+        read: returns one of them.
+        base: the name or path of the base model, for transformers.
+
+    Returns:
+        The number of adapters.
 
     Raises:
-        UserError: the model has no adapters, or no linear layers that transformers has alike; for
-            values that are not finite, when they are read.
+        UserError: the model has no adapters, or its linear layers differ in transformers; when
+            values are read, those that are not finite.
     """
     if config.lora_rank is None:
         raise UserError(
@@ -80,10 +82,11 @@ def write_adapter(
         )
     if set(config.linears) != {*THEIRS.values()}:
         raise UserError(
-            f"adapter is asked for, and model_type is {config.model_type}, whose linear layers are others in "
-            "transformers; leave --adapter out, and the weights are written with the adapters in them"
+            f"adapter is asked for, and model_type is {config.model_type}, whose linear layers are "
+            "others in transformers; leave --adapter out, and the weights are written with the "
+            "adapters in them"
         )
-    stored = {peft_name(name): name for name in ours if is_adapter(name)}
+    adapted = config.adapted_linears()
     contents = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -91,38 +94,43 @@ def write_adapter(
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha or config.lora_rank,
         "lora_dropout": 0.0,
-        "target_modules": [
-            theirs for theirs, name in THEIRS.items() if name in config.adapted_linears()
-        ],
+        "target_modules": [theirs for theirs, name in THEIRS.items() if name in adapted],
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
     write_json(folder / CONFIG, contents)
-    metas, whole = {theirs: ours[name] for theirs, name in stored.items()}, finite(read)
-    write_weights(folder / WEIGHTS, metas, lambda theirs: whole(stored[theirs]))
-    return len(stored) // 2
+
+    names = {peft_name(name): name for name in ours if is_adapter(name)}
+    metas = {theirs: ours[name] for theirs, name in names.items()}
+    read_finite = finite(read)
+    write_weights(folder / WEIGHTS, metas, lambda theirs: read_finite(names[theirs]))
+    return len(names) // 2  # A and B each
 
 
 def peft_name(name: str) -> str:
-    """Return PEFT's name of a parameter of ours: that of the linear layer, and then as ours."""
+    """Return PEFT's name of an adapter's parameter: their linear layer, then our suffix."""
     linear, matrix, kind = name.rsplit(".", 2)
-    return f"{BASE}{NAMES.of(f'{linear}.{kind}').removesuffix(kind)}{matrix}.{kind}"
+    theirs = NAMES.of(f"{linear}.{kind}").removesuffix(kind)
+    return f"{BASE}{theirs}{matrix}.{kind}"
 
 
 def read_adapter(
-    folder: Path, config: DecoderConfig, tell: Callable[[str], Any]
+    folder: Path, config: DecoderConfig, notify: Callable[[str], Any]
 ) -> tuple[DecoderConfig, dict[str, Tensor], Read]:
-    """Return a model's configuration with PEFT's adapters, meta tensors of these by our names, and
-    what reads one.
+    """Read PEFT's adapters for a model.
 
     Args:
-        config: of the model that they belong to.
-        tell: takes a line of what is passed over.
+        config: of the base model.
+        notify: receives a line for each thing that is ignored.
+
+    Returns:
+        The configuration with adapters, meta tensors of the adapters by our names, and a function
+        that reads one.
 
     Raises:
         UserError: naming the file and what our adapters cannot be (DoRA, rank-stabilised, of other
-            modules, ...); for values that are not finite, when they are read.
+            modules, ...); when values are read, those that are not finite.
     """
     path = inside(folder, CONFIG)
     contents = read_json(path)
@@ -132,68 +140,82 @@ def read_adapter(
     for key, value in contents.items():
         if key not in NEUTRAL:
             check_value(path, shown(key)[1:-1], value, ONLY.get(key, _NOTHING), f"; {MERGE}")
-    theirs = Weights(folder, tell, WEIGHTS)
+
+    weights = Weights(folder, notify, WEIGHTS)
     with naming(path, "these are no adapters of PEFT"):
         dropout = entry(contents, "lora_dropout", float, 0.0)
         config = replace(
             config,
             lora_rank=entry(contents, "r", int),
             lora_alpha=entry(contents, "lora_alpha", float),
-            lora_target=_targets(contents["target_modules"], theirs),
+            lora_target=_targets(contents["target_modules"], weights),
         )
-    ours = meta_state(config)
-    names = {name: peft_name(name) for name in ours if is_adapter(name)}
-    found = described(theirs)
+
+    expected = meta_state(config)
+    names = {name: peft_name(name) for name in expected if is_adapter(name)}
+    theirs = described(weights)
     with naming(path):
-        check_described(found, {theirs: ours[name] for name, theirs in names.items()})
+        check_described(theirs, {names[name]: expected[name] for name in names})
     if dropout:
-        tell(
+        notify(
             f"note: {path}: lora_dropout = {dropout} is passed over; adapters have no dropout here"
         )
-    whole = finite(theirs.__getitem__)
-    return (
-        config,
-        {name: found[theirs] for name, theirs in names.items()},
-        lambda name: whole(names[name]),
-    )
+    read_finite = finite(weights.__getitem__)
+    ours = {name: theirs[their_name] for name, their_name in names.items()}
+    return config, ours, lambda name: read_finite(names[name])
 
 
-def _targets(said: Any, theirs: Iterable[str]) -> tuple[str, ...]:
-    """Return our names of the linear layers with an adapter; those of a pattern are those that the
-    file has.
+def _targets(target_modules: Any, weights: Iterable[str]) -> tuple[str, ...]:
+    """Return our names of the linear layers with an adapter.
+
+    Args:
+        target_modules: names, or a pattern, whose matches are then the adapters in the file.
+        weights: the names of the file's tensors.
     """
-    found = said
-    if isinstance(said, str):
-        found = sorted({name.removeprefix(BASE).rpartition(".lora_")[0] for name in theirs} - {""})
-        if said != "all-linear" and (other := _unmatched(said, found)):
+    modules = target_modules
+    if isinstance(target_modules, str):
+        names = {name.removeprefix(BASE).rpartition(".lora_")[0] for name in weights}
+        modules = sorted(names - {""})
+        unmatched = None
+        if target_modules != "all-linear":
+            unmatched = _first_unmatched(target_modules, modules)
+        if unmatched:
             raise UserError(
-                f"target_modules is {shown(said)}, which does not match {other}, whose adapter the file has; give "
-                "the pattern, or the names, that it was trained with"
+                f"target_modules is {shown(target_modules)}, which does not match {unmatched}, "
+                "whose adapter the file has; give the pattern, or the names, that it was trained "
+                "with"
             )
-    if not isinstance(found, list) or not found:
+    if not isinstance(modules, list) or not modules:
         raise UserError(
-            f"target_modules is {shown(said)}; it must be a list of names, or a pattern"
+            f"target_modules is {shown(target_modules)}; it must be a list of names, or a pattern"
         )
-    leaves = [
-        name.rsplit(".", 1)[-1] if isinstance(name, str) else name for name in found
-    ]  # names may be whole paths
-    if strange := [
-        name for name, leaf in zip(found, leaves, strict=True) if leaf not in list(THEIRS)
-    ]:
-        raise UserError(
-            f"target_modules has {shown(strange[0])}, only {', '.join(THEIRS)} can have adapters; {MERGE}"
-        )
-    return tuple(ours for name, ours in THEIRS.items() if name in leaves)
+
+    targets = []
+    for module in modules:
+        # A name may be a whole path.
+        leaf = module.rsplit(".", 1)[-1] if isinstance(module, str) else module
+        if leaf not in list(THEIRS):
+            raise UserError(
+                f"target_modules has {shown(module)}, only {', '.join(THEIRS)} can have adapters; "
+                f"{MERGE}"
+            )
+        targets.append(leaf)
+    return tuple(ours for theirs, ours in THEIRS.items() if theirs in targets)
 
 
-def _unmatched(pattern: str, names: Sequence[str]) -> str | None:
-    """Return the first name that a pattern of someone else does not match; any, if it is no
-    pattern.
+def _first_unmatched(pattern: str, names: Sequence[str]) -> str | None:
+    """Return the first name that an untrusted pattern does not match; any, if it is invalid.
+
+    The time is bounded, since a pattern can be made to take exponential time.
     """
+
+    def search() -> str | None:
+        for name in names:
+            if not re.fullmatch(pattern, name):
+                return name
+        return None
+
     try:
-        return bounded(
-            f"target_modules is {shown(pattern)}, whose match",
-            lambda: next((name for name in names if not re.fullmatch(pattern, name)), None),
-        )
+        return bounded(f"target_modules is {shown(pattern)}, whose match", search)
     except (re.error, OverflowError, RecursionError):
         return names[0]

@@ -1,32 +1,31 @@
-"""Keys, names and refusals that several of Hugging Face's families share, most of them LLaMA's."""
+"""Keys, names and refusals that several models of transformers share, most of them LLaMA's."""
 
 from typing import Any
 
-from model.hf.family import Field, Names, Need, Part
+from model.hf.family import ConfigKey, KeyGroup, Names, Need
 from model.hf.parts import ROPE, rope_from_hf, rope_to_hf
 
 FIELDS = {
-    "num_hidden_layers": Field("num_layers", int),
-    "hidden_size": Field("hidden_size", int),
-    "intermediate_size": Field("ffn_hidden_size", int),
-    "num_attention_heads": Field("num_attention_heads", int),
-    "num_key_value_heads": Field("num_query_groups", int, None),
-    "head_dim": Field("kv_channels", int, None),
-    "vocab_size": Field("vocab_size", int),
-    "max_position_embeddings": Field("max_position_embeddings", int, 2048),
-    "rms_norm_eps": Field("norm_epsilon", float, 1e-6),
-    "initializer_range": Field("init_method_std", float, 0.02),
+    "num_hidden_layers": ConfigKey("num_layers", int),
+    "hidden_size": ConfigKey("hidden_size", int),
+    "intermediate_size": ConfigKey("ffn_hidden_size", int),
+    "num_attention_heads": ConfigKey("num_attention_heads", int),
+    "num_key_value_heads": ConfigKey("num_query_groups", int, None),
+    "head_dim": ConfigKey("kv_channels", int, None),
+    "vocab_size": ConfigKey("vocab_size", int),
+    "max_position_embeddings": ConfigKey("max_position_embeddings", int, 2048),
+    "rms_norm_eps": ConfigKey("norm_epsilon", float, 1e-6),
+    "initializer_range": ConfigKey("init_method_std", float, 0.02),
 }
 
 
-def fields(**defaults: Any) -> dict[str, Field]:
-    """Return LLaMA's fields, some with another value where the key is missing."""
-    return {
-        key: one._replace(default=defaults.get(key, one.default)) for key, one in FIELDS.items()
-    }
+def fields(**defaults: Any) -> dict[str, ConfigKey]:
+    """Return LLaMA's fields, with other values for some missing keys."""
+    changed = {key: FIELDS[key]._replace(default=value) for key, value in defaults.items()}
+    return FIELDS | changed
 
 
-ROPE_PART = Part(ROPE, rope_from_hf, rope_to_hf)
+ROPE_GROUP = KeyGroup(ROPE, rope_from_hf, rope_to_hf)
 SMALL_STD = Need("init_method_std", lambda config: config.init_method_std <= 1, "1 at most")
 WHOLE_HEADS = Need(
     "hidden_size",
@@ -55,4 +54,4 @@ POST_NORMS = {
     "attention_norm": "post_attention_layernorm",
     "mlp_norm": "post_feedforward_layernorm",
 }
-"""Names of norms after attention and feed-forward."""
+"""Names of norms that follow attention and feed-forward."""

@@ -1,11 +1,11 @@
-"""Entries and weights that Hugging Face's hybrids of a delta rule share."""
+"""Entries and weights that transformers' hybrids with a delta rule share."""
 
 from typing import Any
 
 from torch import Tensor
 
+from model.hf.entries import entry, unsupported
 from model.hf.family import Contents, Fused
-from model.hf.folder import entry, unsupported
 from model.hf.parts import LISTED, WHOLE
 from model.parts.delta import DeltaConfig
 
@@ -14,21 +14,27 @@ KINDS = ("layer_types", "full_attention_interval")
 
 
 def kinds_of(layers: int, every: int) -> list[str]:
-    """Return transformers' names of the layers' kinds."""
+    """Return transformers' name of each layer's kind; every N-th has softmax attention."""
     return [LINEAR if (layer + 1) % every else WHOLE for layer in range(layers)]
 
 
 def kinds_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our period of softmax attention; layer_types names each layer's kind, or an interval
-    says it."""
+    """Return our period of softmax attention, from layer_types or else from an interval."""
     layers = min(settings["num_layers"], LISTED)
     every = entry(hf, "full_attention_interval", int, DeltaConfig.default_period)
-    if (kinds := hf.get("layer_types")) is None:
+    kinds = hf.get("layer_types")
+    if kinds is None:
         return {"softmax_every": every}
-    every = kinds.index(WHOLE) + 1 if isinstance(kinds, list) and WHOLE in kinds else 0
+
+    every = 0
+    if isinstance(kinds, list) and WHOLE in kinds:
+        every = kinds.index(WHOLE) + 1
     if every < 2 or kinds != kinds_of(layers, every):
-        only = f"{WHOLE} in every so many-th of the {settings['num_layers']} layers, and {LINEAR} in the others, is"
-        raise unsupported("layer_types", kinds, f"; only {only}")
+        rest = (
+            f"; only {WHOLE} in every N-th of the {settings['num_layers']} layers, and {LINEAR} in "
+            "the others, is"
+        )
+        raise unsupported("layer_types", kinds, rest)
     return {"softmax_every": every}
 
 
@@ -38,18 +44,19 @@ def kinds_to_hf(config: DeltaConfig) -> dict[str, Any]:
 
 
 def taps_from_hf(config: DeltaConfig, name: str, weight: Tensor) -> Tensor:
-    """Return our vector of a convolution's weight, theirs [channels, 1, taps]; another weight as it
-    is."""
+    """Flatten the weight [channels, 1, taps] of a convolution; return another one unchanged."""
     return weight.flatten() if ".conv_" in name else weight
 
 
 def taps_to_hf(config: DeltaConfig, name: str, weight: Tensor) -> Tensor:
-    """Return theirs of ours, which may be joined."""
-    return weight.view(-1, 1, config.linear_conv_kernel_dim) if ".conv_" in name else weight
+    """Undo ``taps_from_hf``; the weight may be of several convolutions joined."""
+    if ".conv_" not in name:
+        return weight
+    return weight.view(-1, 1, config.linear_conv_kernel_dim)
 
 
 def sizes(config: DeltaConfig) -> tuple[int, int, int]:
-    """Return the channels of a delta rule's queries, keys and values."""
+    """Return the number of channels of a delta rule's queries, keys and values."""
     keys = config.key_heads * config.key_dim
     return keys, keys, config.value_heads * config.value_dim
 

@@ -1,9 +1,7 @@
-"""Convert the original DiT's checkpoints (github.com/facebookresearch/DiT): state dicts and
-safetensors folders.
+"""Convert checkpoints of the original DiT (github.com/facebookresearch/DiT) from and to ours.
 
 The original fuses queries, keys and values in one matrix, has a convolution as patch embedding, and
-stores the fixed positions. For video, which it does not have, the convolution has a frames
-dimension.
+stores the fixed positions. It has no video; there the convolution gets a dimension of frames.
 """
 
 import dataclasses
@@ -16,23 +14,14 @@ from torch import Tensor
 
 from model.dit import meta_dit_state, position_embedding
 from model.dit_config import DiTConfig
+from model.hf.entries import CONFIG, entry, naming, read_json, unsupported
 from model.hf.family import Fused, Names
-from model.hf.folder import (
-    CONFIG,
-    Weights,
-    check_described,
-    check_sizes,
-    entry,
-    finite,
-    naming,
-    new_folder,
-    read_json,
-    unsupported,
-    write_model,
-)
+from model.hf.folder import new_folder
+from model.hf.tensors import Weights, check_described, check_sizes, finite, write_model
 from runtime.errors import UserError
 
-PATCHES, POSITIONS = "x_embedder.weight", "pos_embed"
+PATCHES = "x_embedder.weight"
+POSITIONS = "pos_embed"
 NAMES = Names(
     top={"x_embedder": "x_embedder.proj", "y_embedder": "y_embedder.embedding_table"},
     layers="blocks",
@@ -46,8 +35,10 @@ NAMES = Names(
 
 
 def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Return our state dict. Raises UserError for missing, unknown or misshapen weights, or other
-    positions.
+    """Return our state dict for the original's.
+
+    Raises:
+        UserError: missing, unknown, misshapen or non-finite weights, or other positions.
     """
     sizes = {
         "hidden_size": config.hidden_size,
@@ -56,7 +47,8 @@ def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[st
         "the width of a patch": config.patch_width,
     }
     check_sizes(state, config.num_layers, sizes)
-    ours, state = meta_dit_state(config), dict(state)
+    ours = meta_dit_state(config)
+    state = dict(state)
     positions = state.pop(POSITIONS, None)
     check_state(state, NAMES.to_theirs(ours, config))
     if positions is not None:
@@ -67,7 +59,8 @@ def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[st
 def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
     """Return the original's state dict for ours, fixed positions included.
 
-    Raises UserError for missing, unknown or misshapen weights.
+    Raises:
+        UserError: missing, unknown, misshapen or non-finite weights.
     """
     check_state(state, meta_dit_state(config))
     positions = position_embedding(torch.arange(config.num_patches), config)[None]
@@ -75,9 +68,7 @@ def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str,
 
 
 def check_state(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Raise UserError for missing, unknown or misshapen weights, and for non-float or non-finite
-    ones.
-    """
+    """Raise UserError for missing, unknown, misshapen, non-float or non-finite weights."""
     check_described(state, like)
     read = finite(state.__getitem__)
     for name in like:
@@ -85,29 +76,31 @@ def check_state(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None
 
 
 def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
-    """Load configuration and our state dict (CPU, dtypes as stored) from a folder that `save_dit`
-    wrote.
+    """Load the configuration and our state dict (CPU, dtypes as stored) from a folder.
 
-    To load the original's weights, save them as model.safetensors and write a config.json with the
-    fields of DiTConfig. Reads only safetensors, never pickles. Raises UserError naming the file and
-    what is wrong with it.
+    `save_dit` wrote it; for the original's weights, save them as model.safetensors beside a
+    config.json with the fields of DiTConfig. Reads only safetensors, never pickles.
+
+    Raises:
+        UserError: naming the file and the problem.
     """
     folder = Path(folder)
     contents = read_json(folder / CONFIG)
     kind = contents.pop("model_type", "dit")
     if kind != "dit":
         raise unsupported("model_type", kind, '; only "dit" is', folder / CONFIG)
-    kinds = {tuple: list, type(None): int}
     defaults = {field.name: field.default for field in dataclasses.fields(DiTConfig)}
-    if unknown := sorted(contents.keys() - defaults.keys()):
+    unknown = sorted(contents.keys() - defaults.keys())
+    if unknown:
         raise UserError(
             f"{folder / CONFIG}: {unknown[0]} is no field of a DiT's configuration; leave it out"
         )
+    json_types = {tuple: list, type(None): int}
+    values: dict[str, Any] = {}
     with naming(folder / CONFIG):
-        values = {
-            name: entry(contents, name, kinds.get(type(default), type(default)), default)
-            for name, default in defaults.items()
-        }
+        for name, default in defaults.items():
+            kind = json_types.get(type(default), type(default))
+            values[name] = entry(contents, name, kind, default)
         config = DiTConfig(**values)
     return config, dit_from_original(Weights(folder), config)
 
@@ -115,7 +108,10 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
 def save_dit(folder: str | Path, config: DiTConfig, state: Mapping[str, Tensor]) -> None:
     """Write our state dict as config.json and model.safetensors, with the original's names.
 
-    Creates the folder. Raises UserError if it holds anything, and as `dit_to_original` does.
+    Creates the folder.
+
+    Raises:
+        UserError: the folder is not empty, and as `dit_to_original`.
     """
     contents: dict[str, Any] = {"model_type": "dit"} | dataclasses.asdict(config)
     theirs = dit_to_original(state, config)
@@ -134,15 +130,16 @@ def _to_linear(weight: Tensor) -> Tensor:
     return weight.movedim(1, -1).flatten(1).contiguous()
 
 
-def _check_positions(found: Tensor, config: DiTConfig) -> None:
+def _check_positions(positions: Tensor, config: DiTConfig) -> None:
+    """Raise UserError unless stored positions [1, T, C] are the computed ones."""
     shape = (1, config.num_patches, config.hidden_size)
-    if found.shape == shape:
-        want = position_embedding(torch.arange(config.num_patches), config)[None]
-        if torch.allclose(
-            found.double(), want, rtol=0, atol=max(1e-5, torch.finfo(found.dtype).eps)
-        ):
+    if positions.shape == shape:
+        computed = position_embedding(torch.arange(config.num_patches), config)[None]
+        tolerance = max(1e-5, torch.finfo(positions.dtype).eps)
+        if torch.allclose(positions.double(), computed, rtol=0, atol=tolerance):
             return
     raise UserError(
-        f"{POSITIONS} {tuple(found.shape)} is not the sines and cosines {shape} that the configuration makes it; "
-        "positions are computed here, never learned or resized: check latent_shape and patch_size"
+        f"{POSITIONS} {tuple(positions.shape)} is not the sines and cosines {shape} of the "
+        "configuration; positions are computed here, never learned or resized: check latent_shape "
+        "and patch_size"
     )

@@ -1,4 +1,9 @@
-"""A family of Hugging Face's models as one table: keys of config.json, names of weights, refusals."""
+"""A model of transformers described as a table: keys of config.json, names of weights, refusals.
+
+A table is used in both directions, so that import and export cannot disagree. It is strict: an
+entry of config.json that is not in the table may change what the model computes, so it is an error
+and never ignored.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,12 +13,13 @@ import torch
 from torch import Tensor
 
 from model.config import DecoderConfig
-from model.hf.folder import CONFIG, Read, check_value, entry, shown, unsupported
+from model.hf.entries import CONFIG, check_value, entry, shown, unsupported
+from model.hf.tensors import Read
 from runtime.errors import UserError, with_article
 
 Contents = Mapping[str, Any]
 Change = Callable[[Any, str, Tensor], Tensor]
-"""A configuration, our name and a weight in one layout -> in the other."""
+"""(configuration, our name, weight in one layout) -> weight in the other layout."""
 REQUIRED: Any = object()
 TIED = "tie_word_embeddings"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -27,217 +33,233 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "per_layer_config": ({}, None),
 }
-"""Keys of every family that change nothing with these values."""
+"""Keys of every model, and the values with which they change nothing."""
 _WORDS = """
-    architectures auto_map dtype torch_dtype transformers_version _name_or_path name_or_path _commit_hash
-    attn_implementation _attn_implementation _attn_implementation_autoset output_attentions output_hidden_states
-    return_dict torchscript use_bfloat16 tf_legacy_loss is_decoder
-    id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout
-    _num_labels transformers.js_config tokenizer_class prefix unsloth_version unsloth_fixed
-    sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id
-    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty do_sample
-    early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
-    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
-    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
-    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens
-    target_lookbehind temperature top_k top_p typical_p use_cache
+    architectures auto_map dtype torch_dtype transformers_version _name_or_path name_or_path
+    _commit_hash attn_implementation _attn_implementation _attn_implementation_autoset
+    output_attentions output_hidden_states return_dict torchscript use_bfloat16 tf_legacy_loss
+    is_decoder id2label label2id num_labels problem_type finetuning_task task_specific_params
+    classifier_dropout _num_labels transformers.js_config tokenizer_class prefix unsloth_version
+    unsloth_fixed sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id
+    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
+    num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty
+    return_dict_in_generate suppress_tokens target_lookbehind temperature top_k top_p typical_p
+    use_cache
 """
 IGNORED = frozenset(_WORDS.split())
-"""Keys of every family that change nothing: of files, tasks, code and the generation of texts."""
+"""Keys of every model that never change it: of files, tasks, code and text generation."""
 
 
-class Field(NamedTuple):
-    """The field of ours that a key of config.json holds, its type, and the value where the key is
-    missing.
-    """
+class ConfigKey(NamedTuple):
+    """A key of config.json that holds one of our fields unchanged."""
 
     ours: str
+    """The field of ours."""
     kind: type
     default: Any = REQUIRED
+    """The value if the key is missing."""
 
 
-class Part(NamedTuple):
-    """Keys that hold fields of ours together, or otherwise than as they are."""
+class KeyGroup(NamedTuple):
+    """Keys of config.json that are converted together, by functions."""
 
     keys: tuple[str, ...]
     read: Callable[[Contents, dict[str, Any]], dict[str, Any]]
-    """config.json and the fields that were read so far -> more fields."""
+    """(config.json, our fields so far) -> more fields of ours."""
     write: Callable[[Any], dict[str, Any]]
-    """Entries of config.json."""
+    """Our configuration -> entries of config.json."""
 
 
 class Need(NamedTuple):
-    """A setting of ours that a family cannot be without."""
+    """A condition on one of our settings, without which transformers cannot express the model."""
 
     ours: str
+    """The setting."""
     holds: Callable[[Any], bool]
     only: str
-    """The values that it has, for the message; may name ``config``."""
+    """The allowed values, for the message; may name ``config``."""
 
 
 class Fused(NamedTuple):
-    """Modules of ours that one of theirs holds, joined along ``dim`` of their weight."""
+    """Modules of ours that are one module of theirs, joined along ``dim`` of the weight."""
 
     parts: tuple[str, ...]
     dim: int = 0
     sizes: Callable[[Any], Sequence[int]] | None = None
-    """Channels of each part, along ``dim``; all alike by default."""
+    """Channels of each part along ``dim``; by default all have the same."""
     groups: Callable[[Any], int] = lambda config: 1
-    """Groups that the joined channels are in, each with its share of every part, such as the heads.
-    """
+    """Number of groups of the joined channels, each with a share of every part. With the heads as
+    groups, the order is q and k of head 0, q and k of head 1, and so on."""
 
     def part(self, weight: Tensor, number: int, config: Any) -> Tensor:
-        """Return one of our modules' weight: a view, unless there are groups."""
-        groups, along = self.groups(config), self.dim % weight.ndim
-        weight = weight.unflatten(along, (groups, -1))
-        width = weight.shape[along + 1] // len(self.parts)
-        sizes = width if self.sizes is None else [size // groups for size in self.sizes(config)]
-        return weight.split(sizes, along + 1)[number].flatten(along, along + 1)
+        """Return the weight of one of our modules: a view, unless there are groups."""
+        groups = self.groups(config)
+        dim = self.dim % weight.ndim
+        weight = weight.unflatten(dim, (groups, -1))
+        sizes: Any = weight.shape[dim + 1] // len(self.parts)
+        if self.sizes is not None:
+            sizes = [size // groups for size in self.sizes(config)]
+        return weight.split(sizes, dim + 1)[number].flatten(dim, dim + 1)
 
     def joined(self, weights: Sequence[Tensor], config: Any) -> Tensor:
-        """Return theirs of our weights, which have channels first."""
+        """Return their weight, made of ours, which have channels first."""
         groups = self.groups(config)
-        return torch.cat([weight.unflatten(0, (groups, -1)) for weight in weights], 1).flatten(0, 1)
+        grouped = [weight.unflatten(0, (groups, -1)) for weight in weights]
+        return torch.cat(grouped, 1).flatten(0, 1)
+
+
+class Place(NamedTuple):
+    """Their parameter that holds one of ours."""
+
+    name: str
+    fused: Fused | None = None
+    """The layout, if theirs holds several of ours; None if it holds one."""
+    part: int = 0
+    """Index of ours among them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Names of weights; a module that is in no table has ours."""
+    """Names of weights; a module that is in no table has the same name in both."""
 
     top: Mapping[str, str]
-    """Names of modules outside of the layers, by ours."""
+    """Our name -> theirs of modules outside of the layers."""
     layers: str
-    """The beginning of their layers' names, before the number."""
+    """Their prefix of layers, before the number."""
     layer: Mapping[str, str]
-    """Names of modules of a layer, by ours."""
+    """Our name -> theirs of modules in a layer."""
     fused: Mapping[str, Fused] = field(default_factory=dict)
-    """Modules of a layer of theirs that hold several of ours."""
+    """Their modules in a layer that hold several of ours."""
     linear: "Names | None" = None
-    """Names in layers without softmax attention, where these are others."""
+    """Names in layers without softmax attention, if they differ."""
     ours_of: Change = lambda config, name, weight: weight
     theirs_of: Change = ours_of
 
     def renamed(self, layer: Mapping[str, str], **changes: Any) -> "Names":
-        """Return the table with other names of some of a layer's modules, and other changes."""
+        """Return the table with other names of some modules in a layer, and other changes."""
         return replace(self, layer={**self.layer, **layer}, **changes)
 
     def under(self, root: str) -> "Names":
-        """Return the names in a model that has a vision part too."""
+        """Return the table for a model whose text part has this prefix, beside a vision part."""
         top = {**self.top, "embedding": f"{root}.embed_tokens", "norm": f"{root}.norm"}
         return replace(self, top=top, layers=f"{root}.layers")
 
     def of(self, name: str, config: Any = None) -> str:
-        """Return their name of our parameter; ``config`` need be known if layers are of two kinds."""
-        return self._place(name, config)[0]
+        """Return their name of our parameter; a hybrid needs its configuration."""
+        return self._place(name, config).name
 
-    def _place(self, name: str, config: Any) -> tuple[str, Fused | None, int]:
-        """Return their name of our parameter and, of one that is fused, how and which part it is."""
-        module, kind = name.rsplit(".", 1)
+    def _place(self, name: str, config: Any) -> Place:
+        module, kind = name.rsplit(".", 1)  # kind: weight or bias
         if not module.startswith("layers."):
-            return f"{self.top.get(module, module)}.{kind}", None, 0
+            return Place(f"{self.top.get(module, module)}.{kind}")
+
         _, layer, module = module.split(".", 2)
-        table = self if self.linear is None or config.has_softmax(int(layer)) else self.linear
+        table = self
+        if self.linear is not None and not config.has_softmax(int(layer)):
+            table = self.linear
         for theirs, fused in table.fused.items():
             if module in fused.parts:
-                return f"{self.layers}.{layer}.{theirs}.{kind}", fused, fused.parts.index(module)
-        return f"{self.layers}.{layer}.{table.layer.get(module, module)}.{kind}", None, 0
+                their_name = f"{self.layers}.{layer}.{theirs}.{kind}"
+                return Place(their_name, fused, fused.parts.index(module))
+        return Place(f"{self.layers}.{layer}.{table.layer.get(module, module)}.{kind}")
 
     def ours(self, theirs: Read, name: str, config: Any) -> Tensor:
-        """Return one of our parameters: the same tensor as theirs or a view of it, unless
-        ``ours_of`` copies it.
+        """Return one of our parameters, read from theirs.
 
-        One of a group's channels is a copy.
+        It is the same tensor or a view, unless it is fused in groups or ``ours_of`` copies it.
         """
-        their_name, fused, part = self._place(name, config)
-        weight = theirs(their_name)
-        return self.ours_of(
-            config, name, weight if fused is None else fused.part(weight, part, config)
-        )
+        place = self._place(name, config)
+        weight = theirs(place.name)
+        if place.fused is not None:
+            weight = place.fused.part(weight, place.part, config)
+        return self.ours_of(config, name, weight)
 
     def inside(self, names: Iterable[str], config: Any) -> dict[str, list[str]]:
-        """Return which of our parameters each of theirs holds, in its order."""
-        found: dict[str, list[str]] = {}
+        """Return the names of our parameters in each of theirs, in order."""
+        ours_by_theirs: dict[str, list[str]] = {}
         for name in names:
-            theirs, fused, part = self._place(name, config)
-            if not part:
-                parts = (fused.parts if fused else None) or ("",)
-                found[theirs] = [name.replace(parts[0], one) for one in parts]
-        return found
+            place = self._place(name, config)
+            if place.fused is None:
+                ours_by_theirs[place.name] = [name]
+            elif place.part == 0:
+                parts = place.fused.parts
+                ours_by_theirs[place.name] = [name.replace(parts[0], part) for part in parts]
+        return ours_by_theirs
 
     def theirs(self, ours: Read, inside: Sequence[str], config: Any) -> Tensor:
-        """Return one of their parameters: the same tensor as ours, unless it is fused or
-        ``theirs_of`` copies it.
+        """Return one of their parameters, made of our parameters ``inside``.
+
+        It is the same tensor as ours, unless it is fused or ``theirs_of`` copies it.
         """
         weights = [ours(name) for name in inside]
-        fused = self._place(inside[0], config)[1]
-        return self.theirs_of(
-            config, inside[0], weights[0] if fused is None else fused.joined(weights, config)
-        )
+        fused = self._place(inside[0], config).fused
+        weight = weights[0] if fused is None else fused.joined(weights, config)
+        return self.theirs_of(config, inside[0], weight)
 
     def to_theirs(self, ours: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """Return their state dict, as ``theirs``."""
-        return {
-            name: self.theirs(ours.__getitem__, own, config)
-            for name, own in self.inside(ours, config).items()
-        }
+        """Return their state dict for ours."""
+        state = {}
+        for name, inside in self.inside(ours, config).items():
+            state[name] = self.theirs(ours.__getitem__, inside, config)
+        return state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model of Hugging Face's that is a model of ours with some settings."""
+    """A model of transformers that is one of our families with some settings."""
 
     kind: str
     """Their model_type."""
     title: str
-    """Its name in messages, after "which"."""
+    """Its name in messages, such as "a LLaMA"."""
     architecture: str
     """Their class."""
     ours: type[DecoderConfig]
-    """Our settings."""
-    fields: Mapping[str, Field]
-    """Keys of config.json that hold a field of ours as it is."""
-    parts: tuple[Part, ...]
+    """Our configuration."""
+    fields: Mapping[str, ConfigKey]
+    """Keys of config.json that hold one of our fields unchanged."""
+    groups: tuple[KeyGroup, ...]
     """The other keys that are read, in order, after that of tied embeddings."""
     tied: bool
-    """True if embeddings are tied where config.json does not say so."""
-    own: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ours that all of its models have alike."""
+    """True if embeddings are tied when config.json does not say."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ours with one value in all of its models."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys that may ask for what our model does not compute, with the supported values; a missing
-    key means the first, which an export writes unless it is None."""
+    """Keys that may ask for a computation that our model lacks, and their supported values. A
+    missing key means the first, which an export writes unless it is None."""
     rates: tuple[str, ...] = ()
     """Keys of dropout, which a trained model does not use; an export writes 0."""
     ids: tuple[str, ...] = ("bos_token_id", "eos_token_id")
-    """Ids of tokens that transformers has defaults for, of its own vocabularies; an export writes
-    null.
-    """
+    """Token ids for which transformers has defaults of its own vocabularies; an export writes null
+    to override them."""
     ignored: frozenset[str] = frozenset()
-    """Keys of its own that change nothing."""
+    """Keys of this model that change nothing."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Keys that stand for another one, and win over it."""
+    """Keys that override another one if present."""
     needs: tuple[Need, ...] = ()
     names: Names
     derived: str = r"(?!)"
     """Pattern of names in old checkpoints that are not weights."""
     prefix: str = ""
-    """Beginning of all names but lm_head's, which some files omit."""
+    """Prefix of all names but lm_head's, which some files omit."""
     stored: tuple[Names, ...] = ()
     """Other names that files have."""
-    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Modules that files may hold in parts, by theirs."""
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Their modules that files may hold as several modules."""
     nested: str = ""
-    """Key of the table that holds this model's entries where it is part of another one, of
-    ``whole``.
-    """
-    whole: str = ""
-    """model_type of that other one."""
+    """Key of the table of this model's entries in the config.json of ``outer``."""
+    outer: str = ""
+    """model_type of a model that contains this one beside other parts."""
     instead_of: str = ""
-    """Another family's kind, whose files are this one's to transformers if they have the key
-    ``told_by``.
-    """
-    told_by: str = ""
+    """Kind of another model: transformers reads its files as this one if they have ``marker``."""
+    marker: str = ""
+    """The key that distinguishes this model's files from those of ``instead_of``."""
     skipped: str = r"(?!)"
-    """Pattern of names of parts that are no part of our model; a line says so."""
+    """Pattern of names of weights of other parts, which an import skips with a note."""
 
     @property
     def embedding(self) -> str:
@@ -247,102 +269,119 @@ class Family:
     @property
     def known(self) -> set[str]:
         """Keys that are read, or known to change nothing."""
-        own = {
-            *self.fields,
-            *(key for part in self.parts for key in part.keys),
-            *self.only,
-            *self.aliases,
-        }
-        return own | {*self.rates, *self.ignored, *IGNORED, *ONLY, *TOKEN_IDS, "model_type", TIED}
+        keys = {*self.fields, *self.only, *self.aliases, *self.rates, *self.ignored}
+        return keys | self._grouped | {*IGNORED, *ONLY, *TOKEN_IDS, "model_type", TIED}
+
+    @property
+    def _grouped(self) -> set[str]:
+        return {key for group in self.groups for key in group.keys}
 
     def refuse(self, config: DecoderConfig) -> None:
-        """Raise UserError if it cannot express a model of ours."""
-        own = [
-            (name, getattr(config, name) in (value, None), f"{value}")
-            for name, value in self.own.items()
-        ]
-        needs = [
-            (need.ours, need.holds(config), need.only.format(config=config)) for need in self.needs
-        ]
-        for name, holds, only in own + needs:
-            if not holds:
-                raise UserError(
-                    f"{name} is {getattr(config, name)}, and {self.title} has only {only}"
-                )
+        """Raise UserError if transformers' model cannot express this one of ours."""
+        for name, value in self.fixed.items():
+            if getattr(config, name) not in (value, None):
+                raise self._unlike(config, name, f"{value}")
+        for need in self.needs:
+            if not need.holds(config):
+                raise self._unlike(config, need.ours, need.only.format(config=config))
+
+    def _unlike(self, config: DecoderConfig, name: str, only: str) -> UserError:
+        return UserError(f"{name} is {getattr(config, name)}, and {self.title} has only {only}")
 
     def check(self, hf: Contents) -> None:
-        """Raise UserError for entries of a config.json that may change what is computed, or are of
-        a wrong type.
+        """Check the entries of a config.json.
+
+        Raises:
+            UserError: an entry that may change what is computed, or that has a wrong type.
         """
+        known_keys = self.known
         for key, value in hf.items():
-            if (supported := self.only.get(key, ONLY.get(key))) is not None:
+            supported = self.only.get(key, ONLY.get(key))
+            if supported is not None:
                 check_value(CONFIG, key, value, supported)
-            elif key not in self.known:
+            elif key not in known_keys:
                 rest = (
-                    f": {with_article(self.kind)} is not known to have it, and it may change what is computed; take it "
-                    "out of the file if the model is the same without it"
+                    f": {with_article(self.kind)} is not known to have it, and it may change what "
+                    "is computed; take it out of the file if the model is the same without it"
                 )
                 raise unsupported(shown(key)[1:-1], value, rest)
+
         for key in TOKEN_IDS:
-            entry(
-                hf,
-                key,
-                list if key == "eos_token_id" and isinstance(hf.get(key), list) else int,
-                None,
-            )
-        if (longest := entry(hf, "max_position_embeddings", int, None)) is not None and longest < 1:
+            is_list = key == "eos_token_id" and isinstance(hf.get(key), list)
+            entry(hf, key, list if is_list else int, None)
+        longest = entry(hf, "max_position_embeddings", int, None)
+        if longest is not None and longest < 1:
             raise UserError(
                 f"{CONFIG}: max_position_embeddings is below 1; it must be the longest sequence"
             )
         for key in self.rates:
-            if not 0 <= (entry(hf, key, float, None) or 0) < 1:
+            rate = entry(hf, key, float, None) or 0
+            if not 0 <= rate < 1:
                 raise UserError(
                     f"{CONFIG}: {key} is {shown(hf[key])}; it must be from 0 to below 1"
                 )
 
     def read(self, hf: Contents) -> DecoderConfig:
-        """Build a DecoderConfig from a config.json's contents. Raises KeyError if missing,
-        UserError if unsupported.
+        """Build our configuration from a config.json's contents.
+
+        Raises:
+            KeyError: a key is missing.
+            UserError: an entry is not supported.
         """
-        hf = {
-            **hf,
-            **{name: entry(hf, key, int) for key, name in self.aliases.items() if key in hf},
-        }
-        settings: dict[str, Any] = dict(self.own)
+        contents = dict(hf)
+        for key, name in self.aliases.items():
+            if key in hf:
+                contents[name] = entry(hf, key, int)
+
+        settings: dict[str, Any] = dict(self.fixed)
         for key, (ours, kind, default) in self.fields.items():
-            settings[ours] = entry(hf, key, kind, *([] if default is REQUIRED else [default]))
-        settings["untie_embeddings_and_output_weights"] = not entry(hf, TIED, bool, self.tied)
-        for part in self.parts:
-            settings |= part.read(hf, settings)
+            defaults = [] if default is REQUIRED else [default]
+            settings[ours] = entry(contents, key, kind, *defaults)
+        tied = entry(contents, TIED, bool, self.tied)
+        settings["untie_embeddings_and_output_weights"] = not tied
+        for group in self.groups:
+            settings |= group.read(contents, settings)
+
         try:
             return self.ours(**settings)
         except UserError as error:
+            # The message names our field; put the key of config.json in its place.
             name, _, problem = str(error).partition(" ")
-            key = next((key for key, one in self.fields.items() if one.ours == name), name)
-            raise UserError(f"{key} {problem}") from None
+            for key, config_key in self.fields.items():
+                if config_key.ours == name:
+                    name = key
+                    break
+            raise UserError(f"{name} {problem}") from None
 
-    def write(self, config: DecoderConfig, kept: Contents) -> dict[str, Any]:
-        """Return a config.json for transformers: entries that our fields determine, and ``kept``
-        ones beside them.
+    def write(self, config: DecoderConfig, contents: Contents) -> dict[str, Any]:
+        """Return a config.json for transformers.
+
+        It has, in order of precedence: the entries that our fields determine, the known ones of
+        ``contents``, and the defaults that transformers would otherwise choose differently.
         """
-        found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.kind}
-        for key, (ours, kind, _) in self.fields.items():
-            if (value := config.resolved(ours)[ours]) is not None:
-                found[key] = kind(value)
-        found[TIED] = not config.untie_embeddings_and_output_weights
-        for part in self.parts:
-            found |= part.write(config)
-        unsaid: dict[str, Any] = dict.fromkeys(self.ids) | dict.fromkeys(self.rates, 0.0)
-        unsaid |= {
-            key: one.default
-            for key, one in self.fields.items()
-            if one.default not in (REQUIRED, None)
+        determined: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.kind,
         }
-        unsaid |= {key: values[0] for key, values in self.only.items() if values[0] is not None}
-        replaced = {*self.aliases, *(key for part in self.parts for key in part.keys)}
-        known = {key: value for key, value in kept.items() if key in self.known - replaced}
-        return (
-            unsaid
-            | {key: value for key, value in known.items() if value is not None or key not in unsaid}
-            | found
-        )
+        for key, (ours, kind, _) in self.fields.items():
+            value = config.resolved(ours)[ours]
+            if value is not None:
+                determined[key] = kind(value)
+        determined[TIED] = not config.untie_embeddings_and_output_weights
+        for group in self.groups:
+            determined |= group.write(config)
+
+        defaults: dict[str, Any] = dict.fromkeys(self.ids) | dict.fromkeys(self.rates, 0.0)
+        for key, config_key in self.fields.items():
+            if config_key.default not in (REQUIRED, None):
+                defaults[key] = config_key.default
+        for key, values in self.only.items():
+            if values[0] is not None:
+                defaults[key] = values[0]
+
+        copied = {}
+        copied_keys = self.known - self._grouped - self.aliases.keys()
+        for key, value in contents.items():
+            if key in copied_keys and (value is not None or key not in defaults):
+                copied[key] = value
+        return defaults | copied | determined

@@ -1,32 +1,35 @@
-"""Entries of config.json that belong together in the LLaMA's kin: rope, and the kinds of layers
-with their windows.
+"""Entries of config.json that are converted together: rope, and the kinds of layers with windows.
+
+Each ``*_from_hf`` takes the entries of config.json and our settings so far, and returns more
+settings; each ``*_to_hf`` is its inverse.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from model.config import DecoderConfig
+from model.hf.entries import CONFIG, entry, unsupported
 from model.hf.family import Contents
-from model.hf.folder import CONFIG, entry, unsupported
 from model.parts.rope import PREFIX as SCALING
 from model.parts.rope import SETTINGS, dynamic_base
 from model.parts.settings import RotaryConfig
 from runtime.errors import UserError
 
-WHOLE, SLIDING = "full_attention", "sliding_attention"
+WHOLE = "full_attention"
+SLIDING = "sliding_attention"
 TRAINED = "original_max_position_embeddings"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", TRAINED)
 WINDOWS = ("sliding_window", "layer_types")
 LISTED = 10**5
-"""Most layers whose kinds are listed."""
+"""Maximum of layers whose kinds are listed; a file may ask for any number of layers."""
 
 
 def _table(hf: Contents, key: str) -> Mapping[str, Any]:
-    """Return a table of config.json, empty where there is none."""
-    found = hf.get(key)
-    if not isinstance(found, dict | None):
-        raise unsupported(key, found, "; only a table is")
-    return found or {}
+    """Return a table of config.json, empty if it is missing."""
+    table = hf.get(key)
+    if not isinstance(table, dict | None):
+        raise unsupported(key, table, "; only a table is")
+    return table or {}
 
 
 def rope_from_hf(
@@ -36,216 +39,232 @@ def rope_from_hf(
     others: tuple[str, ...] = (),
     theta: float = 10000.0,
 ) -> dict[str, Any]:
-    """Return our settings of rope: transformers 4 has a table rope_scaling beside rope_theta, 5
-    rope_parameters.
+    """Return our settings of rope.
+
+    transformers 4 writes a table rope_scaling beside rope_theta, transformers 5 rope_parameters.
 
     Args:
-        share: of a head's channels that turns by default, in a model which may have another one;
-            None is all.
+        share: default share of a head's channels that rotate, if the model may have another one;
+            None rotates all.
         others: keys of the table that change nothing.
-        theta: the base where a file does not say it.
+        theta: the base if a file has none.
     """
-    tables = {key: _table(hf, key) for key in ("rope_scaling", "rope_parameters")}
-    key = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
-    rope = tables[key]
+    key = "rope_scaling"
+    rope = _table(hf, key)
+    rope_parameters = _table(hf, "rope_parameters")
+    if not rope:
+        key = "rope_parameters"
+        rope = rope_parameters
+
     base = entry(rope, "rope_theta", float, entry(hf, "rope_theta", float, theta))
     kind: Any = rope.get("rope_type", rope.get("type", "default"))
-    plain = kind == "default" or (kind == "linear" and rope.get("factor") == 1)
-    parts = [entry(one, "partial_rotary_factor", float, None) for one in (rope, hf)]
-    if (share is None and any(part not in (None, 1) for part in parts)) or not (
-        plain or kind in list(SETTINGS)
-    ):
+    is_plain = kind == "default" or (kind == "linear" and rope.get("factor") == 1)
+    shares = [entry(table, "partial_rotary_factor", float, None) for table in (rope, hf)]
+    rotates_all = all(number in (None, 1) for number in shares)
+    # Not `in SETTINGS`: JSON lists are unhashable.
+    is_known = is_plain or kind in list(SETTINGS)
+    if not is_known or (share is None and not rotates_all):
         raise unsupported(key, rope, f"; only default, {', '.join(SETTINGS)} of all channels are")
-    known = SETTINGS.get(kind, ())
-    strange = rope.keys() - {
-        "rope_type",
-        "type",
-        "rope_theta",
-        "partial_rotary_factor",
-        TRAINED,
-        *known,
-        *others,
+    _check_rope_keys(key, rope, kind, others)
+
+    converted: dict[str, Any] = {"rotary_base": base}
+    if not is_plain:
+        converted |= _scaling_from_hf(hf, rope, kind, settings["max_position_embeddings"])
+    if share is not None:
+        stated_shares = [number for number in shares if number is not None]
+        converted["rotary_percent"] = stated_shares[0] if stated_shares else share
+    return converted
+
+
+def _check_rope_keys(key: str, rope: Contents, kind: str, others: tuple[str, ...]) -> None:
+    """Raise UserError for keys of a table of rope that its type does not have."""
+    names = SETTINGS.get(kind, ())
+    allowed = {"rope_type", "type", "rope_theta", "partial_rotary_factor", TRAINED, *names, *others}
+    unknown = {name: rope[name] for name in sorted(rope.keys() - allowed)}
+    if unknown:
+        only = f"{', '.join(names)} are" if names else "rope_theta is"
+        raise unsupported(key, unknown, f" by {kind}; only {only}")
+
+
+def _scaling_from_hf(hf: Contents, rope: Contents, kind: str, max_length: int) -> dict[str, Any]:
+    scaling: dict[str, Any] = {
+        "rope_scaling_type": kind,
+        f"{SCALING}factor": entry(rope, "factor", float),
     }
-    if strange:
-        only = f"{', '.join(known) or 'rope_theta'} {'are' if known else 'is'}"
-        raise unsupported(
-            key, {name: rope[name] for name in sorted(strange)}, f" by {kind}; only {only}"
-        )
-    turned = (
-        {}
-        if share is None
-        else {"rotary_percent": next((part for part in parts if part is not None), share)}
-    )
-    if plain:
-        return {"rotary_base": base} | turned
-    found: dict[str, Any] = {f"{SCALING}factor": entry(rope, "factor", float)}
-    if TRAINED in known:
-        longest = settings["max_position_embeddings"]
-        said = entry(hf if TRAINED in hf else rope, TRAINED, int, longest)
-        found[SCALING + TRAINED] = longest if kind == "dynamic" else said
-    for name in known:
-        if name == "truncate":
-            found[SCALING + name] = entry(rope, name, bool, True)
-        elif name not in ("factor", TRAINED):
-            found[SCALING + name] = entry(rope, name, float, *([] if kind == "llama3" else [None]))
-    return {"rotary_base": base, "rope_scaling_type": kind, **found, **turned}
+    for name in SETTINGS[kind]:
+        if name == "factor":
+            continue
+        if name == TRAINED:
+            trained_length = entry(hf if TRAINED in hf else rope, TRAINED, int, max_length)
+            # dynamic scales from the longest sequence, whatever else its file says.
+            scaling[SCALING + name] = max_length if kind == "dynamic" else trained_length
+        elif name == "truncate":
+            scaling[SCALING + name] = entry(rope, name, bool, True)
+        elif kind == "llama3":
+            scaling[SCALING + name] = entry(rope, name, float)
+        else:
+            scaling[SCALING + name] = entry(rope, name, float, None)
+    return scaling
 
 
 def rope_to_hf(config: RotaryConfig, share: float | None = None) -> dict[str, Any]:
-    """Return rope_theta and its table, for transformers 5 and, where it is scaled, for 4; and the
-    longest sequence.
+    """Return rope_theta, its table, and max_position_embeddings.
 
-    ``share`` of a head's channels turns, in a model which may have another one than all.
+    The table is rope_parameters, for transformers 5, and with a scaling also rope_scaling, for 4.
+
+    Args:
+        share: of a head's channels that rotate, if the model may rotate a part of them.
     """
-    base, kind = float(config.rotary_base), config.rope_scaling_type
+    base = float(config.rotary_base)
+    kind = config.rope_scaling_type
     longest = config.max_position_embeddings or config.scaled_length
-    if (
-        config.rope_scaling_seq_length is not None
-    ):  # theirs looks at each text's length, and ours no longer does
-        base, kind = dynamic_base(config, config.rotary_dim, config.rope_scaling_seq_length), None
+    if config.rope_scaling_seq_length is not None:
+        # Dynamic scaling was fixed to one length, while theirs depends on each text's. At that
+        # length it equals unscaled rope with another base, so that is written.
+        base = dynamic_base(config, config.rotary_dim, config.rope_scaling_seq_length)
+        kind = None
         longest = max(config.max_position_embeddings or 0, config.rope_scaling_seq_length)
-    elif kind == "dynamic":
-        longest = (
-            config.rope_scaling_original_max_position_embeddings or 0
-        )  # the length that theirs scales from
+    elif kind == "dynamic":  # theirs scales from the longest sequence
+        longest = config.rope_scaling_original_max_position_embeddings or 0
     length = {"max_position_embeddings": longest} if longest else {}
-    turned = {} if share is None else {"partial_rotary_factor": share}
+    rotated = {} if share is None else {"partial_rotary_factor": share}
+
     if kind is None:
-        return {
-            "rope_theta": base,
-            "rope_parameters": {"rope_type": "default", "rope_theta": base, **turned},
-        } | length
-    scaling: dict[str, Any] = {"rope_type": kind, **turned}
+        parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": base, **rotated}
+        return {"rope_theta": base, "rope_parameters": parameters, **length}
+
+    scaling: dict[str, Any] = {"rope_type": kind, **rotated}
     for name in SETTINGS[kind] if kind != "dynamic" else ("factor",):
-        resolved = kind == "llama3" and name.endswith("freq_factor")
-        value = config.setting(name) if resolved else getattr(config, SCALING + name)
-        if value is not None and not (name == "truncate" and value):
+        value = getattr(config, SCALING + name)
+        if kind == "llama3" and name.endswith("freq_factor"):
+            value = config.setting(name)
+        is_default = value is None or (name == "truncate" and value)
+        if not is_default:
             scaling[name] = value
     return {
         "rope_theta": base,
         "rope_scaling": scaling,
         "rope_parameters": scaling | {"rope_theta": base},
-    } | length
+        **length,
+    }
 
 
 def _tables_by_kind(hf: Contents) -> Mapping[str, Any]:
     """Return the tables of rope_parameters, one for each kind of layers.
 
-    Entries beside two whole tables are passed over: transformers 5 writes both where a model was
-    made from the entries alone, and takes the tables.
+    Entries beside two whole tables are ignored: transformers 5 writes both for a model that was
+    made from the entries alone, and reads the tables.
     """
-    entries = hf.get("rope_parameters") or {}
-    if not isinstance(entries, dict):
-        raise unsupported(
-            "rope_parameters", entries, f"; only a table each for {WHOLE} and {SLIDING} is"
-        )
+    parameters = hf.get("rope_parameters") or {}
+    rest = f"; only a table each for {WHOLE} and {SLIDING} is"
+    if not isinstance(parameters, dict):
+        raise unsupported("rope_parameters", parameters, rest)
 
-    tables = {kind: table for kind, table in entries.items() if kind in (WHOLE, SLIDING)}
-    beside = entries.keys() - tables.keys()
-    whole = all("rope_theta" in (tables.get(kind) or {}) for kind in (WHOLE, SLIDING))
-    scalings = {name for names in SETTINGS.values() for name in names}
-    passed_over = whole and beside <= {
-        "rope_type",
-        "type",
-        "rope_theta",
-        "partial_rotary_factor",
-        *scalings,
-    }
-    are_tables = all(isinstance(table, dict | None) for table in tables.values())
-    if not are_tables or (beside and not passed_over):
-        raise unsupported(
-            "rope_parameters", entries, f"; only a table each for {WHOLE} and {SLIDING} is"
-        )
+    tables = {kind: table for kind, table in parameters.items() if kind in (WHOLE, SLIDING)}
+    if not all(isinstance(table, dict | None) for table in tables.values()):
+        raise unsupported("rope_parameters", parameters, rest)
+
+    entries = parameters.keys() - tables.keys()
+    ignored = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    for names in SETTINGS.values():
+        ignored |= {*names}
+    are_whole = all("rope_theta" in (tables.get(kind) or {}) for kind in (WHOLE, SLIDING))
+    if entries and not (are_whole and entries <= ignored):
+        raise unsupported("rope_parameters", parameters, rest)
     return tables
 
 
 def ropes_from_hf(
     hf: Contents, settings: dict[str, Any], bases: tuple[float, float], local: str | None = None
 ) -> dict[str, Any]:
-    """Return our settings of two ropes: rope_parameters has a table each, and rope_scaling changes
-    the whole layers'.
+    """Return our settings of two ropes, of layers without and with a window.
+
+    rope_parameters has a table for each; rope_scaling applies to layers without a window.
 
     Args:
-        bases: of layers that see all, and of those with a window, where a file does not say them.
+        bases: of layers without and with a window, if a file has none.
         local: key of the latter outside of the table.
     """
     tables = _tables_by_kind(hf)
-    scaling, sliding = _table(hf, "rope_scaling"), tables.get(SLIDING) or {}
+    scaling = _table(hf, "rope_scaling")
+    sliding = tables.get(SLIDING) or {}
     others = {key: value for key, value in hf.items() if key not in ROPE[:3]}
-    whole = {
-        "rope_theta": entry(hf, "rope_theta", float, bases[0]),
-        **(tables.get(WHOLE) or {}),
-        **scaling,
-    }
-    found = rope_from_hf({**others, "rope_parameters": whole}, settings)
+
+    whole = {"rope_theta": entry(hf, "rope_theta", float, bases[0])}
+    whole |= tables.get(WHOLE) or {}
+    whole |= scaling
+    converted = rope_from_hf({**others, "rope_parameters": whole}, settings)
     if "window_size" not in settings:
-        return found
+        return converted
+
     base = bases[1] if local is None else entry(hf, local, float, bases[1])
-    plain = rope_from_hf({**others, "rope_parameters": {"rope_theta": base, **sliding}}, settings)
-    if plain.keys() != {"rotary_base"}:
+    sliding_rope = {"rope_theta": base, **sliding}
+    local_rope = rope_from_hf({**others, "rope_parameters": sliding_rope}, settings)
+    if local_rope.keys() != {"rotary_base"}:
         rest = "; layers with a window have only the type default"
         raise unsupported("rope_parameters", {SLIDING: sliding}, rest)
-    if local is None and "rope_theta" not in sliding and found["rotary_base"] != base:
+    if local is None and "rope_theta" not in sliding and converted["rotary_base"] != base:
         raise UserError(
-            f"{CONFIG}: rope_theta = {found['rotary_base']:g} is not supported without one for {SLIDING} in "
-            f"rope_parameters, where transformers 4 takes this base and 5 takes {base:g}; write it there"
+            f"{CONFIG}: rope_theta = {converted['rotary_base']:g} is not supported without one for "
+            f"{SLIDING} in rope_parameters, where transformers 4 takes this base and 5 takes "
+            f"{base:g}; write it there"
         )
-    return {**found, "rotary_base_local": plain["rotary_base"]}
+    return {**converted, "rotary_base_local": local_rope["rotary_base"]}
 
 
 def ropes_to_hf(config: RotaryConfig, local: str | None = None) -> dict[str, Any]:
     """Return the entries that ``ropes_from_hf`` reads."""
-    found = rope_to_hf(config)
-    tables = {WHOLE: found["rope_parameters"]}
+    entries = rope_to_hf(config)
+    tables = {WHOLE: entries["rope_parameters"]}
     if config.local_rope is not None:
         base = float(config.local_rope.rotary_base)
         tables[SLIDING] = {"rope_type": "default", "rope_theta": base}
-        found |= {} if local is None else {local: base}
-    return {**found, "rope_parameters": tables}
+        if local is not None:
+            entries[local] = base
+    return {**entries, "rope_parameters": tables}
 
 
 def _width(hf: Contents) -> int | None:
-    """Return the keys of a window, a token's own among them; None without one."""
-    width: int | None = entry(hf, "sliding_window", int, None) if "sliding_window" in hf else 4096
+    """Return the keys in a window, including a token's own; None without a window."""
+    width: int | None = 4096  # transformers' default
+    if "sliding_window" in hf:
+        width = entry(hf, "sliding_window", int, None)
     if width is not None and width < 2:
         raise unsupported("sliding_window", width, "; only 2 or more is")
     return width
 
 
 def _windows(width: int | None, kinds: Any, layers: int) -> dict[str, Any]:
-    """Return our windows: one of ``width`` keys in the layers whose kind says so."""
-    named = kinds if isinstance(kinds, list) else []
-    whole, sliding = (
-        [kind in (WHOLE, "attention") for kind in named],
-        [kind == SLIDING for kind in named],
-    )
-    if named and len(named) != layers:
+    """Return our settings of a window of ``width`` keys in the layers whose kind is sliding."""
+    names = kinds if isinstance(kinds, list) else []
+    whole = [name in (WHOLE, "attention") for name in names]
+    sliding = [name == SLIDING for name in names]
+    if names and len(names) != layers:
         raise UserError(
-            f"{CONFIG}: layer_types has {len(named)} entries, and num_hidden_layers is {layers}"
+            f"{CONFIG}: layer_types has {len(names)} entries, and num_hidden_layers is {layers}"
         )
-    if not named or sum(whole) + sum(sliding) != layers:
+    if not names or sum(whole) + sum(sliding) != layers:
         raise unsupported("layer_types", kinds, f"; only {WHOLE} or {SLIDING} per layer is")
     if not any(sliding):
         return {}
     if width is None:
         raise unsupported("layer_types", kinds, " without a sliding_window, and there is none")
-    pattern = f"[{','.join(str(int(one)) for one in sliding)}]"
-    return {
-        "window_size": f"{width - 1},0",
-        "window_attn_skip_freq": pattern if any(whole) else None,
-    }
+
+    pattern = None
+    if any(whole):
+        flags = ",".join("1" if is_sliding else "0" for is_sliding in sliding)
+        pattern = f"[{flags}]"
+    return {"window_size": f"{width - 1},0", "window_attn_skip_freq": pattern}
 
 
 def window_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our window, that of every layer."""
+    """Return our settings of a window in every layer."""
     width = _width(hf)
     return {} if width is None else {"window_size": f"{width - 1},0"}
 
 
 def window_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys of every layer's window as theirs counts them, a token's own among them; None
-    without one.
-    """
+    """Return the width of every layer's window, which counts a token's own key; None without."""
     window = config.window(0)
     return {"sliding_window": None if window is None else window[0] + 1}
 
@@ -253,57 +272,66 @@ def window_to_hf(config: DecoderConfig) -> dict[str, Any]:
 def windows_from_hf(
     hf: Contents, settings: dict[str, Any], every: int = LISTED + 1, interval: str | None = None
 ) -> dict[str, Any]:
-    """Return our windows, in the layers whose layer_types say so.
+    """Return our settings of windows in the layers that layer_types lists.
 
-    Without layer_types every so many-th layer has none, as the key ``interval`` may say; by default
-    all have one.
+    Args:
+        every: without layer_types, every N-th layer has no window; by default all have one.
+        interval: key of config.json that overrides ``every``.
     """
-    every = every if interval is None else entry(hf, interval, int, every)
+    if interval is not None:
+        every = entry(hf, interval, int, every)
     if every < 1:
         raise unsupported(str(interval), every, "; only 1 or more is")
-    layers, kinds = settings["num_layers"], hf.get("layer_types")
+    layers = settings["num_layers"]
+    kinds = hf.get("layer_types")
     if kinds is None:
-        kinds = [SLIDING if layer % every else WHOLE for layer in range(1, min(layers, LISTED) + 1)]
+        numbers = range(1, min(layers, LISTED) + 1)
+        kinds = [SLIDING if number % every else WHOLE for number in numbers]
     return _windows(_width(hf), kinds, layers)
 
 
 def ministral_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Do as ``windows_from_hf``; a Ministral always has a width."""
+    """Return our settings of windows; a Ministral always has a width."""
     if _width(hf) is None:
         raise unsupported("sliding_window", None, " beside layer_types; only a width is")
     return windows_from_hf(hf, settings)
 
 
 def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """Return the kind of each layer, and the window of those that have one."""
+    """Return the kind of each layer, and the width of the window if some layer has one."""
     kinds = {"layer_types": [WHOLE if window is None else SLIDING for window in config.windows]}
-    left = next((window[0] for window in config.windows if window), None)
-    return kinds if left is None else {"sliding_window": left + 1, **kinds}
+    windows = list(filter(None, config.windows))
+    if not windows:
+        return kinds
+    return {"sliding_window": windows[0][0] + 1, **kinds}
 
 
 def qwen_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our windows, in the layers whose layer_types say so, or in those after the first
-    max_window_layers.
+    """Return our settings of windows in the layers that layer_types lists.
+
+    Without layer_types they are in the layers after the first max_window_layers.
     """
-    entry(hf, "sliding_window", int, None)  # transformers checks its type where it is not used, too
-    entry(hf, "head_dim", int, 1)  # left out it has a default, null is an error
+    entry(hf, "sliding_window", int, None)  # transformers checks its type even if it is not used
+    entry(hf, "head_dim", int, 1)  # a missing key has a default, null is an error
     width = _width(hf) if entry(hf, "use_sliding_window", bool, False) else None
-    first, layers = entry(hf, "max_window_layers", int, 28), settings["num_layers"]
-    if (kinds := hf.get("layer_types")) is None:
-        kinds = [
-            SLIDING if width and layer >= first else WHOLE for layer in range(min(layers, LISTED))
-        ]
+    first = entry(hf, "max_window_layers", int, 28)
+    layers = settings["num_layers"]
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        kinds = [WHOLE] * min(layers, LISTED)
+        if width:
+            kinds = [WHOLE if layer < first else SLIDING for layer in range(len(kinds))]
     return _windows(width, kinds, layers)
 
 
 def qwen_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Return the entries that ``qwen_from_hf`` reads."""
-    found = windows_to_hf(config)
-    if "sliding_window" not in found:
-        return {"use_sliding_window": False, **found}
-    # Old versions of transformers know the number of whole layers before the others alone.
+    entries = windows_to_hf(config)
+    if "sliding_window" not in entries:
+        return {"use_sliding_window": False, **entries}
     return {
         "use_sliding_window": True,
-        "max_window_layers": found["layer_types"].index(SLIDING),
-        **found,
+        # Old versions of transformers read this number instead of layer_types.
+        "max_window_layers": entries["layer_types"].index(SLIDING),
+        **entries,
     }

@@ -1,5 +1,8 @@
-"""Grouped-query attention with an injected core, so that the model does not know how the sequence
-is sharded.
+"""Grouped-query attention whose core is passed in, so that the model knows no ranks.
+
+A layer projects queries, keys and values, and calls ``attend`` on them. On one device that is
+`sdpa`; under context parallelism it is an object of ``parallel.context``, which exchanges keys and
+values with the other ranks. The model is the same code for both.
 
 Shapes: B sequences, T tokens, H query heads, G key and value heads, D width of a head, C width of
 the residual stream. In linear attention queries and keys have width D, values width E.
@@ -36,16 +39,18 @@ class Attend(Protocol):
         window: Window | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return attention scaled by 1 / sqrt(D): q [B, T, H, D], k and v [B, T, G, D] -> [B, T, H,
-        D].
+        """Return softmax attention [B, T, H, D] with scores scaled by 1 / sqrt(D).
 
-        The model passes only what is set.
+        The model passes a keyword only if it is set.
 
         Args:
-            mask: what the micro-batch's tokens see of each other, made where ``attend`` was; the
-                model hands it on. It is no tensor, which FSDP would cast. None is what ``attend``
-                was made for, such as a causal mask.
-            window: of this layer, on top of the mask.
+            q: [B, T, H, D].
+            k: [B, T, G, D].
+            v: [B, T, G, D].
+            mask: the micro-batch's mask, from the object that made ``attend``; the model only
+                passes it on. It is never a tensor, which FSDP would cast. None is the mask that
+                ``attend`` was made for, such as a causal one.
+            window: of this layer, in addition to the mask.
             sinks: [H], the score of one more key per head, whose value is 0.
         """
 
@@ -60,78 +65,91 @@ def sdpa(
     sinks: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Compute attention on one device that holds the whole sequence in order; shapes as in Attend.
+    """Compute attention on one device that has the whole sequence, in order; shapes as in Attend.
 
-    A window or sinks, which are causal, take blocks of queries, so that memory grows with T times
-    the window; learned sinks keep their scores for the backward.
+    A causal window or sinks are computed for a block of queries at a time, so that memory grows
+    with T times the window instead of T^2; learned sinks keep their scores for the backward.
 
     Raises:
-        UserError: a mask, which belongs to a method of context parallelism.
+        UserError: a mask, which only a method of context parallelism understands.
     """
     refuse_mask(mask)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or G, T, D]
+    q = q.transpose(1, 2)  # [B, H, T, D]
+    k = k.transpose(1, 2)  # [B, G, T, D]
+    v = v.transpose(1, 2)
     if window is None and sinks is None:
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, enable_gqa=grouped
-        ).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        return out.transpose(1, 2)  # [B, T, H, D]
+
     assert causal, "a window and sinks are"
-    length, left = q.shape[2], _left(window)
-    found = []
-    for start in range(0, length, BLOCK):
-        rows, columns = (
-            slice(start, start + BLOCK),
-            slice(0 if left is None else max(0, start - left), start + BLOCK),
+    left = _left(window)
+    blocks = []
+    for start in range(0, q.shape[2], BLOCK):
+        first_key = 0 if left is None else max(0, start - left)
+        queries = slice(start, start + BLOCK)
+        keys = slice(first_key, start + BLOCK)
+        blocks.append(
+            _attend_last(q[:, :, queries], k[:, :, keys], v[:, :, keys], window=window, sinks=sinks)
         )
-        found.append(
-            _of_last(q[:, :, rows], k[:, :, columns], v[:, :, columns], window=window, sinks=sinks)
-        )
-    return torch.cat(found, 2).transpose(1, 2)
+    return torch.cat(blocks, 2).transpose(1, 2)  # [B, T, H, D]
 
 
 BLOCK = 256
-"""Queries that go through a masked kernel at once."""
+"""Queries per call of the masked kernel."""
 
 
 def refuse_mask(mask: Any) -> None:
-    """Raise UserError for a mask, which an attention of one device without a method does not know."""
+    """Raise UserError for a mask, which attention on one device does not support."""
     if mask is not None:
         raise UserError(
-            f"mask is a {type(mask).__name__}, and this attention has no method of context parallelism, which alone "
-            "knows masks of micro-batches; set a context_parallel_method, or leave the mask out"
+            f"mask is a {type(mask).__name__}, and attention on one device takes no masks of "
+            "micro-batches; set a context_parallel_method, or leave the mask out"
         )
 
 
 def _left(window: Window | None) -> int | None:
-    """Return how many keys before its own a query sees under a causal mask; None is all."""
+    """Return the number of keys before its own that a query sees; None is all."""
     return None if window is None or window[0] < 0 else window[0]
 
 
-def _of_last(
+def _attend_last(
     q: Tensor, k: Tensor, v: Tensor, *, window: Window | None, sinks: Tensor | None
 ) -> Tensor:
-    """Compute causal attention of the last T of S tokens: q [B, H, T, D], k and v [B, G, S, D] ->
-    [B, H, T, D].
+    """Compute causal attention of the last T of S tokens: [B, H, T, D].
+
+    Args:
+        q: [B, H, T, D].
+        k: [B, G, S, D].
+        v: [B, G, S, D].
+        sinks: [H].
     """
-    (heads, tokens), seen, left = q.shape[1:3], k.shape[2], _left(window)
-    bias = torch.ones(tokens, seen, dtype=torch.bool, device=q.device).tril(seen - tokens)  # [T, S]
+    heads, q_length = q.shape[1:3]
+    k_length = k.shape[2]
+    left = _left(window)
+
+    mask = torch.ones(q_length, k_length, dtype=torch.bool, device=q.device)  # [T, S]
+    mask = mask.tril(k_length - q_length)
     if left is not None:
-        bias = bias.triu(seen - tokens - left)
-    bias = bias[None, None]
+        mask = mask.triu(k_length - q_length - left)
+    bias = mask[None, None]
+
     if sinks is not None:
-        wide = accum_dtype(q.dtype)
-        k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))  # a key and a value of 0 before the others
-        scores = torch.zeros(bias.shape, dtype=wide, device=q.device).masked_fill(
-            ~bias, float("-inf")
-        )
-        sink = sinks.to(wide)[:, None, None].expand(heads, tokens, 1)
-        bias = torch.cat((sink, scores[0].expand(heads, -1, -1)), 2)[None]  # [1, H, T, 1 + S]
+        # The sink is one more key in front of the others: its score is the bias, since its key and
+        # value are 0.
+        dtype = accum_dtype(q.dtype)
+        k = F.pad(k, (0, 0, 1, 0))  # [B, G, 1 + S, D]
+        v = F.pad(v, (0, 0, 1, 0))
+        scores = torch.zeros(bias.shape, dtype=dtype, device=q.device)
+        scores = scores.masked_fill(~bias, float("-inf"))[0].expand(heads, -1, -1)  # [H, T, S]
+        sink = sinks.to(dtype)[:, None, None].expand(heads, q_length, 1)
+        bias = torch.cat((sink, scores), 2)[None]  # [1, H, T, 1 + S]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=heads != k.shape[1])
 
 
 @runtime_checkable
 class PrefetchingAttend(Protocol):
-    """An Attend that can start on k and v before q is ready."""
+    """An Attend that can start on k and v, such as sending them, before q is ready."""
 
     def prefetch_kv(
         self,
@@ -142,8 +160,9 @@ class PrefetchingAttend(Protocol):
         window: Window | None = None,
         sinks: Tensor | None = None,
     ) -> Callable[[Tensor], Tensor]:
-        """Return q -> attention to k and v, to be called once, before any other attention of this
-        object.
+        """Return a function q -> attention to k and v.
+
+        Call it once, before any other attention of this object.
         """
 
 
@@ -153,36 +172,33 @@ class LinearAttend(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: Any = None
     ) -> Tensor:
-        """Return causal, unscaled attention: q and k [B, T, H, D], v [B, T, H, E], H log decays ->
-        [B, T, H, E].
+        """Return causal, unscaled linear attention [B, T, H, E].
 
-        ``mask`` as in Attend; passed only if it is set.
+        Args:
+            q: [B, T, H, D].
+            k: [B, T, H, D].
+            v: [B, T, H, E].
+            log_decay: H numbers, the log of the factor of a head's state per token.
+            mask: as in Attend; passed only if it is set.
         """
 
 
 def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: Any = None) -> Tensor:
-    """Compute linear attention on one device that holds the whole sequence in order: a LinearAttend
-    without masks.
-    """
+    """Compute linear attention on one device that has the whole sequence; takes no masks."""
     refuse_mask(mask)
     return linear_attention(q, k, v, log_decay)[0]
 
 
 class HybridAttention(NamedTuple):
-    """The two attention cores of a hybrid model.
-
-    ``linear`` is a LinearAttend, or in a model with a delta rule a
-    ``model.parts.delta.DeltaAttend``.
-    """
+    """The two attention cores of a hybrid model."""
 
     linear: Any = linear
+    """A LinearAttend, or ``model.parts.delta.DeltaAttend`` in a model with a delta rule."""
     softmax: Attend = sdpa
 
 
 class LinearCore(nn.Module):
-    """The core of linear attention: injected, or in generation the recurrence on states that the
-    caller keeps.
-    """
+    """Base of linear attention layers: calls ``attend``, or a recurrence in generation."""
 
     attend: LinearAttend
 
@@ -196,25 +212,31 @@ class LinearCore(nn.Module):
         states: States | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """Return the attention's output [B, T, H, E]; with states, read and replace this layer's."""
+        """Return the output [B, T, H, E]; with states, continue from this layer's and update it."""
         if states is None:
-            return self.attend(q, k, v, log_decay, *(() if mask is None else (mask,)))
+            if mask is None:
+                return self.attend(q, k, v, log_decay)
+            return self.attend(q, k, v, log_decay, mask)
+
         refuse_mask(mask)
-        own_q, own_k, own_v = (x[:, : states.count] for x in (q, k, v))
+        count = states.count  # of the T tokens, the rest is padding
         if states.shared:
-            states.layers[layer] = states.total(state_after(own_k, own_v, log_decay, states.left))
+            state = state_after(k[:, :count], v[:, :count], log_decay, states.left)
+            states.layers[layer] = states.total(state)
             return self.attend(q, k, v, log_decay)
+
         out, states.layers[layer] = linear_attention(
-            own_q, own_k, own_v, log_decay, states.layers[layer]
+            q[:, :count], k[:, :count], v[:, :count], log_decay, states.layers[layer]
         )
-        return F.pad(out, (0, 0, 0, 0, 0, q.shape[1] - states.count))
+        return F.pad(out, (0, 0, 0, 0, 0, q.shape[1] - count))
 
 
 class Attention(nn.Module):
-    """Projections, optional norms and rotary positions, attend, optional gate, output projection:
-    [B, T, C], as x.
+    """Grouped-query softmax attention with rotary positions: [B, T, C] -> [B, T, C].
 
-    The projections are separate linears, so that tensor parallelism can split each by heads.
+    In order: projections, optional norms of q and k, rotation, ``attend``, an optional gate, the
+    output projection. The projections are separate linears, so that tensor parallelism can split
+    each by heads.
 
     ``sinks`` [H] are learned in the weights' dtype, bfloat16 in such a run, and added in float32:
     rounding moves a sink by 0.4 % at most, as it does a norm's weight.
@@ -260,30 +282,38 @@ class Attention(nn.Module):
         rotates: bool = True,
         layer: int = 0,
     ) -> None:
-        """Build it.
+        """Build the modules.
 
         Args:
-            bias: of all four projections.
-            qk_norm: makes the norm of so many heads [B, T, H, D].
-            query_scale: factor of the queries, which ``attend`` divides by sqrt(D).
-            rotates: whether it takes the model's rope.
+            bias: give all four projections a bias.
+            qkv_bias: give only wq, wk and wv a bias.
+            qk_norm: builds the norm of q or k [B, T, H, D], given the number of heads.
+            output_gate: multiply the output by sigmoid(wu x).
+            query_scale: factor of the queries, whose scores ``attend`` divides by sqrt(D).
+            rotates: rotate q and k, if the model has rope.
+            layer: index of the layer in ``States``.
         """
         super().__init__()
-        self.query_scale, self.rotates = query_scale, rotates
-        self.layer = layer
-        """Its place in ``States``."""
-        self.head_dim, self.window, self.softmax_type = head_dim, window, softmax_type
-        self.num_heads = num_heads
-        """Query heads of this device; tensor parallelism lowers it."""
         self.attend = attend
+        self.layer = layer
+        self.head_dim = head_dim
+        self.num_heads = num_heads
+        """Query heads on this device; tensor parallelism lowers it."""
+        self.window = window
+        self.softmax_type = softmax_type
+        self.query_scale = query_scale
+        self.rotates = rotates
+
+        q_size = num_heads * head_dim
+        kv_size = num_query_groups * head_dim
         self.sinks = nn.Parameter(torch.empty(num_heads)) if softmax_type == "learnable" else None
-        self.wq = Linear(hidden_size, num_heads * head_dim, bias=bias or qkv_bias)
-        self.wk = Linear(hidden_size, num_query_groups * head_dim, bias=bias or qkv_bias)
-        self.wv = Linear(hidden_size, num_query_groups * head_dim, bias=bias or qkv_bias)
-        self.wu = Linear(hidden_size, num_heads * head_dim, bias=False) if output_gate else None
+        self.wq = Linear(hidden_size, q_size, bias=bias or qkv_bias)
+        self.wk = Linear(hidden_size, kv_size, bias=bias or qkv_bias)
+        self.wv = Linear(hidden_size, kv_size, bias=bias or qkv_bias)
+        self.wu = Linear(hidden_size, q_size, bias=False) if output_gate else None
         self.q_norm = None if qk_norm is None else qk_norm(num_heads)
         self.k_norm = None if qk_norm is None else qk_norm(num_query_groups)
-        self.wo = Linear(num_heads * head_dim, hidden_size, bias=bias)
+        self.wo = Linear(q_size, hidden_size, bias=bias)
 
     def forward(
         self,
@@ -293,59 +323,68 @@ class Attention(nn.Module):
         states: States | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Apply the attention under the micro-batch's mask; with states, attend to this layer's
-        cache too.
+        """Apply attention to x [B, T, C].
 
-        ``sinks`` are those of these heads: under tensor parallelism a device holds some of them.
+        Args:
+            rotary: rotation of the tokens' positions; None without rope.
+            mask: the micro-batch's mask, passed on to ``attend``.
+            states: the key-value cache of earlier tokens, which x extends.
+            sinks: those of this device's heads, under tensor parallelism some of the layer's.
         """
-        rotary = rotary.under(self.window) if rotary is not None and self.rotates else None
-        # -1, not the number of heads: under tensor parallelism a device holds some of them.
+        if rotary is not None:
+            rotary = rotary.under(self.window) if self.rotates else None
+
+        # unflatten with -1, not the number of heads: under tensor parallelism a device has fewer.
         # k and v first: with several devices they may be in transit while q is projected.
-        # What has been rotated has no name: its memory is free for the attention.
-        k = self._placed(
+        # k before its rotation is never assigned to a name, so attention can reuse its memory.
+        k = self._normalize_and_rotate(
             self.wk(x).unflatten(-1, (-1, self.head_dim)), self.k_norm, rotary
         )  # [B, T, G, D]
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        attention = self._prefetched(k, v, mask, states, sinks)
-        out = attention(self._queries(x, rotary))  # [B, T, H, D]
-        out = out.flatten(-2)
-        return self.wo(out if self.wu is None else out * self.wu(x).sigmoid())
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, D]
+        attend_kv = self._prefetch(k, v, mask, states, sinks)
+        out = attend_kv(self._project_queries(x, rotary))  # [B, T, H, D]
 
-    def _queries(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        out = out.flatten(-2)  # [B, T, H D]
+        if self.wu is not None:
+            out = out * self.wu(x).sigmoid()
+        return self.wo(out)  # [B, T, C]
+
+    def _project_queries(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
-        return self._placed(
-            q if self.query_scale == 1 else q * self.query_scale, self.q_norm, rotary
-        )
+        if self.query_scale != 1:
+            q = q * self.query_scale
+        return self._normalize_and_rotate(q, self.q_norm, rotary)
 
     @staticmethod
-    def _placed(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
-        """Normalise each head's queries or keys, and rotate them."""
-        x = x if norm is None else norm(x)
+    def _normalize_and_rotate(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
+        if norm is not None:
+            x = norm(x)
         return x if rotary is None else rotary.rotate(x)
 
-    def _prefetched(
+    def _prefetch(
         self, k: Tensor, v: Tensor, mask: Any, states: States | None, sinks: Tensor | None
     ) -> Callable[[Tensor], Tensor]:
-        """Return q -> attention to k and v, on which a PrefetchingAttend starts now."""
+        """Return a function q -> attention to k and v, which a PrefetchingAttend starts now."""
         sinks = self.own_sinks(k, sinks)
         if states is not None:
             refuse_mask(mask)
-            if (
-                attention := states.attention(self.layer, k, v, _left(self.window), sinks)
-            ) is not None:
-                return attention
-        found: dict[str, Any] = {"mask": mask, "window": self.window, "sinks": sinks}
-        settings = {name: value for name, value in found.items() if value is not None}
+            attend_cached = states.attention(self.layer, k, v, _left(self.window), sinks)
+            if attend_cached is not None:
+                return attend_cached
+
+        settings: dict[str, Any] = {}
+        for name, value in (("mask", mask), ("window", self.window), ("sinks", sinks)):
+            if value is not None:
+                settings[name] = value
         if isinstance(self.attend, PrefetchingAttend):
             return self.attend.prefetch_kv(k, v, **settings)
         return lambda q: self.attend(q, k, v, **settings)
 
     def own_sinks(self, like: Tensor, sinks: Tensor | None = None) -> Tensor | None:
-        """Return the scores [H] of the sinks of this device's heads on the device of ``like``; None
-        if there are none.
+        """Return the sinks' scores [H] of this device's heads, on the device of ``like``, or None.
 
-        off-by-one is a score of 0, whose exponential is 1. Learned ones are ``sinks``, by default
-        all heads'.
+        The softmax off-by-one is a sink with score 0, whose exponential is 1. Learned ones are
+        ``sinks``, by default those of all heads.
         """
         if self.softmax_type == "off-by-one":
             return torch.zeros(self.num_heads, dtype=torch.float32, device=like.device)

@@ -1,4 +1,4 @@
-"""Layers of an attention, a feed-forward and norms before them, after them, or both."""
+"""Transformer layers, which differ in where they normalise: before a branch, after it, or both."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -10,9 +10,9 @@ from model.parts.weights import Inits, Splits
 
 
 class PreNormLayer(nn.Module):
-    """A layer [B, T, C] -> [B, T, C] of the modules attention_norm, attention, mlp_norm and mlp.
+    """A layer that normalises the input of attention and feed-forward: [B, T, C] -> [B, T, C].
 
-    ``places`` are what its attention is told of the tokens' positions.
+    ``positions`` are a Rotary, integer positions or None, as its attention takes them.
     """
 
     INIT: ClassVar[Inits] = {"attention_norm": "ones", "mlp_norm": "ones"}
@@ -25,32 +25,30 @@ class PreNormLayer(nn.Module):
 
     def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.attention_norm, self.attention = norm(), attention
-        self.mlp_norm, self.mlp = norm(), mlp
+        self.attention_norm = norm()
+        self.attention = attention
+        self.mlp_norm = norm()
+        self.mlp = mlp
 
     def forward(
-        self, x: Tensor, places: Any, mask: Any = None, states: States | None = None
+        self, x: Tensor, positions: Any, mask: Any = None, states: States | None = None
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), places, mask, states)
+        x = x + self.attention(self.attention_norm(x), positions, mask, states)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class PostNormLayer(PreNormLayer):
-    """A layer that normalises what it adds to the residual stream, as OLMo 2 and 3 do
-    (arXiv:2501.00656).
-    """
+    """A layer that normalises the output of each branch, as OLMo 2 and 3 do (arXiv:2501.00656)."""
 
     def forward(
-        self, x: Tensor, places: Any, mask: Any = None, states: States | None = None
+        self, x: Tensor, positions: Any, mask: Any = None, states: States | None = None
     ) -> Tensor:
-        x = x + self.attention_norm(self.attention(x, places, mask, states))
+        x = x + self.attention_norm(self.attention(x, positions, mask, states))
         return x + self.mlp_norm(self.mlp(x))
 
 
 class BothNormsLayer(PreNormLayer):
-    """A layer that normalises what it reads of the residual stream and what it adds to it, as Gemma
-    2 and 3 do.
-    """
+    """A layer that normalises the input and the output of each branch, as Gemma 2 and 3 do."""
 
     INIT: ClassVar[Inits] = {
         **PreNormLayer.INIT,
@@ -65,18 +63,19 @@ class BothNormsLayer(PreNormLayer):
 
     def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__(norm, attention, mlp)
-        self.attention_post_norm, self.mlp_post_norm = norm(), norm()
+        self.attention_post_norm = norm()
+        self.mlp_post_norm = norm()
 
     def forward(
-        self, x: Tensor, places: Any, mask: Any = None, states: States | None = None
+        self, x: Tensor, positions: Any, mask: Any = None, states: States | None = None
     ) -> Tensor:
         x = x + self.attention_post_norm(
-            self.attention(self.attention_norm(x), places, mask, states)
+            self.attention(self.attention_norm(x), positions, mask, states)
         )
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
 
-def drop_layers(layers: nn.ModuleList, kept: range) -> None:
-    """Drop all layers but ``kept``, which keep their numbers."""
-    for number in set(range(len(layers))) - set(kept):
+def drop_layers(layers: nn.ModuleList, retained: range) -> None:
+    """Drop all layers but the retained ones, which keep their numbers and so their names."""
+    for number in set(range(len(layers))) - set(retained):
         delattr(layers, str(number))  # `del` would renumber the rest

@@ -1,5 +1,6 @@
-"""Feed-forwards: SwiGLU, GeGLU, SGLU and GELU with biases. B sequences, T tokens, C width of the
-residual stream.
+"""Feed-forwards: SwiGLU, GeGLU, SGLU, and GELU with biases.
+
+Shapes: B sequences, T tokens, C width of the residual stream, F width inside the feed-forward.
 """
 
 from typing import ClassVar
@@ -13,10 +14,9 @@ from model.parts.weights import Inits, Splits
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward, down(silu(gate(x)) * up(x)) (Shazeer 2020, eq. 6): [B, T, C] -> [B, T,
-    C].
+    """Gated feed-forward down(silu(gate(x)) * up(x)): [B, T, C] -> [B, T, C].
 
-    With another activation it is a GeGLU.
+    Shazeer 2020, eq. 6. With GELU as the activation it is a GeGLU.
     """
 
     INIT: ClassVar[Inits] = {"gate": "matrix", "up": "matrix", "down": "residual"}
@@ -32,12 +32,13 @@ class SwiGLU(nn.Module):
         self.down = Linear(ffn_hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(gated(self.gate(x), self.up(x), self.activation))
+        return self.down(gated(self.gate(x), self.up(x), self.activation))  # [B, T, F] inside
 
 
 class SGLU(SwiGLU):
-    """Gated feed-forward without an activation, down(gate(x) * up(x)) (Qin et al. 2023): [B, T, C]
-    -> [B, T, C].
+    """Gated feed-forward without an activation, down(gate(x) * up(x)): [B, T, C] -> [B, T, C].
+
+    TransNormerLLM's (Qin et al. 2023): the gate alone makes it nonlinear.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,8 +46,9 @@ class SGLU(SwiGLU):
 
 
 class MLP(nn.Module):
-    """Feed-forward with biases, down(gelu(up(x))), with GPT-2's tanh form of GELU (Hendrycks &
-    Gimpel 2016).
+    """Feed-forward with biases, down(gelu(up(x))): [B, T, C] -> [B, T, C].
+
+    GELU in the tanh form (Hendrycks & Gimpel 2016), as GPT-2 computes it.
     """
 
     INIT: ClassVar[Inits] = {"up": "matrix", "down": "residual"}

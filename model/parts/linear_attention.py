@@ -1,4 +1,4 @@
-"""Linear attention of two models, which keeps a state of constant size.
+"""Two kinds of linear attention, which keep a state of constant size instead of keys and values.
 
 TransNormerLLM's (Qin et al. 2023, arXiv:2307.14995) has decay, and its output is normalised and
 gated. The Linear Transformer's (Katharopoulos et al. 2020) has features elu + 1 and no decay.
@@ -29,17 +29,15 @@ from runtime.tensors import accum_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig(DecoderConfig):
-    """Linear attention, which has embeddings times the root of their width."""
+    """Settings of linear attention; embeddings are scaled by the root of their width."""
 
     no_scale_embedding: bool = False
-    """Leave the embeddings of a model with linear attention as they are, not times the root of
-    hidden_size.
+    """Do not multiply the embeddings of a model with linear attention by the root of hidden_size.
     """
 
     linear_attention = True
 
     def check(self) -> None:
-        """Check the heads."""
         super().check()
         heads = self.num_attention_heads
         must = f"linear attention has one key head per query head, {heads} here; leave it out"
@@ -47,22 +45,17 @@ class LinearConfig(DecoderConfig):
 
     @property
     def some_softmax(self) -> bool:
-        """Return whether some layer has softmax attention."""
         return self.softmax_period is not None
 
     def has_softmax(self, layer: int) -> bool:
-        """Return whether this layer, counted from 0, has softmax attention."""
         return False
 
     @property
     def own_softmax_layout(self) -> bool:
-        """Return whether layers of softmax attention may lie in another layout than those of linear
-        attention.
-        """
         return self.some_softmax
 
     def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with the scale of embeddings."""
+        """Return the base class's entries, and the scale of embeddings."""
         return super().architecture() | {
             "linear_decay": None,
             "no_scale_embedding": self.no_scale_embedding,
@@ -74,46 +67,50 @@ class LinearConfig(DecoderConfig):
 
 
 def released_decay(heads: int, layers: int, layer: int) -> tuple[float, ...]:
-    """Return the log decays of the heads in a layer, counted from 0; deeper layers forget less.
+    """Return the log decay of each head as TransNormerLLM's released models have it.
 
-    That is -slope of the head * (1 - layer / (layers - 1) + 1e-5), with ALiBi's slopes, as
-    TransNormerLLM's released models have it.
+    It is -slope * (1 - layer / (layers - 1) + 1e-5) with the head's ALiBi slope and the layer
+    counted from 0, so deeper layers forget less.
     """
     depth = 1 - layer / max(layers - 1, 1) + 1e-5
     return tuple(-slope * depth for slope in alibi_slopes(heads))
 
 
 def paper_decay(heads: int, layers: int, layer: int) -> tuple[float, ...]:
-    """Return the log decays as TransNormerLLM's paper has them: the last layer forgets nothing.
+    """Return the log decay of each head as TransNormerLLM's paper writes it.
 
-    That is -8 h / H * (1 - l / L) with h and l counted from 1.
+    It is -8 h / H * (1 - l / L) with h and l counted from 1, so the last layer forgets nothing.
     """
     return tuple(-8 * (head + 1) / heads * (1 - (layer + 1) / layers) for head in range(heads))
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return slopes 2^(-8 h / H), h from 1; if H is no power of two, fill up from the next one
-    (Press et al. 2022).
+    """Return ALiBi's slopes 2^(-8 h / H), h from 1 (Press et al. 2022).
+
+    If H is no power of two, the slopes are those of the power below, filled up with every second
+    one of the power above.
     """
-    whole = 1 << (heads.bit_length() - 1)
-    slopes = [2 ** (-8 * (head + 1) / whole) for head in range(whole)]
-    return slopes if whole == heads else slopes + alibi_slopes(2 * whole)[::2][: heads - whole]
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    if power == heads:
+        return slopes
+    return slopes + alibi_slopes(2 * power)[::2][: heads - power]
 
 
 def initial_angles(weight: Beginning) -> Tensor:
-    """Return the angles j of LRPE, 10000^(-2 j / channels); an ``Init``."""
+    """Return the initial angles j of LRPE, 10000^(-2 j / channels); an ``Init``."""
     channels = weight.shape[0]
     exponents = -2 / channels * torch.arange(channels, dtype=torch.float64)
     return (10000.0**exponents).float()[weight.part]
 
 
 class LRPE(nn.Module):
-    """Linearized relative positions (Qin et al. 2023b): x -> [x cos(theta t), x sin(theta t)],
-    twice as wide.
+    """Linearized relative positions: x -> [x cos(theta t), x sin(theta t)], twice as wide.
 
-    The product of two such vectors turns by theta (s - t). theta [H * D] is learned, an angle per
-    head and channel. It stays in float32 when the rest is bfloat16, whose angles are off by up to 2
-    radians at position 1000.
+    The product of two such vectors at positions t and s rotates by theta (s - t), so linear
+    attention sees relative positions (Qin et al. 2023b). theta [H * D] is learned, an angle per
+    head and channel. It stays float32 when the rest is bfloat16, whose angles would be off by up to
+    2 radians at position 1000.
     """
 
     full_precision = True
@@ -129,26 +126,32 @@ class LRPE(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, positions: Tensor, theta: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Map q and k [B, T, H, D] at positions [T] or [B, T] to [B, T, H, 2 D] each, in their
-        dtype.
+        """Return q and k [B, T, H, 2 D] in their dtype.
 
-        ``theta`` [H * D] is of these heads: under tensor parallelism a device holds some of them.
+        Args:
+            q: [B, T, H, D].
+            k: [B, T, H, D].
+            positions: integers [T] or [B, T].
+            theta: [H * D] of this device's heads, some of the layer's under tensor parallelism.
         """
-        angles = (
-            (self.theta if theta is None else theta).unflatten(0, (-1, self.head_dim)).double()
-        )  # [H, D]
-        turns = torch.remainder(
-            angles * positions[..., None, None], 2 * math.pi
-        )  # exact far beyond float32's reach
+        if theta is None:
+            theta = self.theta
+        angles = theta.unflatten(0, (-1, self.head_dim)).double()  # [H, D]
+        # The remainder is exact where products of large positions are beyond float32's reach.
+        turns = torch.remainder(angles * positions[..., None, None], 2 * math.pi)
         turns = turns.to(accum_dtype(q.dtype))  # [T, H, D] or [B, T, H, D]
-        cos, sin = turns.cos(), turns.sin()
-        q, k = (torch.cat((x * cos, x * sin), dim=-1).to(x.dtype) for x in (q, k))
+        cos = turns.cos()
+        sin = turns.sin()
+        q = torch.cat((q * cos, q * sin), dim=-1).to(q.dtype)
+        k = torch.cat((k * cos, k * sin), dim=-1).to(k.dtype)
         return q, k
 
 
 class TokenMixer(LinearCore):
-    """Projections, SiLU on queries and keys, positions in the first layer, linear attention, norm,
-    gate, output.
+    """TransNormerLLM's gated linear attention with decay: [B, T, C] -> [B, T, C].
+
+    In order: projections, SiLU of q and k, LRPE in the first layer, linear attention, a norm
+    without weights over all heads, a gate, the output projection.
     """
 
     INIT: ClassVar[Inits] = {
@@ -171,39 +174,42 @@ class TokenMixer(LinearCore):
     def __init__(
         self, config: DecoderConfig, layer: int, attend: LinearAttend, log_decay: tuple[float, ...]
     ) -> None:
-        """Build it; ``log_decay`` is of each head."""
+        """Build the modules; ``log_decay`` has a number per head."""
         super().__init__()
-        width, heads, self.head_dim = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.head_dim,
-        )
-        inside = heads * self.head_dim
+        hidden_size = config.hidden_size
+        self.head_dim = config.head_dim
+        qkv_size = config.num_attention_heads * self.head_dim
         self.attend = attend
-        self.layer, self.log_decay = layer, log_decay
-        self.lrpe = LRPE(heads, self.head_dim) if layer == 0 else None
-        self.wq, self.wk, self.wv, self.wu = (Linear(width, inside, bias=False) for _ in range(4))
-        self.norm = RMSNorm(inside, eps=config.norm_epsilon, elementwise_affine=False)
-        self.wo = Linear(inside, width, bias=False)
+        self.layer = layer
+        self.log_decay = log_decay
+        self.lrpe = LRPE(config.num_attention_heads, self.head_dim) if layer == 0 else None
+        self.wq = Linear(hidden_size, qkv_size, bias=False)
+        self.wk = Linear(hidden_size, qkv_size, bias=False)
+        self.wv = Linear(hidden_size, qkv_size, bias=False)
+        self.wu = Linear(hidden_size, qkv_size, bias=False)
+        self.norm = RMSNorm(qkv_size, eps=config.norm_epsilon, elementwise_affine=False)
+        self.wo = Linear(qkv_size, hidden_size, bias=False)
 
     def forward(
-        self, x: Tensor, places: Tensor | Rotary, mask: Any = None, states: States | None = None
+        self, x: Tensor, positions: Tensor | Rotary, mask: Any = None, states: States | None = None
     ) -> Tensor:
-        q, k, v = (
-            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
-        )  # [B, T, H, D]
-        q, k = F.silu(q), F.silu(k)
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        q = F.silu(q)
+        k = F.silu(k)
         if self.lrpe is not None:
-            q, k = self.lrpe(
-                q, k, places.positions if isinstance(places, Rotary) else places
-            )  # [B, T, H, 2 D]
+            if isinstance(positions, Rotary):  # of a hybrid's softmax layers
+                positions = positions.positions
+            q, k = self.lrpe(q, k, positions)  # [B, T, H, 2 D]
         out = self.core(q, k, v, self.log_decay, mask, states, self.layer)  # [B, T, H, D]
-        return self.wo(self.wu(x) * self.norm(out.flatten(-2)))
+        return self.wo(self.wu(x) * self.norm(out.flatten(-2)))  # [B, T, C]
 
 
 def features(x: Tensor) -> Tensor:
-    """Return elu(x) + 1, not as a sum, which would round to 0 for very negative channels: a divisor
-    uses them.
+    """Return elu(x) + 1, computed without the sum.
+
+    The sum would round to 0 for very negative channels, and the features are a divisor.
     """
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
@@ -219,17 +225,17 @@ class Sinusoids(nn.Module):
         self.width = width
 
     def forward(self, positions: Tensor) -> Tensor:
-        exponents = (
-            torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device)
-            / self.width
-        )  # [C/2]
-        angles = positions.to(torch.float64)[..., None] * 10000.0**-exponents
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device)
+        exponents = exponents / self.width  # [C/2]
+        angles = positions.to(torch.float64)[..., None] * 10000.0**-exponents  # [..., C/2]
         return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
 class LinearAttention(LinearCore):
-    """Projections with biases, features, linear attention normalised by the sum of weights, output
-    projection.
+    """The Linear Transformer's attention, without decay: [B, T, C] -> [B, T, C].
+
+    Projections have biases, q and k become features, and the output is divided by the sum of the
+    weights.
     """
 
     INIT: ClassVar[Inits] = {"wq": "qkv", "wk": "qkv", "wv": "qkv", "wo": "residual"}
@@ -237,23 +243,25 @@ class LinearAttention(LinearCore):
 
     def __init__(self, config: DecoderConfig, layer: int, attend: LinearAttend) -> None:
         super().__init__()
-        width, heads, self.head_dim = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.head_dim,
-        )
-        self.attend, self.layer = attend, layer
-        self.wq, self.wk, self.wv = (Linear(width, heads * self.head_dim) for _ in range(3))
-        self.wo = Linear(heads * self.head_dim, width)
+        hidden_size = config.hidden_size
+        self.head_dim = config.head_dim
+        qkv_size = config.num_attention_heads * self.head_dim
+        self.attend = attend
+        self.layer = layer
+        self.wq = Linear(hidden_size, qkv_size)
+        self.wk = Linear(hidden_size, qkv_size)
+        self.wv = Linear(hidden_size, qkv_size)
+        self.wo = Linear(qkv_size, hidden_size)
 
     def forward(
         self, x: Tensor, positions: Tensor, mask: Any = None, states: States | None = None
     ) -> Tensor:
-        q, k, v = (
-            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
-        )  # [B, T, H, D]
-        # An extra value channel of ones computes the normaliser z, so its state travels with the
-        # others.
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        # One more value channel, of ones, sums the weights: the divisor is then part of the state
+        # and reaches the other ranks with it.
         v = F.pad(v, (0, 1), value=1.0)  # [B, T, H, D + 1]
-        out = self.core(features(q), features(k), v, (0.0,) * q.shape[2], mask, states, self.layer)
-        return self.wo((out[..., :-1] / out[..., -1:]).flatten(-2))
+        log_decay = (0.0,) * q.shape[2]
+        out = self.core(features(q), features(k), v, log_decay, mask, states, self.layer)
+        return self.wo((out[..., :-1] / out[..., -1:]).flatten(-2))  # [B, T, C]

@@ -1,8 +1,7 @@
-"""LoRA: adapters of low rank beside frozen linear layers (Hu et al. 2021, arXiv:2106.09685,
-equation 3).
+"""LoRA: trained adapters of low rank on frozen linear layers (Hu et al. 2021, arXiv:2106.09685).
 
-A linear layer W [out, in] adds (alpha / r) B A x to its output. A [r, in] and B [out, r] are linear
-layers inside of it, lora_A and lora_B as PEFT names them.
+A linear layer W [out, in] adds (alpha / r) B A x to its output (equation 3). A [r, in] and
+B [out, r] are linear layers inside it, named lora_A and lora_B as in PEFT.
 """
 
 import math
@@ -34,79 +33,79 @@ C = TypeVar("C", bound="LoraConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Adapters of low rank, trained in the place of the weights."""
+    """Adapters of low rank, trained instead of the weights."""
 
     lora_rank: int | None = None
-    """Train adapters of this rank alone (LoRA), beside the weights of --load, which stay as they
-    are; by default the weights are trained."""
+    """Train only adapters of this rank (LoRA); the weights of --load are frozen. By default the
+    weights are trained."""
     lora_alpha: float | None = None
-    """Adapters count lora_alpha / lora_rank times; by default once."""
+    """The adapters' output is multiplied by lora_alpha / lora_rank; by default by 1."""
     lora_target: tuple[str, ...] = ()
     """Linear layers that get an adapter: wq wk wv wo of attention (and wu, a gate of its output; wa
     and wb, a delta rule's gates and betas) and gate up down of the feed-forward, or PEFT's names of
     a LLaMA's, such as q_proj; by default all of them."""
 
     def adapted(self, linears: Sequence[str], width: int) -> tuple[str, ...]:
-        """Return which of a layer's ``linears`` get an adapter, by our names; ``width`` is the
-        residual stream's.
+        """Return the linear layers of a layer that get an adapter, by our names.
+
+        Args:
+            linears: all linear layers that may get one, by our names.
+            width: of the residual stream, the largest useful rank.
 
         Raises:
-            UserError: a target that is none of them, or settings without sense.
+            UserError: a target that is not among ``linears``, or settings that contradict.
         """
-        rank, alpha = self.lora_rank, self.lora_alpha
+        rank = self.lora_rank
+        alpha = self.lora_alpha
         if rank is None:
-            for name, value in (
-                ("lora_alpha", alpha),
-                ("lora_target", " ".join(self.lora_target) or None),
-            ):
+            targets = " ".join(self.lora_target) or None
+            for name, value in (("lora_alpha", alpha), ("lora_target", targets)):
                 if value is not None:
-                    only = f"give --lora-rank, or leave {name} out"
-                    raise UserError(f"{name} is {value} and lora_rank is not set; {only}")
+                    raise UserError(
+                        f"{name} is {value} and lora_rank is not set; "
+                        f"give --lora-rank, or leave {name} out"
+                    )
             return ()
+
+        rank_fits = 1 <= rank <= width
         require(
-            self,
-            1 <= rank <= width,
-            "lora_rank",
-            f"it must be from 1 to hidden_size {width}, such as 16",
+            self, rank_fits, "lora_rank", f"it must be from 1 to hidden_size {width}, such as 16"
         )
-        require(
-            self,
-            alpha is None or 0 < alpha < math.inf,
-            "lora_alpha",
-            "it must be a number above 0, or left out",
-        )
-        chosen = {THEIRS.get(name, name): name for name in self.lora_target}
-        if strange := [name for ours, name in chosen.items() if ours not in linears]:
-            raise UserError(
-                f"lora_target has {strange[0]}, and a layer of this model has {' '.join(linears)}"
-            )
+        alpha_fits = alpha is None or 0 < alpha < math.inf
+        require(self, alpha_fits, "lora_alpha", "it must be a number above 0, or left out")
+
+        chosen = [THEIRS.get(target, target) for target in self.lora_target]
+        for name, target in zip(chosen, self.lora_target, strict=True):
+            if name not in linears:
+                raise UserError(
+                    f"lora_target has {target}, and a layer of this model has {' '.join(linears)}"
+                )
         return tuple(name for name in linears if name in chosen or not chosen)
 
     @property
     def lora_scale(self) -> float:
-        """Return what B A x is multiplied with."""
+        """Factor alpha / r of B A x."""
         return 1.0 if self.lora_alpha is None else self.lora_alpha / (self.lora_rank or 1)
 
     def merged(self: C) -> C:
-        """Return the configuration of the model whose weights have the adapters in them."""
+        """Return the configuration of the model after its adapters are merged into the weights."""
         return replace(self, lora_rank=None, lora_alpha=None, lora_target=())
 
 
 class AdapterA(nn.Linear):
-    """The adapter's first matrix [r, in], which begins as PEFT draws it."""
+    """The adapter's first matrix [r, in], initialized as PEFT does."""
 
     INIT: ClassVar[Inits] = {"weight": input_uniform}
 
 
 class AdapterB(nn.Linear):
-    """The adapter's second matrix [out, r], which begins at 0, so that the model begins as it
-    is."""
+    """The adapter's second matrix [out, r], initially 0, so that training starts at the base."""
 
     INIT: ClassVar[Inits] = {"weight": "zeros"}
 
 
 def add_adapters(model: nn.Module, targets: Sequence[str], rank: int, scale: float) -> None:
-    """Add an adapter to every linear layer with one of these names, and freeze all else, in place."""
+    """Freeze the model and add an adapter to every linear layer in ``targets``, in place."""
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if name.rpartition(".")[2] in targets and isinstance(module, nn.Linear):
@@ -118,30 +117,40 @@ def add_adapters(model: nn.Module, targets: Sequence[str], rank: int, scale: flo
 
 
 def _adapt(scale: float, module: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    """Add the adapter's output [..., out]; in place, since no backward needs the linear layer's."""
-    narrow: Tensor = module.lora_A(inputs[0])  # [..., r]
-    return out.add_(module.lora_B(scale * narrow))
+    """Add the adapter's output to ``out`` [..., out], in place.
+
+    No backward needs the linear layer's output, and a copy would double its memory.
+    """
+    hidden: Tensor = module.lora_A(inputs[0])  # [..., r]
+    return out.add_(module.lora_B(scale * hidden))
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of this name is an adapter's."""
+    """Return True if a parameter of this name is an adapter's."""
     return name.endswith(ADAPTERS)
 
 
 def merge(
     weights: Mapping[str, Tensor], read: Callable[[str], Tensor], scale: float
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """Return the (meta) weights without adapters, and what reads one of them with its adapter: W +
-    (alpha / r) B A.
+    """Return the weights without adapters, and a function that reads one with its adapter.
 
-    A weight with an adapter is read in float32, whatever it is stored in.
+    That is W + (alpha / r) B A, in float32, whatever the stored dtype.
+
+    Args:
+        weights: tensors by name, which may be meta tensors.
+        read: returns the tensor of a name.
+        scale: alpha / r.
     """
 
     def read_merged(name: str) -> Tensor:
-        inside = [name.removesuffix(".weight") + adapter for adapter in ADAPTERS]
-        if inside[0] not in weights:
+        linear = name.removesuffix(".weight")
+        name_a, name_b = (linear + suffix for suffix in ADAPTERS)
+        if name_a not in weights:
             return read(name)
-        a, b = (read(one).float() for one in inside)  # [r, in], [out, r]
+        a = read(name_a).float()  # [r, in]
+        b = read(name_b).float()  # [out, r]
         return torch.addmm(read(name).float(), b, a, alpha=scale)
 
-    return {name: weight for name, weight in weights.items() if not is_adapter(name)}, read_merged
+    base = {name: weight for name, weight in weights.items() if not is_adapter(name)}
+    return base, read_merged

@@ -18,26 +18,31 @@ RMSNorm = nn.RMSNorm
 
 
 class ZeroCentredRMSNorm(nn.RMSNorm):
-    """RMS norm times 1 + weight, all in float32, since 1 + weight in bfloat16 has few of the
-    weight's digits.
+    """RMS norm times 1 + weight, with weights that start at 0.
+
+    All in float32, since 1 + weight in bfloat16 keeps few of the weight's digits.
     """
 
     INIT: ClassVar[Inits] = {"weight": "zeros"}
 
     scale: float = 1.0
-    """A factor of the result, before it is rounded."""
+    """Factor of the result, applied before it is rounded."""
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Normalise x; by another ``weight`` under tensor parallelism, where the module's own is a
-        DTensor.
+        """Normalise x, in its shape and dtype.
+
+        Args:
+            weight: replaces the module's own, which is a DTensor under tensor parallelism.
         """
-        wide = accum_dtype(x.dtype)
-        weight = self.scale * (1 + (self.weight if weight is None else weight).to(wide))
-        return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
+        dtype = accum_dtype(x.dtype)
+        if weight is None:
+            weight = self.weight
+        weight = self.scale * (1 + weight.to(dtype))
+        return F.rms_norm(x.to(dtype), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class JointRMSNorm(nn.RMSNorm):
-    """RMS norm over the channels of all heads at once: [B, T, H, D] -> [B, T, H, D]."""
+    """RMS norm over the channels of all heads together: [B, T, H, D] -> [B, T, H, D]."""
 
     SPLIT: ClassVar[Splits] = {"weight": "all_heads"}
 

@@ -1,4 +1,4 @@
-"""Linear layers of the parts: one product, or two through a bottleneck."""
+"""Linear layers that all parts use: a plain one, and a bottleneck of two."""
 
 from typing import ClassVar
 
@@ -9,24 +9,22 @@ from model.parts.weights import Inits, Splits
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` whose float32 products take the CPU's faster library: [..., I] -> [..., O]."""
+    """``nn.Linear`` whose float32 products use the CPU's faster library: [..., I] -> [..., O]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class Bottleneck(nn.Module):
-    """A projection through few channels: [..., C] -> [..., out]."""
+    """A projection through few channels, so of low rank: [..., C] -> [..., out]."""
 
     INIT: ClassVar[Inits] = {"narrow": "matrix", "wide": "matrix"}
     SPLIT: ClassVar[Splits] = {"narrow": "whole", "wide": "columns"}
 
     def __init__(self, hidden_size: int, channels: int, out: int) -> None:
         super().__init__()
-        self.narrow, self.wide = (
-            Linear(hidden_size, channels, bias=False),
-            Linear(channels, out, bias=False),
-        )
+        self.narrow = Linear(hidden_size, channels, bias=False)
+        self.wide = Linear(channels, out, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.wide(self.narrow(x))

@@ -1,7 +1,12 @@
 """Frequencies of rotary positions (rope), plain or scaled to a longer context.
 
-The formulas and their settings are those of transformers' ROPE_INIT_FUNCTIONS; D is the channels of
-a head that turn.
+A pair of channels rotates by position * frequency. A model trained on short sequences never saw the
+large angles that slow pairs reach in long ones, so scalings lower their frequencies: linear lowers
+all, dynamic raises the base, yarn and llama3 lower only pairs that rotate less than about once in
+the original length, and leave fast pairs, which encode local order, as they are.
+
+Formulas and settings are those of transformers' ROPE_INIT_FUNCTIONS. D is the number of channels of
+a head that rotate.
 """
 
 import math
@@ -14,7 +19,8 @@ from torch import Tensor
 from runtime.errors import UserError, require
 
 PREFIX = "rope_scaling_"
-_FACTOR, _TRAINED = f"{PREFIX}factor", f"{PREFIX}original_max_position_embeddings"
+_FACTOR = f"{PREFIX}factor"
+_TRAINED = f"{PREFIX}original_max_position_embeddings"
 DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
 SETTINGS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -25,8 +31,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     ),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-"""Settings of each type of scaling, under transformers' names; ours begin with rope_scaling_."""
+"""Settings of each type of scaling, with transformers' names; ours start with rope_scaling_."""
 LARGEST = 1e9
+"""Maximum of the numbers among the settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,26 +43,26 @@ class RopeConfig:
     rotary_base: float = 10000.0
     """Base of the angles of rope."""
     rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
-    """Scale rope to a longer context: all positions divided by the factor (linear), a base that
-    grows with the length (dynamic NTK), only slow channels divided (yarn, llama3). By default rope
+    """Scale rope to a longer context: divide all positions by the factor (linear), let the base
+    grow with the length (dynamic NTK), or divide only slow channels (yarn, llama3). By default rope
     is not scaled."""
     rope_scaling_factor: float | None = None
     """Factor by which the context becomes longer; llama3 divides the slowest channels by it."""
     rope_scaling_original_max_position_embeddings: int | None = None
     """Longest sequence before scaling; dynamic, yarn and llama3 need it."""
     rope_scaling_low_freq_factor: float | None = None
-    """llama3: channels that turn fewer times than this in the original length are divided by the
+    """llama3: channels that rotate fewer times than this in the original length are divided by the
     factor; 1 by default."""
     rope_scaling_high_freq_factor: float | None = None
-    """llama3: channels that turn more times than this in the original length stay as they are; 4 by
+    """llama3: channels that rotate more times than this in the original length are not scaled; 4 by
     default.
     """
     rope_scaling_beta_fast: float | None = None
-    """yarn: channels that turn more times than this in the original length stay as they are; 32 by
+    """yarn: channels that rotate more times than this in the original length are not scaled; 32 by
     default.
     """
     rope_scaling_beta_slow: float | None = None
-    """yarn: channels that turn fewer times than this in the original length are divided by the
+    """yarn: channels that rotate fewer times than this in the original length are divided by the
     factor; 1 by default.
     """
     rope_scaling_attention_factor: float | None = None
@@ -68,13 +75,21 @@ class RopeConfig:
     rope_scaling_mscale_all_dim: float | None = None
     """yarn: see mscale."""
     rope_scaling_truncate: bool = True
-    """yarn: round the bounds of the channels in between outwards to whole ones."""
+    """yarn: round the bounds of the ramp between fast and slow channels outwards to whole ones."""
     rope_scaling_seq_length: int | None = None
-    """dynamic: the length that the base is computed for; by default --seq-length, or of a model
-    that no run has trained the text so far."""
+    """dynamic: the length that the base is computed for; by default --seq-length, or for a model
+    that no run has trained, the length of the text so far."""
 
     def check_rope(self, head_dim: int, *, rotates: bool) -> None:
-        """Check the scaling; ``rotates``: whether the model has rope. Raises UserError."""
+        """Check the scaling's settings.
+
+        Args:
+            head_dim: D.
+            rotates: True if the model has rope.
+
+        Raises:
+            UserError: a setting that is missing, out of range, or of another type of scaling.
+        """
         kind = self.rope_scaling_type
         if kind is not None and not rotates:
             raise UserError(
@@ -82,18 +97,10 @@ class RopeConfig:
             )
         names = (*SETTINGS["yarn"], *SETTINGS["llama3"], "seq_length")
         for key in dict.fromkeys(names):
-            value, default = getattr(self, PREFIX + key), getattr(RopeConfig, PREFIX + key)
-            takers = [one for one, keys in SETTINGS.items() if key in keys] or ["dynamic"]
-            if value != default and kind not in takers:
-                only = f"{', '.join(takers)} alone {'has' if len(takers) == 1 else 'have'} it"
-                raise UserError(
-                    f"{PREFIX}{key} is {value} and rope_scaling_type {kind or 'not set'}; {only}"
-                )
-            least = 1 if isinstance(value, int) or key == "factor" else 1 / LARGEST
-            inside = value is None or type(value) is bool or least <= value <= LARGEST
-            require(self, inside, PREFIX + key, f"it must be from {least:g} to {LARGEST:g}")
+            self._check_setting(key)
         if kind is None:
             return
+
         for name in (_FACTOR, _TRAINED)[: len(SETTINGS[kind])]:
             if getattr(self, name) is None:
                 raise UserError(
@@ -102,35 +109,52 @@ class RopeConfig:
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if self.setting(low) >= self.setting(high):
                 raise UserError(
-                    f"{PREFIX}{low} is {self.setting(low)}; it must be below {PREFIX}{high} {self.setting(high)}"
+                    f"{PREFIX}{low} is {self.setting(low)}; "
+                    f"it must be below {PREFIX}{high} {self.setting(high)}"
                 )
         if kind in ("dynamic", "yarn") and (head_dim <= 2 or self.rotary_base <= 1):
             raise UserError(
-                f"rope_scaling_type is {kind} with rotary_base {self.rotary_base} and heads {head_dim} wide; it needs "
-                "a base above 1 and heads of 4 channels or more"
+                f"rope_scaling_type is {kind} with rotary_base {self.rotary_base} and heads "
+                f"{head_dim} wide; it needs a base above 1 and heads of 4 channels or more"
             )
 
+    def _check_setting(self, key: str) -> None:
+        """Check that a setting belongs to the type of scaling, and its range. Raises UserError."""
+        name = PREFIX + key
+        value = getattr(self, name)
+        kinds = [kind for kind, keys in SETTINGS.items() if key in keys] or ["dynamic"]
+        if value != getattr(RopeConfig, name) and self.rope_scaling_type not in kinds:
+            verb = "has" if len(kinds) == 1 else "have"
+            raise UserError(
+                f"{name} is {value} and rope_scaling_type {self.rope_scaling_type or 'not set'}; "
+                f"{', '.join(kinds)} alone {verb} it"
+            )
+        if value is None or type(value) is bool:
+            return
+        minimum = 1 if isinstance(value, int) or key == "factor" else 1 / LARGEST
+        in_range = minimum <= value <= LARGEST
+        require(self, in_range, name, f"it must be from {minimum:g} to {LARGEST:g}")
+
     def setting(self, key: str) -> float:
-        """Return a setting that has a default."""
+        """Return one of the settings in DEFAULTS, resolved."""
         value = getattr(self, PREFIX + key)
         return DEFAULTS[key] if value is None else value
 
     def scaling(self) -> dict[str, int | float | bool | str | None]:
-        """Return the scaling's settings by our names, defaults resolved; empty if rope is not
-        scaled.
-        """
+        """Return all settings of the scaling, defaults resolved; empty if rope is not scaled."""
         if self.rope_scaling_type is None:
             return {}
-        names = SETTINGS[self.rope_scaling_type]
-        found = {
-            PREFIX + key: self.setting(key) if key in DEFAULTS else getattr(self, PREFIX + key)
-            for key in names
+        settings: dict[str, int | float | bool | str | None] = {
+            "rope_scaling_type": self.rope_scaling_type
         }
-        return {"rope_scaling_type": self.rope_scaling_type, **found}
+        for key in SETTINGS[self.rope_scaling_type]:
+            resolved = self.setting(key) if key in DEFAULTS else getattr(self, PREFIX + key)
+            settings[PREFIX + key] = resolved
+        return settings
 
     @property
     def scaled_length(self) -> int:
-        """Tokens that the scaling reaches from the original length; 0 if it says none."""
+        """Tokens of the scaled context, the original length times the factor; 0 without one."""
         return int(
             (self.rope_scaling_factor or 1)
             * (self.rope_scaling_original_max_position_embeddings or 0)
@@ -138,67 +162,76 @@ class RopeConfig:
 
 
 def frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Tensor, float]:
-    """Return the radians per position [D/2] of each pair of channels, float64, and the factor of
-    cos and sin.
+    """Return the radians per position of each pair [D/2], float64, and the factor of cos and sin.
 
     linear is position interpolation (Chen et al. 2023), dynamic is NTK-aware scaling of the base by
     the length, yarn is Peng et al. 2023 (sections 3.2 and 3.4), llama3 is that of Llama 3.1
-    (Grattafiori et al. 2024). Only dynamic without a length of its own looks at the positions: at
-    the last one.
+    (Grattafiori et al. 2024).
+
+    Only dynamic scaling without rope_scaling_seq_length reads the positions, namely the largest.
     """
-    exponents = (
-        torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
-    )  # [D/2]
-    kind, base = rope.rope_scaling_type, rope.rotary_base
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
+    exponents = exponents / head_dim  # [D/2]
+    kind = rope.rope_scaling_type
+    base = rope.rotary_base
     if kind is None:
         return base**-exponents, 1.0
-    factor, trained = rope.rope_scaling_factor, rope.rope_scaling_original_max_position_embeddings
+
+    factor = rope.rope_scaling_factor
     assert factor is not None  # checked with the configuration
     if kind == "linear":
         return base**-exponents / factor, 1.0
-    assert trained is not None
+
+    trained_length = rope.rope_scaling_original_max_position_embeddings
+    assert trained_length is not None
     if kind == "dynamic":
         length = rope.rope_scaling_seq_length or int(positions.max()) + 1
         return dynamic_base(rope, head_dim, length) ** -exponents, 1.0
-    plain = base**-exponents
+
+    unscaled = base**-exponents
     if kind == "llama3":
-        low, high = rope.setting("low_freq_factor"), rope.setting("high_freq_factor")
-        kept = ((trained * plain / (2 * math.pi) - low) / (high - low)).clamp(
-            0, 1
-        )  # 1 where channels turn fast
-        return plain * (kept + (1 - kept) / factor), 1.0
-    kept = 1 - _yarn_ramp(rope, head_dim, trained, plain)
-    return plain * (kept + (1 - kept) / factor), _yarn_attention(rope, factor)
+        low = rope.setting("low_freq_factor")
+        high = rope.setting("high_freq_factor")
+        rotations = trained_length * unscaled / (2 * math.pi)  # in the original length, [D/2]
+        unscaled_share = ((rotations - low) / (high - low)).clamp(0, 1)  # 1 for fast pairs
+        return unscaled * (unscaled_share + (1 - unscaled_share) / factor), 1.0
+
+    unscaled_share = 1 - _yarn_ramp(rope, head_dim, trained_length, unscaled)
+    scaled = unscaled * (unscaled_share + (1 - unscaled_share) / factor)
+    return scaled, _yarn_attention(rope, factor)
 
 
 def dynamic_base(rope: RopeConfig, head_dim: int, length: int) -> float:
-    """Return the base of plain rope that dynamic scaling is at a length."""
-    factor, trained = rope.rope_scaling_factor, rope.rope_scaling_original_max_position_embeddings
+    """Return the base of unscaled rope that dynamic scaling equals at a length."""
+    factor = rope.rope_scaling_factor
+    trained_length = rope.rope_scaling_original_max_position_embeddings
     assert factor is not None  # checked with the configuration
-    assert trained is not None
-    stretch = factor * max(length, trained) / trained - (factor - 1)
+    assert trained_length is not None
+    stretch = factor * max(length, trained_length) / trained_length - (factor - 1)
     return float(rope.rotary_base * stretch ** (head_dim / (head_dim - 2)))
 
 
-def _yarn_ramp(rope: RopeConfig, head_dim: int, trained: int, like: Tensor) -> Tensor:
-    """Return 0 for pairs that turn fast, 1 for slow ones, and a line in between [D/2] (YaRN, eq.
-    18).
-    """
+def _yarn_ramp(rope: RopeConfig, head_dim: int, trained_length: int, like: Tensor) -> Tensor:
+    """Return 0 for fast pairs, 1 for slow ones, and a ramp between them [D/2] (YaRN, eq. 18)."""
 
-    def pair(turns: float) -> float:
-        """Return the pair that turns so many times in the original length, as a fraction."""
+    def pair_with(rotations: float) -> float:
+        """Return the fractional index of the pair with these rotations in the original length."""
         return (
-            head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.rotary_base))
+            head_dim
+            * math.log(trained_length / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.rotary_base))
         )
 
-    first, last = pair(rope.setting("beta_fast")), pair(rope.setting("beta_slow"))
+    first = pair_with(rope.setting("beta_fast"))
+    last = pair_with(rope.setting("beta_slow"))
     if rope.rope_scaling_truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, head_dim - 1)
     width = last - first or 0.001
-    return (
-        (torch.arange(head_dim // 2, dtype=like.dtype, device=like.device) - first) / width
-    ).clamp(0, 1)
+    pairs = torch.arange(head_dim // 2, dtype=like.dtype, device=like.device)
+    return ((pairs - first) / width).clamp(0, 1)
 
 
 def _yarn_attention(rope: RopeConfig, factor: float) -> float:
@@ -206,11 +239,10 @@ def _yarn_attention(rope: RopeConfig, factor: float) -> float:
     if rope.rope_scaling_attention_factor is not None:
         return rope.rope_scaling_attention_factor
     if rope.rope_scaling_mscale and rope.rope_scaling_mscale_all_dim:
-        return _mscale(factor, rope.rope_scaling_mscale) / _mscale(
-            factor, rope.rope_scaling_mscale_all_dim
-        )
+        numerator = _mscale(factor, rope.rope_scaling_mscale)
+        return numerator / _mscale(factor, rope.rope_scaling_mscale_all_dim)
     return _mscale(factor)
 
 
-def _mscale(factor: float, times: float = 1.0) -> float:
-    return 0.1 * times * math.log(factor) + 1 if factor > 1 else 1.0
+def _mscale(factor: float, coefficient: float = 1.0) -> float:
+    return 0.1 * coefficient * math.log(factor) + 1 if factor > 1 else 1.0

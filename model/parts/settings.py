@@ -1,6 +1,7 @@
 """Settings that several families share: positions, windows, layers of two kinds.
 
-A family inherits from what it has, and so a setting exists if the family has it.
+A family inherits the classes of the features that it has, so a setting exists only in the families
+that use it, and giving it to another is an error instead of being ignored.
 """
 
 import math
@@ -24,32 +25,33 @@ class WindowedConfig(DecoderConfig):
     window_size: str | None = None
     """Keys that a token sees before and after its own, such as 1023,0; the second is 0, since the
     mask is causal, and -1 before is all of them. By default every layer sees all earlier tokens. In
-    a hybrid, of the softmax layers."""
+    a hybrid it applies to the softmax layers."""
     window_attn_skip_freq: str | None = None
     """Layers without that window: N is every N-th one; a pattern has a 1 for each layer with it and
     a 0 for each without, such as ([1]*3+[0]*1)*6 for 24. By default every layer has it."""
     softmax_type: SoftmaxType = "vanilla"
-    """Divisor of attention's weights: the sum over the keys; 1 more, so that a head can look at
-    nothing; or the exponential of a learned number per head more, an attention sink, as in
-    gpt-oss."""
+    """Divisor of attention's weights: the sum over the keys (vanilla); that plus 1, so that a head
+    can attend to nothing (off-by-one); or that plus the exponential of a learned number per head,
+    an attention sink, as in gpt-oss (learnable)."""
 
     def check(self) -> None:
         """Check that some layer of softmax attention has the window."""
         super().check()
         must = (
-            f"model_type {self.model_type} has linear attention, which divides by no softmax and keeps no keys; leave "
-            "it out, or give it layers of softmax attention by softmax_every"
+            f"model_type {self.model_type} has linear attention, which has no softmax and keeps no "
+            "keys; leave it out, or set softmax_every for layers with softmax attention"
         )
         for name in ("window_size", "softmax_type"):
             require(self, self.some_softmax or self.is_default(name), name, must)
         windows = self._windows
         has = any(map(self.window, range(len(windows)))) or window_of(self.window_size) is None
-        must = "it leaves no layer of softmax attention with the window; give one of them a 1, or leave window_size out"
+        must = (
+            "it leaves no layer of softmax attention with the window; give one of them a 1, or "
+            "leave window_size out"
+        )
         require(self, has, "window_attn_skip_freq", must)
 
     def window(self, layer: int) -> Window | None:
-        """Return the window of this layer, counted from 0; None if it sees all earlier tokens, or
-        is linear."""
         return self._windows[layer] if self.has_softmax(layer) else None
 
     @property
@@ -62,13 +64,14 @@ class WindowedConfig(DecoderConfig):
         return windows_of(self.window_size, self.window_attn_skip_freq, self.num_layers)
 
     def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with windows and sinks."""
+        """Return the base class's entries, and windows and sinks."""
         entries = super().architecture()
-        if window := next(filter(None, self.windows), None):
-            entries["window_size"] = f"{window[0]},{window[1]}"
-            entries["window_attn_skip_freq"] = (
-                f"[{','.join(str(int(w is not None)) for w in self.windows)}]"
-            )
+        windows = list(filter(None, self.windows))
+        if windows:
+            left, right = windows[0]
+            flags = ",".join("0" if window is None else "1" for window in self.windows)
+            entries["window_size"] = f"{left},{right}"
+            entries["window_attn_skip_freq"] = f"[{flags}]"
         if self.softmax_type != "vanilla":
             entries["softmax_type"] = self.softmax_type
         return entries
@@ -79,51 +82,42 @@ class RotaryConfig(RopeConfig, DecoderConfig):
     """Rope of softmax attention."""
 
     def check(self) -> None:
-        """Check rope, whether or not this model turns anything."""
+        """Check rope, also in a model without softmax layers, which does not use it."""
         super().check()
         require(self, 0 < self.rotary_base < math.inf, "rotary_base", "it must be a number above 0")
         rotates = self.rope is not None
         if rotates:
-            self.check_turned()
+            self.check_rotated()
         self.check_rope(self.rotary_dim, rotates=rotates)
 
-    def check_turned(self) -> None:
-        """Check the channels that turn."""
-        width, name = self.head_dim, "hidden_size" if self.kv_channels is None else "kv_channels"
-        heads = f"the {self.num_attention_heads} heads are {width} wide"
-        require(
-            self,
-            width % 2 == 0,
-            name,
-            f"{heads}, which must be even: rotary positions turn channels in pairs",
+    def check_rotated(self) -> None:
+        """Check the number of channels that rope rotates."""
+        name = "hidden_size" if self.kv_channels is None else "kv_channels"
+        must = (
+            f"the {self.num_attention_heads} heads are {self.head_dim} wide, which must be even: "
+            "rotary positions turn channels in pairs"
         )
+        require(self, self.head_dim % 2 == 0, name, must)
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Rope of softmax attention; None if nothing turns."""
+        """Rope of softmax attention; None without softmax layers."""
         return self if self.some_softmax else None
 
     @property
     def reach(self) -> int:
-        """Positions that the model is meant for or its scaling of rope reaches; 0 if it says
-        neither."""
         longest = super().reach
-        stretched = (
-            int(longest * (self.rope_scaling_factor or 1))
-            if self.rope_scaling_type == "linear"
-            else 0
-        )
-        return max(longest, self.scaled_length, stretched)
+        if self.rope_scaling_type == "linear":
+            longest = int(longest * (self.rope_scaling_factor or 1))
+        return max(longest, self.scaled_length)
 
     def with_rope_length(self: R, length: int) -> R:
-        """Return the configuration with a length for dynamic scaling of rope, if it needs one and
-        has none."""
         if self.rope_scaling_type != "dynamic" or self.rope_scaling_seq_length is not None:
             return self
         return replace(self, rope_scaling_seq_length=length)
 
     def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with rope and its scaling."""
+        """Return the base class's entries, and rope with its scaling."""
         return super().architecture() | self.resolved("rotary_base") | self.scaling()
 
 
@@ -133,10 +127,9 @@ class LengthConfig(DecoderConfig):
 
     max_position_embeddings: int | None = None
     """Entries in the table of learned_absolute positions, and so the longest sequence; with rope
-    the longest that the model is meant for, beyond which a run begins with a note."""
+    the longest that the model is meant for, beyond which a run starts with a note."""
 
     def check(self) -> None:
-        """Check the length."""
         super().check()
         self.check_counts("max_position_embeddings")
 
@@ -152,27 +145,22 @@ class RopePositionsConfig(RotaryConfig, LengthConfig):
     positions = "rope"
 
     def check(self) -> None:
-        """Check the source of positions."""
         super().check()
+        has_rope = self.position_embedding_type != "learned_absolute"
         must = f"model_type {self.model_type} has rope alone; leave it out"
-        require(
-            self,
-            self.position_embedding_type != "learned_absolute",
-            "position_embedding_type",
-            must,
-        )
+        require(self, has_rope, "position_embedding_type", must)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRopeConfig(RotaryConfig, WindowedConfig):
-    """Rope of its own in the layers with a window."""
+    """A second rope, in the layers with a window."""
 
     rotary_base_local: float | None = None
     """Base of the angles of rope in the layers that have a window, which no scaling touches; by
     default rotary_base."""
 
     def check(self) -> None:
-        """Check that a layer takes the base."""
+        """Check the base, and that a layer uses it."""
         super().check()
         base = self.rotary_base_local
         must = "it must be a number above 0, or left out for rotary_base"
@@ -188,7 +176,7 @@ class LocalRopeConfig(RotaryConfig, WindowedConfig):
         return RopeConfig(rotary_base=self.rotary_base_local or self.rotary_base)
 
     def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with the base."""
+        """Return the base class's entries, and the base of the local rope."""
         entries = super().architecture()
         if self.local_rope is not None:
             entries["rotary_base_local"] = self.local_rope.rotary_base
@@ -202,48 +190,46 @@ class PeriodicConfig(DecoderConfig):
     RESOLVED: ClassVar[Mapping[str, str]] = {"softmax_every": "softmax_period"}
 
     softmax_every: int | None = None
-    """Give every so many-th layer softmax attention (a hybrid: 8 is seven others, then one of
-    softmax); by default none has it beside linear attention, and every fourth beside a delta
-    rule."""
+    """Give every N-th layer softmax attention, which makes a hybrid: with 8, seven other layers
+    precede each. By default no layer among linear attention has it, and every fourth among layers
+    with a delta rule."""
 
     default_period = 0
-    """The period without the setting; 0 is none."""
+    """The period if the setting is left out; 0 is no softmax attention."""
 
     def check(self) -> None:
-        """Check the period."""
         super().check()
-        every, default = self.softmax_every, self.default_period
+        every = self.softmax_every
+        default = self.default_period
         if every is None:
             must = (
-                f"{self.model_type} has softmax attention in every {default}th layer, and needs as many; or set "
-                "softmax_every"
+                f"{self.model_type} has softmax attention in every {default}th layer, and needs as "
+                "many; or set softmax_every"
             )
             require(self, default <= self.num_layers, "num_layers", must)
         elif not 2 <= every <= self.num_layers:
-            raise wrong(
-                self,
-                "softmax_every",
-                f"it must be from 2 (every other layer) to num_layers {self.num_layers} (the last one alone), or left "
-                f"out{f' for {default}' if default else ''}; softmax attention in every layer is another model_type",
+            left_out = f"left out for {default}" if default else "left out"
+            must = (
+                f"it must be from 2 (every other layer) to num_layers {self.num_layers} (the last "
+                f"one alone), or {left_out}; softmax attention in every layer is another model_type"
             )
+            raise wrong(self, "softmax_every", must)
 
     @property
     def softmax_period(self) -> int | None:
-        """Layers from one with softmax attention to the next; None if none has it."""
+        """Layers from one softmax layer to the next; None if there is none."""
         return self.softmax_every or self.default_period or None
 
     @property
     def alternating(self) -> dict[str, Any]:
-        """Settings with which layers of both kinds take turns; none if all layers are of one
-        kind."""
+        """Settings that make every other layer a softmax one; empty if all are of one kind."""
         return {"softmax_every": 2} if self.softmax_period else {}
 
     def has_softmax(self, layer: int) -> bool:
-        """Return whether this layer, counted from 0, has softmax attention."""
         every = self.softmax_period
         return every is not None and (layer + 1) % every == 0
 
     def architecture(self) -> Architecture:
-        """Return that of ``DecoderConfig``, with the period."""
+        """Return the base class's entries, and the period."""
         period = {} if self.softmax_period is None else self.resolved("softmax_every")
         return super().architecture() | period

@@ -1,50 +1,51 @@
-"""Statements of a part about its weights: how each begins, and how tensor parallelism splits it.
+"""Initial values of weights, and their splits under tensor parallelism.
 
-A part is a module of ours. It has two class attributes, tables by the names of its parameters and
-of its children; a name may reach further in, such as mlp.0. What a child states of its own
-parameters comes before what the part states of the child. A parameter of which nobody states
-something is refused by its name, on one process too: there is no default. Where construction
-decides, such as a gate's first bias, the table is an attribute of the object.
+Both are stated where the weights are made, so that a new module needs no change elsewhere. A module
+of ours has two class attributes, tables by the names of its parameters and children; a name may
+reach further in, such as mlp.0. An entry of a child for its own parameter takes precedence over its
+parent's entry for the child. There is no default: a parameter without an entry is an error that
+names it, on one process too. If construction decides, as for a gate's first bias, the table is an
+attribute of the object.
 
     class MLP(nn.Module):
         INIT: ClassVar[Inits] = {"up": "matrix", "down": "residual"}
         SPLIT: ClassVar[Splits] = {"up": "columns", "down": "rows"}
 
-``INIT`` has a word or an ``Init``. A word about a child is of its weight; its bias, if it has one,
+``INIT`` has a word or an ``Init``. A word for a child is for its weight; its bias, if it has one,
 begins at 0.
 
 * zeros, ones
-* normal: a normal of the model's standard deviation
-* matrix: a linear layer, as the model begins its matrices
-* qkv: a linear layer that makes queries, keys or values, which some models begin as one matrix
+* normal: normal with the model's standard deviation
+* matrix: a linear layer, initialized as the model's matrices are
+* qkv: a linear layer that makes queries, keys or values, which some models initialize as one matrix
 * residual: a linear layer that writes into the residual stream
 
-The model says what the words mean in it: its attribute ``inits``, from ``normal_inits`` or
-``xavier_inits``.
+The model's attribute ``inits``, from ``normal_inits`` or ``xavier_inits``, holds the initializers
+that the words stand for.
 
 ``SPLIT`` has one of the words of ``Split``, which ``parallel/tensor/split.py`` turns into styles.
-Of linear layers:
+For linear layers:
 
 * columns: split by output channels; takes all tokens, returns this rank's channels
 * rows: split by input channels, the bias by entries; returns partial sums, which ``all_tokens``
   adds up
-* kv_heads: columns of key or value heads as wide as the part's ``head_dim``; where there are fewer
-  heads than ranks, every rank has all and computes the one that its query heads attend to
+* kv_heads: columns of key or value heads as wide as the part's ``head_dim``; with fewer heads than
+  ranks, every rank has all and computes the one that its query heads attend to
 
-Adapters (``model.parts.lora``) follow the linear layer in which they lie. Of what belongs to heads:
+Adapters (``model.parts.lora``) follow the linear layer that contains them. For heads:
 
-* heads: a number per head, or several: a parameter that is a vector, a tuple, or the number of
-  heads itself. The part's ``forward`` takes this rank's entries of such a parameter as an argument
-  of its name
+* heads: one or several numbers per head: a parameter that is a vector, a tuple, or the number of
+  heads itself. The module's ``forward`` takes this rank's entries of such a parameter as an
+  argument of its name
 * all_heads: an RMS norm over the channels of all heads at once, with or without a weight
 * whole: on every rank, applied to what the rank has: its heads, or its tokens as plain tensors;
   gradients are summed
 
-Of the residual stream, whose tokens the ranks share:
+For the residual stream, whose tokens are sharded over the ranks:
 
 * tokens: a norm, on every rank, of this rank's tokens
 * all_tokens: an attention or a feed-forward, which takes all tokens and whose output is summed; it
-  states its own parts
+  has a table of its own
 * positions: a function of positions without parameters, computed for this rank's tokens
 * entries: an embedding, split by entries
 * last_norm: as tokens; then the tokens are gathered, for the logits
@@ -79,23 +80,23 @@ Splits = Mapping[str, Split]
 
 
 class Stream(NamedTuple):
-    """A model's hidden states under tensor parallelism, each rank with some of the tokens.
+    """Layout of a model's hidden states under tensor parallelism, each rank with some tokens.
 
-    A model states it as ``STREAM``. Its ``is_last`` is whether it has what follows the layers, and
-    of a plain stream ``is_first`` whether it has what is before them: a stage of a pipeline may
-    lack either.
+    A model states it as ``STREAM``. Its ``is_last`` is True if it has what follows the layers, and
+    its ``is_first``, for a plain stream, if it has what precedes them: a pipeline stage may lack
+    either.
     """
 
     plain: bool
-    """They are plain tensors; otherwise DTensors, sharded by the embedding or wrapped between
+    """True for plain tensors; otherwise DTensors, sharded by the embedding or wrapped between
     stages."""
     inputs: Mapping[str, int] = {}
     """Inputs of a plain stream that are split, by name, and their dimension of tokens. Later stages
-    get the first input split."""
+    receive the first input already split."""
 
 
 class Beginning(NamedTuple):
-    """A part of a parameter whose initial value is asked for."""
+    """A slice of a parameter, to be initialized."""
 
     name: str
     shape: Sequence[int]
@@ -110,17 +111,17 @@ alone: not on mesh, pipeline split or order of construction."""
 
 
 def constant(value: float, weight: Beginning) -> Tensor:
-    """Return one number everywhere; an ``Init`` once it has the number."""
+    """Return a slice filled with one number."""
     return torch.full(tuple(weight.shape), value)[weight.part]
 
 
 def drawn(fill: Callable[..., Tensor], weight: Beginning) -> Tensor:
-    """Return random numbers that ``fill`` draws, as the functions of ``torch.nn.init`` do."""
+    """Return random numbers drawn by ``fill``, a function like those of ``torch.nn.init``."""
     return initial_weight_slice(fill, *weight)
 
 
 def normal(std: float) -> Init:
-    """Return an Init of normals of this standard deviation."""
+    """Return an Init of normal numbers with this standard deviation."""
     return partial(drawn, partial(nn.init.normal_, std=std))
 
 
@@ -130,13 +131,13 @@ def uniform(bound: float) -> Init:
 
 
 def xavier(matrices: int, weight: Beginning) -> Tensor:
-    """Return Xavier uniform numbers, for ``matrices`` alike that count as one."""
+    """Return Xavier uniform numbers for one of ``matrices`` equal ones that count as one matrix."""
     outputs, inputs = weight.shape
     return uniform(math.sqrt(6 / (inputs + matrices * outputs)))(weight)
 
 
 def input_uniform(weight: Beginning) -> Tensor:
-    """Return numbers uniform within 1 / sqrt(in), as torch begins linear layers."""
+    """Return numbers uniform within 1 / sqrt(in), as torch initializes linear layers."""
     return uniform(1 / math.sqrt(weight.shape[1]))(weight)
 
 
@@ -146,18 +147,25 @@ CONSTANTS = {"zeros": partial(constant, 0.0), "ones": partial(constant, 1.0)}
 
 
 def normal_inits(std: float, layers: int) -> dict[str, Init]:
-    """Return the words' meaning in a language model, whose matrices begin as normals.
+    """Return the initializers of a language model, whose matrices are normal.
 
-    Those that write into the residual stream have it divided by sqrt(2 * layers), so that its
-    variance does not grow with depth (Radford et al. 2019, section 2.3; Megatron-LM's
+    Matrices that write into the residual stream have std / sqrt(2 * layers), so that its variance
+    does not grow with depth (Radford et al. 2019, section 2.3; Megatron-LM's
     scaled_init_method_normal).
     """
-    plain, scaled = normal(std), normal(std / math.sqrt(2 * layers))
-    return {**CONSTANTS, "normal": plain, "matrix": plain, "qkv": plain, "residual": scaled}
+    unscaled = normal(std)
+    scaled = normal(std / math.sqrt(2 * layers))
+    return {
+        **CONSTANTS,
+        "normal": unscaled,
+        "matrix": unscaled,
+        "qkv": unscaled,
+        "residual": scaled,
+    }
 
 
 def xavier_inits(std: float) -> dict[str, Init]:
-    """Return the words' meaning in a diffusion transformer, whose matrices begin Xavier uniform.
+    """Return the initializers of a diffusion transformer, whose matrices are Xavier uniform.
 
     Queries, keys and values count as one matrix, as in the original's initialize_weights.
     """
@@ -172,17 +180,18 @@ def xavier_inits(std: float) -> dict[str, Init]:
 
 
 def initial_value(model: Any, weight: Beginning) -> Tensor:
-    """Return the initial value of a parameter of the model, as the part that has it states.
+    """Return the initial value of a slice of a parameter, as its module's INIT states.
 
     The model may be on the meta device; its values are not read.
 
     Raises:
-        ValueError: no part states how it begins.
+        ValueError: no module has an entry for it.
     """
     path = weight.name.split(".")
     for depth in reversed(range(len(path))):  # from the module that has it up to the model
-        part = model.get_submodule(".".join(path[:depth]))
-        inits, name = getattr(part, "INIT", {}), ".".join(path[depth:])
+        module = model.get_submodule(".".join(path[:depth]))
+        inits = getattr(module, "INIT", {})
+        name = ".".join(path[depth:])
         child, _, parameter = name.rpartition(".")
         if name in inits:
             init = inits[name]
@@ -193,6 +202,7 @@ def initial_value(model: Any, weight: Beginning) -> Tensor:
         if isinstance(init, str):
             init = model.inits[init]
         return init(weight)
+
     owner = title_of_owner(model, weight.name)
     raise ValueError(
         f"{weight.name} has no initial value: {owner} states none in INIT, "

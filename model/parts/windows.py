@@ -1,7 +1,7 @@
-"""Sliding windows of attention, the layers that have them, and sinks, in Megatron-LM's words.
+"""Sliding windows of attention, the layers that have them, and sinks, in Megatron-LM's terms.
 
 ``window_size`` is "L,R": query i sees keys i - L .. i + R. ``window_attn_skip_freq`` names the
-layers that see all.
+layers without the window, which see all earlier tokens.
 """
 
 import ast
@@ -12,9 +12,8 @@ from runtime.errors import UserError
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Window = tuple[int, int]
-"""(left, right): query i sees keys i - left .. i + right, -1 being all on that side; right is 0
-under a causal mask.
-"""
+"""(left, right): query i sees keys i - left .. i + right; -1 is all on that side, and right is 0
+under a causal mask."""
 
 WIDEST = 10**9 - 1
 MOST_LAYERS = 100_000
@@ -24,79 +23,73 @@ LONGEST_PATTERN = 10_000
 
 @lru_cache
 def windows_of(size: str | None, skip: str | None, layers: int) -> tuple[Window | None, ...]:
-    """Return the window of each layer of a causal model, at most ``MOST_LAYERS``; None sees all
-    earlier tokens.
+    """Return the window of each layer of a causal model; None sees all earlier tokens.
 
     Args:
-        size: ``window_size``; None, and -1 before a token, are no window.
-        skip: ``window_attn_skip_freq``; None leaves out no layer.
+        size: ``window_size``; None and "-1,0" are no window.
+        skip: ``window_attn_skip_freq``; None gives every layer the window.
+        layers: number of layers; ``MOST_LAYERS`` at most are returned.
 
     Raises:
-        UserError: they are no window and no layers, or the one is of no use without the other.
+        UserError: a setting that cannot be parsed, or ``skip`` without ``size``.
     """
     if size is None and skip is not None:
         raise UserError(
-            f"window_attn_skip_freq is {skip} and window_size is not set, so that every layer sees all earlier tokens; "
-            "leave it out, or give --window-size"
+            f"window_attn_skip_freq is {skip} and window_size is not set, so that every layer sees "
+            "all earlier tokens; leave it out, or give --window-size"
         )
     window = window_of(size)
-    return tuple(window if has else None for has in _layers(skip, layers))
+    if skip is None:
+        return (window,) * min(layers, MOST_LAYERS)
+    windowed = layers_of(skip, layers, WINDOW_PATTERN)
+    return tuple(window if has_window else None for has_window in windowed)
 
 
 def window_of(size: str | None) -> Window | None:
-    """Parse a causal window, such as "1023,0" or "(1023, 0)"; None, and -1 before a token, are
-    none.
-    """
+    """Parse a causal window, such as "1023,0" or "(1023, 0)"; None and "-1,0" are no window."""
     if size is None:
         return None
+    words = size.strip().removeprefix("(").removesuffix(")").split(",")
     try:
-        left, right = (
-            int(word) for word in size.strip().removeprefix("(").removesuffix(")").split(",")
-        )
+        left, right = map(int, words)
     except ValueError:
         raise UserError(
-            f"window_size is {size}; it must be two numbers, the keys that a token sees before and after its own, such "
-            "as 1023,0"
+            f"window_size is {size}; it must be two numbers, the keys that a token sees before and "
+            "after its own, such as 1023,0"
         ) from None
     if left != -1 and not 1 <= left <= WIDEST:
         raise UserError(
-            f"window_size is {size}, {left} keys before a token's own; it must be from 1 to {WIDEST:,}, or -1 for all "
-            "of them"
+            f"window_size is {size}, {left} keys before a token's own; it must be from 1 to "
+            f"{WIDEST:,}, or -1 for all of them"
         )
     if right != 0:
         raise UserError(
-            f"window_size is {size}, {right} keys after a token's own, which a causal mask hides; give --window-size "
-            f"{left},0"
+            f"window_size is {size}, {right} keys after a token's own, which a causal mask hides; "
+            f"give --window-size {left},0"
         )
     return (left, right) if left > 0 else None
 
 
-def _layers(skip: str | None, layers: int) -> list[bool]:
-    """Parse which layers have the window."""
-    return (
-        [True] * min(layers, MOST_LAYERS)
-        if skip is None
-        else layers_of(skip, layers, WINDOW_PATTERN)
-    )
-
-
 class Pattern(NamedTuple):
-    """A setting that names layers: N, or a list of a 1 or a 0 for each."""
+    """A setting that selects layers: a number N, or a list of 1 and 0 for the layers.
+
+    The fields from ``nth`` on, except ``nth_is_one``, are words for its error messages.
+    """
 
     name: str
     """The setting."""
     nth: str
-    """Verb of every N-th layer, for messages."""
+    """Verb of every N-th layer."""
     listed: str
-    """Noun of a layer with a 1, for messages."""
+    """Noun of a layer with a 1."""
     example: str
-    """A pattern, for messages."""
+    """A valid pattern."""
     nth_is_one: bool
     """True if N gives every N-th layer the 1, otherwise the 0."""
     lacking: str
-    """Noun of what no layer has if N is 1, for messages."""
+    """Noun of the property that no layer has if N is 1."""
     otherwise: str
-    """Words for the setting's default, for messages."""
+    """Words for leaving the setting out."""
 
 
 WINDOW_PATTERN = Pattern(
@@ -112,61 +105,72 @@ WINDOW_PATTERN = Pattern(
 
 @lru_cache
 def layers_of(text: str, layers: int, pattern: Pattern) -> list[bool]:
-    """Parse which layers have the 1 of a setting, at most ``MOST_LAYERS``.
+    """Parse which layers have the 1 of a setting, ``MOST_LAYERS`` of them at most.
 
     Raises:
-        UserError: it is neither a number of 2 or more nor a pattern of so many layers.
+        UserError: neither a number of 2 or more nor a pattern with an entry for each layer.
     """
-    name, count = pattern.name, min(layers, MOST_LAYERS)
+    name = pattern.name
+    count = min(layers, MOST_LAYERS)
     if len(text) > LONGEST_PATTERN:
         raise UserError(
             f"{name} is a text of {len(text):,} characters; it can have {LONGEST_PATTERN:,}: write "
             "layers that repeat as [1]*3"
         )
     try:
-        found = _value(ast.parse(text.strip(), mode="eval").body, count, pattern)
+        value = _evaluate(ast.parse(text.strip(), mode="eval").body, count, pattern)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         reason = str(error) if type(error) is ValueError else "it is neither"
         raise UserError(
-            f"{name} is {text}; it must be a number, of which every so-many-th layer {pattern.nth}, or a "
+            f"{name} is {text}; it must be a number, N if every N-th layer {pattern.nth}, or a "
             f"pattern of 1 and 0 for num_layers {layers}, such as {pattern.example}; {reason}"
         ) from None
-    if isinstance(found, int):
-        if found < 2:
+
+    if isinstance(value, int):
+        if value < 2:
             raise UserError(
-                f"{name} is {text}, which leaves no layer with {pattern.lacking}; it must be 2 (every other "
-                f"layer {pattern.nth}) or more, or {pattern.otherwise}"
+                f"{name} is {text}, which leaves no layer with {pattern.lacking}; it must be 2 "
+                f"(every other layer {pattern.nth}) or more, or {pattern.otherwise}"
             )
-        return [(layer % found == 0) == pattern.nth_is_one for layer in range(1, count + 1)]
-    if len(found) != layers:
+        return [(layer % value == 0) == pattern.nth_is_one for layer in range(1, count + 1)]
+    if len(value) != layers:
         raise UserError(
-            f"{name} is {text}, a pattern of {len(found)} layers, and num_layers is {layers}; give each "
-            "layer a 1 or a 0"
+            f"{name} is {text}, a pattern of {len(value)} layers, and num_layers is {layers}; "
+            "give each layer a 1 or a 0"
         )
-    return list(map(bool, found))
+    return list(map(bool, value))
 
 
-def _value(node: ast.expr, most: int, pattern: Pattern) -> int | list[int]:
-    """Evaluate lists of 1 and 0, numbers, + and *, and nothing else; no list grows longer than
-    ``most``.
+def _evaluate(node: ast.expr, max_layers: int, pattern: Pattern) -> int | list[int]:
+    """Evaluate a number, or lists of 1 and 0 with + and *; refuse all else.
+
+    The text comes from command lines and files, so it is never passed to ``eval``, and no list
+    grows longer than ``max_layers``: [1]*10**12 fails before it takes memory.
     """
     match node:
         case ast.Constant(value=int() as number) if type(number) is int:
             return number
         case ast.List(elts=elements):
-            found = [_value(element, most, pattern) for element in elements]
-            if any(one not in (0, 1) for one in found):
+            flags = [_evaluate(element, max_layers, pattern) for element in elements]
+            if any(flag not in (0, 1) for flag in flags):
                 raise ValueError(
                     f"a list has a 1 for each layer with {pattern.listed} and a 0 for each without"
                 )
-            return [int(one) for one in found if isinstance(one, int)]
-        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
-            values = [_value(left, most, pattern), _value(right, most, pattern)]
-            lists = [one for one in values if isinstance(one, list)]
-            times = [one for one in values if isinstance(one, int)]
-            if len(times) != isinstance(operator, ast.Mult):
+            return [int(flag) for flag in flags if isinstance(flag, int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first = _evaluate(left, max_layers, pattern)
+            second = _evaluate(right, max_layers, pattern)
+            if isinstance(first, list) and isinstance(second, list):
+                return first + second
+            raise ValueError("lists are added to lists, and multiplied by numbers")
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            flags = _evaluate(left, max_layers, pattern)
+            times = _evaluate(right, max_layers, pattern)
+            if isinstance(flags, int):
+                flags, times = times, flags
+            if isinstance(flags, int) or isinstance(times, list):
                 raise ValueError("lists are added to lists, and multiplied by numbers")
-            if times and len(lists[0]) * times[0] > most:
-                raise ValueError(f"it has more than {most} layers")
-            return lists[0] * times[0] if times else lists[0] + lists[1]
+            if len(flags) * times > max_layers:
+                raise ValueError(f"it has more than {max_layers} layers")
+            return flags * times
     raise ValueError("it has more than numbers, lists, + and *")

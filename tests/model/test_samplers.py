@@ -3,7 +3,8 @@ import warnings
 import pytest
 import torch
 
-from model.diffusion import Diffusion, DiffusionConfig, chosen_times, draw, guided
+from model.diffusion import Diffusion, DiffusionConfig
+from model.samplers import chosen_times, draw, guided
 from tests.model.test_diffusion import drawn, of
 
 SHAPE = (2, 3, 4)
@@ -125,10 +126,10 @@ def test_perfect_variances_make_few_steps_exact():
 
     def denoise(x, times):
         index = chosen.index(int(times[0]))
-        kept = schedule.kept[index]
+        kept = schedule.alpha_bars[index]
         unsaid = 1 / (1 / std**2 + kept / (1 - kept))
-        variance = schedule.small[index] * (index > 0) + schedule.from_data[index] ** 2 * unsaid
-        least, most = schedule.small[index].log(), schedule.betas[index].log()
+        variance = schedule.posterior_variances[index] * (index > 0) + schedule.from_data[index] ** 2 * unsaid
+        least, most = schedule.posterior_variances[index].log(), schedule.betas[index].log()
         share = (variance.log() - least) / (most - least) if index else 0.0
         return learned.join(predict(x, times), torch.full_like(x, 2 * share - 1))
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from model.hf.dit import dit_to_original, save_dit
-from model.hf.folder import Weights
+from model.hf.tensors import Weights
 from model.registry import architecture_of, build_model
 from tests.model.hf.hugging_face import CONFIGS, TOKENS, hugging_face, transformers
 from tests.model.models import IMAGE, VIDEO, random_dit

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
-from model.hf.api import HUGGING_FACE
+from model.hf.configs import HUGGING_FACE
 from model.registry import build_model
 from runtime.errors import UserError, with_article
 from tests.model.hf.hugging_face import (

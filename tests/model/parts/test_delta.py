@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from model.parts.delta import DeltaAttention, Gates, OneDevice
+from model.parts.delta import DeltaAttention, OneDevice
+from model.parts.gates import Gates
 from model.registry import build_model, flops_per_token, num_parameters
 from runtime.errors import UserError
 from tests.model.models import (

@@ -1,11 +1,10 @@
-"""Pretrain a language model on long sequences, shared over processes by context parallelism.
+"""Pretrain a language model on long sequences, sharded over processes by context parallelism.
 
 torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/models/llama_tiny.toml
 """
 
-if (
-    __name__ == "__main__"
-):  # before torch, whose import takes seconds in which a launcher may be killed
+# Before torch is imported, which takes seconds in which the launcher may be killed.
+if __name__ == "__main__":
     from runtime.signals import end_with_launcher
 
     end_with_launcher()
@@ -24,12 +23,13 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     """Train from the command line to the last checkpoint.
 
     Args:
-        peak_flops: FLOP/s that MFU is measured against; by default what a process can reach.
+        peak_flops: FLOP/s that MFU is measured against; by default the peak of one process.
     """
     config = LanguageTask.parse_args(arguments)
     if config.dry.dry_run:
         dry_run(arguments, config)
         return
+
     validate_launch(config, LanguageTask.validate)
     with stop_requests() as request, joined_processes(config.mesh), reserve_run_folder(config):
         final = finalize(config, LanguageTask, PLANNER)

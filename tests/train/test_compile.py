@@ -19,7 +19,7 @@ from runtime.ranks import run_ranks
 from tests.pretraining import DIT, TINY, differences, dit_on_rank
 from tools.common.training import PEAK
 from train.callbacks.metrics import METRICS, read_metrics
-from train.config.common import validate_run
+from train.config.checks import validate_run
 from train.config.flags import ConfigError
 from train.config.language import parse_args
 

@@ -23,7 +23,7 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     """Train from the command line to the last checkpoint.
 
     Args:
-        peak_flops: FLOP/s that MFU is measured against; by default the peak of one process.
+        peak_flops: FLOP/s that MFU is measured against; by default what a process can reach.
     """
     config = LanguageTask.parse_args(arguments)
     if config.dry.dry_run:

@@ -160,7 +160,7 @@ def train(rank: int, world_size: int, flags: Sequence[str], dropped: bool = Fals
 
 
 def _train_on_ranks(flags: Sequence[str], dropped: bool) -> dict[str, float]:
-    """Train a run in processes of its own; return its figures."""
+    """Train a run in new processes; return its figures."""
     return figures(run_ranks(train, RANKS, flags, dropped, timeout=1800)[0])
 
 

@@ -15,7 +15,7 @@ from bench.link.cases import RANKS as LINK_RANKS
 from bench.link.cases import VOCAB_SIZE, cases_of, command_line, corpus, data_of
 from bench.link.network import LINKS, Network, prepare_machine
 from bench.link.ranks import calibrated, train
-from papers.rows import TableRow
+from papers.table import TableRow
 from planner.cluster import Cluster, load_cluster
 from planner.search import predicted
 from runtime.machine import device_name

@@ -12,7 +12,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from papers.rows import TableRow
+from papers.table import TableRow
 from tools.common.report import PALETTE, plain
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from model.registry import num_parameters
 from papers import rows
 from papers.ring import K, step_of
-from papers.rows import Figures, TableRow
+from papers.table import Figures, TableRow
 from parallel.context import make_plan
 from planner.cluster import CLUSTERS, load_cluster
 from planner.levers import FFN_CHUNK, LOSS_CHUNK

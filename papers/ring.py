@@ -10,7 +10,7 @@ from pathlib import Path
 
 from model.families.llama import LlamaConfig
 from papers import rows
-from papers.rows import TableRow
+from papers.table import TableRow
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import CLUSTERS, Cluster, load_cluster

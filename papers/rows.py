@@ -6,7 +6,6 @@ that its last column names the commit that first made them.
 """
 
 import csv
-import io
 import os
 import sys
 import tomllib
@@ -18,17 +17,13 @@ from textwrap import fill, wrap
 from typing import Any
 
 from bench.link.network import NetworkError
+from papers.table import TableRow, as_csv, flat, made_by, measured_cells
 from runtime.files import write_text
 from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for
 from tools.common.report import aligned
-from tools.common.report import as_csv as csv_of
 
 FOLDER = Path(__file__).parent
-Figures = Mapping[str, float | int | str | None]
-"""Figures by name; None if a row has none."""
-COLUMNS = ("published", "analytic", "measured")
-MADE_BY = "made by"
 
 
 def published(name: str) -> list[dict[str, str]]:
@@ -37,36 +32,9 @@ def published(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@dataclass(frozen=True)
-class TableRow:
-    """A row of a table: its labels by column, and its figures.
-
-    Figures of one name are comparable; the analytic ones are predicted.
-    """
-
-    labels: Mapping[str, str | int]
-    published: Figures
-    analytic: Figures
-    hardware: str
-    """The hardware of the published figures, and of the measured ones."""
-    measured: Figures | None = None
-
-    @property
-    def difference(self) -> dict[str, float]:
-        """The relative difference of each predicted figure from the published one."""
-        differences = {}
-        for name, paper_value in self.published.items():
-            value = self.analytic.get(name)
-            numbers = isinstance(value, float | int) and isinstance(paper_value, float | int)
-            if numbers and paper_value:
-                differences[name] = value / paper_value - 1
-        return differences
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """A table of a paper, as tables/sheets.toml describes it, and the function that makes its
-    rows."""
+    """A table of a paper: its entry in tables/sheets.toml, and the function of its rows."""
 
     name: str
     title: str
@@ -107,29 +75,6 @@ def stamp() -> dict[str, str]:
     }
 
 
-def flat(rows: Sequence[TableRow]) -> tuple[list[str], list[list[Any]]]:
-    """Return the names of all columns, and the cells of all rows.
-
-    Rows may have different figures: a column is added for each name that any row has, and the cells
-    of rows without it are None.
-    """
-    columns: dict[tuple[str, str], None] = {}  # a set in order
-    for part in ("labels", *COLUMNS, "difference"):
-        for row in rows:
-            for name in getattr(row, part) or ():
-                columns[part, name] = None
-
-    head = []
-    for part, name in columns:
-        title = name.replace("_", " ")
-        head.append(title if part == "labels" else f"{part}: {title}")
-
-    cells = []
-    for row in rows:
-        cells.append([(getattr(row, part) or {}).get(name) for part, name in columns])
-    return head, cells
-
-
 def _text(head: str, value: Any) -> str:
     """Return a cell as text: four digits, and percent for a difference."""
     if value is None:
@@ -139,29 +84,6 @@ def _text(head: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def as_csv(rows: Sequence[TableRow], maker: str) -> str:
-    """Format a table with a line per row, and in the last column its ``maker``."""
-    head, cells = flat(rows)
-    return csv_of([*head, MADE_BY], [[*row, maker] for row in cells])
-
-
-def made_by(table: str) -> str:
-    """Return the commit and date of the program that wrote a CSV; empty if it names none."""
-    for row in csv.DictReader(io.StringIO(table)):
-        return row.get(MADE_BY) or ""
-    return ""
-
-
-def _measured(table: str) -> set[tuple[int, str]]:
-    """Return the measured cells of a table's CSV, by row and column."""
-    cells = set()
-    for number, row in enumerate(csv.DictReader(io.StringIO(table))):
-        for name, value in row.items():
-            if value and name.startswith("measured: "):
-                cells.add((number, name))
-    return cells
 
 
 def write(base: Path, sheet: Sheet, rows: Sequence[TableRow]) -> None:
@@ -183,7 +105,7 @@ def write(base: Path, sheet: Sheet, rows: Sequence[TableRow]) -> None:
         message = ""
         if old == new:
             message = "equal, kept"
-        elif not _measured(old) <= _measured(new):
+        elif not measured_cells(old) <= measured_cells(new):
             message = (
                 "it has measured figures that are missing now, kept; --measure gives them, or "
                 "remove the file"

@@ -9,7 +9,7 @@ from functools import partial
 
 from papers import rows
 from papers.ring import device, step_of
-from papers.rows import TableRow
+from papers.table import TableRow
 from parallel.context import make_plan
 from planner.cluster import Cluster
 from planner.step_cost import predict

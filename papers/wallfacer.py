@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from papers import ring, rows
 from papers.links import link_gains
-from papers.rows import TableRow
+from papers.table import TableRow
 from parallel.context import Plan, context_parallel, make_plan
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.step_cost import predict
@@ -257,8 +257,9 @@ def gains() -> Iterator[TableRow]:
 
 
 def supported() -> Iterator[TableRow]:
-    """Yield if lengths fit 8 A100 of 80 GB, in bfloat16 with ZeRO-2 and checkpoints behind the
-    attention.
+    """Yield the rows of supported lengths: if each fits 8 A100 of 80 GB.
+
+    In bfloat16 with ZeRO-2, and checkpoints behind the attention.
     """
     arranged = Arrangement(
         strategy="zero2", recompute="attention_boundary", loss_chunk=2048, ffn_chunk=2048

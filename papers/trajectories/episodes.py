@@ -54,9 +54,7 @@ class Episode:
         return float(self.reward.sum())
 
     def numbers(self, best: float) -> np.ndarray:
-        """Return the columns [T, C] of its steps: the return that remains to ``best``, then the
-        arrays.
-        """
+        """Return the columns [T, C] of the steps: the remaining return to ``best``, then arrays."""
         remaining = best - (np.cumsum(self.reward) - self.reward)
         return np.column_stack((remaining, self.observation, self.action, self.reward))
 

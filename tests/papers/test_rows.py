@@ -8,7 +8,8 @@ import pytest
 
 from papers import ring
 from papers.pictures import draw
-from papers.rows import TableRow, as_csv, flat, made_by, sheets_of, stamp, write
+from papers.rows import sheets_of, stamp, write
+from papers.table import TableRow, as_csv, flat, made_by
 
 ROWS = [
     TableRow({"model": "1B"}, {"speedup": 2.0, "gain": None}, {"speedup": 2.5}, "a GPU"),

@@ -58,7 +58,7 @@ class Draft:
     owner: bool
     """True if this rank publishes it: the first one, or one of each node if ``local``."""
     local: bool
-    """True if each node has a folder of its own, in which only the newest checkpoint stays."""
+    """True if each node has its folder, in which only the newest checkpoint stays."""
 
     @property
     def owned(self) -> list[Path]:
@@ -158,7 +158,7 @@ def save_steps(draft: Draft, shards: "Shards", keeper: Keeper | None = None) -> 
     """Yield the work by which this rank turns a draft into a checkpoint, step by step.
 
     A step begins once all ranks have finished the one before. The work itself has no collectives,
-    so that a thread can do it beside training; only then a ``keeper`` prunes in the last step.
+    so that a thread can do it during training; only then a ``keeper`` prunes in the last step.
     """
     path = draft.path
 
@@ -225,7 +225,7 @@ class Background:
     a lost rank until they time out, and training learns of an error at another step on each
     rank, without the name of the file. Here a step begins when all ranks have finished the one
     before. The caller finds that out by adding ``ready`` to a reduction that it makes anyway. So no
-    collective runs beside training, and errors are raised on all ranks together.
+    collective runs during training, and errors are raised on all ranks together.
     """
 
     def __init__(self, keeper: Keeper) -> None:

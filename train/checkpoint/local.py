@@ -45,9 +45,7 @@ def local_folder(directory: str | None, save: str) -> Path | None:
 
 
 def fingerprint(save: Path) -> str | None:
-    """Return the name of a run's folder with a digest of its path and first start; None before
-    that start.
-    """
+    """Return a run's name with a digest of its path and first start; None before that start."""
     starts = save / STARTS
     if not starts.exists():
         return None

@@ -32,11 +32,10 @@ def _parts(model: Model) -> Sequence[nn.Module]:
 def tensors_of(
     model: Model, optimizer: torch.optim.Optimizer | None, *, create: bool = False
 ) -> State:
-    """Return a run's tensors by the plain model's parameter names: {"model": weights, "optimizer":
-    moments, step}.
+    """Return a run's tensors by name: {"model": weights, "optimizer": moments, step}.
 
-    These are the live tensors (DTensors if sharded), not copies. (``set_optimizer_state_dict``
-    would cast float32 moments to bf16 parameters.)
+    Names are the plain model's parameter names. These are the live tensors (DTensors if sharded),
+    not copies. (``set_optimizer_state_dict`` would cast float32 moments to bf16 parameters.)
 
     Args:
         optimizer: None leaves out the "optimizer" section.
@@ -183,7 +182,7 @@ def _raise_if_any(folder: Path, problems: list[str]) -> None:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Read shards by a table that was checked, where DCP would unpickle it again unchecked."""
+    """Read shards by a table that was checked; DCP would unpickle it again, unchecked."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)

@@ -192,7 +192,7 @@ class CommonConfig(ABC):
         return None
 
     def updated(self, **values: Any) -> Self:
-        """Return the configuration with other values of these fields, whatever their sections.
+        """Return the configuration with other values of these fields, of any section.
 
         Raises KeyError: no section has such a field.
         """

@@ -37,8 +37,7 @@ class ConfigError(UserError):
 
 
 class Variants(NamedTuple):
-    """The classes of a section, by the value of its field ``name``; the first one is the
-    default."""
+    """The classes of a section by the value of its field ``name``; the first is the default."""
 
     section: str
     name: str
@@ -181,7 +180,7 @@ def fields_by_variant(root: type) -> dict[str, dict[str, Field]]:
 
 
 def value_of(config: object, name: str) -> Any:
-    """Return the value of a field, whatever its section."""
+    """Return the value of a field, of any section."""
     return getattr(getattr(config, config_fields(config)[name].section), name)
 
 
@@ -189,8 +188,7 @@ def value_of(config: object, name: str) -> Any:
 def _fields_of(
     sections: tuple[tuple[str, type, type], ...], chooser: str, variants: tuple[str, ...]
 ) -> dict[str, Field]:
-    """Return the fields of ``sections``: each a name, its class and the class that the root
-    declares."""
+    """Return the fields of ``sections``, each a name, its class, and the root's class for it."""
     table: dict[str, Field] = {}
     for section, cls, declared in sections:
         hints = get_type_hints(cls)

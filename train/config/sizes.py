@@ -36,8 +36,7 @@ MAX_BYTES = 10**13
 
 
 def validate_magnitude(config: CommonConfig, world_size: int) -> None:
-    """Raise ConfigError for sizes that no machine can hold, before anything is planned or
-    allocated.
+    """Raise ConfigError for sizes that no machine can hold, before anything is allocated.
 
     Iterations, intervals and seeds take no memory and have no bound here.
     """
@@ -360,7 +359,7 @@ def _listed(sizes: list[int]) -> str:
 def validate_entries(entries: int, tp: int, name: str = "vocab_size") -> None:
     """Check that each of ``tp`` ranks holds entries of a table.
 
-    Ranks hold entries / tp, rounded up, and the last ones what is left, which may be none.
+    Ranks hold entries / tp, rounded up, and the last ones the rest, which may be none.
     """
     size = entries
     while -(-size // tp) * (tp - 1) >= size:

@@ -75,8 +75,9 @@ def load(root: type[Root], path: str | Path) -> Root:
 
 
 def model_file(name: str | Path) -> Path:
-    """Return the TOML file that --config names: a path, or a model of configs/models, such as
-    llama3_8b.
+    """Return the TOML file that --config names: a path, or a model such as llama3_8b.
+
+    Models are those of configs/models.
 
     Raises ConfigError listing the models, the most similar first, if a name without a folder is
     none of them.

@@ -1,4 +1,4 @@
-"""The interface of an optimizer: its flags, parameter groups and state, and where it can step."""
+"""The interface of an optimizer: its flags, parameter groups, state and requirements."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -35,8 +35,10 @@ def newest_checkpoint(
     if local is None:
         return path
 
+    directory = local.parent
+
     def folders_of_runs() -> set[Path]:
-        return {folder.parent for folder in local.parent.glob("*-????????????/iter_*")}
+        return {path.parent for path in directory.glob("*-????????????/iter_*")}
 
     folders = set[Path]().union(*gather_results(folders_of_runs))
     if is_first():

@@ -51,7 +51,7 @@ class Variants(NamedTuple):
         return next(iter(self.classes))
 
 
-class Field(NamedTuple):
+class ConfigField(NamedTuple):
     """One field of a section with its parsed annotation; `base` is bool, int, float or str."""
 
     section: str
@@ -161,7 +161,7 @@ def sections_of(root: Any, variant: str | None = None) -> dict[str, type]:
     return hints_of(root) | {variants.section: variants.classes[variant or variants.default]}
 
 
-def config_fields(root: Any, variant: str | None = None) -> dict[str, Field]:
+def config_fields(root: Any, variant: str | None = None) -> dict[str, ConfigField]:
     """Return every field of every section, by name; arguments as in ``sections_of``.
 
     Raises TypeError for a duplicate name, and for an annotation or default that cannot be a flag.
@@ -174,7 +174,7 @@ def config_fields(root: Any, variant: str | None = None) -> dict[str, Field]:
     return _fields_of(tuple(sections), variants.name, tuple(variants.classes))
 
 
-def fields_by_variant(root: type) -> dict[str, dict[str, Field]]:
+def fields_by_variant(root: type) -> dict[str, dict[str, ConfigField]]:
     """Return ``config_fields`` of each variant; of a root without any, under an empty name."""
     return {variant: config_fields(root, variant) for variant in variants_of(root).classes or ("",)}
 
@@ -187,9 +187,9 @@ def value_of(config: object, name: str) -> Any:
 @cache
 def _fields_of(
     sections: tuple[tuple[str, type, type], ...], chooser: str, variants: tuple[str, ...]
-) -> dict[str, Field]:
+) -> dict[str, ConfigField]:
     """Return the fields of ``sections``, each a name, its class, and the root's class for it."""
-    table: dict[str, Field] = {}
+    table: dict[str, ConfigField] = {}
     for section, cls, declared in sections:
         hints = get_type_hints(cls)
         # The class's new fields come first, then those that all variants share, inherited ones
@@ -218,7 +218,9 @@ def _fields_of(
                 raise TypeError(
                     f"{entry.name} is a field of both {table[entry.name].section} and {section}"
                 )
-            table[entry.name] = Field(section, entry.name, base, choices, optional, many, default)
+            table[entry.name] = ConfigField(
+                section, entry.name, base, choices, optional, many, default
+            )
     return table
 
 
@@ -281,14 +283,16 @@ def documented(root: type, cls: type) -> dict[str, str]:
     return docs
 
 
-def variant_fields(root: type, shown: Collection[str] = ()) -> dict[str, list[tuple[Field, str]]]:
+def variant_fields(
+    root: type, shown: Collection[str] = ()
+) -> dict[str, list[tuple[ConfigField, str]]]:
     """Return the fields that some variants lack, grouped by the variants that have them.
 
     Each has its docstring; fields named in ``shown`` are left out.
     """
     tables = fields_by_variant(root)
     owners: dict[str, list[str]] = {}
-    described: dict[str, tuple[Field, str]] = {}
+    described: dict[str, tuple[ConfigField, str]] = {}
     for variant, cls in variants_of(root).classes.items():
         docs = attribute_docs(cls)
         for name, field in tables[variant].items():
@@ -298,7 +302,7 @@ def variant_fields(root: type, shown: Collection[str] = ()) -> dict[str, list[tu
             # A flag is listed once, with the docstring of the first variant that has it.
             described.setdefault(name, (field, docs[name]))
 
-    groups: dict[str, list[tuple[Field, str]]] = {}
+    groups: dict[str, list[tuple[ConfigField, str]]] = {}
     for name, variants in owners.items():
         if len(variants) < len(tables):
             groups.setdefault(", ".join(variants), []).append(described[name])

@@ -18,7 +18,7 @@ from runtime.errors import unknown_argument
 from train.config.fields import (
     METAVAR,
     ConfigError,
-    Field,
+    ConfigField,
     config_fields,
     documented,
     hints_of,
@@ -120,7 +120,7 @@ def _parser(root: type, introduction: str | None, variant: str | None) -> _Parse
     return parser
 
 
-def _add_flag(group: Any, field: Field, doc: str) -> None:
+def _add_flag(group: Any, field: ConfigField, doc: str) -> None:
     text = doc.replace("%", "%%")
     if field.typed:
         text += f" (default: {field.typed})"

@@ -19,7 +19,7 @@ holds (or holds with the named values of a field), `>` before what to give inste
 why there is none."""
 
 
-class Entry(NamedTuple):
+class MegatronFlag(NamedTuple):
     """The answer for a Megatron flag; `=` holds if `field` has one of the values `fits`."""
 
     flag: str
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
         return f"it is Megatron-LM's: {self.text}"
 
 
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, MegatronFlag]:
     """Parse the table into entries by flag."""
     table = {}
     section = ""
@@ -50,7 +50,7 @@ def entries() -> dict[str, Entry]:
         flag, *values, verdict, text = (word.strip() for word in line.split("|"))
         mark, _, condition = verdict.partition(" with ")
         field, _, fits = condition.partition(" ")
-        table[flag] = Entry(
+        table[flag] = MegatronFlag(
             flag=flag,
             values=tuple(filter(None, values)),
             verdict=mark,
@@ -64,7 +64,7 @@ def entries() -> dict[str, Entry]:
 
 def drop_redundant_flags(
     argv: Sequence[str], flags: Sequence[str]
-) -> tuple[list[str], list[Entry]]:
+) -> tuple[list[str], list[MegatronFlag]]:
     """Split off Megatron flags that always hold here; return the other words and these entries.
 
     `flags` are the program's own flags.

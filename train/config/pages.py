@@ -17,7 +17,7 @@ from train.config import megatron_flags
 from train.config.entries import ENTRIES
 from train.config.fields import (
     METAVAR,
-    Field,
+    ConfigField,
     config_fields,
     documented,
     fields_by_variant,
@@ -116,7 +116,7 @@ def _rows(root: type, section: str) -> list[str]:
     return rows
 
 
-def _row(field: Field, doc: str) -> str:
+def _row(field: ConfigField, doc: str) -> str:
     value = METAVAR.get(field.base, "")
     if field.choices:
         value = " ".join(f"`{choice}`" for choice in field.choices)

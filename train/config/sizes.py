@@ -17,7 +17,7 @@ from parallel.recompute import RecomputeConfig
 from runtime.errors import divisors, nearest, with_article
 from train.config.common import CommonConfig
 from train.config.entries import Config
-from train.config.fields import ConfigError, Field, config_fields, value_of
+from train.config.fields import ConfigError, ConfigField, config_fields, value_of
 from train.config.flags import spelled
 
 LARGEST = {
@@ -60,7 +60,7 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
     _validate_bytes(config, world_size)
 
 
-def _takes_memory(field: Field) -> bool:
+def _takes_memory(field: ConfigField) -> bool:
     counts_time = field.name.endswith(("_iters", "_interval", "_step"))
     return field.base is int and field.name != "seed" and not counts_time
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from runtime.files import not_a_file
 from train.config.fields import (
     ConfigError,
-    Field,
+    ConfigField,
     config_fields,
     fields_by_variant,
     hints_of,
@@ -193,7 +193,7 @@ def _is_passed_over(root: type, section: str, name: str, value: Any) -> bool:
     return False
 
 
-def _is_default(field: Field, value: Any) -> bool:
+def _is_default(field: ConfigField, value: Any) -> bool:
     try:
         return bool(field.convert(value) == field.default)
     except ConfigError:

@@ -107,7 +107,7 @@ def write(base: Path, sheet: Sheet, rows: Sequence[TableRow]) -> None:
             message = "equal, kept"
         elif not measured_cells(old) <= measured_cells(new):
             message = (
-                "it has measured figures that are missing now, kept; --measure gives them, or "
+                "measured figures that are missing now, kept; --measure gives them, or "
                 "remove the file"
             )
         print(

@@ -1,12 +1,12 @@
-"""Pretrain a diffusion transformer on latents of images or long videos, shared over processes by
-context parallelism.
+"""Pretrain a diffusion transformer on latents of images or long videos.
+
+A sample is sharded over processes by context parallelism.
 
 torchrun --standalone --nproc-per-node 4 pretrain_dit.py --config configs/models/dit_tiny.toml
 """
 
-if (
-    __name__ == "__main__"
-):  # before torch, whose import takes seconds in which a launcher may be killed
+# Before torch is imported, which takes seconds in which the launcher may be killed.
+if __name__ == "__main__":
     from runtime.signals import end_with_launcher
 
     end_with_launcher()
@@ -31,6 +31,7 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     if config.dry.dry_run:
         dry_run(arguments, config)
         return
+
     validate_launch(config, DiffusionTask.validate)
     with stop_requests() as request, joined_processes(config.mesh), reserve_run_folder(config):
         final = finalize(config, DiffusionTask, PLANNER)

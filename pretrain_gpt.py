@@ -1,11 +1,10 @@
-"""Pretrain a language model on long sequences, shared over processes by context parallelism.
+"""Pretrain a language model on long sequences, sharded over processes by context parallelism.
 
 torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/models/llama_tiny.toml
 """
 
-if (
-    __name__ == "__main__"
-):  # before torch, whose import takes seconds in which a launcher may be killed
+# Before torch is imported, which takes seconds in which the launcher may be killed.
+if __name__ == "__main__":
     from runtime.signals import end_with_launcher
 
     end_with_launcher()
@@ -30,6 +29,7 @@ def main(arguments: list[str], peak_flops: float | None = None) -> None:
     if config.dry.dry_run:
         dry_run(arguments, config)
         return
+
     validate_launch(config, LanguageTask.validate)
     with stop_requests() as request, joined_processes(config.mesh), reserve_run_folder(config):
         final = finalize(config, LanguageTask, PLANNER)

@@ -1,1 +1,1 @@
-"""Published tables of papers, and ours beside them: one module per paper."""
+"""Published tables of papers, with predictions and measurements: one module per paper."""

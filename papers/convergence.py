@@ -1,22 +1,26 @@
-"""LASP (Sun et al. 2024, arXiv:2404.02882): its table of convergence at small scale, with every
-data-parallel backend.
+"""LASP (Sun et al. 2024, arXiv:2404.02882): its table of convergence at small scale.
 
-A tiny TransNormer and a tiny Linear Transformer train on the standard library's sources, on 4
-processes of a CPU: data parallel 4, and data parallel 2 x context parallel 2 with LASP, each with
-the same batches of the same tokens. A finished run is written at once, and a table that is begun
-goes on where it stopped.
+A tiny TransNormer and a tiny Linear Transformer train on the standard library's sources, with every
+data-parallel backend, on 4 processes of a CPU: data parallel 4, and data parallel 2 x context
+parallel 2 with LASP, each with the same batches of the same tokens. A finished run is written at
+once, and the same command resumes a table.
 
     python -m papers.convergence                                           # 26 runs
     python -m papers.convergence --rows transnormer/fsdp transnormer/ddp   # some of them
     make lasp-table ARGS="--rows transnormer/ddp --iterations 5 --results runs/lasp"   # a short one
+
+A control shows that the comparison means anything: a run whose ranks never get the state of the
+rank before must differ from its rows by far more than LASP does.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf, isnan
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from data.text.prepare import Request, prepare
 from papers import rows
@@ -44,16 +48,18 @@ ROWS = [f"{model}/{backend}" for model in MODELS for backend in BACKENDS]
 """In the paper's order."""
 WAYS = ("without", "lasp")
 CONTROL = "dropped"
-"""With LASP, but no rank gets the state of the one before: what a table must tell apart to mean
-anything.
-"""
+"""With LASP, but states are dropped between ranks."""
 CONTROLLED = "ddp"
-"""The backend of the rows that have such a run besides."""
-RANKS, CONTEXT, BATCH, LENGTH, VOCABULARY = 4, 2, 8, 256, 1024
+"""The backend whose rows have such a control."""
+RANKS = 4
+CONTEXT = 2
+BATCH = 8
+LENGTH = 256
+VOCABULARY = 1024
 FLAGS = f"""
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length {LENGTH} --global-batch-size {BATCH}
-    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --eval-iters 0 --save none --save-interval none --device cpu
-    --context-parallel-method lasp
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length {LENGTH}
+    --global-batch-size {BATCH} --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --eval-iters 0
+    --save none --save-interval none --device cpu --context-parallel-method lasp
 """
 LAST = 10
 """Final updates whose mean loss is the table's figure, besides the last loss."""
@@ -63,19 +69,17 @@ SIZES = {"ranks": RANKS, "sequences": BATCH, "seq_length": LENGTH, "vocabulary":
 
 
 def published() -> dict[str, dict[str, float]]:
-    """Return the losses of the paper's models of 0.4B parameters, with LASP and without, by our row
-    names.
-    """
-    models, backends = (
-        {title: name for name, title in names.items()} for names in (MODELS, BACKENDS)
-    )
-    return {
-        f"{models[row['model']]}/{backends[row['backend']]}": {
+    """Return the losses of the paper's models of 0.4B parameters, with LASP and without, by row."""
+    models = {title: name for name, title in MODELS.items()}
+    backends = {title: name for name, title in BACKENDS.items()}
+    losses = {}
+    for row in rows.published(NAME):
+        name = f"{models[row['model']]}/{backends[row['backend']]}"
+        losses[name] = {
             "without": float(row["loss_without_lasp"]),
             "lasp": float(row["loss_with_lasp"]),
         }
-        for row in rows.published(NAME)
-    }
+    return losses
 
 
 def command_line(run: str, data: Path, iterations: int) -> list[str]:
@@ -102,88 +106,103 @@ def figures(losses: Sequence[float]) -> dict[str, float]:
 
 
 def difference(without: Mapping[str, float], lasp: Mapping[str, float]) -> float:
-    """Return the larger relative difference with LASP from without, of the final mean loss and of
-    the last loss.
+    """Return the larger relative difference of the final mean loss and of the last loss.
 
-    Infinite if either is not finite.
+    Infinite if a difference is not a number.
     """
-    relative = [abs(lasp[name] / without[name] - 1) for name in ("loss", "last")]
-    return max(relative) if all(x == x for x in relative) else float("inf")
+    differences = [abs(lasp[name] / without[name] - 1) for name in ("loss", "last")]
+    if any(map(isnan, differences)):
+        return inf
+    return max(differences)
 
 
 def compared(result: Result) -> tuple[list[str], list[str]]:
-    """Return a line for each finished row and each control: the relative difference with LASP from
-    without.
+    """Return a line per finished row and control, and the names of those that are wrong.
 
-    And the rows whose losses differ by more than the bound, and the controls that differ no more
-    than their rows.
+    A row is wrong if its losses differ by more than the bound with LASP, a control if it differs
+    hardly more than its row.
     """
-    lines, wrong = list[str](), list[str]()
+    lines: list[str] = []
+    wrong: list[str] = []
     for row in ROWS:
         without, lasp, dropped = (result["runs"].get(f"{row}/{way}") for way in (*WAYS, CONTROL))
-        if without and lasp:
-            lines.append(
-                f"{row:32}{(exact := difference(without, lasp)):.1e} (the bound is {BOUND:.1%})"
-            )
-            wrong += [row] * (not exact <= BOUND)
-            if dropped:
-                control = difference(without, dropped)
-                lines.append(
-                    f"{row:32}{control:.1e} where states are dropped between ranks (control)"
-                )
-                wrong += [f"{row}/{CONTROL}"] * (not control > 100 * exact)
+        if not without or not lasp:
+            continue
+        exact = difference(without, lasp)
+        lines.append(f"{row:32}{exact:.1e} (the bound is {BOUND:.1%})")
+        if not exact <= BOUND:
+            wrong.append(row)
+        if dropped:
+            control = difference(without, dropped)
+            lines.append(f"{row:32}{control:.1e} if states are dropped between ranks (control)")
+            if not control > 100 * exact:
+                wrong.append(f"{row}/{CONTROL}")
     return lines, wrong
 
 
 def train(rank: int, world_size: int, flags: Sequence[str], dropped: bool = False) -> list[float]:
-    """Train one rank of a run of pretrain_gpt.py, with states dropped if asked; return the first
-    rank's losses.
+    """Train one rank of a run of pretrain_gpt.py; return the first rank's losses.
+
+    Args:
+        dropped: drop the states between ranks.
     """
     log = Records()
     if dropped:  # in this rank's process alone
-        plain = state.passages
-        state.passages = lambda *given: tuple(
-            replace(passage, source=None, target=None) for passage in plain(*given)
-        )  # type: ignore[assignment]
+        passages = state.passages
+
+        def without_states(*args: Any) -> tuple[Any, ...]:
+            return tuple(replace(part, source=None, target=None) for part in passages(*args))
+
+        state.passages = without_states  # type: ignore[assignment]
     with trainer_of(LanguageTask, flags, log) as trainer:
         trainer.train()
     return [record["lm_loss"] for record in log.records]
 
 
-def finished(wanted: Sequence[str], iterations: int, data: Path, path: Path) -> Result:
-    """Train the wanted rows that ``path`` lacks, saving each run; return all that ``path`` then
-    holds.
+def _train_on_ranks(flags: Sequence[str], dropped: bool) -> dict[str, float]:
+    """Train a run in new processes; return its figures."""
+    return figures(run_ranks(train, RANKS, flags, dropped, timeout=1800)[0])
+
+
+def finished(table: Sequence[str], iterations: int, data: Path, path: Path) -> Result:
+    """Train the rows of a table that ``path`` lacks, saving each run; return all its runs.
 
     Raises UserError: ``path`` holds runs of other settings, or another format; RuntimeError: a rank
     failed.
     """
     result = read_runs(path, {"iterations": iterations, **SIZES})
-    names = [
-        f"{row}/{way}"
-        for row in wanted
-        for way in (*WAYS, *[CONTROL] * row.endswith(f"/{CONTROLLED}"))
-    ]
+    names = []
+    for row in table:
+        names += [f"{row}/{way}" for way in WAYS]
+        if row.endswith(f"/{CONTROLLED}"):
+            names.append(f"{row}/{CONTROL}")
+
     missing = [name for name in names if name not in result["runs"]]
-    if missing:
-        prepare(Request(vocab_size=VOCABULARY, max_bytes=4 << 20), data, progress=False)
-    else:
+    if not missing:
         print(
-            f"all {len(names)} runs are in {path} already, nothing trained; --results DIR starts afresh"
+            f"all {len(names)} runs are in {path} already, nothing trained; --results DIR starts "
+            "another table"
         )
+        return result
+
+    prepare(Request(vocab_size=VOCABULARY, max_bytes=4 << 20), data, progress=False)
     for name in missing:
-        flags, dropped = command_line(name, data, iterations), name.endswith(f"/{CONTROL}")
-        run = partial(run_ranks, train, RANKS, flags, dropped, timeout=1800)
-        figures_of_run = keep_run(result, path, name, lambda run=run: figures(run()[0]))  # type: ignore[misc]
+        flags = command_line(name, data, iterations)
         row, _, way = name.rpartition("/")
-        message = f"loss {figures_of_run['loss']:.6f} (last {figures_of_run['last']:.6f}), {figures_of_run['seconds']:.0f} s"
-        print(f"{row:32}{way:9} {message}", flush=True)
+        final = keep_run(result, path, name, partial(_train_on_ranks, flags, way == CONTROL))
+        print(
+            f"{row:32}{way:9} loss {final['loss']:.6f} (last {final['last']:.6f}), "
+            f"{final['seconds']:.0f} s",
+            flush=True,
+        )
     return result
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command; finished runs stay, and the same command goes on. Return its exit status."""
-    parser, data = parser_for("python -m papers.convergence", __doc__), Path("runs/papers/stdlib")
+    """Run the command, which keeps finished runs and resumes; return its exit status."""
+    parser = parser_for("python -m papers.convergence", __doc__)
+    data = Path("runs/papers/stdlib")
     parser.add_argument(
         "--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help="of: %(choices)s"
     )
@@ -202,9 +221,9 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks' server
     if args.iterations < 2:
         raise UserError(f"--iterations is {args.iterations}; it must be 2 or more")
-    lines, wrong = compared(
-        finished(args.rows, args.iterations, args.data, args.results / RESULTS.name)
-    )
+
+    path = args.results / RESULTS.name
+    lines, wrong = compared(finished(args.rows, args.iterations, args.data, path))
     print("\n".join(lines))
     if wrong:
         raise UserError(

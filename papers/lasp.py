@@ -1,9 +1,10 @@
-"""LASP (Sun et al. 2024, arXiv:2404.02882): volumes, scalability, longest sequences by activation
-saving, convergence.
+"""LASP (Sun et al. 2024, arXiv:2404.02882): the tables of the paper.
 
-python -m papers.lasp python -m papers.lasp --table volumes --measure         # bytes counted on 4
-processes python -m papers.lasp --table convergence --measure     # trains what is not in
-papers/results yet (20 minutes)
+Volumes, scalability, longest sequences by activation saving, and convergence.
+
+    python -m papers.lasp
+    python -m papers.lasp --table volumes --measure      # bytes counted on 4 processes
+    python -m papers.lasp --table convergence --measure  # trains all missing runs (20 minutes)
 """
 
 from bisect import bisect_right
@@ -13,75 +14,93 @@ from functools import lru_cache, partial
 
 from papers import convergence, rows
 from papers.ring import K, step_of
-from papers.rows import Figures, Row
-from papers.runs import commit_told, read_runs, run_all
+from papers.runs import commit_note, read_runs, run_all
+from papers.table import Figures, TableRow
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
 from parallel.context import make_plan
 from planner.step_memory import Arrangement, StepShape, memory_of
 from runtime.ranks import run_ranks
 from tools.common.arguments import run_command
 
-RANKS, MEMORY_GB = 4, 80.0
-STATES, OUTPUT = "weights, gradients, optimizer", "a layer's backward, or the logits"
+RANKS = 4
+MEMORY_GB = 80.0
+STATES = "weights, gradients, optimizer"
+OUTPUT = "a layer's backward, or the logits"
 DDP_STATES_GB = 22.5
-"""Fitted to the floor of DDP's column: 22 bytes a parameter, where the planner has 18. FSDP has no
-fitted constant.
-"""
+"""Fitted to the floor of DDP's column: 22 bytes per parameter, for which the planner counts 18.
+FSDP has no fitted constant."""
 LOGIT_BYTES = 12
-"""A loss that is not fused holds logits and their gradient in 16 bits, log-probabilities and theirs
-in 32.
-"""
+"""Per logit of a loss that is not fused: the logit and its gradient in 16 bits, the log-probability
+and its gradient in 32."""
 
 
 @lru_cache
 def model() -> StepShape:
-    """Return the work of a step of TransNormer 1B in bfloat16, batch 1, whose gradients are there
-    throughout.
+    """Return the work of a step of TransNormer 1B in bfloat16, batch 1.
+
+    With two micro-batches, so that the gradients are in memory during the whole step.
     """
     return replace(step_of("transnormer_1b"), micro_batches=2)
 
 
-def volumes(measured: bool = False) -> Iterator[Row]:
-    """Yield the elements that a rank sends in a layer's forward, of 262,144 tokens on 16 ranks, and
-    counted bytes.
+def volumes(measured: bool = False) -> Iterator[TableRow]:
+    """Yield the elements that a rank sends in a layer's forward, and the bytes that were counted.
+
+    The elements are of 262,144 tokens on 16 ranks, the bytes of a small case on 4 processes.
     """
-    work, tokens, ranks = model(), 256 * K, 16
-    d, small = work.hidden, HEADS * WIDTH
+    work = model()
+    tokens = 256 * K
+    ranks = 16
+    d = work.hidden
+    small = HEADS * WIDTH
     by_method = {
         "lasp": ("B d^2 / h", d**2 // work.heads, 4 * small**2 // HEADS),
         "ulysses": ("4 B N d / T", 4 * tokens * d // ranks, 2 * 4 * TOKENS * small // RANKS),
         "megatron_sp": ("2 B N d + 4 B N d / T", 2 * tokens * d + 4 * tokens * d // ranks, None),
     }
-    ours = ("lasp", "ulysses")
-    bytes_sent = run_ranks(count, RANKS, [(name, {}, True) for name in ours])[1] if measured else []
-    sent, where = dict(zip(ours, bytes_sent, strict=False)), here(RANKS) if measured else "any"
-    for name, (formula, elements, counted) in by_method.items():
+    methods = ("lasp", "ulysses")
+    where = "any"
+    sent = {}
+    if measured:
+        where = here(RANKS)
+        bytes_sent = run_ranks(count, RANKS, [(name, {}, True) for name in methods])[1]
+        sent = dict(zip(methods, bytes_sent, strict=True))
+
+    for name, (formula, elements, formula_bytes) in by_method.items():
         analytic: Figures = {}
-        if counted is not None:
-            both = planned(make_plan(name, seq_len=tokens, size=ranks), work.heads, work.head_dim)
-            analytic = {"elements": sum(both) // (4 if name == "lasp" else 2)}
-        counts = {"bytes": sum(sent[name]), "formula_bytes": counted} if name in sent else None
-        yield Row(
-            {"method": name, "formula": formula}, {"elements": elements}, analytic, where, counts
-        )
+        if formula_bytes is not None:
+            plan = make_plan(name, seq_len=tokens, size=ranks)
+            plan_bytes = sum(planned(plan, work.heads, work.head_dim))
+            element_size = 4 if name == "lasp" else 2
+            analytic = {"elements": plan_bytes // element_size}
+        counts = None
+        if name in sent:
+            counts = {"bytes": sum(sent[name]), "formula_bytes": formula_bytes}
+        labels = {"method": name, "formula": formula}
+        yield TableRow(labels, {"elements": elements}, analytic, where, counts)
 
 
 def memory_gb(
     tokens: int, backend: str, gpus: int, lasp: bool = True, recompute: str = "none"
 ) -> float:
-    """Return the peak of a rank in 10^9 bytes, of ``tokens`` on ``gpus`` ranks or, without LASP, on
-    each.
+    """Return the peak of a rank in 10^9 bytes.
 
-    DDP holds its states throughout. FSDP as the paper runs it holds all weights at the end of the
-    forward, with the shards of the rest (the planner's zero2), and at the end of the backward all
-    gradients too (zero1), without activations: their larger one is the peak.
+    The ``tokens`` are on ``gpus`` ranks together or, without LASP, on each.
+
+    DDP holds its states throughout. FSDP, as the paper runs it, holds all weights at the end of the
+    forward with the shards of the rest (the planner's zero2), and at the end of the backward all
+    gradients too (zero1), without activations: the larger of the two is the peak.
     """
-    work, plan = model(), make_plan("lasp", seq_len=tokens, size=gpus if lasp else 1)
+    work = model()
+    plan = make_plan("lasp", seq_len=tokens, size=gpus if lasp else 1)
 
     def parts(strategy: str) -> dict[str, float]:
-        return memory_of(
-            work, plan, Arrangement(dp=gpus // plan.size, strategy=strategy, recompute=recompute)
-        )  # type: ignore[arg-type]
+        arranged = Arrangement(
+            dp=gpus // plan.size,
+            strategy=strategy,  # type: ignore[arg-type]
+            recompute=recompute,
+        )
+        return memory_of(work, plan, arranged)
 
     forward = parts("zero2" if backend == "FSDP" else "ddp")
     forward[OUTPUT] = max(forward[OUTPUT], plan.local_len * work.vocab * LOGIT_BYTES)
@@ -90,61 +109,69 @@ def memory_gb(
     return DDP_STATES_GB + (sum(forward.values()) - forward[STATES]) / 1e9
 
 
-def scalability() -> Iterator[Row]:
+def scalability() -> Iterator[TableRow]:
     """Yield the memory of every length and number of GPUs, "OOM" beyond 80 GB."""
+    table = sorted(rows.published("lasp_scalability"), key=lambda row: int(row["gpus"]))
     for backend in ("DDP", "FSDP"):
-        for row in sorted(rows.published("lasp_scalability"), key=lambda row: int(row["gpus"])):
-            tokens, gpus = int(row["seq_len"]), int(row["gpus"])
+        for row in table:
+            tokens = int(row["seq_len"])
+            gpus = int(row["gpus"])
+            published: dict[str, str | float] = {}
+            for name, column in (("gb", "memory_gb"), ("tokens_per_s", "tokens_per_s")):
+                value = row[f"{backend.lower()}_{column}"]
+                published[name] = value if value == "OOM" else float(value)
+
             size = memory_gb(tokens, backend, gpus)
-            theirs, rate = (
-                row[f"{backend.lower()}_{name}"] for name in ("memory_gb", "tokens_per_s")
-            )
+            predictions: Figures = {"gb": round(size, 1) if size <= MEMORY_GB else "OOM"}
             labels = {"backend": backend, "gpus": gpus, "seq_len": tokens}
-            published: Figures = {
-                name: "OOM" if value == "OOM" else float(value)
-                for name, value in (("gb", theirs), ("tokens_per_s", rate))
-            }
-            ours: Figures = {"gb": round(size, 1) if size <= MEMORY_GB else "OOM"}
-            yield Row(labels, published, ours, "A100 of 80 GB")
+            yield TableRow(labels, published, predictions, "A100 of 80 GB")
 
 
-def ablation() -> Iterator[Row]:
-    """Yield the longest sequence, in 1,024 tokens, by backend, recomputation (AC) and LASP, on 8
-    GPUs.
-    """
+def ablation() -> Iterator[TableRow]:
+    """Yield the longest sequence in 1,024 tokens on 8 GPUs, by backend, recomputation and LASP."""
     for row in rows.published("lasp_activation_ablation"):
-        backend, *ways = row["method"].split("+")
-        recompute = "full" if "AC" in ways else "none"
+        backend, *options = row["method"].split("+")
         needed = partial(
-            memory_gb, backend=backend, gpus=8, lasp="LASP" in ways, recompute=recompute
+            memory_gb,
+            backend=backend,
+            gpus=8,
+            lasp="LASP" in options,
+            recompute="full" if "AC" in options else "none",
         )
+        # Memory grows with the length: the number of lengths that fit is the longest one, in K.
         longest = bisect_right(range(K, 2048 * K, K), MEMORY_GB, key=needed)
-        theirs = int(row["max_sequence_ktokens_8xA100_80GB"])
-        published = {"ktokens": theirs, "tokens_per_s": float(row["tokens_per_s"])}
-        yield Row({"method": row["method"]}, published, {"ktokens": longest}, "8 A100 of 80 GB")
+        published = {
+            "ktokens": int(row["max_sequence_ktokens_8xA100_80GB"]),
+            "tokens_per_s": float(row["tokens_per_s"]),
+        }
+        labels = {"method": row["method"]}
+        yield TableRow(labels, published, {"ktokens": longest}, "8 A100 of 80 GB")
 
 
-def trained(measured: bool = False) -> Iterator[Row]:
-    """Yield the losses of the paper and those of the tiny models in papers/results, first training
-    what is missing.
+def trained(measured: bool = False) -> Iterator[TableRow]:
+    """Yield the losses of the paper and those of the tiny models in papers/results.
+
+    If ``measured``, missing runs are trained first.
     """
     if measured:
         run_all(convergence.main)
-    result, where = read_runs(convergence.RESULTS), ""
+    result = read_runs(convergence.RESULTS)
+    hardware = "8 A100"
     if result["runs"]:
-        on = result["machine"]
-        commit = commit_told(on.get("commit", "unknown"))
-        where = f"; measured on {on['device']}, {on['date'][:10]}, {commit}, tiny models"
-    for name, theirs in convergence.published().items():
-        losses = {
-            way: result["runs"].get(f"{name}/{way}", {}).get("loss") for way in convergence.WAYS
-        }
-        yield Row(
-            {"row": name}, theirs, {}, f"8 A100{where}", None if None in losses.values() else losses
-        )
+        machine = result["machine"]
+        commit = commit_note(machine.get("commit", "unknown"))
+        date = machine["date"][:10]
+        hardware += f"; measured on {machine['device']}, {date}, {commit}, tiny models"
+
+    for name, losses in convergence.published().items():
+        tiny_losses = {}
+        for way in convergence.WAYS:
+            tiny_losses[way] = result["runs"].get(f"{name}/{way}", {}).get("loss")
+        complete = None not in tiny_losses.values()
+        yield TableRow({"row": name}, losses, {}, hardware, tiny_losses if complete else None)
 
 
-TABLES: rows.Makers = {
+TABLES: rows.TableFunctions = {
     "volumes": volumes,
     "scalability": scalability,
     "ablation": ablation,

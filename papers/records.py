@@ -1,5 +1,8 @@
-"""Records: published end-to-end runs, and the longest sequences on one node (UPipe,
-arXiv:2602.21196).
+"""Published end-to-end runs, and the longest sequences on one node (UPipe, arXiv:2602.21196).
+
+The runs test the planner: its constants were fitted to one half of the table, and the other half is
+only predicted. The configurations of a source, cluster and kernel alternate between the halves, so
+that both have the same machines.
 """
 
 from collections.abc import Sequence
@@ -10,7 +13,7 @@ from typing import Any
 from model.registry import num_parameters
 from papers import rows
 from papers.ring import K, step_of
-from papers.rows import Figures, Row
+from papers.table import Figures, TableRow
 from parallel.context import make_plan
 from planner.cluster import CLUSTERS, load_cluster
 from planner.levers import FFN_CHUNK, LOSS_CHUNK
@@ -19,43 +22,50 @@ from planner.step_memory import Arrangement, StepShape, memory_of, offloaded
 from tools.common.arguments import run_command
 from train.config.language import parse_args
 
-FITTED, HELD_OUT, APART = "fitted", "held out", "apart"
-"""Halves of the table, and rows that this model has no business with; their notes say why."""
+FITTED = "fitted"
+"""The half of the table that the planner's constants were fitted to."""
+HELD_OUT = "held out"
+"""The half that tests them."""
+APART = "apart"
+"""Rows outside of the planner's model; their notes give the reason."""
 HOST_ADAM = 1.8e-9
-"""Seconds per parameter of a rank that DeepSpeed's Adam takes on the host, where a row's beside is
-``cpu adam``.
-"""
+"""Seconds per parameter of a rank for DeepSpeed's Adam on the host, in rows with ``cpu adam`` in
+the column beside."""
 COMPUTED_AGAIN = 0.5
-"""Share of a layer's products that torchtitan's selective recomputation runs again, where it is
-``per op``.
-"""
+"""Share of a layer's products that torchtitan's selective recomputation runs again, in rows with
+``per op``."""
 STAGES = 4
-"""A rank of 8 has 4 of Llama 3's 32 query heads; in a stage, one."""
+"""Stages of heads: a rank of 8 has 4 of Llama 3's 32 query heads, and in each stage one."""
 LEANEST = Arrangement(recompute="full", offload=True, loss_chunk=LOSS_CHUNK, ffn_chunk=FFN_CHUNK)
-"""Layers computed again from inputs that lie in host memory, as the paper's runs do; all weights
-are sharded.
-"""
+"""The paper's runs: layers are recomputed from inputs in host memory, and all weights sharded."""
 CLUSTER = load_cluster(CLUSTERS / "h100_pod.toml")
 
 
 def gb(work: StepShape, gpus: int, tokens: int, stages: int) -> float:
-    """Return a GPU's predicted peak in 10^9 bytes, of Ulysses whose heads are exchanged in so many
-    stages.
-    """
+    """Return a GPU's predicted peak in 10^9 bytes, for Ulysses with heads in ``stages``."""
     plan = make_plan("ulysses", seq_len=tokens, size=gpus, ulysses_head_chunks=stages)
     return sum(memory_of(work, plan, LEANEST).values()) / 1e9
 
 
-def supported() -> list[Row]:
-    """Return whether each length fits a GPU, with its predicted memory."""
-    made = []
+def supported() -> list[TableRow]:
+    """Return the rows of UPipe's lengths: if each fits a GPU, and its predicted memory.
+
+    UPipe exchanges heads in stages, so that fewer of them are in memory at a time; a length counts
+    as supported if it fits with stages or without.
+    """
+    table = []
     for row in rows.published("records"):
-        work, gpus, tokens = step_of(row["model"]), int(row["gpus"]), int(row["ktokens"]) * K
+        work = step_of(row["model"])
+        gpus = int(row["gpus"])
+        tokens = int(row["ktokens"]) * K
         plan = make_plan("ulysses", seq_len=tokens, size=gpus)
-        ways = {"upipe_gb": gb(work, gpus, tokens, STAGES), "ulysses_gb": gb(work, gpus, tokens, 1)}
-        ours: Figures = {
-            "supported": "yes" if min(ways.values()) <= CLUSTER.memory_gb else "no",
-            **{name: round(size, 1) for name, size in ways.items()},
+
+        upipe = gb(work, gpus, tokens, STAGES)
+        ulysses = gb(work, gpus, tokens, 1)
+        predictions: Figures = {
+            "supported": "yes" if min(upipe, ulysses) <= CLUSTER.memory_gb else "no",
+            "upipe_gb": round(upipe, 1),
+            "ulysses_gb": round(ulysses, 1),
             "host_gb": round(offloaded(work, plan, LEANEST) / 1e9, 1),
         }
         labels: dict[str, str | int] = {
@@ -63,22 +73,26 @@ def supported() -> list[Row]:
             "model": row["model"],
             "ktokens": int(row["ktokens"]),
         }
-        made.append(
-            Row(labels, {"supported": row["supported"]}, ours, f"{gpus} {row['gpu']} of 80 GB")
-        )
-    return made
+        hardware = f"{gpus} {row['gpu']} of 80 GB"
+        table.append(TableRow(labels, {"supported": row["supported"]}, predictions, hardware))
+    return table
 
 
 def prediction(row: dict[str, str]) -> tuple[float, float]:
-    """Return the predicted seconds of a step and 10^9 bytes of a GPU of a row of
-    tables/public_runs.csv.
+    """Return the predicted seconds of a step and 10^9 bytes of a GPU.
+
+    The column ``beside`` names work that the planner does not model and that is added here:
+    DeepSpeed's Adam on the host, or torchtitan's selective recomputation.
+
+    Args:
+        row: of tables/public_runs.csv.
     """
-    flags_of_model = next(
-        one["flags"] for one in rows.published("public_models") if one["model"] == row["model"]
-    )
-    gpus, flags = int(row["gpus"]), f"{flags_of_model} {row['flags']} --seq-length {row['tokens']}"
+    models = {entry["model"]: entry["flags"] for entry in rows.published("public_models")}
+    gpus = int(row["gpus"])
+    flags = f"{models[row['model']]} {row['flags']} --seq-length {row['tokens']}"
     config: Any = parse_args([*flags.split(), "--bf16", "--mock-data", "--device", "cpu"])
     cluster = load_cluster(CLUSTERS / f"{row['cluster']}.toml").running(row["kernel"])
+
     outcome = predicted(config, gpus, cluster)
     seconds = outcome.time
     if row["beside"] == "cpu adam":
@@ -90,43 +104,53 @@ def prediction(row: dict[str, str]) -> tuple[float, float]:
 
 
 @lru_cache
-def runs() -> tuple[Row, ...]:
-    """Return every row with its prediction."""
-    made = []
+def runs() -> tuple[TableRow, ...]:
+    """Return every row of tables/public_runs.csv with its prediction."""
+    table = []
     for row in rows.published("public_runs"):
-        seconds, gb = prediction(row)
-        labels: dict[str, str | int] = {"half": row["half"], "source": row["source"].split("/")[2]}
-        labels |= {name: row[name] for name in ("cluster", "kernel", "model")}
-        labels |= {"gpus": int(row["gpus"]), "tokens": int(row["tokens"])}
-        theirs = {"seconds": float(row["seconds"])} | (
-            {"gb": float(row["gb"])} if row["gb"] else {}
-        )
-        made.append(
-            Row(labels, theirs, {"seconds": float(f"{seconds:.4g}"), "gb": round(gb, 1)}, "any")
-        )
-    return tuple(made)
+        labels: dict[str, str | int] = {
+            "half": row["half"],
+            "source": row["source"].split("/")[2],
+            "cluster": row["cluster"],
+            "kernel": row["kernel"],
+            "model": row["model"],
+            "gpus": int(row["gpus"]),
+            "tokens": int(row["tokens"]),
+        }
+        figures = {"seconds": float(row["seconds"])}
+        if row["gb"]:  # not every source states the memory
+            figures["gb"] = float(row["gb"])
+
+        seconds, memory = prediction(row)
+        predictions = {"seconds": float(f"{seconds:.4g}"), "gb": round(memory, 1)}
+        table.append(TableRow(labels, figures, predictions, "any"))
+    return tuple(table)
 
 
-def errors(made: Sequence[Row], half: str, **of: str) -> list[float]:
-    """Return how far predicted seconds are off on the rows of a half, of all or ``of`` one cluster
-    and kernel.
+def errors(table: Sequence[TableRow], half: str, **labels: str) -> list[float]:
+    """Return the relative errors of predicted seconds on the rows of a half.
+
+    Args:
+        labels: select rows with these labels, such as a cluster and a kernel.
     """
-    wanted = {"half": half, **of}.items()
-    return [abs(row.difference["seconds"]) for row in made if wanted <= row.of.items()]
+    selected = {"half": half, **labels}.items()
+    return [abs(row.difference["seconds"]) for row in table if selected <= row.labels.items()]
 
 
-def summary(made: Sequence[Row]) -> str:
-    """Say how far off both halves are."""
-    halves = ((half, errors(made, half)) for half in (HELD_OUT, FITTED))
-    halves_told = [
-        f"{half}: {len(off)} rows, median {median(off):.1%}, at most {max(off):.1%}"
-        for half, off in halves
-        if off
-    ]
-    return "; ".join(halves_told)
+def summary(table: Sequence[TableRow]) -> str:
+    """Return a line with the errors of both halves."""
+    sentences = []
+    for half in (HELD_OUT, FITTED):
+        half_errors = errors(table, half)
+        if half_errors:
+            sentences.append(
+                f"{half}: {len(half_errors)} rows, median {median(half_errors):.1%}, at most "
+                f"{max(half_errors):.1%}"
+            )
+    return "; ".join(sentences)
 
 
-TABLES: rows.Makers = {
+TABLES: rows.TableFunctions = {
     "public": runs,
     "upipe": supported,
 }

@@ -1,5 +1,6 @@
-"""Ring Attention (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889): blocks, memory, lengths, FLOPs,
-trajectories.
+"""Ring Attention (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889): the tables of the paper.
+
+Minimal blocks, activations, FLOPs, longest contexts, and learning from trajectories.
 """
 
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from model.families.llama import LlamaConfig
 from papers import rows
-from papers.rows import Row
+from papers.table import TableRow
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import CLUSTERS, Cluster, load_cluster
@@ -30,10 +31,12 @@ def step_of(config: str) -> StepShape:
 
 @lru_cache
 def device(name: str) -> Cluster:
-    """Return one node of a device of table 2, with its rate, memory and link, and in all else an
-    A100's.
+    """Return a node of a device of table 2.
+
+    It has the device's rate, memory and link, and an A100's other values.
     """
-    row = next(row for row in rows.published("ring_minimal_block") if row["device"] == name)
+    devices = {row["device"]: row for row in rows.published("ring_minimal_block")}
+    row = devices[name]
     return replace(
         load_cluster(CLUSTERS / "a100_pod.toml"),
         name=name,
@@ -44,41 +47,46 @@ def device(name: str) -> Cluster:
     )
 
 
-def minimal_blocks() -> Iterator[Row]:
-    """Yield the block that hides its transfer, the rate over the bandwidth, and 6 of them, in
-    thousands of tokens.
+def minimal_blocks() -> Iterator[TableRow]:
+    """Yield the block whose computing hides its transfer, and 6 of them, in thousands of tokens.
+
+    The block is the rate over the bandwidth.
     """
     for row in rows.published("ring_minimal_block"):
         block = float(row["flops_tf"]) / float(row["interconnect_gb_per_s"])
-        theirs = {name: float(row[f"minimal_{name}_ktokens"]) for name in ("block", "sequence")}
-        ours = {"block": round(block, 1), "sequence": round(6 * block, 1)}
-        yield Row({"device": row["device"]}, theirs, ours, row["device"])
+        published = {name: float(row[f"minimal_{name}_ktokens"]) for name in ("block", "sequence")}
+        predictions = {"block": round(block, 1), "sequence": round(6 * block, 1)}
+        yield TableRow({"device": row["device"]}, published, predictions, row["device"])
 
 
-def activations() -> list[Row]:
-    """Return bytes of a layer's activations by the paper's formulas, and what our plan holds of
-    them in a forward.
-    """
-    s, h, n, ranks = 64 * K, 4096, 32, 8
-    c = s // ranks
+def activations() -> list[TableRow]:
+    """Return bytes of a layer's activations by the paper's formulas, and by our forward's plan."""
+    s = 64 * K  # tokens
+    h = 4096  # channels
+    n = 32  # heads
+    ranks = 8
+    c = s // ranks  # tokens of a rank
     plan = make_plan("ring", seq_len=s, size=ranks)
     traffic = sizes(plan.geometry, 1, n, n, h // n, 2)
-    bytes_held = 2 * traffic.payload("kv") + 2 * c * h * 2
+    plan_bytes = 2 * traffic.payload("kv") + 2 * c * h * 2
     published = {
         "vanilla": ("2bns^2", 2 * n * s**2),
         "memory-efficient attention": ("8bsh", 8 * s * h),
         "memory-efficient attention and feed-forward": ("2bsh", 2 * s * h),
         "Ring Attention": ("6bch", 6 * c * h),
     }
-    shape, ours = "b = 1, s = 65,536, h = 4,096, n = 32, c = s / 8", {"Ring Attention": bytes_held}
-    return [
-        Row({"layer": name, "formula": formula}, {"bytes": size}, {"bytes": ours.get(name)}, shape)
-        for name, (formula, size) in published.items()
-    ]
+
+    shape = "b = 1, s = 65,536, h = 4,096, n = 32, c = s / 8"
+    table = []
+    for layer, (formula, size) in published.items():
+        labels = {"layer": layer, "formula": formula}
+        predicted_bytes = plan_bytes if layer == "Ring Attention" else None
+        table.append(TableRow(labels, {"bytes": size}, {"bytes": predicted_bytes}, shape))
+    return table
 
 
 RATIOS = {"7B": 4096, "13B": 5140, "33B": 7168, "65B": 8192, "175B": 12288, "1TB": 36864}
-"""Widths in appendix C (5140 as it stands there)."""
+"""Channels of the models of appendix C (5140 as printed there)."""
 SHORT = 4 * K
 PRINTED = {("175B", 3072): 162.6}
 """By model and multiple of the context: the one ratio that the text states."""
@@ -87,38 +95,38 @@ KINDS = {"ratio": 1.0, "causal": 0.5}
 
 
 def flops_ratio(hidden: int, long: int, share: float = 1.0) -> float:
-    """Return FLOPs per token at a length over those at 4K: (6h + s2) / (6h + s1), with ``share`` of
-    the scores.
+    """Return FLOPs per token at a length over those at 4K: (6h + s2) / (6h + s1).
+
+    Args:
+        share: share of the scores that is counted.
     """
     return (6 * hidden + share * long) / (6 * hidden + share * SHORT)
 
 
-def flops() -> list[Row]:
+def flops() -> list[TableRow]:
     """Return the FLOPs of a data set over those at 4K, by model and length (figure 5)."""
-    return [
-        Row(
-            {"model": model, "context": times * SHORT},
-            {"ratio": PRINTED.get((model, times))},
-            {
-                name: round(flops_ratio(hidden, times * SHORT, share), 1)
-                for name, share in KINDS.items()
-            },
-            "any",
-        )
-        for model, hidden in RATIOS.items()
-        for times in (8, 32, 256, 3072, 25600)
-    ]
+    table = []
+    for model, hidden in RATIOS.items():
+        for multiple in (8, 32, 256, 3072, 25600):
+            length = multiple * SHORT
+            predictions = {}
+            for name, share in KINDS.items():
+                predictions[name] = round(flops_ratio(hidden, length, share), 1)
+            published = {"ratio": PRINTED.get((model, multiple))}
+            labels = {"model": model, "context": length}
+            table.append(TableRow(labels, published, predictions, "any"))
+    return table
 
 
-DEVICES = {"8x A100 NVLink": ("A100 NVLink", 8), "32x A100 InfiniBand": ("A100 InfiniBand", 32)}
-DEVICES |= {
+DEVICES = {
+    "8x A100 NVLink": ("A100 NVLink", 8),
+    "32x A100 InfiniBand": ("A100 InfiniBand", 32),
     "TPUv3-512": ("TPU v3", 256),
     "TPUv4-1024": ("TPU v4", 512),
     "TPUv5e-256": ("TPU v5e", 128),
 }
-"""Device and number of them. Of TPUs it is the factor between the paper's last two columns: chips
-have two cores.
-"""
+"""The device and its number. For TPUs the number is the factor between the paper's last two
+columns: chips have two cores."""
 MODELS = {"3B": "striped_3b", "7B": "llama2_7b", "13B": "llama2_13b", "30B": "llama2_13b"}
 COLUMNS = ("vanilla", "memory_efficient_attention", "blockwise_attention_and_ffn", "ring_attention")
 
@@ -140,19 +148,24 @@ def model(size: str) -> StepShape:
 
 
 def needed(work: StepShape, way: str, devices: int, tokens: int) -> float:
-    """Return the bytes of a device, of one sequence on all of them by Ring Attention and one on
-    each by other ways.
+    """Return the bytes of a device: one sequence on all by Ring Attention, one on each otherwise.
 
     All weights are sharded over all devices and every layer is recomputed from its input (FSDP and
     full checkpointing, section 4). Vanilla attention holds its scores twice, before and after the
     softmax.
+
+    Args:
+        way: a column of table 3.
     """
-    ring, chunk = way == "ring_attention", 2048 if way in COLUMNS[2:] else 0
+    ring = way == "ring_attention"
+    chunk = 2048 if way in COLUMNS[2:] else 0
     plan = make_plan("ring", seq_len=tokens, size=devices if ring else 1)
     arranged = Arrangement(
         dp=1 if ring else devices, recompute="full", loss_chunk=chunk, ffn_chunk=chunk
     )
-    scores = 2 * work.heads * tokens**2 * work.element_size if way == "vanilla" else 0
+    scores = 0
+    if way == "vanilla":
+        scores = 2 * work.heads * tokens**2 * work.element_size
     return sum(memory_of(work, plan, arranged).values()) + scores
 
 
@@ -164,19 +177,22 @@ def longest(size: str, way: str, devices: int, memory_gb: float) -> int:
     return tokens
 
 
-def max_context() -> Iterator[Row]:
+def max_context() -> Iterator[TableRow]:
     """Yield the longest contexts of table 3, in 1,024 tokens."""
     for row in rows.published("ring_max_context"):
         name, devices = DEVICES[row["hardware"]]
         memory = device(name).memory_gb
-        theirs = {column: int(row[f"{column}_ktokens"]) for column in COLUMNS}
-        ours = {column: longest(row["model"], column, devices, memory) // K for column in COLUMNS}
+        published = {}
+        predictions = {}
+        for column in COLUMNS:
+            published[column] = int(row[f"{column}_ktokens"])
+            predictions[column] = longest(row["model"], column, devices, memory) // K
         labels: dict[str, str | int] = {
             "hardware": row["hardware"],
             "model": row["model"],
             "devices": devices,
         }
-        yield Row(labels, theirs, ours, row["hardware"])
+        yield TableRow(labels, published, predictions, row["hardware"])
 
 
 STEP = 1000 * 4
@@ -187,54 +203,58 @@ AGENTS = {
     "AT + BPT 128": COLUMNS[2],
     "AT + RA 128": COLUMNS[3],
 }
-"""Columns of table 5 whose model reads several trajectories, and their ways of table 3."""
+"""Columns of table 5 whose model reads several trajectories, with their columns of table 3."""
 AGENT_FLAGS = """
-    --model-type gpt --position-embedding-type rope --num-layers 24 --hidden-size 1024 --num-attention-heads 16
-    --vocab-size 512 --mock-data --device cpu --no-bf16 --context-parallel-method ring --micro-batch-size 1
-    --recompute-granularity full
+    --model-type gpt --position-embedding-type rope --num-layers 24 --hidden-size 1024
+    --num-attention-heads 16 --vocab-size 512 --mock-data --device cpu --no-bf16
+    --context-parallel-method ring --micro-batch-size 1 --recompute-granularity full
 """
-"""350M parameters are taken as GPT-2 medium's shape, without its vocabulary."""
+"""GPT-2 medium's shape without its vocabulary, for the paper's 350M parameters."""
 AGENT_DEVICES = 8
 GPUS_GB = (16, 24, 40, 80)
-"""Memory that GPUs have."""
+"""Memory sizes of GPUs."""
 
 
 def agent(column: str) -> tuple[float, float]:
     """Return the predicted seconds of a step of a column of table 5, and 10^9 bytes of a device."""
-    tokens, ring = int(column.split()[-1]) * STEP, AGENTS[column] == COLUMNS[3]
-    sizes_of = f"--seq-length {tokens} --context-parallel-size {AGENT_DEVICES if ring else 1}"
-    flags = f"{AGENT_FLAGS} {sizes_of} --global-batch-size {1 if ring else AGENT_DEVICES}"
+    tokens = int(column.split()[-1]) * STEP
+    ring = AGENTS[column] == COLUMNS[3]
+    context_size = AGENT_DEVICES if ring else 1
+    batch_size = 1 if ring else AGENT_DEVICES
+    flags = (
+        f"{AGENT_FLAGS} --seq-length {tokens} --context-parallel-size {context_size} "
+        f"--global-batch-size {batch_size}"
+    )
     config = parse_args(flags.split())
     seconds = predicted(config, AGENT_DEVICES, device("A100 NVLink")).time
-    return seconds, needed(
-        workload_of(config, 1, "cuda"), AGENTS[column], AGENT_DEVICES, tokens
-    ) / 1e9
+    work = workload_of(config, 1, "cuda")
+    return seconds, needed(work, AGENTS[column], AGENT_DEVICES, tokens) / 1e9
 
 
-def reinforcement() -> Iterator[Row]:
-    """Yield table 5's returns, the planner's prediction for its models."""
+def reinforcement() -> Iterator[TableRow]:
+    """Yield table 5's returns, then the planner's predictions for its models."""
     for row in rows.published("ring_rl"):
-        theirs = {
-            name: value if value == "oom" else float(value)
-            for name, value in row.items()
-            if name != "task"
-        }
-        yield Row({"row": row["task"]}, theirs, {}, "not stated")
-    ours = {column: agent(column) for column in AGENTS}
-    for place, what in enumerate(("seconds of a step", "10^9 bytes of a GPU")):
-        yield Row(
-            {"row": what},
-            {},
-            {name: round(figures[place], 1) for name, figures in ours.items()},
-            "8 A100 of 80 GB",
-        )
-    fits = {
-        name: next(size for size in GPUS_GB if figures[1] <= size) for name, figures in ours.items()
-    }
-    yield Row({"row": "smallest GPU that fits, GB"}, {}, fits, "any")
+        returns: dict[str, str | float] = {}
+        for name, value in row.items():
+            if name != "task":
+                returns[name] = value if value == "oom" else float(value)
+        yield TableRow({"row": row["task"]}, returns, {}, "not stated")
+
+    seconds = {}
+    gigabytes = {}
+    smallest = {}
+    for column in AGENTS:
+        seconds_of_step, size = agent(column)
+        seconds[column] = round(seconds_of_step, 1)
+        gigabytes[column] = round(size, 1)
+        smallest[column] = min(memory for memory in GPUS_GB if size <= memory)
+    hardware = "8 A100 of 80 GB"
+    yield TableRow({"row": "seconds of a step"}, {}, seconds, hardware)
+    yield TableRow({"row": "10^9 bytes of a GPU"}, {}, gigabytes, hardware)
+    yield TableRow({"row": "smallest GPU that fits, GB"}, {}, smallest, "any")
 
 
-TABLES: rows.Makers = {
+TABLES: rows.TableFunctions = {
     "minimal_block": minimal_blocks,
     "activations": activations,
     "flops": flops,

@@ -1,5 +1,7 @@
-"""Runs of a table that is trained here: each is written as it ends, and a table that was begun is
-resumed.
+"""Runs of a table that is trained here.
+
+Each run is written to the file of results when it ends, so that a killed table resumes with the
+next one; a table takes up to an hour on a CPU.
 """
 
 import sys
@@ -15,34 +17,34 @@ from tools.common.report import read_records, write_records
 
 Result = dict[str, Any]
 """The settings, the machine of the first runs, and each finished run's figures by name, with its
-date and commit.
-"""
+date and commit."""
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
     """Return the words of a command line for options by their names."""
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words = []
+    for name, value in options.items():
+        words += [f"--{name}", str(value)]
+    return words
 
 
-def commit_told(commit: str) -> str:
-    """Return a run's commit in words, and that it is another than this one, if it is."""
-    other = (
-        ""
-        if commit == commit_of().removesuffix(" with changes")
-        else ", ANOTHER COMMIT than this one"
-    )
-    return f"commit {commit}{other}"
+def commit_note(commit: str) -> str:
+    """Return the words for a run's commit, with a warning if it is not this one."""
+    if commit == commit_of().removesuffix(" with changes"):
+        return f"commit {commit}"
+    return f"commit {commit}, ANOTHER COMMIT than this one"
 
 
 def read_runs(path: Path, settings: dict[str, Any] | None = None) -> Result:
     """Read a file of results; no runs if it does not exist.
 
-    Raises UserError: it has no settings of runs, or others than ``settings``, where these are
-    given.
+    Raises UserError: it has no settings of runs, or others than the given ``settings``.
     """
-    result: Result = {"runs": {}, **(read_records(path) if path.exists() else {})}
-    if path.exists() and "settings" not in result:
-        raise UserError(f"{path} holds no settings of runs; give another --results")
+    result: Result = {"runs": {}}
+    if path.exists():
+        result |= read_records(path)
+        if "settings" not in result:
+            raise UserError(f"{path} holds no settings of runs; give another --results")
     if settings is not None and result.setdefault("settings", settings) != settings:
         raise UserError(
             f"{path} holds runs of {result['settings']}, not of {settings}; give another --results"
@@ -51,12 +53,12 @@ def read_runs(path: Path, settings: dict[str, Any] | None = None) -> Result:
 
 
 def keep_run(
-    result: Result, path: Path, name: str, measured: Callable[[], dict[str, Any]]
+    result: Result, path: Path, name: str, measure: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """Measure a run, write it to ``path`` with the others, and return it."""
     result.setdefault("machine", describe("cpu"))
     start = time.perf_counter()
-    run = measured()
+    run = measure()
     run |= {"seconds": time.perf_counter() - start, **stamp()}
     result["runs"][name] = run
     write_records(path, result)
@@ -64,10 +66,11 @@ def keep_run(
 
 
 def run_all(main: Callable[[list[str]], int]) -> None:
-    """Run a command that keeps its runs, with its lines on stderr. Raises UserError: it did not end
-    well.
+    """Run a command that keeps its runs, with its lines on stderr.
+
+    Raises UserError if its status is not 0.
     """
     with redirect_stdout(sys.stderr):
         status = main([])
     if status:
-        raise UserError("the runs did not end well; the reason stands above")
+        raise UserError("the runs failed; the reason stands above")

@@ -278,7 +278,7 @@ def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits
 def test_what_adapters_cannot_begin_with_is_refused_in_a_line(runs, tmp_path, capsys):
     flags = ["--data-path", "x", "--tokenizer-model", "x.model"]
     with pytest.raises(
-        ConfigError, match="lora_rank is 4 and load is not set, so that the weights beside"
+        ConfigError, match="lora_rank is 4 and load is not set, so that the adapters"
     ):
         validate(parse_args([*flags, *LORA]), 1)
     base, run = runs.base("llama"), runs.begun("llama")

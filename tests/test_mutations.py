@@ -18,7 +18,8 @@ from tools.plot import LOSSES, read_curves
 from train.callbacks.health import FAILURES, Health, HealthConfig, Progress
 from train.callbacks.metrics import METRICS, LoggingConfig, RunLog
 from train.checkpoint.api import load_model
-from train.checkpoint.manifest import STARTS, fingerprint, read_manifest
+from train.checkpoint.local import fingerprint
+from train.checkpoint.manifest import STARTS, read_manifest
 from train.checkpoint.search import find_checkpoint
 from train.config.entries import Config
 from train.config.language import parse_args

@@ -92,7 +92,7 @@ class Start:
             load_model(self.path, parts, fitting, fresh=is_adapter)
         elif self.path is not None:
             more = {"ema": ema.weights} if ema is not None and self.averaged is not None else None
-            load_checkpoint(self.path, parts, optimizer, self.architecture, more=more)
+            load_checkpoint(self.path, parts, optimizer, self.architecture, sections=more)
             notes[1:1] = _averages(self.averaged, ema)
         if (
             ema is not None

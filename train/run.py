@@ -41,7 +41,8 @@ from train.callbacks.metrics import (
 )
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.drafts import remove_drafts
-from train.checkpoint.manifest import STARTS, fingerprint
+from train.checkpoint.local import fingerprint
+from train.checkpoint.manifest import STARTS
 from train.checkpoint.search import POINTER, saved_iterations
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError, load, write_toml

@@ -1,3 +1,1 @@
-"""Ring Attention's table of trajectories in small: episodes as tokens, a world of doors, models
-that learn in it.
-"""
+"""Ring Attention's table of trajectories at small scale: a world of doors, played as tokens."""

@@ -1,10 +1,9 @@
-"""Ring Attention's last table in small: does a longer context of one's own attempts make the next
-attempt better?
+"""Ring Attention's last table at small scale: do earlier attempts in the context help the next one?
 
 A small GPT is trained on chains of 1, 4, 16 and 64 attempts at tasks of the world of doors, the
 same attempts and as many tokens each time. It then plays unseen tasks, and each finished attempt
-joins its context. As a control each attempt is at another task than those of the context. Finished
-runs are saved at once, and the same command resumes.
+joins its context. In a control every attempt is at another task than those of the context, so that
+nothing in it can help. Finished runs are saved at once, and the same command resumes.
 
     make rl-table
     python -m papers.trajectories.attempts --tasks 64 --iterations 8 --unseen 16 \\
@@ -49,23 +48,25 @@ CHAIN_LENGTHS = (1, 4, 16, 64)
 LONGEST = max(CHAIN_LENGTHS)
 CONTROL = "shuffled"
 """The longest chain's model, with attempts of other tasks in its context."""
-RANKS, BATCH, SEED = 2, 2, 0
+RANKS = 2
+BATCH = 2
+SEED = 0
 TOKENS = LONGEST * (4 * STEPS + 1)
-"""Tokens of a sample, which holds one longest chain, or as many shorter ones as have its tokens."""
+"""Tokens of a sample, which holds one longest chain, or shorter ones of as many tokens."""
 FLAGS = f"""
-    --model-type gpt --position-embedding-type rope --num-layers 2 --hidden-size 64 --num-attention-heads 4
-    --init-method-std 0.06 --seq-length {TOKENS} --global-batch-size {BATCH} --sft --reset-attention-mask
-    --reset-position-ids --split 1,0,0 --eval-iters 0 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
-    --lr-warmup-iters 20 --weight-decay 0.0 --adam-beta2 0.98 --device cpu --context-parallel-method ring
+    --model-type gpt --position-embedding-type rope --num-layers 2 --hidden-size 64
+    --num-attention-heads 4 --init-method-std 0.06 --seq-length {TOKENS}
+    --global-batch-size {BATCH} --sft --reset-attention-mask --reset-position-ids --split 1,0,0
+    --eval-iters 0 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 20
+    --weight-decay 0.0 --adam-beta2 0.98 --device cpu --context-parallel-method ring
 """
 TEMPERATURE = 0.4
-"""Doors are drawn at it: the players' slips are learned too, and a lower one leaves most of them
-out.
-"""
+"""Temperature of the model's doors. The model learns the players' slips too, and at a temperature
+below 1 it makes few of them."""
 LATER = 16
 """The attempt whose return is compared with the first one's."""
 ERRORS = 2.0
-"""Standard errors of a difference beyond which it counts."""
+"""A difference counts if it is larger than this many standard errors."""
 LAST = 50
 """Final updates whose mean loss is a run's."""
 
@@ -82,9 +83,7 @@ class Size:
 
 
 def command_line(trajectories: int, data: Path, save: Path, iterations: int) -> list[str]:
-    """Return the flags of pretrain_gpt.py for a run; the longest chains are shared by its
-    processes.
-    """
+    """Return the flags of pretrain_gpt.py for a run; the longest chains are sharded."""
     cp = RANKS if trajectories == LONGEST else 1
     flags = {
         "data-path": data,
@@ -99,7 +98,7 @@ def command_line(trajectories: int, data: Path, save: Path, iterations: int) -> 
 
 
 def train(rank: int, world_size: int, flags: Sequence[str]) -> None:
-    """Train one rank of a run of pretrain_gpt.py, without its lines."""
+    """Train one rank of a run of pretrain_gpt.py, without its output."""
     with redirect_stdout(StringIO()):
         pretrain_gpt.main(list(flags), PEAK)
 
@@ -107,54 +106,60 @@ def train(rank: int, world_size: int, flags: Sequence[str]) -> None:
 def roll_out(
     read: Read, codec: Codec, right: np.ndarray, attempts: int, *, shuffled: bool = False
 ) -> np.ndarray:
-    """Play K tasks in so many attempts each; return the returns, int64 [K, N].
+    """Play K tasks in N ``attempts`` each; return the returns, int64 [K, N].
 
-    The context is what training had, but in order of time: what is left of the best possible
-    return, the room, the door and the reward of each step, and at an attempt's end whether it
-    reached that return.
+    The context is as in training, but in order of time: the remaining return, the room, the door
+    and the reward of each step, and at an attempt's end if it reached the best return.
 
     Args:
         read: as of ``Writer.begin``; it draws doors.
-        right: int64 [K, R].
-        shuffled: let each attempt be at the next one of the K tasks, so that none of the context is
-            at its task.
+        right: the right doors, int64 [K, R].
+        shuffled: play the next one of the K tasks in each attempt, so that no attempt of the
+            context is at its task.
     """
-    position, totals, end = (
-        {"read": 0},
-        np.zeros((len(right), attempts), np.int64),
-        np.zeros((len(right), 0), np.int64),
-    )
+    num_tasks = len(right)
+    returns = np.zeros((num_tasks, attempts), np.int64)
     action = int(np.flatnonzero(codec.acts)[0])
+    num_read = 0
 
-    def drawn(tokens: np.ndarray) -> np.ndarray:
-        begin, position["read"] = position["read"], position["read"] + tokens.shape[1]
-        positions, ends = (
-            torch.arange(begin, position["read"])[None],
-            torch.full((len(right),), position["read"]),
-        )
-        return read(torch.from_numpy(tokens), positions, ends).numpy()[:, None]
+    def next_door(tokens: np.ndarray) -> np.ndarray:
+        """Append tokens [K, S] to the context; return the ids of doors [K, 1]."""
+        nonlocal num_read
+        start = num_read
+        num_read += tokens.shape[1]
+        position_ids = torch.arange(start, num_read)[None]
+        lengths = torch.full((num_tasks,), num_read)
+        return read(torch.from_numpy(tokens), position_ids, lengths).numpy()[:, None]
 
+    unread = np.zeros((num_tasks, 0), np.int64)  # tokens that follow the last door
     for attempt in range(attempts):
         world = Rooms(np.roll(right, attempt, axis=0) if shuffled else right)
-        total = np.zeros(len(right), np.int64)
+        total = np.zeros(num_tasks, np.int64)
+
         for _ in range(STEPS):
-            step = np.stack(
-                (BEST - total, world.room, 0 * total, 0 * total), -1
-            )  # door and reward are to come
-            ids = drawn(np.concatenate((end, codec.encode(step)[:, :action]), 1))
+            # The columns of a step [K, 4]; the door and the reward are not known yet.
+            step = np.stack((BEST - total, world.room, 0 * total, 0 * total), -1)
+            before_door = codec.encode(step)[:, :action]
+            ids = next_door(np.concatenate((unread, before_door), 1))
+
             reward = world.open(ids[:, 0] - codec.offsets[action])
             total = total + reward
             step[:, -1] = reward
-            end = np.concatenate((ids, codec.encode(step)[:, -1:]), 1)
-        marks = np.array([[codec.mark(float(one), BEST)] for one in total])
-        end, totals[:, attempt] = np.concatenate((end, marks), 1), total
-    return totals
+            unread = np.concatenate((ids, codec.encode(step)[:, -1:]), 1)
+
+        marks = np.array([[codec.mark(float(value), BEST)] for value in total])  # [K, 1]
+        unread = np.concatenate((unread, marks), 1)
+        returns[:, attempt] = total
+    return returns
 
 
 def play(
     run: Path, codec: Codec, right: np.ndarray, attempts: int, *, shuffled: bool = False
 ) -> np.ndarray:
-    """Roll out a run's model, which draws doors; as ``roll_out``."""
+    """Play by a run's model, which draws the doors; arguments as of ``roll_out``.
+
+    Only the logits of doors are drawn from, as a world has no step for another token.
+    """
     first = int(codec.offsets[codec.acts][0])
     draw = Draw(temperature=TEMPERATURE, generator=torch.Generator().manual_seed(SEED))
 
@@ -166,54 +171,59 @@ def play(
 
 
 def figures(returns: np.ndarray) -> dict[str, list[float]]:
-    """Return the mean return [N] of each attempt over K tasks, of [K, N], and its standard error,
-    to 3 decimals.
+    """Return each attempt's mean over K tasks of the returns [K, N], and its standard error.
+
+    Both have 3 decimals.
     """
     error = returns.std(0, ddof=1) / len(returns) ** 0.5
     return {"mean": returns.mean(0).round(3).tolist(), "error": error.round(3).tolist()}
 
 
 def gain(
-    later: dict[str, Any], attempt: int, first: dict[str, Any], at: int = 1
+    later: dict[str, Any], attempt: int, first: dict[str, Any], first_attempt: int = 1
 ) -> tuple[float, float]:
-    """Return how much larger the mean return of an attempt is than of another one, and the
-    difference's error.
+    """Return the difference of two attempts' mean returns, and its standard error.
 
     Attempts count from 1. Both are taken as independent samples of tasks.
     """
-    error = (later["error"][attempt - 1] ** 2 + first["error"][at - 1] ** 2) ** 0.5
-    return later["mean"][attempt - 1] - first["mean"][at - 1], error
+    error = (later["error"][attempt - 1] ** 2 + first["error"][first_attempt - 1] ** 2) ** 0.5
+    return later["mean"][attempt - 1] - first["mean"][first_attempt - 1], error
 
 
 def compared(runs: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return a line for each comparison whose runs are there, and those of them that do not hold."""
-    longest, short, control = (runs.get(name) for name in (str(LONGEST), "4", CONTROL))
-    lines, wrong = list[str](), list[str]()
+    """Return a line for each comparison of finished runs, and the names of those that fail.
 
-    def compare(name: str, difference: tuple[float, float], wanted: bool = True) -> None:
-        more, error = difference
-        lines.append(f"{name:62}{more:+.3f}, {more / (error or np.inf):+.1f} standard errors")
-        if (more > ERRORS * error) != wanted:
+    The paper's claim holds if a later attempt is better than the first, and a longer chain better
+    than a shorter one. The control must not gain: it shows that the gain comes from attempts at the
+    same task, and not from a longer context.
+    """
+    longest = runs.get(str(LONGEST))
+    short = runs.get("4")
+    control = runs.get(CONTROL)
+    lines: list[str] = []
+    wrong: list[str] = []
+
+    def compare(name: str, result: tuple[float, float], expected: bool = True) -> None:
+        difference, error = result
+        in_errors = difference / (error or np.inf)
+        lines.append(f"{name:62}{difference:+.3f}, {in_errors:+.1f} standard errors")
+        if (difference > ERRORS * error) != expected:
             wrong.append(name)
 
     if longest:
-        compare(
-            f"attempt {LATER} above the first, {LONGEST} in the context",
-            gain(longest, LATER, longest),
-        )
+        name = f"attempt {LATER} above the first, {LONGEST} in the context"
+        compare(name, gain(longest, LATER, longest))
     if longest and short:
-        compare(
-            f"the last of {LONGEST} in the context above the last of 4",
-            gain(longest, LONGEST, short, 4),
-        )
+        name = f"the last of {LONGEST} in the context above the last of 4"
+        compare(name, gain(longest, LONGEST, short, 4))
     if control:
         name = f"attempt {LATER} above the first, of shuffled tasks (control)"
-        compare(name, gain(control, LATER, control), wanted=False)
+        compare(name, gain(control, LATER, control), expected=False)
     return lines, wrong
 
 
 def finished(size: Size, data: Path, path: Path) -> dict[str, Any]:
-    """Train and play what ``path`` lacks, saving each run; return all that ``path`` then holds.
+    """Train and play the runs that ``path`` lacks, saving each; return all its results.
 
     Raises UserError: ``path`` holds runs of another size, or another format; RuntimeError: a rank
     failed.
@@ -221,26 +231,35 @@ def finished(size: Size, data: Path, path: Path) -> dict[str, Any]:
     result = read_runs(path, asdict(size))
     missing = [str(n) for n in CHAIN_LENGTHS if str(n) not in result["runs"]]
     if not missing and CONTROL in result["runs"]:
-        print(f"all runs are in {path} already, nothing trained; --results FOLDER starts afresh")
+        print(
+            f"all runs are in {path} already, nothing trained; --results FOLDER starts another "
+            "table"
+        )
         return result
 
-    def note(name: str, measured: Callable[[], dict[str, Any]]) -> None:
-        figures_of_run = keep_run(result, path, name, measured)
-        message = f"return {figures_of_run['mean'][0]:.2f} at the first attempt, {figures_of_run['mean'][-1]:.2f} at the last"
-        print(f"{name:10}{message}, {figures_of_run['seconds']:.0f} s", flush=True)
+    def keep(name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        run = keep_run(result, path, name, measure)
+        print(
+            f"{name:10}return {run['mean'][0]:.2f} at the first attempt, {run['mean'][-1]:.2f} at "
+            f"the last, {run['seconds']:.0f} s",
+            flush=True,
+        )
 
     right = doors.tasks(SEED, 0, size.tasks + size.unseen)
-    seen, unseen = right[: size.tasks], right[size.tasks :]
-    history = episodes(seen, LONGEST, SEED) if missing else []
+    trained_on = right[: size.tasks]
+    unseen = right[size.tasks :]
+    history = episodes(trained_on, LONGEST, SEED) if missing else []
     for name in missing:
-        note(name, partial(_trained, int(name), history, unseen, size.iterations, data))
+        keep(name, partial(_train_and_play, int(name), history, unseen, size.iterations, data))
+
+    # References for the picture: players like those of the training data, and perfect ones.
     for name, perfect in (("players", False), ("perfect", True)):
-        result["runs"][name] = figures(
-            histories(unseen, LONGEST, SEED + 1, perfect=perfect)[2].sum(-1)
-        )
+        rewards = histories(unseen, LONGEST, SEED + 1, perfect=perfect)[2]
+        result["runs"][name] = figures(rewards.sum(-1))
+
     prefix = data / f"{LONGEST}"
-    shuffled = partial(play, _run_of(prefix), Codec.load(prefix), unseen, LATER, shuffled=True)
-    note(CONTROL, lambda: figures(shuffled()))
+    codec = Codec.load(prefix)
+    keep(CONTROL, lambda: figures(play(_run_of(prefix), codec, unseen, LATER, shuffled=True)))
     return result
 
 
@@ -248,61 +267,54 @@ def _run_of(prefix: Path) -> Path:
     return prefix.with_name(f"run-{prefix.name}")
 
 
-def _trained(
+def _train_and_play(
     trajectories: int, history: list[Any], unseen: np.ndarray, iterations: int, data: Path
 ) -> dict[str, Any]:
-    """Write the data of a run, train it and play; return its loss and returns."""
+    """Write the data of a run, train it and play; return its loss and returns.
+
+    All runs have the same attempts, whatever the length of their chains.
+    """
     prefix = data / str(trajectories)
     write_chains(history, prefix, Chains(trajectories=trajectories, seq_length=TOKENS, seed=SEED))
-    if (run := _run_of(prefix)).exists():
+
+    run = _run_of(prefix)
+    if run.exists():
         shutil.rmtree(run)  # of a start that was interrupted
     run_ranks(train, RANKS, command_line(trajectories, prefix, run, iterations), timeout=3600)
+
     losses = [record["lm_loss"] for record in read_metrics(run / METRICS)]
-    return {
-        "loss": fmean(losses[-LAST:]),
-        **figures(play(run, Codec.load(prefix), unseen, trajectories)),
-    }
+    returns = play(run, Codec.load(prefix), unseen, trajectories)
+    return {"loss": fmean(losses[-LAST:]), **figures(returns)}
 
 
 def draw(runs: dict[str, Any]) -> "Figure":
-    """Draw the mean return by attempt with its interval of two standard errors, a curve for each
-    run.
-    """
+    """Draw each run's mean return by attempt, with an interval of two standard errors."""
     from matplotlib.figure import Figure
 
     from tools.common.report import PALETTE, plain
 
-    names = {str(n): f"{n} in the context" for n in CHAIN_LENGTHS} | {
-        CONTROL: f"{LONGEST}, of shuffled tasks"
-    }
+    names = {str(n): f"{n} in the context" for n in CHAIN_LENGTHS}
+    names[CONTROL] = f"{LONGEST}, of shuffled tasks"
     figure = Figure(figsize=(7, 4.4), layout="constrained")
     axes = figure.subplots()
     for colour, (name, label) in zip(PALETTE, names.items(), strict=False):
-        mean, error = (np.array(runs[name][part]) for part in ("mean", "error"))
+        mean = np.array(runs[name]["mean"])
+        margin = ERRORS * np.array(runs[name]["error"])
         attempt = np.arange(1, len(mean) + 1)
-        axes.plot(
-            attempt,
-            mean,
-            "o-" if len(attempt) < 5 else "-",
-            color=colour,
-            label=label,
-            markersize=4,
-        )
+        style = "-"
+        if len(attempt) < 5:  # a line of one point would not be seen
+            style = "o-"
+        axes.plot(attempt, mean, style, color=colour, label=label, markersize=4)
         axes.fill_between(
-            attempt,
-            mean - ERRORS * error,
-            mean + ERRORS * error,
-            color=colour,
-            alpha=0.2,
-            linewidth=0,
+            attempt, mean - margin, mean + margin, color=colour, alpha=0.2, linewidth=0
         )
+
+    attempt = np.arange(1, LONGEST + 1)
     for name, label, style in (
         ("players", "the players trained on", "--"),
         ("perfect", "a perfect player", ":"),
     ):
-        axes.plot(
-            np.arange(1, LONGEST + 1), runs[name]["mean"], style, color="#4D4D4D", label=label
-        )
+        axes.plot(attempt, runs[name]["mean"], style, color="#4D4D4D", label=label)
     axes.set(
         xlabel="attempt", ylabel=f"return (at most {BEST})", xscale="log", title="Unseen tasks"
     )
@@ -315,9 +327,9 @@ def draw(runs: dict[str, Any]) -> "Figure":
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run the command; finished runs stay, and the same command goes on. Return its exit status."""
-    parser, size = parser_for("python -m papers.trajectories.attempts", __doc__), Size()
-    for name, default in asdict(size).items():
+    """Run the command, which keeps finished runs and resumes; return its exit status."""
+    parser = parser_for("python -m papers.trajectories.attempts", __doc__)
+    for name, default in asdict(Size()).items():
         parser.add_argument(
             f"--{name}", type=positive, default=default, metavar="N", help="default: %(default)s"
         )
@@ -333,7 +345,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks' server
-    size = Size(**{name: getattr(args, name) for name in asdict(size)})
+
+    size = Size(tasks=args.tasks, iterations=args.iterations, unseen=args.unseen)
     path = args.results / RESULTS.name
     runs = finished(size, args.data, path)["runs"]
     draw(runs).savefig(path.with_suffix(".png"), dpi=90)

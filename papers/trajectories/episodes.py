@@ -1,10 +1,10 @@
-"""Episodes of reinforcement learning as tokens: returns, observations, actions and rewards, each in
-bins by quantiles.
+"""Episodes of reinforcement learning as tokens: returns, observations, actions and rewards.
 
-A sequence is a chain of attempts at one task in ascending order of their returns. Each step is told
-what is left of the chain's best return, and each attempt ends with a mark that says whether it
-reached that (Liu and Abbeel 2023, arXiv:2305.16554, "Emergent Agentic Transformer from Chain of
-Hindsight Experience"). Actions alone carry loss.
+A sequence is a chain of attempts at one task in ascending order of their returns. Each step begins
+with the return that remains to the chain's best one, and each attempt ends with a mark that tells
+if it reached that return (Liu and Abbeel 2023, arXiv:2305.16554, "Emergent Agentic Transformer from
+Chain of Hindsight Experience"). Only actions carry loss. Numbers become tokens by bins of
+quantiles, so that every token of a column is about as frequent as the others.
 
 Legend: T steps of an attempt, O and A numbers of an observation and an action, C = O + A + 2
 columns.
@@ -29,10 +29,11 @@ from data.tokenizer import END_OF_TEXT, load_tokenizer
 from runtime.errors import DataError
 
 MARKS = ("again", "done")
-"""Words at the end of an attempt: it fell short of the chain's best return, or reached it."""
+"""Words at the end of an attempt: its return is below the chain's best one, or reached it."""
 _FIRST = 1 + len(MARKS)
 STEPS = {"observation": slice(-1), "action": slice(1, None), "reward": slice(1, None)}
-"""Fields of an episode, and the rows of an .npz's arrays that are its steps."""
+"""Fields of an episode, and the rows of an .npz's arrays that are its steps: the last observation
+has no action, and the first action no observation."""
 
 
 @dataclass(frozen=True)
@@ -53,41 +54,30 @@ class Episode:
         return float(self.reward.sum())
 
     def numbers(self, best: float) -> np.ndarray:
-        """Return the columns [T, C] of its steps: what is left of the return ``best``, then the
-        arrays.
-        """
-        left = best - (np.cumsum(self.reward) - self.reward)
-        return np.column_stack((left, self.observation, self.action, self.reward))
+        """Return the columns [T, C] of the steps: the remaining return to ``best``, then arrays."""
+        remaining = best - (np.cumsum(self.reward) - self.reward)
+        return np.column_stack((remaining, self.observation, self.action, self.reward))
 
 
 def read_episodes(paths: Iterable[Path]) -> Iterator[Episode]:
     """Yield the episodes of files in order.
 
-    An .npz is an episode as ExoRL has it: observation [T + 1, O], action and reward [T + 1, ...],
+    An .npz is an episode in ExoRL's format: observation [T + 1, O], action and reward [T + 1, ...],
     of which row t + 1 has the action after observation t and its reward; row 0 has none. Its task
     is its folder. Rows of any other file are episodes with T rows in each list, and may name their
     ``task``, by default the file.
 
-    Raises DataError: a file or row that is no such episode; names it.
+    Raises DataError naming a file or row that is no such episode.
     """
     for path in paths:
         if path.suffix == ".npz":
-            try:
-                with np.load(
-                    path
-                ) as file:  # the last observation has no action, the first action no observation
-                    arrays = {name: file[name][STEPS[name]] for name in STEPS if name in file}
-            except (OSError, ValueError) as error:
-                raise DataError(
-                    f"{path} is no .npz or is damaged ({error}); copy it again"
-                ) from error
-            yield _episode(str(path), str(path.parent), arrays)
+            yield _episode(str(path), str(path.parent), _read_npz(path))
         elif has_rows(path):
             for where, row in rows(path):
-                if isinstance(row, DataError) or not isinstance(row, dict):
-                    raise DataError(
-                        f"{where}: {row if isinstance(row, DataError) else 'no object; repair it'}"
-                    )
+                if isinstance(row, DataError):
+                    raise DataError(f"{where}: {row}")
+                if not isinstance(row, dict):
+                    raise DataError(f"{where}: no object; repair it")
                 yield _episode(where, str(row.get("task", path)), row)
         else:
             raise DataError(
@@ -95,27 +85,45 @@ def read_episodes(paths: Iterable[Path]) -> Iterator[Episode]:
             )
 
 
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    """Return the fields of an episode in ExoRL's format, without the rows that are no steps."""
+    try:
+        with np.load(path) as file:
+            return {name: file[name][rows] for name, rows in STEPS.items() if name in file}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is no .npz or is damaged ({error}); copy it again") from error
+
+
 def _episode(where: str, task: str, fields: dict[str, Any]) -> Episode:
-    if missing := [name for name in STEPS if name not in fields]:
+    """Return an episode of the fields of a file or row, named by ``where``."""
+    missing = [name for name in STEPS if name not in fields]
+    if missing:
         raise DataError(f"{where} lacks {' and '.join(missing)}; an episode has {', '.join(STEPS)}")
     try:
         observation, action, reward = (np.asarray(fields[name], np.float64) for name in STEPS)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{where} holds what is no number ({error}); repair it or leave it out"
+            f"{where} has a value that is no number ({error}); repair it or leave it out"
         ) from error
-    arrays = [
-        array.reshape(len(array), -1) if array.ndim else array[None, None]
-        for array in (observation, action)
-    ]
-    steps = {"observation": len(arrays[0]), "action": len(arrays[1]), "reward": reward.size}
+
+    observation = _as_rows(observation)
+    action = _as_rows(action)
+    steps = {"observation": len(observation), "action": len(action), "reward": reward.size}
     if len(set(steps.values())) > 1 or not reward.size:
         raise DataError(
             f"{where} has {steps} rows; each step has one of each: repair it or leave it out"
         )
-    if not all(np.isfinite(array).all() for array in (*arrays, reward)):
-        raise DataError(f"{where} holds a number that is not finite; leave it out")
-    return Episode(task, arrays[0], arrays[1], reward.reshape(-1))
+    for array in (observation, action, reward):
+        if not np.isfinite(array).all():
+            raise DataError(f"{where} holds a number that is not finite; leave it out")
+    return Episode(task, observation, action, reward.reshape(-1))
+
+
+def _as_rows(array: np.ndarray) -> np.ndarray:
+    """Return an array as a matrix with a row per step."""
+    if array.ndim == 0:
+        return array[None, None]
+    return array.reshape(len(array), -1)
 
 
 @dataclass(frozen=True)
@@ -126,28 +134,31 @@ class Column:
     edges: tuple[float, ...]
     """Ascending."""
     values: tuple[float, ...]
-    """One number of each bin: its median, or all that it has."""
+    """A number for each bin: the median of its numbers, or the only one."""
 
     @classmethod
     def fit(cls, name: str, numbers: np.ndarray, bins: int) -> "Column":
-        """Return bins of as many of ``numbers`` each; of ``bins`` different numbers or fewer, a bin
-        for each.
+        """Return bins that have about as many of ``numbers`` each.
+
+        If there are at most ``bins`` different numbers, each has a bin.
         """
         distinct = np.unique(numbers)
         if len(distinct) <= bins:
-            return cls(
-                name, tuple(((distinct[1:] + distinct[:-1]) / 2).tolist()), tuple(distinct.tolist())
-            )
-        edges = np.unique(np.quantile(numbers, np.arange(1, bins) / bins, method="higher"))
-        edges = edges[edges > distinct[0]]
-        bins_of = np.searchsorted(edges, numbers, side="right")
-        medians = (float(np.median(numbers[bins_of == place])) for place in range(len(edges) + 1))
+            middles = (distinct[1:] + distinct[:-1]) / 2
+            return cls(name, tuple(middles.tolist()), tuple(distinct.tolist()))
+
+        shares = np.arange(1, bins) / bins
+        edges = np.unique(np.quantile(numbers, shares, method="higher"))
+        edges = edges[edges > distinct[0]]  # the first bin is not empty
+        bin_of = np.searchsorted(edges, numbers, side="right")
+        medians = [float(np.median(numbers[bin_of == index])) for index in range(len(edges) + 1)]
         return cls(name, tuple(edges.tolist()), tuple(medians))
 
 
 class Codec:
-    """Token ids of steps: the end of a text, the marks, then the bins of each column, one column
-    after the other.
+    """Token ids of steps.
+
+    Id 0 ends a text; the marks follow, then the bins of each column, one column after the other.
     """
 
     def __init__(self, columns: Sequence[Column]) -> None:
@@ -162,40 +173,48 @@ class Codec:
 
     @classmethod
     def fit(cls, episodes: Sequence[Episode], bins: int) -> "Codec":
-        """Fit the bins to episodes, whatever chains they will be in: an attempt's target is from
-        its own to the best.
+        """Fit the bins to episodes, whatever chains they will be in.
+
+        An attempt's target, the best return of its chain, is at least its own return and at most
+        the best of its task: the bins are fitted to both.
 
         Raises DataError: episodes with other numbers of columns.
         """
         shapes = {(e.observation.shape[1], e.action.shape[1]) for e in episodes}
         if len(shapes) != 1:
             raise DataError(
-                f"the episodes' observations and actions have {sorted(shapes)} numbers; prepare each alone"
+                f"the episodes' observations and actions have {sorted(shapes)} numbers; prepare "
+                "each alone"
             )
         ((observations, actions),) = shapes
+
         best: dict[str, float] = {}
         for episode in episodes:
             best[episode.task] = max(episode.total, best.get(episode.task, episode.total))
-        numbers = np.concatenate(
-            [e.numbers(target) for e in episodes for target in {e.total, best[e.task]}]
-        )
-        names = [
-            "return",
-            *_names("observation", observations),
-            *_names("action", actions),
-            "reward",
-        ]
-        return cls([Column.fit(name, numbers[:, place], bins) for place, name in enumerate(names)])
+        numbers = []
+        for episode in episodes:
+            for target in {episode.total, best[episode.task]}:
+                numbers.append(episode.numbers(target))
+        table = np.concatenate(numbers)  # [all T, C]
+
+        names = ["return"]
+        names += _names("observation", observations)
+        names += _names("action", actions)
+        names += ["reward"]
+        columns = []
+        for index, name in enumerate(names):
+            columns.append(Column.fit(name, table[:, index], bins))
+        return cls(columns)
 
     @classmethod
     def load(cls, prefix: Path) -> "Codec":
-        """Return the bins that lie beside prepared data. Raises DataError."""
+        """Return the bins of prepared data. Raises DataError if there are none."""
         path = Path(f"{prefix}.json")
+        columns = []
         try:
-            columns = json.loads(path.read_text(encoding="utf-8"))["columns"]
-            return cls(
-                [Column(row["name"], tuple(row["edges"]), tuple(row["values"])) for row in columns]
-            )
+            for row in json.loads(path.read_text(encoding="utf-8"))["columns"]:
+                columns.append(Column(row["name"], tuple(row["edges"]), tuple(row["values"])))
+            return cls(columns)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path} holds no bins ({error}); papers.trajectories.prepare writes them"
@@ -204,39 +223,40 @@ class Codec:
     @property
     def words(self) -> list[str]:
         """The text of every id."""
-        return [
-            END_OF_TEXT,
-            *MARKS,
-            *(f"{column.name}:{value:g}" for column in self.columns for value in column.values),
-        ]
+        words = [END_OF_TEXT, *MARKS]
+        for column in self.columns:
+            words += [f"{column.name}:{value:g}" for value in column.values]
+        return words
 
     def encode(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the ids [..., C] of steps' numbers [..., C]; those beyond the outer bins are in
-        these.
+        """Return the ids [..., C] of steps' numbers [..., C].
+
+        Numbers beyond the outer bins are in the outer bins.
         """
-        bins = [
-            np.searchsorted(c.edges, numbers[..., place], side="right")
-            for place, c in enumerate(self.columns)
-        ]
+        bins = []
+        for index, column in enumerate(self.columns):
+            bins.append(np.searchsorted(column.edges, numbers[..., index], side="right"))
         return np.stack(bins, -1) + self.offsets
 
     def mark(self, total: float, best: float) -> int:
-        """Return the id that ends an attempt of return ``total`` at ``best``."""
+        """Return the id that ends an attempt of return ``total`` if the target is ``best``."""
         return 1 + int(total >= best)
 
     def chain(self, attempts: Sequence[Episode]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a sequence, int64 [S], and which of them carry loss, bool [S]."""
-        attempts = sorted(
-            attempts, key=lambda episode: episode.total
-        )  # stable: in order of time among equals
+        # Stable: equal returns stay in order of time.
+        attempts = sorted(attempts, key=lambda episode: episode.total)
         best = attempts[-1].total
-        ids = self.encode(np.concatenate([episode.numbers(best) for episode in attempts]))
-        ends = np.cumsum([len(episode.reward) for episode in attempts]) * len(self.columns)
+        ids = self.encode(np.concatenate([episode.numbers(best) for episode in attempts]))  # [T, C]
+        learned = np.broadcast_to(self.acts, ids.shape)
+
         # A mark after each attempt, which carries no loss.
-        learned = np.insert(np.broadcast_to(self.acts, ids.shape).reshape(-1), ends, False)
-        return np.insert(
-            ids.reshape(-1), ends, [self.mark(e.total, best) for e in attempts]
-        ), learned
+        ends = np.cumsum([len(episode.reward) for episode in attempts]) * len(self.columns)
+        marks = [self.mark(episode.total, best) for episode in attempts]
+        return (
+            np.insert(ids.reshape(-1), ends, marks),
+            np.insert(learned.reshape(-1), ends, False),
+        )
 
 
 def _names(kind: str, count: int) -> list[str]:
@@ -250,16 +270,16 @@ class Chains:
     trajectories: int
     """Attempts of a sequence."""
     bins: int = 32
-    """Most bins of a column."""
+    """Maximum number of bins of a column."""
     seq_length: int | None = None
-    """Tokens of a sample, which holds as many sequences as fit; by default the longest sequence's.
+    """Tokens of a sample, which holds all sequences that fit; by default those of the longest one.
     """
     seed: int = 0
     """Deals the attempts at a task to its sequences, and orders these."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class ChainSummary:
     """Facts about prepared sequences."""
 
     tokenizer_sha256: str
@@ -274,77 +294,91 @@ class Written:
     seq_length: int
 
 
-def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> Written:
-    """Write PREFIX.bin and .idx, the pair of their loss mask, PREFIX_tokenizer and PREFIX.json,
-    which has the bins.
+def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> ChainSummary:
+    """Write the sequences, their loss mask, the tokenizer and the bins of episodes.
 
-    A pure function of its arguments. Raises DataError: no task has so many episodes, or a sequence
+    The files are PREFIX.bin and .idx, the pair of the loss mask, PREFIX_tokenizer and PREFIX.json.
+    A pure function of its arguments. Raises DataError: no task has enough episodes, or a sequence
     is longer than a sample.
     """
-    codec, dealt = Codec.fit(episodes, chains.bins), list(_dealt(episodes, chains))
-    if not dealt:
+    codec = Codec.fit(episodes, chains.bins)
+
+    groups = _deal(episodes, chains)
+    if not groups:
         raise DataError(
             f"trajectories is {chains.trajectories}, and no task has as many episodes; give fewer"
         )
-    encoded = [codec.chain(attempts) for attempts in dealt]
+
+    encoded = [codec.chain(attempts) for attempts in groups]
     lengths = np.array([len(ids) for ids, _ in encoded], np.int32)
     seq_length = chains.seq_length or int(lengths.max())
     if lengths.max() > seq_length:
         raise DataError(
-            f"seq_length is {seq_length}, and a sequence has {lengths.max()} tokens; give --seq-length that"
+            f"seq_length is {seq_length}, and a sequence has {lengths.max()} tokens; give "
+            "--seq-length that"
         )
-    dtype, left = id_type(codec.vocab_size), len(episodes) - len(dealt) * chains.trajectories
-    ends = (".bin", ".idx", f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", TOKENIZER, ".json")
-    with (
-        TemporaryDirectory() as folder,
-        writing(*(Path(f"{prefix}{end}") for end in ends)) as drafts,
-    ):
-        sources = [(Path(folder) / "ids", dtype), (Path(folder) / "mask", np.dtype(np.uint8))]
-        for (path, kind), parts in zip(sources, zip(*encoded, strict=True), strict=True):
-            np.concatenate(parts).astype(kind).tofile(path)
-        samples = write_packed(
-            sources, [(drafts[0], drafts[1]), (drafts[2], drafts[3])], lengths, seq_length
-        )
-        written = Written(
+
+    endings = (".bin", ".idx", f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", TOKENIZER, ".json")
+    targets = [Path(f"{prefix}{ending}") for ending in endings]
+    with TemporaryDirectory() as folder, writing(*targets) as drafts:
+        sources = [
+            (Path(folder) / "ids", id_type(codec.vocab_size)),
+            (Path(folder) / "mask", np.dtype(np.uint8)),
+        ]
+        for (path, dtype), arrays in zip(sources, zip(*encoded, strict=True), strict=True):
+            np.concatenate(arrays).astype(dtype).tofile(path)
+
+        pairs = [(drafts[0], drafts[1]), (drafts[2], drafts[3])]
+        summary = ChainSummary(
+            samples=write_packed(sources, pairs, lengths, seq_length),
             tokenizer_sha256=_write_tokenizer(codec, drafts[4]),
             tasks=len({episode.task for episode in episodes}),
-            sequences=len(dealt),
-            samples=samples,
+            sequences=len(groups),
             tokens=int(lengths.sum(dtype=np.int64)),
             learned=sum(int(learned.sum()) for _, learned in encoded),
-            left_over=left,
+            left_over=len(episodes) - len(groups) * chains.trajectories,
             seq_length=seq_length,
         )
-        record: dict[str, Any] = {"made_with": asdict(chains), "prepared": asdict(written)}
-        record["columns"] = [asdict(column) for column in codec.columns]
+
+        record = {
+            "made_with": asdict(chains),
+            "prepared": asdict(summary),
+            "columns": [asdict(column) for column in codec.columns],
+        }
         drafts[5].write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return written
+    return summary
 
 
-def _dealt(episodes: Sequence[Episode], chains: Chains) -> Iterator[list[Episode]]:
-    """Yield the attempts of each sequence, in order of time: those at a task, at random among its
-    sequences.
+def _deal(episodes: Sequence[Episode], chains: Chains) -> list[list[Episode]]:
+    """Return the attempts of each sequence in order of time, dealt at random within a task.
+
+    A sequence then has good and bad attempts, whatever their time: a player's attempts get better
+    over time, and chains of neighbours would hardly differ in their returns.
     """
     by_task = defaultdict[str, list[Episode]](list)
     for episode in episodes:
         by_task[episode.task].append(episode)
-    rng, size = np.random.default_rng(chains.seed), chains.trajectories
+
+    rng = np.random.default_rng(chains.seed)
+    size = chains.trajectories
     groups = []
     for task in by_task.values():
-        drawn = rng.permutation(len(task))
-        groups += [
-            [task[n] for n in np.sort(drawn[at : at + size])]
-            for at in range(0, len(task) - size + 1, size)
-        ]
-    return (groups[number] for number in rng.permutation(len(groups)))
+        order = rng.permutation(len(task))
+        for start in range(0, len(task) - size + 1, size):
+            groups.append([task[n] for n in np.sort(order[start : start + size])])
+    return [groups[number] for number in rng.permutation(len(groups))]
 
 
 def _write_tokenizer(codec: Codec, folder: Path) -> str:
-    """Write a tokenizer whose words are the bins; return its SHA-256."""
+    """Write a tokenizer whose words are the bins; return its SHA-256.
+
+    Training and generation then read the data like any text.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(codec.words)}))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     folder.mkdir()
-    backend.save(str(path := folder / "tokenizer.json"))
+    path = folder / "tokenizer.json"
+    backend.save(str(path))
     return load_tokenizer(path).sha256

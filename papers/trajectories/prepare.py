@@ -1,33 +1,29 @@
-"""Turn episodes of reinforcement learning into what training reads: chains of attempts in tokens.
+"""Turn episodes of reinforcement learning into training data: chains of attempts as tokens.
 
-    python -m papers.trajectories.prepare --input buffer/ --trajectories 32 --output-prefix runs/data/walker
+    python -m papers.trajectories.prepare --input buffer/ --trajectories 32 \\
+        --output-prefix runs/data/walker
     python -m papers.trajectories.prepare --input a.jsonl b.jsonl --trajectories 4 --bins 64 \\
         --output-prefix runs/data/ab
 
-An .npz is an episode as ExoRL has it, with observation, action and reward, and its folder is its
-task; a row of JSON lines, {"task": ..., "observation": [[...], ...], "action": [...], "reward":
-[...]}, is one too. A chain has so many attempts at one task, dealt at random and sorted by their
-returns. Each step is a token for the return that is left to the chain's best one, for each number
-of the state and of the action, and for the reward; actions alone carry loss. The bins, by
-quantiles, lie in PREFIX.json, and the chains as packed samples at PREFIX.
+An .npz is an episode in ExoRL's format, with observation, action and reward, and its folder is its
+task. So is a row of JSON lines, {"task": ..., "observation": [[...], ...], "action": [...],
+"reward": [...]}. A chain has N attempts at one task, dealt at random and sorted by their returns.
+Each step is a token for the return that remains to the chain's best one, one for each number of the
+state and of the action, and one for the reward; only actions carry loss. PREFIX.json has the bins,
+which are by quantiles, and PREFIX.bin and .idx the chains as packed samples.
 
 Then: pretrain_gpt.py --data-path PREFIX --tokenizer-model PREFIX_tokenizer/tokenizer.json --sft ...
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 from tools.common.arguments import at_least, one_line_errors, parser_for, positive, run_command
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> None:
-    """Run the command; return its exit status."""
-    from data.text.corpus import input_files
-    from data.text.record import TOKENIZER
-    from papers.trajectories.episodes import Chains, read_episodes, write_chains
-    from runtime.errors import DataError
-
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command."""
     parser = parser_for("python -m papers.trajectories.prepare", __doc__)
     add = parser.add_argument
     add(
@@ -40,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     add(
         "--suffix",
         default=".npz",
-        help="ending of the files taken from a folder (default: %(default)s)",
+        help="ending of the files to read from a folder (default: %(default)s)",
     )
     add("--output-prefix", type=Path, required=True, metavar="PREFIX", help="where to write")
     add("--trajectories", type=positive, required=True, metavar="N", help="attempts of a chain")
@@ -49,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         type=at_least(2),
         default=32,
         metavar="N",
-        help="most bins of a number (default: %(default)s)",
+        help="maximum number of bins of a column (default: %(default)s)",
     )
     add(
         "--seq-length",
@@ -64,29 +60,44 @@ def main(argv: list[str] | None = None) -> None:
         metavar="N",
         help="deals attempts to chains (default: %(default)s)",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the command; return its exit status."""
+    from data.text.corpus import input_files
+    from data.text.record import TOKENIZER
+    from papers.trajectories.episodes import Chains, read_episodes, write_chains
+    from runtime.errors import DataError
+
+    args = build_parser().parse_args(argv)
     prefix = args.output_prefix
     if Path(f"{prefix}.json").exists():
-        raise DataError(
-            f"{prefix}.json is there already; give another --output-prefix, or remove it"
-        )
+        raise DataError(f"{prefix}.json exists; give another --output-prefix, or remove it")
     episodes = list(read_episodes(input_files(args.input, args.suffix)))
     if not episodes:
         raise DataError(
-            f"there is no episode in {' '.join(args.input)}; check the paths and --suffix {args.suffix}"
+            f"there is no episode in {' '.join(args.input)}; check the paths and --suffix "
+            f"{args.suffix}"
         )
-    names = ("trajectories", "bins", "seq_length", "seed")
-    written = write_chains(
-        episodes, prefix, Chains(**{name: getattr(args, name) for name in names})
+
+    chains = Chains(
+        trajectories=args.trajectories,
+        bins=args.bins,
+        seq_length=args.seq_length,
+        seed=args.seed,
+    )
+    summary = write_chains(episodes, prefix, chains)
+    print(
+        f"wrote {prefix}.bin and .idx: {summary.sequences:,} chains of {args.trajectories} "
+        f"attempts at {summary.tasks:,} tasks, {summary.tokens:,} tokens in {summary.samples:,} "
+        f"samples, {summary.learned:,} of them actions, which carry loss; {summary.left_over:,} "
+        "episodes are left over"
     )
     print(
-        f"wrote {prefix}.bin and .idx: {written.sequences:,} chains of {args.trajectories} attempts at "
-        f"{written.tasks:,} tasks, {written.tokens:,} tokens in {written.samples:,} samples, "
-        f"{written.learned:,} of them actions, which carry loss; {written.left_over:,} episodes are left over"
-    )
-    sft = f"--sft --seq-length {written.seq_length}"
-    print(
-        f"train on it with --data-path {prefix} --tokenizer-model {prefix}{TOKENIZER}/tokenizer.json {sft}"
+        f"train on it with --data-path {prefix} --tokenizer-model "
+        f"{prefix}{TOKENIZER}/tokenizer.json --sft --seq-length {summary.seq_length}"
     )
 
 

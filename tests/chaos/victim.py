@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from runtime import files
-from train.checkpoint import drafts, tensors
+from train.checkpoint import drafts, shards
 
 PLAN, PIDS = "CHAOS", "CHAOS_PIDS"
 HOOKS: dict[str, tuple[Any, str]] = {
     "shard": (torch, "save"),
     "asynchronous shard": (torch, "save"),
-    "asynchronous staging": (tensors, "host_copy"),
+    "asynchronous staging": (shards, "host_copy"),
     "fsync": (os, "fsync"),
     "manifest": (drafts, "write_manifest"),
     "rename": (Path, "rename"),

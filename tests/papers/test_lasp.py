@@ -15,17 +15,17 @@ def above_floor(found, backend):
     """Return the rows of a backend that hold more than the least that the paper has for as many
     GPUs.
     """
-    own = [row for row in found if row.of["backend"] == backend and row.difference]
+    own = [row for row in found if row.labels["backend"] == backend and row.difference]
     held = {
-        row.of["gpus"]: row.published["gb"] for row in reversed(own)
+        row.labels["gpus"]: row.published["gb"] for row in reversed(own)
     }  # the shortest is the first
-    return [row for row in own if row.published["gb"] != held[row.of["gpus"]]]
+    return [row for row in own if row.published["gb"] != held[row.labels["gpus"]]]
 
 
 def test_out_of_memory_and_memory_above_the_floor_are_predicted():
     rows = list(lasp.scalability())
     for backend in ("DDP", "FSDP"):
-        own = [row for row in rows if row.of["backend"] == backend]
+        own = [row for row in rows if row.labels["backend"] == backend]
         assert len(own) == 48
         assert (
             sum((row.published["gb"] == "OOM") == (row.analytic["gb"] == "OOM") for row in own)
@@ -38,7 +38,7 @@ def test_out_of_memory_and_memory_above_the_floor_are_predicted():
 
 
 def test_longest_sequences_hold_where_the_paper_agrees_with_itself():
-    off = {str(row.of["method"]): abs(row.difference["ktokens"]) for row in lasp.ablation()}
+    off = {str(row.labels["method"]): abs(row.difference["ktokens"]) for row in lasp.ablation()}
     assert [name for name, size in off.items() if size > 0.25] == [
         "DDP",
         "DDP+LASP",

@@ -10,7 +10,7 @@ from tests.model.models import model_config
 
 
 def test_minimal_blocks_are_as_printed_but_one():
-    found = {str(row.of["device"]): row for row in ring.minimal_blocks()}
+    found = {str(row.labels["device"]): row for row in ring.minimal_blocks()}
     assert len(found) == 5
     wrong = [name for name, row in found.items() if row.published != row.analytic]
     assert wrong == [
@@ -46,7 +46,7 @@ def test_every_longest_context_is_within_a_factor_of_two():
     rows = list(ring.max_context())
     assert len(rows) == 13
     for column in ("ring_attention", "blockwise_attention_and_ffn"):
-        assert [row.of for row in rows if not -0.5 <= row.difference[column] <= 1] == []
+        assert [row.labels for row in rows if not -0.5 <= row.difference[column] <= 1] == []
     assert ring.longest("7B", "ring_attention", 8, 40.0) < ring.longest(
         "7B", "ring_attention", 8, 80.0
     )

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from papers import ring
-from papers.rows import Row, as_csv, draw, flat, made_by, sheets_of, stamp, write
+from papers.pictures import draw
+from papers.rows import sheets_of, stamp, write
+from papers.table import TableRow, as_csv, flat, made_by
 
 ROWS = [
-    Row({"model": "1B"}, {"speedup": 2.0, "gain": None}, {"speedup": 2.5}, "a GPU"),
-    Row({"model": "3B"}, {"gain": 1}, {}, "a GPU", {"bytes": 8}),
+    TableRow({"model": "1B"}, {"speedup": 2.0, "gain": None}, {"speedup": 2.5}, "a GPU"),
+    TableRow({"model": "3B"}, {"gain": 1}, {}, "a GPU", {"bytes": 8}),
 ]
 
 
@@ -31,7 +33,7 @@ def test_no_two_lines_of_a_picture_have_one_colour(models):
         (card, model, tokens) for card in "AB" for model in range(models) for tokens in (1, 2)
     ]
     rows = [
-        Row(
+        TableRow(
             {"card": card, "model": f"{model}B", "tokens": tokens},
             {"time": 1.0},
             {"time": 2.0, "hidden": 3.0},
@@ -67,7 +69,7 @@ OLD = "0123abc, 2026-01-02"
     [
         ("149.5", None, "equal, kept", True),
         ("149.6", None, "other figures now, written anew", False),
-        ("149.6", {"block": 2.0}, "measured figures that are not there now, kept", True),
+        ("149.6", {"block": 2.0}, "measured figures that are missing now, kept", True),
     ],
 )
 def test_equal_files_and_those_with_more_measured_figures_stay(

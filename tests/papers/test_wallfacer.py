@@ -5,7 +5,7 @@ every setting.
 import pytest
 
 from bench.link.network import NetworkError
-from papers import wallfacer
+from papers import links, wallfacer
 from parallel.context import make_plan
 from runtime.ranks import run_ranks
 from tests.bench.link.test_link import permitted
@@ -57,8 +57,8 @@ def test_the_papers_team_wins_in_every_setting_of_its_a100_clusters(gains):
 
 
 def test_gains_on_links_are_predicted():
-    found = list(wallfacer.link_gains())
-    assert [tuple(row.of.values()) for row in found] == wallfacer.LINK_SETTINGS
+    found = list(links.link_gains())
+    assert [tuple(row.labels.values()) for row in found] == links.LINK_SETTINGS
     assert all(1.2 < float(row.analytic["times_as_fast"] or 0) < 3 for row in found)
 
 
@@ -66,7 +66,7 @@ def test_without_namespaces_the_prediction_is_shown(monkeypatch, capsys):
     def refused():
         raise NetworkError("no namespaces here")
 
-    monkeypatch.setattr(wallfacer, "prepare_machine", refused)
+    monkeypatch.setattr(links, "prepare_machine", refused)
     assert wallfacer.main(["--table", "links", "--measure"]) == 0
     found = capsys.readouterr()
     assert "measured:" not in found.out
@@ -78,8 +78,8 @@ def test_without_namespaces_the_prediction_is_shown(monkeypatch, capsys):
 @permitted
 @pytest.mark.parametrize("model", ["dit", "gpt"])
 def test_a_gain_is_measured_on_a_link(model, monkeypatch):
-    monkeypatch.setattr(wallfacer, "LINK_SETTINGS", [("rails", model, 1024)])
-    (row,) = wallfacer.link_gains(measured=True)
+    monkeypatch.setattr(links, "LINK_SETTINGS", [("rails", model, 1024)])
+    (row,) = links.link_gains(measured=True)
     assert float(row.measured["times_as_fast"] or 0) == pytest.approx(
         float(row.analytic["times_as_fast"] or 0), rel=0.3
     )
@@ -88,7 +88,7 @@ def test_a_gain_is_measured_on_a_link(model, monkeypatch):
 def test_supported_lengths_are_the_published_ones_but_one():
     found = wallfacer.supported()
     wrong = [
-        (row.of, way)
+        (row.labels, way)
         for row in found
         for way in row.published
         if row.published[way] != row.analytic[way]

@@ -300,7 +300,7 @@ def test_a_trained_diffusion_transformer_gives_its_averages(tmp_path, capsys):
     averages = {name: weight + 1 for name, weight in averages.items()}
     save_checkpoint(
         tmp_path / "run", 3, [model], None, architecture=architecture_of(IMAGE),
-        extra={AVERAGED: 0.9}, more={"ema": averages},
+        extra={AVERAGED: 0.9}, sections={"ema": averages},
     )  # fmt: skip
     (tmp_path / "run/config.toml").write_text(write_toml(DiTRunConfig(model=IMAGE)))
     assert main(["export", f"{tmp_path}/run", f"{tmp_path}/exported"]) == 0

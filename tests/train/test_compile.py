@@ -19,7 +19,7 @@ from runtime.ranks import run_ranks
 from tests.pretraining import DIT, TINY, differences, dit_on_rank
 from tools.common.training import PEAK
 from train.callbacks.metrics import METRICS, read_metrics
-from train.config.common import validate_run
+from train.config.checks import validate_run
 from train.config.flags import ConfigError
 from train.config.language import parse_args
 
@@ -155,5 +155,5 @@ def test_a_diffusion_transformer_is_compiled_too(tmp_path):
 
 def test_without_a_compiler_it_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"compile is set and no C[+][+] compiler is there"):
+    with pytest.raises(ConfigError, match=r"compile is set and no C[+][+] compiler is installed"):
         validate_run(parse_args(["--device", "cpu", "--compile"]))

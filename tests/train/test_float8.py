@@ -14,7 +14,7 @@ from tests.parallel.split import config as model_config
 from tests.pretraining import TINY, differences, on_rank
 from train import float8
 from train.callbacks.metrics import METRICS, read_metrics
-from train.config.common import validate_run
+from train.config.checks import validate_run
 from train.config.flags import ConfigError
 from train.config.language import parse_args
 from train.float8 import NAMES, Float8Config

@@ -117,7 +117,7 @@ class Checkpointing(Callback):
                 self.optimizer,
                 architecture=start.architecture,
                 extra=extra if ema is None else extra | {AVERAGED: ema.decay},
-                more={} if ema is None else {"ema": ema.weights},
+                sections={} if ema is None else {"ema": ema.weights},
             )
         if tier == "shared":
             self._saved = self._progress.iteration

@@ -1,4 +1,8 @@
-"""Save and load atomic, verified, reshardable checkpoints."""
+"""Save and load atomic, verified, reshardable checkpoints.
+
+Modules that import DCP (torch.distributed.checkpoint) are imported inside functions: it takes half
+a second, and a command line that is refused should not wait for it.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,84 +22,85 @@ from train.checkpoint.drafts import (
     save_steps,
     start_draft,
 )
+from train.checkpoint.local import fetch_missing
 from train.checkpoint.manifest import (
     METADATA,
     CheckpointError,
     Manifest,
     checkpoint_folder,
-    fetch_missing,
     read_manifest,
 )
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from train.checkpoint.tensors import Model, Read
+    from train.checkpoint.shards import Read
+    from train.checkpoint.tensors import Model
 
 HUGGING_FACE = "hf:"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Folders that a run is kept in and starts from."""
+    """The folders that a run saves to and starts from."""
 
     save: str | None = None
     """Folder of the run: config.toml, metrics.jsonl, loss.png and checkpoints."""
     save_interval: int | None = None
-    """Iterations between checkpoints; one is written at the end in any case."""
+    """Iterations between checkpoints; the run always writes one at its end."""
     async_save: bool = False
-    """Write checkpoints while training goes on: it waits for a copy in memory alone."""
+    """Write checkpoints in the background: training only waits for a copy in memory."""
     keep_last: int | None = None
-    """Remove older checkpoints than this many newest whole ones; by default none, with --keep-every
-    all but one.
-    """
+    """Keep this many of the newest whole checkpoints and remove older ones; by default all are
+    kept, or with --keep-every one."""
     keep_every: int | None = None
-    """Never remove the checkpoints of iterations that this divides."""
+    """Keep every checkpoint whose iteration is a multiple of this number."""
     non_persistent_save_interval: int | None = None
-    """Iterations between checkpoints in --non-persistent-local-ckpt-dir, of which the newest is
-    kept.
-    """
+    """Iterations between checkpoints in --non-persistent-local-ckpt-dir, which keeps the newest."""
     non_persistent_local_ckpt_dir: str | None = None
-    """Folder of each node, such as /dev/shm/longmesh, for the checkpoints of
-    --non-persistent-save-interval.
-    """
+    """Folder on each node, such as /dev/shm/longmesh, for the checkpoints of
+    --non-persistent-save-interval."""
     load: str | None = None
-    """Folder to resume from: its newest whole checkpoint. With --finetune also hf:FOLDER, a Hugging
-    Face model whose shape the configuration has (--config)."""
+    """Folder of a run to resume from its newest whole checkpoint. With --finetune also hf:FOLDER, a
+    Hugging Face model of the shape that the configuration (--config) has."""
     ckpt_step: int | None = None
     """Load exactly this iteration from --load, and fail if it is broken."""
     finetune: bool = False
     """Take only the weights from --load, for a new run: optimizer, schedule, counters and data
-    begin afresh.
-    """
+    start from the beginning."""
     allow_changed: tuple[str, ...] = ()
-    """Settings and files that may be others than those that the checkpoint was trained with; all
-    allows any.
-    """
+    """Settings and files that may differ from those that the checkpoint was trained with; `all`
+    allows any."""
     exit_on_missing_checkpoint: bool = False
-    """Fail where --load holds no checkpoint, rather than start afresh."""
+    """Fail if --load holds no checkpoint, instead of starting from scratch."""
 
     def __post_init__(self) -> None:
         for name in ("save_interval", "keep_last", "keep_every", "non_persistent_save_interval"):
-            if (value := getattr(self, name)) is not None and value < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be 1 or more, or left out")
         for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
-            if self.load is None and (value := getattr(self, name)) not in (None, False):
+            value = getattr(self, name)
+            if self.load is None and value not in (None, False):
                 raise UserError(
                     f"{name} is {value} and load is not set; name a run's folder with --load"
                 )
+
         if self.hugging_face is not None and (not self.finetune or self.ckpt_step is not None):
-            wrong = "finetune is not set" if not self.finetune else f"ckpt_step is {self.ckpt_step}"
+            problem = "finetune is not set"
+            if self.finetune:
+                problem = f"ckpt_step is {self.ckpt_step}"
             raise UserError(
-                f"load is {self.load}, which holds weights alone, and {wrong}; give --finetune and no --ckpt-step, or "
-                "name a run's folder with --load"
+                f"load is {self.load}, which holds only weights, and {problem}; give --finetune "
+                "and no --ckpt-step, or name a run's folder with --load"
             )
 
     @property
     def hugging_face(self) -> Path | None:
-        """Return the folder of ``hf:FOLDER``; None if ``load`` is a run's."""
-        found = None if self.load is None else self.load.removeprefix(HUGGING_FACE)
-        return None if found is None or found == self.load else Path(found)
+        """The folder of ``hf:FOLDER``; None if ``load`` is a run's."""
+        if self.load is None or not self.load.startswith(HUGGING_FACE):
+            return None
+        return Path(self.load.removeprefix(HUGGING_FACE))
 
 
 def save_checkpoint(
@@ -106,58 +111,56 @@ def save_checkpoint(
     *,
     architecture: dict[str, Any],
     extra: dict[str, Any],
-    more: Mapping[str, dict[str, torch.Tensor]] | None = None,
+    sections: Mapping[str, dict[str, torch.Tensor]] | None = None,
     read: "Read | None" = None,
-    beside: Background | None = None,
+    background: Background | None = None,
     local: bool = False,
 ) -> Path:
-    """Write ``iter_N`` into a run's folder atomically and return its path.
+    """Write ``iter_N`` into a run's folder atomically and return its path. Collective.
 
-    Every rank writes its shards into a draft that no other save writes to, and hashes them; the
+    Every rank writes its shards into a draft that no other save writes to, and hashes them. The
     first rank, or one of each node, writes the manifest, renames the draft to ``iter_N`` and points
-    ``latest_checkpointed_iteration.txt`` at it. Collective. Tensors keep the plain model's
-    parameter names, whatever wraps or shards it. The optimizer's tensors (moments, step) are saved;
-    its hyperparameters are not, since they follow from the configuration and the iteration.
+    ``latest_checkpointed_iteration.txt`` at it. Tensors have the plain model's parameter names,
+    whatever wraps or shards it. The optimizer's tensors (moments, step) are saved; its
+    hyperparameters are not, since they follow from the configuration and the iteration.
 
     Args:
         directory: the run's folder, on a file system that all ranks share unless ``local``.
         architecture: JSON-serialisable description of the model, compared at load.
         extra: JSON-serialisable rest of the run's state, returned by ``load_checkpoint``.
-        more: further sections of tensors by name, such as averages of the weights.
-        read: of weights from elsewhere, without an optimizer: ``model`` has meta tensors by name,
+        sections: further sections of tensors by name, such as the EMA of the weights.
+        read: for weights of another file, without an optimizer: ``model`` has meta tensors by name,
             and this returns one of them when it is written, so that one at a time is in memory.
-        beside: copy into memory, and have this write the checkpoint from there while the caller
-            goes on.
-        local: each node's ranks write into a folder of their own, where this checkpoint, once it is
-            whole, is alone.
+        background: writes the checkpoint from a copy in memory while the caller goes on.
+        local: each node's ranks write into a folder of their own, which then has only this
+            checkpoint.
 
-    Raises CheckpointError: the iteration has a whole checkpoint (a broken one is moved aside), or
-    the disk refuses; raised on every rank, and nothing half-written stays.
+    Raises CheckpointError on every rank: the iteration has a whole checkpoint (a broken one is
+    moved aside), or the disk refuses. No unfinished files remain.
     """
-    from train.checkpoint.tensors import (
-        Shards,
-        tensors_of,
-    )  # imports DCP, which takes half a second
+    from train.checkpoint.shards import Shards
+    from train.checkpoint.tensors import tensors_of
 
     folder = checkpoint_folder(directory, iteration)
     manifest = Manifest(iteration=iteration, architecture=architecture, extra=extra, files={})
     shards = Shards(read)
 
-    def planned() -> "SavePlan":
-        json.dumps([architecture, extra])
-        of_run = (
-            {"model": dict(model)} if isinstance(model, Mapping) else tensors_of(model, optimizer)
-        )
-        return shards.plan(of_run | dict(more or {}))
+    def plan() -> "SavePlan":
+        json.dumps([architecture, extra])  # an error here comes before anything is written
+        if isinstance(model, Mapping):
+            state = {"model": dict(model)}
+        else:
+            state = tensors_of(model, optimizer)
+        return shards.plan(state | dict(sections or {}))
 
     draft, rooms = start_draft(folder, manifest, local=local)
-    with removed_on_error(draft.made):
-        check_room(rooms, shards.agree(gather_results(planned)))
-        if beside is None:
+    with removed_on_error(draft.owned):
+        check_room(rooms, shards.agree(gather_results(plan)))
+        if background is None:
             run_steps(save_steps(draft, shards))
         else:
-            gather_results(lambda: shards.copy(draft.path, beside.memory))
-            beside.begin(draft, save_steps(draft, shards, beside.keeper))
+            gather_results(lambda: shards.copy(draft.path, background.memory))
+            background.begin(draft, save_steps(draft, shards, background.keeper))
     return folder
 
 
@@ -167,16 +170,19 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     architecture: dict[str, Any],
     *,
-    more: Mapping[str, dict[str, torch.Tensor]] | None = None,
+    sections: Mapping[str, dict[str, torch.Tensor]] | None = None,
 ) -> dict[str, Any]:
-    """Load a folder that ``find_checkpoint`` verified into the model and optimizer, bit for bit;
-    collective.
+    """Load a verified checkpoint into the model and optimizer, bit for bit; return its ``extra``.
 
-    Works with any number of ranks and any sharding, and where each node has other files. Gradients
-    are dropped; the optimizer keeps its hyperparameters. ``more`` has further sections of tensors,
-    as saved; returns the saved ``extra``. Raises CheckpointError: the architecture or a tensor's
-    name, shape or dtype differs, or a file is damaged. A difference raises before any weight
-    changes.
+    Collective. Works with any number of ranks and any sharding, and if each node has other files.
+    Gradients are dropped; the optimizer keeps its hyperparameters.
+
+    Args:
+        path: a folder that ``find_checkpoint`` returned.
+        sections: further sections of tensors to load, as they were saved.
+
+    Raises CheckpointError: the architecture or a tensor's name, shape or dtype differs, or a file
+    is damaged. A difference raises before any weight changes.
     """
     from train.checkpoint.tensors import (
         compare_tensors,
@@ -192,10 +198,10 @@ def load_checkpoint(
         manifest, metadata = _described(folder, architecture)
         optimizer.zero_grad(set_to_none=True)
         stepped = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
-        # Recreated below unless saved before the first step: an empty state differs from zeros with
-        # step 1.
+        # Created again below, unless it was saved before the first step: an empty state differs
+        # from zeros with step 1.
         optimizer.state.clear()
-        state = tensors_of(model, optimizer, create=stepped) | dict(more or {})
+        state = tensors_of(model, optimizer, create=stepped) | dict(sections or {})
     compare_tensors(folder, state, metadata, exact_dtype=True)
     fetch_missing(folder, files_read(state, metadata))
     read_shards(folder, state, metadata)
@@ -211,14 +217,13 @@ def load_model(
     section: str = "model",
     fresh: Callable[[str], bool] = lambda name: False,
 ) -> Manifest:
-    """Load only the weights, cast to the dtypes of ``model``, and return the manifest. Needs no
-    process group.
+    """Load only the weights, cast to the dtypes of ``model``, and return the manifest.
 
-    Several parts of a model load collectively, as in ``load_checkpoint``.
+    Needs no process group; several parts of a model load collectively, as in ``load_checkpoint``.
 
     Args:
-        section: section of the checkpoint to read; weight averages have their own.
-        fresh: whether a weight of this name stays as it is where the checkpoint lacks it.
+        section: section of the checkpoint to read; an EMA of the weights has its own.
+        fresh: returns if a weight of this name may stay as it is if the checkpoint lacks it.
 
     Raises CheckpointError as ``load_checkpoint`` does.
     """
@@ -227,10 +232,11 @@ def load_model(
     folder = Path(path)
     with raise_together():
         manifest, metadata = _described(folder, architecture)
-        held, wanted = metadata.state_dict_metadata, tensors_of(model, None)["model"]
-        state = {
-            section: {n: w for n, w in wanted.items() if f"{section}.{n}" in held or not fresh(n)}
-        }
+        weights = {}
+        for name, weight in tensors_of(model, None)["model"].items():
+            if f"{section}.{name}" in metadata.state_dict_metadata or not fresh(name):
+                weights[name] = weight
+        state = {section: weights}
     compare_tensors(folder, state, metadata, exact_dtype=False)
     read_shards(folder, state, metadata)
     spread_copies(model, None)
@@ -240,21 +246,21 @@ def load_model(
 def stored_weights(
     path: str | Path, architecture: dict[str, Any], section: str = "model"
 ) -> tuple[dict[str, torch.Tensor], "Read"]:
-    """Return meta tensors of a checkpoint's weights by name, and what reads one of them; needs no
-    process group.
+    """Return meta tensors of a checkpoint's weights by name, and a function that reads one of them.
 
-    ``section`` is as of ``load_model``. Raises CheckpointError as ``load_checkpoint`` does.
+    Needs no process group; ``section`` as of ``load_model``. Raises CheckpointError as
+    ``load_checkpoint`` does.
     """
     from train.checkpoint.tensors import read_shards
 
     _, metadata = _described(Path(path), architecture)
-    weights = {
-        name.removeprefix(f"{section}."): torch.empty(
-            entry.size, dtype=entry.properties.dtype, device="meta"
-        )
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith(f"{section}.")
-    }
+    prefix = f"{section}."
+    weights = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if name.startswith(prefix):
+            weights[name.removeprefix(prefix)] = torch.empty(
+                entry.size, dtype=entry.properties.dtype, device="meta"
+            )
 
     def read(name: str) -> torch.Tensor:
         weight = torch.empty_like(weights[name], device="cpu")
@@ -265,35 +271,34 @@ def stored_weights(
 
 
 def _described(folder: Path, architecture: dict[str, Any]) -> tuple[Manifest, Any]:
-    """Read a checkpoint's manifest and DCP's table of tensors, and check that it is of this
-    architecture.
-    """
-    from train.checkpoint.tensors import read_metadata
+    """Read a checkpoint's manifest and DCP's table of tensors, and compare the architecture."""
+    from train.checkpoint.metadata import read_metadata
 
     manifest = read_manifest(folder)
     compare_architecture(folder, manifest.architecture, architecture)
     return manifest, read_metadata(folder, manifest)
 
 
-def compare_architecture(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise CheckpointError, which names all that differs, if what ``folder`` holds is not what is
-    ``wanted``.
-    """
-    wanted = json.loads(json.dumps(wanted))
-    differing = []
-    for field in sorted(saved.keys() | wanted.keys()):
-        there, here = (
-            repr(fields[field]) if field in fields else "absent" for fields in (saved, wanted)
-        )
-        if there != here:
-            differing.append(f"{field} is {there} there and {here} here")
-    kinds = [fields.get("model_type") for fields in (saved, wanted)]
-    if kinds[0] != kinds[1]:
+def compare_architecture(folder: Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raise CheckpointError naming all differences between a checkpoint's model and this run's."""
+    expected = json.loads(json.dumps(expected))
+    family = saved.get("model_type")
+    expected_family = expected.get("model_type")
+    if family != expected_family:
         raise CheckpointError(
-            f"{folder} holds a model of model_type {kinds[0]}, and this run's is {kinds[1]}; choose another folder for "
-            f"--save and --load (make: RUN=), or set model_type to {kinds[0]}"
+            f"{folder} holds a model of model_type {family}, and this run's is {expected_family}; "
+            "choose another folder for --save and --load (make: RUN=), or set model_type to "
+            f"{family}"
         )
-    if differing:
+
+    differences = []
+    for field in sorted(saved.keys() | expected.keys()):
+        saved_value = repr(saved[field]) if field in saved else "absent"
+        expected_value = repr(expected[field]) if field in expected else "absent"
+        if saved_value != expected_value:
+            differences.append(f"{field} is {saved_value} there and {expected_value} here")
+    if differences:
         raise CheckpointError(
-            f"{folder} holds another architecture: {'; '.join(differing)}. Change the configuration or load another one"
+            f"{folder} holds another architecture: {'; '.join(differences)}. Change the "
+            "configuration or load another one"
         )

@@ -1,5 +1,8 @@
-"""From an empty draft to a checkpoint, at once or beside training: room for it, its name, and its
-one rename.
+"""From an empty draft to a published checkpoint, at once or in the background.
+
+A save writes into a draft, and the draft becomes a checkpoint by one rename: before it there is no
+checkpoint of this name, after it a whole one. A draft's name is unique, since ranks of a run that
+was killed, or is cut off from its peers, may still be writing into theirs.
 """
 
 import shutil
@@ -16,30 +19,31 @@ import torch.distributed as dist
 
 from runtime.files import fsync, write_text
 from runtime.together import from_first, gather_results, is_first, work_alone
+from train.checkpoint.local import remove_others
 from train.checkpoint.manifest import (
     METADATA,
     CheckpointError,
     Manifest,
     describe,
     disk_errors,
-    remove_others,
     write_manifest,
 )
-from train.checkpoint.search import POINTER, Keeper, to_stderr, what_is_broken
+from train.checkpoint.search import POINTER, Keeper, to_stderr
+from train.checkpoint.verify import find_damage
 
 if TYPE_CHECKING:
-    from train.checkpoint.tensors import Copies, Shards
+    from train.checkpoint.shards import Copies, Shards
 
 Steps = Generator[Callable[[], Any], list[Any], None]
-"""Work of this rank, and then what all ranks returned of it."""
+"""Yields the next work of this rank, and is sent the results of all ranks."""
 
 
 class Room(NamedTuple):
-    """A folder of a draft."""
+    """The room in a folder of a draft."""
 
     path: Path
     free: int | None
-    """Bytes that were free there; None if the file system does not say."""
+    """Free bytes; None if the file system does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,32 +52,31 @@ class Draft:
 
     path: Path
     folder: Path
-    """Its name once it is published."""
+    """The path once it is published."""
     manifest: Manifest
-    """Without files until they are written."""
+    """Has no files until they are written."""
     owner: bool
-    """True if this rank publishes it: the first one, or one of each node where ``local``."""
+    """True if this rank publishes it: the first one, or one of each node if ``local``."""
     local: bool
-    """True if each node has a folder of its own, of which the newest checkpoint alone stays."""
+    """True if each node has its folder, in which only the newest checkpoint stays."""
 
     @property
-    def made(self) -> list[Path]:
-        """Its folder, if this rank made it."""
+    def owned(self) -> list[Path]:
+        """The draft's folder if this rank made it, for ``removed_on_error``."""
         return [self.path] if self.owner else []
 
 
 def start_draft(folder: Path, manifest: Manifest, *, local: bool) -> tuple[Draft, list[Room]]:
-    """Create an empty draft of ``folder``; a broken checkpoint of this name is moved aside.
-    Collective.
+    """Create an empty draft of ``folder``, and return it with the room in each of its folders.
 
-    Returns it, and the room in each of its folders. Raises CheckpointError: the name is a whole
-    checkpoint's, or the disk refuses; on every rank.
+    A broken checkpoint of this name is moved aside. Collective. Raises CheckpointError on every
+    rank: the name is a whole checkpoint's, or the disk refuses.
     """
-    # A name of its own: ranks of a run that is over, or cut off from its peers, may still be
-    # writing into theirs.
-    mine = uuid.uuid4().hex[:8]
-    path = folder.with_name(f"{folder.name}.{from_first(lambda: mine) if local else mine}.tmp")
-    made: list[Path] = []
+    mark = uuid.uuid4().hex[:8]
+    if local:
+        mark = from_first(lambda: mark)
+    path = folder.with_name(f"{folder.name}.{mark}.tmp")
+    created: list[Path] = []
 
     def start() -> Room | None:
         with disk_errors(path):
@@ -86,30 +89,41 @@ def start_draft(folder: Path, manifest: Manifest, *, local: bool) -> tuple[Draft
                 path.mkdir()
             except FileExistsError:  # another rank of this node has made it
                 return None
-            made.append(path)
-            size = shutil.disk_usage(path)
-            return Room(path, size.free if size.total else None)
+            created.append(path)
+            usage = shutil.disk_usage(path)
+            return Room(path, usage.free if usage.total else None)
 
-    with removed_on_error(made):
+    with removed_on_error(created):
         rooms = [room for room in gather_results(start) if room is not None]
     if not rooms:
         _free_name(folder)
         return start_draft(folder, manifest, local=local)
-    path = path if local else rooms[0].path
-    return Draft(path=path, folder=folder, manifest=manifest, owner=bool(made), local=local), rooms
+
+    draft = Draft(
+        path=path if local else rooms[0].path,
+        folder=folder,
+        manifest=manifest,
+        owner=bool(created),
+        local=local,
+    )
+    return draft, rooms
 
 
 def _free_name(folder: Path) -> None:
     """Rename a broken checkpoint: a run resumed from an earlier one reaches its iteration again."""
-    if (problem := what_is_broken(folder)) is None:
+    problem = find_damage(folder)
+    if problem is None:
         raise CheckpointError(
-            f"{folder} exists and is whole; move it away or choose another --save, it is not overwritten"
+            f"{folder} exists and is whole; move it away or choose another --save, it is not "
+            "overwritten"
         )
 
     def move_aside() -> None:
         with disk_errors(folder):
-            names = (folder.with_name(f"{folder.name}.broken-{number}") for number in count(1))
-            aside = next(name for name in names if not name.exists())
+            for number in count(1):
+                aside = folder.with_name(f"{folder.name}.broken-{number}")
+                if not aside.exists():
+                    break
             folder.rename(aside)
         to_stderr(f"moved a broken one to {aside}: {problem}")
 
@@ -117,78 +131,87 @@ def _free_name(folder: Path) -> None:
 
 
 def remove_drafts(directory: Path) -> None:
-    """Remove unfinished saves of a killed run. Only the folder's owner may call this: it is the
-    only writer.
+    """Remove unfinished saves of a killed run.
+
+    Only the run that owns the folder may call this, as nobody else writes into it.
     """
-    for left_over in directory.glob("iter_*.tmp"):
-        shutil.rmtree(
-            left_over, ignore_errors=True
-        )  # a rank that is ending may still write there; the next save tries
+    for draft in directory.glob("iter_*.tmp"):
+        # A rank that is being killed may still write there; the next save removes the rest.
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def check_room(rooms: Sequence[Room], needed: int) -> None:
-    """Raise before writing, alike on every rank, if a folder is too small for its share of the
-    bytes ``needed``.
+    """Raise CheckpointError if a folder is too small for its share of the bytes ``needed``.
+
+    All ranks have the same ``rooms``, so that all raise, and before anything is written.
     """
     share = needed // len(rooms)
     for path, free in rooms:
         if free is not None and free < share:
             raise CheckpointError(
-                f"cannot write {path}: {free:,} bytes are free in {path.parent} and {share:,} are needed; remove older "
-                "checkpoints (--keep-last N does), or write to another folder"
+                f"cannot write {path}: {free:,} bytes are free in {path.parent} and {share:,} are "
+                "needed; remove older checkpoints (--keep-last N does), or write to another folder"
             )
 
 
 def save_steps(draft: Draft, shards: "Shards", keeper: Keeper | None = None) -> Steps:
-    """Yield what this rank does to make a checkpoint of a draft; each next step is for all ranks
-    together.
+    """Yield the work by which this rank turns a draft into a checkpoint, step by step.
 
-    The work has no collectives, so that it may be done beside training; ``keeper`` then prunes
-    where it is done.
+    A step begins once all ranks have finished the one before. The work itself has no collectives,
+    so that a thread can do it during training; only then a ``keeper`` prunes in the last step.
     """
-    path, folder = draft.path, draft.folder
+    path = draft.path
 
     def write() -> tuple[Any, dict[str, tuple[int, str]]]:
-        results, rank = shards.write(path), dist.get_rank() if dist.is_initialized() else 0
-        with disk_errors(path):  # DCP names this rank's files so
-            return results, {file.name: describe(file) for file in sorted(path.glob(f"__{rank}_*"))}
+        results = shards.write(path)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        files = {}
+        with disk_errors(path):
+            for file in sorted(path.glob(f"__{rank}_*")):  # DCP's names of this rank's files
+                files[file.name] = describe(file)
+        return results, files
 
     written = yield write
 
-    def table() -> tuple[int, str]:
+    def write_table() -> tuple[int, str]:
         shards.finish([results for results, _ in written])
         return describe(path / METADATA)
 
-    files = {name: entry for _, own in written for name, entry in own.items()} | {
-        METADATA: from_first(table)
-    }
+    files: dict[str, tuple[int, str]] = {}
+    for _, rank_files in written:
+        files |= rank_files
+    files[METADATA] = from_first(write_table)
 
-    def publish() -> (
-        None
-    ):  # with one rename: before it there is no checkpoint, after it a whole one
-        if not draft.owner:
-            return
-        with disk_errors(path):
-            there = {file.name for file in path.iterdir()}
-            odd = there - files.keys() if draft.local else there ^ files.keys()
-            if odd:
-                raise CheckpointError(
-                    f"{path} holds other files than the ranks wrote: {', '.join(sorted(odd))}"
-                )
-            write_manifest(path, replace(draft.manifest, files=files))
-            path.rename(folder)
-            fsync(folder.parent)
-            write_text(folder.parent / POINTER, f"{draft.manifest.iteration}\n")
-        if keeper is not None and not draft.local:
-            keeper.prune_after(folder)
+    def publish() -> None:
+        if draft.owner:
+            _publish(draft, files)
+            if keeper is not None and not draft.local:
+                keeper.prune_after(draft.folder)
 
     yield publish
     if draft.local and draft.owner:
-        remove_others(folder.parent, folder)
+        remove_others(draft.folder.parent, draft.folder)
+
+
+def _publish(draft: Draft, files: dict[str, tuple[int, str]]) -> None:
+    """Write the manifest and rename the draft: the checkpoint appears whole, or not at all."""
+    with disk_errors(draft.path):
+        present = {file.name for file in draft.path.iterdir()}
+        strange = present - files.keys()
+        if not draft.local:  # a node has only the files of its ranks
+            strange |= files.keys() - present
+        if strange:
+            raise CheckpointError(
+                f"{draft.path} holds other files than the ranks wrote: {', '.join(sorted(strange))}"
+            )
+        write_manifest(draft.path, replace(draft.manifest, files=files))
+        draft.path.rename(draft.folder)
+        fsync(draft.folder.parent)
+        write_text(draft.folder.parent / POINTER, f"{draft.manifest.iteration}\n")
 
 
 def run_steps(steps: Steps) -> None:
-    """Take all steps at once; collective."""
+    """Take all steps at once. Collective."""
     with suppress(StopIteration):
         work = next(steps)
         while True:
@@ -196,14 +219,13 @@ def run_steps(steps: Steps) -> None:
 
 
 class Background:
-    """One save at a time, written by a thread of each rank from copies of its tensors, while
-    training goes on.
+    """One save at a time, written by a thread of each rank from copies, while training goes on.
 
-    DCP's own ``async_save`` does not fit: it meets in a process group of its own, whose collectives
-    wait for a lost rank's timeout, and training learns of an error neither at one step on all ranks
-    nor by the file's name. Here a step is taken when the one before is done on all ranks, which the
-    caller finds out: it adds up ``ready`` in a reduction that it makes anyway. So no collective
-    runs beside training, and errors come up on all ranks together.
+    DCP's own ``async_save`` does not fit: it has another process group, whose collectives wait for
+    a lost rank until they time out, and training learns of an error at another step on each
+    rank, without the name of the file. Here a step begins when all ranks have finished the one
+    before. The caller finds that out by adding ``ready`` to a reduction that it makes anyway. So no
+    collective runs during training, and errors are raised on all ranks together.
     """
 
     def __init__(self, keeper: Keeper) -> None:
@@ -213,54 +235,56 @@ class Background:
         self._save: tuple[Draft, Steps, Future[Any]] | None = None
 
     def begin(self, draft: Draft, steps: Steps) -> None:
-        """Begin to write a draft from ``memory``; none may be under way."""
+        """Begin to write a draft from ``memory``; no other save may be under way."""
         self._save = draft, steps, self._thread.submit(next(steps))
 
     @property
     def under_way(self) -> bool:
-        """Return whether a save is not over yet; alike on all ranks."""
+        """True if a save has begun and not ended; the same on all ranks."""
         return self._save is not None
 
     @property
     def ready(self) -> bool:
-        """Return whether a save is under way, and this rank is done with its step."""
+        """True if a save is under way, and this rank has finished its step."""
         return self._save is not None and self._save[2].done()
 
     def step(self) -> Path | None:
-        """Take the next step, as all ranks are ``ready``; return the checkpoint after the last one.
-        Collective.
+        """Take the next step; return the checkpoint if it was the last one.
 
-        Raises CheckpointError: it could not be written, on every rank.
+        Collective, once all ranks are ``ready``. Raises CheckpointError on every rank if the
+        checkpoint could not be written.
         """
         assert self._save is not None
-        (draft, steps, work), self._save = self._save, None  # none is under way after an error
-        with removed_on_error(draft.made):
-            done = gather_results(work.result)
+        draft, steps, work = self._save
+        self._save = None  # after an error none is under way
+        with removed_on_error(draft.owned):
+            results = gather_results(work.result)
             try:
-                self._save = draft, steps, self._thread.submit(steps.send(done))
+                self._save = draft, steps, self._thread.submit(steps.send(results))
             except StopIteration:
                 return draft.folder
         return None
 
     def wait(self) -> Path | None:
-        """Take all steps that are left; return the checkpoint if one is published. Collective,
-        raises as ``step``.
+        """Take all remaining steps; return the checkpoint if one is published.
+
+        Collective; raises as ``step``.
         """
-        found = None
+        published = None
         while self._save is not None:
-            # Asked again and again: no collective waits for long, however slow the disk is.
+            # Ranks poll each other, so that no collective waits for long, however slow the disk is.
             wait([self._save[2]], timeout=1.0)
             if all(gather_results(lambda: self.ready)):
-                found = self.step() or found
-        return found
+                published = self.step() or published
+        return published
 
 
 @contextmanager
-def removed_on_error(made: Sequence[Path]) -> Iterator[None]:
-    """Remove the drafts that this rank made where a save fails."""
+def removed_on_error(drafts: Sequence[Path]) -> Iterator[None]:
+    """Remove the drafts that this rank made if a save fails."""
     try:
         yield
     except BaseException:
-        for path in made:
+        for path in drafts:
             shutil.rmtree(path, ignore_errors=True)
         raise

@@ -1,4 +1,4 @@
-"""The saves of a run, which of them are kept, and the one that it goes on from."""
+"""When a run saves, which checkpoints stay, and which one it resumes from."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,45 +13,52 @@ import torch.distributed as dist
 from runtime.together import from_first, gather_results, is_first, on_all_ranks
 from train.checkpoint.api import CheckpointConfig, save_checkpoint
 from train.checkpoint.drafts import Background
-from train.checkpoint.manifest import checkpoint_folder, local_folder, remove_others
+from train.checkpoint.local import local_folder, remove_others
+from train.checkpoint.manifest import checkpoint_folder
 from train.checkpoint.search import Keeper, find_checkpoint, to_stderr
 
 
 def newest_checkpoint(
     config: CheckpointConfig, report: Callable[[str], None] = to_stderr
 ) -> Path | None:
-    """Do as ``find_checkpoint`` does of ``--load`` and its run's local checkpoints.
+    """Return the newest whole checkpoint of ``--load`` and its run's local checkpoints.
 
-    Local ones that are not taken are removed: the run that goes on makes others of their
-    iterations.
+    Collective; see ``find_checkpoint``. Local checkpoints that are not used are removed, since the
+    resumed run writes others of their iterations.
     """
-    load, save = str(config.load), config.save
-    same = (
-        save is not None
-        and os.path.realpath(save) == os.path.realpath(load)
-        and not config.finetune
-    )
-    local = local_folder(config.non_persistent_local_ckpt_dir, load) if same else None
+    load = str(config.load)
+    resumes = config.save is not None and not config.finetune
+    local = None
+    if resumes and os.path.realpath(str(config.save)) == os.path.realpath(load):
+        local = local_folder(config.non_persistent_local_ckpt_dir, load)
     path = find_checkpoint(load, config.ckpt_step, report=report, local=local)
-    if local is not None:
-        there = gather_results(
-            lambda: {path.parent for path in local.parent.glob("*-????????????/iter_*")}
-        )
-        others = {str(folder) for folder in set[Path]().union(*there) if folder.name != local.name}
-        for other in sorted(others) if is_first() else ():
-            report(f"passed over {other}, which is of another run; remove it if that one is over")
-        remove_others(local, path)
+    if local is None:
+        return path
+
+    directory = local.parent
+
+    def folders_of_runs() -> set[Path]:
+        return {path.parent for path in directory.glob("*-????????????/iter_*")}
+
+    folders = set[Path]().union(*gather_results(folders_of_runs))
+    if is_first():
+        for folder in sorted(map(str, folders)):
+            if Path(folder).name != local.name:
+                report(
+                    f"passed over {folder}, which is of another run; remove it if that one is over"
+                )
+    remove_others(local, path)
     return path
 
 
 @dataclass(kw_only=True)
 class Saves:
-    """Checkpoints of a run, in their folders."""
+    """The checkpoints of a run in two tiers: its shared folder, and the local one of each node."""
 
     config: CheckpointConfig
     say: Callable[[str], None]
     """Prints a line on the first rank."""
-    _owed: set[str] = field(default_factory=set, init=False)
+    _due_tiers: set[str] = field(default_factory=set, init=False)
     """The tiers, shared or local, whose interval has come since the last save."""
 
     def __post_init__(self) -> None:
@@ -59,49 +66,52 @@ class Saves:
         self._background = Background(self._keeper)
 
     def due(self, iteration: int, last: bool) -> Literal["shared", "local"] | None:
-        """Return which tier is to have a checkpoint of this iteration: a local one waits while a
-        save is under way.
+        """Return the tier that gets a checkpoint of this iteration, if any.
+
+        A local one waits while a save is under way.
         """
         intervals = {
             "shared": self.config.save_interval,
             "local": self.config.non_persistent_save_interval,
         }
-        self._owed |= {
-            tier
-            for tier, every in intervals.items()
-            if every is not None and iteration % every == 0
-        }
-        if self.config.save is not None and (last or "shared" in self._owed):
+        for tier, interval in intervals.items():
+            if interval is not None and iteration % interval == 0:
+                self._due_tiers.add(tier)
+
+        if self.config.save is not None and (last or "shared" in self._due_tiers):
             return "shared"
-        return "local" if "local" in self._owed and not self._background.under_way else None
+        if "local" in self._due_tiers and not self._background.under_way:
+            return "local"
+        return None
 
     def save(
         self, tier: Literal["shared", "local"], iteration: int, *run: Any, **state: Any
     ) -> None:
-        """Write a checkpoint into a tier's folder, as ``save_checkpoint`` does; remove older ones;
-        collective.
+        """Write a checkpoint into a tier's folder, and remove older ones. Collective.
 
-        With async_save it is begun, once the one before is over.
+        Arguments as of ``save_checkpoint``. With async_save the write begins once the one before
+        has ended, and training goes on meanwhile.
         """
         self.wait()
         folder = self._local if tier == "local" else Path(str(self.config.save))
         assert folder is not None
-        beside = self._background if self.config.async_save else None
+        background = self._background if self.config.async_save else None
         path = save_checkpoint(
-            folder, iteration, *run, **state, beside=beside, local=tier == "local"
+            folder, iteration, *run, **state, background=background, local=tier == "local"
         )
-        if beside is None:
-            self._tell(path)
+        if background is None:
+            self._print_saved(path)
             if tier == "shared":
                 self._keeper.prune_after(path)
 
     def holds(self, iteration: int) -> bool:
-        """Return whether ``--save`` has a checkpoint of this iteration; collective."""
+        """Return whether ``--save`` has a checkpoint of this iteration. Collective."""
         return from_first(checkpoint_folder(str(self.config.save), iteration).is_dir)
 
     def end(self, iteration: int) -> None:
-        """Wait as ``wait`` does, and remove the local checkpoints if there is a shared one of the
-        end; collective.
+        """Wait for the save under way, and remove local checkpoints if a shared one is as new.
+
+        Collective.
         """
         self.wait()
         if self._local is not None and self.holds(iteration):
@@ -109,9 +119,9 @@ class Saves:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Let a block end with an error that all ranks raise only when the save under way is over.
+        """Finish the save under way before a block ends with an error that all ranks raise.
 
-        Where a rank fails alone, none waits: its peers may never come.
+        If a rank fails alone, none waits: its peers may never come.
         """
         try:
             yield
@@ -123,25 +133,26 @@ class Saves:
 
     @property
     def ready(self) -> bool:
-        """Return whether a save is under way whose next step awaits the other ranks alone."""
+        """True if a save is under way whose next step only waits for the other ranks."""
         return self._background.ready
 
     def agree(self, ready: int) -> None:
-        """Go on with the save under way if so many ranks, all of them, are ``ready``; collective.
+        """Take the next step of the save under way if all ranks are ``ready``. Collective.
 
-        Raises CheckpointError: it could not be written, on every rank.
+        ``ready`` is the number of ranks. Raises CheckpointError on every rank if the checkpoint
+        could not be written.
         """
         if ready == dist.get_world_size():
-            self._tell(self._background.step())
+            self._print_saved(self._background.step())
 
     def wait(self) -> None:
-        """Wait until no save is under way, and none is due; collective. Raises as ``agree`` does."""
-        self._owed.clear()
-        self._tell(self._background.wait())
+        """Wait until no save is under way or due. Collective; raises as ``agree``."""
+        self._due_tiers.clear()
+        self._print_saved(self._background.wait())
 
-    def _tell(self, finished: Path | None) -> None:
-        if finished is not None:
-            self.say(f"saved {finished}")
+    def _print_saved(self, path: Path | None) -> None:
+        if path is not None:
+            self.say(f"saved {path}")
 
     @cached_property
     def _local(self) -> Path | None:

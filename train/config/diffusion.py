@@ -3,29 +3,35 @@
 from functools import partial
 
 from model.diffusion import Diffusion
+from runtime.progress import counted
 from train.config import flags
-from train.config.common import validate_run
+from train.config.checks import validate_run
 from train.config.derive import with_joined_ranks
 from train.config.entries import DiTRunConfig
 from train.config.flags import ConfigError
 from train.config.sizes import validate_magnitude, validate_mesh
 
 INTRODUCTION = """\
-Pretrain a diffusion transformer on latents of images or of long videos, shared over processes by context parallelism.
+Pretrain a diffusion transformer on latents of images or of long videos, sharded over processes by
+context parallelism.
 
-A model of configs/models, or a TOML file, sets the run and flags override it; "none" unsets a flag that has no default.
-Examples:
+The run is set by a model of configs/models or a TOML file, and flags override it; "none" unsets a
+flag that has no default. Examples:
 
-  handwritten digits on 4 processes, data parallel 2 x context parallel 2; goes on where its folder holds a checkpoint
+  handwritten digits on 4 processes, data parallel 2 x context parallel 2; resumes if its folder has
+  a checkpoint
     torchrun --standalone --nproc-per-node 4 %(prog)s --config dit_tiny --load runs/dit_tiny
 
-  the same with the heads of 3 processes shared out instead of passing keys and values around, in a folder of its own
+  the same on 3 processes that exchange heads (Ulysses) and not keys and values, saved to another
+  folder
     torchrun --standalone --nproc-per-node 3 %(prog)s --config dit_tiny --context-parallel-size 3 \\
         --context-parallel-method ulysses --save runs/ulysses
 
-  a pipeline of 2: each pair holds half of the layers, and 4 micro-batches follow each other through them
-    torchrun --standalone --nproc-per-node 4 %(prog)s --config dit_tiny --pipeline-model-parallel-size 2 \\
-        --context-parallel-size 2 --micro-batch-size 8 --global-batch-size 32 --save runs/pipeline
+  a pipeline of 2 stages: each pair of processes has half of the layers, and 4 micro-batches follow
+  each other through them
+    torchrun --standalone --nproc-per-node 4 %(prog)s --config dit_tiny \\
+        --pipeline-model-parallel-size 2 --context-parallel-size 2 --micro-batch-size 8 \\
+        --global-batch-size 32 --save runs/pipeline
 """
 
 
@@ -36,43 +42,47 @@ load_config = partial(flags.load, DiTRunConfig)
 
 
 def validate(config: DiTRunConfig, world_size: int) -> None:
-    """Check the sections against each other, for a run of `world_size` processes; needs no process
-    group.
+    """Check the sections against each other, for a run of `world_size` processes.
+
+    Needs no process group.
 
     Raises UserError for the first contradiction, naming the fields, their values and the fix.
     """
     config = with_joined_ranks(config, world_size)
     if config.packed and config.context.context_parallel_method == "none":
         raise ConfigError(
-            "pack_samples is set and context_parallel_method is none, which is torch's own SDPA and knows no samples; "
-            "choose a method, which one process can run too"
+            "pack_samples is set and context_parallel_method is none, which is torch's own SDPA "
+            "and supports no packed samples; choose a method, which one process can run too"
         )
     validate_magnitude(config, world_size)
     config.sampling.check(diffusion_of(config))
     if config.sampling.samples_per_class:
         config.sampling.check_guidance(config.model.class_dropout_prob)
+
+    # Before validate_mesh, which would suggest a data-parallel strategy for this schedule.
     schedule = config.pipeline.pipeline_schedule
-    if (
-        schedule == "InterleavedZeroBubble"
-    ):  # before validate_mesh, which would suggest a strategy for it
+    if schedule == "InterleavedZeroBubble":
         raise ConfigError(
-            f"pipeline_schedule is {schedule}, which computes the gradients of weights apart; torch goes back through "
-            "all of a stage's layers for those of the embeddings of times and labels, and thereby frees what the "
-            "layers' own weights still need; use Interleaved1F1B"
+            f"pipeline_schedule is {schedule}, which computes the gradients of weights separately; "
+            "for the embeddings of times and labels torch goes back through all of a stage's "
+            "layers, and frees tensors that the layers' own weights still need; use Interleaved1F1B"
         )
     validate_mesh(config, world_size)
-    patches, mesh = config.joined_length, config.mesh
-    if patches < mesh.context_parallel_size * mesh.tensor_model_parallel_size:
+
+    patches = config.joined_length
+    cp = config.mesh.context_parallel_size
+    tp = config.mesh.tensor_model_parallel_size
+    if patches < cp * tp:
         raise ConfigError(
-            f"context_parallel_size is {mesh.context_parallel_size} x tensor_model_parallel_size "
-            f"{mesh.tensor_model_parallel_size}, and a sequence has {patches} patch{'es' if patches > 1 else ''}, "
-            "fewer than these processes; lower the sizes or patch_size, or join more samples by pack_samples"
+            f"context_parallel_size is {cp} x tensor_model_parallel_size {tp}, and a sequence has "
+            f"{counted(patches, 'patch')}, fewer than these processes; lower the sizes or "
+            "patch_size, or join more samples by pack_samples"
         )
     validate_run(config)
     if config.recompute.loss_chunk_size:
         raise ConfigError(
-            f"loss_chunk_size is {config.recompute.loss_chunk_size}, which is for the logits of a vocabulary, and a "
-            "diffusion transformer has none; leave it out"
+            f"loss_chunk_size is {config.recompute.loss_chunk_size}, which is for the logits of a "
+            "vocabulary, and a diffusion transformer has none; leave it out"
         )
 
 

@@ -1,6 +1,6 @@
-"""Configuration of each entry: its sections, and what identifies its samples, weights and files.
+"""Configuration of each entry: its sections, the order of its samples, and its files.
 
-A section is the frozen dataclass beside the code it configures; flags.py turns it into flags and
+A section is a frozen dataclass in the module that it configures; flags.py turns it into flags and
 TOML keys.
 """
 
@@ -23,30 +23,29 @@ from runtime.errors import at_least
 from tools.ruler.examples import RulerConfig
 from train.config.common import CommonConfig, LoopConfig
 from train.config.fields import Variants
-from train.config.flags import ENTRIES
+from train.config.suggest import ENTRIES
 from train.ema import EmaConfig
 from train.sampling import SamplingConfig
 
 EARLIER_KEYS = """
-    window_size window_attn_skip_freq softmax_type linear_num_key_heads linear_num_value_heads linear_key_head_dim
-    linear_value_head_dim linear_conv_kernel_dim linear_gate rotary_base rotary_base_local rotary_percent
-    rope_scaling_type rope_scaling_factor rope_scaling_original_max_position_embeddings rope_scaling_low_freq_factor
-    rope_scaling_high_freq_factor rope_scaling_beta_fast rope_scaling_beta_slow rope_scaling_attention_factor
-    rope_scaling_mscale rope_scaling_mscale_all_dim rope_scaling_truncate rope_scaling_seq_length
-    position_embedding_type max_position_embeddings add_qkv_bias query_pre_attn_scalar qk_layernorm softmax_every
-    linear_decay no_scale_embedding
+    window_size window_attn_skip_freq softmax_type linear_num_key_heads linear_num_value_heads
+    linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim linear_gate rotary_base
+    rotary_base_local rotary_percent rope_scaling_type rope_scaling_factor
+    rope_scaling_original_max_position_embeddings rope_scaling_low_freq_factor
+    rope_scaling_high_freq_factor rope_scaling_beta_fast rope_scaling_beta_slow
+    rope_scaling_attention_factor rope_scaling_mscale rope_scaling_mscale_all_dim
+    rope_scaling_truncate rope_scaling_seq_length position_embedding_type max_position_embeddings
+    add_qkv_bias query_pre_attn_scalar qk_layernorm softmax_every linear_decay no_scale_embedding
 """.split()
 """Settings of [model] that versions before 2026-11-28 wrote for every family."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
-    """The iteration, the number of iterations, and when the run looks at the validation data or
-    stops.
-    """
+    """One iteration, their number, and when the run validates or stops."""
 
     seq_length: int = 1024
-    """Tokens per sequence, before context parallelism shares them out."""
+    """Tokens per sequence, before context parallelism shards it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,9 +54,7 @@ class TrainConfig(LoopConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(CommonConfig):
-    """Everything that decides a run, one field per section; a field's name is unique over all
-    sections.
-    """
+    """Everything that decides a run, one field per section; field names are unique over all."""
 
     model: DecoderConfig = field(default_factory=FAMILIES[DEFAULT].config)
     data: DataConfig = field(default_factory=DataConfig)
@@ -85,8 +82,11 @@ class Config(CommonConfig):
 
     @property
     def windows(self) -> tuple[tuple[int, int] | None, ...]:
-        layers = filter(self.model.has_softmax, range(self.model.num_layers))
-        return tuple(dict.fromkeys(map(self.model.window, layers)))
+        windows = {}  # a set in the order of the layers
+        for layer in range(self.model.num_layers):
+            if self.model.has_softmax(layer):
+                windows[self.model.window(layer)] = None
+        return tuple(windows)
 
     @property
     def rotates(self) -> bool:
@@ -105,13 +105,15 @@ class Config(CommonConfig):
         return True
 
     def with_file_names(self) -> Self:
-        named = super().with_file_names()
+        config = super().with_file_names()
         if not self.data.mock_data:
-            prefixes = self.data.data_path or ("PREFIX",)
-            named = named.updated(
-                data_path=prefixes, tokenizer_model=self.data.tokenizer_model or "FILE"
+            config = config.updated(
+                data_path=self.data.data_path or ("PREFIX",),
+                tokenizer_model=self.data.tokenizer_model or "FILE",
             )
-        return named.updated(load=self.checkpoint.load or "RUN") if self.model.lora_rank else named
+        if self.model.lora_rank:
+            config = config.updated(load=self.checkpoint.load or "RUN")
+        return config
 
     def files(self) -> list[tuple[str, str]]:
         if self.data.mock_data:
@@ -120,33 +122,31 @@ class Config(CommonConfig):
         return [*indices, ("tokenizer_model", str(self.data.tokenizer_model))]
 
     def contents(self) -> dict[str, str]:
-        tokenizer = self.data.tokenizer_model
-        found: dict[str, str] = (
-            {} if tokenizer is None else {"tokenizer_model": digest(Path(tokenizer))}
-        )
+        digests = {}
+        if self.data.tokenizer_model is not None:
+            digests["tokenizer_model"] = digest(Path(self.data.tokenizer_model))
+
         prefixes = blend(self.data.data_path)[0] if self.data.data_path else []
-        prefixes += [prefix + LOSS_MASK for prefix in prefixes] if self.data.sft else []
+        if self.data.sft:
+            prefixes += [prefix + LOSS_MASK for prefix in prefixes]
         for prefix in prefixes:
-            index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+            index = Path(f"{prefix}.idx")
+            tokens = Path(f"{prefix}.bin")
             if not (index.is_file() and tokens.is_file()):
-                open_indexed(prefix)  # which says what is missing
-            found[f"data_path {prefix}"] = fingerprint(index, [tokens])
-        return found
+                open_indexed(prefix)  # raises an error that names the missing file
+            digests[f"data_path {prefix}"] = fingerprint(index, [tokens])
+        return digests
 
     def recorded(self) -> dict[str, Any]:
-        chat = (
-            chat_record(blend(self.data.data_path)[0])
-            if self.data.sft and self.data.data_path
-            else None
-        )
+        if not (self.data.sft and self.data.data_path):
+            return {}
+        chat = chat_record(blend(self.data.data_path)[0])
         return {} if chat is None else {CHAT: chat}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiTRunConfig(CommonConfig):
-    """Everything that decides a run, one field per section; a field's name is unique over all
-    sections.
-    """
+    """Everything that decides a run, one field per section; field names are unique over all."""
 
     model: DiTConfig = field(default_factory=DiTConfig)
     context: FullContextConfig = field(default_factory=FullContextConfig)

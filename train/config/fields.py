@@ -1,7 +1,10 @@
-"""The fields of a configuration, which are its flags and TOML keys, as its dataclasses state them.
+"""The fields of a configuration, which are its flags and TOML keys, read from its dataclasses.
 
 A root dataclass has one field per section, each a frozen dataclass. A root may have a section of
 several classes, one of whose fields chooses among them (``Variants``).
+
+The tables come from annotations and docstrings, so that a new setting is one line in the dataclass
+that uses it: its flag, TOML key, help text and row in docs/reference/flags.md follow.
 """
 
 import argparse
@@ -30,21 +33,25 @@ BINARY = {"k": 1 << 10, "m": 1 << 20}
 
 
 class ConfigError(UserError):
-    """A configuration that cannot run; the message names the field, what was found and the fix."""
+    """A configuration that cannot run; the message names the field, its value and the fix."""
 
 
 class Variants(NamedTuple):
-    """The classes of a section, by the value of its field ``name``; the first one is the
-    default."""
+    """The classes of a section by the value of its field ``name``; the first is the default."""
 
     section: str
     name: str
     classes: Mapping[str, type]
     passed_over: frozenset[str] = frozenset()
-    """Keys that earlier versions wrote for every class: at a default they say nothing."""
+    """Keys that earlier versions wrote for every class; ignored if they have the default value."""
+
+    @property
+    def default(self) -> str:
+        """The name of the class that is used if nothing chooses one."""
+        return next(iter(self.classes))
 
 
-class Field(NamedTuple):
+class ConfigField(NamedTuple):
     """One field of a section with its parsed annotation; `base` is bool, int, float or str."""
 
     section: str
@@ -61,133 +68,194 @@ class Field(NamedTuple):
 
     @property
     def typed(self) -> str:
-        """The default as it is typed; empty where there is none."""
-        words = self.default if self.many else () if self.default is None else (self.default,)
-        return " ".join(str(word).lower() if self.base is bool else str(word) for word in words)
+        """The default as typed on a command line; empty if there is none."""
+        if self.many:
+            words = self.default
+        elif self.default is None:
+            words = ()
+        else:
+            words = (self.default,)
+
+        if self.base is bool:
+            return " ".join(str(word).lower() for word in words)
+        return " ".join(map(str, words))
 
     @property
     def expects(self) -> str:
-        one = "one of " + ", ".join(self.choices) if self.choices else EXPECTED[self.base]
-        return f"a list, each {one}" if self.many else one
+        """The values that the field takes, in the words of an error message."""
+        if self.choices:
+            expected = "one of " + ", ".join(self.choices)
+        else:
+            expected = EXPECTED[self.base]
+        return f"a list, each {expected}" if self.many else expected
 
     def convert(self, value: Any) -> Any:
-        """Convert a TOML `value` to the field's type; an integer passes for a float. Raises
-        ConfigError."""
+        """Convert a TOML `value` to the field's type; an integer passes for a float.
+
+        Raises ConfigError if the value does not fit.
+        """
         if self.many and isinstance(value, list):
-            return tuple(self._replace(many=False).convert(item) for item in value)
+            item_field = self._replace(many=False)
+            return tuple(item_field.convert(item) for item in value)
+
         if self.base is float and type(value) is int:
             value = float(value)
-        fits = (
-            not self.many
-            and type(value) is self.base
-            and (self.choices is None or value in self.choices)
-        )
-        fits = fits and (self.base is not int or -(1 << 63) <= value < 1 << 63)
-        if not fits or (self.base is float and not math.isfinite(value)):
+        if not self._fits(value):
             raise ConfigError(f"{self.name} is {value!r}; it must be {self.expects}")
-        if self.base is str and (not value or "\0" in value):  # as from an unset shell variable
+
+        # An unset shell variable gives an empty text.
+        if self.base is str and (not value or "\0" in value):
             raise ConfigError(
                 f"{self.name} is {value!r}; it must be a text without zero bytes, or left out"
             )
         return value
 
+    def _fits(self, value: Any) -> bool:
+        """Return whether a single value has the field's type and lies in its range."""
+        if self.many or type(value) is not self.base:
+            return False
+        if self.choices is not None and value not in self.choices:
+            return False
+        if self.base is int:
+            return bool(-(1 << 63) <= value < 1 << 63)
+        return self.base is not float or math.isfinite(value)
+
     def parse(self, text: str) -> Any:
         """Convert a command-line word to the field's type; `none` unsets an optional field."""
         if self.optional and text == "none":
             return None
-        one = self._replace(many=False)
+
+        item_field = self._replace(many=False)
         try:
-            return one.convert(self.base(text))
+            return item_field.convert(self.base(text))
         except ValueError as error:
-            short = re.fullmatch(r"(\d{1,9})([km])", text.lower()) if self.base is int else None
-            fix = (
-                f"; for {short[1]} x {(unit := BINARY[short[2]]):,} give {int(short[1]) * unit}"
-                if short
-                else ""
-            )
-            raise argparse.ArgumentTypeError(f"{text!r} is not {one.expects}{fix}") from error
+            fix = ""
+            suffixed = re.fullmatch(r"(\d{1,9})([km])", text.lower())
+            if self.base is int and suffixed:
+                unit = BINARY[suffixed[2]]
+                fix = f"; for {suffixed[1]} x {unit:,} give {int(suffixed[1]) * unit}"
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {item_field.expects}{fix}"
+            ) from error
 
 
 hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def variants_of(root: Any) -> Variants:
-    """Return the section of a root, or of an instance of one, that has several classes; one without
-    names if none."""
+    """Return the variants of a root, or of an instance of one; without classes if it has none."""
     return getattr(root, "VARIANTS", Variants("", "", {}))
 
 
 def sections_of(root: Any, variant: str | None = None) -> dict[str, type]:
     """Return the class of each section of a root, or of an instance of one.
 
-    ``variant`` chooses that of a section with several; by default the first.
+    ``variant`` chooses the class of a section with several; by default the first.
     """
     if not isinstance(root, type):
         return {section: type(getattr(root, section)) for section in hints_of(type(root))}
-    section, _, classes, _ = variants_of(root)
-    chosen = {section: classes[variant or next(iter(classes))]} if classes else {}
-    return hints_of(root) | chosen
+
+    variants = variants_of(root)
+    if not variants.classes:
+        return hints_of(root)
+    return hints_of(root) | {variants.section: variants.classes[variant or variants.default]}
 
 
-def config_fields(root: Any, variant: str | None = None) -> dict[str, Field]:
+def config_fields(root: Any, variant: str | None = None) -> dict[str, ConfigField]:
     """Return every field of every section, by name; arguments as in ``sections_of``.
 
     Raises TypeError for a duplicate name, and for an annotation or default that cannot be a flag.
     """
-    variants, declared = variants_of(root), hints_of(root if isinstance(root, type) else type(root))
-    sections = tuple(
-        (name, cls, declared[name]) for name, cls in sections_of(root, variant).items()
-    )
-    return _fields_of(sections, variants.name, tuple(variants.classes))
+    variants = variants_of(root)
+    declared = hints_of(root if isinstance(root, type) else type(root))
+    sections = []
+    for name, cls in sections_of(root, variant).items():
+        sections.append((name, cls, declared[name]))
+    return _fields_of(tuple(sections), variants.name, tuple(variants.classes))
 
 
-def fields_by_variant(root: type) -> dict[str, dict[str, Field]]:
+def fields_by_variant(root: type) -> dict[str, dict[str, ConfigField]]:
     """Return ``config_fields`` of each variant; of a root without any, under an empty name."""
     return {variant: config_fields(root, variant) for variant in variants_of(root).classes or ("",)}
+
+
+def value_of(config: object, name: str) -> Any:
+    """Return the value of a field, of any section."""
+    return getattr(getattr(config, config_fields(config)[name].section), name)
 
 
 @cache
 def _fields_of(
     sections: tuple[tuple[str, type, type], ...], chooser: str, variants: tuple[str, ...]
-) -> dict[str, Field]:
-    table: dict[str, Field] = {}
+) -> dict[str, ConfigField]:
+    """Return the fields of ``sections``, each a name, its class, and the root's class for it."""
+    table: dict[str, ConfigField] = {}
     for section, cls, declared in sections:
         hints = get_type_hints(cls)
-        # Its own first, then those that all variants share, inherited ones last.
-        local, shared = inspect.get_annotations(cls), inspect.get_annotations(declared)
-        for entry in sorted(
+        # The class's new fields come first, then those that all variants share, inherited ones
+        # last.
+        local = inspect.get_annotations(cls)
+        shared = inspect.get_annotations(declared)
+        ordered = sorted(
             fields(cls), key=lambda entry: (entry.name not in local, entry.name not in shared)
-        ):
-            hint, choices, optional, many = hints[entry.name], None, False, False
-            if get_origin(hint) in (Union, types.UnionType):
-                kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-                hint, optional = (kinds[0], True) if len(kinds) == 1 else (hint, False)
-            if get_origin(hint) is tuple and get_args(hint)[1:] == (...,):
-                hint, many = get_args(hint)[0], True
-            if get_origin(hint) is Literal:
-                hint, choices = str, get_args(hint)
+        )
+
+        for entry in ordered:
+            base, choices, optional, many = _parse_annotation(hints[entry.name])
             default = entry.default
             if entry.name == chooser:
-                choices, default = variants, variants[0]
+                choices = variants
+                default = variants[0]
+
             # TOML has no null: None is written by leaving the key out, so it must be the default.
             unfit = entry.default is MISSING or (optional and entry.default is not None)
-            if unfit or hint not in EXPECTED:
+            if unfit or base not in EXPECTED:
                 raise TypeError(
-                    f"{cls.__name__}.{entry.name}: no flag can be made of {entry.type} and its default"
+                    f"{cls.__name__}.{entry.name}: no flag can be made of {entry.type} "
+                    "and its default"
                 )
             if entry.name in table:
                 raise TypeError(
                     f"{entry.name} is a field of both {table[entry.name].section} and {section}"
                 )
-            table[entry.name] = Field(section, entry.name, hint, choices, optional, many, default)
+            table[entry.name] = ConfigField(
+                section, entry.name, base, choices, optional, many, default
+            )
     return table
 
 
+def _parse_annotation(hint: Any) -> tuple[Any, tuple[str, ...] | None, bool, bool]:
+    """Return the base type, the choices, and if None and several values are allowed.
+
+    An annotation that cannot be a flag is returned as the base type.
+    """
+    choices = None
+    optional = False
+    many = False
+
+    if get_origin(hint) in (Union, types.UnionType):
+        members = [member for member in get_args(hint) if member is not type(None)]
+        if len(members) == 1:
+            hint = members[0]
+            optional = True
+    if get_origin(hint) is tuple and get_args(hint)[1:] == (...,):
+        hint = get_args(hint)[0]
+        many = True
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        hint = str
+    return hint, choices, optional, many
+
+
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Return attribute docstrings by field name, inherited ones too, from the sources: Python drops
-    them."""
+    """Return attribute docstrings by field name, inherited ones too.
+
+    They are read from the source, as Python does not keep them.
+    """
     docs = {}
-    for owner in (owner for owner in reversed(cls.__mro__) if is_dataclass(owner)):
+    for owner in reversed(cls.__mro__):
+        if not is_dataclass(owner):
+            continue
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
         assert isinstance(tree.body[0], ast.ClassDef)
         for entry, text in itertools.pairwise(tree.body[0].body):
@@ -201,33 +269,41 @@ def attribute_docs(cls: type) -> dict[str, str]:
 
 
 def documented(root: type, cls: type) -> dict[str, str]:
-    """Return ``attribute_docs`` of a section's class; the field that chooses a variant says what
-    each is."""
-    docs, (_, chooser, classes, _) = attribute_docs(cls), variants_of(root)
-    if chooser in docs:
-        named = (f"{name}: {inspect.getdoc(variant)}" for name, variant in classes.items())
-        docs[chooser] = " ".join([docs[chooser], *named])
+    """Return ``attribute_docs`` of a section's class.
+
+    The field that chooses a variant also lists the variants, each with its own docstring.
+    """
+    docs = attribute_docs(cls)
+    variants = variants_of(root)
+    if variants.name in docs:
+        sentences = [docs[variants.name]]
+        for name, variant in variants.classes.items():
+            sentences.append(f"{name}: {inspect.getdoc(variant)}")
+        docs[variants.name] = " ".join(sentences)
     return docs
 
 
-def variant_fields(root: type, shown: Collection[str] = ()) -> dict[str, list[tuple[Field, str]]]:
-    """Return the fields that some variants lack, with their docstrings, by the names of the
-    variants that have them.
+def variant_fields(
+    root: type, shown: Collection[str] = ()
+) -> dict[str, list[tuple[ConfigField, str]]]:
+    """Return the fields that some variants lack, grouped by the variants that have them.
 
-    Those named in ``shown`` are left out.
+    Each has its docstring; fields named in ``shown`` are left out.
     """
-    tables, classes = fields_by_variant(root), variants_of(root).classes
-    having: dict[str, list[str]] = {}
-    described: dict[str, tuple[Field, str]] = {}
-    for variant, cls in classes.items():
+    tables = fields_by_variant(root)
+    owners: dict[str, list[str]] = {}
+    described: dict[str, tuple[ConfigField, str]] = {}
+    for variant, cls in variants_of(root).classes.items():
         docs = attribute_docs(cls)
-        for name in (name for name in tables[variant] if name in docs and name not in shown):
-            having.setdefault(name, []).append(variant)
-            described.setdefault(
-                name, (tables[variant][name], docs[name])
-            )  # a flag stands once: the first's words
-    groups: dict[str, list[tuple[Field, str]]] = {}
-    for name, variants in having.items():
+        for name, field in tables[variant].items():
+            if name not in docs or name in shown:
+                continue
+            owners.setdefault(name, []).append(variant)
+            # A flag is listed once, with the docstring of the first variant that has it.
+            described.setdefault(name, (field, docs[name]))
+
+    groups: dict[str, list[tuple[ConfigField, str]]] = {}
+    for name, variants in owners.items():
         if len(variants) < len(tables):
             groups.setdefault(", ".join(variants), []).append(described[name])
     return groups

@@ -1,6 +1,7 @@
-"""Finalize a run's configuration: validate it, and decide once all that it leaves open.
+"""Finalize a run's configuration: validate it, and decide everything that it leaves open.
 
-Nothing replaces a field of it afterwards.
+This happens once, before anything is built, and nothing replaces a field afterwards. A value that
+were chosen later could differ between ranks, or between the run and its config.toml.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from train.tasks.task import Task
 
 C = TypeVar("C", bound=CommonConfig)
 Method = Callable[[CommonConfig, int], tuple[ContextConfig, str]]
-"""A configuration and its processes -> the method, with a line that says why."""
+"""Maps a configuration and its processes to the method and a line with the reason."""
 Validate = Callable[[C, int], None]
 
 
@@ -43,30 +44,32 @@ class Planner(NamedTuple):
     method: Method
     """Chooses the method ``auto``."""
     settings: Sequence[Callable[..., Any]]
-    """Choose, in turn, what is left open once the method is known."""
+    """Functions that choose the other open settings in turn, once the method is known."""
     mesh: Callable[[Any, int, int | None], tuple[Any, str]]
-    """A configuration, the processes at hand, its tokenizer's entries -> one for them, and why."""
+    """Maps a configuration, a number of processes and the tokenizer's entries to the configuration
+    for these processes, and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Final(Generic[C]):
-    """A run's configuration, and what else is decided before anything is built."""
+    """A run's configuration, and all else that is decided before anything is built."""
 
     config: C
-    """The one in use: complete, valid, and with the schedule that the run takes."""
+    """The configuration in use: complete, valid, and with the run's schedule."""
     saved: C
-    """The one to write: as requested where another start decides anew, and without what holds for
-    this start alone."""
+    """The configuration to write: as requested in all that another start decides again, and without
+    settings of this start alone."""
     start: Start
-    """The checkpoint or the weights to start from, or neither."""
+    """The checkpoint or weights to start from, if any."""
     tokenizer: Any
-    """None if the data are no text."""
+    """None if the data are not text."""
 
 
 def validate_launch(config: C, validate: Validate[C]) -> None:
     """Validate a run for the launched processes, before they join.
 
-    With allow_resize it is for others, and ``finalize`` validates it.
+    With allow_resize its sizes may be for another number of processes, and ``finalize`` validates
+    it after the mesh is chosen.
 
     Raises UserError: as ``validate``.
     """
@@ -80,19 +83,19 @@ def validate_launch(config: C, validate: Validate[C]) -> None:
         if full == processes or not _is_valid(config, full, validate):
             raise  # the number of processes is not what is wrong
         raise ConfigError(
-            f"{error}; or give --allow-resize: the run is for {counted(full, 'process')}, and the planner "
-            "arranges these"
+            f"{error}; or give --allow-resize: the run is for {counted(full, 'process')}, and the "
+            "planner arranges these"
         ) from None
 
 
 def finalize(requested: C, task: type[Task[C]], planner: Planner) -> Final[C]:
-    """Decide everything that a parsed configuration leaves open, and print it; collective.
+    """Decide everything that a parsed configuration leaves open, and print it.
 
-    The processes have joined.
+    Collective over all processes, which have joined.
 
     Raises:
         UserError: as the task's ``validate``; the tokenizer is missing; no mesh keeps the global
-            batch, or fits in memory; a choice cannot be made; or the checkpoint does not suit the
+            batch, or fits in memory; a choice cannot be made; or the checkpoint does not fit the
             run.
     """
     with raise_together():
@@ -100,7 +103,8 @@ def finalize(requested: C, task: type[Task[C]], planner: Planner) -> Final[C]:
     entries = None if tokenizer is None else tokenizer.vocab_size
 
     processes = launched_world_size()
-    full, config = processes, requested
+    full = processes
+    config = requested
     if requested.mesh.allow_resize:  # the first process chooses for all
         full, config, line = from_first(
             lambda: _rearranged(requested, processes, task.validate, planner, entries)
@@ -122,11 +126,11 @@ def finalize(requested: C, task: type[Task[C]], planner: Planner) -> Final[C]:
 
 
 def complete(config: C, entries: int | None, planner: Planner) -> C:
-    """Return a complete configuration, and print what was chosen; collective.
+    """Return a complete configuration, and print the choices. Collective.
 
-    ``entries`` are those of the tokenizer. A sequence longer than rope reaches is noted, and so is
-    a tokenizer of more entries than the model. With balance_over dp_cp, data-parallel ranks are
-    context-parallel ones in it, as they are in the mesh.
+    ``entries`` is the size of the tokenizer's vocabulary. A note is printed if it is larger than
+    the model's, or if a sequence is longer than rope reaches. With balance_over dp_cp, the
+    context-parallel ranks of the result include the data-parallel ones, as in the mesh.
 
     Raises UserError: the vocabulary has fewer entries, or a choice cannot be made.
     """
@@ -148,11 +152,12 @@ def complete(config: C, entries: int | None, planner: Planner) -> C:
             chosen = choose(chosen)
         return chosen
 
-    return from_first(with_settings)  # all ranks the same, whatever their GPUs and files are
+    # From the first rank, as the choices depend on a machine's GPUs and files.
+    return from_first(with_settings)
 
 
 def with_method(config: C, world_size: int, choose: Method) -> C:
-    """Replace the method ``auto`` by that of the resumed run, else by the chosen one.
+    """Replace the method ``auto`` by that of the resumed run, or else by the chosen one.
 
     Collective; the first rank chooses. Raises the errors of ``choose``.
     """
@@ -165,43 +170,43 @@ def with_method(config: C, world_size: int, choose: Method) -> C:
 
 
 def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[ContextConfig, str]:
-    """Return the method of the run that is resumed on the same mesh, or the chosen one, and why."""
-    earlier = Path(config.checkpoint.load or "") / CONFIG
-    if config.checkpoint.load is not None and not config.checkpoint.finetune and earlier.exists():
-        before = load(type(config), earlier)
-        alike = (before.mesh.joined(world_size), before.sequence_length) == (
-            config.mesh,
-            config.sequence_length,
-        )
-        if alike and before.context.context_parallel_method != "auto":
+    """Return the method of a run resumed on the same mesh, or the chosen one, and the reason."""
+    checkpoint = config.checkpoint
+    file = Path(checkpoint.load or "") / CONFIG
+    if checkpoint.load is not None and not checkpoint.finetune and file.exists():
+        earlier = load(type(config), file)
+        same_mesh = earlier.mesh.joined(world_size) == config.mesh
+        same_length = earlier.sequence_length == config.sequence_length
+        if same_mesh and same_length and earlier.context.context_parallel_method != "auto":
             if config.hybrid_layouts:
-                resumed: Any = replace(config, context=before.context)
+                resumed: Any = replace(config, context=earlier.context)
                 validate_hybrid(resumed)
-            return (
-                before.context,
-                f"context parallelism: {before.context.title}, as {earlier} has it",
-            )
+            reason = f"context parallelism: {earlier.context.title}, as {file} has it"
+            return earlier.context, reason
     return choose(config, world_size)
 
 
 def config_to_save(config: C, requested: C, world_size: int) -> C:
-    """Return the configuration to write: another start may have other processes, and lengths.
+    """Return the configuration to write, which another start reads.
 
-    Checkpoints keep the resumed schedule. The flags that choose it and finetune are left out, as
-    they hold for this start alone, and so is a load that only finetune takes.
+    That start may have other processes and lengths, so that all which was decided for these is left
+    as requested. Flags that hold for this start alone are left out: finetune, a load that only
+    finetune takes, and the choice of the schedule, since checkpoints have the resumed schedule.
     """
-    sections: Any = {
-        name: getattr(requested, name) for name in ("mesh", "train", "data_parallel", "recompute")
-    }
+    sections: Any = {}
+    for name in ("mesh", "train", "data_parallel", "recompute"):
+        sections[name] = getattr(requested, name)
     if requested.mesh.joined(world_size) != config.mesh:
         sections["context"] = requested.context
+
+    decided = {}
+    for name in config.DECIDED:
+        if name in config_fields(config):
+            decided[name] = value_of(requested, name)
+
     checkpoint = config.checkpoint
     return replace(config, **sections).updated(
-        **{
-            name: value_of(requested, name)
-            for name in config.DECIDED
-            if name in config_fields(config)
-        },
+        **decided,
         override_opt_param_scheduler=False,
         use_checkpoint_opt_param_scheduler=False,
         finetune=False,
@@ -213,42 +218,42 @@ def config_to_save(config: C, requested: C, world_size: int) -> C:
 def _rearranged(
     requested: C, processes: int, validate: Validate[C], planner: Planner, entries: int | None
 ) -> tuple[int, C, str]:
-    """Choose for these processes: return full_world_size, the configuration, and a line if its mesh
-    is another.
+    """Choose a mesh for these processes, with the same global batch.
+
+    Returns full_world_size, the configuration, and a line to print if the mesh is another.
     """
     full = requested.mesh.full_world_size or recorded_world_size(requested)
     checkpoint = requested.checkpoint
-    if (
-        full is None
-        and not checkpoint.finetune
-        and (Path(checkpoint.load or "") / CONFIG).is_file()
-    ):
+    has_config = (Path(checkpoint.load or "") / CONFIG).is_file()
+    if full is None and not checkpoint.finetune and has_config:
         raise ConfigError(
-            f"allow_resize is set, and the config.toml in {checkpoint.load} does not say for how many processes "
-            "its sizes and batch are; give --full-world-size N"
+            f"allow_resize is set, and the config.toml in {checkpoint.load} does not say for how "
+            "many processes its sizes and batch are; give --full-world-size N"
         )
+
     full = full or processes
     if full == processes:
         return full, requested.updated(full_world_size=full), ""
+
     validate(requested, full)
     batch = requested.train.batch_size(requested.mesh.data_parallel_size(full))
-    config, why = planner.mesh(
+    config, reason = planner.mesh(
         requested.updated(full_world_size=full, global_batch_size=batch), processes, entries
     )
+
     pp, cp, tp = config.mesh.sizes
-    dp, micro = config.mesh.data_parallel_size(processes), config.train.micro_batch_size
+    dp = config.mesh.data_parallel_size(processes)
+    micro = config.train.micro_batch_size
     line = (
-        f"resized from {full} to {counted(processes, 'process')}: pipeline {pp} x data {dp} x context {cp} "
-        f"x tensor {tp}, {counted(config.train.micro_batches(dp), 'micro-batch')} of {micro} "
-        f"for global_batch_size {batch}; {why}"
+        f"resized from {full} to {counted(processes, 'process')}: pipeline {pp} x data {dp} x "
+        f"context {cp} x tensor {tp}, {counted(config.train.micro_batches(dp), 'micro-batch')} "
+        f"of {micro} for global_batch_size {batch}; {reason}"
     )
     return full, config, line
 
 
 def recorded_world_size(config: CommonConfig) -> int | None:
-    """Return the full_world_size in the config.toml of the run that ``--load`` resumes; None if
-    there is none.
-    """
+    """Return the full_world_size in the config.toml of the resumed run; None if there is none."""
     folder = config.checkpoint.load
     file = Path(folder or "") / CONFIG
     if folder is None or config.checkpoint.finetune or not file.is_file():

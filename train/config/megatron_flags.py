@@ -1,5 +1,8 @@
-"""Megatron-LM's flags that are missing here by name: what to give instead, or that they always
-hold.
+"""Megatron-LM's flags that have no field of the same name here, and the answer for each.
+
+A command line of Megatron-LM can then be used as it is: a flag that always holds here is accepted,
+and any other is refused with the flag to give instead. Passing over an unknown flag would train a
+different model without a word.
 """
 
 from collections.abc import Sequence
@@ -9,17 +12,15 @@ from typing import NamedTuple
 from runtime.errors import UserError
 
 APEX = Path(__file__).with_name("apex.txt")
-"""A line per part of NVIDIA's apex: the part, then what stands here in its place."""
+"""A line per part of NVIDIA's apex: the part, then its replacement here."""
 TABLE = Path(__file__).with_suffix(".txt")
 """A line per flag: the flag, its values (N: any word; A|B: one of these), then `=` if it always
 holds (or holds with the named values of a field), `>` before what to give instead, or `!` before
 why there is none."""
 
 
-class Entry(NamedTuple):
-    """A Megatron flag's meaning here; `field` and `fits`: with which values of which field an =
-    holds.
-    """
+class MegatronFlag(NamedTuple):
+    """The answer for a Megatron flag; `=` holds if `field` has one of the values `fits`."""
 
     flag: str
     values: tuple[str, ...]
@@ -31,44 +32,57 @@ class Entry(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """Say what a user who gives the flag should do."""
-        return f"it is Megatron-LM's{'; here give' if self.verdict == '>' else ':'} {self.text}"
+        """The end of an error message about the flag."""
+        if self.verdict == ">":
+            return f"it is Megatron-LM's; here give {self.text}"
+        return f"it is Megatron-LM's: {self.text}"
 
 
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, MegatronFlag]:
     """Parse the table into entries by flag."""
-    table, section = {}, ""
+    table = {}
+    section = ""
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             section = line.strip("[]")
             continue
+
         flag, *values, verdict, text = (word.strip() for word in line.split("|"))
         mark, _, condition = verdict.partition(" with ")
         field, _, fits = condition.partition(" ")
-        words = tuple(word for word in values if word)
-        table[flag] = Entry(
-            flag, words, mark, field, tuple(fits.split(", ")) if fits else (), text, section
+        table[flag] = MegatronFlag(
+            flag=flag,
+            values=tuple(filter(None, values)),
+            verdict=mark,
+            field=field,
+            fits=tuple(fits.split(", ")) if fits else (),
+            text=text,
+            section=section,
         )
     return table
 
 
 def drop_redundant_flags(
-    argv: Sequence[str], known: Sequence[str]
-) -> tuple[list[str], list[Entry]]:
-    """Split off Megatron flags that always hold here; return the rest and them. `known` are the
-    program's own flags.
+    argv: Sequence[str], flags: Sequence[str]
+) -> tuple[list[str], list[MegatronFlag]]:
+    """Split off Megatron flags that always hold here; return the other words and these entries.
 
-    Raises UserError: a flag that does not hold, or has another name here.
+    `flags` are the program's own flags.
+
+    Raises UserError for a flag that does not hold, or has another name here.
     """
-    table, left, taken = entries(), [], []
+    table = entries()
+    remaining = []
+    redundant = []
     words = list(argv)
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        entry = None if flag in known else table.get(flag)
+        entry = None if flag in flags else table.get(flag)
         if entry is None:
-            left.append(word)
+            remaining.append(word)
             continue
+
         if entry.verdict != "=":
             raise UserError(f"unknown argument {flag}; {entry.answer}")
         if equals and not entry.values:
@@ -76,13 +90,17 @@ def drop_redundant_flags(
         if entry.values:
             if not equals and (not words or words[0].startswith("--")):
                 raise UserError(f"{flag} has no value; {entry.answer}")
-            value = value if equals else words.pop(0)
-            if entry.values != ("N",) and not any(_same(value, one) for one in entry.values):
+            if not equals:
+                value = words.pop(0)
+            if entry.values != ("N",) and not any(
+                _same(value, allowed) for allowed in entry.values
+            ):
                 raise UserError(
-                    f"{flag} is {value}, and here it can only be {' or '.join(entry.values)}: {entry.text}"
+                    f"{flag} is {value}, and here it can only be {' or '.join(entry.values)}: "
+                    f"{entry.text}"
                 )
-        taken.append(entry)
-    return left, taken
+        redundant.append(entry)
+    return remaining, redundant
 
 
 def _same(value: str, word: str) -> bool:
@@ -99,27 +117,36 @@ def markdown() -> str:
     lines = [
         "# Megatron-LM's flags here",
         "",
-        "Most flags have Megatron-LM's names (`python pretrain_gpt.py --help` lists them). These do not exist here by",
-        "their name. A flag that says what is so anyway is accepted, so that a command line can be taken over; any",
-        "other one is refused in one line with what this table says. Made by `python -m train.config.pages`.",
+        "Most flags have Megatron-LM's names (`python pretrain_gpt.py --help` lists them). Those",
+        "below do not exist here by these names. A flag that asks for what always holds here is",
+        "accepted, so that a command line of Megatron-LM can be used as it is; any other one is",
+        "refused in one line with the answer of this table. Made by `python -m",
+        "train.config.pages`.",
     ]
     section = ""
     for entry in entries().values():
         if entry.section != section:
             section = entry.section
             lines += ["", f"## {section}", "", "| Megatron-LM | here |", "| --- | --- |"]
-        values = "" if entry.values in ((), ("N",)) else " " + " or ".join(entry.values)
-        fits = f" with {entry.field} {', '.join(entry.fits)}" if entry.fits else ""
+
+        values = ""
+        if entry.values not in ((), ("N",)):
+            values = " " + " or ".join(entry.values)
+        fits = ""
+        if entry.fits:
+            fits = f" with {entry.field} {', '.join(entry.fits)}"
         lines.append(f"| `{entry.flag}{values}` | {verdicts[entry.verdict]}{fits}: {entry.text} |")
+
     lines += [
         "",
         "## apex",
         "",
-        "Megatron-LM takes parts of [NVIDIA's apex](https://github.com/NVIDIA/apex) where they are installed, and",
-        "prefers Transformer Engine's. Here one of them can be taken, and none is needed.",
+        "Megatron-LM uses parts of [NVIDIA's apex](https://github.com/NVIDIA/apex) if they are",
+        "installed, and prefers Transformer Engine's. Here one of them can be used, and none is",
+        "needed.",
         "",
         "| apex | here |",
         "| --- | --- |",
-        *(f"| {line} |" for line in APEX.read_text(encoding="utf-8").splitlines()),
     ]
+    lines += [f"| {line} |" for line in APEX.read_text(encoding="utf-8").splitlines()]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,9 @@
-"""Write the generated pages of docs/: flags, Megatron-LM's flags, configurations, the map of the
-code.
+"""Write the generated pages of docs/: flags, Megatron-LM's flags, configurations, code map.
 
 python -m train.config.pages
+
+The pages come from docstrings and comments, so that a flag's help, its page and its code cannot
+differ. tests/train/config/test_pages.py fails if a page is not up to date.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from train.config import megatron_flags
 from train.config.entries import ENTRIES
 from train.config.fields import (
     METAVAR,
-    Field,
+    ConfigField,
     config_fields,
     documented,
     fields_by_variant,
@@ -26,10 +28,7 @@ from train.config.fields import (
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
-TREE = [
-    *("model", "kernels", "runtime", "parallel", "data", "train"),
-    *("planner", "tools", "papers", "bench", "slurm"),
-]
+TREE = "model kernels runtime parallel data train planner tools papers bench slurm".split()
 MADE_BY = "Made by `python -m train.config.pages`."
 
 
@@ -60,10 +59,12 @@ def flags_page() -> str:
     lines = [
         "# Flags",
         "",
-        "Both entries take `--config FILE`, a TOML file ([those of the tree](configs.md)), and each flag below",
-        "over it. A flag is a key of its section in the file: `--seq-length 4096` is `seq_length = 4096` in `[train]`.",
-        "`none` unsets a flag that has no default. A switch has its opposite: `--bf16`, `--no-bf16`. Most names are",
-        f"Megatron-LM's; [what its others are here](megatron_flags.md). {MADE_BY}",
+        "Both entries take `--config FILE`, a TOML file ([those of the tree](configs.md)), and",
+        "the flags below, which override it. A flag is a key of its section in the file:",
+        "`--seq-length 4096` is `seq_length = 4096` in `[train]`. `none` unsets a flag that has",
+        "no default. A switch has its opposite: `--bf16`, `--no-bf16`. Most names are",
+        "Megatron-LM's; its other flags and their answers here are [a page of their",
+        f"own](megatron_flags.md). {MADE_BY}",
     ]
     sections = dict.fromkeys(name for root in ENTRIES.values() for name in get_type_hints(root))
     for section in sections:
@@ -72,54 +73,58 @@ def flags_page() -> str:
 
 
 def _section(section: str) -> Iterable[str]:
-    """Yield a section's description and tables: flags of both entries, then of each alone, then of
-    variants.
-    """
+    """Yield a section's description and tables: shared flags, each entry's, each variant's."""
     rows = {entry: _rows(root, section) for entry, root in ENTRIES.items()}
-    gpt, dit = rows.values()
-    about = [
-        inspect.getdoc(get_type_hints(root)[section])
-        for root in ENTRIES.values()
-        if section in get_type_hints(root)
-    ]
-    yield str(about[0])
-    shared = [row for row in gpt if row in dit]
-    alone = {entry: [row for row in rows[entry] if row not in shared] for entry in ENTRIES}
-    tables = {"": shared, **{f"`{entry}` alone:": own for entry, own in alone.items()}}
     for root in ENTRIES.values():
-        name = variants_of(root).name
-        if section == variants_of(root).section:
-            for variants, fields in variant_fields(root).items():
-                tables[f"`{name}` {variants} alone:"] = [_row(field, doc) for field, doc in fields]
+        if section in get_type_hints(root):
+            yield str(inspect.getdoc(get_type_hints(root)[section]))
+            break
+
+    gpt, dit = rows.values()
+    shared = [row for row in gpt if row in dit]
+    tables = {"": shared}
+    for entry in ENTRIES:
+        tables[f"`{entry}` alone:"] = [row for row in rows[entry] if row not in shared]
+    for root in ENTRIES.values():
+        if section != variants_of(root).section:
+            continue
+        for variants, fields in variant_fields(root).items():
+            title = f"`{variants_of(root).name}` {variants} alone:"
+            tables[title] = [_row(field, doc) for field, doc in fields]
+
     for title, table in tables.items():
-        if table:
-            yield from ("", title) if title else ()
-            yield from ("", "| flag | value | default | |", "| --- | --- | --- | --- |", *table)
+        if not table:
+            continue
+        if title:
+            yield from ("", title)
+        yield from ("", "| flag | value | default | |", "| --- | --- | --- | --- |", *table)
 
 
 def _rows(root: type, section: str) -> list[str]:
-    """Return a table row per field of a section that all variants have; none if the entry lacks the
-    section.
+    """Return a table row per field that all variants of a section have.
+
+    There are none if the entry lacks the section.
     """
-    cls = sections_of(root).get(section)
-    docs = {} if cls is None else documented(root, cls)
+    if section not in sections_of(root):
+        return []
+    docs = documented(root, sections_of(root)[section])
     shared = set.intersection(*map(set, fields_by_variant(root).values()))
-    return [
-        _row(field, docs[field.name])
-        for field in config_fields(root).values()
-        if field.section == section and field.name in shared
-    ]
+    rows = []
+    for field in config_fields(root).values():
+        if field.section == section and field.name in shared:
+            rows.append(_row(field, docs[field.name]))
+    return rows
 
 
-def _row(field: Field, doc: str) -> str:
-    value = (
-        " ".join(f"`{choice}`" for choice in field.choices)
-        if field.choices
-        else METAVAR.get(field.base, "")
-    )
-    value += " ..." if field.many else ""
+def _row(field: ConfigField, doc: str) -> str:
+    value = METAVAR.get(field.base, "")
+    if field.choices:
+        value = " ".join(f"`{choice}`" for choice in field.choices)
+    if field.many:
+        value += " ..."
+    default = f"`{field.typed}`" if field.typed else ""
     about = " ".join(doc.split())
-    return f"| `{field.flag}` | {value} | {field.typed and f'`{field.typed}`'} | {about} |"
+    return f"| `{field.flag}` | {value} | {default} | {about} |"
 
 
 def configs_page() -> str:
@@ -127,20 +132,18 @@ def configs_page() -> str:
     lines = [
         "# Configurations",
         "",
-        "What the TOML files under `configs/` say of themselves. `--config` takes a file, or the name of a model, and",
-        f"[flags](flags.md) override it. {MADE_BY}",
+        "The first comment of each TOML file under `configs/`. `--config` takes a file, or the",
+        f"name of a model, and [flags](flags.md) override it. {MADE_BY}",
     ]
     folders = {
         "Models and runs": "configs/models",
         "Long contexts": "configs/runs",
         "Clusters": "configs/clusters",
     }
-    for title, folder in ((title, ROOT / name) for title, name in folders.items()):
+    for title, name in folders.items():
         lines += ["", f"## {title}", "", "| file | |", "| --- | --- |"]
-        lines += [
-            f"| `{path.relative_to(ROOT)}` | {_comment(path)} |"
-            for path in sorted(folder.glob("*.toml"))
-        ]
+        for path in sorted((ROOT / name).glob("*.toml")):
+            lines.append(f"| `{path.relative_to(ROOT)}` | {_comment(path)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -160,25 +163,26 @@ def code_page() -> str:
     lines = [
         "# The code",
         "",
-        "To read it in an hour: `pretrain_gpt.py`, `train/config/finalize.py`, `train/trainer.py` and",
-        "`parallel/apply.py`, a run from its flags to its steps; then `parallel/context/` as `layout.py`,",
-        "`tiles.py`, `plan.py`, `methods/ring.py`, `executor.py`, `api.py`; then `tests/test_parity.py`,",
-        "which says what all of it promises. [One run, one step, one flag, one checkpoint](one_step.md)",
-        "follows each from file to file.",
+        "To read it in an hour: `pretrain_gpt.py`, `train/config/finalize.py`, `train/trainer.py`",
+        "and `parallel/apply.py`, a run from its flags to its steps; then in `parallel/context/`",
+        "the files `layout.py`, `tiles.py`, `plan.py`, `methods/ring.py`, `executor.py`,",
+        "`api.py`; then `tests/test_parity.py`, which states what all of it promises. [One run,",
+        "one step, one flag, one checkpoint](one_step.md) follows each from file to file.",
         "",
-        "Folders import downwards only (`tests/test_architecture.py` reads the imports and refuses the rest):",
+        "Folders import downwards only; `tests/test_architecture.py` fails for any other import:",
         "",
         "```",
         "entry -> planner -> train -> {model, data, parallel} -> kernels -> runtime",
         "```",
         "",
-        "`tools`, `papers`, `bench` and `slurm` stand on these. Tests mirror the tree by path, and",
+        "`tools`, `papers`, `bench` and `slurm` import these. Tests mirror the tree by path, and",
         f"[configurations](../reference/configs.md) have a page of their own. {MADE_BY}",
         "",
         "## Entries",
         *_files(sorted(ROOT.glob("pretrain_*.py"))),
     ]
-    for folder in (ROOT / name for name in TREE):
+    for name in TREE:
+        folder = ROOT / name
         lines += ["", f"## {folder.name}/", "", _first_line(folder / "__init__.py")]
         lines += _files(sorted(folder.rglob("*.py")))
     return "\n".join(lines) + "\n"
@@ -195,7 +199,8 @@ def _files(paths: Iterable[Path]) -> list[str]:
 
 
 def _first_line(path: Path) -> str:
-    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Check that a configuration's sizes fit each other and the number of processes."""
+"""Check that a configuration's sizes fit each other and the number of processes.
+
+Each message names the size that does not fit and the nearest ones that do: users find a mesh by
+trying sizes, and every try on a cluster waits for its nodes.
+"""
 
 import math
 import os
@@ -13,115 +17,143 @@ from parallel.recompute import RecomputeConfig
 from runtime.errors import divisors, nearest, with_article
 from train.config.common import CommonConfig
 from train.config.entries import Config
-from train.config.fields import config_fields
-from train.config.flags import ConfigError, spelled, value_of
+from train.config.fields import ConfigError, ConfigField, config_fields, value_of
+from train.config.flags import spelled
 
-LARGEST = dict.fromkeys(("num_layers", "num_virtual_stages_per_pipeline_rank"), 10**5)
-LARGEST |= dict.fromkeys(("num_attention_heads", "num_query_groups"), 10**6)
-LARGEST |= dict.fromkeys(("hidden_size", "ffn_hidden_size", "kv_channels"), 10**7)
-"""Larger models fit nowhere, and would take hours to build module by module."""
+LARGEST = {
+    "num_layers": 10**5,
+    "num_virtual_stages_per_pipeline_rank": 10**5,
+    "num_attention_heads": 10**6,
+    "num_query_groups": 10**6,
+    "hidden_size": 10**7,
+    "ffn_hidden_size": 10**7,
+    "kv_channels": 10**7,
+}
+"""No machine holds larger models, and building them module by module would take hours."""
 LARGEST_ELSEWHERE = 10**9 - 1
-MOST_BYTES = 10**13
+MAX_BYTES = 10**13
 """Per process: the largest machines have some 10^12."""
 
 
 def validate_magnitude(config: CommonConfig, world_size: int) -> None:
-    """Raise ConfigError for sizes that no machine can hold, before anything is planned or
-    allocated.
+    """Raise ConfigError for sizes that no machine can hold, before anything is allocated.
 
     Iterations, intervals and seeds take no memory and have no bound here.
     """
     for name, field in config_fields(config).items():
-        if (
-            field.base is not int
-            or name == "seed"
-            or name.endswith(("_iters", "_interval", "_step"))
-        ):
-            continue
-        value = value_of(config, name)
-        largest = LARGEST.get(name, LARGEST_ELSEWHERE)
-        if max((value or (0,)) if field.many else (value or 0,)) > largest:
-            raise ConfigError(
-                f"{name} is {value}, which no machine can hold; it can be {largest:,} at most"
-            )
-    readers, most = config.data.num_workers, max(64, 8 * (os.cpu_count() or 1))
-    if readers > most:
+        if _takes_memory(field):
+            value = value_of(config, name)
+            largest = LARGEST.get(name, LARGEST_ELSEWHERE)
+            values = value if field.many else (value,)
+            if any((number or 0) > largest for number in values or ()):
+                raise ConfigError(
+                    f"{name} is {value}, which no machine can hold; it can be {largest:,} at most"
+                )
+
+    workers = config.data.num_workers
+    max_workers = max(64, 8 * (os.cpu_count() or 1))
+    if workers > max_workers:
         raise ConfigError(
-            f"num_workers is {readers}, processes that read ahead for each rank, on {os.cpu_count()} cores; it can "
-            f"be {most} at most"
+            f"num_workers is {workers}, processes that read ahead for each rank, on "
+            f"{os.cpu_count()} cores; it can be {max_workers} at most"
         )
-    model, mesh = config.model, config.mesh
-    width, shared = model.hidden_size, mesh.context_parallel_size * mesh.tensor_model_parallel_size
-    matrices = (
-        model.num_layers * width * 2 * (model.num_attention_heads * model.head_dim + model.ffn_size)
-    )
-    entries = (getattr(model, "vocab_size", None) or 0) * width
+    _validate_bytes(config, world_size)
+
+
+def _takes_memory(field: ConfigField) -> bool:
+    counts_time = field.name.endswith(("_iters", "_interval", "_step"))
+    return field.base is int and field.name != "seed" and not counts_time
+
+
+def _validate_bytes(config: CommonConfig, world_size: int) -> None:
+    """Check that the model's state and a layer's hidden states are within ``MAX_BYTES``."""
+    model = config.model
+    width = model.hidden_size
+    attention = model.num_attention_heads * model.head_dim
+    matrices = model.num_layers * width * 2 * (attention + model.ffn_size)
+    embedding = (getattr(model, "vocab_size", None) or 0) * width
     # float32 weights and gradients, and the optimizer's state
-    state = (8 + config.optimizer.spec.state_bytes) * (matrices + entries) // world_size
-    hidden = 4 * config.train.micro_batch_size * config.sequence_length * width // shared
-    for names, what, size in (
+    weight_bytes = 8 + config.optimizer.spec.state_bytes
+    state = weight_bytes * (matrices + embedding) // world_size
+
+    shards = config.mesh.context_parallel_size * config.mesh.tensor_model_parallel_size
+    hidden = 4 * config.train.micro_batch_size * config.sequence_length * width // shards
+
+    for names, tensors, size in (
         ("num_layers, hidden_size and vocab_size", "the state of the model", state),
         ("micro_batch_size, the length and hidden_size", "the hidden states of one layer", hidden),
     ):
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             raise ConfigError(
-                f"{names} make {what} {size / 1e12:,.0f} TB in each process, which no machine has; lower them, or "
-                "start more processes"
+                f"{names} make {tensors} {size / 1e12:,.0f} TB in each process, which no machine "
+                "has; lower them, or start more processes"
             )
 
 
 def validate_sizes(config: CommonConfig, world_size: int) -> None:
-    """Raise UserError for sizes of either entry's run that do not fit; name them and the nearest
-    that do.
+    """Raise UserError for sizes of either entry's run that do not fit.
+
+    The message names them and the nearest sizes that fit.
     """
     validate_magnitude(config, world_size)
     if not isinstance(config, Config):
         validate_mesh(config, world_size)
         return
-    length, table = config.train.seq_length, config.model.position_table
+
+    length = config.train.seq_length
+    table = config.model.position_table
     if table is not None and length > table:
         raise ConfigError(
-            f"seq_length is {length} with max_position_embeddings {table}, the table of learned positions; lower the "
-            "one, raise the other, or give --position-embedding-type rope --max-position-embeddings none"
+            f"seq_length is {length} with max_position_embeddings {table}, the table of learned "
+            "positions; lower the one, raise the other, or give --position-embedding-type rope "
+            "--max-position-embeddings none"
         )
     validate_method(config)
     validate_mesh(config, world_size)
-    schedule, pp = config.pipeline.pipeline_schedule, config.mesh.pipeline_model_parallel_size
-    if config.model.softmax_type == "learnable" and schedule == "InterleavedZeroBubble" and pp > 1:
+
+    schedule = config.pipeline.pipeline_schedule
+    staged = config.mesh.pipeline_model_parallel_size > 1
+    if config.model.softmax_type == "learnable" and schedule == "InterleavedZeroBubble" and staged:
         raise ConfigError(
-            f"pipeline_schedule is {schedule}, which takes each backward in two parts, and softmax_type is learnable, "
-            "for whose gradient attention's backward would run in both; use Interleaved1F1B, or softmax_type off-by-one"
+            f"pipeline_schedule is {schedule}, which splits each backward in two parts, and "
+            "softmax_type is learnable, whose gradient would make attention's backward run in "
+            "both; use Interleaved1F1B, or softmax_type off-by-one"
         )
     validate_hybrid(config)
-    for name, entries in (
-        ("vocab_size", config.model.vocab_size),
-        ("max_position_embeddings", table),
-    ):
-        if entries is not None:
-            validate_entries(entries, config.mesh.tensor_model_parallel_size, name)
+
+    tp = config.mesh.tensor_model_parallel_size
+    if config.model.vocab_size is not None:
+        validate_entries(config.model.vocab_size, tp)
+    if table is not None:
+        validate_entries(table, tp, "max_position_embeddings")
 
 
 def validate_mesh(config: CommonConfig, world_size: int) -> None:
     """Raise UserError for mesh sizes that do not fit the processes, the model or the batch."""
     if config.mesh.balance_over == "dp_cp" and not config.packed:
         raise ConfigError(
-            "balance_over is dp_cp, which balances the documents of all data-parallel processes as one sequence, and "
-            "here none attend apart; give pretrain_gpt.py --reset-attention-mask or pretrain_dit.py --pack-samples, or "
-            "leave it out"
+            "balance_over is dp_cp, which balances the documents of all data-parallel processes as "
+            "one sequence, and here documents are not kept apart; give pretrain_gpt.py "
+            "--reset-attention-mask or pretrain_dit.py --pack-samples, or leave it out"
         )
-    tp, cp = config.mesh.tensor_model_parallel_size, config.mesh.context_parallel_size
+    tp = config.mesh.tensor_model_parallel_size
+    cp = config.mesh.context_parallel_size
     pp = config.mesh.pipeline_model_parallel_size
     _validate_fit("tensor_model_parallel_size", tp, world_size, "")
     _validate_fit("context_parallel_size", cp, world_size, f"tensor_model_parallel_size {tp}", tp)
-    within = f"tensor_model_parallel_size {tp} x context_parallel_size {cp}"
-    _validate_fit("pipeline_model_parallel_size", pp, world_size, within, tp * cp)
+    inner = f"tensor_model_parallel_size {tp} x context_parallel_size {cp}"
+    _validate_fit("pipeline_model_parallel_size", pp, world_size, inner, tp * cp)
+
     if config.context.context_parallel_method == "none" and cp > 1:
         raise ConfigError(
-            f"context_parallel_method is none with context_parallel_size {cp}; choose a method, or size 1"
+            f"context_parallel_method is none with context_parallel_size {cp}; choose a method, or "
+            "size 1"
         )
     _validate_shares(config.model, tp)
-    # With allow_resize the cluster is what the mesh is chosen for.
-    context = replace(config.context, cluster=None) if config.mesh.allow_resize else config.context
+    context = config.context
+    if config.mesh.allow_resize:
+        # The cluster is then what the mesh is chosen for.
+        context = replace(context, cluster=None)
     context.check(
         seq_len=config.joined_length,
         size=cp,
@@ -130,98 +162,134 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
         ranks_per_node=config.mesh.context_ranks_per_node,
         causal=config.causal,
     )
-    dp, micro, batch = (
-        world_size // (pp * cp * tp),
-        config.train.micro_batch_size,
-        config.train.global_batch_size,
-    )
-    if batch is not None and batch % (micro * dp):
-        below = batch // (micro * dp)
-        raise ConfigError(
-            f"global_batch_size is {batch}, not a multiple of micro_batch_size {micro} x data-parallel size {dp}; "
-            f"nearest that work: {nearest(batch, (n * micro * dp for n in (below, below + 1) if n))}"
-        )
+
+    dp = world_size // (pp * cp * tp)
+    _validate_batch(config, dp)
     config.pipeline.check(
         config.model.num_layers,
         pp,
         config.train.micro_batches(dp),
         config.data_parallel.strategy,
-        batch=micro * dp,
+        batch=config.train.micro_batch_size * dp,
         tp=tp,
         recompute=config.recompute != RecomputeConfig(),
     )
-    copies, ranks = config.data_parallel.num_distributed_optimizer_instances, dp * cp
-    if ranks % copies:
+    instances = config.data_parallel.num_distributed_optimizer_instances
+    ranks = dp * cp
+    if ranks % instances:
         raise ConfigError(
-            f"num_distributed_optimizer_instances is {copies}, which does not divide the {ranks} data- and "
-            f"context-parallel processes; nearest that work: {nearest(copies, divisors(ranks))}"
+            f"num_distributed_optimizer_instances is {instances}, which does not divide the "
+            f"{ranks} data- and context-parallel processes; nearest that work: "
+            f"{nearest(instances, divisors(ranks))}"
         )
+
+
+def _validate_batch(config: CommonConfig, dp: int) -> None:
+    """Check that the global batch is a multiple of one micro-batch on each of ``dp`` ranks."""
+    micro = config.train.micro_batch_size
+    batch = config.train.global_batch_size
+    if batch is None or batch % (micro * dp) == 0:
+        return
+    below = batch // (micro * dp) * micro * dp
+    multiples = [size for size in (below, below + micro * dp) if size]
+    raise ConfigError(
+        f"global_batch_size is {batch}, not a multiple of micro_batch_size {micro} x data-parallel "
+        f"size {dp}; nearest that work: {nearest(batch, multiples)}"
+    )
 
 
 def validate_method(config: Config) -> None:
     """Raise ConfigError for a method that does not support the model's kind of attention."""
-    kind, linear = config.model.model_type, config.model.linear_attention
-    method, cp = config.context.context_parallel_method, config.mesh.context_parallel_size
-    if config.model.delta_rule and cp > 1 and method in METHODS:
-        asked = config.context.context_parallel_layout
-        if (method_of(method).layout(causal=True) if asked == "auto" else asked) == "striped":
+    _validate_delta_rule(config)
+    if config.model.linear_attention:
+        _validate_linear_method(config)
+    elif config.context.context_parallel_method in STATE_METHODS:
+        raise ConfigError(
+            f"context_parallel_method is {config.context.context_parallel_method}, which passes "
+            f"states of linear attention on, and model_type {config.model.model_type} has softmax "
+            f"attention; use {', '.join(METHODS)}"
+        )
+
+
+def _validate_delta_rule(config: Config) -> None:
+    """Check that a delta rule's ranks hold consecutive tokens, and that its schedule is used."""
+    family = config.model.model_type
+    context = config.context
+    if not config.model.delta_rule:
+        if context.delta_rule_schedule != "auto":
             raise ConfigError(
-                f"context_parallel_method is {method} in the layout striped, and model_type {kind} has layers with a "
-                "delta rule, whose states pass along consecutive tokens, which no rank of that layout has; use zigzag, "
-                "or exchange for packed documents"
+                f"delta_rule_schedule is {context.delta_rule_schedule}, and model_type {family} "
+                "has no layers with a delta rule; leave it out"
             )
-    if not config.model.delta_rule and (schedule := config.context.delta_rule_schedule) != "auto":
+        return
+
+    method = context.context_parallel_method
+    if config.mesh.context_parallel_size == 1 or method not in METHODS:
+        return
+    layout: str = context.context_parallel_layout
+    if layout == "auto":
+        layout = method_of(method).layout(causal=True)
+    if layout == "striped":
         raise ConfigError(
-            f"delta_rule_schedule is {schedule}, and model_type {kind} has no layers with a delta rule; leave it out"
+            f"context_parallel_method is {method} in the layout striped, and model_type {family} "
+            "has layers with a delta rule, whose states pass along consecutive tokens, which no "
+            "rank of that layout has; use zigzag, or exchange for packed documents"
         )
-    if linear and cp > 1 and method not in (*LINEAR_METHODS, "auto"):
+
+
+def _validate_linear_method(config: Config) -> None:
+    """Check that a method passes the states of linear attention, or gathers whole sequences."""
+    family = config.model.model_type
+    context = config.context
+    method = context.context_parallel_method
+    cp = config.mesh.context_parallel_size
+    if cp > 1 and method not in (*LINEAR_METHODS, "auto"):
         raise ConfigError(
-            f"context_parallel_method is {method} with context_parallel_size {cp}, and model_type {kind} has linear "
-            f"attention: that method neither passes states on nor gives a rank whole sequences; use one of "
-            f"{', '.join(LINEAR_METHODS)}"
+            f"context_parallel_method is {method} with context_parallel_size {cp}, and model_type "
+            f"{family} has linear attention: that method neither passes states on nor gives a rank "
+            f"whole sequences; use one of {', '.join(LINEAR_METHODS)}"
         )
-    if linear and (chunks := config.context.ulysses_head_chunks) > 1:
+    if context.ulysses_head_chunks > 1:
         raise ConfigError(
-            f"ulysses_head_chunks is {chunks}, and model_type {kind} has linear attention, which takes all heads of a "
-            "rank at once; leave it out"
+            f"ulysses_head_chunks is {context.ulysses_head_chunks}, and model_type {family} has "
+            "linear attention, which takes all heads of a rank at once; leave it out"
         )
-    layout = config.context.context_parallel_layout
-    if linear and method == "ulysses" and layout not in ("auto", "contiguous"):
+    layout = context.context_parallel_layout
+    if method == "ulysses" and layout not in ("auto", "contiguous"):
         raise ConfigError(
-            f"context_parallel_layout is {layout} with method ulysses, and model_type {kind} has linear attention, of "
-            "which a rank has whole sequences of some heads in any layout; leave it out, or use lasp or lasp2"
+            f"context_parallel_layout is {layout} with method ulysses, and model_type {family} has "
+            "linear attention, for which a rank has whole sequences of some heads in any layout; "
+            "leave it out, or use lasp or lasp2"
         )
-    if not linear and method in STATE_METHODS:
+    if cp > 1 and method in STATE_METHODS and context.attention_backend == "reference":
         raise ConfigError(
-            f"context_parallel_method is {method}, which passes states of linear attention on, and model_type {kind} "
-            f"has softmax attention; use {', '.join(METHODS)}"
-        )
-    if (
-        linear
-        and cp > 1
-        and method in STATE_METHODS
-        and config.context.attention_backend == "reference"
-    ):
-        raise ConfigError(
-            f"attention_backend is reference with context_parallel_size {cp} and method {method}, and that form of "
-            "linear attention takes whole sequences; use auto, chunked or triton, or method ulysses"
+            f"attention_backend is reference with context_parallel_size {cp} and method {method}, "
+            "and that form of linear attention takes whole sequences; use auto, chunked or triton, "
+            "or method ulysses"
         )
 
 
 def validate_hybrid(config: Config) -> None:
     """Check that a softmax method and layout have softmax layers, and fit the ranks and heads."""
-    model, hybrid, tp = config.model, config.hybrid, config.mesh.tensor_model_parallel_size
+    model = config.model
+    hybrid = config.hybrid
+    tp = config.mesh.tensor_model_parallel_size
     if not model.own_softmax_layout:
         for name in ("hybrid_softmax_method", "hybrid_softmax_layout"):
-            if (value := getattr(hybrid, name)) != getattr(HybridConfig, name):
+            value = getattr(hybrid, name)
+            if value == getattr(HybridConfig, name):
+                continue
+            if model.delta_rule:
                 raise ConfigError(
-                    f"{name} is {value} and softmax_every is not set, so that no layer has softmax attention beside "
-                    "others of linear attention; leave it out, or give --softmax-every"
-                    if not model.delta_rule
-                    else f"{name} is {value}, and all layers of {with_article(model.model_type)} have one layout; "
-                    "leave it out, and give --context-parallel-method"
+                    f"{name} is {value}, and all layers of {with_article(model.model_type)} have "
+                    "one layout; leave it out, and give --context-parallel-method"
                 )
+            raise ConfigError(
+                f"{name} is {value} and softmax_every is not set, so that the model does not mix "
+                "softmax layers with linear attention; leave it out, or give --softmax-every"
+            )
         return
+
     try:
         hybrid.check(
             config.context.context_parallel_layout,
@@ -231,64 +299,73 @@ def validate_hybrid(config: Config) -> None:
             kv_heads=model.query_groups // tp,
         )
     except ContextError as error:
-        # The plan knows one method and names its options.
+        # The plan has one method and names its options, not the field.
         raise ConfigError(
             f"hybrid_softmax_method is {hybrid.hybrid_softmax_method}: {error}"
         ) from error
 
 
-def _validate_fit(name: str, size: int, world_size: int, others: str, taken: int = 1) -> None:
-    """Check that ``size`` divides the world_size / ``taken`` processes that ``others`` leave."""
-    processes = world_size // taken
-    if processes % size:
-        if world_size == 1:
-            raise ConfigError(
-                f"{name} is {size}, and this is one process; start it with torchrun --nproc-per-node "
-                f"{taken * size}, or a multiple of that, or give {spelled(name, 1)}"
-            )
-        left = f" that {others} leaves of {world_size}" if taken > 1 else ""
+def _validate_fit(name: str, size: int, world_size: int, inner: str, inner_size: int = 1) -> None:
+    """Check that ``size`` divides the processes that the ``inner`` dimensions leave."""
+    processes = world_size // inner_size
+    if processes % size == 0:
+        return
+    if world_size == 1:
         raise ConfigError(
-            f"{name} is {size}, which does not divide the {processes} processes{left}; sizes that fit them: "
-            f"{', '.join(map(str, divisors(processes)))}; or start a multiple of {taken * size} processes"
+            f"{name} is {size}, and this is one process; start it with torchrun --nproc-per-node "
+            f"{inner_size * size}, or a multiple of that, or give {spelled(name, 1)}"
         )
+    remaining = ""
+    if inner_size > 1:
+        remaining = f" that {inner} leaves of {world_size}"
+    raise ConfigError(
+        f"{name} is {size}, which does not divide the {processes} processes{remaining}; sizes that "
+        f"fit them: {_listed(divisors(processes))}; or start a multiple of {inner_size * size} "
+        "processes"
+    )
 
 
 def _validate_shares(model: DecoderConfig | DiTConfig, tp: int) -> None:
     """Check that a layer's heads and channels divide among ``tp`` ranks."""
-    size, heads, groups = (
-        f"tensor_model_parallel_size {tp}",
-        model.num_attention_heads,
-        model.query_groups,
-    )
-    shared = model.shared_sizes
-    for name, value in shared.items():
+    size = f"tensor_model_parallel_size {tp}"
+    for name, value in model.shared_sizes.items():
         if value % tp:
-            sizes = ", ".join(map(str, divisors(math.gcd(*shared.values()))))
+            fitting = divisors(math.gcd(*model.shared_sizes.values()))
             raise ConfigError(
-                f"{size} does not divide {name} {value}; sizes that fit this model: {sizes}"
+                f"{size} does not divide {name} {value}; sizes that fit this model: "
+                f"{_listed(fitting)}"
             )
+
+    groups = model.query_groups
     if isinstance(model, DecoderConfig) and model.joint_qk_norm and groups % tp:
         raise ConfigError(
-            f"num_query_groups is {groups}, not a multiple of {size}, and {with_article(model.model_type)} normalises "
-            f"all keys of a token at once, each by one rank; sizes that fit: {', '.join(map(str, divisors(groups)))}"
+            f"num_query_groups is {groups}, not a multiple of {size}, and "
+            f"{with_article(model.model_type)} normalises all keys of a token at once, each by one "
+            f"rank; sizes that fit: {_listed(divisors(groups))}"
         )
     if groups % tp and tp % groups:
-        fitting = (g for g in divisors(heads) if g % tp == 0 or tp % g == 0)
+        fitting = divisors(model.num_attention_heads)
+        fitting = [count for count in fitting if count % tp == 0 or tp % count == 0]
         raise ConfigError(
             f"num_query_groups is {groups}, neither a multiple nor a divisor of {size}; "
             f"nearest that work: {nearest(groups, fitting)}"
         )
 
 
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
 def validate_entries(entries: int, tp: int, name: str = "vocab_size") -> None:
-    """Check that all ``tp`` ranks hold entries; each but the last ones holds entries / tp, rounded
-    up.
+    """Check that each of ``tp`` ranks holds entries of a table.
+
+    Ranks hold entries / tp, rounded up, and the last ones the rest, which may be none.
     """
-    fits = next(
-        size for size in range(entries, entries + tp * tp) if -(-size // tp) * (tp - 1) < size
-    )
-    if fits > entries:
+    size = entries
+    while -(-size // tp) * (tp - 1) >= size:
+        size += 1
+    if size > entries:
         raise ConfigError(
-            f"{name} is {entries}, of which tensor_model_parallel_size {tp} leaves nothing to its last process; "
-            f"nearest that works: --{name.replace('_', '-')} {fits}"
+            f"{name} is {entries}, of which tensor_model_parallel_size {tp} leaves nothing to its "
+            f"last process; nearest that works: --{name.replace('_', '-')} {size}"
         )

@@ -1,4 +1,4 @@
-"""Optimizers by the name that --optimizer takes, each with what the rest must know of it."""
+"""The optimizers by the name that --optimizer takes."""
 
 from train.optimizers.adamw import Adam
 from train.optimizers.base import OptimizerSpec

@@ -16,17 +16,17 @@ Backend = Literal["torch", "apex"]
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings(OwnSettings):
-    """Settings of AdamW alone."""
+    """The settings that only AdamW has."""
 
     adam_beta1: float = 0.9
-    """First moment's decay."""
+    """Decay of the first moment, the average of gradients."""
     adam_beta2: float = 0.95
-    """Second moment's decay."""
+    """Decay of the second moment, the average of squared gradients."""
     adam_eps: float = 1e-8
-    """Epsilon of Adam."""
+    """Adam's epsilon, added to the square root of the second moment."""
     optimizer_backend: Backend = "torch"
     """Kernel of a step: torch's fused AdamW, or that of NVIDIA's apex, whose CUDA extensions must
-    be built. Checkpoints are the same, and either goes on from the other's."""
+    be built. Checkpoints are the same, and either resumes from the other's."""
 
     def __post_init__(self) -> None:
         require(self, self.adam_eps > 0, "adam_eps", "it must be above 0")
@@ -35,7 +35,7 @@ class AdamSettings(OwnSettings):
 
 
 class Adam(OptimizerSpec):
-    """AdamW by torch's fused kernel or apex's, or by torch's with its moments in host memory."""
+    """AdamW with torch's fused kernel, apex's, or torch's with moments in host memory."""
 
     settings = AdamSettings
     free_settings = ("optimizer_backend",)

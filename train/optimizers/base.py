@@ -1,4 +1,4 @@
-"""The interface of an optimizer: its flags, parameter groups and state, and where it can step."""
+"""The interface of an optimizer: its flags, parameter groups, state and requirements."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,44 +25,44 @@ class OwnSettings:
 
 
 class OptimizerSpec(ABC):
-    """An optimizer, with all that training, checkpoints and the planner must know of it.
+    """An optimizer, with its properties for training, checkpoints and the planner.
 
-    ``config`` is an OptimizerConfig everywhere; it has the fields of ``settings`` besides its own.
+    ``config`` is always an OptimizerConfig, which has the fields of all ``settings`` too.
     """
 
     settings: type[OwnSettings]
-    """Its own settings, which begin with its name: the settings of all optimizers are flags."""
+    """The optimizer's settings. Their names begin with its name, as the settings of all optimizers
+    are flags of one command line."""
     free_settings: tuple[str, ...] = ()
-    """Settings that change no number, so that a resumed run may have them otherwise."""
+    """Settings that change no number, so that a resumed run may change them."""
     states: tuple[str, ...]
-    """Names of its float32 tensors of a parameter's shape, as torch and checkpoints have them."""
+    """Names of its float32 tensors of a parameter's shape, in torch and in checkpoints."""
     offloads: bool = False
-    """True if it can step with these in host memory (``optimizer_cpu_offload``)."""
+    """True if it can step with its states in host memory (``optimizer_cpu_offload``)."""
     whole_matrices: bool = False
-    """True if a step needs whole matrices, which ranks that share the weights do not have."""
+    """True if a step needs whole matrices, and not shards of them."""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state for a trained parameter, on the device or, offloaded, in host memory."""
+        """Bytes of state per trained parameter, on the device or, if offloaded, in host memory."""
         return 4 * len(self.states)
 
     @property
     def setting_names(self) -> tuple[str, ...]:
-        """Names of the optimizer's own settings."""
         return tuple(field.name for field in fields(self.settings))  # type: ignore[arg-type]
 
     @property
     def compared_settings(self) -> tuple[str, ...]:
         """Names of the settings that a resumed run must share with its checkpoint."""
-        own_settings = (name for name in self.setting_names if name not in self.free_settings)
-        return ("optimizer", "weight_decay", *own_settings, "clip_grad")
+        fixed_settings = [name for name in self.setting_names if name not in self.free_settings]
+        return ("optimizer", "weight_decay", *fixed_settings, "clip_grad")
 
     @abstractmethod
     def build(self, config: Any, groups: list[Group], *, portable: bool) -> torch.optim.Optimizer:
         """Build the optimizer over ``groups``.
 
         Args:
-            portable: use no kernel that may be missing here; set in a rehearsal without a device.
+            portable: use no kernel that may be missing; set in a rehearsal without a device.
         """
 
     def groups(self, config: Any, parameters: Sequence[tuple[str, nn.Parameter]]) -> list[Group]:
@@ -81,7 +81,7 @@ class OptimizerSpec(ABC):
         """Refuse settings that contradict each other or the run.
 
         Args:
-            sharded: ranks share the weights, or their updates.
+            sharded: ranks hold shards of the weights, or update shards of them.
 
         Raises:
             ConfigError: names the settings and the fix.
@@ -105,4 +105,4 @@ class OptimizerSpec(ABC):
             )
 
     def require_available(self, config: Any) -> None:  # noqa: B027
-        """Raise UserError, with the reason and the fix, if the step's kernel is not here."""
+        """Raise UserError, with the reason and the fix, if the step's kernel is not installed."""

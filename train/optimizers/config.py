@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
 
-# The later ones come first: one may inherit the settings of one before.
+# The later ones come first: they may inherit the settings of an earlier one.
 OWN_SETTINGS = tuple(spec.settings for spec in reversed(OPTIMIZERS.values()))
 
 
@@ -25,16 +25,15 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
     """The optimizer, its settings and its learning rate."""
 
     optimizer: OptimizerName = "adam"
-    """Rule of a step; the default is AdamW, whose weight decay is decoupled (Loshchilov and Hutter
-    2019).
-    """
+    """Update rule; the default is AdamW, Adam with decoupled weight decay (Loshchilov and Hutter
+    2019)."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norms and biases get none."""
+    """Decoupled weight decay of matrices; norms and biases have none."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    """Gradients are scaled down to this global norm; 0 disables clipping."""
     optimizer_cpu_offload: bool = False
-    """Keep the optimizer's state, Adam's 8 bytes per parameter, in host memory. A step brings it to
-    the device and back a piece at a time, which takes time and changes no bit
+    """Keep the optimizer's state, 8 bytes per parameter for Adam, in host memory. A step copies it
+    to the device and back in pieces, which takes time and changes no bit
     (docs/concepts/memory.md)."""
 
     def __post_init__(self) -> None:
@@ -66,12 +65,14 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
 def build_optimizer(
     config: OptimizerConfig, *parts: nn.Module, portable: bool = False
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of the trained parameters of ``parts``, this rank's parts of the model.
+    """Build the optimizer of the trained parameters in ``parts``, this rank's parts of the model.
 
-    ``portable`` leaves out kernels that may be missing where a run is only rehearsed.
+    ``portable`` leaves out kernels that may be missing on the machine of a rehearsal.
     """
-    named: list[tuple[str, nn.Parameter]] = []
+    parameters: list[tuple[str, nn.Parameter]] = []
     for part in parts:
-        named += [(name, p) for name, p in part.named_parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = config.spec.groups(config, named)
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                parameters.append((name, parameter))
+    groups: list[dict[str, Any]] = config.spec.groups(config, parameters)
     return config.spec.build(config, groups, portable=portable)

@@ -1,14 +1,15 @@
 """AdamW with its moments in host memory.
 
-They come to the device a piece at a time, beside the update of another piece. Two streams carry the
-copies, one back to the device and one out of it. The host waits for nothing:
+The moments come to the device one piece at a time, while the piece before is updated. Two streams
+carry the copies, one to the device ("in") and one out of it. The host waits for nothing; the events
+below order the streams:
 
-* back waits for the computation before the step, to which the memory that it copies to belonged;
-* the computation waits for back before it updates a piece;
-* out waits for the computation, which has written what is copied;
-* back waits for out before the memory of a piece takes the next but one;
-* the computation waits for out after the last pieces: what comes after the step finds all moments
-  in host memory.
+* in waits for the computation before the step, whose memory it may write to;
+* the computation waits for in before it updates a piece;
+* out waits for the computation, which has written the updated moments;
+* in waits for out before it reuses the buffers of the piece before the last;
+* the computation waits for out after the last pieces, so that all moments are in host memory for
+  whatever follows the step.
 """
 
 from typing import Any, NamedTuple
@@ -24,16 +25,16 @@ from runtime.simulation import allocates
 PIECE = 1 << 24
 """Elements of a parameter that are updated at once.
 
-Two moments of two pieces take 256 MiB on the device in float32, and a copy of one is 64 MiB, at
-which a bus reaches its rate.
+Two moments of two pieces take 256 MiB on the device in float32, and the copy of one is 64 MiB, at
+which a bus reaches its full rate.
 """
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Piece(NamedTuple):
-    """Consecutive elements of this rank's part of a parameter, each a view ``[n]``.
+class ParameterPiece(NamedTuple):
+    """Consecutive elements of this rank's shard of a parameter, each a view ``[n]``.
 
-    Its moments lie in host memory.
+    The moments are in host memory.
     """
 
     group: dict[str, Any]
@@ -44,10 +45,10 @@ class Piece(NamedTuple):
 
 
 class HostAdamW(torch.optim.AdamW):
-    """A fused AdamW with its moments in host memory, pinned beside a GPU; torch's to the bit.
+    """A fused AdamW with its moments in host memory, pinned for a GPU; equal to torch's to the bit.
 
     A step moves 8 bytes each way for every parameter of this rank, and takes as long as the slower
-    way.
+    direction.
     """
 
     _copies: HostCopies | None = None
@@ -56,73 +57,89 @@ class HostAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; unlike AdamW's, it takes no closure."""
-        named = [(group, p) for group in self.param_groups for p in group["params"]]
-        trained = [(group, p) for group, p in named if p.grad is not None]
-        self._slabs = slabs = self._slabs or Slabs()
+        trained = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    trained.append((group, p))
+        if not trained:
+            return
+
+        self._slabs = self._slabs or Slabs()
         for _, p in trained:
             if not self.state[p]:
-                moments = {name: on_host(p, slabs) for name in MOMENTS}
+                moments = {name: on_host(p, self._slabs) for name in MOMENTS}
                 self.state[p] = {"step": torch.zeros((), device=p.device)} | moments
-        if trained:
-            torch._foreach_add_([self.state[p]["step"] for _, p in trained], 1)
+        torch._foreach_add_([self.state[p]["step"] for _, p in trained], 1)
+
         pieces = []
         for group, p in trained:
             state = self.state[p]
-            tensors = p, p.grad, *(state[name] for name in MOMENTS)
-            split = (to_local(x).view(-1).split(PIECE) for x in tensors)
-            for weight, gradient, *parts in zip(*split, strict=True):
+            tensors = [p, p.grad] + [state[name] for name in MOMENTS]
+            views = [to_local(x).view(-1).split(PIECE) for x in tensors]
+            for weight, gradient, *moments in zip(*views, strict=True):
                 if weight.numel():
-                    pieces.append(Piece(group, state["step"], weight, gradient, tuple(parts)))
+                    pieces.append(
+                        ParameterPiece(group, state["step"], weight, gradient, tuple(moments))
+                    )
         if pieces:
             self._update(pieces)
 
-    def _update(self, pieces: list[Piece]) -> None:
+    def _update(self, pieces: list[ParameterPiece]) -> None:
         device = pieces[0].weight.device
         self._copies = copies = self._copies or HostCopies(device)
         compute = copies.compute
+
+        # Two buffers for each moment: one is filled while the other is updated.
         largest = max(x.nbytes for piece in pieces for x in piece.moments)
-        buffers = [
-            [torch.empty(largest, dtype=torch.uint8, device=device) for _ in MOMENTS],
-            [torch.empty(largest, dtype=torch.uint8, device=device) for _ in MOMENTS],
-        ]
-        left: list[Any] = [compute.record_event(), None]  # behind which a buffer is free
+        buffers: list[list[Tensor]] = []
+        for _ in range(2):
+            buffers.append(
+                [torch.empty(largest, dtype=torch.uint8, device=device) for _ in MOMENTS]
+            )
+        # The events after which the buffers may be written to.
+        free: list[Any] = [compute.record_event(), None]
 
-        def bring(number: int) -> tuple[list[Tensor], Any]:
+        def copy_in(number: int) -> tuple[list[Tensor], Any]:
+            """Start a copy of a piece's moments to the device; return them and the end's event."""
             moments = pieces[number].moments
-            pairs = zip(buffers[number % 2], moments, strict=True)
-            taken = [buffer[: x.nbytes].view(x.dtype) for buffer, x in pairs]
-            return taken, copies.back(zip(taken, moments, strict=True), after=left[number % 2])
+            on_device = []
+            for buffer, x in zip(buffers[number % 2], moments, strict=True):
+                on_device.append(buffer[: x.nbytes].view(x.dtype))
+            pairs = zip(on_device, moments, strict=True)
+            return on_device, copies.back(pairs, after=free[number % 2])
 
-        following = bring(0)
+        following = copy_in(0)
         for number, piece in enumerate(pieces):
-            taken, arrived = following
+            moments, arrived = following
             if number + 1 < len(pieces):
-                following = bring(number + 1)
+                following = copy_in(number + 1)
             compute.wait_event(arrived)
-            (first, second), group = piece.group["betas"], piece.group
+            beta1, beta2 = piece.group["betas"]
             torch._fused_adamw_(  # the kernel of ``torch.optim.AdamW(fused=True)``
                 [piece.weight],
                 [piece.gradient],
-                [taken[0]],
-                [taken[1]],
+                [moments[0]],
+                [moments[1]],
                 [],
                 [piece.step],
                 amsgrad=False,
-                lr=group["lr"],
-                beta1=first,
-                beta2=second,
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
+                lr=piece.group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=piece.group["weight_decay"],
+                eps=piece.group["eps"],
                 maximize=False,
             )
-            left[number % 2] = copies.out(zip(piece.moments, taken, strict=True))
-        for event in left[: len(pieces)]:
+            free[number % 2] = copies.out(zip(piece.moments, moments, strict=True))
+
+        for event in free[: len(pieces)]:
             compute.wait_event(event)
 
 
 @allocates(offload.MOMENTS)
 def on_host(parameter: Tensor, slabs: Slabs) -> Tensor:
-    """Return zeros in host memory, sharded as the parameter; beside a GPU in ``slabs``."""
+    """Return zeros in host memory, sharded like the parameter; in ``slabs`` for a GPU."""
     if parameter.device.type == "cpu":
         return torch.zeros_like(parameter, device="cpu")
     return cut(parameter, slabs)

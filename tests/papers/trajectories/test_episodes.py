@@ -155,7 +155,7 @@ def test_files_of_both_kinds_give_the_same_episode(tmp_path):
     [
         ({"observation": [0], "action": [0]}, "line 1 lacks reward"),
         ({"observation": [0, 1], "action": [0], "reward": [0]}, "each step has one of each"),
-        ({"observation": [0], "action": ["left"], "reward": [0]}, "what is no number"),
+        ({"observation": [0], "action": ["left"], "reward": [0]}, "a value that is no number"),
         ({"observation": [0], "action": [0], "reward": [float("inf")]}, "not finite"),
         ([1], "no object"),
     ],

@@ -65,5 +65,5 @@ def test_a_folder_of_npz_becomes_chains_that_can_be_read(tmp_path, capsys):
         == 1
     )
     there, empty = capsys.readouterr().err.splitlines()
-    assert "is there already" in there
+    assert "exists; give another" in there
     assert "there is no episode in" in empty

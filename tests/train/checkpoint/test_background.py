@@ -24,14 +24,20 @@ from train.checkpoint.drafts import Background, remove_drafts
 from train.checkpoint.manifest import CheckpointError, read_manifest
 from train.checkpoint.saving import Saves
 from train.checkpoint.search import Keeper, find_checkpoint, saved_iterations
-from train.checkpoint.tensors import Shards
+from train.checkpoint.shards import Shards
 
 STEPS = 8
 
 
 def begin(background, folder, iteration, model, optimizer):
     save_checkpoint(
-        folder, iteration, model, optimizer, architecture=ARCHITECTURE, extra={}, beside=background
+        folder,
+        iteration,
+        model,
+        optimizer,
+        architecture=ARCHITECTURE,
+        extra={},
+        background=background,
     )
 
 

@@ -20,10 +20,11 @@ from tests.parallel.tiny import (
     train,
     two_checkpoints,
 )
-from train.checkpoint import manifest, search
+from train.checkpoint import manifest, verify
 from train.checkpoint.api import load_checkpoint, save_checkpoint
 from train.checkpoint.manifest import CheckpointError, checkpoint_folder, describe, read_manifest
-from train.checkpoint.search import Keeper, find_checkpoint, saved_iterations, what_is_broken
+from train.checkpoint.search import Keeper, find_checkpoint, saved_iterations
+from train.checkpoint.verify import find_damage
 
 
 def _alter_extra(folder):
@@ -103,8 +104,8 @@ def _find(rank, size, folder):
     with pytest.raises(CheckpointError) as caught:
         find_checkpoint(folder, 2)
     hashed = []
-    search.describe = lambda path: hashed.append(path.name) or describe(path)
-    what_is_broken(found)
+    verify.describe = lambda path: hashed.append(path.name) or describe(path)
+    find_damage(found)
     return str(found), notes, str(caught.value), hashed
 
 
@@ -223,7 +224,7 @@ def test_bytes_are_read_once(run, monkeypatch):
     keeper = Keeper(last=2, every=None)
     keeper.prune(run)
     monkeypatch.setattr(
-        "train.checkpoint.search.describe", lambda path: pytest.fail(f"{path} is read again")
+        "train.checkpoint.verify.describe", lambda path: pytest.fail(f"{path} is read again")
     )
     keeper.prune(run)
 

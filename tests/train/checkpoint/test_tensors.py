@@ -24,8 +24,10 @@ from tests.parallel.tiny import (
 )
 from train.checkpoint.api import load_checkpoint, load_model
 from train.checkpoint.manifest import CheckpointError, describe, read_manifest
-from train.checkpoint.search import what_is_broken
-from train.checkpoint.tensors import Shards, _DataUnpickler, spread_copies, tensors_of
+from train.checkpoint.metadata import _DataUnpickler
+from train.checkpoint.shards import Shards
+from train.checkpoint.tensors import spread_copies, tensors_of
+from train.checkpoint.verify import find_damage
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def _forge(folder, change):
     (folder / ".metadata").write_bytes(pickle.dumps(table))
     files = {name: describe(folder / name) for name in read_manifest(folder).files}
     rewrite_manifest(folder, files=files)
-    problem = what_is_broken(folder)
+    problem = find_damage(folder)
     assert str(folder) in problem or "do not trust it" in problem
 
 
@@ -146,13 +148,13 @@ def _first_place(table):
         ),
         (
             lambda table: setattr(_first_place(table), "offset", 2**70),
-            "tensors larger than its files, or places in no file",
+            "tensors larger than its files, or offsets outside of any file",
         ),
         (
             lambda table: setattr(
                 table.state_dict_metadata["model.head.weight"], "size", torch.Size([1 << 52, 1])
             ),
-            "tensors larger than its files, or places in no file",
+            "tensors larger than its files, or offsets outside of any file",
         ),
     ],
     ids=["an object", "a file outside", "a place outside", "a large tensor"],

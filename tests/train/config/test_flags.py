@@ -6,7 +6,7 @@ import pytest
 
 from runtime.errors import UserError
 from train.config import diffusion as dit_config
-from train.config import flags
+from train.config import flags, toml_files
 from train.config import language as config
 from train.config.entries import Config, DiTRunConfig
 from train.config.fields import config_fields, fields_by_variant
@@ -37,7 +37,7 @@ def test_a_model_is_named_by_its_file_of_now_or_before_or_by_name(
     root = flags.MODELS.parents[1]
     monkeypatch.chdir(tmp_path if elsewhere else root)
     given = str(root / name) if elsewhere and "/" in name else name
-    flags._tell_moved.cache_clear()
+    toml_files._note_moved.cache_clear()
     assert parse_args(["--config", given]) == load_config(flags.MODELS / "llama3_8b.toml")
     assert ("configs/models/llama3_8b.toml, which is read" in capsys.readouterr().err) == (
         "configs/l" in name

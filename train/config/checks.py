@@ -1,0 +1,147 @@
+"""Checks across the sections that every entry's configuration has.
+
+All of them run before any process joins, so that a contradiction costs a second on the machine that
+starts the job, and not the minutes until the first step on all of its nodes.
+"""
+
+import os
+from shutil import which
+
+import torch
+
+from data.text.config import split_shares
+from kernels.backends import BACKENDS, LINEAR, SOFTMAX, listed
+from train.config.common import CommonConfig
+from train.config.fields import ConfigError, value_of
+from train.schedule import schedule_of
+
+NEEDS = (
+    ("save_interval", "save"),
+    ("async_save", "save"),
+    ("keep_last", "save"),
+    ("keep_every", "save"),
+    ("non_persistent_save_interval", "save"),
+    ("non_persistent_save_interval", "non_persistent_local_ckpt_dir"),
+    ("non_persistent_local_ckpt_dir", "non_persistent_save_interval"),
+    ("wandb_exp_name", "wandb_project"),
+)
+"""Pairs of a field and another one that must be set with it."""
+
+
+def validate_run(config: CommonConfig) -> None:
+    """Check the schedule, the attention kernel, and that each setting has those that it needs.
+
+    Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
+    """
+    _check_schedule(config)
+
+    if config.recompute.recompute_offload and config.mesh.device_type == "cpu":
+        raise ConfigError(
+            "recompute_offload is set and device is cpu, whose activations are in host memory "
+            "already, so that a copy would only add to it; leave it out, or use --device cuda"
+        )
+    sharded = (
+        config.data_parallel.strategy not in ("ddp", "legacy_ddp")
+        or config.mesh.tensor_model_parallel_size > 1
+    )
+    optimizer = config.optimizer
+    optimizer.spec.check(optimizer, config.mesh.device_type, sharded=sharded)
+    if config.train.compile:
+        _check_compile(config)
+    config.float8.check(config)
+
+    eval_iters = config.train.eval_iters
+    if eval_iters and not split_shares(config.data.split)[1]:
+        raise ConfigError(
+            f"split is {config.data.split}, which leaves nothing to validate on, but eval_iters is "
+            f"{eval_iters}; give a split such as 95,5,0, or --eval-iters 0"
+        )
+    _check_needs(config)
+    _check_backend(config)
+
+
+def _check_schedule(config: CommonConfig) -> None:
+    """Check that the warm-up and the decay lie within the learning rate's schedule."""
+    optimizer = config.optimizer
+    end = optimizer.lr_decay_iters
+    if end is None:
+        return
+    if optimizer.lr_warmup_iters >= end:
+        raise ConfigError(
+            f"lr_warmup_iters is {optimizer.lr_warmup_iters}, but the schedule ends at "
+            f"lr_decay_iters {end}; give --lr-warmup-iters {end // 10}, or raise lr_decay_iters"
+        )
+
+    decay = optimizer.lr_wsd_decay_iters
+    warmup = schedule_of(optimizer, config.train.train_iters).lr_warmup_iters
+    if decay is not None and decay > end - warmup:
+        raise ConfigError(
+            f"lr_wsd_decay_iters is {decay}, but only {end - warmup} iterations lie between the "
+            f"warm-up and lr_decay_iters {end}; lower it"
+        )
+
+
+def _check_needs(config: CommonConfig) -> None:
+    needs = list(NEEDS)
+    if config.health.bad_step_policy == "rollback":
+        needs.append(("bad_step_policy", "save_interval"))
+    for name, other in needs:
+        value = value_of(config, name)
+        if value and not value_of(config, other):
+            flag = other.replace("_", "-")
+            raise ConfigError(
+                f"{name} is {value}, but {other} is not set; give --{flag}, or leave {name} out"
+            )
+
+
+def _check_compile(config: CommonConfig) -> None:
+    """Check that nothing else inspects single operators, and that a CPU has a C++ compiler."""
+    policy = config.recompute
+    setting = ""
+    if policy.recompute_offload:
+        setting = "recompute_offload"
+    elif policy.recompute_granularity == "attention_boundary":
+        setting = "recompute_granularity attention_boundary"
+    if setting:
+        raise ConfigError(
+            f"compile is set with {setting}, which inspects each operator while a layer runs, and "
+            "those of a compiled layer cannot be inspected; use recompute_granularity full or "
+            "selective, or leave compile out"
+        )
+
+    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
+    if config.mesh.device_type == "cpu" and not any(map(which, compilers)):
+        raise ConfigError(
+            "compile is set and no C++ compiler is installed, which torch.compile needs for a CPU; "
+            "install one (Debian: apt-get install g++), name it in CXX, or leave compile out"
+        )
+
+
+def _check_backend(config: CommonConfig) -> None:
+    """Check that the attention kernel is used, and fits the model's attention and the dtype."""
+    backend = config.context.attention_backend
+    if backend == "auto":
+        return
+
+    linear = config.model.linear_attention
+    family = getattr(config.model, "model_type", None)
+    if linear and backend not in LINEAR:
+        raise ConfigError(
+            f"attention_backend is {backend}, which is softmax attention, and model_type {family} "
+            f"has linear attention; use {listed(LINEAR)}"
+        )
+    if family and not linear and backend not in SOFTMAX:
+        raise ConfigError(
+            f"attention_backend is {backend}, which is linear attention, and model_type {family} "
+            f"has softmax attention; use {listed(SOFTMAX)}"
+        )
+    if not linear and config.context.context_parallel_method == "none":
+        raise ConfigError(
+            f"attention_backend is {backend} and context_parallel_method is none, which is torch's "
+            "own SDPA; choose a method, or leave the backend out"
+        )
+    if not config.train.bf16 and torch.float32 not in BACKENDS[backend].dtypes:
+        raise ConfigError(
+            f"attention_backend is {backend}, which has no float32; give --bf16 or "
+            "--attention-backend auto"
+        )

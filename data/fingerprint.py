@@ -1,5 +1,8 @@
-"""Fingerprints of data files, by which a resumed run detects changed data, and digests of a
-folder's arrays.
+"""Fingerprints of data files, and digests of the arrays in a folder.
+
+A resumed run compares the fingerprint of its data with that of its checkpoint: with other data, the
+number of consumed samples means nothing. Reading terabytes at every start would be too slow, so a
+fingerprint has the whole index, which fixes all sizes, and samples of the content.
 """
 
 import hashlib
@@ -28,30 +31,31 @@ def _digest(path: Path, size: int, changed: int) -> str:
 
 
 def fingerprint(index: Path, contents: Sequence[Path]) -> str:
-    """Return the SHA-256 of an index, the sizes of the files that it describes, and samples of
-    their bytes.
+    """Return the SHA-256 of an index, its files' sizes, and samples of their bytes.
 
     The samples are 64 blocks of 64 KiB, spread evenly over the concatenated files, first and last
     bytes included; up to 4 MiB are read whole. Names and times do not count.
     """
     sizes = [path.stat().st_size for path in contents]
-    found = hashlib.sha256(f"{digest(index)} {sizes}".encode())
     total = sum(sizes)
-    starts = [number * max(0, total - SAMPLE_BYTES) // (SAMPLES - 1) for number in range(SAMPLES)]
     if total <= SAMPLES * SAMPLE_BYTES:
         starts = list(range(0, total, SAMPLE_BYTES))
-    before = 0
+    else:
+        starts = [number * (total - SAMPLE_BYTES) // (SAMPLES - 1) for number in range(SAMPLES)]
+
+    result = hashlib.sha256(f"{digest(index)} {sizes}".encode())
+    bytes_before = 0  # bytes of the files before this one
     for path, size in zip(contents, sizes, strict=True):
-        wanted = [
-            start - before for start in starts if before - SAMPLE_BYTES < start < before + size
-        ]
-        if wanted:
+        # Also a sample that begins in the file before and ends in this one.
+        offsets = [start - bytes_before for start in starts if start < bytes_before + size]
+        offsets = [offset for offset in offsets if offset > -SAMPLE_BYTES]
+        if offsets:
             with path.open("rb") as file:
-                for start in wanted:
-                    file.seek(max(0, start))
-                    found.update(file.read(min(start, 0) + SAMPLE_BYTES))
-        before += size
-    return found.hexdigest()
+                for offset in offsets:
+                    file.seek(max(0, offset))
+                    result.update(file.read(min(offset, 0) + SAMPLE_BYTES))
+        bytes_before += size
+    return result.hexdigest()
 
 
 def write_digests(folder: Path) -> None:
@@ -61,27 +65,31 @@ def write_digests(folder: Path) -> None:
 
 
 def check_digests(folder: Path) -> None:
-    """Raise DataError if an array of the folder is missing, changed or not listed; names the file."""
+    """Raise DataError if an array of the folder is missing, changed or not listed."""
     remedy = f"remove {folder}, which is then written anew"
     try:
-        noted = dict(json.loads((folder / DIGESTS).read_text(encoding="utf-8")).items())
+        digests = dict(json.loads((folder / DIGESTS).read_text(encoding="utf-8")).items())
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(
             f"the index cache {folder} has no list of its files ({error}); {remedy}"
         ) from error
-    there = {path.name for path in folder.glob("*.npy")}
-    if odd := sorted(noted.keys() ^ there):
-        what = "lacks" if odd[0] in noted else "has not noted"
-        raise DataError(f"the index cache {folder} {what} {odd[0]!r}; {remedy}")
-    for name, digest in noted.items():
+
+    present_names = {path.name for path in folder.glob("*.npy")}
+    differing_names = sorted(digests.keys() ^ present_names)
+    if differing_names:
+        name = differing_names[0]
+        problem = "lacks" if name in digests else "does not list"
+        raise DataError(f"the index cache {folder} {problem} {name!r}; {remedy}")
+    for name, expected in digests.items():
         path = folder / name
         try:
-            found = sha256(path)
+            actual = sha256(path)
         except OSError as error:
             raise DataError(
                 f"{path} of the index cache cannot be read ({error.strerror}); {remedy}"
             ) from error
-        if found != digest:
+        if actual != expected:
             raise DataError(
-                f"{path} of the index cache is damaged: its SHA-256 is not the one noted; {remedy}"
+                f"{path} of the index cache is damaged: its SHA-256 differs from the recorded one; "
+                f"{remedy}"
             )

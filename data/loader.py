@@ -1,7 +1,8 @@
 """Build the batches of each data-parallel rank. Legend: B micro-batch size, S sequence length.
 
-A step's samples depend only on the number of samples consumed before it: there is no iterator state
-to save, and neither the number of ranks nor the micro-batch size changes the order.
+A step's samples depend only on the number of samples consumed before it. There is no iterator state
+to save, and neither the number of ranks nor the micro-batch size changes the order, so a checkpoint
+resumes on any mesh with the samples that the first run would have read next.
 """
 
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """Division of a global batch over data-parallel ranks and micro-batches, and its reading."""
+    """Split of a global batch over data-parallel ranks and micro-batches, and how it is read."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -61,18 +62,17 @@ class Batching:
 
     @property
     def together(self) -> int:
-        """Samples in one micro-batch of every rank together."""
+        """Samples in one micro-batch of all ranks together."""
         return self.micro_batch_size * self.dp_size
 
 
 def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iterator[list[Batch]]:
-    """Yield steps without end, each this rank's micro-batches: dicts of `tokens` and `labels`,
-    int64 [B, S].
+    """Yield steps without end, each a list of this rank's micro-batches.
 
-    With samples that tell where documents start, also of `starts`, bool [B, S]. The micro-batches
-    of all ranks in a step are exactly the samples [consumed, consumed + global_batch_size) of an
-    endless dataset; then `consumed` grows by global_batch_size. Labels without loss are
-    IGNORE_INDEX.
+    A micro-batch holds `tokens` and `labels`, int64 [B, S], and `starts`, bool [B, S], if the
+    samples mark where documents start. The micro-batches of all ranks in a step are exactly the
+    samples [consumed, consumed + global_batch_size) of an endless dataset; then `consumed` grows by
+    global_batch_size. Labels without loss are IGNORE_INDEX.
 
     Raises DataError: a bad sample, when reached.
     """
@@ -80,15 +80,15 @@ def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iter
 
 
 def evaluation_batches(dataset: Samples, batching: Batching, samples: int) -> Iterator[list[Batch]]:
-    """Yield steps as `batches` does, over the samples [0, min(samples, len(dataset))), each once.
+    """Yield steps like `batches`, over the samples [0, min(samples, len(dataset))), each once.
 
     The last step is padded with samples whose labels are all IGNORE_INDEX, so every rank has the
     same number of steps and micro-batches; a loss summed over ranks and divided by the number of
     valid labels is exact.
     """
-    wanted: list[int | None] = list(range(min(samples, len(dataset))))
-    wanted += [None] * (-len(wanted) % batching.global_batch_size)
-    return _steps(dataset, batching, iter(wanted))
+    indices: list[int | None] = list(range(min(samples, len(dataset))))
+    indices += [None] * (-len(indices) % batching.global_batch_size)
+    return _steps(dataset, batching, iter(indices))
 
 
 def _steps(
@@ -96,20 +96,13 @@ def _steps(
 ) -> Iterator[list[Batch]]:
     if batching.num_workers:
         end_readers_at_exit()
-    begin, end = (
-        rank * batching.micro_batch_size for rank in (batching.dp_rank, batching.dp_rank + 1)
-    )
     loader: DataLoader[Any] = DataLoader(
         _Reader(dataset),  # type: ignore[arg-type]
-        # As in Megatron, rank r takes the r-th micro-batch of every dp_size.
-        batch_sampler=(
-            step[begin:end] for step in iter(lambda: list(islice(indices, batching.together)), [])
-        ),
+        batch_sampler=_micro_batches(batching, indices),
         collate_fn=_collate,
         num_workers=batching.num_workers,
         pin_memory=batching.pin_memory,
-        # Own generator: the loader draws a seed for its workers, which must not advance the
-        # training's RNG.
+        # The loader draws a seed for its workers, which must not advance the RNG of training.
         generator=torch.Generator(),
         worker_init_fn=leave_to_parent,
     )
@@ -124,9 +117,17 @@ def _steps(
         del reader  # or an error's frames keep its processes
 
 
+def _micro_batches(batching: Batching, indices: Iterator[int | None]) -> Iterator[list[int | None]]:
+    """Yield the indices of this rank's micro-batches: as in Megatron, the r-th of every dp_size."""
+    begin = batching.dp_rank * batching.micro_batch_size
+    while group := list(islice(indices, batching.together)):
+        yield group[begin : begin + batching.micro_batch_size]
+
+
 class _Reader:
-    """Return a DataError as a value: raised in a worker, it would arrive with a traceback as its
-    message.
+    """Return a DataError as a value.
+
+    Raised in a worker, it would arrive with a traceback as its message.
     """
 
     def __init__(self, dataset: Samples) -> None:

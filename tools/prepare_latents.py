@@ -24,8 +24,9 @@ import numpy as np
 if not __package__:  # started as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.latents.folder import LatentFolder, write_latents
+from data.latents.folder import LatentFolder
 from data.latents.pictures import Pictures
+from data.latents.writing import write_latents
 from runtime.errors import DataError
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 

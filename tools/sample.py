@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from data.chat.conversations import NAMED
-from data.chat.rows import Turn, said
+from data.chat.rows import conversation_of_turns
 from data.chat.template import ChatTemplate
+from data.chat.turns import Turn
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from model.generate import DivergedError, Draw
 from planner.choice import method_to_read
@@ -206,9 +207,8 @@ def _question(
     """
     assert template is not None
     assert isinstance(tokenizer, HuggingFaceTokenizer)  # or there would be no template
-    template.refuse_spelled(
-        tokenizer, said([turn for turn in turns if turn["role"] != "assistant"])
-    )
+    questions = [turn for turn in turns if turn["role"] != "assistant"]
+    template.refuse_spelled(tokenizer, conversation_of_turns(questions))
     return tokenizer.tokenize_special(template.render(turns, prompt=True))[0]
 
 

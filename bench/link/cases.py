@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.latents.folder import write_latents
+from data.latents.writing import write_latents
 from data.text.prepare import Request, prepare
 from runtime.machine import ROOT
 from tools.common.cases import Case, case_of

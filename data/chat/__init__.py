@@ -1,1 +1,1 @@
-"""Conversations to tokens, with which of them are learned."""
+"""Conversations to tokens, with a loss mask of the assistant's turns."""

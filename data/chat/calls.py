@@ -1,9 +1,8 @@
-"""Tools and calls of them, from the forms that people's rows have to the one that chat templates
-take.
+"""Convert tools and tool calls of rows to the form that chat templates take.
 
-That is OpenAI's: `tools` are objects with a `function`, and a turn's `tool_calls` have a `function`
-with a name and its arguments, which may be an object or its JSON, and goes on as it is. Older and
-other forms are turned into it.
+It is OpenAI's: `tools` are objects with a `function`, and a turn's `tool_calls` have a `function`
+with a name and arguments. The arguments may be an object or its JSON and are passed on unchanged,
+since templates write the two differently. Older and other forms are converted.
 """
 
 import json
@@ -19,10 +18,11 @@ CALL_ROLES = ("function_call", "tool_call")
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools of a row, `tools` or OpenAI's older `functions`, each a list or its JSON;
-    None if it has none.
+    """Return the tools of a row, None if it has none.
 
-    Raises DataError: neither a list nor the JSON of one, or one that is no object.
+    They are its `tools` or OpenAI's older `functions`, a list or its JSON.
+
+    Raises DataError: neither a list nor the JSON of one, or a tool that is no object.
     """
     tools = _listed("tools", row.get("tools"))
     functions = _listed("functions", row.get("functions"))
@@ -50,12 +50,13 @@ def _listed(name: str, value: Any) -> list[Any] | None:
 
 
 def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
-    """Return the calls of a turn: of `tool_calls`, or OpenAI's older `function_call`.
+    """Return the calls of a turn, from `tool_calls` or OpenAI's older `function_call`.
 
     Raises DataError: a call without a name, or with arguments that are neither an object nor its
     JSON.
     """
-    calls, older = turn.get("tool_calls"), turn.get("function_call")
+    calls = turn.get("tool_calls")
+    older = turn.get("function_call")
     if isinstance(calls, str) and calls.strip():
         calls = parsed(f"{where} has tool_calls", calls)
     if not says_nothing(calls) and not says_nothing(older):
@@ -74,34 +75,32 @@ def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
 
 
 def holds_null(value: Any) -> bool:
-    """Return whether a call or a tool has a null in it, as files of columns write for a key that it
-    lacks.
-    """
+    """Return whether a value holds a null, which column files write for missing keys."""
     if isinstance(value, dict):
         return any(map(holds_null, value.values()))
     return value is None or (isinstance(value, (list, tuple)) and any(map(holds_null, value)))
 
 
 def with_calls_joined(turns: Sequence[Any]) -> list[Any]:
-    """Return turns in which calls of functions that follow each other are one turn, as ms-swift
-    reads them.
+    """Join consecutive function calls of ShareGPT's roles into one turn, as ms-swift reads them.
 
-    These are turns of ShareGPT's roles. Raises DataError: one of them is marked as learned and
-    another is not.
+    Raises DataError: one of them is marked as learned and another is not.
     """
     joined: list[Any] = []
     for number, turn in enumerate(turns, start=1):
         if not joined or not _is_call(turn) or not _is_call(joined[-1]):
             joined.append(turn)
             continue
-        where, previous = f"turn {number}", joined[-1]
-        if mark_of(where, turn) != mark_of(f"turn {number - 1}", previous):
+        previous = joined[-1]
+        where = f"turn {number}"
+        previous_where = f"turn {number - 1}"
+        if mark_of(where, turn) != mark_of(previous_where, previous):
             raise DataError(
-                f"{where} is a call beside that of the turn before, and marked otherwise; mark them alike"
+                f"{where} is a call beside that of the turn before, and marked otherwise; "
+                "mark them alike"
             )
-        calls = spoken_calls(f"turn {number - 1}", _content(previous)) + spoken_calls(
-            where, _content(turn)
-        )
+        calls = spoken_calls(previous_where, _content(previous))
+        calls += spoken_calls(where, _content(turn))
         joined[-1] = {**turn, **previous, "content": calls, "value": calls}
     return joined
 
@@ -115,8 +114,9 @@ def _content(turn: Mapping[str, Any]) -> Any:
 
 
 def spoken_calls(where: str, content: Any) -> list[Call]:
-    """Return the calls that a turn of ShareGPT's role function_call has as its text: the JSON of
-    one, or of several.
+    """Return the calls of a turn of ShareGPT's role function_call.
+
+    Its text is the JSON of one call, or of a list of calls.
     """
     if isinstance(content, str):
         content = parsed(f"{where} is a call of a function and", content)
@@ -127,8 +127,10 @@ def _called(where: str, calls: Any) -> list[Call]:
     """Return bare calls, each a name and its arguments, as templates take them."""
     if isinstance(calls, str):
         calls = parsed(f"{where} has function_call", calls)
+    if not isinstance(calls, list):
+        calls = [calls]
     called: list[Call] = []
-    for call in calls if isinstance(calls, list) else [calls]:
+    for call in calls:
         _check(where, call)
         function = dict(call.get("function", call))
         function.setdefault("arguments", function.pop("parameters", {}))
@@ -153,13 +155,16 @@ def _check(where: str, call: Any) -> None:
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, (dict, str)):
         raise DataError(
-            f"{where} calls {function['name']} with arguments {arguments!r:.40}; they must be an object, or its JSON"
+            f"{where} calls {function['name']} with arguments {arguments!r:.40}; "
+            "they must be an object, or its JSON"
         )
 
 
-def parsed(what: str, text: str) -> Any:
-    """Return the value of a JSON text; in a DataError ``what`` names it."""
+def parsed(subject: str, text: str) -> Any:
+    """Return the value of a JSON text. Raises DataError that begins with ``subject``."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{what} {text!r:.60}, which is not JSON ({error}); repair it") from error
+        raise DataError(
+            f"{subject} {text!r:.60}, which is not JSON ({error}); repair it"
+        ) from error

@@ -1,4 +1,4 @@
-"""Chat templates by name, and tokenizers that are trained for them."""
+"""Named chat templates, and tokenizers that are trained for them."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from runtime.files import write_text
 
 @dataclass(frozen=True, kw_only=True)
 class NamedTemplate:
-    """A published template, and the special tokens that it spells."""
+    """A published template with its special tokens."""
 
     source: str
     special: tuple[str, ...]
@@ -25,16 +25,18 @@ class NamedTemplate:
 
 NAMED = {
     "chatml": NamedTemplate(
-        source="{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
-        "'<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        source="{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
+        "message['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|im_start|>assistant\n' }}{% endif %}",
         special=("<|im_start|>", "<|im_end|>"),
         begin=None,
         end="<|im_end|>",
     ),
     "llama3": NamedTemplate(
-        source="{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + "
-        "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content "
-        "= bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ "
+        source="{% for message in messages %}{% set content = '<|start_header_id|>' + "
+        "message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
+        "{{ content }}{% endfor %}{% if add_generation_prompt %}{{ "
         "'<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
         special=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         begin="<|begin_of_text|>",
@@ -46,11 +48,10 @@ NAMED = {
 def train_chat_tokenizer(
     rows: Iterable[Row], skip_refused: bool, folder: Path, vocab_size: int, name: str
 ) -> Path:
-    """Train a byte-level BPE on the first 8 million characters of conversations, for a template of
-    NAMED.
+    """Train a byte-level BPE on conversations, for a template of NAMED.
 
-    Writes the tokenizer.json, whose path is returned, and tokenizer_config.json of a folder that
-    `transformers` loads.
+    It reads the first 8 million characters. Writes the tokenizer.json, whose path is returned, and
+    the tokenizer_config.json of a folder that `transformers` loads.
 
     Raises DataError: a conversation that cannot be used, unless these are skipped, or a
     `vocab_size` that is too small for the 256 bytes and the special tokens, or that the
@@ -58,15 +59,16 @@ def train_chat_tokenizer(
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from data.tokenizer import (
-        to_train_on,
-    )  # imports numpy, and a program's --help names the templates alone
+    # Imports numpy, which a program's --help need not load to name the templates.
+    from data.tokenizer import to_train_on
 
-    template, alphabet = NAMED[name], pre_tokenizers.ByteLevel.alphabet()
-    least = len(alphabet) + len(template.special)
-    if vocab_size < least:
+    template = NAMED[name]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    min_entries = len(alphabet) + len(template.special)
+    if vocab_size < min_entries:
         raise DataError(
-            f"vocab_size is {vocab_size}; 256 bytes and the special tokens of {name} take {least} entries"
+            f"vocab_size is {vocab_size}; 256 bytes and the special tokens of {name} take "
+            f"{min_entries} entries"
         )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -77,20 +79,15 @@ def train_chat_tokenizer(
         initial_alphabet=sorted(alphabet),
         show_progress=False,
     )
-
-    def texts() -> Iterator[str]:
-        for where, row in rows:
-            try:
-                yield from [text for _, _, text in conversation_of(row).texts()]
-            except DataError as error:
-                if not skip_refused:
-                    raise DataError(f"{where}: {error}") from error
-
-    backend.train_from_iterator(list(to_train_on(texts())), trainer)
-    if (found := backend.get_vocab_size()) < vocab_size:
+    texts = to_train_on(_texts(rows, skip_refused))
+    backend.train_from_iterator(list(texts), trainer)
+    entries = backend.get_vocab_size()
+    if entries < vocab_size:
         raise DataError(
-            f"vocab_size is {vocab_size}, and the conversations fill {found} entries; give that or fewer"
+            f"vocab_size is {vocab_size}, and the conversations fill {entries} entries; give that "
+            "or fewer"
         )
+
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": template.end,
@@ -103,3 +100,14 @@ def train_chat_tokenizer(
     write_text(path, backend.to_str())
     write_text(folder / "tokenizer_config.json", json.dumps(config, indent=1) + "\n")
     return path
+
+
+def _texts(rows: Iterable[Row], skip_refused: bool) -> Iterator[str]:
+    """Yield all texts of conversations."""
+    for where, row in rows:
+        try:
+            conversation = conversation_of(row)
+            yield from [text for _, _, text in conversation.texts()]
+        except DataError as error:
+            if not skip_refused:
+                raise DataError(f"{where}: {error}") from error

@@ -1,18 +1,21 @@
-"""The assistant's turns in the text of a conversation, by prefixes of it, in time that grows as the
-text does.
+"""Find the assistant's turns in a conversation's text by its prefixes, in linear time.
 
-A turn is what the conversation through it adds to the conversation before it with the generation
-prompt, if both are prefixes of the whole. To write every prefix of a conversation of n turns takes
-time of n squared. So in a long one the first turns and some others, at most a few dozen, are
-compared with prefixes. Every turn, of all, is written as the last one of a short conversation, of
-the turns around it, and what that adds must stand where the turn is expected. A conversation for
-which anything of this does not hold is compared with every prefix.
+A turn is the text that the conversation through it adds to the conversation before it with the
+generation prompt, if both are prefixes of the whole. Writing every prefix of a conversation of n
+turns takes time proportional to n squared, which conversations of hundreds of tool calls feel.
+
+So only the first turns of a long conversation and a few dozen others are compared with prefixes.
+Every turn, of all, is also written as the last one of a short window of the turns around it, and
+the text that it adds there must stand at the expected place of the whole text. A conversation for
+which any of this fails is compared with every prefix, so the result never rests on the windows
+alone.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from data.chat.rows import Conversation, Turn
+from data.chat.rows import Conversation
+from data.chat.turns import Turn
 from runtime.bounds import UnboundedError
 from runtime.errors import DataError
 
@@ -24,14 +27,15 @@ ALL_COMPARED = 32
 """Turns up to which each prefix is compared."""
 _SHARES = 8
 _AROUND = 6
-"""Turns before the previous answer among which its question is looked for."""
+"""Turns before the previous answer among which its question is searched."""
 
 
 def spans_by_prefixes(
     render: Render, conversation: Conversation, text: str
 ) -> dict[int, Bounds] | int:
-    """Return the characters [begin, end) of each learned turn, or the first one for which prefixes
-    do not hold.
+    """Return the characters [begin, end) of each learned turn.
+
+    If a turn's text is not its prefixes' difference, return the number of the first such turn.
     """
     bounds = None
     if len(conversation.turns) > ALL_COMPARED:
@@ -40,14 +44,13 @@ def spans_by_prefixes(
     for number, learned in enumerate(conversation.learned):
         if not learned:
             continue
-        whole = (
-            _compared(render, conversation.turns, number, text)
-            if bounds is None
-            else bounds[number]
-        )
-        if whole is None:
+        if bounds is None:
+            turn_bounds = _compared(render, conversation.turns, number, text)
+        else:
+            turn_bounds = bounds[number]
+        if turn_bounds is None:
             return number
-        begin, end = whole
+        begin, end = turn_bounds
         while end > begin and text[end - 1].isspace():
             end -= 1
         spans[number] = begin, end
@@ -55,23 +58,22 @@ def spans_by_prefixes(
 
 
 def _compared(render: Render, turns: Sequence[Turn], number: int, text: str) -> Bounds | None:
-    """Return a turn's bounds by the prefixes before and through it; None if they are no prefixes."""
-    before, through = render(turns[:number], True), render(turns[: number + 1], False)
-    if not text.startswith(through) or not through.startswith(before):
+    """Return a turn's bounds by the prefixes before and through it, None if they are none."""
+    text_before = render(turns[:number], True)
+    text_through = render(turns[: number + 1], False)
+    if not text.startswith(text_through) or not text_through.startswith(text_before):
         return None
-    return len(before), len(through)
+    return len(text_before), len(text_through)
 
 
 def _by_windows(render: Render, turns: Sequence[Turn], text: str) -> dict[int, Bounds] | None:
-    """Return the bounds of the assistant's turns, most of them by the turns around; None if
-    anything does not hold.
-    """
+    """Return the bounds of the assistant's turns, most by windows; None if a check fails."""
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
-    compared = _compared_answers(answers, len(turns))
+    answers_to_compare = _compared_answers(answers, len(turns))
     bounds: dict[int, Bounds] = {}
     for previous, number in pairwise([-1, *answers]):
         by_prefix = None
-        if number in compared:
+        if number in answers_to_compare:
             by_prefix = _compared(render, turns, number, text)
             if by_prefix is None:
                 return None
@@ -86,47 +88,55 @@ def _by_windows(render: Render, turns: Sequence[Turn], text: str) -> dict[int, B
 
 
 def _compared_answers(answers: Sequence[int], count: int) -> set[int]:
-    """Return answers to compare with prefixes, whose lengths add up to a few times that of all."""
-    wanted = [count * share // _SHARES for share in range(1, _SHARES)]
-    wanted += [1 << power for power in range(count.bit_length())]
-    chosen = (
-        {number for number in answers if number < ALL_COMPARED}
-        | set(answers[:1])
-        | set(answers[-2:])
-    )
-    for limit in wanted:
-        chosen |= set([number for number in answers if number <= limit][-1:])
-    return chosen
+    """Return the answers to compare with prefixes.
+
+    The first ones, the first and the last two of all, and the last ones before an eighth, two
+    eighths, ... of the turns and before each power of two. The prefixes' lengths add up to a few
+    times the whole.
+    """
+    limits = [count * share // _SHARES for share in range(1, _SHARES)]
+    limits += [1 << power for power in range(count.bit_length())]
+    chosen_answers = {number for number in answers if number < ALL_COMPARED}
+    chosen_answers.update(answers[:1], answers[-2:])
+    for limit in limits:
+        chosen_answers.update([number for number in answers if number <= limit][-1:])
+    return chosen_answers
 
 
 def _by_window(
     render: Render, turns: Sequence[Turn], previous: int, number: int, text: str, offset: int
 ) -> Bounds | None:
-    """Return a turn's bounds by a short conversation that it ends; None if the text goes on
-    otherwise.
+    """Return a turn's bounds by a short conversation that ends with it.
 
-    ``offset`` is where the text through the ``previous`` answer ends.
+    ``offset`` is the end of the text through the ``previous`` answer. None if the text continues
+    otherwise than the short conversation does.
     """
-    around = _around(turns, previous)
-    window = [turns[place] for place in (*around, *range(around[-1] + 1, number + 1))]
+    numbers = _window_before(turns, previous)
+    num_before = len(numbers)
+    numbers += range(previous + 1, number + 1)
+    window = [turns[index] for index in numbers]
     try:
-        through_previous = render(window[: len(around)], False)
-        before, through = render(window[:-1], True), render(window, False)
+        text_of_previous = render(window[:num_before], False)
+        text_before = render(window[:-1], True)
+        text_through = render(window, False)
     except UnboundedError:
         raise
     except DataError:  # a template that wants other turns around
         return None
-    if not through.startswith(before) or not before.startswith(through_previous):
+
+    if not text_through.startswith(text_before) or not text_before.startswith(text_of_previous):
         return None
-    start = len(through_previous)
-    if not text.startswith(through[start:], offset):
+    start = len(text_of_previous)
+    if not text.startswith(text_through[start:], offset):
         return None
-    return offset + len(before) - start, offset + len(through) - start
+    return offset + len(text_before) - start, offset + len(text_through) - start
 
 
-def _around(turns: Sequence[Turn], previous: int) -> list[int]:
-    """Return the numbers of a few turns that end with the ``previous`` answer: what the system
-    says, and a question.
+def _window_before(turns: Sequence[Turn], previous: int) -> list[int]:
+    """Return the numbers of a few turns that end with the ``previous`` answer.
+
+    They are the system's turns and those from a question on: some templates refuse a conversation
+    that begins with an answer, and some write a thought only after the last question.
     """
     leading = 0
     while turns[leading]["role"] in ("system", "developer"):
@@ -134,12 +144,15 @@ def _around(turns: Sequence[Turn], previous: int) -> list[int]:
     start = previous
     while start > leading and turns[start]["role"] != "user" and previous - start < _AROUND:
         start -= 1
+
     head = list(range(leading))
-    if turns[start]["role"] != "user":  # amid calls of tools: from an answer on, after the question
+    if turns[start]["role"] != "user":
+        # In the middle of tool calls: begin at an answer, and put the question before it.
         while turns[start]["role"] != "assistant":
             start += 1
         question = start - 1
         while question >= leading and turns[question]["role"] != "user":
             question -= 1
-        head += [question] if question >= leading else []
+        if question >= leading:
+            head.append(question)
     return [*head, *range(start, previous + 1)]

@@ -1,4 +1,10 @@
-"""Characters of a text that belong to turns, and the tokens that they are. T tokens."""
+"""Map the characters of turns to tokens. T tokens.
+
+The loss mask is decided in characters, by the template, and applied to tokens. A token that lies
+in a turn only in part has no right mask: learning it would teach the model to write a part of the
+next turn, and leaving it out would leave a part of the answer unlearned. Such tokens are reported
+separately, and the conversation is refused.
+"""
 
 import re
 from collections.abc import Sequence
@@ -13,62 +19,69 @@ Spans = list[tuple[int, int]]
 """Characters [begin, end) of a text."""
 
 
-def between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:
-    """Return a text without its first two marks, and what is between them; None if they do not
-    alternate.
+def spans_between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:
+    """Return a text without its first two marks, and the spans between them.
+
+    None for the spans if the marks do not alternate.
     """
     begin, end = marks[:2]
     pieces = re.split(f"([{begin}{end}])", text)
     unmarked = "".join(pieces[::2])
     if pieces[1::2] != [begin, end] * (len(pieces) // 4):
         return unmarked, None
-    before = list(accumulate(map(len, pieces[::2])))  # the characters before each mark
-    return unmarked, list(zip(before[::2], before[1::2], strict=False))
+    lengths_before = list(accumulate(map(len, pieces[::2])))  # the characters before each mark
+    return unmarked, list(zip(lengths_before[::2], lengths_before[1::2], strict=False))
 
 
 def tokens_of(offsets: np.ndarray, spans: Spans, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tokens of ``offsets`` [T, 2] lie in the spans, and which lie there in part, bool
-    [T] each.
+    """Return the tokens in the spans, and those only partly in them, bool [T] each.
+
+    Args:
+        offsets: characters [begin, end) of each token, [T, 2].
+        spans: characters of turns; they may overlap.
+        length: characters of the text.
     """
     steps = np.zeros(length + 2, dtype=np.int64)
     for begin, end in spans:
         steps[begin] += 1
         steps[end] -= 1
-    inside = np.concatenate(
-        ([0], np.cumsum(np.cumsum(steps) > 0))
-    )  # [length + 3]: characters of spans before each
-    begins, ends = (
-        offsets[:, 0],
-        np.maximum(offsets[:, 1], offsets[:, 0] + 1),
-    )  # empty ones as their first character
-    covered = inside[ends] - inside[begins]
+    in_spans = np.cumsum(steps) > 0
+    count_before = np.concatenate(([0], np.cumsum(in_spans)))  # [length + 3]: characters in spans
+
+    begins = offsets[:, 0]
+    ends = np.maximum(offsets[:, 1], begins + 1)  # an empty token counts as its first character
+    covered = count_before[ends] - count_before[begins]
     return covered > 0, (covered > 0) & (covered < ends - begins)
 
 
 def spans_of_turns(
     spans: Spans, owners: Sequence[int | None], conversation: Conversation
 ) -> list[Spans] | None:
-    """Return the marked spans of each learned turn; None if it cannot be told of which turn one is."""
+    """Return the marked spans of each learned turn; None if a span's turn is not known.
+
+    Args:
+        spans: spans between generation marks, in order.
+        owners: the turn of each span, None for one without content of a turn.
+        conversation: the turns, and which are learned.
+    """
     learned = conversation.learned
-    every = all(
-        learned[number]
-        for number, turn in enumerate(conversation.turns)
-        if turn["role"] == "assistant"
-    )
+    all_learned = True
+    for number, turn in enumerate(conversation.turns):
+        if turn["role"] == "assistant" and not learned[number]:
+            all_learned = False
     if len(spans) != len(owners):
-        return [[span] for span in spans] if every else None
-    if not every and any(
-        owner is None and begin < end for owner, (begin, end) in zip(owners, spans, strict=True)
-    ):
-        return None
+        return [[span] for span in spans] if all_learned else None
+
     turns: dict[int | None, Spans] = {}
-    owner = None
-    for span, turn in zip(spans, owners, strict=True):
-        owner = (
-            owner if turn is None else turn
-        )  # one that ends a turn, as around its last token, follows it
-        if owner is None or learned[owner]:
-            turns.setdefault(owner, []).append(span)
+    current = None
+    for (begin, end), owner in zip(spans, owners, strict=True):
+        if owner is not None:
+            current = owner
+        elif begin < end and not all_learned:
+            return None
+        # A span without an owner may hold a turn's last token: it follows its turn.
+        if current is None or learned[current]:
+            turns.setdefault(current, []).append((begin, end))
     return list(turns.values())
 
 
@@ -79,13 +92,13 @@ def turn_ends(
     spans: Spans,
     text: str,
 ) -> list[int]:
-    """Return the added token that each span ends with, white space left out, if it ends with one."""
+    """Return the added tokens that end the spans, not counting white space."""
     ends = []
     for begin, end in spans:
         token = int(np.searchsorted(offsets[:, 0], end)) - 1
-        while (
-            token >= 0 and offsets[token, 0] >= begin and not text[slice(*offsets[token])].strip()
-        ):
+        while token >= 0 and offsets[token, 0] >= begin:
+            if text[slice(*offsets[token])].strip():
+                break
             token -= 1
         if token >= 0 and offsets[token, 0] >= begin and ids[token] in tokenizer.added_ids:
             ends.append(ids[token])

@@ -1,9 +1,10 @@
-"""Numbers that stand in for what a conversation says, to see what of it a chat template writes, and
-where.
+"""Replace a conversation's texts by numbers, to see which ones a template writes, and where.
 
-A short text such as "4" would be found by chance. So a conversation is written once more with a
-number between two marks in the place of each text, of each called function and its arguments, and
-of each tool's name.
+A template may drop a turn, change its text or leave out a thought, and a model would then learn
+something that is not in the data. Searching the written text for the turn's text does not detect
+it: a short text such as "4" would be found by chance. So the conversation is written once more,
+with a number between two marks instead of each text, of each called function and its arguments,
+and of each tool's name. Marks are characters that occur nowhere in the conversation.
 """
 
 import json
@@ -13,15 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.chat.keys import THOUGHTS, is_unread
-from data.chat.rows import Conversation, Turn
+from data.chat.rows import Conversation
+from data.chat.turns import Turn
 from runtime.errors import DataError
 
 
 class Watched(dict[str, Any]):
-    """A turn that notes which of its keys are read."""
+    """A turn that records which of its keys are read."""
 
     def __init__(self, turn: Turn) -> None:
-        """Take the keys of a turn."""
+        """Copy the keys of a turn."""
         super().__init__(turn)
         self.read: set[str] = set()
 
@@ -47,50 +49,53 @@ class Watched(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Spoken:
-    """One text of a turn, or of the tools, that must be in what a template writes."""
+    """One text of a turn or a tool that a template must write."""
 
     turn: int | None
     """Number of its turn, from 0; None for a tool."""
     kind: str
     """content, thought, tool_calls or tools."""
     text: str | None
-    """The text itself, if a template is to write it as it is."""
+    """The text itself, if the template must write it unchanged."""
     in_json: bool = False
-    """True for arguments that are the JSON of an object, which a template may quote once more."""
+    """True for arguments given as the JSON of an object, which a template may quote once more."""
 
 
 class StandIns:
-    """A conversation of numbers, in the order in which its texts are."""
+    """A conversation of numbers, in the order of its texts."""
 
     def __init__(self, conversation: Conversation, begin: str, end: str) -> None:
-        """Put numbers between ``begin`` and ``end`` in the place of the texts."""
-        self._begin, self._end = begin, end
+        """Replace the texts by numbers between the marks ``begin`` and ``end``."""
+        self._begin = begin
+        self._end = end
         self.spoken: list[Spoken] = []
-        self.turns = [
-            Watched(self._turn(number, turn)) for number, turn in enumerate(conversation.turns)
-        ]
+        self.turns: list[Watched] = []
+        for number, turn in enumerate(conversation.turns):
+            self.turns.append(Watched(self._turn(number, turn)))
         self.variables: dict[str, Any] = dict(conversation.variables)
         if tools := self.variables.get("tools"):
             self.variables["tools"] = [self._tool(tool) for tool in tools]
 
-    def places(self, text: str) -> dict[int, list[int]]:
-        """Return where each number stands in a text."""
-        places: dict[int, list[int]] = {}
+    def positions(self, text: str) -> dict[int, list[int]]:
+        """Return the positions of each number in a text."""
+        positions: dict[int, list[int]] = {}
         for match in re.finditer(f"{self._begin}(\\d+){self._end}", text):
-            places.setdefault(int(match[1]), []).append(match.start())
-        return places
+            positions.setdefault(int(match[1]), []).append(match.start())
+        return positions
 
     def unread(self) -> list[str]:
-        """Return the keys of turns that a template was given and has not read, each once. DataError
-        as `is_unread`.
+        """Return notes on keys of turns that the template did not read, each once.
+
+        Raises DataError (`is_unread`).
         """
-        keys: dict[str, None] = {}
+        notes: dict[str, None] = {}
         for number, turn in enumerate(self.turns, start=1):
-            for key, value in dict.items(turn):
-                given = key in ("role", "content", "tool_calls", *THOUGHTS) or key in turn.read
-                if not given and is_unread(f"turn {number}", key, value):
-                    keys[f"a turn's {key}, which nothing reads"] = None
-        return list(keys)
+            for key, value in dict.items(turn):  # not turn.items(), which marks all as read
+                if key in ("role", "content", "tool_calls", *THOUGHTS) or key in turn.read:
+                    continue
+                if is_unread(f"turn {number}", key, value):
+                    notes[f"a turn's {key}, which nothing reads"] = None
+        return list(notes)
 
     def _number(self, spoken: Spoken) -> str:
         self.spoken.append(spoken)
@@ -98,15 +103,19 @@ class StandIns:
 
     def _turn(self, number: int, turn: Turn) -> Turn:
         changed = dict(turn)
-        thought = next((turn[name] for name in THOUGHTS if isinstance(turn.get(name), str)), "")
-        if thought.strip():
-            stand_in = self._number(Spoken(number, "thought", thought))
-            changed |= {name: stand_in for name in THOUGHTS if name in turn}
+        for name in THOUGHTS:
+            thought = turn.get(name)
+            if not isinstance(thought, str):
+                continue
+            if thought.strip():
+                stand_in = self._number(Spoken(number, "thought", thought))
+                changed.update({name: stand_in for name in THOUGHTS if name in turn})
+            break  # its other names hold the same thought
+
         content = turn.get("content")
         if isinstance(content, list):
-            changed["content"] = [
-                part | {"text": self._content(number, part["text"])} for part in content
-            ]
+            parts = [part | {"text": self._content(number, part["text"])} for part in content]
+            changed["content"] = parts
         elif content is not None:
             changed["content"] = self._content(number, content)
         if "tool_calls" in turn:
@@ -139,8 +148,8 @@ class StandIns:
         return tool | {"function": named} if "function" in tool else named
 
 
-class Written:
-    """A text in which contents are looked for, in their order."""
+class RenderedText:
+    """The text that a template writes, in which contents are searched in their order."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -148,61 +157,72 @@ class Written:
         self._squeezed: str | None = None
 
     def holds(self, content: str) -> bool:
-        """Return whether a content is in the text: as it is, or as in JSON, but for white space
-        around it.
+        """Return whether the text holds a content, unchanged or as in JSON.
+
+        White space around the content does not count.
         """
         stripped = content.strip()
         for form in (stripped, json.dumps(stripped, ensure_ascii=False)[1:-1]):
-            place = self.text.find(form, self._cursor)
-            if place >= 0:
-                self._cursor = place
+            position = self.text.find(form, self._cursor)
+            if position >= 0:
+                self._cursor = position
                 return True
             if form in self.text:
                 return True
         if "</think>" not in stripped:
             return False
-        if (
-            self._squeezed is None
-        ):  # templates set a thought that stands in the content apart by line breaks
+        # Templates put line breaks around a thought that is part of the content.
+        if self._squeezed is None:
             self._squeezed = "".join(self.text.split())
         return "".join(stripped.split()) in self._squeezed
 
 
 def check_written(
-    name: str, stand_ins: StandIns, places: Mapping[int, Sequence[int]], written: str, text: str
+    name: str,
+    stand_ins: StandIns,
+    positions: Mapping[int, Sequence[int]],
+    numbered_text: str,
+    text: str,
 ) -> list[str]:
-    """Return what a template leaves out or changes by its own rule, which a user is told of.
+    """Return notes on content that a template leaves out or changes by its own rule.
 
     Args:
         name: of the template, for messages.
-        places: of the numbers in what it writes of them.
-        written: what it writes of the numbers.
-        text: what it writes of the conversation.
+        stand_ins: the conversation of numbers.
+        positions: of the numbers in ``numbered_text``.
+        numbered_text: the text of the conversation of numbers.
+        text: the text of the conversation itself.
 
     Raises:
-        DataError: it drops or changes what a turn says.
+        DataError: the template drops or changes the content of a turn.
     """
-    turns, told = stand_ins.turns, dict[str, None]()
-    question = max(
-        (number for number, turn in enumerate(turns) if turn["role"] == "user"), default=-1
-    )
-    whole = Written(text)
+    turns = stand_ins.turns
+    notes: dict[str, None] = {}
+    last_question = -1
+    for number, turn in enumerate(turns):
+        if turn["role"] == "user":
+            last_question = number
+
+    rendered = RenderedText(text)
     for number, spoken in enumerate(stand_ins.spoken):
-        where = "its tools"
+        subject = "its tools"
         if spoken.turn is not None:
-            where = f"turn {spoken.turn + 1} ({dict.get(turns[spoken.turn], 'role')})"
-        what = where if spoken.kind in ("content", "tools") else f"the {spoken.kind} of {where}"
-        if number not in places:
-            if spoken.kind == "thought" and spoken.turn is not None and spoken.turn < question:
-                told[
+            subject = f"turn {spoken.turn + 1} ({dict.get(turns[spoken.turn], 'role')})"
+        if spoken.kind not in ("content", "tools"):
+            subject = f"the {spoken.kind} of {subject}"
+        if number not in positions:
+            if spoken.kind == "thought" and spoken.turn is not None and spoken.turn < last_question:
+                notes[
                     "a turn's thought, which the template writes after the last question alone"
                 ] = None
                 continue
-            raise DataError(f"the chat template {name} drops {what}; use one that keeps it")
-        if spoken.text is not None and not whole.holds(spoken.text):
-            raise DataError(f"the chat template {name} changes {what}; use one that keeps it")
-        if spoken.in_json and written[max(0, places[number][0] - 2) : places[number][0]] == '\\"':
-            told[
-                "arguments of tool_calls that are the JSON of an object, which the template quotes as a text"
+            raise DataError(f"the chat template {name} drops {subject}; use one that keeps it")
+        if spoken.text is not None and not rendered.holds(spoken.text):
+            raise DataError(f"the chat template {name} changes {subject}; use one that keeps it")
+        first = positions[number][0]
+        if spoken.in_json and numbered_text[max(0, first - 2) : first] == '\\"':
+            notes[
+                "arguments of tool_calls that are the JSON of an object, which the template quotes "
+                "as a text"
             ] = None
-    return [*told, *stand_ins.unread()]
+    return [*notes, *stand_ins.unread()]

@@ -1,5 +1,6 @@
-"""Training samples of diffusion models: folders of latents, or handwritten digits; and the
-autoencoder of latents.
+"""Training samples of diffusion models, from folders of latents or digits, and their autoencoder.
+
+As for text, sample n is a function of n alone: a run resumes by its number of consumed samples.
 """
 
 import math
@@ -28,15 +29,15 @@ class LatentDataConfig:
     scikit-learn's 1,797 images of handwritten digits, 8 x 8 in one channel, which need no
     download."""
     split: str = "90,10"
-    """Shares of the samples for training and validation; which samples these are depends on their
-    number alone.
+    """Shares of the samples for training and validation. Which samples are in which depends on the
+    number of samples alone.
     """
     num_workers: int = 0
     """Processes that read batches ahead; 0 reads in the training process."""
     pack_samples: bool = False
-    """Join the samples of a micro-batch into one sequence in which each attends to itself alone:
-    ring, allgather and exchange then give each process whole samples as far as they can, and only
-    those that are cut travel."""
+    """Join the samples of a micro-batch into one sequence in which each attends to itself alone.
+    Ring, allgather and exchange then give each process whole samples as far as possible, and only
+    the samples that are cut are sent."""
 
     def __post_init__(self) -> None:
         split_shares(self.split)
@@ -46,35 +47,39 @@ class LatentDataConfig:
 
 
 def digits() -> Latents:
-    """Return scikit-learn's handwritten digits as latents, float32 [1, 8, 8] from -1 (paper) to 1
-    (ink).
-    """
+    """Return scikit-learn's handwritten digits, float32 [1, 8, 8] from -1 (paper) to 1 (ink)."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError(
-            "data_path is digits, which takes scikit-learn: pip install scikit-learn (make venv EXTRAS=digits)"
+            "data_path is digits, which takes scikit-learn: pip install scikit-learn (make venv "
+            "EXTRAS=digits)"
         ) from error
-    found, path = load_digits(), Path(DIGITS)
-    images = (found.images[:, None] / 8 - 1).astype(np.float32)  # [1797, 1, 8, 8]
-    labels = found.target.astype(np.int64)
-    return Latents(
-        [Shard(path=path, labels=labels, labels_path=path, read=images.__getitem__)], (1, 8, 8)
-    )
+    content = load_digits()
+    images = (content.images[:, None] / 8 - 1).astype(np.float32)  # [1797, 1, 8, 8]
+    labels = content.target.astype(np.int64)
+    path = Path(DIGITS)
+    shard = Shard(path=path, labels=labels, labels_path=path, read=images.__getitem__)
+    return Latents([shard], (1, 8, 8))
 
 
 class LatentSamples:
-    """Endless epochs: sample n is number n mod len of epoch n // len; each epoch has every row
-    once, reshuffled.
+    """Endless epochs: sample n is number n mod len of epoch n // len.
+
+    Each epoch has every row once, in another order.
 
     Args:
+        latents: the samples of all datasets.
         rows: rows of this dataset among those of `latents`, int64 [samples].
         seed: seed of the order.
     """
 
     def __init__(self, latents: Latents, rows: np.ndarray, seed: int) -> None:
-        self._latents, self._rows, self._seed = latents, rows, seed
-        self._epoch, self._order = -1, rows
+        self._latents = latents
+        self._rows = rows
+        self._seed = seed
+        self._epoch = -1
+        self._order = rows
 
     def __len__(self) -> int:
         """Return the samples of one epoch."""
@@ -82,45 +87,42 @@ class LatentSamples:
 
     def row(self, index: int) -> int:
         """Return the row of sample `index`."""
-        epoch, within = divmod(index, len(self._rows))
+        epoch, within_epoch = divmod(index, len(self._rows))
         if epoch != self._epoch:
             # RandomState's stream is frozen: every numpy gives the same order. The seed is a hash
             # of both, as 32 bits: with their sum, epoch 1 of a seed would equal epoch 0 of the
             # next.
             hashed = bytes.fromhex(sha256(f"{self._seed}, epoch {epoch}")[:8])
-            shuffled = np.random.RandomState(int.from_bytes(hashed, "little")).permutation(
-                len(self._rows)
-            )
-            self._epoch, self._order = epoch, self._rows[shuffled]
-        return int(self._order[within])
+            random = np.random.RandomState(int.from_bytes(hashed, "little"))
+            self._order = self._rows[random.permutation(len(self._rows))]
+            self._epoch = epoch
+        return int(self._order[within_epoch])
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
-        """Return `latents`, float32 [C, (F,) H, W], and `labels` and `sample` (the index), int64 []
-        each.
+        """Return `latents`, float32 [C, (F,) H, W], and `labels` and `sample`, int64 [] each.
 
-        None gives a filler that never counts: zeros, label 0 and sample -1. Raises DataError for a
-        bad sample.
+        `sample` is the index. None gives a filler that never counts: zeros, label 0 and sample -1.
+        Raises DataError for a bad sample.
         """
-        if index is None:
-            latents, label = np.zeros(self._latents.shape, np.float32), 0
-        else:
+        latents = np.zeros(self._latents.shape, np.float32)
+        label = 0
+        if index is not None:
             row = self.row(index)
-            latents, label = self._latents.latents(row), int(self._latents.labels[row])
-        sample = -1 if index is None else index
+            latents = self._latents.latents(row)
+            label = int(self._latents.labels[row])
         return {
             "latents": torch.from_numpy(latents),
             "labels": torch.tensor(label),
-            "sample": torch.tensor(sample),
+            "sample": torch.tensor(-1 if index is None else index),
         }
 
 
 def build_latent_datasets(
     config: LatentDataConfig, latent_shape: Sequence[int], num_classes: int, seed: int
 ) -> tuple[LatentSamples, LatentSamples | None]:
-    """Build the training and validation samples of `config.data_path`; None for a validation share
-    of 0.
+    """Build the training and validation samples of `config.data_path`.
 
-    Sample n is a pure function of (data, split, seed, n).
+    Validation is None if its share is 0. Sample n is a pure function of (data, split, seed, n).
 
     Collective over all ranks if a process group is initialised: a failure on one rank raises on
     all. Raises DataError: latents of another shape than the model's, labels outside [0,
@@ -129,39 +131,46 @@ def build_latent_datasets(
     from runtime.together import raise_together
 
     with raise_together():
-        shards, shape = list[Shard](), tuple(latent_shape)
+        shape = tuple(latent_shape)
+        shards: list[Shard] = []
         for path in config.data_path:
-            found = digits() if path == DIGITS else LatentFolder(path)
-            if found.shape != shape:
-                has, wanted = (" ".join(map(str, of)) for of in (found.shape, shape))
-                which, fix = f"{path} holds", f"set latent_shape to {has}"
-                if path == DIGITS:
-                    which = f"data_path is {DIGITS}, the default; {DIGITS} holds"
-                    fix = (
-                        f"give --data-path FOLDER, as tools/prepare_latents.py writes it, or {fix}"
-                    )
-                raise DataError(f"{which} latents of {has}, and latent_shape is {wanted}; {fix}")
-            found.check_labels(num_classes)
-            shards += found.shards
+            source = digits() if path == DIGITS else LatentFolder(path)
+            _check_shape(path, source.shape, shape)
+            source.check_labels(num_classes)
+            shards += source.shards
         latents = Latents(shards, shape)
-        train, valid, _ = split_shares(config.split)
-        # Folders are often sorted by class. The same for all seeds.
+        train_share, valid_share, _ = split_shares(config.split)
+        # Shuffled: folders are often sorted by class. The same for all seeds, so that runs of
+        # several seeds share their validation samples.
         rows = np.random.RandomState(0).permutation(len(latents)).astype(np.int64)
-        held = math.ceil(valid * len(latents))
-        kept = min(math.floor(train * len(latents)), len(latents) - held)
-        if kept < 1:
+        num_valid = math.ceil(valid_share * len(latents))
+        num_train = min(math.floor(train_share * len(latents)), len(latents) - num_valid)
+        if num_train < 1:
             raise DataError(
-                f'split is "{config.split}" and leaves nothing to train on of {len(latents)} samples; make its first '
-                "share larger"
+                f'split is "{config.split}" and leaves nothing to train on of {len(latents)} '
+                "samples; make its first share larger"
             )
-    return (
-        LatentSamples(latents, rows[held : held + kept], seed),
-        LatentSamples(latents, rows[:held], seed) if held else None,
-    )
+    train = LatentSamples(latents, rows[num_valid : num_valid + num_train], seed)
+    valid = LatentSamples(latents, rows[:num_valid], seed) if num_valid else None
+    return train, valid
+
+
+def _check_shape(path: str, shape: tuple[int, ...], latent_shape: tuple[int, ...]) -> None:
+    """Raise DataError if the latents of a path have another shape than the model's."""
+    if shape == latent_shape:
+        return
+    actual = " ".join(map(str, shape))
+    expected = " ".join(map(str, latent_shape))
+    subject = f"{path} holds"
+    fix = f"set latent_shape to {actual}"
+    if path == DIGITS:
+        subject = f"data_path is {DIGITS}, the default; {DIGITS} holds"
+        fix = f"give --data-path FOLDER, as tools/prepare_latents.py writes it, or {fix}"
+    raise DataError(f"{subject} latents of {actual}, and latent_shape is {expected}; {fix}")
 
 
 class Vae:
-    """diffusers' AutoencoderKL, frozen; its configuration scales latents to a variance of about 1."""
+    """diffusers' AutoencoderKL, frozen; it scales latents to a variance of about 1."""
 
     def __init__(self, folder: str | Path, device: torch.device) -> None:
         """Load a folder with config.json and safetensors. Raises DataError if it cannot."""
@@ -169,7 +178,8 @@ class Vae:
             from diffusers import AutoencoderKL
         except ImportError as error:
             raise DataError(
-                "vae is given, which takes diffusers: pip install diffusers (make venv EXTRAS=images)"
+                "vae is given, which takes diffusers: pip install diffusers (make venv "
+                "EXTRAS=images)"
             ) from error
         if not (Path(folder) / "config.json").is_file():
             raise DataError(
@@ -185,46 +195,52 @@ class Vae:
                 f"vae {folder} cannot be loaded ({str(error).splitlines()[0]})"
             ) from error
         self._model: Any = model.to(device).eval().requires_grad_(False)
-        self._folder, self._device = folder, device
+        self._folder = folder
+        self._device = device
         self._scale = float(model.config.scaling_factor)
         self._shift = float(getattr(model.config, "shift_factor", None) or 0.0)
 
     @torch.no_grad()
     def encode(self, images: np.ndarray) -> np.ndarray:
-        """Encode images from -1 to 1, float32 [N, 3, H, W], to the mean latents, float32 [N, C, h,
-        w].
+        """Encode images [N, 3, H, W] to the mean latents, float32 [N, C, h, w].
+
+        Images are float32 from -1 to 1.
         """
-        found = self._model.encode(torch.from_numpy(images).to(self._device)).latent_dist.mode()
-        return ((found - self._shift) * self._scale).float().cpu().numpy()
+        distribution = self._model.encode(torch.from_numpy(images).to(self._device)).latent_dist
+        return ((distribution.mode() - self._shift) * self._scale).float().cpu().numpy()
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise DataError if it cannot decode latents of this shape, [C, (F,) h, w]."""
-        shown, channels = " ".join(map(str, shape)), self._model.config.latent_channels
+        latent_shape = " ".join(map(str, shape))
+        channels = self._model.config.latent_channels
         if len(shape) != 3:
             raise DataError(
-                f"vae is {self._folder}, which decodes images, and latent_shape {shown} has frames; leave out --vae"
+                f"vae is {self._folder}, which decodes images, and latent_shape {latent_shape} has "
+                "frames; leave out --vae"
             )
         if shape[0] != channels:
             raise DataError(
-                f"vae is {self._folder}, which decodes {channels} channels, and latent_shape {shown} has {shape[0]}; "
-                "name the one that made the run's latents, or leave out --vae"
+                f"vae is {self._folder}, which decodes {channels} channels, and latent_shape "
+                f"{latent_shape} has {shape[0]}; name the one that made the run's latents, "
+                "or leave out --vae"
             )
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode latents [N, C, h, w] to images from about -1 to 1, float32 [N, 3, H, W] on the
-        CPU.
+        """Decode latents [N, C, h, w] to images, float32 [N, 3, H, W] on the CPU.
 
-        Raises DataError for images with a NaN or an infinity.
+        Their values are from about -1 to 1. Raises DataError for images with a NaN or an infinity.
         """
-        found = [
-            self._model.decode(row.to(self._device)[None] / self._scale + self._shift).sample
-            for row in latents
-        ]
-        images = torch.cat(found).float().cpu()
-        if broken := int((~images.isfinite()).flatten(1).any(1).sum()):
+        decoded = []
+        for sample in latents:
+            latent = sample.to(self._device)[None] / self._scale + self._shift  # [1, C, h, w]
+            decoded.append(self._model.decode(latent).sample)
+        images = torch.cat(decoded).float().cpu()
+        num_broken = int((~images.isfinite()).flatten(1).any(1).sum())
+        if num_broken:
             raise DataError(
-                f"vae {self._folder} decodes {broken} of {len(images)} samples to values that are not finite; it is "
-                "damaged, or made for latents of another kind: name the one that made the run's latents"
+                f"vae {self._folder} decodes {num_broken} of {len(images)} samples to values that "
+                "are not finite; it is damaged, or made for latents of another kind: name the one "
+                "that made the run's latents"
             )
         return images

@@ -1,4 +1,4 @@
-"""Begin tokens of prepared documents: what their records say, and which files go together."""
+"""Compare the begin tokens of prepared documents with each other and with the tokenizer's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from runtime.errors import DataError
 
 
 def recorded_begin(prefix: str) -> tuple[int, ...] | None:
-    """Return the ids that begin each document of a prefix, None if no record of ours says so."""
+    """Return the ids that begin each document of a prefix, None if no record has them."""
     prepared = _prepared(prefix)
     if prepared is None or prepared.get("begin") is None:
         return None
@@ -17,32 +17,39 @@ def recorded_begin(prefix: str) -> tuple[int, ...] | None:
 
 
 def check_begins(prefixes: Sequence[str], tokenizer: Tokenizer) -> str | None:
-    """Return a note on documents of an older version, which lack what the tokenizer puts first.
+    """Return a note if an older version prepared documents without the tokenizer's begin tokens.
 
-    Raises DataError: some documents begin in one way, and some in another.
+    Raises DataError: the documents of two prefixes begin with different tokens.
     """
-    records = {prefix: record for prefix in prefixes if (record := _prepared(prefix)) is not None}
+    records: dict[str, dict[str, Any]] = {}
+    for prefix in prefixes:
+        record = _prepared(prefix)
+        if record is not None:
+            records[prefix] = record
     if not records:
         return None
-    begins = {prefix: recorded_begin(prefix) or () for prefix in records}
-    first, begin = next(iter(begins.items()))
-    for prefix, other in begins.items():
+
+    first = next(iter(records))
+    begin = recorded_begin(first) or ()
+    for prefix in records:
+        other = recorded_begin(prefix) or ()
         if other != begin:
             raise DataError(
-                f"data_path names {first}, whose documents begin with {_named(begin, tokenizer)}, and {prefix}, whose "
-                f"begin with {_named(other, tokenizer)}; prepare one of them again (--add-bos-token, --overwrite)"
+                f"data_path names {first}, whose documents begin with {_named(begin, tokenizer)}, "
+                f"and {prefix}, whose begin with {_named(other, tokenizer)}; prepare one of them "
+                "again (--add-bos-token, --overwrite)"
             )
     if "begin" in records[first] or not tokenizer.before:
         return None
     return (
         f"note: documents of {first} were prepared by a version that did not begin them with "
-        f"{_named(tokenizer.before, tokenizer)}, as {tokenizer.path} does by itself; python -m tools.prepare_data "
-        "--overwrite writes them so"
+        f"{_named(tokenizer.before, tokenizer)}, as {tokenizer.path} does by itself; "
+        "python -m tools.prepare_data --overwrite writes them so"
     )
 
 
 def _prepared(prefix: str) -> dict[str, Any] | None:
-    """Return what the record beside a prefix says of documents of text, None if there is none."""
+    """Return the recorded facts about documents of text, or None for conversations or no record."""
     prepared = prepared_record(prefix)
     return prepared if prepared.get("conversations", "unknown") is None else None
 

@@ -1,7 +1,11 @@
-"""Endless datasets whose sample n is a pure function of n: epochs of a file, a blend of files,
-drawn tokens.
+"""Endless datasets whose sample n depends on n alone: epochs, blends of files, drawn tokens.
 
-Samples may tell where documents begin (data/text/documents.py). S tokens of a sample.
+Resuming rests on this. A checkpoint holds the number of consumed samples and no state of any
+iterator, and a resumed run asks for the samples from that number on: on another number of ranks,
+with another micro-batch size or other workers, it reads the samples that the first run would have
+read. So no dataset here may count its calls or advance a generator.
+
+Samples may mark where documents begin (data/text/documents.py). S tokens of a sample.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +24,11 @@ _PERIOD = 1 << 16
 
 @dataclass(eq=False)
 class EpochedDataset:
-    """Endless epochs: sample n is number n mod len of epoch n // len; each epoch has every token
-    once, reshuffled.
+    """Endless epochs: sample n is number n mod len of epoch n // len.
 
-    Megatron builds one index over all epochs of a run, so that its order depends on the run's
-    length.
+    Each epoch has every token once, in another order. Megatron builds one index over all epochs of
+    a run instead, so that its order depends on the run's length: a run that is prolonged would
+    then see other samples.
     """
 
     first: Samples
@@ -39,16 +43,15 @@ class EpochedDataset:
     missing: Callable[[int], str | None] = lambda token: None
     """As of `check_indexed`."""
     eod_mask_loss: bool = False
-    """Mask the loss of a label that begins another document; samples of the dataset have `begins`.
-    """
+    """Mask the loss of labels that begin another document; the dataset's samples have `begins`."""
     tells_documents: bool = False
-    """Samples tell where documents start; those of the dataset have `begins`."""
+    """Samples mark where documents start; the dataset's samples have `begins`."""
     check: Callable[[], None] = lambda: None
     """Called before each sample; raises DataError if the files have changed."""
     share: float = 1.0
-    """Share of the tokens that are drawn from its file."""
+    """Share of the tokens that is drawn from its file."""
     fill: float = 1.0
-    """Share of the places of samples that hold tokens; the rest is padding."""
+    """Share of the positions of samples that hold tokens; the rest is padding."""
 
     def __post_init__(self) -> None:
         self._epochs = {0: self.first}
@@ -58,40 +61,39 @@ class EpochedDataset:
         return len(self.first)
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
-        """Return sample `index` >= 0, or for None a filler of the same shape with all loss masked.
+        """Return sample `index` >= 0, or a filler without loss for None.
 
         It holds `tokens`, `labels`, `loss_mask` and, with `tells_documents`, `starts`, each [S].
         Raises DataError: a token id outside the vocabulary, or a changed file; names the file and
         the sample.
         """
-        epoch, within = (0, None) if index is None else divmod(index, len(self))
+        epoch = 0
+        within_epoch = None
+        if index is not None:
+            epoch, within_epoch = divmod(index, len(self))
         self.check()
         try:
-            sample = self._epoch(epoch)[within]
+            sample = self._epoch(epoch)[within_epoch]
         except (IndexError, OverflowError) as error:
             raise DataError(
-                f"{self.name}: sample {index} is not in the file ({error}); its cache of sample indices is damaged: "
-                "remove it, and it is written anew"
+                f"{self.name}: sample {index} is not in the file ({error}); its cache of sample "
+                "indices is damaged: remove it, and it is written anew"
             ) from error
-        tokens, labels, loss_mask = sample["tokens"], sample["labels"], sample["loss_mask"]
-        for ids in (tokens, labels):
-            lowest, highest = ids.aminmax()
-            if lowest < 0 or highest >= self.vocab_size:
-                worst = int(lowest if lowest < 0 else highest)
-                if (lacking := self.missing(worst)) is not None:
-                    raise DataError(f"{self.name}: sample {index}: {lacking}")
-                raise DataError(
-                    f"{self.name}: sample {index} holds token id {worst}, but the vocabulary has {self.vocab_size} "
-                    f"entries; give --tokenizer-model the tokenizer that wrote the file, or write the file again"
-                )
-        if "starts" in sample:
+
+        tokens = sample["tokens"]
+        labels = sample["labels"]
+        loss_mask = sample["loss_mask"]
+        self._check_ids(index, tokens)
+        self._check_ids(index, labels)
+        if "starts" in sample:  # packed samples mask their own labels
             return sample
-        if index is not None and (lost := int((loss_mask == 0).sum())):
+
+        if index is not None and (num_masked := int((loss_mask == 0).sum())):
             # GPTDataset masks labels equal to its pad id, -1, and hides them.
             raise DataError(
-                f"{self.name}: sample {index} holds token id -1 in {lost} places; write the file again"
+                f"{self.name}: sample {index} holds token id -1 in {num_masked} places; "
+                "write the file again"
             )
-
         finished = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
         if self.eod_mask_loss:
             finished["loss_mask"] = loss_mask.masked_fill(sample["begins"][1:], 0.0)
@@ -99,13 +101,28 @@ class EpochedDataset:
             finished["starts"] = sample["begins"][:-1].clone()
         return finished
 
+    def _check_ids(self, index: int | None, ids: torch.Tensor) -> None:
+        """Raise DataError if an id is outside the vocabulary."""
+        lowest, highest = ids.aminmax()
+        if lowest >= 0 and highest < self.vocab_size:
+            return
+        token = int(lowest if lowest < 0 else highest)
+        message = self.missing(token)
+        if message is not None:
+            raise DataError(f"{self.name}: sample {index}: {message}")
+        raise DataError(
+            f"{self.name}: sample {index} holds token id {token}, but the vocabulary has "
+            f"{self.vocab_size} entries; give --tokenizer-model the tokenizer that wrote the file, "
+            "or write the file again"
+        )
+
     def _epoch(self, epoch: int) -> Samples:
         if epoch not in self._epochs:
-            # Reading goes forward: keep epoch 0 for fillers, and the previous one, in use at the
-            # boundary.
-            self._epochs = {
-                e: dataset for e, dataset in self._epochs.items() if e in (0, epoch - 1)
-            }
+            # Reading moves forward: keep epoch 0 for fillers, and the previous epoch, which is
+            # still in use at the boundary.
+            for old_epoch in list(self._epochs):
+                if old_epoch not in (0, epoch - 1):
+                    del self._epochs[old_epoch]
             self._epochs[epoch] = self.build(epoch)
         return self._epochs[epoch]
 
@@ -113,8 +130,10 @@ class EpochedDataset:
 class BlendedDataset:
     """Interleave endless datasets by weight; each keeps the order of its samples.
 
-    In each period of 65,536 samples, dataset i comes round(65536 * weight_i) times, spread evenly,
-    if none is padded; padded ones come more often, so that their tokens are as the weights say.
+    A blend has a fixed period of 65,536 samples instead of random draws: which dataset a sample
+    comes from, and its number there, follow from its index by arithmetic, and the shares are exact
+    in every period. In it, dataset i comes round(65536 * weight_i) times, spread evenly, if none is
+    padded. Weights are of tokens, so a dataset with more padding comes more often.
 
     Args:
         datasets: the datasets to blend.
@@ -124,35 +143,31 @@ class BlendedDataset:
     def __init__(self, datasets: Sequence[EpochedDataset], weights: Sequence[float]) -> None:
         self._datasets = list(datasets)
         fills = np.array([dataset.fill for dataset in self._datasets])
-        wanted = np.asarray(weights, dtype=np.float64) / fills
-        exact = wanted / wanted.sum() * _PERIOD
-        self._counts = np.maximum(np.floor(exact).astype(np.int64), 1)
-        while (missing := _PERIOD - int(self._counts.sum())) != 0:  # by largest remainders
-            step = 1 if missing > 0 else -1
-            self._counts[
-                np.argmax(
-                    np.where(self._counts + step >= 1, step * (exact - self._counts), -np.inf)
-                )
-            ] += step
+        sample_weights = np.asarray(weights, dtype=np.float64) / fills
+        exact = sample_weights / sample_weights.sum() * _PERIOD
+        self._counts = _rounded(exact)
         self.fill = float(self._counts @ fills) / _PERIOD
         """As a dataset's."""
+
         owners = np.repeat(np.arange(len(self._counts)), self._counts)
         ranks = np.concatenate([np.arange(count) for count in self._counts])
         order = np.argsort((ranks + 0.5) / self._counts[owners], kind="stable")
-        self._owners, self._ranks = owners[order], ranks[order]  # [_PERIOD] each
+        self._owners = owners[order]  # [_PERIOD]
+        self._ranks = ranks[order]  # [_PERIOD]: samples of the same owner before it
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the dataset of sample `index` and its number there."""
-        period, within = divmod(index, _PERIOD)
-        owner = int(self._owners[within])
-        return owner, period * int(self._counts[owner]) + int(self._ranks[within])
+        """Return the dataset of sample `index` and the sample's number in it."""
+        period, within_period = divmod(index, _PERIOD)
+        owner = int(self._owners[within_period])
+        return owner, period * int(self._counts[owner]) + int(self._ranks[within_period])
 
     def __len__(self) -> int:
         """Return the samples before any dataset starts its second epoch."""
         ends = []
         for owner, dataset in enumerate(self._datasets):
             periods, rank = divmod(len(dataset), int(self._counts[owner]))
-            ends.append(periods * _PERIOD + int(np.flatnonzero(self._owners == owner)[rank]))
+            positions = np.flatnonzero(self._owners == owner)
+            ends.append(periods * _PERIOD + int(positions[rank]))
         return min(ends)
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
@@ -163,17 +178,28 @@ class BlendedDataset:
         return self._datasets[owner][number]
 
 
+def _rounded(exact: np.ndarray) -> np.ndarray:
+    """Round counts to integers of at least 1 whose sum is the period, by largest remainders."""
+    counts = np.maximum(np.floor(exact).astype(np.int64), 1)
+    while (missing := _PERIOD - int(counts.sum())) != 0:
+        step = 1 if missing > 0 else -1
+        gains = np.where(counts + step >= 1, step * (exact - counts), -np.inf)
+        counts[np.argmax(gains)] += step
+    return counts
+
+
 @dataclass(frozen=True)
 class MockTokenizer:
-    """Stands where a run's tokenizer would, for ``--mock-data``."""
+    """Stands in for a run's tokenizer with ``--mock-data``."""
 
     vocab_size: int
 
 
 @dataclass(frozen=True)
 class MockSamples:
-    """Endless samples of ``seq_length`` tokens; small ids are frequent, so that there is something
-    to learn.
+    """Endless samples of drawn tokens, ``seq_length`` each.
+
+    Small ids are frequent, so that there is something to learn and a loss that falls.
     """
 
     seq_length: int
@@ -183,17 +209,16 @@ class MockSamples:
     """As of other datasets: there is no padding."""
 
     def __len__(self) -> int:
-        """Return the samples of an epoch, which is said in progress lines alone."""
+        """Return the samples of an epoch, which only progress lines mention."""
         return 1 << 20
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
-        """Return sample ``index``, a function of the seed and the index, or for None a filler
-        without loss.
+        """Return sample ``index``, or a filler without loss for None.
 
         ``tokens`` and ``labels`` are int64, ``loss_mask`` is float32, each [S].
         """
-        # The index first: words of zero at the end do not count, nor would index 0 behind a seed of
-        # two words.
+        # The index comes first: trailing zero words do not change a seed, so index 0 would not
+        # count behind a seed of two words.
         uniform = np.random.default_rng((index or 0, self.seed)).random(self.seq_length + 1)
         ids = torch.from_numpy((self.vocab_size * uniform**4).astype(np.int64))
         loss_mask = torch.full((self.seq_length,), float(index is not None))
@@ -201,17 +226,16 @@ class MockSamples:
 
 
 def positions_in_documents(starts: torch.Tensor) -> torch.Tensor:
-    """Count each token's place in its document from 0, given ``starts`` [..., S]: int64 [..., S].
+    """Number the tokens of each document from 0: int64 [..., S], given ``starts`` [..., S].
 
     Equal to the position ids of Megatron's ``_get_ltor_masks_and_position_ids`` with
     reset_position_ids.
     """
-    places = starts.new_ones(starts.shape).cumsum(-1) - 1
-    return places - (places * starts).cummax(-1).values
+    position_ids = starts.new_ones(starts.shape).cumsum(-1) - 1
+    # The running maximum of the documents' first positions is where the current one began.
+    return position_ids - (position_ids * starts).cummax(-1).values
 
 
 def cumulative_lengths(starts: torch.Tensor) -> tuple[int, ...]:
-    """Return the cumulative lengths of the documents of ``starts`` [S], of which the first is set:
-    (0, l1, ..., S).
-    """
+    """Return cu_seqlens (0, l1, ..., S) of the documents of ``starts`` [S], whose first is set."""
     return *starts.nonzero().flatten().tolist(), len(starts)

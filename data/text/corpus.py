@@ -1,7 +1,8 @@
-"""Documents and rows of files in a fixed order: text, JSON lines, JSON arrays, Parquet, datasets,
-folders of them.
+"""Documents and rows of input files, in a fixed order.
 
-The one place that knows of pyarrow and datasets, which are optional.
+Files are text, JSON lines, JSON arrays, Parquet, datasets, and folders of these. Only this module
+knows of pyarrow and datasets, which are optional. Everything streams: memory does not grow with a
+file, so that a corpus larger than the machine can be prepared.
 """
 
 import io
@@ -20,13 +21,9 @@ from runtime.errors import DataError, first_few
 from runtime.files import sha256
 
 HUB = "hf:"
-"""Begins the name of a dataset on Hugging Face's hub, hf:NAME or hf:NAME:SPLIT, where a path is
-taken.
-"""
+"""Prefix of a dataset on Hugging Face's hub, hf:NAME or hf:NAME:SPLIT, in place of a path."""
 Row = tuple[str, Any]
-"""A row's place, such as "a.jsonl, line 3", and the row, or the DataError of a line that alone is
-broken.
-"""
+"""A row's place, such as "a.jsonl, line 3", and the row, or the DataError of a broken line."""
 _CHUNK = 1 << 20
 _GAP = re.compile(r"[\s,]*")
 _DATASET_FILES = ("state.json", "dataset_dict.json")  # of datasets' save_to_disk
@@ -41,8 +38,7 @@ _JSON_NAMES = {
 
 @dataclass(eq=False)
 class Corpus:
-    """Iterate over the documents of `files` in order, up to `max_bytes` of UTF-8. Can be iterated
-    repeatedly.
+    """Iterate over the documents of `files` in order, up to `max_bytes` of UTF-8, repeatedly.
 
     A row of JSON lines, a JSON array, Parquet or a dataset is one document, under `json_key`; so is
     any other file. Empty documents are skipped. Raises DataError: while iterating, a file cannot be
@@ -57,22 +53,23 @@ class Corpus:
     json_key: str = "text"
     """Field of the rows that holds the text."""
     skipped: list[Path] = field(default_factory=list)
-    _told: set[Path] = field(default_factory=set)
+    _noted: set[Path] = field(default_factory=set)
 
     def __iter__(self) -> Iterator[str]:
         self.skipped.clear()
-        taken = 0
+        num_bytes = 0
         for path in self.files:
             for text in self._documents(path):
-                if self.max_bytes is not None and taken >= self.max_bytes:
+                if self.max_bytes is not None and num_bytes >= self.max_bytes:
                     return
                 if text:
-                    taken += len(text.encode())
+                    num_bytes += len(text.encode())
                     yield text
 
     def _documents(self, path: Path) -> Iterator[str]:
         if has_rows(path):
-            yield from (_text(where, row, self.json_key) for where, row in rows(path))
+            for where, row in rows(path):
+                yield _text(where, row, self.json_key)
             return
         try:
             text = text_of(path)
@@ -81,10 +78,11 @@ class Corpus:
                 raise
             self.skipped.append(path)
             return
-        if path not in self._told and _looks_like_rows(text):
-            self._told.add(path)
+        if path not in self._noted and _looks_like_rows(text):
+            self._noted.add(path)
             print(
-                f"note: {path} is taken as one text, and is of JSON objects: name it .jsonl for rows",
+                f"note: {path} is taken as one text, but holds JSON objects; name it .jsonl to "
+                "read them as rows",
                 file=sys.stderr,
             )
         yield text
@@ -99,23 +97,25 @@ def _looks_like_rows(text: str) -> bool:
         return False
 
 
-def _text(where: str, found: Any, key: str) -> str:
-    if isinstance(found, DataError):
-        raise DataError(f"{where}: {found}")
-    if not isinstance(found, dict):
-        what = _name_of(found)
+def _text(where: str, row: Any, key: str) -> str:
+    """Return the text of a row. Raises DataError."""
+    if isinstance(row, DataError):
+        raise DataError(f"{where}: {row}")
+    if not isinstance(row, dict):
         raise DataError(
-            f'{where}: holds {what}, not an object with its text under "{key}"; repair it'
+            f'{where}: holds {_name_of(row)}, not an object with its text under "{key}"; repair it'
         )
-    if key not in found:
-        fields = first_few([json.dumps(name, ensure_ascii=False) for name in found], 8) or "none"
+    if key not in row:
+        names = [json.dumps(name, ensure_ascii=False) for name in row]
         raise DataError(
-            f'{where}: has no field "{key}"; its fields are {fields}: name the one that holds the text with --json-keys'
+            f'{where}: has no field "{key}"; its fields are {first_few(names, 8) or "none"}: '
+            "name the one that holds the text with --json-keys"
         )
-    if not isinstance(text := found[key], str):
-        what = _name_of(text)
+    text = row[key]
+    if not isinstance(text, str):
         raise DataError(
-            f'{where}: field "{key}" is {what}, not text; repair it or name another: --json-keys'
+            f'{where}: field "{key}" is {_name_of(text)}, not text; repair it or name another: '
+            "--json-keys"
         )
     try:
         text.encode()
@@ -127,7 +127,7 @@ def _text(where: str, found: Any, key: str) -> str:
 
 
 def _name_of(value: Any) -> str:
-    """Say what a value is that is no text; Parquet has other types than JSON."""
+    """Return the name of a value's type for messages; Parquet has types that JSON lacks."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "a number"
     return _JSON_NAMES.get(type(value), f"of type {type(value).__name__}")
@@ -156,17 +156,18 @@ def stdlib_folder() -> Path:
 
 
 def stdlib_files() -> list[Path]:
-    """List the Python sources of the standard library, without test suites and installed packages."""
+    """List the Python sources of the standard library, without tests and installed packages."""
     root = stdlib_folder()
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-    return _shuffled(
-        root,
-        (path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)),
-    )
+    excluded = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    sources = []
+    for path in root.rglob("*.py"):
+        if not excluded & set(path.relative_to(root).parts):
+            sources.append(path)
+    return _shuffled(root, sources)
 
 
 def input_files(inputs: Sequence[str | os.PathLike[str]], suffix: str) -> list[Path]:
-    """List the named files and datasets, and all files that end in `suffix` of the named folders.
+    """List the named files and datasets, and all files with the `suffix` in the named folders.
 
     Raises DataError if one is missing.
     """
@@ -175,8 +176,10 @@ def input_files(inputs: Sequence[str | os.PathLike[str]], suffix: str) -> list[P
         if is_dataset(path):
             files.append(path)
         elif path.is_dir():
-            named = (file for file in path.rglob("*") if file.name.lower().endswith(suffix.lower()))
-            files += _shuffled(path, named)
+            matches = [
+                file for file in path.rglob("*") if file.name.lower().endswith(suffix.lower())
+            ]
+            files += _shuffled(path, matches)
         elif path.exists():
             files.append(path)
         else:
@@ -185,25 +188,24 @@ def input_files(inputs: Sequence[str | os.PathLike[str]], suffix: str) -> list[P
 
 
 def _shuffled(root: Path, paths: Iterable[Path]) -> list[Path]:
-    """Order files by the hashes of their relative names: mixed, and the same everywhere.
+    """Order files by the hashes of their relative names: mixed, and the same on every machine.
 
-    GPTDataset takes the validation split from the end, and max_bytes cuts there. Sorted by name,
-    that would be the last packages of the alphabet, not a sample of all.
+    GPTDataset takes the validation split from the end, and max_bytes cuts there. In order of names,
+    that would be the last packages of the alphabet instead of a sample of all.
     """
-    names = ((sha256(path.relative_to(root).as_posix()), path) for path in paths)
+    names = [(sha256(path.relative_to(root).as_posix()), path) for path in paths]
     return [path for _, path in sorted(names) if path.is_file()]
 
 
 def is_dataset(path: Path) -> bool:
-    """Return whether a path is a dataset on the hub, or a folder that datasets' ``save_to_disk``
-    wrote.
-    """
+    """Return whether a path is a dataset: one on the hub, or a folder of ``save_to_disk``."""
     return str(path).startswith(HUB) or any((path / name).is_file() for name in _DATASET_FILES)
 
 
 def has_rows(path: Path) -> bool:
-    """Return whether ``rows`` reads a path; any other file is one text. Raises DataError
-    (`form_of`).
+    """Return whether ``rows`` reads a path; any other file is one text.
+
+    Raises DataError (`form_of`).
     """
     return is_dataset(path) or form_of(path) != "text"
 
@@ -212,90 +214,103 @@ def size_of(path: Path) -> int:
     """Return the bytes of a file or a folder; 0 for a dataset on the hub."""
     if str(path).startswith(HUB):
         return 0
-    return (
-        sum(file.stat().st_size for file in path.rglob("*"))
-        if path.is_dir()
-        else path.stat().st_size
-    )
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.rglob("*"))
+    return path.stat().st_size
 
 
 def rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file or a dataset in order, in memory that does not grow with it.
+    """Yield the rows of a file or a dataset in order.
 
-    Raises DataError: a file that cannot be read, is cut off or of another format; a package that is
-    not installed.
+    Memory does not grow with it. Raises DataError: a file that cannot be read, is cut off or of
+    another format; a package that is not installed.
     """
+    if is_dataset(path):
+        yield from _dataset(path)
+        return
     readers = {"lines": _lines, "json": _json, "parquet": _parquet}
-    yield from (_dataset if is_dataset(path) else readers[form_of(path)])(path)
+    yield from readers[form_of(path)](path)
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """Yield the elements of an array, or objects a line each, which many files that end in .json
-    hold.
-    """
+    """Yield the elements of an array, or objects line by line, which some .json files hold."""
     with opened(path) as (file, encoding):
         lines = io.TextIOWrapper(file, encoding, errors="replace")
         first = next(filter(str.strip, lines), "")
-    yield from (_lines if _looks_like_rows(first) else _array)(path)
+    if _looks_like_rows(first):
+        yield from _lines(path)
+    else:
+        yield from _array(path)
 
 
 def _lines(path: Path) -> Iterator[Row]:
     with opened(path) as (file, encoding):
-        # Bytes, as long as they are UTF-8: then a line that is not is refused by itself.
-        lines: Iterable[bytes | str] = (
-            file if encoding == "utf-8" else io.TextIOWrapper(file, encoding, newline="\n")
-        )
+        lines: Iterable[bytes | str] = file
+        # Bytes if they are UTF-8: then a line that is not is refused by itself.
+        if encoding != "utf-8":
+            lines = io.TextIOWrapper(file, encoding, newline="\n")
         for number, line in enumerate(lines, start=1):
-            where = f"{path}, line {number}"
-            if line.strip():
-                try:
-                    yield where, json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    yield (
-                        where,
-                        DataError(
-                            f"not JSON in {encoding.upper()} ({error}); repair it or leave it out"
-                        ),
-                    )
+            if not line.strip():
+                continue
+            row: Any
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                message = f"not JSON in {encoding.upper()} ({error}); repair it or leave it out"
+                row = DataError(message)
+            yield f"{path}, line {number}", row
 
 
 def _array(path: Path) -> Iterator[Row]:
-    """Yield the elements of an array, decoded from a piece of the file that doubles until an
-    element is whole.
+    """Yield the elements of an array.
+
+    They are decoded from a buffer of the file. If an element is not whole in it, at least as much
+    is read again, so that an element of n characters is parsed O(log n) times.
     """
     decode = json.JSONDecoder().raw_decode
-    line, number, text, at = 1, 1, "", 0
+    text = ""
+    position = 0
+    line = 1
+    number = 0  # of the next element; 0 before the opening bracket
     with opened(path) as (stream, encoding):
         file = io.TextIOWrapper(stream, encoding)
         while True:
-            begin = _GAP.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing too
-            line, at = line + text.count("\n", at, begin), begin
-            if number == 1 and text.startswith("[", at):
-                number, at = 2, at + 1
+            begin = _GAP.match(text, position).end()  # type: ignore[union-attr]  # it can be empty
+            line += text.count("\n", position, begin)
+            position = begin
+            if number == 0 and text.startswith("[", position):
+                number = 1
+                position += 1
                 continue
-            if number > 1 and text.startswith("]", at):
-                if (text[at + 1 :] + file.read()).strip():
+            if number > 0 and text.startswith("]", position):
+                if (text[position + 1 :] + file.read()).strip():
                     raise DataError(
-                        f"{path}, line {line}: goes on after its array; make it one array, or a line each"
+                        f"{path}, line {line}: goes on after its array; make it one array, "
+                        "or a line each"
                     )
                 return
-            where = f"{path}, line {line}, element {number - 1}"
+
+            where = f"{path}, line {line}, element {number}"
+            if number == 0 and position < len(text):
+                raise DataError(
+                    f"{path}: holds no array of objects; give objects in [...], "
+                    "or a line each: .jsonl"
+                )
             try:
-                if number == 1 and at < len(text):
-                    raise DataError(
-                        f"{path}: holds no array of objects; give objects in [...], or a line each: .jsonl"
-                    )
-                row, end = decode(text, at)
+                row, end = decode(text, position)
             except (json.JSONDecodeError, RecursionError) as error:
-                more = file.read(max(_CHUNK, len(text) - at))
-                if not more:
+                chunk = file.read(max(_CHUNK, len(text) - position))
+                if not chunk:
                     raise DataError(
                         f"{where}: not JSON, or cut off ({error}); repair it"
                     ) from error
-                text, at = text[at:] + more, 0
+                text = text[position:] + chunk
+                position = 0
                 continue
             yield where, row
-            line, number, at = line + text.count("\n", at, end), number + 1, end
+            line += text.count("\n", position, end)
+            number += 1
+            position = end
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -312,9 +327,8 @@ def _parquet(path: Path) -> Iterator[Row]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
-    except (
-        Exception
-    ) as error:  # whatever its reader, and its numbers and times that Python has none for, raise
+    # Its reader raises many types, and so do numbers and times that Python cannot represent.
+    except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"{path}: no Parquet, or cut off, after row {number} ({reason}); copy it again"
@@ -328,21 +342,24 @@ def _dataset(path: Path) -> Iterator[Row]:
         raise DataError(
             f"{path} takes datasets: pip install datasets (make venv EXTRAS=data)"
         ) from error
-    name, _, split = str(path).removeprefix(HUB).partition(":")
-    number, hub = 0, str(path).startswith(HUB)
+    number = 0
     try:
-        if hub:
-            found = datasets.load_dataset(name, split=split or "train", streaming=True)
-        elif isinstance(found := datasets.load_from_disk(str(path)), dict):
-            raise DataError(
-                f"{path} holds the splits {', '.join(found)}; give one: {path / next(iter(found))}"
-            )
-        # A format that was saved with it would hide columns, or make tensors of them.
-        for number, row in enumerate(found.with_format(None), start=1):
+        if str(path).startswith(HUB):
+            name, _, split = str(path).removeprefix(HUB).partition(":")
+            dataset = datasets.load_dataset(name, split=split or "train", streaming=True)
+        else:
+            dataset = datasets.load_from_disk(str(path))
+            if isinstance(dataset, dict):
+                example = path / next(iter(dataset))
+                raise DataError(
+                    f"{path} holds the splits {', '.join(dataset)}; give one: {example}"
+                )
+        # Without its saved format, which would hide columns or make tensors of them.
+        for number, row in enumerate(dataset.with_format(None), start=1):
             yield f"{path}, row {number}", row
     except DataError:
         raise
-    except Exception as error:  # whatever its readers and the network raise
+    except Exception as error:  # its readers and the network raise many types
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"{path} cannot be read after row {number} ({reason}); check name and files"

@@ -1,9 +1,9 @@
-"""Boundaries of documents inside of samples: those of the `.idx`, and end-of-document tokens. S
-tokens of a sample.
+"""Find where documents begin inside a sample. S tokens of a sample.
 
-Megatron's own flags look for end-of-document tokens alone, and its preprocess_data.py writes them
-with --append-eod alone. The `.idx` knows every document, however it ends. A document may hold
-several texts, each with its end: these are documents too.
+Megatron's own flags look for end-of-document tokens alone, and its preprocess_data.py writes these
+only with --append-eod. The `.idx` knows every document, however it ends. A document of the `.idx`
+may also hold several texts, each with its end token; they count as documents too. So a boundary is
+either one of the `.idx` or the position after an end token.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 
 def document_ends(ids: Tensor, eod: int, begins_document: bool) -> Tensor:
-    """Mark the tokens of one document of the `.idx`, or of a part of it, that end a text: bool [T].
+    """Mark the tokens that end a text inside a document of the `.idx`, bool [T].
 
-    A tokenizer such as GPT-2's begins a text with the token that ends it. As the first of several
-    tokens it ends nothing.
+    The ids may be a part of the document. A tokenizer such as GPT-2's begins a text with the token
+    that also ends it. As the first of several tokens it ends nothing.
 
     Args:
         ids: token ids, int64 [T].
+        eod: the end-of-document token.
         begins_document: True if the first id is the document's first.
     """
     ends = ids == eod
@@ -33,46 +34,53 @@ def document_ends(ids: Tensor, eod: int, begins_document: bool) -> Tensor:
 
 
 class DocumentStream:
-    """An epoch of GPTDataset, whose samples say where documents begin.
+    """An epoch of GPTDataset whose samples mark where documents begin.
 
-    A sample is cut from a stream, so its first document may have begun before it, and its last may
-    go on after it; here both are documents of their own.
+    A sample is cut from a stream, so its first document may begin before it, and its last may
+    continue after it. Both parts count as documents of this sample.
     """
 
     def __init__(self, dataset: "GPTDataset", lengths: np.ndarray, eod: int) -> None:
-        """Take an epoch, the tokens of each document, int32 [documents], and the token that ends a
-        document.
+        """Wrap an epoch.
+
+        Args:
+            dataset: Megatron's samples.
+            lengths: tokens of each document, int32 [documents].
+            eod: the end-of-document token.
         """
-        self._dataset, self._lengths, self._eod = dataset, lengths, eod
+        self._dataset = dataset
+        self._lengths = lengths
+        self._eod = eod
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self._dataset)
 
     def __getitem__(self, index: int | None) -> dict[str, Any]:
-        """Return GPTDataset's sample with `begins`, bool [S + 1]: the tokens, and the last label,
-        that begin one.
+        """Return GPTDataset's sample with `begins`, bool [S + 1].
+
+        It marks the tokens that begin a document, the last label included.
         """
         sample = self._dataset[index]
         text = torch.cat((sample["tokens"], sample["labels"][-1:]))  # [S + 1]
-        sample["begins"] = self._begins(
-            text, 0 if index is None else index
-        )  # it fills up with sample 0
+        # GPTDataset returns sample 0, without loss, for None.
+        sample["begins"] = self._begins(text, 0 if index is None else index)
         return sample
 
     def _begins(self, text: Tensor, index: int) -> Tensor:
-        places, lengths, from_first = self._pieces(index, len(text))
+        positions, lengths, begins_document = self._pieces(index, len(text))
         ends = text == self._eod
-        ends[places[from_first & (lengths > 1)]] = False  # as ``document_ends`` of each piece
+        ends[positions[begins_document & (lengths > 1)]] = False  # as in `document_ends`
 
         begins = ends.roll(1)
         begins[0] = True
-        begins[places] = True
+        begins[positions] = True
         return begins
 
     def _pieces(self, index: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return place and tokens of each piece of a document in a sample, and whether its document
-        begins there.
+        """Return the pieces of documents in a sample, [pieces] each.
+
+        Position of the first token, number of tokens, and whether the piece begins its document.
         """
         number = self._dataset.shuffle_index[index]
         first, offset = self._dataset.sample_index[number].tolist()
@@ -80,9 +88,9 @@ class DocumentStream:
 
         lengths = self._lengths[self._dataset.document_index[first : last + 1]].astype(np.int64)
         lengths[0] -= offset
-        from_first = np.ones(len(lengths), dtype=bool)
-        from_first[0] = offset == 0
-        places = np.cumsum(lengths) - lengths
+        begins_document = np.ones(len(lengths), dtype=bool)
+        begins_document[0] = offset == 0
+        positions = np.cumsum(lengths) - lengths
 
-        has_tokens = (lengths > 0) & (places < size)
-        return places[has_tokens], lengths[has_tokens], from_first[has_tokens]
+        has_tokens = (lengths > 0) & (positions < size)
+        return positions[has_tokens], lengths[has_tokens], begins_document[has_tokens]

@@ -1,4 +1,4 @@
-"""Forms of input files by their endings, compression, and encodings by their byte-order marks."""
+"""Detect the form, compression and encoding of input files, and open them."""
 
 import bz2
 import codecs
@@ -47,7 +47,7 @@ _DECOMPRESSORS: dict[str, Callable[[Path], Any]] = {
     ".zst": lambda path: _by_arrow(path, "zstd"),
     ".lz4": lambda path: _by_arrow(path, "lz4"),
 }
-_MARKS = {  # the longest first: that of UTF-32 begins as that of UTF-16 does
+_MARKS = {  # the longest first: the mark of UTF-32 begins with that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF8: "utf-8-sig",
@@ -57,10 +57,10 @@ _MARKS = {  # the longest first: that of UTF-32 begins as that of UTF-16 does
 
 
 def form_of(path: Path) -> Form:
-    """Return the form of a file by its ending, in any case and under a compression's; of any other
-    one it is text.
+    """Return the form of a file by its ending; text for any unknown one.
 
-    Raises DataError: a table or an archive, which would be trained on as one text.
+    Case does not count, nor the ending of a compression. Raises DataError: a table or an archive,
+    which would otherwise be trained on as one text.
     """
     endings = [suffix.lower() for suffix in path.suffixes[-2:]]
     if endings and endings[-1] in _DECOMPRESSORS:
@@ -71,17 +71,18 @@ def form_of(path: Path) -> Form:
     if ending in _LOADERS:
         loader = _LOADERS[ending].format(path=path)
         raise DataError(
-            f"{path} is a table, of which {ROW_ENDINGS} can be read; write it as one, such as by "
-            f'datasets.load_dataset({loader}, split="train").to_json("{path.with_suffix(".jsonl")}")'
+            f"{path} is a table that cannot be read; write it as one of {ROW_ENDINGS}, such as by "
+            f'datasets.load_dataset({loader}, split="train")'
+            f'.to_json("{path.with_suffix(".jsonl")}")'
         )
     if ending in _OTHER_TABLES:
-        raise DataError(f"{path} is a table, of which {ROW_ENDINGS} can be read; write it as one")
+        raise DataError(f"{path} is a table that cannot be read; write it as one of {ROW_ENDINGS}")
     return _FORMS.get(ending, "text")
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], str]]:
-    """Open a file, decompressed, after a mark of UTF-8; yield it with its encoding.
+    """Open a file, decompressed and after a UTF-8 mark; yield the stream and its encoding.
 
     Raises DataError: a file that cannot be read, or whose compressed content is cut off.
     """
@@ -89,14 +90,7 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], str]]:
     try:
         with open_file(path) as file:
             stream = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)
-            start = stream.peek(4)[:4]
-            encoding = next(
-                (name for mark, name in _MARKS.items() if start.startswith(mark)), "utf-8"
-            )
-            if encoding == "utf-8-sig":
-                stream.read(len(codecs.BOM_UTF8))
-                encoding = "utf-8"
-            yield stream, encoding
+            yield stream, _encoding(stream)
     except UnicodeDecodeError as error:
         raise _undecodable(path, error, "") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
@@ -106,9 +100,23 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], str]]:
         ) from error
 
 
+def _encoding(stream: io.BufferedReader) -> str:
+    """Return the encoding by the byte-order mark, UTF-8 without one; skip a mark of UTF-8."""
+    start = stream.peek(4)[:4]
+    for mark, name in _MARKS.items():
+        if not start.startswith(mark):
+            continue
+        if name == "utf-8-sig":
+            stream.read(len(mark))
+            return "utf-8"
+        return name
+    return "utf-8"
+
+
 def text_of(path: Path) -> str:
-    """Return a file's text without a byte-order mark. Raises DataError (`opened`), and for NUL
-    characters.
+    """Return a file's text without a byte-order mark.
+
+    Raises DataError (`opened`), and for NUL characters.
     """
     with opened(path) as (file, encoding):
         content = file.read()
@@ -118,7 +126,8 @@ def text_of(path: Path) -> str:
         raise _undecodable(path, error, f" at byte {error.start}") from error
     if "\0" in text:
         raise DataError(
-            f"{path} holds NUL characters, which no text has; if it is UTF-16 without a byte-order mark, convert it"
+            f"{path} holds NUL characters, which no text has; if it is UTF-16 without a byte-order "
+            "mark, convert it"
         )
     return text
 
@@ -132,7 +141,7 @@ def _by_arrow(path: Path, compression: str) -> Any:
         import pyarrow
     except ImportError as error:
         raise DataError(
-            f"{path} is compressed by {compression}, which takes pyarrow: pip install pyarrow (make venv EXTRAS=data), "
-            "or decompress it"
+            f"{path} is compressed by {compression}, which takes pyarrow: pip install pyarrow "
+            "(make venv EXTRAS=data), or decompress it"
         ) from error
     return pyarrow.input_stream(path, compression=compression)

@@ -1,9 +1,15 @@
-"""Whole documents packed into samples, of text and of conversations. S tokens of a sample.
+"""Pack whole documents and conversations into samples. S tokens of a sample.
 
-Text is packed by its `.idx` alone, and the pair stays as it is. Only a document of more than S
-tokens is cut, into fragments of S and a rest; a fragment is a document of its own, whose last label
-is still the document's next token. Texts that end inside of a document of the `.idx` are not packed
-apart, but told apart.
+Text is packed from the `.idx` alone; the pair of files does not change. A document longer than S
+tokens is cut into fragments of S tokens and a shorter last one. A fragment is a document of its
+own, except that its last label is the next token of the document it was cut from. A document of
+the `.idx` that holds several texts is packed as a whole, and its texts are separated in the sample.
+
+Packing depends on the lengths, S and the seed alone. The first process computes it once, in about
+10 seconds for 10 million documents (docs/concepts/packed.md), and writes it into the index cache;
+all others map it. Later epochs have the same samples in another order, so that a reader in the
+middle of a run has nothing to pack. Documents that share a sample do not see each other, so which
+ones do makes no difference to the model.
 """
 
 from bisect import bisect_left, insort
@@ -16,127 +22,138 @@ import torch
 from torch import Tensor
 
 from data.text.documents import document_ends
-from data.text.indexed import LOSS_MASK, Indexed, TokenReader, check_indexed, open_indexed
+from data.text.indexed import LOSS_MASK, Indexed, check_indexed, open_indexed
+from data.text.reader import TokenReader
 from runtime.errors import DataError
 
 PADDING_DOCUMENT = 1024
-"""Tokens of a document of padding: attention inside of it costs little, however much there is."""
+"""Tokens of a padding document. Short ones keep attention over padding cheap."""
 FRAGMENT = np.dtype([("begin", "<i8"), ("length", "<i4"), ("more", "?"), ("first", "?")])
-"""A document, or a part of one: the tokens before it in the `.bin`, its own, whether its document
-goes on, and whether it begins its document."""
+"""A document or a part of one: tokens before it in the `.bin`, its length, whether its document
+continues after it, and whether it begins its document."""
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Pack items into bins: each, the longest first, into the bin with the least room that is
-    enough.
+    """Pack items into bins, the longest first, each into the fullest bin with enough room.
 
-    It takes at most 11/9 of the least possible number of bins, and 1 more (Johnson et al. 1974,
-    "Worst-case performance bounds for simple one-dimensional packing algorithms"); Ding et al.
-    (2024, arXiv:2404.10830) train on such samples. All items of a length are placed at once, and
-    into all bins of the same room: such a step at least halves the room, so that N items of D
-    different lengths take O(N log N) to sort and O(D log^2 capacity) to place.
+    It needs at most 11/9 of the optimal number of bins, plus 1 (Johnson et al. 1974, "Worst-case
+    performance bounds for simple one-dimensional packing algorithms"); Ding et al. (2024,
+    arXiv:2404.10830) train on such samples.
+
+    All items of one length are placed together, into all bins with the same room. Each such step
+    at least halves the room, so N items of D different lengths take O(N log N) to sort and
+    O(D log^2 capacity) to place: a corpus has millions of documents but few thousand lengths.
 
     Returns the bin of each item, int64 [N], given their lengths [N], each in [1, capacity]. Bins
     are numbered from 0, and the same lengths give the same bins.
     """
     order = np.argsort(-lengths.astype(np.int32), kind="stable")
-    sizes, counts = (found[::-1].tolist() for found in np.unique(lengths, return_counts=True))
-    rooms: list[int] = []  # ascending and distinct: the rooms that some bin has
-    with_room: defaultdict[int, list[range]] = defaultdict(
-        list
-    )  # bins, the first to be filled last
-    opened = 0
-    placed = [
-        (0, 0, 1, 0)
-    ]  # of items in order: the first bin, the step to the next one, items of a bin, items
-    for size, left in zip(sizes, counts, strict=True):
-        while left:
-            at = bisect_left(rooms, size)
-            room = rooms[at] if at < len(rooms) else capacity
-            each = min(room // size, left)
-            if at == len(rooms):
-                taken = range(opened, opened + left // each)
-                opened = taken.stop
+    sizes, counts = np.unique(lengths, return_counts=True)
+    rooms: list[int] = []  # the distinct rooms of open bins, ascending
+    bins_by_room: defaultdict[int, list[range]] = defaultdict(list)  # the first to fill is last
+    num_bins = 0
+    # Runs of equal items in `order`: first bin, step to the next bin, items per bin, items.
+    runs = [(0, 0, 1, 0)]
+
+    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        num_remaining = count
+        while num_remaining:
+            slot = bisect_left(rooms, size)
+            room = rooms[slot] if slot < len(rooms) else capacity
+            per_bin = min(room // size, num_remaining)
+            if slot == len(rooms):
+                bins = range(num_bins, num_bins + num_remaining // per_bin)
+                num_bins = bins.stop
             else:
-                bins = with_room[room].pop()
-                few = min(len(bins), left // each)
-                taken, rest = bins[-few:][::-1], bins[:-few]
-                if rest:
-                    with_room[room].append(rest)
-                elif not with_room[room]:
-                    del with_room[room], rooms[at]
-            placed.append((taken.start, taken.step, each, each * len(taken)))
-            left -= each * len(taken)
-            if over := room - each * size:
-                if over not in with_room:
-                    insort(rooms, over)
-                with_room[over].append(taken)
-    first, step, each, items = np.array(placed, dtype=np.int64).T
-    within = np.arange(len(lengths)) - np.repeat(np.cumsum(items) - items, items)
-    found = np.empty(len(lengths), np.int64)
-    found[order] = np.repeat(first, items) + np.repeat(step, items) * (
-        within // np.repeat(each, items)
-    )
-    return found
+                candidates = bins_by_room[room].pop()
+                num_filled = min(len(candidates), num_remaining // per_bin)
+                bins = candidates[-num_filled:][::-1]
+                unused_bins = candidates[:-num_filled]
+                if unused_bins:
+                    bins_by_room[room].append(unused_bins)
+                elif not bins_by_room[room]:
+                    del bins_by_room[room], rooms[slot]
+
+            runs.append((bins.start, bins.step, per_bin, per_bin * len(bins)))
+            num_remaining -= per_bin * len(bins)
+            new_room = room - per_bin * size
+            if new_room:
+                if new_room not in bins_by_room:
+                    insort(rooms, new_room)
+                bins_by_room[new_room].append(bins)
+
+    first_bins, steps, per_bin_of_run, items = np.array(runs, dtype=np.int64).T  # [runs] each
+    within_run = np.arange(len(lengths)) - np.repeat(np.cumsum(items) - items, items)
+    bins_before = within_run // np.repeat(per_bin_of_run, items)
+    bin_of_item = np.empty(len(lengths), np.int64)
+    bin_of_item[order] = np.repeat(first_bins, items) + np.repeat(steps, items) * bins_before
+    return bin_of_item
 
 
 def by_bin(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return items by bin, ascending in each, int64 [N], and the items before each bin, then N:
-    int64 [bins + 1].
+    """Group items by bin.
+
+    Returns the items bin by bin, ascending in each, int64 [N], and the number of items before each
+    bin, then N: int64 [bins + 1].
     """
-    return np.argsort(bins, kind="stable"), np.concatenate(
-        ([0], np.cumsum(np.bincount(bins), dtype=np.int64))
-    )
+    items = np.argsort(bins, kind="stable")
+    ends = np.cumsum(np.bincount(bins), dtype=np.int64)
+    return items, np.concatenate(([0], ends))
 
 
 def packed_documents(
     lengths: np.ndarray, documents: np.ndarray, seq_length: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pack some documents of a file into samples of at most S tokens; a pure function of its
-    arguments.
+    """Pack documents of a file into samples of at most S tokens.
 
-    The seed decides which of equally long fragments share a sample.
+    The result depends on the arguments alone. The seed decides which of equally long fragments
+    share a sample: without it, neighbours of a sorted corpus would always be packed together.
 
     Returns fragments sample by sample, FRAGMENT [F], and the fragments before each sample, then F;
     int64 [samples + 1].
 
     Args:
-        lengths: tokens of all documents of the file, int32 [N]; one without any is in no sample.
+        lengths: tokens of all documents of the file, int32 [N]; an empty one is in no sample.
         documents: numbers of those to pack, int [n].
     """
     begins = np.cumsum(lengths, dtype=np.int64)[documents] - lengths[documents]
     tokens = lengths[documents].astype(np.int64)
-    counts = -(-tokens // seq_length)
+    counts = -(-tokens // seq_length)  # fragments of each document
     ends = np.cumsum(counts)
-    before = seq_length * (np.arange(counts.sum()) - np.repeat(ends - counts, counts))
-    left = np.repeat(tokens, counts) - before
-    fragments = np.empty(len(before), FRAGMENT)
-    fragments["begin"] = np.repeat(begins, counts) + before
-    fragments["length"] = np.minimum(left, seq_length)
-    fragments["more"] = left > seq_length
-    fragments["first"] = before == 0
-    drawn = np.random.default_rng(seed).permutation(len(fragments))
-    items, bounds = by_bin(best_fit_decreasing(fragments["length"][drawn], seq_length))
-    return fragments[drawn[items]], bounds
+    offsets = seq_length * (np.arange(counts.sum()) - np.repeat(ends - counts, counts))
+    tokens_left = np.repeat(tokens, counts) - offsets
+
+    fragments = np.empty(len(offsets), FRAGMENT)
+    fragments["begin"] = np.repeat(begins, counts) + offsets
+    fragments["length"] = np.minimum(tokens_left, seq_length)
+    fragments["more"] = tokens_left > seq_length
+    fragments["first"] = offsets == 0
+
+    shuffled = np.random.default_rng(seed).permutation(len(fragments))
+    items, bounds = by_bin(best_fit_decreasing(fragments["length"][shuffled], seq_length))
+    return fragments[shuffled[items]], bounds
 
 
-def write_packing(stem: Path, *packing: np.ndarray) -> None:
-    """Write what `packed_documents` returned, as STEM_fragments.npy and STEM_bounds.npy."""
-    for name, array in zip(("fragments", "bounds"), packing, strict=True):
-        np.save(f"{stem}_{name}.npy", array)
+def write_packing(stem: Path, fragments: np.ndarray, bounds: np.ndarray) -> None:
+    """Write the result of `packed_documents` as STEM_fragments.npy and STEM_bounds.npy."""
+    np.save(f"{stem}_fragments.npy", fragments)
+    np.save(f"{stem}_bounds.npy", bounds)
 
 
 def read_packing(stem: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Map what `write_packing` wrote. Raises OSError or ValueError."""
-    fragments, bounds = (
-        np.load(f"{stem}_{name}.npy", mmap_mode="r") for name in ("fragments", "bounds")
-    )
+    """Memory-map the files of `write_packing`. Raises OSError or ValueError."""
+    fragments = np.load(f"{stem}_fragments.npy", mmap_mode="r")
+    bounds = np.load(f"{stem}_bounds.npy", mmap_mode="r")
     return fragments, bounds
 
 
 class PackedSamples:
-    """Samples of packed fragments of a pair, by number; `learned` is a pair that says what carries
-    loss.
+    """Samples of packed fragments, by number.
+
+    Args:
+        fragments: FRAGMENT [F], sample by sample.
+        bounds: fragments before each sample, then F; int64 [samples + 1].
+        learned: pair with a 1 for each token that carries loss, 0 for others; None for text.
     """
 
     def __init__(
@@ -147,7 +164,9 @@ class PackedSamples:
         seq_length: int,
         learned: Indexed | None = None,
     ) -> None:
-        self._fragments, self._bounds, self._seq_length = fragments, bounds, seq_length
+        self._fragments = fragments
+        self._bounds = bounds
+        self._seq_length = seq_length
         pairs = [indexed] if learned is None else [indexed, learned]
         self._readers = [(TokenReader(pair.prefix), pair.dtype) for pair in pairs]
 
@@ -157,8 +176,9 @@ class PackedSamples:
 
     @property
     def fill(self) -> float:
-        """The share of places that hold tokens; the rest is padding."""
-        return int(self._fragments["length"].sum(dtype=np.int64)) / (len(self) * self._seq_length)
+        """Share of positions that hold tokens; the rest is padding."""
+        tokens = int(self._fragments["length"].sum(dtype=np.int64))
+        return tokens / (len(self) * self._seq_length)
 
     def check(self) -> None:
         """Raise DataError if a file's size has changed since the start."""
@@ -166,26 +186,31 @@ class PackedSamples:
             reader.check()
 
     def sample(self, number: int | None, eod: int) -> dict[str, Tensor]:
-        """Return a sample, or for None padding alone: `tokens`, `labels`, `loss_mask`, `starts`,
-        each [S].
+        """Return a sample, or padding alone for None.
 
-        A document's last token has no label, since the next one is another's. Padding is `eod`,
-        without loss. In a document of text, `eod` ends a text, and another one begins; in
-        conversations it may end a turn.
+        It holds `tokens`, `labels`, `loss_mask` and `starts`, each [S]. The last token of a
+        document has no label: the next token belongs to another document, and predicting it would
+        teach a model that documents continue at random. Padding is `eod`, without loss.
+
+        In a document of text, `eod` ends a text and the next token begins another. In
+        conversations it is not a boundary, since it may end a turn.
         """
         tokens = torch.full((self._seq_length,), eod)
-        labels, loss_mask = tokens.clone(), torch.zeros(self._seq_length)
-        starts, end = torch.zeros(self._seq_length, dtype=torch.bool), 0
-        first, last = (0, 0) if number is None else self._bounds[number : number + 2]
-        for begin, length, more, begins_document in self._fragments[first:last].tolist():
-            ids, *learned = (
-                torch.from_numpy(
-                    reader.read(dtype.type, length + more, begin * dtype.itemsize).astype(np.int64)
-                )
-                for reader, dtype in self._readers
-            )
-            predicted = slice(end, end + max(0, length - 1 + more))
-            tokens[end : end + length], labels[predicted] = ids[:length], ids[1:]
+        labels = tokens.clone()
+        loss_mask = torch.zeros(self._seq_length)
+        starts = torch.zeros(self._seq_length, dtype=torch.bool)
+        fragments = self._fragments[:0]
+        if number is not None:
+            first, last = self._bounds[number : number + 2]
+            fragments = self._fragments[first:last]
+
+        end = 0
+        for begin, length, continues, begins_document in fragments.tolist():
+            # One more id if the document continues: the label of the fragment's last token.
+            ids, *learned = self._read(begin, length + continues)
+            predicted = slice(end, end + max(0, length - 1 + continues))
+            tokens[end : end + length] = ids[:length]
+            labels[predicted] = ids[1:]
             if learned:
                 loss_mask[predicted] = learned[0][1:].float()
             else:
@@ -194,19 +219,29 @@ class PackedSamples:
                 starts[end + 1 : end + length] = text_ends[: length - 1]
             starts[end] = True
             end += length
+
         starts[end::PADDING_DOCUMENT] = True
         return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "starts": starts}
 
+    def _read(self, begin: int, count: int) -> list[Tensor]:
+        """Read the same range of every file, int64 [count] each."""
+        arrays = []
+        for reader, dtype in self._readers:
+            values = reader.read(dtype.type, count, begin * dtype.itemsize)
+            arrays.append(torch.from_numpy(values.astype(np.int64)))
+        return arrays
+
 
 class Conversations(PackedSamples):
-    """The packed conversations at a prefix, for ``--sft``; with ``check`` both pairs are read as by
-    `check_indexed`.
+    """Packed conversations at a prefix, for ``--sft``.
 
-    A sequence of the pair is a conversation, and a document is a sample. A second pair,
-    PREFIX_loss_mask, has ones and zeros in the same places, which say what is learned. Padding is
-    not in the files.
+    A sequence of the pair is a conversation, and a document of the pair is a sample. A second pair,
+    PREFIX_loss_mask, holds a one for every token that is learned and a zero for every other.
+    Padding is not stored, so the same files serve every sequence length that is long enough.
 
-    Raises DataError: a broken pair, two that do not go together, or a sample longer than S.
+    With ``check`` both pairs are read as by `check_indexed`.
+
+    Raises DataError: a broken pair, two pairs that do not match, or a sample longer than S.
     """
 
     def __init__(
@@ -217,29 +252,36 @@ class Conversations(PackedSamples):
         check: bool,
         missing: Callable[[int], str | None] = lambda token: None,
     ) -> None:
-        mask = prefix + LOSS_MASK
-        self.indexed = (
-            check_indexed(prefix, vocab_size, missing=missing) if check else open_indexed(prefix)
-        )
-        masked = check_indexed(mask, 2) if check else open_indexed(mask)
+        mask_prefix = prefix + LOSS_MASK
+        if check:
+            self.indexed = check_indexed(prefix, vocab_size, missing=missing)
+            mask = check_indexed(mask_prefix, 2)
+        else:
+            self.indexed = open_indexed(prefix)
+            mask = open_indexed(mask_prefix)
+
         if check and not (
-            np.array_equal(masked.lengths, self.indexed.lengths)
-            and np.array_equal(masked.bounds, self.indexed.bounds)
+            np.array_equal(mask.lengths, self.indexed.lengths)
+            and np.array_equal(mask.bounds, self.indexed.bounds)
         ):
             raise DataError(
-                f"{mask}.idx and {prefix}.idx are of different conversations; write them again"
+                f"{mask_prefix}.idx and {prefix}.idx are of different conversations; "
+                "write them again"
             )
         begins = np.concatenate(([0], np.cumsum(self.indexed.lengths, dtype=np.int64)))
         self.longest = int(np.diff(begins[self.indexed.bounds]).max())
         """Tokens of the longest sample."""
         if self.longest > seq_length:
             raise DataError(
-                f"{prefix} holds samples of {self.longest} tokens and seq_length is {seq_length}; give --seq-length "
-                f"{self.longest}, or prepare the conversations with --seq-length {seq_length}"
+                f"{prefix} holds samples of {self.longest} tokens and seq_length is {seq_length}; "
+                f"give --seq-length {self.longest}, or prepare the conversations with "
+                f"--seq-length {seq_length}"
             )
-        whole = np.zeros(len(self.indexed.lengths), FRAGMENT)
-        whole["begin"], whole["length"] = begins[:-1], self.indexed.lengths
-        super().__init__(self.indexed, whole, self.indexed.bounds, seq_length, masked)
+
+        fragments = np.zeros(len(self.indexed.lengths), FRAGMENT)
+        fragments["begin"] = begins[:-1]
+        fragments["length"] = self.indexed.lengths
+        super().__init__(self.indexed, fragments, self.indexed.bounds, seq_length, mask)
 
 
 class PackedEpoch:
@@ -248,7 +290,8 @@ class PackedEpoch:
     def __init__(
         self, samples: PackedSamples, begin: int, end: int, seed: int, eod: int, epoch: int
     ) -> None:
-        self._samples, self._eod = samples, eod
+        self._samples = samples
+        self._eod = eod
         self._order = begin + np.random.default_rng((seed, epoch)).permutation(end - begin)
 
     def __len__(self) -> int:
@@ -256,5 +299,6 @@ class PackedEpoch:
         return len(self._order)
 
     def __getitem__(self, index: int | None) -> dict[str, Tensor]:
-        """Return a sample, or for None padding alone."""
-        return self._samples.sample(None if index is None else int(self._order[index]), self._eod)
+        """Return a sample, or padding alone for None."""
+        number = None if index is None else int(self._order[index])
+        return self._samples.sample(number, self._eod)

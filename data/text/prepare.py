@@ -1,5 +1,8 @@
-"""Prepare text and conversations as Megatron's indexed token files: train a tokenizer, tokenize,
-write, or keep.
+"""Prepare text and conversations as Megatron's indexed token files.
+
+It trains a tokenizer unless one is given, tokenizes in several processes, and writes the files, or
+keeps those of an equal earlier request. All files are drafts until the end and appear together: a
+killed run leaves nothing that looks complete, and the same command starts over.
 """
 
 import json
@@ -54,12 +57,12 @@ _BYTES_PER_WORKER = 1 << 23
 
 
 @dataclass
-class Written:
-    """Tokens of all documents or conversations, in files, and the counts of them."""
+class TokenFiles:
+    """Tokens of all documents or conversations in files, with their lengths and counts."""
 
     ids: IO[bytes]
     learned: IO[bytes] | None
-    """Which tokens of conversations carry loss; None for text."""
+    """A byte per token of conversations, 1 if it carries loss; None for text."""
     lengths: list[np.ndarray] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -74,16 +77,14 @@ class Written:
         self.counts.update(tokens.counts)
 
     def flush(self) -> None:
-        """Let others read the files."""
+        """Flush the files, so that others can read them."""
         self.ids.flush()
         if self.learned is not None:
             self.learned.flush()
 
 
 RESUMED = ("bin", "lengths", "learned", "refused", "journal")
-"""Endings of the drafts of a killed preparation, which versions before 2026-11-28 would have
-resumed.
-"""
+"""Endings of drafts that versions before 2026-11-28 left to resume a killed preparation."""
 
 
 def prepare(
@@ -93,13 +94,13 @@ def prepare(
     progress: bool = True,
     workers: int | None = 1,
 ) -> tuple[Prepared, bool]:
-    """Write `prefix`.bin and .idx, .model or _tokenizer/ if one is trained, and .json, the record
-    of the request.
+    """Write `prefix`.bin, .idx and .json, the record of the request, and a trained tokenizer.
 
-    Complete data of the same request and unchanged input is kept. The files appear together at the
-    end or not at all, the same for any number of `workers`, the processes that tokenize (None: as
-    many as the input keeps busy); a run that was stopped is begun again. Returns facts about the
-    data, and whether it was kept.
+    The tokenizer is `prefix`.model, or the folder `prefix`_tokenizer for conversations. Complete
+    data of the same request and unchanged input is kept. The files appear together at the end or
+    not at all, and are the same for any number of `workers`, the processes that tokenize (None: as
+    many as the input keeps busy); a stopped run starts over. Returns facts about the data, and
+    whether it was kept.
 
     Raises DataError: nothing to read, an unreadable file, a bad tokenizer, other data at the
     prefix, or another process writing there.
@@ -108,33 +109,22 @@ def prepare(
         raise DataError(
             f"the output prefix {prefix} ends in no file name; give one such as runs/data/mine"
         )
-    if (
-        request.chat is not None
-        and request.tokenizer_model is None
-        and request.chat.chat_template not in NAMED
-    ):
+    chat = request.chat
+    if chat is not None and request.tokenizer_model is None and chat.chat_template not in NAMED:
         raise DataError(
-            f"chat_template is {request.chat.chat_template}, and a tokenizer is trained for one of {', '.join(NAMED)}; "
-            "name one, or give --tokenizer-model"
+            f"chat_template is {chat.chat_template}, and a tokenizer is trained for one of "
+            f"{', '.join(NAMED)}; name one, or give --tokenizer-model"
         )
     try:
-        if not overwrite and (kept := existing(request, prefix)):
-            return kept, True
-        with ExitStack() as held:
-            try:
-                paths = {end: with_end(prefix, end) for end in ends_of(request)}
-                for stem in dict.fromkeys(
-                    path.name if end == TOKENIZER else path.stem for end, path in paths.items()
-                ):
-                    held.enter_context(owned(prefix.parent, stem))
-            except InUseError as error:
-                raise DataError(f"cannot write {prefix}: {error}") from error
-            except OSError as error:
-                raise cannot_write(prefix, error) from error
-            if not overwrite and (
-                kept := existing(request, prefix)
-            ):  # another process finished it meanwhile
-                return kept, True
+        prepared = None if overwrite else existing(request, prefix)
+        if prepared is not None:
+            return prepared, True
+        with ExitStack() as locks:
+            _lock(request, prefix, locks)
+            # Another process may have finished the same data meanwhile.
+            prepared = None if overwrite else existing(request, prefix)
+            if prepared is not None:
+                return prepared, True
             for name in RESUMED:
                 prefix.with_name(f".{prefix.name}.resume.{name}").unlink(missing_ok=True)
             try:
@@ -148,6 +138,24 @@ def prepare(
         ) from error
 
 
+def _lock(request: Request, prefix: Path, locks: ExitStack) -> None:
+    """Lock every name that the request writes.
+
+    Raises DataError: another process writes there. Raises StoppedError: the folder is not writable.
+    """
+    stems: dict[str, None] = {}
+    for end in ends_of(request):
+        path = with_end(prefix, end)
+        stems[path.name if end == TOKENIZER else path.stem] = None
+    try:
+        for stem in stems:
+            locks.enter_context(owned(prefix.parent, stem))
+    except InUseError as error:
+        raise DataError(f"cannot write {prefix}: {error}") from error
+    except OSError as error:
+        raise cannot_write(prefix, error) from error
+
+
 def _prepare(
     request: Request, prefix: Path, overwrite: bool, progress: bool, workers: int | None
 ) -> Prepared:
@@ -155,41 +163,48 @@ def _prepare(
     source: Corpus | Rows = Rows(files)
     if request.chat is None:
         source = Corpus(files, request.max_bytes, not request.inputs, request.json_key)
-    inputs = inputs_of(request)
-    size = _checked(request, source, progress)
+    inputs = inputs_of(request)  # before reading: a file that changes meanwhile is noticed later
+    size = _check_input(request, source, progress)
     ends = ends_of(request)
-    with writing(*(with_end(prefix, end) for end in ends)) as drafts, ExitStack() as stack:
-        draft = dict(zip(ends, drafts, strict=True))
-        tokenizer = load_tokenizer(
-            request.tokenizer_model or _train(request, source, draft, progress)
-        )
+
+    with writing(*(with_end(prefix, end) for end in ends)) as paths, ExitStack() as stack:
+        drafts = dict(zip(ends, paths, strict=True))
+        model = request.tokenizer_model or _train(request, source, drafts, progress)
+        tokenizer = load_tokenizer(model)
         if request.chat is None:
-            written = Written(stack.enter_context(draft[".bin"].open("wb")), None)
-        # in files without a name, which a killed process does not leave, until they are packed
+            token_files = TokenFiles(stack.enter_context(drafts[".bin"].open("wb")), None)
         else:
-            ids, learned = (stack.enter_context(TemporaryFile(dir=prefix.parent)) for _ in range(2))
-            written = Written(ids, learned)
+            # Conversations are packed at the end. Until then they are in files without a name,
+            # which a killed process does not leave behind.
+            ids = stack.enter_context(TemporaryFile(dir=prefix.parent))
+            learned = stack.enter_context(TemporaryFile(dir=prefix.parent))
+            token_files = TokenFiles(ids, learned)
+
         unit = "text_bytes" if request.chat is None else "read"
         with (
             _bar("tokenized", size, progress, request) as bar,
             closing(_tokens(request, source, tokenizer, workers)) as results,
         ):
             for tokens in results:
-                written.add(tokens)
+                token_files.add(tokens)
                 bar.update(tokens.counts[unit])
-        written.flush()
-        prepared = _finish(request, tokenizer, written, draft, skipped=len(source.skipped))
+        token_files.flush()
+
+        prepared = _finish(request, tokenizer, token_files, drafts, skipped=len(source.skipped))
         record: dict[str, Any] = {
             "made_with": made_with_of(request),
             "prepared": asdict(prepared),
             "inputs": inputs,
+            "python": sys.version,
         }
-        record["python"] = sys.version
         if request.chat is not None:
             template = load_template(tokenizer.path, request.chat.chat_template)
-            record[CHAT] = {"chat_template": template.source, "tool_use": template.tool_use}
-            record[CHAT]["ends"] = prepared.turn_ends
-        draft[".json"].write_text(json.dumps(record, indent=1) + "\n")
+            record[CHAT] = {
+                "chat_template": template.source,
+                "tool_use": template.tool_use,
+                "ends": prepared.turn_ends,
+            }
+        drafts[".json"].write_text(json.dumps(record, indent=1) + "\n")
         if overwrite:
             # The new .bin must never stand beside the old record, nor text beside a loss mask.
             for end in (".json", *CHAT_ENDS):
@@ -199,144 +214,158 @@ def _prepare(
     return prepared
 
 
-def _train(request: Request, source: Corpus | Rows, draft: dict[str, Path], progress: bool) -> Path:
+def _train(
+    request: Request, source: Corpus | Rows, drafts: dict[str, Path], progress: bool
+) -> Path:
     """Train a tokenizer as one of the drafts; return its path."""
     size = request.vocab_size or 4096
     if progress:
         print(f"training a tokenizer of {size} entries", file=sys.stderr)
     if isinstance(source, Corpus):
-        return train_tokenizer(source, draft[".model"].with_suffix(""), size)
+        return train_tokenizer(source, drafts[".model"].with_suffix(""), size)
     assert request.chat is not None
     return train_chat_tokenizer(
-        source, request.chat.skip_refused, draft[TOKENIZER], size, str(request.chat.chat_template)
+        source, request.chat.skip_refused, drafts[TOKENIZER], size, str(request.chat.chat_template)
     )
 
 
-def _checked(request: Request, source: Corpus | Rows, progress: bool) -> int | None:
-    """Read everything; return its bytes of text, or conversations. None if that takes a download.
+def _check_input(request: Request, source: Corpus | Rows, progress: bool) -> int | None:
+    """Read all input; return its size, in bytes of text or conversations.
 
-    An unreadable file must fail now, not after hours of training a tokenizer.
+    None if it is on the hub. An unreadable file must fail now, not after hours of training a
+    tokenizer.
     """
     if not all(path.exists() for path in source.files):
         return None
     size = 0
     with _bar("checked", None, progress, request) as bar:
         for item in source:
-            size += (step := len(item.encode()) if isinstance(item, str) else 1)
+            step = len(item.encode()) if isinstance(item, str) else 1
+            size += step
             bar.update(step)
-    if not size and request.inputs:
-        what = "text" if request.chat is None else "conversation"
-        folders = any(Path(name).is_dir() for name in request.inputs)
-        suffix = f" and --suffix {request.suffix}" if folders else ""
-        raise DataError(
-            f"there is no {what} in {', '.join(request.inputs)}; check the paths{suffix}"
-        )
-    if not size:
+    if size:
+        return size
+
+    if not request.inputs:
         raise DataError(
             f"{stdlib_folder()} holds no Python sources on this machine; give other text by --input"
         )
-    return size
+    kind = "text" if request.chat is None else "conversation"
+    suffix = ""
+    if any(Path(name).is_dir() for name in request.inputs):
+        suffix = f" and --suffix {request.suffix}"
+    raise DataError(f"there is no {kind} in {', '.join(request.inputs)}; check the paths{suffix}")
 
 
-def _bar(done: str, total: int | None, progress: bool, request: Request) -> Any:
-    """Return a progress bar on stderr with rate and time left, shown from the third second on."""
+def _bar(title: str, total: int | None, progress: bool, request: Request) -> Any:
+    """Return a progress bar on stderr, shown from the third second on."""
     from tqdm import tqdm
 
-    with signals_later():  # half of a bar ends in a traceback
+    with signals_later():  # an interrupt inside tqdm's constructor ends in a traceback
         return tqdm(
-            desc=done, total=total, disable=not progress, delay=2, unit_scale=True,
-            unit="B" if request.chat is None else " conversations", mininterval=0.5 if sys.stderr.isatty() else 30,
-        )  # fmt: skip
+            desc=title,
+            total=total,
+            unit="B" if request.chat is None else " conversations",
+            unit_scale=True,
+            disable=not progress,
+            delay=2,
+            mininterval=0.5 if sys.stderr.isatty() else 30,
+        )
 
 
 def _tokens(
     request: Request, source: Corpus | Rows, tokenizer: Tokenizer, workers: int | None
 ) -> Generator[Tokens, None, None]:
     """Yield the tokens of documents or rows, in order."""
-    work: Callable[[list[Any]], Tokens] = partial(
-        tokenized, tokenizer, add_bos_token=request.add_bos_token
-    )
+    work: Callable[[list[Any]], Tokens]
     items: Iterator[Any] = iter(source)
-    if request.chat is not None:
+    if request.chat is None:
+        work = partial(tokenized, tokenizer, add_bos_token=request.add_bos_token)
+    else:
         assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
         template = load_template(tokenizer.path, request.chat.chat_template)
-        work, items = (
-            partial(convert, request.chat, template, tokenizer),
-            map(partial(with_conversation, template.reads), items),
-        )
-    busy = min(len(usable_cores()), 1 + sum(map(size_of, source.files)) // _BYTES_PER_WORKER)
-    return in_order(work, batched(items), workers or busy)
+        work = partial(convert, request.chat, template, tokenizer)
+        items = map(partial(with_conversation, template.reads), items)
+    if not workers:
+        size = sum(map(size_of, source.files))
+        workers = min(len(usable_cores()), 1 + size // _BYTES_PER_WORKER)
+    return in_order(work, batched(items), workers)
 
 
 def _finish(
-    request: Request, tokenizer: Tokenizer, written: Written, draft: dict[str, Path], skipped: int
+    request: Request,
+    tokenizer: Tokenizer,
+    files: TokenFiles,
+    drafts: dict[str, Path],
+    skipped: int,
 ) -> Prepared:
-    """Write the drafts of the output that are not there yet."""
-    lengths = np.concatenate([np.zeros(0, np.int32), *written.lengths])
-    dtype, refused, conversations = id_type(tokenizer.vocab_size), written.refused, None
+    """Write the index, and for conversations the packed pairs; return facts about the data."""
+    lengths = np.concatenate([np.zeros(0, np.int32), *files.lengths])
+    dtype = id_type(tokenizer.vocab_size)
+    refused = files.refused
     if not len(lengths):
-        why = (
-            f"all {len(refused)} conversations were refused, the first: {refused[0]}"
-            if refused
-            else "check the input"
-        )
-        raise DataError(f"there is nothing to write; {why}")
+        hint = "check the input"
+        if refused:
+            hint = f"all {len(refused)} conversations were refused, the first: {refused[0]}"
+        raise DataError(f"there is nothing to write; {hint}")
+
+    conversations = None
     if request.chat is None:
-        write_index(draft[".idx"], dtype, lengths)
+        write_index(drafts[".idx"], dtype, lengths)
     else:
-        assert written.learned is not None
-        pairs = [(draft[f"{end}.bin"], draft[f"{end}.idx"]) for end in ("", LOSS_MASK)]
-        sources = [(written.ids, dtype), (written.learned, np.dtype(np.uint8))]
+        assert files.learned is not None
+        pairs = [(drafts[f"{end}.bin"], drafts[f"{end}.idx"]) for end in ("", LOSS_MASK)]
+        sources = [(files.ids, dtype), (files.learned, np.dtype(np.uint8))]
         samples = write_packed(sources, pairs, lengths, request.chat.seq_length)
-        conversations = {name: written.counts[name] for name in CONVERSATIONS}
-        conversations |= {"samples": samples, "places": samples * request.chat.seq_length}
+        conversations = {name: files.counts[name] for name in CONVERSATIONS}
+        conversations["samples"] = samples
+        conversations["places"] = samples * request.chat.seq_length
         if request.chat.skip_refused:
-            draft[".refused.txt"].write_text(
-                "".join(f"{line}\n" for line in refused), encoding="utf-8"
-            )
-    lost = tokenizer.unknown
-    counts = token_counts(draft[".bin"].with_suffix(""), sys.maxsize)
+            lines = "".join(f"{line}\n" for line in refused)
+            drafts[".refused.txt"].write_text(lines, encoding="utf-8")
+
+    counts = token_counts(drafts[".bin"].with_suffix(""), sys.maxsize)
+    unknown_tokens = files.counts[DROPPED]
+    if tokenizer.unknown is not None:
+        unknown_tokens = int(counts[tokenizer.unknown : tokenizer.unknown + 1].sum())
     return Prepared(
         tokenizer_sha256=tokenizer.sha256,
         tokenizer_settings=tokenizer.settings,
         documents=len(lengths),
         tokens=int(lengths.sum(dtype=np.int64)),
         dtype=dtype.name,
-        text_bytes=written.counts["text_bytes"],
+        text_bytes=files.counts["text_bytes"],
         skipped_files=skipped,
         unigram_entropy=entropy(counts),
-        unknown_tokens=int(counts[lost : lost + 1].sum())
-        if lost is not None
-        else written.counts[DROPPED],
+        unknown_tokens=unknown_tokens,
         conversations=conversations,
         begin=None if request.chat else list(tokenizer.begin(request.add_bos_token)),
-        unread=_counted(written.counts, UNREAD) or None,
-        turn_ends=None if request.chat is None else _turn_ends(tokenizer, written.counts),
+        unread=_counts_after(files.counts, UNREAD) or None,
+        turn_ends=None if request.chat is None else _turn_ends(tokenizer, files.counts),
     )
 
 
-def _counted(counts: Counter[str], begin: str) -> dict[str, int]:
-    """Return the counts whose names begin so, the largest first."""
-    named = {
-        name.removeprefix(begin): count for name, count in counts.items() if name.startswith(begin)
-    }
-    return dict(sorted(named.items(), key=lambda pair: (-pair[1], pair[0])))
+def _counts_after(counts: Counter[str], start: str) -> dict[str, int]:
+    """Return the counts whose names start like this, by the rest of the name, largest first."""
+    matches = []
+    for name, count in counts.items():
+        if name.startswith(start):
+            matches.append((-count, name.removeprefix(start)))
+    return {name: -negative for negative, name in sorted(matches)}
 
 
 def _turn_ends(tokenizer: Tokenizer, counts: Counter[str]) -> list[int]:
-    """Return the tokens at which generation is to stop.
+    """Return the tokens at which generation is to stop, the most frequent first.
 
-    Special tokens, of any turn, and an added one that ends at least half of the turns: that of few
-    may be their text's.
+    A special token counts if it ends any turn. An ordinary added token counts if it ends at least
+    half of the turns: one that ends a few may belong to their text.
     """
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     ends = []
-    for name, count in _counted(counts, END).items():
-        text = tokenizer.detokenize([int(name)], special=True)
-        if (
-            tokenizer.special.fullmatch(text)
-            or int(name) == tokenizer.eod
-            or 2 * count >= counts[TURNS]
-        ):
-            ends.append(int(name))
+    for name, count in _counts_after(counts, END).items():
+        token = int(name)
+        text = tokenizer.detokenize([token], special=True)
+        is_special = token == tokenizer.eod or tokenizer.special.fullmatch(text)
+        if is_special or 2 * count >= counts[TURNS]:
+            ends.append(token)
     return ends

@@ -1,4 +1,10 @@
-"""Requests of prepared data, and the record beside the data."""
+"""Requests for prepared data, and the record beside the data.
+
+Preparing a corpus can take hours, so equal data is kept instead of written again. The record holds
+everything that the bytes depend on: the request, the digest of the tokenizer and of the files
+beside it, the chat template, and size and time of every input file. Data is kept only if all of
+them are equal, and refused with the reason otherwise; it is never overwritten without --overwrite.
+"""
 
 import json
 import os
@@ -17,14 +23,12 @@ from runtime.errors import DataError
 from runtime.files import sha256
 
 CONVERSATIONS = ("read", "kept", "split", "truncated", "refused", "left_out", "learned")
-"""Counts of what became of conversations."""
+"""Names of the counts of conversations by outcome."""
 CHAT_ENDS = (f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".refused.txt")
 CHAT = "chat"
-"""Key of the template and the ends of turns, in the record of prepared conversations and in a run's
-checkpoints.
-"""
+"""Key of template and turn ends in the record of conversations and in a run's checkpoints."""
 TOKENIZER = "_tokenizer"
-"""Ends the prefix of the folder of a tokenizer that is trained for a chat template."""
+"""Suffix of the folder of a tokenizer that is trained for a chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,7 @@ class Request:
     suffix: str = ".txt"
     """Suffix of the files to read from a folder."""
     tokenizer_model: str | None = None
-    """An existing tokenizer; None trains one."""
+    """Path of an existing tokenizer; None trains one."""
     vocab_size: int | None = 4096
     """Entries of the tokenizer to train; None with an existing one."""
     max_bytes: int | None = None
@@ -68,161 +72,206 @@ class Prepared:
     unigram_entropy: float
     """Nats per token: the loss of a model that knows only the token frequencies."""
     unknown_tokens: int = 0
-    """Tokens that stand for what the vocabulary lacks, or that text lacks therefore: it is lost."""
+    """Tokens for text that the vocabulary lacks, or tokens dropped because of it: lost text."""
     conversations: dict[str, int] | None = None
-    """Conversations that were read, kept whole, split, truncated and refused; pieces without loss,
-    which were left_out; tokens that carry loss, learned; samples, and the places in them."""
+    """Numbers of conversations: read, kept whole, split, truncated, refused; left_out: pieces of
+    split ones without loss; learned: tokens that carry loss; samples, and places: positions in
+    them."""
     begin: list[int] | None = None
-    """Ids that begin each document of text; None in records of before documents had any, and of
-    conversations.
-    """
+    """Ids that begin each document of text; None in older records and for conversations."""
     unread: dict[str, int] | None = None
-    """In how many conversations nothing reads a key, or something that a template leaves out by its
-    own rule.
-    """
+    """Number of conversations by key that nothing reads, or by part that a template leaves out."""
     tokenizer_settings: str | None = None
-    """Digest of what files beside a tokenizer.json change of its ids; None in older records."""
+    """Digest of settings in files beside a tokenizer.json; None in older records."""
     turn_ends: list[int] | None = None
     """Ids of the tokens that end the assistant's turns, the most frequent first."""
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for numbers that no preparation notes."""
+        """Raise TypeError or ValueError for numbers that no preparation records."""
         counts = [
             self.documents,
             self.tokens,
             self.text_bytes,
             self.skipped_files,
             self.unknown_tokens,
+            *(self.unread or {}).values(),
+            *(self.turn_ends or []),
         ]
-        if (of := self.conversations) is not None:
-            counts += [of[name] for name in (*CONVERSATIONS, "samples", "places")]
-        counts += [*(self.unread or {}).values(), *(self.turn_ends or [])]
-        if any(type(count) is not int or not 0 <= count < 1 << 63 for count in counts):
-            raise ValueError("a count is no count")
-        if not self.tokens or (of is not None and not (of["samples"] and of["places"])):
+        has_tokens = self.tokens != 0
+        outcomes = self.conversations
+        if outcomes is not None:
+            counts += [outcomes[name] for name in (*CONVERSATIONS, "samples", "places")]
+            has_tokens = has_tokens and bool(outcomes["samples"] and outcomes["places"])
+        for count in counts:
+            if type(count) is not int or not 0 <= count < 1 << 63:
+                raise ValueError(f"{count!r} is not a count")
+        if not has_tokens:
             raise ValueError("it has no tokens")
         if self.begin is not None and not all(type(token) is int for token in self.begin):
-            raise ValueError("begin is no list of tokens")
+            raise ValueError("begin is not a list of tokens")
         if type(self.unigram_entropy) is not float or not 0 <= self.unigram_entropy < 64:
-            raise ValueError("unigram_entropy is no number of nats")
+            raise ValueError("unigram_entropy is not a number of nats")
 
     @property
     def summary(self) -> str:
-        """Say in one line what there is."""
-        tokens, of = f"{self.tokens:,} tokens ({self.dtype})", self.conversations
-        if of is None:
-            sizes = f"{self.text_bytes / self.tokens:.2f} bytes per token, unigram entropy {self.unigram_entropy:.3f}"
-            return f"{self.documents:,} documents, {tokens}, {sizes} nats per token"
+        """One line about the data."""
+        tokens = f"{self.tokens:,} tokens ({self.dtype})"
+        counts = self.conversations
+        if counts is None:
+            return (
+                f"{self.documents:,} documents, {tokens}, "
+                f"{self.text_bytes / self.tokens:.2f} bytes per token, "
+                f"unigram entropy {self.unigram_entropy:.3f} nats per token"
+            )
         return (
-            f"{of['read']:,} conversations read: {of['kept']:,} kept whole, {of['split']:,} split, {of['truncated']:,} "
-            f"truncated, {of['refused']:,} refused; {of['left_out']:,} pieces of split ones without loss left out; "
-            f"{tokens}, of which {of['learned']:,} carry loss, in {of['samples']:,} samples, "
-            f"{1 - self.tokens / of['places']:.2%} padding to seq_length {of['places'] // of['samples']:,}"
+            f"{counts['read']:,} conversations read: {counts['kept']:,} kept whole, "
+            f"{counts['split']:,} split, {counts['truncated']:,} truncated, "
+            f"{counts['refused']:,} refused; {counts['left_out']:,} pieces of split ones without "
+            f"loss left out; {tokens}, of which {counts['learned']:,} carry loss, in "
+            f"{counts['samples']:,} samples, {1 - self.tokens / counts['places']:.2%} padding to "
+            f"seq_length {counts['places'] // counts['samples']:,}"
         )
 
 
 def existing(request: Request, prefix: Path) -> Prepared | None:
-    """Return the data at the prefix if this request made it, None if there is none. Else raise
-    DataError.
+    """Return the data at the prefix if this request made it, None if there is none.
+
+    Raises DataError for data of another request, or if it is incomplete or its input has changed.
     """
-    ends = ends_of(request)
-    there = [str(path) for end in ends if (path := with_end(prefix, end)).exists()]
-    if not there:
-        return None
     remedy = "give --overwrite to write it anew, or another --output-prefix"
-    if len(there) < len(ends):
+    ends = ends_of(request)
+    paths = [with_end(prefix, end) for end in ends]
+    present_paths = [str(path) for path in paths if path.exists()]
+    if not present_paths:
+        return None
+    if len(present_paths) < len(ends):
         raise DataError(
-            f"{', '.join(there)} exists, but is not the whole of what this tool writes; {remedy}"
+            f"{', '.join(present_paths)} exists, but other files of the same data are missing; "
+            f"{remedy}"
         )
-    record = with_end(prefix, ".json")
-    if not (record.is_file() or record.is_dir()):
-        raise DataError(f"{record} is no file; {remedy}")
-    try:
-        content: dict[str, Any] = json.loads(record.read_text())
-        made_with, prepared = dict(content["made_with"]), Prepared(**content["prepared"])
-        prepared.check()
-        was = dict(content.get("inputs", {}))  # older records have none
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{record} is not a record of this tool ({error}); {remedy}") from error
+
+    prepared, made_with, old_inputs = _read_record(with_end(prefix, ".json"), remedy)
     defaults = {field.name: field.default for field in fields(Request)}  # older records lack some
     for name, value in made_with_of(request).items():
         if made_with.get(name, defaults.get(name)) != value:
             raise DataError(
                 f"{prefix}.bin was made with {name} {made_with.get(name)}, not {value}; {remedy}"
             )
-    found = open_indexed(prefix)
-    if (len(found.lengths), found.tokens) != (prepared.documents, prepared.tokens):
-        raise DataError(f"{prefix}.idx and {record} disagree on the number of tokens; {remedy}")
-    named = tokenizer_of(request, prefix)
-    tokenizer = load_tokenizer(named)
-    if tokenizer.sha256 != prepared.tokenizer_sha256:
-        raise DataError(f"{named} is not the tokenizer that wrote {prefix}.bin; {remedy}")
-    if prepared.tokenizer_settings not in (None, tokenizer.settings):
+    indexed = open_indexed(prefix)
+    if (len(indexed.lengths), indexed.tokens) != (prepared.documents, prepared.tokens):
         raise DataError(
-            f"files beside {named}, such as tokenizer_config.json, changed since {prefix}.bin; {remedy}"
+            f"{prefix}.idx and {with_end(prefix, '.json')} disagree on the number of tokens; "
+            f"{remedy}"
         )
-    begin = tuple(prepared.begin or ())
-    if request.chat is None and begin != tokenizer.begin(request.add_bos_token):
-        asked = tokenizer.begin(request.add_bos_token)
-        raise DataError(
-            f"documents of {prefix}.bin begin with the tokens {list(begin)}, and would now with {list(asked)}; {remedy}"
-        )
-    now = inputs_of(request)
-    if (
-        was
-        and now
-        and (other := sorted(name for name in was | now if was.get(name) != now.get(name)))
-    ):
-        how = "is gone" if other[0] not in now else "has changed" if other[0] in was else "is new"
-        raise DataError(f"{other[0]} {how} since {prefix}.bin was made; {remedy}")
+    _check_tokenizer(request, prefix, prepared, remedy)
+
+    inputs = inputs_of(request)
+    if not old_inputs or not inputs:  # older records have none, nor has a dataset on the hub
+        return prepared
+    for name in sorted(old_inputs | inputs):
+        if old_inputs.get(name) == inputs.get(name):
+            continue
+        change = "has changed"
+        if name not in inputs:
+            change = "is gone"
+        elif name not in old_inputs:
+            change = "is new"
+        raise DataError(f"{name} {change} since {prefix}.bin was made; {remedy}")
     return prepared
 
 
+def _read_record(
+    record: Path, remedy: str
+) -> tuple[Prepared, dict[str, Any], dict[str, list[int]]]:
+    """Return the facts, the request and the input files of a record. Raises DataError."""
+    if not (record.is_file() or record.is_dir()):
+        raise DataError(f"{record} is no file; {remedy}")
+    try:
+        content: dict[str, Any] = json.loads(record.read_text())
+        made_with = dict(content["made_with"])
+        prepared = Prepared(**content["prepared"])
+        prepared.check()
+        inputs = dict(content.get("inputs", {}))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{record} is not a record of this tool ({error}); {remedy}") from error
+    return prepared, made_with, inputs
+
+
+def _check_tokenizer(request: Request, prefix: Path, prepared: Prepared, remedy: str) -> None:
+    """Raise DataError if the tokenizer would write other tokens than those at the prefix."""
+    path = tokenizer_of(request, prefix)
+    tokenizer = load_tokenizer(path)
+    if tokenizer.sha256 != prepared.tokenizer_sha256:
+        raise DataError(f"{path} is not the tokenizer that wrote {prefix}.bin; {remedy}")
+    if prepared.tokenizer_settings not in (None, tokenizer.settings):
+        raise DataError(
+            f"files beside {path}, such as tokenizer_config.json, changed since {prefix}.bin; "
+            f"{remedy}"
+        )
+    if request.chat is not None:
+        return
+    old_begin = list(prepared.begin or ())
+    begin = list(tokenizer.begin(request.add_bos_token))
+    if begin != old_begin:
+        raise DataError(
+            f"documents of {prefix}.bin begin with the tokens {old_begin}, and would now with "
+            f"{begin}; {remedy}"
+        )
+
+
 def made_with_of(request: Request) -> dict[str, Any]:
-    """Return the request as its record has it: paths absolute, the chat template by its digest."""
+    """Return the request as recorded: paths absolute, the chat template by its digest."""
     made_with = asdict(request)
     made_with["inputs"] = [
         path if path.startswith(HUB) else os.path.abspath(path) for path in request.inputs
     ]
     if request.tokenizer_model is not None:
         made_with["tokenizer_model"] = os.path.abspath(request.tokenizer_model)
-    if request.chat is not None:
-        model, name = request.tokenizer_model, request.chat.chat_template
-        tool_use = None
-        if model is None:
-            source = NAMED[str(name)].source
-        else:
-            template = load_template(model, name)
-            source, tool_use = template.source, template.tool_use
-        made_with["chat"]["chat_template"] = sha256(
-            source if tool_use is None else json.dumps([source, tool_use])
-        )
-        if not request.chat.strict:
-            del made_with["chat"]["strict"]  # as of records before there was such a setting
+    if request.chat is None:
+        return made_with
+
+    name = request.chat.chat_template
+    tool_use = None
+    if request.tokenizer_model is None:
+        source = NAMED[str(name)].source
+    else:
+        template = load_template(request.tokenizer_model, name)
+        source = template.source
+        tool_use = template.tool_use
+    content = source if tool_use is None else json.dumps([source, tool_use])
+    made_with["chat"]["chat_template"] = sha256(content)
+    if not request.chat.strict:
+        del made_with["chat"]["strict"]  # as in records that are older than the setting
     return made_with
 
 
 def chat_record(prefixes: Sequence[str]) -> dict[str, Any] | None:
-    """Return the template and the ends of turns of prepared conversations, which a run has in its
-    checkpoints.
+    """Return template and turn ends of prepared conversations, which a run saves in checkpoints.
 
-    The template is None where prefixes have different ones. None if no record beside them has any.
+    The template is None if prefixes have different ones. None if no record beside them has any.
     """
-    records = [
-        record for prefix in prefixes if (record := _chat_of(Path(f"{prefix}.json"))) is not None
-    ]
+    records = []
+    for prefix in prefixes:
+        record = _chat_of(Path(f"{prefix}.json"))
+        if record is not None:
+            records.append(record)
     if not records:
         return None
-    ends = dict.fromkeys(end for record in records for end in record["ends"])
-    templates = [[record[name] for name in ("chat_template", "tool_use")] for record in records]
-    alike = all(template == templates[0] for template in templates)
-    source, tool_use = templates[0] if alike else (None, None)
+
+    ends: dict[int, None] = {}
+    for record in records:
+        ends |= dict.fromkeys(record["ends"])
+    templates = [(record["chat_template"], record["tool_use"]) for record in records]
+    source, tool_use = templates[0]
+    if any(template != templates[0] for template in templates):
+        source = tool_use = None
     return {"chat_template": source, "tool_use": tool_use, "ends": list(ends)}
 
 
 def _chat_of(path: Path) -> dict[str, Any] | None:
-    """Return what a record says of the chat template; None if it says nothing. Raises DataError for
-    a broken one.
+    """Return the chat template and turn ends of a record, None if it has none.
+
+    Raises DataError for a broken record.
     """
     if not path.is_file():
         return None
@@ -230,36 +279,35 @@ def _chat_of(path: Path) -> dict[str, Any] | None:
         chat = json.loads(path.read_text(encoding="utf-8")).get(CHAT)
         if chat is None:
             return None
-        record = {
-            "chat_template": chat["chat_template"],
-            "tool_use": chat.get("tool_use"),
-            "ends": chat["ends"],
-        }
-        texts = isinstance(record["chat_template"], str) and isinstance(
-            record["tool_use"], (str, type(None))
-        )
-        if not texts or not all(type(end) is int and end >= 0 for end in record["ends"]):
-            raise ValueError("chat holds no template and ends of turns")
+        template = chat["chat_template"]
+        tool_use = chat.get("tool_use")
+        ends = chat["ends"]
+        texts = isinstance(template, str) and isinstance(tool_use, (str, type(None)))
+        if not texts or not all(type(end) is int and end >= 0 for end in ends):
+            raise ValueError("chat lacks a template or the ends of turns")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{path} is not a record of tools.prepare_data ({error}); prepare the conversations again"
+            f"{path} is not a record of tools.prepare_data ({error}); prepare the conversations "
+            "again"
         ) from error
-    return record
+    return {"chat_template": template, "tool_use": tool_use, "ends": ends}
 
 
 def inputs_of(request: Request) -> dict[str, list[int]]:
-    """Return size and time of change, in ns, of the input's files that are there; not of the
-    standard library's.
+    """Return size and change time, in ns, of the existing input files.
+
+    The standard library's files are not among them.
     """
-    files = input_files([path for path in request.inputs if Path(path).exists()], request.suffix)
-    found = ((os.path.abspath(path), path.stat()) for path in files)
-    return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in found}
+    existing_inputs = [path for path in request.inputs if Path(path).exists()]
+    stats = {}
+    for path in input_files(existing_inputs, request.suffix):
+        stat = path.stat()
+        stats[os.path.abspath(path)] = [stat.st_size, stat.st_mtime_ns]
+    return stats
 
 
 def ends_of(request: Request) -> list[str]:
-    """Return the ends of the files' names, and of the tokenizer's folder if one is trained for
-    conversations.
-    """
+    """Return the endings of all files and folders that a request writes."""
     ends = [".bin", ".idx", ".json"]
     if request.tokenizer_model is None:
         ends.append(".model" if request.chat is None else TOKENIZER)

@@ -1,4 +1,4 @@
-"""Documents to token ids in several processes, in the order of the documents."""
+"""Tokenize documents in several processes, in the order of the documents."""
 
 import os
 import signal
@@ -17,23 +17,24 @@ from data.tokenizer import AddBos, Tokenizer
 from runtime.errors import DataError, StoppedError
 from runtime.signals import end_with_parent, signals_later
 
-_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 22
+_BATCH_DOCUMENTS = 256
+_BATCH_CHARACTERS = 1 << 22
 DROPPED = "dropped"
-"""Name of the count of tokens that texts lack, since the tokenizer has none for them."""
+"""Name of the count of tokens that texts lose because the vocabulary has none for them."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Some documents' T tokens, and what is to be said of them."""
+    """The T tokens of some documents, with counts and refusals."""
 
     ids: np.ndarray
     """[T], of the dtype in the file."""
     lengths: np.ndarray
     """Tokens of each document, int32."""
     learned: np.ndarray | None = None
-    """Which tokens carry loss, uint8 [T]; None for all."""
+    """1 for each token that carries loss, uint8 [T]; None for all."""
     counts: Counter[str] = field(default_factory=Counter)
     refused: Sequence[str] = ()
     """Documents that could not be used, a line each."""
@@ -47,30 +48,31 @@ def joined(tokenizer: Tokenizer, documents: Sequence[np.ndarray]) -> tuple[np.nd
     """
     ids = np.concatenate([np.zeros(0, np.int64), *documents])
     if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
+        bad = ids.min() if ids.min() < 0 else ids.max()
         raise DataError(
-            f"the tokenizer gives id {ids.max() if ids.min() >= 0 else ids.min()}, outside its {tokenizer.vocab_size} "
-            "entries; use another tokenizer file"
+            f"the tokenizer gives id {bad}, outside its {tokenizer.vocab_size} entries; "
+            "use another tokenizer file"
         )
     lengths = np.array([len(document) for document in documents], dtype=np.int32)
     return ids.astype(id_type(tokenizer.vocab_size)), lengths
 
 
 def tokenized(tokenizer: Tokenizer, texts: Sequence[str], add_bos_token: AddBos = "auto") -> Tokens:
-    """Tokenize documents and end each with the end-of-document token; `counts` are those of the
-    texts.
-    """
-    documents = [
-        np.array(tokenizer.document(text, add_bos_token), dtype=np.int64) for text in texts
-    ]
-    counts = Counter(read=len(texts), text_bytes=sum(len(text.encode()) for text in texts))
-    counts[DROPPED] = sum(map(tokenizer.dropped, texts))
+    """Tokenize documents, each ended by the end-of-document token; count documents and bytes."""
+    documents = []
+    counts = Counter(read=len(texts), text_bytes=0)
+    for text in texts:
+        documents.append(np.array(tokenizer.document(text, add_bos_token), dtype=np.int64))
+        counts["text_bytes"] += len(text.encode())
+        counts[DROPPED] += tokenizer.dropped(text)
     ids, lengths = joined(tokenizer, documents)
     return Tokens(ids=ids, lengths=lengths, counts=counts)
 
 
 def batched(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield documents together, up to about 4 million characters, or rows, of a size that is not
-    known.
+    """Yield groups of at most 256 items and about 4 million characters.
+
+    The size of an item that is no text, such as a row, is not known; 32 of them are a group.
     """
     batch: list[Any] = []
     characters = 0
@@ -79,7 +81,8 @@ def batched(items: Iterable[Any]) -> Iterator[list[Any]]:
         characters += len(item) if isinstance(item, str) else _BATCH_CHARACTERS // 32
         if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 
@@ -87,10 +90,11 @@ def batched(items: Iterable[Any]) -> Iterator[list[Any]]:
 def in_order(
     work: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Generator[Result, None, None]:
-    """Yield `work` of each item, in order, computed in as many processes; 1 is this one.
+    """Yield `work` of each item, in order, computed in `workers` processes; 1 is this process.
 
-    At most 2 items a process are read ahead. The processes end with this one, even if it is killed.
-    Raises StoppedError: a process was killed.
+    At most 2 items per process are read ahead, so that memory stays bounded if the consumer is
+    slower. The processes end with this one, even if it is killed. Raises StoppedError: a process
+    was killed.
     """
     if workers == 1:
         yield from map(work, items)
@@ -99,7 +103,7 @@ def in_order(
     pending: deque[Future[Result]] = deque()
     try:
         for item in items:
-            with signals_later():  # it may start a process
+            with signals_later():  # submit may start a process
                 pending.append(pool.submit(work, item))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
@@ -114,7 +118,6 @@ def in_order(
 
 
 def _start(parent: int) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches every process; the first one ends the others
+    # Ctrl-C reaches every process; the first one ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)

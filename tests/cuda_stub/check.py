@@ -27,7 +27,7 @@ import numpy as np
 from bench.harness import MeasureError
 from bench.memory import command, lines_of
 from bench.shapes import lognormal
-from data.latents.folder import write_latents
+from data.latents.writing import write_latents
 from data.text.indexed import id_type, write_index
 from data.tokenizer import load_tokenizer, train_tokenizer
 from parallel.context.methods import METHODS

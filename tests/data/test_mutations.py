@@ -14,8 +14,9 @@ from data.chat.template import load_template
 from data.fingerprint import check_digests, write_digests
 from data.latents.folder import LatentFolder
 from data.text.corpus import Corpus
-from data.text.indexed import TokenReader, check_indexed, open_indexed
+from data.text.indexed import check_indexed, open_indexed
 from data.text.prepare import Request, prepare
+from data.text.reader import TokenReader
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError, UserError
 from tests.data.test_tokenizer import write_hugging_face
@@ -213,7 +214,7 @@ def test_a_damaged_cache(place):
         assert found["refused"] > 60
         assert name == "digests.json" or found["read"] == 0
     np.save(place / "more.npy", np.arange(3))
-    with pytest.raises(DataError, match=r"has not noted 'more.npy'.*remove"):
+    with pytest.raises(DataError, match=r"does not list 'more.npy'.*remove"):
         check_digests(place)
     (place / "more.npy").unlink()
     (place / "shuffle.npy").unlink()

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 
 from data.tokenizer import load_tokenizer
-from data.tokenizer_classes import BUILDERS, NOT_READ, OVERRIDDEN, REGISTERED
+from data.tokenizer.classes import BUILDERS, NOT_READ, OVERRIDDEN, REGISTERED
 from tests.data.families import (
     FAMILIES,
     OPENAI,

@@ -278,7 +278,7 @@ def told_of_dropped_characters(folder):
         turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "two"}]
         encoded = load_template(str(path)).encode(tokenizer, conversation_of(turns))
         assert [
-            "characters that the tokenizer has no token for" in told for told in encoded.told
+            "characters that the tokenizer has no token for" in note for note in encoded.notes
         ] == [True] * told
     return "told"
 

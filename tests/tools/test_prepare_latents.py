@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from data.latents.folder import LatentFolder, write_latents
+from data.latents.folder import LatentFolder
+from data.latents.writing import write_latents
 from tools.prepare_latents import main
 
 SHADES = {"cat": 0, "dog": 255}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import ClassVar, Literal
 
-from data.chat.rows import Turn
 from data.chat.template import ChatTemplate
+from data.chat.turns import Turn
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from runtime.errors import DataError, UserError, at_least, require
 from tools.ruler.tasks import TASKS, Case, Question, Sources

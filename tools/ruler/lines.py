@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from data.chat.rows import Turn
+from data.chat.turns import Turn
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 from runtime.progress import counted

@@ -62,7 +62,7 @@ def test_a_kind_that_is_right_has_the_ids_of_transformers(case, tmp_path):
     assert encoded.ids.tolist() == want["input_ids"]
     learned = encoded.ids[encoded.learned].tolist()
     assert tokenizer.detokenize(learned, special=True) == case["learned"]
-    assert encoded.told == ()
+    assert encoded.notes == ()
     assert set(encoded.ends) == {tokenizer.tokenize_special(END)[0][0]}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.chat import prefixes
-from data.chat.rows import conversation_of, said
+from data.chat.rows import conversation_of, conversation_of_turns
 from data.chat.template import ChatTemplate, load_template
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
@@ -43,7 +43,9 @@ def loaded(folder, source):
 
 def chat(turns):
     roles = ("user", "assistant")
-    return said([{"role": roles[n % 2], "content": f"words {n} " * 3} for n in range(turns)])
+    return conversation_of_turns(
+        [{"role": roles[n % 2], "content": f"words {n} " * 3} for n in range(turns)]
+    )
 
 
 def tool_chat(questions, calls):
@@ -58,7 +60,7 @@ def tool_chat(questions, calls):
             )
             turns.append({"role": "tool", "content": f"result {draw.random()}"})
         turns.append({"role": "assistant", "content": f"answer {number}"})
-    return said(turns)
+    return conversation_of_turns(turns)
 
 
 def written(template, tokenizer, conversation, monkeypatch):

@@ -89,7 +89,7 @@ def test_where_a_template_is_found(tmp_path):
     with pytest.raises(DataError, match=r"cannot read the chat template .*none"):
         load_template(path, str(tmp_path / "none"))
     (tmp_path / "mine").write_text("{% for %}")
-    with pytest.raises(DataError, match=r"mine is none of jinja2 .*repair it"):
+    with pytest.raises(DataError, match=r"mine is not valid jinja2 .*repair it"):
         load_template(path, str(tmp_path / "mine"))
     (tmp_path / "mine").write_text("long" * 1_000_000)
     with pytest.raises(DataError, match=r"mine has more than 2,097,152 characters; name another"):
@@ -162,7 +162,7 @@ UNBOUNDED = {
     "endless power": ("{{ 7 ** 999999999 }}", "does not end within"),
     "endless compilation": (
         "{{ " + "1 + " * 100_000 + "1 }}",
-        "does not end within|is none of jinja2",
+        "does not end within|is not valid jinja2",
     ),
     "doubled": (DOUBLED, "takes more than 128 MiB|does not end within"),
     "padded": ("{{ messages[0]['content'].center(9999999999) }}", "takes more than 128 MiB"),
@@ -201,7 +201,7 @@ def test_bounds_end_with_the_call():
 @pytest.mark.parametrize("name", NESTED)
 def test_a_template_that_is_nested_too_deeply_is_refused(name, tmp_path):
     with pytest.raises(
-        DataError, match=r"_config\.json (is none of jinja2|fails) \([^\n]*\); repair"
+        DataError, match=r"_config\.json (is not valid jinja2|fails) \([^\n]*\); repair"
     ):
         loaded(tmp_path, NESTED[name])[1].render(TURNS)
 

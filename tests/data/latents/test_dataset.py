@@ -14,7 +14,8 @@ import torch
 from safetensors.numpy import save
 
 from data.latents.dataset import LatentDataConfig, build_latent_datasets, digits
-from data.latents.folder import LatentFolder, write_latents
+from data.latents.folder import LatentFolder
+from data.latents.writing import write_latents
 from runtime.errors import DataError, UserError
 from runtime.ranks import run_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.text.indexed import TokenReader
+from data.text.reader import TokenReader
 from runtime.errors import DataError
 from runtime.files import owned
 from tests.data.text.corpora import counting_documents, write_documents
@@ -60,7 +60,7 @@ def test_a_killed_runs_half_cache_is_removed(tmp_path, prefix, monkeypatch):
     child = os.fork()
     if child == 0:
         monkeypatch.setattr(
-            "data.text.megatron.write_digests", lambda folder: os._exit(9)
+            "data.text.splits.write_digests", lambda folder: os._exit(9)
         )  # as by SIGKILL
         try:
             build(prefix)

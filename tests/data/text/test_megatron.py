@@ -287,7 +287,8 @@ def test_ids_that_the_tokenizer_has_and_the_model_lacks_are_refused_by_name(tmp_
 def test_an_end_token_that_the_model_lacks_is_refused_before_any_data_is_read(tmp_path):
     tokenizer = NumberTokenizer(eod=VOCAB_SIZE - 1)
     with pytest.raises(
-        DataError, match=r"tokenizer_model numbers ends documents and fills samples with it: token"
+        DataError,
+        match=r"tokenizer_model numbers ends documents with a token that the model lacks: token",
     ):
         build_datasets(
             DataConfig(data_path=(str(tmp_path / "none"),)), SEQ, SEED, tokenizer, VOCAB_SIZE - 1

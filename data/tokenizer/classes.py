@@ -1,7 +1,7 @@
-"""Classes of tokenizers of transformers 5.24, as data and as builders.
+"""Tokenizer classes of transformers 5.24, as tables and builders.
 
 A tokenizer of transformers' general class is its tokenizer.json. The others here take the
-vocabulary and the merges from it and build all else themselves, so that a normalizer or
+vocabulary and the merges from it and build everything else themselves, so that a normalizer or
 pre-tokenizer of the file does not count. tests/data/test_tokenizer_families.py compares tables and
 ids with the installed transformers.
 """
@@ -54,55 +54,52 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2Tokenizer": {"unk_token": _END, "eos_token": _END, "pad_token": _END},
     "Qwen3_5Tokenizer": {"unk_token": _END, "eos_token": _END, "pad_token": _END},
 }
-"""Settings that a class has where tokenizer_config.json does not name them."""
+"""Settings of a class that tokenizer_config.json does not name."""
 
 
 def class_of(
     path: Path, config: Mapping[str, Any], model: Mapping[str, Any], *, has_bytes: bool
 ) -> str | None:
-    """Return the class of a tokenizer that builds itself, or None if it is its tokenizer.json.
+    """Return the class that rebuilds a tokenizer, None if its tokenizer.json is used.
 
-    The rules are those of transformers' AutoTokenizer, for folders without code of their own.
+    The rules are those of transformers' AutoTokenizer, for folders without code.
 
     Args:
         path: the tokenizer.json, for messages.
         config: its tokenizer_config.json.
         model: the model's config.json.
-        has_bytes: the tokenizer.json is one of bytes, which a LlamaTokenizer is not.
+        has_bytes: the tokenizer.json is byte-level, which a LlamaTokenizer is not.
 
     Raises DataError: tokenizer_class is a class that is not followed here.
     """
-    declared = config.get("tokenizer_class") or model.get("tokenizer_class")
+    declared_class = config.get("tokenizer_class") or model.get("tokenizer_class")
     model_type = model.get("model_type")
-    registered = REGISTERED.get(model_type) if isinstance(model_type, str) else None
-    name = declared if isinstance(declared, str) else registered
-    bare = (name or "").removesuffix("Fast")
+    registered_class = REGISTERED.get(model_type) if isinstance(model_type, str) else None
+    name = declared_class if isinstance(declared_class, str) else registered_class
+    class_name = (name or "").removesuffix("Fast")
 
-    if bare == "LlamaTokenizer" and has_bytes and model_type not in OVERRIDDEN:
+    if class_name == "LlamaTokenizer" and has_bytes and model_type not in OVERRIDDEN:
         return None
-    if registered == "TokenizersBackend":
+    if registered_class == "TokenizersBackend":
         return None
-    if registered is not None and model_type in OVERRIDDEN:
-        return registered
-    if bare in NOT_READ:
+    if registered_class is not None and model_type in OVERRIDDEN:
+        return registered_class
+    if class_name in NOT_READ:
         raise DataError(
-            f"{path.with_name('tokenizer_config.json')} has tokenizer_class {name}, with which transformers builds a "
-            f"tokenizer that is not followed here; set it to PreTrainedTokenizerFast if {path.name} alone is meant"
+            f"{path.with_name('tokenizer_config.json')} has tokenizer_class {name}, with which "
+            "transformers builds a tokenizer that is not followed here; set it to "
+            f"PreTrainedTokenizerFast if {path.name} alone is meant"
         )
-    return bare if bare in BUILDERS else None
+    return class_name if class_name in BUILDERS else None
 
 
 def _llama(vocab: Mapping[str, int], merges: Merges, config: Mapping[str, Any]) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+    scheme = "always" if config.get("legacy") else "first"
     prefix = config.get("add_prefix_space")
-    scheme = (
-        "never"
-        if prefix is not None and not prefix
-        else "always"
-        if config.get("legacy")
-        else "first"
-    )
+    if prefix is not None and not prefix:
+        scheme = "never"
     backend = Tokenizer(
         models.BPE(vocab=dict(vocab), merges=list(merges), fuse_unk=True, byte_fallback=True)
     )

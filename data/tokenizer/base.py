@@ -1,0 +1,139 @@
+"""The interface of tokenizers, and the reading of their files."""
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from runtime.errors import DataError
+from runtime.files import sha256
+
+AddBos = Literal["auto", "always", "never"]
+"""Choice of the begin token before a text; auto adds it if the tokenizer does so by itself."""
+
+
+class Tokenizer(ABC):
+    """Interface of tokenizers for Longmesh and Megatron's GPTDataset."""
+
+    pad = -1
+    """GPTDataset masks every label equal to it: a real id here (many tokenizers reuse eod or unk)
+    would silently drop real tokens from the loss. No token has id -1."""
+    bos: int | None = None
+    """Id that begins a text; None without one."""
+    before: tuple[int, ...] = ()
+    """Ids that the tokenizer adds before a text by itself."""
+    after: tuple[int, ...] = ()
+    """Ids that the tokenizer adds after a text by itself."""
+    settings: str | None = None
+    """Digest of settings in the files beside the tokenizer; None if none of them is read."""
+    unknown: int | None = None
+    """Id for text that the vocabulary has no token for; None if no token is reserved for it."""
+
+    def __init__(self, path: str, content: bytes, vocab_size: int, eod: int) -> None:
+        """Set up for a file; every id is in [0, vocab_size), and ``eod`` ends each document."""
+        self.path = path
+        self.vocab_size = vocab_size
+        self.eod = eod
+        # By content, not path: a retrained tokenizer at the same path must not reuse the old
+        # caches.
+        self.sha256 = sha256(content)
+        self.unique_identifiers: OrderedDict[str, object] = OrderedDict(
+            {"class": type(self).__name__, "sha256": self.sha256}
+        )
+
+    def __reduce__(self) -> tuple[Any, tuple[type["Tokenizer"], str]]:
+        # By path: a process that is sent a tokenizer with every batch reads its file once.
+        return _loaded_once, (type(self), self.path)
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of `text`; special tokens spelled out in it are ordinary text."""
+
+    def begin(self, add_bos_token: AddBos = "auto") -> tuple[int, ...]:
+        """Return the ids to put before a text.
+
+        Raises DataError: always, and the tokenizer has no begin token.
+        """
+        if add_bos_token == "never":
+            return ()
+        if add_bos_token == "always" and not self.before:
+            if self.bos is None:
+                raise DataError(
+                    f"add_bos_token is always, and {self.path} names no bos_token; name one, "
+                    "or leave it out"
+                )
+            return (self.bos,)
+        return self.before
+
+    def document(self, text: str, add_bos_token: AddBos = "auto") -> list[int]:
+        """Return the ids of a document, with the tokens around it and exactly one final ``eod``."""
+        after = self.after[:-1] if self.after[-1:] == (self.eod,) else self.after
+        return [*self.begin(add_bos_token), *self.tokenize(text), *after, self.eod]
+
+    def missing(self, entries: int, token: int) -> str | None:
+        """Return a message if the tokenizer has a token and a model of `entries` lacks it."""
+        if not entries <= token < self.vocab_size:
+            return None
+        return (
+            f"token {self.name_of(token)} is in the tokenizer's {self.vocab_size} entries, and the "
+            f"model's vocab_size is {entries}, so that it has no embedding for it; take it out of "
+            "the data"
+        )
+
+    def name_of(self, token: int) -> str:
+        """Return an id with its text, for messages."""
+        text = self.detokenize([token], special=True) if 0 <= token < self.vocab_size else ""
+        return f"{token} ({text!r})" if text else str(token)
+
+    def dropped(self, text: str, special: bool = False) -> int:
+        """Return the number of tokens that a text loses.
+
+        A vocabulary without a token for a character, nor one for the unknown, drops it.
+
+        Args:
+            text: the text.
+            special: special tokens spelled out in it count as such.
+        """
+        return 0
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int], special: bool = False) -> str:
+        """Return the text of `ids`, without special tokens unless `special` and they have one."""
+
+
+@cache
+def _loaded_once(kind: Any, path: str) -> Tokenizer:
+    return kind(path)
+
+
+@contextmanager
+def undamaged(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
+    """Turn the tokenizer library's exception for a bad file into a DataError that names it."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError, DataError):
+        raise
+    # The Rust library raises bare Exception, and BaseException for panics.
+    except BaseException as error:
+        lines = " ".join(str(error).split())
+        reason = re.sub(r"^[A-Z_]+: src/.*\] ?", "", lines)[:200]  # without sentencepiece's prefix
+        hint = f" ({reason})" if reason else ""
+        raise DataError(
+            f"{path} is no {kind} or is damaged{hint}; copy or train it again"
+        ) from error
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a tokenizer's file. Raises DataError."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"cannot read tokenizer {path} ({error.strerror}); check --tokenizer-model, or write "
+            "it (python -m tools.prepare_data)"
+        ) from error

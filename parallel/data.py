@@ -293,11 +293,8 @@ def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> 
     gradients = [to_local(p.grad) for p in model.parameters() if p.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=mesh.get_group())
-    sums = []
-    for gradient, chunk in zip(
-        gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
-    ):
-        sums.append(chunk.view_as(gradient))
+    chunks = flat.split([gradient.numel() for gradient in gradients])
+    sums = [chunk.view_as(x) for chunk, x in zip(chunks, gradients, strict=True)]
     torch._foreach_copy_(gradients, sums)
 
 

@@ -60,8 +60,8 @@ class RecomputeConfig:
     backward; for a GPU.
     """
     loss_chunk_size: int = 0
-    """Tokens whose logits exist at once; their gradients are computed at once too. 0 computes all
-    logits and saves them.
+    """Tokens whose logits exist at once; their gradients are computed immediately after. 0 computes
+    all logits and saves them.
     """
     ffn_chunk_size: int = 0
     """Tokens that go through a feed-forward layer at once (blockwise, Ring Attention); the backward

@@ -136,26 +136,9 @@ class Watchdog:
         waited = time.monotonic() - self._last_beat
         position = pending_collective()
         self._write(self._rank, write_own_stacks)
-
-        def call() -> Positions:
-            self._store.set(HANG, "")
-            answers = call_roll(self._store, HANG, "\n".join(position), ROLL_SECONDS)
-            return {rank: answer.split("\n") for rank, answer in answers.items()}
-
-        answers = in_time(call, MAX_SLOWDOWN * ROLL_SECONDS)
-        node = self._ranks[self._rank][0]
-        neighbours: dict[int, Process] = {}
-        for rank, (other_node, process) in enumerate(self._ranks):
-            if other_node == node:
-                neighbours[rank] = process
-
-        lost: list[int] = []
-        if answers is None:  # the store's holder is silent
-            for rank, process in neighbours.items():
-                if rank != self._rank and not process.runs:
-                    lost.append(rank)
-        else:
-            lost = [rank for rank in range(len(self._ranks)) if rank not in answers]
+        answers = in_time(lambda: self._call_roll(position), MAX_SLOWDOWN * ROLL_SECONDS)
+        neighbours = self._processes_of_node()
+        lost = self._lost_ranks(answers, neighbours)
 
         # The first rank of a node that runs writes the stacks of the others that do not.
         is_helper = self._rank == min(rank for rank in neighbours if rank not in lost)
@@ -177,6 +160,34 @@ class Watchdog:
         for process in silent.values():
             process.send(signal.SIGKILL)
         os._exit(AGAIN)  # to be started again without the nodes in EXCLUDE
+
+    def _call_roll(self, position: tuple[str, str]) -> Positions:
+        """Announce the hang and this rank's position; return the positions of all that answer."""
+        self._store.set(HANG, "")
+        answers = call_roll(self._store, HANG, "\n".join(position), ROLL_SECONDS)
+        return {rank: answer.split("\n") for rank, answer in answers.items()}
+
+    def _processes_of_node(self) -> dict[int, "Process"]:
+        """Return the processes of this rank's node, by rank."""
+        node = self._ranks[self._rank][0]
+        processes: dict[int, Process] = {}
+        for rank, (other_node, process) in enumerate(self._ranks):
+            if other_node == node:
+                processes[rank] = process
+        return processes
+
+    def _lost_ranks(self, answers: Positions | None, neighbours: dict[int, "Process"]) -> list[int]:
+        """Return the ranks that do not answer.
+
+        If the store itself is silent, only those of this node are known, by their processes.
+        """
+        if answers is not None:
+            return [rank for rank in range(len(self._ranks)) if rank not in answers]
+        lost: list[int] = []
+        for rank, process in neighbours.items():
+            if rank != self._rank and not process.runs:
+                lost.append(rank)
+        return lost
 
     def _meet_writers(self, count: int) -> None:
         """Wait until this many ranks have written their stacks."""

@@ -1,1 +1,1 @@
-"""How the processes of a launch find each other: environment variables, store, equal versions."""
+"""Let the processes of a launch find each other: environment variables, store, versions."""

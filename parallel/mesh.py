@@ -95,7 +95,7 @@ class MeshConfig:
     """Processes that the sizes above are for, if allow_resize is set; by default the number in the
     run's config.toml: of its last start without allow_resize, or of its first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device that every process computes on; auto takes cuda where it is available."""
+    """Device that every process computes on; auto takes cuda if it is available."""
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collective library; auto takes nccl on cuda and gloo on cpu."""
     distributed_timeout_minutes: float = 10.0

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from runtime.launch.rendezvous import SECONDS_TO_ANSWER, meet
 from runtime.launch.variables import launched_world_size
-from runtime.launch.versions import check_alike
+from runtime.launch.versions import check_versions
 
 NODE = "longmesh/node of rank {}"
 """Store key of a rank's hostname."""
@@ -40,7 +40,7 @@ def join(
         launched_world_size()
     if store is None and "RANK" in os.environ:
         launch_store, rank, world_size = meet(timeout)
-        check_alike(launch_store, rank, world_size)
+        check_versions(launch_store, rank, world_size)
         store = dist.PrefixStore("default_pg", launch_store)
     elif store is None:
         store = dist.HashStore()

@@ -200,8 +200,8 @@ def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
         line = ending_message
         if timed_out:
             line += (
-                "; the store does not answer either, which rank 0 holds where torchrun does not: "
-                "look at rank 0"
+                "; the store does not answer either, which rank 0 holds unless torchrun does: look "
+                "at rank 0"
             )
     if previous_handler is not None:
         signal.signal(signal.SIGTERM, previous_handler)
@@ -230,7 +230,7 @@ def _line_of_roll(ending_message: str, timed_out: bool, seconds: float) -> str:
         return ""
 
     reason = ending_message.partition(" (")[2]
-    advice = "where they are only slow, give a longer --distributed-timeout-minutes"
+    advice = "if they are only slow, give a longer --distributed-timeout-minutes"
     if not silent:
         return (
             f"ranks waited in vain for each other ({reason}, and all of them answer now; {advice}"

@@ -3,9 +3,9 @@
 Sources: Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2.2.
 
 The tp ranks hold the same tokens. Each computes some heads of every attention, some columns of
-every feed-forward layer and the logits of some vocabulary entries. In between, where all channels
-of a token are needed (norms, residual sums), each holds some of the tokens: the all-reduce becomes
-a reduce-scatter and an all-gather of the same traffic. Sequence parallelism is on whenever tp > 1:
+every feed-forward layer and the logits of some vocabulary entries. Norms and residual sums need all
+channels of a token, so there each rank holds some of the tokens instead: the all-reduce becomes a
+reduce-scatter and an all-gather of the same traffic. Sequence parallelism is on whenever tp > 1:
 every parameter is then a DTensor, and partial gradients of norms are summed.
 
 Each part of a model states in words, as its ``SPLIT``, how its weights are split.

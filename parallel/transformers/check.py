@@ -2,7 +2,7 @@
 
 Neither of the two is exact, so comparing them with each other would need a tolerance per model and
 dtype. Both are compared with the model in float64 instead: the ranks are right if they are about as
-far from it as one process is, whatever rounding costs this model.
+far from it as one process is, however much rounding costs this model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +42,7 @@ key's bias may be nothing but rounding.
 class Float64Mode(TorchFunctionMode):
     """Computes in float64 wherever a model asks for float32.
 
-    Models of transformers compute norms and rotary positions in float32 whatever their dtype, so
+    Models of transformers compute norms and rotary positions in float32 for every dtype, so
     ``model.double()`` alone would not be a reference in float64.
     """
 
@@ -217,7 +217,7 @@ def _documents(batch: Batch) -> Iterator[tuple[dict[str, Any], Tensor]]:
         }  # [1, length]
         labels = inputs.pop("labels")
 
-        # Without position_ids where possible: the model's own are the reference for ours.
+        # Without position_ids if possible: the model's own are the reference for ours.
         positions = inputs["position_ids"][0] - batch.whole.first_position
         if torch.equal(positions, torch.arange(end - start, device=positions.device)):
             del inputs["position_ids"]

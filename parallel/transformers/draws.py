@@ -27,7 +27,7 @@ from runtime.errors import UserError
 ALPHA = "neftune_noise_alpha"
 """Attribute of embeddings to which transformers adds noise during training."""
 BLOCK = 4096
-"""Tokens whose noise is drawn at once: that of a long sequence would not fit beside the model."""
+"""Tokens whose noise is drawn at once: that of a long sequence would not fit in memory."""
 NUM_SEEDS = 2**62
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """An odd number that maps consecutive ranks to distant seeds."""

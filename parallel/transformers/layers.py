@@ -248,7 +248,7 @@ def _l2_normalized(x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 STATEFUL = {"causal_conv1d_fn": convolving, "torch_chunk_gated_delta_rule": recurring}
-"""Functions that transformers' model files call by these names, and what wraps each."""
+"""Functions that transformers' model files call by these names, and their wrappers."""
 
 
 def install(model: nn.Module) -> None:

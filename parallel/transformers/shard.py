@@ -147,7 +147,7 @@ class Sharded:
         """
         batch = batch or self._last
         if batch is None:
-            raise UserError("there is no batch yet; call gather on what the model returned for one")
+            raise UserError("there is no batch yet; call gather on an output of the model for one")
         tokens = batch.context.unshard(x, 1)[0]  # [N, ...]
         is_token = batch.whole.is_token
         out = tokens.new_zeros(*is_token.shape, *tokens.shape[1:])

@@ -39,7 +39,7 @@ def sources(root: Path) -> str:
     return digest.hexdigest()[:8]
 
 
-def check_alike(store: dist.Store, rank: int, world_size: int) -> None:
+def check_versions(store: dist.Store, rank: int, world_size: int) -> None:
     """Raise UserError on all ranks if their versions differ. Collective, by the store."""
     python = ".".join(platform.python_version_tuple()[:2])
     local_versions = {

@@ -45,8 +45,8 @@ DUMP = signal.SIGUSR2
 """Signal by which a `Process` writes its Python stacks into its file, even if no thread of it can
 take the GIL.
 """
-Positions = dict[int, Sequence[str]]
-"""Each rank's `pending_collective`: the collective and the source line."""
+WaitPoints = dict[int, Sequence[str]]
+"""The `pending_collective` of each rank: the collective, and the source line."""
 
 
 class Watchdog:
@@ -161,7 +161,7 @@ class Watchdog:
             process.send(signal.SIGKILL)
         os._exit(AGAIN)  # to be started again without the nodes in EXCLUDE
 
-    def _call_roll(self, position: tuple[str, str]) -> Positions:
+    def _call_roll(self, position: tuple[str, str]) -> WaitPoints:
         """Announce the hang and this rank's position; return the positions of all that answer."""
         self._store.set(HANG, "")
         answers = call_roll(self._store, HANG, "\n".join(position), ROLL_SECONDS)
@@ -176,7 +176,9 @@ class Watchdog:
                 processes[rank] = process
         return processes
 
-    def _lost_ranks(self, answers: Positions | None, neighbours: dict[int, "Process"]) -> list[int]:
+    def _lost_ranks(
+        self, answers: WaitPoints | None, neighbours: dict[int, "Process"]
+    ) -> list[int]:
         """Return the ranks that do not answer.
 
         If the store itself is silent, only those of this node are known, by their processes.
@@ -196,7 +198,7 @@ class Watchdog:
         wait_for(lambda: self._store.add(key, 0) >= count, WRITE_SECONDS)
 
     def _report(
-        self, waited: float, answers: Positions | None, local: Positions, lost: list[int]
+        self, waited: float, answers: WaitPoints | None, local: WaitPoints, lost: list[int]
     ) -> None:
         """Name the ranks that did not answer, and those that wait together, the fewest first."""
         positions = answers or local

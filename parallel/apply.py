@@ -1,4 +1,4 @@
-"""Build this rank's parts of a model, one for each pipeline stage, and arrange them on the mesh."""
+"""Build this rank's stages of a model and apply every parallelism of the mesh to them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -12,8 +12,8 @@ from parallel.pipeline.stages import PipelineConfig, stage_layers
 from parallel.recompute import RecomputeConfig, recompute_layers
 
 
-class Arranged(Protocol):
-    """The sections of a configuration that say how its model is arranged."""
+class ParallelSections(Protocol):
+    """The sections of a run's configuration that `parallelize` reads."""
 
     @property
     def model(self) -> Any:
@@ -38,71 +38,79 @@ class Arranged(Protocol):
 
 
 def parallelize(
-    build: Callable[[], nn.Module], mesh: Mesh, config: Arranged, weight_of: WeightOf | None
+    build: Callable[[], nn.Module],
+    mesh: Mesh,
+    config: ParallelSections,
+    weight_of: WeightOf | None,
 ) -> list[Any]:
-    """Build and arrange this rank's part of the model for each of its pipeline stages; collective.
+    """Return this rank's modules, one per pipeline stage, sharded and initialized; collective.
+
+    The order of the steps is fixed: each one sees what the steps before it made of the layers'
+    forwards, so that a hook of FSDP runs outside a recomputation, which runs outside a compiled
+    graph, which contains the tensor-parallel communication.
 
     Args:
         build: builds the whole model, which has ``layers`` and ``keep``, on torch's default device.
-        weight_of: gives any part of a parameter's initial value; with None weights are what the
-            memory holds.
+        weight_of: returns any slice of a parameter's initial value; if None, the weights stay
+            uninitialized memory.
     """
     # Imports DTensor, which a refused command line need not wait for.
     from parallel.tensor.split import split_model
 
-    sharding = sharding_mesh(mesh.dp_cp, config.data_parallel)
-    layers_of = stage_layers(config.pipeline, config.model.num_layers, mesh.pp.size())
-    parts = []
-    for stage in config.pipeline.own(mesh.pp.get_local_rank(), mesh.pp.size()):
-        # Whole and without memory: no process holds more than its part, whatever the model's size.
+    data_mesh = sharding_mesh(mesh.dp_cp, config.data_parallel)
+    layer_ranges = stage_layers(config.pipeline, config.model.num_layers, mesh.pp.size())
+    modules = []
+    for stage in config.pipeline.stages_of(mesh.pp.get_local_rank(), mesh.pp.size()):
+        # On the meta device a model of any size is whole and takes no memory.
         with torch.device("meta"):
-            part: Any = build()
+            module: Any = build()
 
-        # Fewer layers first: the steps below cost time for each of them.
-        part.keep(layers_of[stage])
+        # Drop the other stages' layers first: the steps below take time for each layer.
+        module.keep(layer_ranges[stage])
 
         # Before everything that replaces a forward: tensor parallelism hooks the plain modules, and
         # the steps below see a layer's inputs and outputs as they are on this rank.
-        split_model(part, mesh.tp)
+        split_model(module, mesh.tp)
 
-        # Before compilation, which is to see the rounded products.
-        config.float8.convert(part.layers)
+        # Before compilation, which should see the rounded products.
+        config.float8.convert(module.layers)
 
         # Inside recomputation, which then runs a compiled layer again as a whole.
         if config.train.compile:
-            compile_layers(part.layers)
+            compile_layers(module.layers)
 
         # Inside FSDP, whose hooks gather a layer's weights before its backward recomputes it.
-        recompute_layers(part.layers, config.recompute)
+        recompute_layers(module.layers, config.recompute)
 
-        # FSDP last: it takes the layers as they are, and what gathers the weights is neither
-        # compiled nor recomputed.
+        # FSDP last: the gathering of the weights is neither compiled nor recomputed.
         shard_model(
-            part,
-            part.layers,
-            sharding,
+            module,
+            module.layers,
+            data_mesh,
             bf16=config.train.bf16,
             strategy=config.data_parallel.strategy,
             prefetch=mesh.device.type == "cuda",
         )
 
-        # Only now is memory taken, and for this rank's shards alone.
-        init_parameters(part, mesh.device, weight_of)
-        parts.append(part)
-    return parts
+        # Only now is memory allocated, and for this rank's shards alone.
+        init_parameters(module, mesh.device, weight_of)
+        modules.append(module)
+    return modules
 
 
 def compile_layers(layers: Sequence[Any]) -> None:
-    """Compile each layer's forward, in which the attention stays an operator."""
+    """Compile each layer's forward, with the attention as one operator inside the graph."""
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
 
-    # A graph that another rank has compiled and cached has that rank's process groups.
-    torch._functorch.config.enable_autograd_cache = torch._inductor.config.fx_graph_cache = False
+    # A graph that another rank has compiled and cached refers to that rank's process groups.
+    torch._functorch.config.enable_autograd_cache = False
+    torch._inductor.config.fx_graph_cache = False
+
     # Layers differ in constants, such as decays: each may need graphs of its own, with and without
     # gradients.
-    dynamo = torch._dynamo.config
-    dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = 8 + 4 * len(layers), True
+    torch._dynamo.config.recompile_limit = 8 + 4 * len(layers)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=False)

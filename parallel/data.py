@@ -1,10 +1,10 @@
-"""Shard a model's weights, gradients and optimizer state over the ranks of dp x cp (FSDP2), and run
-micro-batches.
+"""Shard weights, gradients and optimizer state over dp x cp (FSDP2), and run micro-batches.
 
-Here one rank holds the whole model; pipeline/schedule.py runs micro-batches through stages.
+`Runner` is for a model that one rank holds whole, without a pipeline; pipeline/schedule.py runs
+micro-batches through stages.
 
-Functions import FSDP and DTensor, which takes a second: a refused command line does not wait for
-it.
+FSDP and DTensor are imported inside functions: the import takes a second, for which a refused
+command line should not wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,9 @@ from runtime.tensors import Part
 
 Strategy = Literal["ddp", "legacy_ddp", "zero1", "zero2", "zero3"]
 WeightOf = Callable[[str, torch.Size, Part], Tensor]
-"""(parameter's name, whole shape, first and last + 1 of each dimension) -> that part, the same on
-every rank.
+"""(parameter's name, full shape, slice of each dimension) -> the initial values in these slices.
+
+The values do not depend on the rank or the mesh.
 """
 
 
@@ -35,23 +36,23 @@ class DataParallelConfig:
     data_parallel_sharding_strategy: Literal[
         "ddp", "legacy_ddp", "zero1", "zero2", "zero3", "fsdp"
     ] = "zero3"
-    """State to divide: nothing (ddp; legacy_ddp, which sums all gradients at once after the last
-    backward), the optimizer's state (zero1), also gradients (zero2), also weights (zero3, or by its
-    other name fsdp)."""
+    """State to shard: nothing (ddp; legacy_ddp, which sums all gradients at once after the last
+    backward), the optimizer's state (zero1), also gradients (zero2), also weights (zero3, also
+    called fsdp)."""
     num_distributed_optimizer_instances: int = 1
-    """Copies of what zero1, zero2 or zero3 divide: each is divided among consecutive data- and
-    context-parallel ranks, such as those of one node, and gradients are summed over the copies."""
+    """Copies of the state that zero1, zero2 or zero3 shard: each copy is sharded over consecutive
+    data- and context-parallel ranks, such as those of one node, and gradients are summed over the
+    copies."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_distributed_optimizer_instances")
-        copies, name = (
-            self.num_distributed_optimizer_instances,
-            self.data_parallel_sharding_strategy,
-        )
+        copies = self.num_distributed_optimizer_instances
+        name = self.data_parallel_sharding_strategy
         if copies > 1 and name in ("ddp", "legacy_ddp"):
             raise UserError(
-                f"num_distributed_optimizer_instances is {copies} with data_parallel_sharding_strategy {name}, which "
-                "divides nothing and copies all; use 1, or strategy zero1"
+                f"num_distributed_optimizer_instances is {copies} with "
+                f"data_parallel_sharding_strategy {name}, which shards nothing; use 1, or strategy "
+                "zero1"
             )
 
     @property
@@ -62,28 +63,25 @@ class DataParallelConfig:
 
 
 def sharding_mesh(mesh: DeviceMesh, config: DataParallelConfig) -> DeviceMesh:
-    """Return ``shard_model``'s mesh, made of the one-dimensional ``mesh`` over all ranks that share
-    a model; collective.
+    """Return the mesh for ``shard_model``; ``mesh`` has all ranks that share a model. Collective.
 
     With N copies it is [N, ranks per copy]; for ``legacy_ddp``, this rank alone. With tensor
-    parallelism ``mesh`` must belong to a larger mesh that also has the dimension tp.
+    parallelism the one-dimensional ``mesh`` must belong to a larger mesh that also has the
+    dimension tp.
     """
-    copies = (
-        mesh.size()
-        if config.strategy == "legacy_ddp"
-        else config.num_distributed_optimizer_instances
-    )
+    copies = config.num_distributed_optimizer_instances
+    if config.strategy == "legacy_ddp":
+        copies = mesh.size()
     if copies == 1:
         return mesh
-    arranged = mesh._unflatten(0, (copies, mesh.size() // copies), ("copies", "shards"))
+
+    copies_mesh = mesh._unflatten(0, (copies, mesh.size() // copies), ("copies", "shards"))
     if dist.get_backend(mesh.get_group()) != dist.Backend.FAKE:
-        device = torch.device(mesh.device_type)
-        timeout = (
-            mesh.get_group()._get_backend(device).options._timeout
-        )  # new groups do not inherit it
-        for group in arranged.get_all_groups():
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
-    return arranged["shards"] if config.strategy == "legacy_ddp" else arranged
+        # New groups do not inherit the timeout.
+        backend = mesh.get_group()._get_backend(torch.device(mesh.device_type))
+        for group in copies_mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+    return copies_mesh["shards"] if config.strategy == "legacy_ddp" else copies_mesh
 
 
 def shard_model(
@@ -95,7 +93,7 @@ def shard_model(
     strategy: Strategy = "zero3",
     prefetch: bool = False,
 ) -> None:
-    """Apply a strategy to each layer and to the rest of the model, in place.
+    """Apply a sharding strategy to each layer and to the rest of the model, in place.
 
     ``ddp`` replicates the model and sums gradients during the backward (Li et al. 2020).
     ``legacy_ddp`` replicates it and keeps gradients local until ``finish_gradients`` (fairseq's
@@ -124,9 +122,8 @@ def shard_model(
         mesh: from ``sharding_mesh``.
         bf16: gather and compute in bfloat16, except in modules of the layers that set
             ``full_precision``.
-        prefetch: post the gathering of a layer's weights before the layer before it is computed; on
-            a CPU, which computes nothing meanwhile, it only costs a layer's memory. Backwards do so
-            without being asked.
+        prefetch: gather a layer's weights while the previous layer computes. On a CPU, which
+            overlaps nothing, it only costs a layer's memory. Backwards always prefetch.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -138,7 +135,8 @@ def shard_model(
         # nothing.
         if strategy == "legacy_ddp" and mesh.size() > 1:
             raise ValueError(
-                f"legacy_ddp is applied to one rank alone, not {mesh.size()}; take sharding_mesh's mesh"
+                f"legacy_ddp is applied to one rank alone, not {mesh.size()}; use the mesh of "
+                "sharding_mesh"
             )
         # Unlike DistributedDataParallel, it takes DTensors, and gradients of another dtype than the
         # weights.
@@ -146,92 +144,93 @@ def shard_model(
 
         apply: Callable[..., object] = partial(replicate, mesh=mesh, mp_policy=policy)
     else:
-        reshard = (
-            None if strategy == "zero3" else False
-        )  # None: all but the root, whose backward is next
-        apply = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    full = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        # None reshards after the forward of all modules but the root, whose backward is next.
+        reshard_after_forward = None if strategy == "zero3" else False
+        apply = partial(
+            fully_shard,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    float32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in layers:
         for module in layer.modules():
             if bf16 and getattr(module, "full_precision", False):
-                apply(module, mp_policy=full)
+                apply(module, mp_policy=float32_policy)
         apply(layer)
     # Only layers cast their inputs: bfloat16 cannot represent a diffusion model's times.
     apply(model, mp_policy=replace(policy, cast_forward_inputs=False))
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
             module.set_gradient_divide_factor(1.0)
     if prefetch and strategy not in ("ddp", "legacy_ddp"):
-        for module, following in pairwise([model, *layers]):
-            module.set_modules_to_forward_prefetch(
-                [m for m in following.modules() if isinstance(m, FSDPModule)]
-            )
+        for module, next_layer in pairwise([model, *layers]):
+            next_modules = [m for m in next_layer.modules() if isinstance(m, FSDPModule)]
+            module.set_modules_to_forward_prefetch(next_modules)
 
 
 @torch.no_grad()
 def init_parameters(model: nn.Module, device: torch.device, weight_of: WeightOf | None) -> None:
-    """Materialize and initialize a sharded model on the meta device, each parameter by its part on
-    this rank.
+    """Allocate and initialize the local shards of a model on the meta device.
 
-    Drawn by torch's own way, all shards would hold the same numbers, and the weights would depend
-    on the mesh. Without ``weight_of`` they are what the memory holds.
+    torch's own initialization would draw the same numbers for all shards, and weights that depend
+    on the mesh. Without ``weight_of`` the memory stays uninitialized.
     """
     model.to_empty(device=device)
     if weight_of is None:
         return
     for name, parameter in model.named_parameters():
-        own, part = own_part(parameter)
-        own.copy_(weight_of(name, parameter.shape, part))
+        local, slices = local_shard(parameter)
+        local.copy_(weight_of(name, parameter.shape, slices))
 
 
 @torch.no_grad()
 def copy_whole(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Copy a whole tensor, the same on every rank, into what this rank holds of a parameter."""
-    own, part = own_part(parameter)
-    own.copy_(whole[part])
+    """Copy this rank's shard of a whole tensor, the same on every rank, into a parameter."""
+    local, slices = local_shard(parameter)
+    local.copy_(whole[slices])
 
 
 def to_local(x: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, in the same memory."""
+    """Return this rank's shard of a tensor, in the same memory."""
     from torch.distributed.tensor import DTensor
 
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def own_part(parameter: Tensor) -> tuple[Tensor, Part]:
-    """Return what this rank holds of a parameter, and which part of the whole that is; no
-    communication.
+def local_shard(parameter: Tensor) -> tuple[Tensor, Part]:
+    """Return this rank's shard of a parameter and its slices of the whole; no communication.
 
-    Where tensor parallelism and FSDP split the same dimension, tensor parallelism (the last of the
-    mesh) split first.
+    If tensor parallelism and FSDP shard the same dimension, tensor parallelism (the last dimension
+    of the mesh) sharded it first.
     """
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    part = [slice(0, length) for length in parameter.shape]
+    slices = [slice(0, length) for length in parameter.shape]
     if not isinstance(parameter, DTensor):
-        return parameter, tuple(part)
-    for mesh_dim in reversed(range(parameter.device_mesh.ndim)):
+        return parameter, tuple(slices)
+
+    mesh = parameter.device_mesh
+    for mesh_dim in reversed(range(mesh.ndim)):
         placement = parameter.placements[mesh_dim]
         if isinstance(placement, Shard | _StridedShard):
-            size, rank = (
-                parameter.device_mesh.size(mesh_dim),
-                parameter.device_mesh.get_local_rank(mesh_dim),
-            )
-            start, stop = part[placement.dim].start, part[placement.dim].stop
-            chunk = -(-(stop - start) // size)
-            start = min(start + rank * chunk, stop)
-            part[placement.dim] = slice(start, min(start + chunk, stop))
-    return parameter.to_local(), tuple(part)
+            start = slices[placement.dim].start
+            stop = slices[placement.dim].stop
+            chunk = -(-(stop - start) // mesh.size(mesh_dim))  # rounded up
+            start = min(start + mesh.get_local_rank(mesh_dim) * chunk, stop)
+            slices[placement.dim] = slice(start, min(start + chunk, stop))
+    return parameter.to_local(), tuple(slices)
 
 
 def set_gradient_sync(model: nn.Module, last: bool, strategy: Strategy = "zero3") -> None:
-    """Say whether the next backward is that of the step's ``last`` micro-batch; call before each
-    one.
+    """Prepare the next backward, of the step's ``last`` micro-batch or not; call before each one.
 
     Before the last one, only ``zero2`` and ``zero3`` reduce gradients, within a copy, and all but
-    ``zero3`` keep whole weights.
+    ``zero3`` keep the gathered weights.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -242,10 +241,9 @@ def set_gradient_sync(model: nn.Module, last: bool, strategy: Strategy = "zero3"
 
 
 def finalize_by_hand(model: nn.Module) -> None:
-    """Announce, before a forward, that the step's gradients are reduced at its end and not by its
-    last backward.
+    """Announce, before a forward, that gradients are reduced at the step's end, not in a backward.
 
-    torch asks for it from 2.15 on.
+    torch requires this from 2.15 on.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -255,30 +253,26 @@ def finalize_by_hand(model: nn.Module) -> None:
 
 
 def widen_gradients(model: nn.Module) -> None:
-    """Add the gradients of a backward without FSDP's hooks to the sums in float32, as these hooks
-    do.
-    """
+    """Accumulate the gradients of a backward without FSDP's hooks in float32, as the hooks do."""
     from torch.distributed.fsdp import FSDPModule
 
-    for state in (
-        module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
-    ):
-        # torch before 2.13 has one group of parameters a module, or none
-        for group in getattr(state, "_fsdp_param_groups", None) or filter(
-            None, [state._fsdp_param_group]
-        ):
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if not groups:  # torch before 2.13 has one group per module, or None
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for group in groups:
             for parameter in group.fsdp_params:
-                if hasattr(
-                    parameter, "accumulate_unsharded_grad_if_needed"
-                ):  # autograd itself sums so from 2.15 on
+                # From 2.15 on autograd itself accumulates in float32.
+                if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole weights that forwards left, so that the next forward gathers them from the
-    shards.
-    """
+    """Free the gathered weights, so that the next forward gathers them from the shards again."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -288,24 +282,26 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> None:
-    """Reduce the gradients that a step's backwards left unreduced; collective over the
-    one-dimensional ``mesh``.
+    """Reduce the gradients that a step's backwards left unreduced; collective.
 
-    ``legacy_ddp`` sums all gradients in one all-reduce of a flat float32 buffer; every rank must
-    have the same ones. The other strategies summed theirs in the backward.
+    ``legacy_ddp`` sums all gradients over the one-dimensional ``mesh`` in one all-reduce of a flat
+    float32 buffer; every rank must have gradients for the same parameters. The other strategies
+    reduced theirs in the backward.
     """
     if strategy != "legacy_ddp":
         return
-    locals_ = [to_local(p.grad) for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([g.flatten() for g in locals_])
+    gradients = [to_local(p.grad) for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=mesh.get_group())
-    parts = flat.split([g.numel() for g in locals_])
-    torch._foreach_copy_(locals_, [part.view_as(g) for part, g in zip(parts, locals_, strict=True)])
+    chunks = flat.split([gradient.numel() for gradient in gradients])
+    sums = [chunk.view_as(x) for chunk, x in zip(chunks, gradients, strict=True)]
+    torch._foreach_copy_(gradients, sums)
 
 
 def untracked_replicas(mesh: DeviceMesh, strategy: Strategy) -> int:
-    """Return how many ranks hold a copy of each gradient without its DTensor knowing, for
-    ``gradient_norm``.
+    """Return how many ranks hold a copy of each gradient that its DTensor does not show.
+
+    ``gradient_norm`` would count such a gradient once per copy.
     """
     return mesh.size() if strategy == "legacy_ddp" else 1
 
@@ -320,26 +316,27 @@ After the first stage, the batch holds hidden states in place of that stage's in
 
 
 class Runner:
-    """Run a step's micro-batches through a model that one rank holds whole."""
+    """Runs a step's micro-batches through a model that one rank holds whole."""
 
     def __init__(self, parts: Sequence[nn.Module], loss_sum: LossSum, strategy: Strategy) -> None:
-        self.parts, self.loss_sum, self.strategy = parts, loss_sum, strategy
+        self.parts = parts
+        self.loss_sum = loss_sum
+        self.strategy = strategy
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters by name, without tied copies that another rank of pp
-        counts.
-        """
-        return {
-            name: parameter for part in self.parts for name, parameter in part.named_parameters()
-        }
+        """Return this rank's parameters by name, without tied copies that another rank counts."""
+        parameters: dict[str, nn.Parameter] = {}
+        for part in self.parts:
+            parameters.update(part.named_parameters())
+        return parameters
 
     def forward_backward(self, batches: Sequence[MicroBatch], valid: int) -> Tensor:
-        """Accumulate the gradients of the summed losses divided by ``valid``; return this rank's
-        share of that loss.
+        """Accumulate gradients of the losses' sum / ``valid``; return this rank's share of it.
 
-        The share is float64: summing micro-batches and ranks adds no rounding to that of each loss.
+        The share is float64, so that summing micro-batches and ranks adds no rounding.
         """
-        (model,), losses = self.parts, []
+        (model,) = self.parts
+        losses = []
         for index, batch in enumerate(batches):
             set_gradient_sync(model, index == len(batches) - 1, self.strategy)
             loss = self.loss_sum(model, batch) / valid

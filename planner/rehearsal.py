@@ -148,7 +148,7 @@ def _pass_through(
     config, mesh, objective = task.config, task.mesh, task.objective
     name, ranks = objective.first_input(config.train.micro_batch_size)[0], mesh.pp.size()
     hidden, peers = task.hidden_states, dist.get_process_group_ranks(mesh.pp.get_group())
-    own = dict(zip(config.pipeline.own(mesh.pp.get_local_rank(), ranks), parts, strict=True))
+    own = dict(zip(config.pipeline.stages_of(mesh.pp.get_local_rank(), ranks), parts, strict=True))
     for part in parts:
         _name_layers(part, recorder)
     last = config.pipeline.stages(ranks) - 1

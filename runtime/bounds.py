@@ -1,4 +1,4 @@
-"""Bounds of processor time and memory on what other people wrote: a template, a pattern."""
+"""Limit the processor time and memory of other people's programs: templates, patterns."""
 
 import resource
 import signal
@@ -8,25 +8,25 @@ from typing import Any, TypeVar
 
 from runtime.errors import DataError
 
-MOST_SECONDS = 10.0
-"""Processor time of one call, which no other process's load makes longer."""
-MOST_BYTES = 1 << 30
-"""Memory of one call, beside what the process has (Linux)."""
+MAX_SECONDS = 10.0
+"""Processor time of one call; unlike wall-clock time it does not grow with the machine's load."""
+MAX_BYTES = 1 << 30
+"""Memory of one call, in addition to the process's (Linux)."""
 Result = TypeVar("Result")
 
 
 class UnboundedError(DataError):
-    """A program does not end, or outgrows the memory: it fails for all of its input."""
+    """A program exceeds the time or memory of a call, and is not called again."""
 
 
 class _Expired(BaseException):
-    """Time is over; no `except Exception` on the way takes it for an error of its own."""
+    """The time is over; a BaseException, which no `except Exception` of the program catches."""
 
 
 def bounded(name: str, work: Callable[[], Result]) -> Result:
-    """Return ``work()``, called in the main thread; ``name`` is the program's, for messages.
+    """Return ``work()``; call in the main thread. ``name`` is the program's, for messages.
 
-    Raises UnboundedError: it takes more than MOST_SECONDS or MOST_BYTES.
+    Raises UnboundedError: it takes more than MAX_SECONDS or MAX_BYTES.
     """
     running = True
 
@@ -34,31 +34,33 @@ def bounded(name: str, work: Callable[[], Result]) -> Result:
         if running:
             raise _Expired
 
-    def report(lost: Any) -> None:
-        if lost.exc_type is not _Expired:  # in a destructor: the next signal comes soon
-            hook(lost)
+    def report(unraisable: Any) -> None:
+        # Raised in a destructor, _Expired is lost; the next signal comes soon.
+        if unraisable.exc_type is not _Expired:
+            hook(unraisable)
 
-    handler, hook = signal.signal(signal.SIGPROF, expire), sys.unraisablehook
+    handler = signal.signal(signal.SIGPROF, expire)
+    hook = sys.unraisablehook
     limits = resource.getrlimit(resource.RLIMIT_AS)
     try:
         sys.unraisablehook = report
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS, 0.1)
+        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS, 0.1)
         if sys.platform == "linux":
             with open("/proc/self/statm", encoding="ascii") as file:
-                most = int(file.read().split()[0]) * resource.getpagesize() + MOST_BYTES
-            resource.setrlimit(
-                resource.RLIMIT_AS, (min([most, *(n for n in limits if n >= 0)]), limits[1])
-            )
-        found = work()
+                process_bytes = int(file.read().split()[0]) * resource.getpagesize()
+            finite_limits = [limit for limit in limits if limit >= 0]
+            soft_limit = min([process_bytes + MAX_BYTES, *finite_limits])
+            resource.setrlimit(resource.RLIMIT_AS, (soft_limit, limits[1]))
+        result = work()
         running = False
-        return found
+        return result
     except _Expired:
         raise UnboundedError(
-            f"{name} does not end within {MOST_SECONDS:g} s of one processor; repair it"
+            f"{name} does not end within {MAX_SECONDS:g} s of one processor; repair it"
         ) from None
     except MemoryError:
         raise UnboundedError(
-            f"{name} takes more than {MOST_BYTES >> 20:,} MiB of memory; repair it"
+            f"{name} takes more than {MAX_BYTES >> 20:,} MiB of memory; repair it"
         ) from None
     finally:
         running = False

@@ -1,13 +1,11 @@
-"""The base of every error that a user can cause, checks that name a field and its value, and names
-that were meant.
-"""
+"""Base classes of errors that a user can fix, checks of fields, and suggestions for wrong names."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 
 class UserError(ValueError):
-    """An error that the user can fix; its message is one line: what was found, where, and the fix.
+    """An error that the user can fix; its one line has the value, the place and the fix.
 
     Entries and tools print it and exit with its ``status``. Any other exception is a bug and keeps
     its traceback.
@@ -15,12 +13,12 @@ class UserError(ValueError):
 
     status = 1
     again = False
-    """True if the same command may succeed later: another process, which is ending or lost, is to
-    blame.
+    """True if the same command may succeed later: the reason is another process, which is ending or
+    lost.
     """
 
     def __str__(self) -> str:
-        """Return the message as ``printable``: it may quote a file of others, or a flag."""
+        """Return the message made ``printable``: it may quote another program's file, or a flag."""
         return printable(super().__str__())
 
 
@@ -29,57 +27,53 @@ class LaunchError(UserError):
 
 
 class AbsentError(LaunchError):
-    """Another process did not come, or is gone."""
+    """Another process did not join, or is gone."""
 
     again = True
 
 
 class DataError(UserError):
-    """A file, corpus or setting of data that cannot be used; the message names it and the fix."""
+    """A data file, corpus or setting cannot be used; the message names it and the fix."""
 
 
 class StoppedError(DataError):
-    """The machine, not the input, stopped the work: what is done holds."""
+    """The machine, not the input, stopped the work; results so far are valid."""
 
 
-def wrong(of: object, name: str, must: str) -> UserError:
-    """Return the error of a field's value; ``must`` says what it must be, and the fix."""
-    value = getattr(of, name)
-    shown = (
-        " ".join(map(str, value))
-        if isinstance(value, tuple)
-        else "not set"
-        if value is None
-        else value
-    )
-    return UserError(f"{name} is {shown}; {must}")
+def wrong(config: object, name: str, must: str) -> UserError:
+    """Return the error of a field's value; ``must`` states the requirement and the fix."""
+    value = getattr(config, name)
+    if value is None:
+        value = "not set"
+    elif isinstance(value, tuple):
+        value = " ".join(map(str, value))
+    return UserError(f"{name} is {value}; {must}")
 
 
-def require(of: object, ok: bool, name: str, must: str) -> None:
-    """Raise ``wrong`` unless a field is ``ok``."""
+def require(config: object, ok: bool, name: str, must: str) -> None:
+    """Raise the error of ``wrong`` unless a field is ``ok``."""
     if not ok:
-        raise wrong(of, name, must)
+        raise wrong(config, name, must)
 
 
-def at_least(of: object, least: float, *names: str) -> None:
-    """Raise UserError for the first of these fields that is set and below ``least``."""
+def at_least(config: object, minimum: float, *names: str) -> None:
+    """Raise UserError for the first of these fields that is set and below ``minimum``."""
     for name in names:
-        value = getattr(of, name)
-        require(of, value is None or value >= least, name, f"it must be {least} or more")
+        value = getattr(config, name)
+        require(config, value is None or value >= minimum, name, f"it must be {minimum} or more")
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors of a number, in their order."""
+    """Return all divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def nearest(value: int, fits: Iterable[int]) -> str:
-    """Name the largest of ``fits`` below a value and the smallest above it, as far as they are
-    there.
-    """
-    others = sorted(fits)
-    near = [n for n in others if n < value][-1:] + [n for n in others if n > value][:1]
-    return " or ".join(map(str, near))
+def nearest(value: int, valid: Iterable[int]) -> str:
+    """Return the nearest valid numbers below and above a value in words, such as "4 or 8"."""
+    numbers = sorted(valid)
+    below = [n for n in numbers if n < value]
+    above = [n for n in numbers if n > value]
+    return " or ".join(map(str, below[-1:] + above[:1]))
 
 
 OTHERS_WORDS = {
@@ -92,52 +86,61 @@ OTHERS_WORDS = {
     "--context-length": "--seq-length",
     "--max-steps": "--train-iters",
 }
-"""Other programs' words for our flags."""
+"""Flags of other programs, and ours for the same setting."""
 
 
-def first_few(names: Sequence[str], most: int = 3) -> str:
-    """List the first few names, and say how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def first_few(names: Sequence[str], count: int = 3) -> str:
+    """Return the first few names, and the number of the others."""
+    text = ", ".join(names[:count])
+    if len(names) > count:
+        text += f" and {len(names) - count} more"
+    return text
 
 
 def did_you_mean(
-    name: str, known: Collection[str], answers: Mapping[str, str] | None = None
+    name: str, names: Collection[str], answers: Mapping[str, str] | None = None
 ) -> str | None:
-    """Ask for the nearest of the known names, or of others, to which there are answers; None if
-    none is near.
+    """Return a question that suggests the nearest of ``names``; None if none is near.
+
+    ``answers`` has further names, each with a text to add to the question.
     """
-    if (ours := OTHERS_WORDS.get(name)) in known:
-        return f"did you mean {ours}?"
+    flag = OTHERS_WORDS.get(name)
+    if flag in names:
+        return f"did you mean {flag}?"
     answers = answers or {}
-    close = difflib.get_close_matches(name, [*known, *answers], n=1, cutoff=0.7)
-    return (
-        " ".join([f"did you mean {close[0]}?", *filter(None, [answers.get(close[0])])])
-        if close
-        else None
-    )
+    matches = difflib.get_close_matches(name, [*names, *answers], n=1, cutoff=0.7)
+    if not matches:
+        return None
+    question = f"did you mean {matches[0]}?"
+    answer = answers.get(matches[0])
+    return f"{question} {answer}" if answer else question
 
 
 def unknown_argument(word: str, hint: Callable[[str], str | None]) -> str:
-    """Say that nothing takes a word of a command line; ``hint`` says what a flag may mean."""
+    """Return the error of an unknown word of a command line; ``hint`` explains an unknown flag."""
     flag = word.partition("=")[0]
-    told = hint(flag) if flag.startswith("-") else "a value follows the flag it belongs to"
-    return f"unknown argument {word}; {told or '--help lists them all'}"
+    advice: str | None = "a value follows the flag it belongs to"
+    if flag.startswith("-"):
+        advice = hint(flag)
+    return f"unknown argument {word}; {advice or '--help lists them all'}"
 
 
 def with_article(name: str) -> str:
     """Return a name after "a" or "an"."""
-    return f"{'an' if name.startswith(('a', 'e', 'i', 'o', 'u')) else 'a'} {name}"
+    article = "an" if name.startswith(("a", "e", "i", "o", "u")) else "a"
+    return f"{article} {name}"
 
 
-LONGEST = 4000
-"""Characters of a message; more than that quotes a file at length."""
+MAX_MESSAGE = 4000
+"""Characters of a message; a longer one quotes a whole file."""
 
 
 def printable(text: str) -> str:
-    """Return a line that is safe to print: line breaks and control characters escaped, the middle
-    of a long one cut.
+    """Return one line that is safe to print.
+
+    Line breaks and control characters are escaped, and the middle of a long text is cut.
     """
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST // 2]}[{len(text) - LONGEST:,} more characters]{text[-LONGEST // 2 :]}"
+    if len(text) > MAX_MESSAGE:
+        half = MAX_MESSAGE // 2
+        text = f"{text[:half]}[{len(text) - MAX_MESSAGE:,} more characters]{text[-half:]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,5 +1,7 @@
-"""Write files atomically and durably, and lock folders so that one process at a time writes into
-them.
+"""Write files atomically and durably, and lock folders against other processes.
+
+A file is written as a draft beside its path, fsynced and renamed: after a crash or a power cut the
+path has the old content or the new, never a part.
 """
 
 import errno
@@ -17,11 +19,11 @@ from runtime.errors import UserError
 from runtime.locks import InUseError, Lock, not_a_file
 
 _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
-# (pid, lock): fcntl grants a process its own lock twice, and closing one of the two would release
-# both.
 LOCK = ".lock"
-"""A folder's lock, while a process owns it."""
-_HELD: set[tuple[int, str]] = set()
+"""Name of a folder's lock, while a process owns the folder."""
+_OWNED: set[tuple[int, str]] = set()
+"""(pid, lock) of the locks of this process. fcntl would grant it a lock twice, and closing one of
+both handles would release both."""
 Drafts = Callable[..., tuple[Path, ...]]
 """Function that returns a draft beside each path."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -29,11 +31,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
-    """Yield drafts beside ``paths``, which the block writes, and rename them to ``paths`` when it
-    ends, as `drafting`.
+    """Yield drafts beside ``paths``; rename them to ``paths`` when the block ends (see `drafting`).
 
-    Their names differ only where ``paths`` do, so that a .bin/.idx pair stays a pair. Raises
-    OSError: a draft cannot be written, or another folder has its name.
+    Drafts' names differ only where ``paths`` do, so that a .bin/.idx pair stays a pair.
+
+    Raises OSError: a draft cannot be written, or another folder has its name.
     """
     with drafting() as drafts_of:
         yield drafts_of(*paths)
@@ -41,43 +43,44 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
 
 @contextmanager
 def drafting() -> Iterator[Drafts]:
-    """Yield a function of paths that returns drafts beside them, all of which get their names when
-    the block ends.
+    """Yield a function from paths to drafts beside them; rename all drafts when the block ends.
 
     A draft is a file or a folder, as the block makes it; a folder takes a free name, or an empty
     folder's. All drafts are fsynced before the first is renamed, in the order of the calls, and the
     folders around them after. If the block raises (KeyboardInterrupt included), drafts are removed
-    and the paths are as before. Raises OSError: a draft cannot be written, or another folder has
-    its name.
+    and the paths are as before.
+
+    Raises OSError: a draft cannot be written, or another folder has its name.
     """
-    # Keep suffixes: readers choose by them. mkstemp would ignore the umask and make the files
-    # private.
     unique = uuid.uuid4().hex
-    wanted: dict[Path, Path] = {}  # by draft
+    path_of: dict[Path, Path] = {}  # by draft
     renamed: list[Path] = []
 
     def drafts_of(*paths: Path) -> tuple[Path, ...]:
+        drafts = []
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-        drafts = tuple(path.with_name(f".{path.stem}.{unique}{path.suffix}") for path in paths)
-        wanted.update(zip(drafts, paths, strict=True))
-        return drafts
+            # The suffix stays, since readers choose by it. Not mkstemp, which ignores the umask and
+            # makes private files.
+            drafts.append(path.with_name(f".{path.stem}.{unique}{path.suffix}"))
+        path_of.update(zip(drafts, paths, strict=True))
+        return tuple(drafts)
 
     try:
         yield drafts_of
-        for draft in wanted:
+        for draft in path_of:
             for path in (*draft.rglob("*"), draft):
                 fsync(path)
-        for draft, path in wanted.items():
+        for draft, path in path_of.items():
             renamed.append(draft)
             draft.replace(path)
         renamed.clear()
-        for folder in {path.parent for path in wanted.values()}:
+        for folder in {path.parent for path in path_of.values()}:
             fsync(folder)
     finally:
         # An interrupt between two renames must not leave a .bin beside another run's .idx.
-        taken = [wanted[draft] for draft in renamed if not os.path.lexists(draft)]
-        for path in (*wanted, *taken):
+        incomplete = [path_of[draft] for draft in renamed if not os.path.lexists(draft)]
+        for path in (*path_of, *incomplete):
             with suppress(OSError):
                 _remove(path)
 
@@ -90,14 +93,14 @@ def _remove(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file atomically: a reader sees the old content or the new, never a part."""
+    """Write a UTF-8 text file atomically: a reader sees the old content or the new."""
     with replacing(path) as (draft,):
         draft.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Iterator[None]:
-    """Lock a folder, or the files of one stem in it, against other processes until the block ends.
+    """Lock a folder, or the files of one stem in it, until the block ends.
 
     The lock (``runtime.locks``) is on ``.lock`` or ``.STEM.lock``. The block's end removes that
     file, and folders made for it that are still empty. A killed process loses its lock; the drafts
@@ -113,53 +116,57 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
             this user.
         OSError: the lock file cannot be created.
     """
-    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
-    lock = folder / (LOCK if stem is None else f".{stem}.lock")
-    held = os.getpid(), os.path.join(os.path.realpath(folder), lock.name)
-    if held in _HELD:
-        raise InUseError(f"{folder} is in use by this process already (lock {lock.name})")
-    taken: Lock | None = None
-    _HELD.add(held)
+    new_folders = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    path = folder / (LOCK if stem is None else f".{stem}.lock")
+    key = (os.getpid(), os.path.join(os.path.realpath(folder), path.name))
+    if key in _OWNED:
+        raise InUseError(f"{folder} is in use by this process already (lock {path.name})")
+    lock: Lock | None = None
+    _OWNED.add(key)
     try:
-        taken = Lock(lock, wait)
-        for path in list(folder.iterdir()):
-            if found := _DRAFT.fullmatch(path.name):
-                names = {
-                    found["stem"],
-                    found["stem"] + (found[2] or ""),
-                }  # a folder's name may have a dot
-                mine = stem is None or stem in names
-                if mine and not any((folder / f".{name}.lock").exists() for name in names - {stem}):
-                    _remove(path)
+        lock = Lock(path, wait)
+        _remove_drafts(folder, stem)
         yield
     finally:
-        _HELD.remove(held)
-        if taken is not None:
-            taken.release()
-        for path in made:
+        _OWNED.remove(key)
+        if lock is not None:
+            lock.release()
+        for new_folder in new_folders:
             with suppress(OSError):
-                path.rmdir()
+                new_folder.rmdir()
+
+
+def _remove_drafts(folder: Path, stem: str | None) -> None:
+    """Remove the drafts of a killed process that belong to a lock of this folder."""
+    for path in list(folder.iterdir()):
+        match = _DRAFT.fullmatch(path.name)
+        if match is None:
+            continue
+        # A folder's name may have a dot, so its stem is ambiguous.
+        stems = {match["stem"], match["stem"] + (match[2] or "")}
+        is_ours = stem is None or stem in stems
+        if is_ours and not any((folder / f".{other}.lock").exists() for other in stems - {stem}):
+            _remove(path)
 
 
 def room(folder: Path) -> str:
-    """Say how many bytes are free where ``folder`` is or would be."""
-    where = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    return f"{shutil.disk_usage(where).free:,} bytes are free in {where}"
+    """Return the free bytes, in words, of the disk that ``folder`` is or would be on."""
+    existing = folder
+    while not existing.is_dir():
+        existing = existing.absolute().parent
+    return f"{shutil.disk_usage(existing).free:,} bytes are free in {existing}"
 
 
 def unwritable(folder: Path, elsewhere: str) -> str:
-    """Say why a folder, or its nearest existing parent if missing, takes no files, and the fix;
-    empty if it does.
+    """Return why a folder, or its nearest existing parent, takes no files, and the fix; or "".
 
-    A nameless file is made there, so that nothing stays of a command that fails later.
-    ``elsewhere`` is the fix if it is closed, such as "choose another --save".
+    Tries with a nameless file, so that nothing is left by a command that fails later. ``elsewhere``
+    is the fix for a folder without permission, such as "choose another --save".
     """
     try:
-        existing = next(
-            path
-            for path in (folder, *folder.absolute().parents)
-            if path.exists() or path.is_symlink()
-        )
+        existing = folder
+        while not existing.exists() and not existing.is_symlink():
+            existing = existing.absolute().parent
         if not existing.exists():
             return f"and {existing} is a symlink that leads nowhere; give a folder"
         if not existing.is_dir():
@@ -171,32 +178,37 @@ def unwritable(folder: Path, elsewhere: str) -> str:
 
 
 def reason(error: OSError, folder: Path) -> str:
-    """Say why a file could not be written; for a full disk, with the free bytes."""
-    said = error.strerror or str(error)
-    return f"{said}: {room(folder)}" if error.errno in FULL else said
+    """Return why a file could not be written; for a full disk, with the free bytes."""
+    text = error.strerror or str(error)
+    return f"{text}: {room(folder)}" if error.errno in FULL else text
 
 
-def read_regular(path: Path, most: int = 1 << 30) -> str:
+def read_regular(path: Path, max_bytes: int = 1 << 30) -> str:
     """Read a text file of a run or a checkpoint, which others may have put there.
 
     Raises:
-        UserError: it is ``not_a_file``, or longer than ``most`` bytes.
+        UserError: it is ``not_a_file``, or longer than ``max_bytes``.
         OSError: it cannot be read.
     """
-    if kind := not_a_file(path):
+    kind = not_a_file(path)
+    if kind:
         raise UserError(f"{path} is {kind}, not a file; remove it")
     with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise UserError(f"{path} is longer than {most:,} bytes, which no run writes; remove it")
-        return file.read(most).decode(errors="replace")
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise UserError(
+                f"{path} is longer than {max_bytes:,} bytes, which no run writes; remove it"
+            )
+        return file.read(max_bytes).decode(errors="replace")
 
 
-def sha256(of: Path | str | bytes) -> str:
+def sha256(content: Path | str | bytes) -> str:
     """Return the SHA-256 of a file, a text in UTF-8 or bytes, in hex."""
-    if isinstance(of, Path):
-        with of.open("rb") as file:
+    if isinstance(content, Path):
+        with content.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(of.encode() if isinstance(of, str) else of).hexdigest()
+    if isinstance(content, str):
+        content = content.encode()
+    return hashlib.sha256(content).hexdigest()
 
 
 def fsync(path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Describe the machine that figures are measured on: its card, versions, other processes' load;
-time steps on it.
-"""
+"""Describe the machine of a measurement: its device, versions and commit; time steps on it."""
 
 import importlib.metadata
 import os
@@ -20,9 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Card(NamedTuple):
-    """A card's dense bfloat16 FLOP/s by its data sheet, and the file of configs/clusters/ about
-    nodes of it.
-    """
+    """A GPU's dense bfloat16 FLOP/s by its data sheet, and its file in configs/clusters/."""
 
     flops: float
     cluster: str = ""
@@ -33,7 +29,7 @@ CARDS = {
     "gb200": Card(2500e12, "gb200_nvl72"),
     "b300": Card(2250e12, "b300_pod"),
     "b200": Card(2250e12, "b200_pod"),
-    "gh200": Card(989e12),  # one to a node, beside a Grace
+    "gh200": Card(989e12),  # one per node, with a Grace CPU
     "h200 nvl": Card(835e12),
     "h200": Card(989e12, "h200_pod"),
     "h100 nvl": Card(835e12),
@@ -54,26 +50,28 @@ CARDS = {
     "l40s": Card(362e12, "l40s_pod"),
     "rtx 4090": Card(165e12),
 }
-"""By words of the name, of which all must be there; the first that matches counts."""
-PARTS = re.compile(r"mig|laptop|d|max|cnx|\d+(c|cme|q|a|b)")
-"""Words that make a part of a card, or another one, of a name that is in the table: such as 40C, a
-virtual GPU's.
+"""Cards by the words that their names contain; the first entry that matches counts."""
+OTHER_CARD = re.compile(r"mig|laptop|d|max|cnx|\d+(c|cme|q|a|b)")
+"""Words of names of partitions and variants that are not the card in the table, such as 40C for a
+virtual GPU.
 """
 
 
 def card_of(name: str) -> Card | None:
-    """Return the card of ``torch.cuda.get_device_name()``; None if the table has none of its name."""
+    """Return the card of a ``torch.cuda.get_device_name()``; None if it is not in the table."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    if any(map(PARTS.fullmatch, words)):
+    if any(map(OTHER_CARD.fullmatch, words)):
         return None
-    return next((card for known, card in CARDS.items() if words.issuperset(known.split())), None)
+    for title, card in CARDS.items():
+        if words.issuperset(title.split()):
+            return card
+    return None
 
 
 def commit_of(root: Path = ROOT, *below: str) -> str:
-    """Return a checkout's commit, with a note if files of it, or those ``below`` alone, differ from
-    the commit's.
-    """
-    top, head = _git(root, "rev-parse", "--show-toplevel"), _git(root, "rev-parse", "HEAD")
+    """Return a checkout's commit, with a note if its files (only those ``below``) have changes."""
+    top = _git(root, "rev-parse", "--show-toplevel")
+    head = _git(root, "rev-parse", "HEAD")
     if not head or not top or Path(top).resolve() != root.resolve():
         return "unknown (not taken from a git checkout)"
     changed = _git(root, "status", "--porcelain", "--untracked-files=normal", "--", *below)
@@ -83,12 +81,12 @@ def commit_of(root: Path = ROOT, *below: str) -> str:
 def _git(root: Path, *command: str) -> str:
     """Return git's output; an empty string if git is missing or fails."""
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", "-C", str(root), *command], capture_output=True, text=True, check=False
         )
     except OSError:
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return result.stdout.strip() if result.returncode == 0 else ""
 
 
 def usable_cores() -> list[int]:
@@ -103,12 +101,11 @@ def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
-    names = (
-        re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
-        if info.exists()
-        else []
-    )
-    return str(names[0] if names else platform.processor() or platform.machine())
+    if info.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        if match:
+            return match[1]
+    return platform.processor() or platform.machine()
 
 
 def slug(name: str) -> str:
@@ -117,15 +114,13 @@ def slug(name: str) -> str:
 
 
 def stamp() -> dict[str, str]:
-    """Return the date and the commit that go with every result."""
+    """Return the date and the commit for a result."""
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit_of()}
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Return the device, versions and stamp that go with every figure; packages not installed are
-    left out.
-    """
-    found: dict[str, Any] = {
+    """Return device, versions and stamp for a result; packages not installed are left out."""
+    machine: dict[str, Any] = {
         "device": device_name(device),
         **stamp(),
         "platform": platform.platform(),
@@ -135,59 +130,61 @@ def describe(device: str) -> dict[str, Any]:
     }
     for package in ("triton", "flash-attn-3", "flash-attn-4"):
         try:
-            found[package.replace("-", "_")] = importlib.metadata.version(package)
+            machine[package.replace("-", "_")] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     if device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        found |= {
+        machine |= {
             "cuda": torch.version.cuda,
             "cudnn": loaded_cudnn(),
             "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "memory_gib": round(properties.total_memory / 2**30, 2),
         }
-    return found
+    return machine
 
 
 def loaded_cudnn() -> int:
-    """Return the version of the cuDNN that is loaded; 0 if there is none."""
+    """Return the version of the loaded cuDNN; 0 if there is none."""
     try:
         return torch.backends.cudnn.version() or 0
-    except (
-        RuntimeError
-    ):  # it is older than the one that torch was built with, which torch's own calls do not mind
+    except RuntimeError:
+        # It is older than the one that torch was built with, which torch's own calls accept.
         return cudnn_number(".".join(map(str, torch._C._cudnn.getRuntimeVersion())))
 
 
 def cudnn_number(version: str) -> int:
-    """Return a version such as 9.20.0.48 as cuDNN gives its own: 92000."""
+    """Return a version such as 9.20.0.48 in cuDNN's form: 92000."""
     major, minor, patch = (int(x) for x in version.split(".")[:3])
     return 10000 * major + 100 * minor + patch
 
 
 def in_words(machine: dict[str, Any]) -> str:
-    """Say what ``describe`` found; earlier results have no commit."""
+    """Return the result of ``describe`` in words; old results have no commit."""
     words = [
         machine["device"],
         f"{machine['cores']} cores",
         machine["platform"],
         f"torch {machine['torch']}",
+        machine["date"],
     ]
-    commit = [f"commit {machine['commit']}"] if "commit" in machine else []
-    return ", ".join([*words, machine["date"], *commit])
+    if "commit" in machine:
+        words.append(f"commit {machine['commit']}")
+    return ", ".join(words)
 
 
 def results_file(folder: Path, name: str, machine: dict[str, Any]) -> Path:
-    """Return where a benchmark's results of a machine are kept: NAME-MACHINE-N-cores.jsonl."""
+    """Return the file of a benchmark's results on a machine: NAME-MACHINE-N-cores.jsonl."""
     return folder / f"{name}-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
 
 
 def time_steps(
     step: Callable[[], object], device: str, repeats: int, warm_up: int = 2
 ) -> list[float]:
-    """Time ``repeats`` calls after ``warm_up`` more, in seconds: by CUDA events on a GPU, by the
-    clock on a CPU.
+    """Return the seconds of each of ``repeats`` calls, after ``warm_up`` calls.
+
+    Measured by CUDA events on a GPU, by the clock on a CPU.
     """
     for _ in range(warm_up):
         step()
@@ -199,10 +196,11 @@ def time_steps(
             step()
             mark.record()
         torch.cuda.synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
-    taken = []
+        return [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
+
+    seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         step()
-        taken.append(time.perf_counter() - start)
-    return taken
+        seconds.append(time.perf_counter() - start)
+    return seconds

@@ -1,4 +1,7 @@
-"""Processes that this one starts: ranks and others, forked from a server that has imported torch."""
+"""Start ranks and other processes, forked from a server that has imported torch.
+
+A fork of the server takes a few milliseconds, while a new interpreter imports torch for seconds.
+"""
 
 import faulthandler
 import multiprocessing
@@ -18,33 +21,30 @@ from typing import Any, NamedTuple
 from runtime.signals import signals_later
 
 _context = multiprocessing.get_context("forkserver")
-_PRELOADED = [
-    "tools.common.preload"
-]  # what the entries import; the server passes over a module that is not there
+# The modules that the entries import; the server ignores a module that does not exist.
+_PRELOADED = ["tools.common.preload"]
 _context.set_forkserver_preload(_PRELOADED)
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not answer; if it raised, the lines after the first are its
-    traceback.
-    """
+    """A rank raised, died or did not answer; the message has the traceback if it raised."""
 
 
 class Rank(NamedTuple):
-    """A started process, and our end of its pipe."""
+    """A started process, and the starter's end of its pipe."""
 
     process: Any
     pipe: Connection
 
 
 class _End(NamedTuple):
-    """The last message of a process: the traceback of what it raised, or nothing."""
+    """The last message of a process, with a traceback if it raised."""
 
     trace: str = ""
 
 
 def preload(module: str) -> None:
-    """Make the fork server import a module too; call before the first rank starts."""
+    """Let the fork server import a module too; call before the first rank starts."""
     _PRELOADED.append(module)
     _context.set_forkserver_preload(_PRELOADED)
 
@@ -52,14 +52,13 @@ def preload(module: str) -> None:
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0
 ) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes joined by gloo; return their
-    results by rank.
+    """Call ``fn(rank, world_size, *args)`` on gloo ranks; return the results by rank.
 
     ``fn`` is a module-level function; its result must pickle. No process outlives the call or this
     process, whatever ends it.
 
     Raises RankError: a rank raised (its traceback is in the message), died, or took longer than
-    ``timeout`` seconds.
+        ``timeout`` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         bodies = [(_joined, (fn, rank, world_size, folder, args)) for rank in range(world_size)]
@@ -69,45 +68,48 @@ def run_ranks(
 
 @contextmanager
 def started(bodies: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> Iterator[list[Rank]]:
-    """Run ``body(pipe, *args)`` in a process each; none outlives the context or this process,
-    whatever ends it.
+    """Run each ``body(pipe, *args)`` in a new process until the block ends.
+
+    No process outlives the block or this process, whatever ends it: each watches the reading end of
+    a pipe whose writing end only this process has.
     """
     ranks: list[Rank] = []
-    lifeline, held = _context.Pipe(duplex=False)
+    lifeline, lifeline_writer = _context.Pipe(duplex=False)
     try:
         _forkserver.ensure_running()  # first, or it would inherit blocked signals
         with signals_later():
             for body, args in bodies:
-                ours, theirs = _context.Pipe()
+                starter_end, process_end = _context.Pipe()
                 process = _context.Process(
-                    target=_run, args=(body, theirs, lifeline, args), daemon=True
+                    target=_run, args=(body, process_end, lifeline, args), daemon=True
                 )
                 process.start()
-                theirs.close()
-                ranks.append(Rank(process, ours))
+                process_end.close()
+                ranks.append(Rank(process, starter_end))
         yield ranks
     finally:
-        held.close()
+        lifeline_writer.close()
         for rank in ranks:
             rank.process.kill()
             rank.process.join()
 
 
 def send(pipe: Connection, value: Any) -> None:
-    """Send what pickles to the other end of a pipe, tensors by their values."""
+    """Send a picklable value through a pipe, tensors by their values."""
     pipe.send_bytes(pickle.dumps(value))
 
 
 def receive(pipe: Connection) -> Any:
-    """Receive what the other end of a pipe tells; EOFError if it is closed."""
+    """Receive a value from a pipe. Raises EOFError: the other end is closed."""
     return pickle.loads(pipe.recv_bytes())
 
 
 def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
-    """Yield what ranks tell, with their numbers, until all have ended; stop at the first failure:
-    others may hang.
+    """Yield the ranks' messages with their numbers until all ranks have ended.
 
-    Raises RankError: a rank raised, died, or none told anything ``within`` so many seconds.
+    Stops at the first failure, since the other ranks may hang.
+
+    Raises RankError: a rank raised, died, or no message came ``within`` seconds.
     """
     numbers = {rank.pipe: number for number, rank in enumerate(ranks)}
     while numbers:
@@ -116,13 +118,14 @@ def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
             raise RankError(
                 f"ranks {sorted(numbers.values())} did not answer within {within:.0f} s"
             )
-        for pipe in [pipe for pipe in numbers if pipe in ready]:
-            number = numbers[pipe]
+        for pipe, number in list(numbers.items()):
+            if pipe not in ready:
+                continue
             try:
                 value = receive(pipe)
             except (EOFError, ConnectionResetError):
                 process = ranks[number].process
-                process.join(5)  # its pipe closes a moment before it ends
+                process.join(5)  # the pipe closes a moment before the process ends
                 raise RankError(
                     f"rank {number} died without a word, exit code {process.exitcode}"
                 ) from None
@@ -136,20 +139,19 @@ def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
 
 def one_of_each(ranks: Sequence[Rank], within: float) -> list[Any]:
     """Return one message of each rank, by rank; raises as ``messages``."""
-    found: dict[int, Any] = {}
+    values: dict[int, Any] = {}
     for number, value in messages(ranks, within):
-        found[number] = value
-        if len(found) == len(ranks):
+        values[number] = value
+        if len(values) == len(ranks):
             break
-    return [found[number] for number in range(len(ranks))]
+    return [values[number] for number in range(len(ranks))]
 
 
 def _run(
     body: Callable[..., None], pipe: Connection, lifeline: Connection, args: tuple[Any, ...]
 ) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the starter too, which ends this process
+    # Ctrl-C reaches the starter too, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # a native crash then prints each thread's stack
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     end = _End()
@@ -162,7 +164,7 @@ def _run(
 
 
 def _end_with(lifeline: Connection) -> None:
-    """End this process when the other end closes: its parent is gone."""
+    """End this process when the pipe's other end closes: the starter is gone."""
     lifeline.poll(None)
     os._exit(1)
 
@@ -175,7 +177,7 @@ def _joined(
     folder: str,
     args: tuple[Any, ...],
 ) -> None:
-    """Tell what ``fn`` returns, when all have called it."""
+    """Join the ranks, call ``fn``, and send its result once all ranks have one."""
     import torch
     import torch.distributed as dist
 
@@ -189,7 +191,7 @@ def _joined(
 
 
 def join_here(rank: int, world_size: int, folder: str) -> None:
-    """Join the ranks that meet in a folder of this machine."""
+    """Join the ranks that use a folder of this machine as their store."""
     import torch.distributed as dist
 
     from runtime.processes import join

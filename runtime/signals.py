@@ -1,4 +1,4 @@
-"""Early ends of a process: by signals that ask for it, and with the launcher that started it."""
+"""End a process early: on signals that request it, and with the launcher that started it."""
 
 import atexit
 import ctypes
@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-SAME = 2.0
-"""Seconds within which signals count as one: Slurm and torchrun may each pass the same one on to a
+SAME_SECONDS = 2.0
+"""Time within which signals count as one: Slurm and torchrun may each pass the same signal to a
 rank.
 """
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -24,9 +25,9 @@ DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 class StopRequest:
     """The signal that asked this process to end, if one did.
 
-    As long as ``works`` is False there is nothing to save, and a signal ends the process with
-    status 128 + its number. Later the first is kept in ``signal``, for the training loop to see,
-    and a second ends the process so.
+    While ``works`` is False there is nothing to save, and a signal ends the process with status
+    128 + its number. Later the first signal is stored in ``signal``, which the training loop reads,
+    and a second one ends the process with that status.
     """
 
     def __init__(self) -> None:
@@ -36,52 +37,58 @@ class StopRequest:
         self._since = 0.0
 
     def receive(self, number: signal.Signals) -> None:
-        """Take note of a signal, or end the process."""
+        """Store a signal, or end the process."""
         now = time.monotonic()
         if not self.works:
             os._exit(128 + number)
         if self.signal is None:
-            self.signal, self._since = number, now
-        elif now - self._since >= SAME:
+            self.signal = number
+            self._since = now
+        elif now - self._since >= SAME_SECONDS:
             rank = os.environ.get("RANK", "0")
-            line = f"rank {rank} ends at once: {number.name} came after {self.signal.name}; the last checkpoint is whole"
+            line = (
+                f"rank {rank} ends at once: {number.name} came after {self.signal.name}; the last "
+                "checkpoint is whole"
+            )
             os.write(2, f"{line}\n".encode())
             os._exit(128 + number)
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Take SIGTERM, SIGUSR1 and SIGHUP as requests to end until the block does; for the main
-    thread.
+    """Treat SIGTERM, SIGUSR1 and SIGHUP as requests to end until the block ends.
 
-    A thread reads them, so that they count while the main thread waits in a collective too. Those
-    that the process ignores (under nohup, SIGHUP) stay ignored. Yields what the loop asks between
-    steps.
+    For the main thread. Another thread reads them: Python's own handlers would run only after the
+    collective in which the main thread waits. Signals that the process ignores (under nohup,
+    SIGHUP) stay ignored. Yields the request, which the loop reads between steps.
     """
     request = StopRequest()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    heeded = [number for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: None) or signal.SIG_DFL for number in heeded}
-    for number in heeded:
-        signal.siginterrupt(number, False)  # system calls of libraries go on
-    woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    watching = threading.Thread(target=_watch, args=(reader, request), name="signals", daemon=True)
-    watching.start()
+    previous_handlers: dict[signal.Signals, Any] = {}
+    for number in ASKING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            handler = signal.signal(number, lambda *_: None)
+            previous_handlers[number] = handler or signal.SIG_DFL
+    for number in previous_handlers:
+        signal.siginterrupt(number, False)  # system calls of libraries are not interrupted
+    previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_watch, args=(reader, request), name="signals", daemon=True)
+    thread.start()
     try:
         yield request
     finally:
-        signal.set_wakeup_fd(woken)
-        for number, handler in before.items():
+        signal.set_wakeup_fd(previous_fd)
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
         writer.send(b"\0")
-        watching.join()
+        thread.join()
         reader.close()
         writer.close()
 
 
 def _watch(reader: socket.socket, request: StopRequest) -> None:
-    """Heed each signal whose number the interpreter's C handler writes; 0 ends the thread."""
+    """Receive each signal whose number the interpreter's C handler writes; 0 ends the thread."""
     while True:
         for number in reader.recv(1024):
             if number == 0:
@@ -91,15 +98,14 @@ def _watch(reader: socket.socket, request: StopRequest) -> None:
 
 
 def end_readers_at_exit() -> None:
-    """Kill the data loaders' processes that are left when this process exits: an error's frames
-    keep them.
+    """Kill the data loaders' remaining processes when this process exits.
 
-    multiprocessing would send them SIGTERM, which they ignore, and wait for ever.
+    After an error its traceback's frames keep the loaders alive. multiprocessing would then send
+    their processes SIGTERM, which they ignore, and wait forever.
     """
     atexit.unregister(_end_readers)
-    atexit.register(
-        _end_readers
-    )  # called before multiprocessing's, which is registered by its import
+    # Runs before multiprocessing's function, which was registered earlier, by its import.
+    atexit.register(_end_readers)
 
 
 def _end_readers() -> None:
@@ -111,50 +117,46 @@ def _end_readers() -> None:
 
 @contextmanager
 def signals_later() -> Iterator[None]:
-    """Take Ctrl-C and SIGTERM after the block: amid the start of a process, they would leave it
-    without its orders.
+    """Delay Ctrl-C and SIGTERM until the block ends.
+
+    In the middle of a process's start they would leave a child without its function to call.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals never interrupt this one
+        yield  # signals never interrupt this thread
         return
-    came: list[int] = []
-    before = {
-        number: signal.signal(number, lambda n, _: came.append(n))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    mask = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # the started processes inherit this
+    received: list[int] = []
+    previous_handlers: dict[signal.Signals, Any] = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        previous_handlers[number] = signal.signal(number, lambda n, _: received.append(n))
+    # The started processes inherit the mask.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-        for sent in came:
-            signal.raise_signal(sent)
+        for number_received in received:
+            signal.raise_signal(number_received)
 
 
 def leave_to_parent(_worker: int) -> None:
-    """In a data loader's process: leave signals to the process that started it, and end with that
-    one.
+    """Ignore signals in a data loader's process, and end it together with its parent.
 
-    That one calls `end_readers_at_exit`.
+    The parent, which handles the signals, calls `end_readers_at_exit`.
     """
     signal.set_wakeup_fd(-1)
     for number in ASKING:
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # torch has SIGTERM end it, which would be an error of the run's
+        # By torch's default SIGTERM ends the loader's process, which would fail the run.
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent(os.getppid())
 
 
 def end_with_launcher() -> None:
-    """Let the kernel kill this process when the torchrun, or the Slurm step, that started it is
-    gone.
+    """Let the kernel kill this process when its torchrun, or its Slurm step, is gone.
 
-    Without it ranks of a killed launcher train on, and write into the folder that the next start
-    resumes from. Entries call it first of all: one that is gone by then is not known.
+    Otherwise the ranks of a killed launcher would train on, and write into the folder that the next
+    start resumes from. Entries call it first of all: a launcher that ends before is not noticed.
     """
     parent = os.getppid()
     name = Path(f"/proc/{parent}/comm")
@@ -165,9 +167,7 @@ def end_with_launcher() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent is gone, and end it where that is so already
-    (Linux).
-    """
+    """Let the kernel kill this process when its parent ends, or now if it has ended (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:

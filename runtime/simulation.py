@@ -1,4 +1,4 @@
-"""Settings of a rehearsal, which runs code for its shapes, as on another device."""
+"""Settings of a rehearsal, which runs code on meta tensors as if on another device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """A value that is set while a rehearsal runs, and None at all other times."""
+    """A value during a rehearsal; None at all other times."""
 
     def __init__(self) -> None:
         self.value: T | None = None
@@ -20,21 +20,22 @@ class Setting(Generic[T]):
     @contextmanager
     def set_to(self, value: T | None) -> Iterator[None]:
         """Set the value until the block ends."""
-        before, self.value = self.value, value
+        previous = self.value
+        self.value = value
         try:
             yield
         finally:
-            self.value = before
+            self.value = previous
 
 
 SIMULATED_DEVICE = Setting[str]()
-"""Kind of device that tensors of a CPU stand for."""
+"""Type of device that the rehearsal's tensors stand for."""
 ALLOCATION_CAUSE = Setting[str]()
-"""Cause of the memory that is being allocated, where the code that allocates it states one."""
+"""Cause of the memory that is being allocated, if the allocating code states one."""
 
 
 def device_type_of(x: Tensor) -> str:
-    """Return the kind of device whose sizes hold for a tensor: the simulated, or its own."""
+    """Return the type of the device that a tensor is on, or stands for in a rehearsal."""
     return SIMULATED_DEVICE.value or x.device.type
 
 
@@ -55,7 +56,8 @@ def allocates(cause: str) -> Callable[[F], F]:
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace a function of torch, which has no hook for it, until the block ends."""
-    inherited, before = name not in vars(owner), getattr(owner, name)
+    inherited = name not in vars(owner)
+    original = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
@@ -63,4 +65,4 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         if inherited:
             delattr(owner, name)
         else:
-            setattr(owner, name, before)
+            setattr(owner, name, original)

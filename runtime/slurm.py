@@ -1,6 +1,4 @@
-"""A process and its Slurm: srun's variables as those that torchrun sets, and its end for the job's
-script.
-"""
+"""Convert srun's variables to torchrun's, and report a rank's end to the job's script."""
 
 import os
 import re
@@ -10,93 +8,113 @@ from pathlib import Path
 
 from runtime.errors import LaunchError, printable
 
-FIRST_PORT, PORTS = 20_000, 12_000
-"""Ports of stores: below those that Linux hands out by itself."""
+FIRST_PORT = 20_000
+"""First port of stores."""
+PORTS = 12_000
+"""Number of ports of stores; Linux assigns higher ones by itself."""
 
 
 ENDINGS = "LONGMESH_ENDINGS"
-"""Variable with the folder that slurm/job.sh reads a file of each rank from."""
+"""Variable with the folder from which slurm/job.sh reads one file per rank."""
 AGAIN = 75
-"""Status, EX_TEMPFAIL of sysexits.h, of a start that another process is to blame for: the next one
-may succeed.
+"""Exit status (EX_TEMPFAIL of sysexits.h) if another process is the reason: the next start may
+succeed.
 """
 
 
-def leave_ending(status: int, said: str) -> None:
-    """Leave this rank's status and message to the script of its job, if it is of one."""
-    if folder := os.environ.get(ENDINGS):
-        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-        with suppress(OSError):  # a full disk
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, f"rank-{rank}").write_text(
-                f"{status} {printable(said)}\n", encoding="utf-8"
-            )
+def leave_ending(status: int, message: str) -> None:
+    """Write this rank's status and message for the script of its job, if there is one."""
+    folder = os.environ.get(ENDINGS)
+    if not folder:
+        return
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    with suppress(OSError):  # a full disk
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = Path(folder, f"rank-{rank}")
+        file.write_text(f"{status} {printable(message)}\n", encoding="utf-8")
 
 
 def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a task that srun started; empty unless it started several,
-    and no torchrun.
+    """Return torchrun's variables for a task of srun.
 
-    A step of one task, such as a shell, and a batch script are no ranks. MASTER_ADDR, MASTER_PORT
-    are kept if set. Raises LaunchError: a variable of Slurm's is missing or odd, or contradicts one
-    of torchrun's that is set.
+    Empty unless srun started several tasks, and none of them is a torchrun: a step of one task,
+    such as a shell, and a batch script are no ranks. MASTER_ADDR and MASTER_PORT are kept if set.
+
+    Raises LaunchError: a variable of Slurm's is missing or invalid, or contradicts one of
+        torchrun's that is set.
     """
     if "SLURM_STEP_NUM_TASKS" not in environ or _number(environ, "SLURM_STEP_NUM_TASKS") < 2:
         return {}
     if "RANK" in environ:
-        _check_apart(environ)
+        _check_torchrun(environ)
         return {}
-    rank, size, local, node = (
-        _number(environ, f"SLURM_{name}")
-        for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")
-    )
+
+    rank = _number(environ, "SLURM_PROCID")
+    world_size = _number(environ, "SLURM_STEP_NUM_TASKS")
+    local_rank = _number(environ, "SLURM_LOCALID")
+    node = _number(environ, "SLURM_NODEID")
     per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if sum(per_node) != size or node >= len(per_node) or rank >= size or local >= per_node[node]:
+    is_consistent = sum(per_node) == world_size and node < len(per_node) and rank < world_size
+    if not is_consistent or local_rank >= per_node[node]:
         raise LaunchError(
-            f"SLURM_PROCID {rank}, SLURM_LOCALID {local} and SLURM_NODEID {node} do not fit SLURM_STEP_NUM_TASKS "
-            f"{size} as SLURM_STEP_TASKS_PER_NODE {environ.get('SLURM_STEP_TASKS_PER_NODE')}; start with srun or "
-            "torchrun, or unset SLURM_STEP_NUM_TASKS to start alone"
+            f"SLURM_PROCID {rank}, SLURM_LOCALID {local_rank} and SLURM_NODEID {node} do not fit "
+            f"SLURM_STEP_NUM_TASKS {world_size} as SLURM_STEP_TASKS_PER_NODE "
+            f"{environ.get('SLURM_STEP_TASKS_PER_NODE')}; start with srun or torchrun, or unset "
+            "SLURM_STEP_NUM_TASKS to start alone"
         )
-    found = {
+
+    numbers = {
         "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": local,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": per_node[node],
     }
-    for name, value in found.items():
-        if environ.get(name, str(value)) != str(value):
+    variables: dict[str, str] = {}
+    for name, number in numbers.items():
+        value = str(number)
+        if environ.get(name, value) != value:
             raise LaunchError(
-                f"{name} is {environ[name]} in the environment, and srun made it {value}; unset {name}, which a shell "
-                "or another launcher left, or start with torchrun, which sets RANK too"
+                f"{name} is {environ[name]} in the environment, and srun made it {value}; unset "
+                f"{name}, which a shell or another launcher left, or start with torchrun, which "
+                "sets RANK too"
             )
+        variables[name] = value
+
     # The ranks meet at the first node, at a port that this step has for itself.
     nodes = hosts(environ.get("SLURM_STEP_NODELIST", ""))
     if not nodes:
         raise LaunchError(
-            "SLURM_STEP_NODELIST is not set, so that the ranks cannot meet; set MASTER_ADDR, MASTER_PORT"
+            "SLURM_STEP_NODELIST is not set, so that the ranks cannot meet; set MASTER_ADDR, "
+            "MASTER_PORT"
         )
-    job, step = (_number(environ, f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID"))
-    meeting = {"MASTER_ADDR": nodes[0], "MASTER_PORT": str(FIRST_PORT + (job * 101 + step) % PORTS)}
-    own = {name: str(value) for name, value in found.items()}
-    return own | {name: environ.get(name) or value for name, value in meeting.items()}
+    job = _number(environ, "SLURM_JOB_ID")
+    step = _number(environ, "SLURM_STEP_ID")
+    port = FIRST_PORT + (job * 101 + step) % PORTS
+    variables["MASTER_ADDR"] = environ.get("MASTER_ADDR") or nodes[0]
+    variables["MASTER_PORT"] = environ.get("MASTER_PORT") or str(port)
+    return variables
 
 
-def _check_apart(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if each of srun's tasks is told of fewer: by a torchrun of its own, or by
-    an old shell.
+def _check_torchrun(environ: Mapping[str, str]) -> None:
+    """Raise LaunchError if srun's tasks would not form one run.
+
+    Either each task is a torchrun that knows of no other, or RANK was left by an old shell.
     """
-    tasks, agents = environ["SLURM_STEP_NUM_TASKS"], environ.get("GROUP_WORLD_SIZE")
-    size = environ.get("WORLD_SIZE", "")
-    if agents is None and size.isdigit() and int(size) < int(tasks):
+    tasks = environ["SLURM_STEP_NUM_TASKS"]
+    agents = environ.get("GROUP_WORLD_SIZE")
+    world_size = environ.get("WORLD_SIZE", "")
+    if agents is None and world_size.isdigit() and int(world_size) < int(tasks):
         raise LaunchError(
-            f"WORLD_SIZE is {size} in the environment, and srun started {tasks} tasks; unset RANK and WORLD_SIZE, "
-            "which a shell or another launcher left, or unset SLURM_STEP_NUM_TASKS to train apart"
+            f"WORLD_SIZE is {world_size} in the environment, and srun started {tasks} tasks; unset "
+            "RANK and WORLD_SIZE, which a shell or another launcher left, or unset "
+            "SLURM_STEP_NUM_TASKS to train apart"
         )
     if agents is not None and agents != tasks:
         raise LaunchError(
-            f"srun started {tasks} tasks, each of them a torchrun of its own, which knows of {agents}: they would "
-            "train apart into one folder; give srun --ntasks-per-node 1 and torchrun --nnodes $SLURM_NNODES, let srun "
-            "start the ranks without torchrun, or unset SLURM_STEP_NUM_TASKS to train apart"
+            f"srun started {tasks} tasks, each of them a torchrun of its own, which knows of "
+            f"{agents}: they would train apart into one folder; give srun --ntasks-per-node 1 and "
+            "torchrun --nnodes $SLURM_NNODES, let srun start the ranks without torchrun, or unset "
+            "SLURM_STEP_NUM_TASKS to train apart"
         )
 
 
@@ -104,27 +122,39 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
     if not text.isdigit():
         raise LaunchError(
-            f"{name} is {text or 'not set'}, and srun makes it a number; start with srun or torchrun, or unset "
-            "SLURM_STEP_NUM_TASKS to start alone"
+            f"{name} is {text or 'not set'}, and srun makes it a number; start with srun or "
+            "torchrun, or unset SLURM_STEP_NUM_TASKS to start alone"
         )
     return int(text)
 
 
 def tasks_per_node(text: str) -> list[int]:
     """Return the tasks of each node from Slurm's short form, such as ``8(x3),4``."""
-    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
-    return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match:
+            tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
 
 
 def hosts(text: str) -> list[str]:
     """Return the names in Slurm's short form, such as ``gpu[01-03,07],login``, in its order."""
-    found: list[str] = []
+    all_names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names = [""]
         for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
-            spans = [span.partition("-") for span in filter(None, ranges.split(","))]
-            numbers = [(len(a), n) for a, _, b in spans for n in range(int(a), int(b or a) + 1)]
-            ends = [plain] if plain else [f"{number:0{digits}d}" for digits, number in numbers]
-            names = [name + end for name in names for end in ends]
-        found += names
-    return found
+            endings = [plain] if plain else _expanded(ranges)
+            names = [name + ending for name in names for ending in endings]
+        all_names += names
+    return all_names
+
+
+def _expanded(ranges: str) -> list[str]:
+    """Return the numbers of ranges such as ``01-03,07``, with their leading zeros."""
+    numbers: list[str] = []
+    for span in filter(None, ranges.split(",")):
+        first, _, last = span.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            numbers.append(f"{number:0{len(first)}d}")
+    return numbers

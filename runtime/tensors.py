@@ -1,6 +1,4 @@
-"""Tensors that the host makes: random weights in parts, cached copies on the device; and operators
-of our own.
-"""
+"""Random weights drawn in slices, cached copies on the device, and differentiable operators."""
 
 import hashlib
 import math
@@ -17,72 +15,88 @@ M = TypeVar("M", bound=Callable[..., Any])
 R = TypeVar("R")
 T = TypeVar("T")
 Part = tuple[slice, ...]
-"""First and last + 1 of each dimension; () is the whole."""
+"""The slice of each dimension of a tensor; () is the whole tensor."""
 WHOLE = 1 << 20
 """Values of the largest weight that is drawn whole, in about 5 ms."""
 TILE = (64, 512)
-"""Rows and columns that a larger one is drawn in: as few rows as FSDP leaves a rank of many,
-columns tp one of 8.
+"""Rows and columns of the tiles of a larger weight: the rows of a rank in a large FSDP group, and
+the columns of one of 8 tp ranks.
 """
 FORGET: list[Callable[[], None]] = []
-"""Let go of what each function of `cached_on_device` keeps: the next call copies, as for another
-micro-batch.
+"""Functions that empty the caches of `cached_on_device`, as a new micro-batch would: the next calls
+copy again.
 """
 
 
 def initial_weight_slice(
     draw: Callable[..., Tensor], name: str, shape: Sequence[int], seed: int, part: Part = ()
 ) -> Tensor:
-    """Return a part (float32, on the CPU) of the random weight ``name``, which is the same whatever
-    part is asked for.
+    """Return slices of the random weight ``name``, float32 on the CPU.
 
-    A weight has a generator of its own. One of more than WHOLE values has one for each tile of its
-    last two dimensions, and only the tiles are drawn that the part has a share of. ``draw`` fills a
-    tensor by a ``generator``, and returns it, as the functions of ``torch.nn.init`` do.
+    The values do not depend on the slices asked for, so that every mesh starts with the same
+    weights. Drawing all of a large weight to use one shard would take most of a start, so a weight
+    of more than WHOLE values has a generator per tile of its last two dimensions, and only the
+    tiles that intersect the slices are drawn.
+
+    Args:
+        draw: fills a tensor by a ``generator`` and returns it, like ``torch.nn.init``'s functions.
     """
     if math.prod(shape) <= WHOLE:
         return draw(torch.empty(*shape), generator=generator_of(seed, name))[part]
+
     part = part or tuple(slice(0, length) for length in shape)
-    edges = (*[1] * (len(shape) - 2), *TILE)[-len(shape) :]
-    found = torch.empty([own.stop - own.start for own in part])
-    touched = [
-        range(own.start // edge, -(-own.stop // edge))
-        for own, edge in zip(part, edges, strict=True)
-    ]
-    for numbers in product(*touched) if found.numel() else ():
-        tile = tuple(
-            slice(number * edge, min((number + 1) * edge, length))
-            for number, edge, length in zip(numbers, edges, shape, strict=True)
+    tile_shape = (*[1] * (len(shape) - 2), *TILE)[-len(shape) :]
+    values = torch.empty([dim.stop - dim.start for dim in part])
+    if not values.numel():
+        return values
+
+    tiles_per_dim = []
+    for dim, size in zip(part, tile_shape, strict=True):
+        tiles_per_dim.append(range(dim.start // size, -(-dim.stop // size)))
+    for indices in product(*tiles_per_dim):
+        tile = _tile_slices(indices, tile_shape, shape)
+        tile_values = draw(
+            torch.empty([dim.stop - dim.start for dim in tile]),
+            generator=generator_of(seed, f"{name} {indices}"),
         )
-        values = draw(
-            torch.empty([of.stop - of.start for of in tile]),
-            generator=generator_of(seed, f"{name} {numbers}"),
-        )
-        both = tuple(
-            slice(max(a.start, b.start), min(a.stop, b.stop))
-            for a, b in zip(part, tile, strict=True)
-        )
-        found[_within(both, part)] = values[_within(both, tile)]
-    return found
+        overlap = _intersection(part, tile)
+        values[_relative(overlap, part)] = tile_values[_relative(overlap, tile)]
+    return values
 
 
-def _within(inner: Part, outer: Part) -> Part:
-    """Return where ``inner`` lies in a tensor that has ``outer`` alone."""
-    return tuple(
-        slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True)
-    )
+def _tile_slices(indices: Sequence[int], tile_shape: Sequence[int], shape: Sequence[int]) -> Part:
+    """Return the slices of a tile by its indices; the last one of a dimension may be shorter."""
+    slices = []
+    for index, size, length in zip(indices, tile_shape, shape, strict=True):
+        slices.append(slice(index * size, min((index + 1) * size, length)))
+    return tuple(slices)
+
+
+def _intersection(a: Part, b: Part) -> Part:
+    slices = []
+    for x, y in zip(a, b, strict=True):
+        slices.append(slice(max(x.start, y.start), min(x.stop, y.stop)))
+    return tuple(slices)
+
+
+def _relative(inner: Part, outer: Part) -> Part:
+    """Return the slices ``inner`` relative to a tensor that holds ``outer`` alone."""
+    slices = []
+    for x, y in zip(inner, outer, strict=True):
+        slices.append(slice(x.start - y.start, x.stop - y.start))
+    return tuple(slices)
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """Return the random generator of one parameter, or of any other name."""
+    """Return the random generator of a parameter, or of any other name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def title_of_owner(model: torch.nn.Module, name: str) -> str:
-    """Return the class that states a parameter, and its file.
+    """Return the class that defines a parameter, with its file, such as for an error.
 
-    A module of torch states nothing: the class around it does.
+    For a parameter of a torch module it is our class around that module.
     """
     path = name.rpartition(".")[0]
     while path and type(model.get_submodule(path)).__module__.startswith("torch."):
@@ -92,60 +106,71 @@ def title_of_owner(model: torch.nn.Module, name: str) -> str:
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of this one are summed: float32, or float64 of float64."""
+    """Return the dtype for sums of this dtype: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host; on a GPU in order with the current stream alone."""
+    """Copy a host tensor to the device; on a GPU ordered with the current stream alone."""
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 @cache
 def constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return these numbers as a tensor, which is kept."""
+    """Return numbers as a tensor, cached."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 def cached_on_device(maxsize: int) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Keep what a function of hashable arguments returns, the device last: for each stream apart,
-    as another one would not wait for the copy."""
+    """Cache a function of hashable arguments, the last one the device, separately per CUDA stream.
+
+    The cached tensor is copied to the device in order with one stream; another stream would not
+    wait for that copy.
+    """
 
     def decorate(make: Callable[..., R]) -> Callable[..., R]:
         cached = lru_cache(maxsize)(lambda stream, *arguments: make(*arguments))
 
         @wraps(make)
-        def found(*arguments: Any) -> R:
+        def call(*arguments: Any) -> R:
             device = arguments[-1]
-            stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+            stream = 0
+            if device.type == "cuda":
+                stream = torch.cuda.current_stream(device).cuda_stream
             return cached(stream, *arguments)
 
-        found.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+        call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
         FORGET.append(cached.cache_clear)
-        return found
+        return call
 
     return decorate
 
 
 def kept_in_object(method: M) -> M:
-    """Keep in the object what its method returns for these arguments, hashable ones by position."""
+    """Cache a method's results in its object, by hashable positional arguments.
+
+    Unlike ``lru_cache`` the cache ends with the object, and does not keep it alive.
+    """
     function: Any = method
-    defaults, most = function.__defaults__ or (), function.__code__.co_argcount - 1
+    defaults = function.__defaults__ or ()
+    num_arguments = function.__code__.co_argcount - 1
 
     @wraps(method)
-    def found(self: Any, *arguments: Any) -> Any:
-        kept = self.__dict__.setdefault(f"_kept_{function.__name__}", {})
-        whole = (*arguments, *defaults[len(defaults) - most + len(arguments) :])
-        if whole not in kept:
-            kept[whole] = function(self, *arguments)
-        return kept[whole]
+    def call(self: Any, *arguments: Any) -> Any:
+        cache_of_method = self.__dict__.setdefault(f"_kept_{function.__name__}", {})
+        num_missing = num_arguments - len(arguments)
+        key = (*arguments, *defaults[len(defaults) - num_missing :])
+        if key not in cache_of_method:
+            cache_of_method[key] = function(self, *arguments)
+        return cache_of_method[key]
 
-    return cast(M, found)
+    return cast(M, call)
 
 
 class Handles(Generic[T]):
-    """A table of objects by number. It holds them weakly: the caller keeps each object alive as
-    long as it is used.
+    """A table of objects by number, for operators whose arguments are numbers and tensors.
+
+    It holds the objects weakly: the caller keeps each one alive as long as it is used.
     """
 
     def __init__(self) -> None:
@@ -153,33 +178,32 @@ class Handles(Generic[T]):
         self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
         self._tensors: WeakKeyDictionary[T, int] = WeakKeyDictionary()
 
-    def add(self, thing: T) -> int:
-        """Return a new handle of ``thing``, an int, on which torch.compile specialises."""
+    def add(self, item: T) -> int:
+        """Return a new handle of ``item``, an int, on which torch.compile specialises."""
         handle = next(self._numbers)
-        self._objects[handle] = thing
+        self._objects[handle] = item
         return handle
 
-    def tensor(self, thing: T, shape: tuple[int, ...] = ()) -> Tensor:
-        """Return a handle of ``thing`` that torch.compile does not specialise on: int64 on the CPU.
+    def tensor(self, item: T, shape: tuple[int, ...] = ()) -> Tensor:
+        """Return a handle of ``item`` that torch.compile does not specialise on: int64 on the CPU.
 
-        Equal things share a number, and stand for each other. The tensor keeps the thing alive, so
-        a backward that saves the tensor can still use it.
+        Equal items share a number, so one stands for the others. The tensor keeps the item alive
+        for a backward that saves the tensor.
         """
-        number = self._tensors.get(thing)
+        number = self._tensors.get(item)
         if number is None:
-            number = self._tensors[thing] = self.add(thing)
+            number = self.add(item)
+            self._tensors[item] = number
         handle = torch.full(shape, number, dtype=torch.int64, device="cpu")
         handle.stands_for = self._objects[number]  # type: ignore[attr-defined]
         return handle
 
     def __getitem__(self, handle: int | Tensor) -> T:
-        """Return the object of a handle. Raises KeyError: no object has this handle, or it is no
-        longer alive.
-        """
+        """Return the object of a handle. Raises KeyError: there is none, or it is not alive."""
         return self._objects[int(handle)]
 
     def __len__(self) -> int:
-        """Return the number of objects alive."""
+        """Return the number of live objects."""
         return len(self._objects)
 
 
@@ -195,52 +219,59 @@ def differentiable(
     saves: Sequence[int] = (),
     owner: Callable[..., object] = lambda *others: None,
 ) -> None:
-    """Register an operator ``(*tensors, *others) -> (out, more)``, and its backward as the operator
-    ``name_backward``.
+    """Register an operator ``(*tensors, *others) -> (out, more)`` with a backward.
 
-    Results are made dense, and gradients cast to the dtypes of their inputs. Differentiable once.
+    The backward is the operator ``name_backward``. Results are made dense, and gradients cast to
+    the dtypes of their inputs. Differentiable once.
 
     Args:
         name: namespace and name, such as longmesh::delta_rule.
-        tensors: types and names of those that have gradients, such as "Tensor q, Tensor? state".
-        others: those of the other arguments; ``unsaved``: of the last ones, which the forward alone
-            takes.
-        forward: computes the results; ``fake`` returns tensors like them.
+        tensors: types and names of the differentiable arguments, such as "Tensor q, Tensor? state".
+        others: types and names of the other arguments.
+        forward: computes the results.
+        fake: returns tensors of the results' shapes and dtypes.
         backward: ``(dout, dmore or None, *tensors, *saved results, *others)`` -> the gradient of
-            each tensor, whatever that of one that is None.
-        saves: which of the two results the backward needs.
+            each tensor; the gradient of a tensor that is None is ignored.
+        unsaved: types and names of last arguments that the forward alone takes.
+        saves: indices of the results that the backward needs.
         owner: returns, given the others, an object to keep alive until the backward.
     """
-    count, end = tensors.count(",") + 1, f"{tensors}, {others}".count(",") + 1
-    saved = "".join(f"Tensor saved{index}, " for index in saves)
+    num_tensors = tensors.count(",") + 1
+    num_saved_arguments = f"{tensors}, {others}".count(",") + 1
+    saved_schema = "".join(f"Tensor saved{index}, " for index in saves)
 
-    def dense(*given: Any) -> tuple[Tensor, Tensor]:
-        out, more = forward(*given)
-        return out.contiguous(), more.contiguous()
+    def dense(*arguments: Any) -> tuple[Tensor, Tensor]:
+        out, second_out = forward(*arguments)
+        return out.contiguous(), second_out.contiguous()
 
-    def gradients(dout: Tensor, dmore: Tensor | None, *given: Any) -> list[Tensor]:
-        found = zip(backward(dout, dmore, *given), given[:count], strict=True)
-        there = [(dx, x) for dx, x in found if x is not None and dx is not None]
-        return [
-            dx.to(x.dtype, memory_format=torch.contiguous_format).contiguous() for dx, x in there
-        ]
+    def gradients(dout: Tensor, dmore: Tensor | None, *arguments: Any) -> list[Tensor]:
+        results = []
+        for dx, x in zip(backward(dout, dmore, *arguments), arguments[:num_tensors], strict=True):
+            if x is not None and dx is not None:
+                dx = dx.to(x.dtype, memory_format=torch.contiguous_format)
+                results.append(dx.contiguous())
+        return results
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.others = inputs[count:end]  # the handle of a plan among them keeps the plan alive
-        ctx.unsaved = len(inputs) - end
+        # The handle of a plan among the others keeps the plan alive.
+        ctx.others = inputs[num_tensors:num_saved_arguments]
+        ctx.unsaved = len(inputs) - num_saved_arguments
         ctx.owner = owner(*ctx.others)
         ctx.like = {"size": output[0].shape, "dtype": output[0].dtype, "device": output[0].device}
-        ctx.save_for_backward(*inputs[:count], *(output[index] for index in saves))
+        ctx.save_for_backward(*inputs[:num_tensors], *(output[index] for index in saves))
         ctx.set_materialize_grads(False)
 
     def differentiate(
         ctx: Any, dout: Tensor | None, dmore: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         dout = torch.zeros(**ctx.like) if dout is None else dout
-        kept = ctx.saved_tensors  # asked for once: a checkpoint gives them once
-        found = iter(reverse(dout, dmore, *kept, *ctx.others))
-        into = [None if x is None else next(found) for x in kept[:count]]
-        return *into, *[None] * (len(ctx.others) + ctx.unsaved)
+        saved = ctx.saved_tensors  # read once: a checkpoint returns them once
+        results = iter(reverse(dout, dmore, *saved, *ctx.others))
+        gradient_of = [None if x is None else next(results) for x in saved[:num_tensors]]
+        return *gradient_of, *[None] * (len(ctx.others) + ctx.unsaved)
+
+    def fake_gradients(_: Tensor, __: Tensor | None, *arguments: Any) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x in arguments[:num_tensors] if x is not None]
 
     operator = torch.library.custom_op(
         name, dense, mutates_args=(), schema=f"({tensors}, {others}{unsaved}) -> (Tensor, Tensor)"
@@ -251,8 +282,6 @@ def differentiable(
         f"{name}_backward",
         gradients,
         mutates_args=(),
-        schema=f"(Tensor dout, Tensor? dmore, {tensors}, {saved}{others}) -> Tensor[]",
+        schema=f"(Tensor dout, Tensor? dmore, {tensors}, {saved_schema}{others}) -> Tensor[]",
     )
-    reverse.register_fake(
-        lambda _, __, *given: [x.new_empty(x.shape) for x in given[:count] if x is not None]
-    )
+    reverse.register_fake(fake_gradients)

@@ -1,5 +1,7 @@
-"""Raise errors on all ranks together, since a rank that fails alone leaves the others waiting; name
-lost ranks.
+"""Raise errors on all ranks together, and name the ranks that were lost.
+
+A rank that fails alone leaves the others waiting in a collective until its timeout. So local work
+that may fail is wrapped here, and its outcome is exchanged.
 
 Errors of a lost peer are recognised by the texts of gloo and the store. Not measured under NCCL,
 whose watchdog ends the process in C++ before Python sees an error.
@@ -21,37 +23,39 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from runtime.processes import NODE, in_time, launched_world_size, meet
+from runtime.launch.rendezvous import in_time, meet
+from runtime.launch.variables import launched_world_size
+from runtime.processes import NODE
 from runtime.slurm import AGAIN, leave_ending
 
 T = TypeVar("T")
-RAISED = "(raised on rank {})"
-"""Note of an error that all ranks raise."""
+RAISED = "(raised on rank "
+"""Start of the note of an error that all ranks raise."""
 CLOSED = re.compile(
-    r"(Connection (closed|reset) by peer|Broken pipe|remote process exited|Application timeout)[^\n.]*(\.\d+[^\n.]*)*"
+    r"(Connection (closed|reset) by peer|Broken pipe|remote process exited|Application timeout)"
+    r"[^\n.]*(\.\d+[^\n.]*)*"
 )
 TIMED_OUT = re.compile(
-    r"(Timed out waiting \d+ ?ms for|wait timeout after|Timed out after \d+ seconds waiting for clients)[^\n.]*",
+    r"(Timed out waiting \d+ ?ms for|wait timeout after"
+    r"|Timed out after \d+ seconds waiting for clients)[^\n.]*",
     re.I,
 )
-TURN, SLOWED = 0.05, 10
-"""Seconds between two looks at the store, which are counted, as load slows all ranks alike; by how
-much it may.
-"""
-GRACE = 1.5
-"""Seconds, on an idle machine, for a rank whose connection closed to hear that another one timed
-out.
-"""
+POLL_SECONDS = 0.05
+"""Time between two looks at the store. Looks are counted, not the clock: load slows all ranks."""
+MAX_SLOWDOWN = 10
+"""Factor by which load may slow down an exchange through the store."""
+GRACE_SECONDS = 1.5
+"""Time on an idle machine in which a rank whose connection closed learns that another timed out."""
 _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 def work_alone() -> None:
-    """Let this thread, which works beside its rank's main one, meet no other ranks from now on."""
+    """Exclude this thread, which is not its rank's main one, from all later exchanges."""
     _ALONE.set(True)
 
 
 def is_alone() -> bool:
-    """Return whether there are no other ranks that this thread meets."""
+    """Return True if this thread has no other ranks to exchange with."""
     return _ALONE.get() or not dist.is_initialized()
 
 
@@ -59,38 +63,42 @@ def gather_results(fn: Callable[[], T], group: dist.ProcessGroup | None = None) 
     """Call ``fn`` on every rank of ``group`` and return all results, by rank. One collective.
 
     ``fn`` must do local work only, such as reading files: a collective inside it would wait for a
-    rank that has failed. Its result must be picklable. Where this rank ``is_alone``, call ``fn``
-    here only. Raises the error of the lowest rank that failed, on every rank. A ValueError (every
-    UserError is one) or OSError keeps its type and message; other ranks see anything else as a
-    RuntimeError with the failing rank's traceback.
+    rank that has failed. Its result must be picklable. If this rank ``is_alone``, only the local
+    call is made.
+
+    Raises the error of the lowest rank that failed, on every rank. A ValueError (every UserError is
+    one) or OSError keeps its type and message; other ranks see anything else as a RuntimeError with
+    the failing rank's traceback.
     """
     if is_alone():
         return [fn()]
+    rank = dist.get_rank(group)
+    result: Any = None
     error: Exception | None = None
-    mine: Any = None
-    sent: Exception | None = None
-    own_rank, everyone = dist.get_rank(group), list[Any]([None] * dist.get_world_size(group))
+    sent_error: Exception | None = None
     try:
-        mine = fn()
+        result = fn()
     except Exception as caught:
         error = caught
-        sent = RuntimeError(
-            f"rank {own_rank} failed:\n{''.join(traceback.format_exception(error))}"
-        )
-        with suppress(
-            Exception
-        ):  # its class is local, or its constructor needs more than the message
+        trace = "".join(traceback.format_exception(error))
+        sent_error = RuntimeError(f"rank {rank} failed:\n{trace}")
+        # Pickling fails for a local class, or a constructor that needs more than the message.
+        with suppress(Exception):
             if isinstance(error, (ValueError, OSError)):
-                sent = pickle.loads(pickle.dumps(error))
-    dist.all_gather_object(everyone, (mine, sent), group=group)
-    for rank, (_, failure) in enumerate(everyone):
-        if failure is not None and error is not None and rank == own_rank:
-            error.add_note(RAISED.format(rank))
+                sent_error = pickle.loads(pickle.dumps(error))
+
+    outcomes = list[Any]([None] * dist.get_world_size(group))
+    dist.all_gather_object(outcomes, (result, sent_error), group=group)
+    for other, (_, failure) in enumerate(outcomes):
+        if failure is None:
+            continue
+        note = f"{RAISED}{other})"
+        if error is not None and rank == other:
+            error.add_note(note)
             raise error
-        if failure is not None:
-            failure.add_note(RAISED.format(rank))
-            raise failure from error
-    return [answer for answer, _ in everyone]
+        failure.add_note(note)
+        raise failure from error
+    return [other_result for other_result, _ in outcomes]
 
 
 def from_first(fn: Callable[[], T]) -> T:
@@ -99,15 +107,13 @@ def from_first(fn: Callable[[], T]) -> T:
 
 
 def is_first() -> bool:
-    """Return whether this process is the first rank, or ``is_alone``."""
+    """Return True on the first rank, and in a thread that ``is_alone``."""
     return is_alone() or dist.get_rank() == 0
 
 
 @contextmanager
 def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block of local work; if it fails on one rank of ``group``, raise on all (see
-    ``gather_results``).
-    """
+    """Run a block of local work; if it fails on one rank, raise on all (see ``gather_results``)."""
     error: Exception | None = None
     try:
         yield
@@ -122,136 +128,147 @@ def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def on_all_ranks(error: Exception) -> bool:
-    """Return whether all ranks raised an error together: then none is lost, and they can meet once
-    more.
-    """
-    return any(
-        note.startswith(RAISED.format("").rstrip(")")) for note in getattr(error, "__notes__", ())
-    )
+    """Return True if all ranks raised this error together, so that none of them is lost."""
+    return any(note.startswith(RAISED) for note in getattr(error, "__notes__", ()))
 
 
 @contextmanager
 def first_to_report(seconds: float) -> Iterator[bool]:
-    """Yield whether this rank reports why the run fails: True on the first rank to arrive.
+    """Yield True on the first rank to arrive, which reports why the run fails.
 
-    Also works before the process group exists, over the launcher's store. A rank that reaches no
-    store reports: better twice than never. At the end ranks wait for each other for up to
+    Also works before the process group exists, through the launcher's store. A rank that reaches no
+    store reports: better twice than never. At the end the ranks wait for each other for up to
     ``seconds``, because the launcher ends the others once one exits, and any rank may host the
     store.
     """
     store: dist.Store | None = None
-    size, first = 1, True
+    world_size = 1
+    is_reporter = True
     with suppress(RuntimeError, ValueError):
-        size = dist.get_world_size() if dist.is_initialized() else launched_world_size()
-        if size > 1:
-            shared = dist.is_initialized()
-            store = (
-                dist.distributed_c10d._get_default_store()
-                if shared
-                else meet(timedelta(seconds=seconds))[0]
-            )
-            first = store.add("failed ranks", 1) == 1
-    yield first
+        if dist.is_initialized():
+            world_size = dist.get_world_size()
+        else:
+            world_size = launched_world_size()
+        if world_size > 1:
+            if dist.is_initialized():
+                store = dist.distributed_c10d._get_default_store()
+            else:
+                store = meet(timedelta(seconds=seconds))[0]
+            is_reporter = store.add("failed ranks", 1) == 1
+
+    yield is_reporter
+
     deadline = time.monotonic() + seconds
     # The store disconnects when the rank that hosts it leaves, which it does after all others
     # arrived.
     with suppress(RuntimeError):
         if store is not None:
-            store.add("ranks that spoke or need not", 1)
-            while (
-                store.add("ranks that spoke or need not", 0) < size and time.monotonic() < deadline
-            ):
+            key = "ranks that spoke or need not"
+            store.add(key, 1)
+            while store.add(key, 0) < world_size and time.monotonic() < deadline:
                 time.sleep(0.02)
 
 
 def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
-    """Print one line if a collective failed because of a peer; return False, silently, for any
-    other error.
+    """Print one line if a collective failed because of a peer; else return False, silently.
 
     Ranks that timed out call the roll through the store for up to ``seconds``; one of them names
     the ranks that do not answer: stopped, hanging or gone. A rank whose connection closed reports
     only that.
     """
     timed_out = TIMED_OUT.search(str(error))
-    if (found := timed_out or CLOSED.search(str(error))) is None:
+    match = timed_out or CLOSED.search(str(error))
+    if match is None:
         return False
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-    alone = f"rank {rank} ends because a peer of it did ({found[0]})"
-    leave_ending(AGAIN, alone)
+    ending_message = f"rank {rank} ends because a peer of it did ({match[0]})"
+    leave_ending(AGAIN, ending_message)
 
     def end(*_: object) -> NoReturn:
-        print(alone, file=sys.stderr, flush=True)
+        print(ending_message, file=sys.stderr, flush=True)
         os._exit(1)
 
     # The launcher ends this rank as soon as it sees that another ended.
     is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, end) if is_main else None
-    line: str | None = alone
+    previous_handler = signal.signal(signal.SIGTERM, end) if is_main else None
+    line: str | None = ending_message
     if dist.is_initialized():
-        line = in_time(lambda: _line_of_roll(alone, timed_out, seconds), SLOWED * seconds)
+        line = in_time(
+            lambda: _line_of_roll(ending_message, bool(timed_out), seconds), MAX_SLOWDOWN * seconds
+        )
     if line is None:
-        advice = "the store does not answer either, which rank 0 holds where torchrun does not: look at rank 0"
-        line = f"{alone}; {advice}" if timed_out else alone
-    if before is not None:
-        signal.signal(signal.SIGTERM, before)
-    print(line, end="\n" * bool(line), file=sys.stderr, flush=True)
+        line = ending_message
+        if timed_out:
+            line += (
+                "; the store does not answer either, which rank 0 holds unless torchrun does: look "
+                "at rank 0"
+            )
+    if previous_handler is not None:
+        signal.signal(signal.SIGTERM, previous_handler)
+
+    if line:
+        print(line, file=sys.stderr, flush=True)
     time.sleep(0.5)  # let the speaker print: the launcher ends all ranks once one has ended
     return True
 
 
-def _line_of_roll(alone: str, timed_out: re.Match[str] | None, seconds: float) -> str:
-    """Call the roll; return the line that this rank is to say, empty where another one names the
-    silent ranks.
-    """
-    store, name = own_connection(), "longmesh/answer of rank"
-    another = "longmesh/timed out"
+def _line_of_roll(ending_message: str, timed_out: bool, seconds: float) -> str:
+    """Call the roll; return this rank's line, empty if another rank names the silent ones."""
+    store = open_connection()
+    name = "longmesh/answer of rank"
+    time_out_key = "longmesh/timed out"
     if timed_out:
-        store.set(another, "")
+        store.set(time_out_key, "")
     else:
-        call_roll(store, name, "", min(GRACE, seconds))
-        if not store.check([another]):
-            return alone
-    silent = sorted(set(range(dist.get_world_size())) - call_roll(store, name, "", seconds).keys())
+        call_roll(store, name, "", min(GRACE_SECONDS, seconds))
+        if not store.check([time_out_key]):
+            return ending_message
+
+    answers = call_roll(store, name, "", seconds)
+    silent = sorted(set(range(dist.get_world_size())) - answers.keys())
     if store.add("longmesh/speaker", 1) > 1:
         return ""
-    reason, advice = (
-        alone.partition(" (")[2],
-        "where they are only slow, give a longer --distributed-timeout-minutes",
-    )
+
+    reason = ending_message.partition(" (")[2]
+    advice = "if they are only slow, give a longer --distributed-timeout-minutes"
     if not silent:
         return (
             f"ranks waited in vain for each other ({reason}, and all of them answer now; {advice}"
         )
-    keys = {other: NODE.format(other) for other in silent}
-    nodes = {
-        other: store.get(key).decode() if store.check([key]) else "" for other, key in keys.items()
-    }
-    names = ", ".join(f"{other}{node and f' on {node}'}" for other, node in nodes.items())
+    names = []
+    for rank in silent:
+        key = NODE.format(rank)
+        node = store.get(key).decode() if store.check([key]) else ""
+        names.append(f"{rank} on {node}" if node else str(rank))
     ranks = "ranks" if len(silent) > 1 else "rank"
-    return f"{ranks} {names} did not answer ({reason}: stopped, hanging or lost, and so the others end; {advice}"
+    return (
+        f"{ranks} {', '.join(names)} did not answer ({reason}: stopped, hanging or lost, and so "
+        f"the others end; {advice}"
+    )
 
 
-def own_connection() -> dist.Store:
-    """Return the ranks' store on a connection of its own, as other threads may wait on the shared
-    one.
-    """
+def open_connection() -> dist.Store:
+    """Return the ranks' store on a new connection: other threads may wait on the shared one."""
     shared: Any = dist.distributed_c10d._get_default_store()
     return shared.clone()
 
 
-def call_roll(store: dist.Store, name: str, said: str, seconds: float) -> dict[int, str]:
-    """Answer a roll call and wait until all ranks have; return what each rank says that answers in
-    time.
-    """
+def call_roll(store: dist.Store, name: str, answer: str, seconds: float) -> dict[int, str]:
+    """Give this rank's answer to a roll call; return the answers that came in time, by rank."""
     keys = [f"{name} {rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[dist.get_rank()], said)
+    store.set(keys[dist.get_rank()], answer)
     wait_for(lambda: store.check(keys), seconds)
-    return {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
+
+    answers: dict[int, str] = {}
+    for rank, key in enumerate(keys):
+        if store.check([key]):
+            answers[rank] = store.get(key).decode()
+    return answers
 
 
-def wait_for(holds: Callable[[], bool], seconds: float) -> None:
-    """Look until it holds, or so many seconds of looks are over."""
-    for _ in range(round(seconds / TURN)):
-        if holds():
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    """Poll a condition until it holds, at most as often as ``seconds`` allow on an idle machine."""
+    for _ in range(round(seconds / POLL_SECONDS)):
+        if condition():
             return
-        time.sleep(TURN)
+        time.sleep(POLL_SECONDS)

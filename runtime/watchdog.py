@@ -1,4 +1,9 @@
-"""End a run whose ranks no longer make steps: who waits where, and the stacks of all."""
+"""End a run whose ranks stopped making steps, and report which rank waits in which collective.
+
+A collective's own timeout says only that it timed out. Here a rank that is late writes its stacks,
+calls the roll of all ranks through the store, and one of them prints who waits where and who did
+not answer. The stacks of a silent rank are written by another rank of its node, by waking it.
+"""
 
 import ctypes
 import faulthandler
@@ -15,54 +20,55 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, NoReturn
 
 import torch.distributed as dist
 
-from runtime.processes import ROOT, in_time
+from runtime.launch.rendezvous import in_time
+from runtime.launch.versions import ROOT
 from runtime.slurm import AGAIN
-from runtime.together import SLOWED, call_roll, gather_results, own_connection, wait_for
+from runtime.together import MAX_SLOWDOWN, call_roll, gather_results, open_connection, wait_for
 
-FOLDER, EXCLUDE = "hangs", "hung_nodes.txt"
-"""In a run's folder: the stacks; and the nodes of ranks that did not answer, a line each."""
+FOLDER = "hangs"
+"""Folder of the stacks, in the run's folder."""
+EXCLUDE = "hung_nodes.txt"
+"""File in the run's folder with the nodes of ranks that did not answer, one per line."""
 LEAST_STEPS = 3
-ROLL, WRITE = 2.5, 10.0
-"""Seconds, on an idle machine, for a hang's roll call; and for ranks that answered it to write
-their stacks.
-"""
+ROLL_SECONDS = 2.5
+"""Time on an idle machine for a hang's roll call."""
+WRITE_SECONDS = 10.0
+"""Time on an idle machine for the ranks that answered to write their stacks."""
 HANG = "longmesh/hang"
 DUMP = signal.SIGUSR2
-"""Makes a `Process` write its Python stacks into its file, even if no thread of it can take the
-GIL.
+"""Signal by which a `Process` writes its Python stacks into its file, even if no thread of it can
+take the GIL.
 """
-Places = dict[int, Sequence[str]]
-"""Each rank, and what its `pending_collective` returns."""
+WaitPoints = dict[int, Sequence[str]]
+"""The `pending_collective` of each rank: the collective, and the source line."""
 
 
 class Watchdog:
-    """Ends a run whose ranks no longer make steps. A context manager, entered and left by all ranks
-    together.
-    """
+    """Ends a run whose ranks stopped making steps; all ranks enter and leave its block together."""
 
-    def __init__(self, factor: float, least: float, folder: str | None) -> None:
+    def __init__(self, factor: float, min_seconds: float, folder: str | None) -> None:
         """Watch from the third step on.
 
         Args:
             factor: how many times the median of the last 100 steps a step may take; 0 watches
                 nothing.
-            least: seconds that it may take in any case.
-            folder: of the run, for stacks; by default the system's for temporary files.
+            min_seconds: time that a step may take in any case.
+            folder: the run's, for the stacks; by default the system's for temporary files.
         """
-        self._factor, self._least, self._folder = (
-            factor,
-            least,
-            Path(folder or tempfile.gettempdir()),
-        )
-        self._steps = deque[float](maxlen=100)
-        self._since, self._paused = time.monotonic(), 0
-        self._over, self._told = threading.Event(), threading.Event()
+        self._factor = factor
+        self._min_seconds = min_seconds
+        self._folder = Path(folder or tempfile.gettempdir())
+        self._step_seconds = deque[float](maxlen=100)
+        self._last_beat = time.monotonic()
+        self._paused = 0
+        self._finished = threading.Event()
+        self._hang_announced = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> "Watchdog":
@@ -70,27 +76,28 @@ class Watchdog:
         if not self._factor:
             return self
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-        self._rank, self._ranks = dist.get_rank(), gather_results(lambda: (node, own_process()))
-        self._store = own_connection()
-        self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
-        self._threads += [
+        self._rank = dist.get_rank()
+        self._ranks = gather_results(lambda: (node, own_process()))
+        self._store = open_connection()
+        self._threads = [
+            threading.Thread(target=self._watch, name="watchdog", daemon=True),
             threading.Thread(
-                target=self._listen, args=(own_connection(),), name="hangs", daemon=True
-            )
+                target=self._listen, args=(open_connection(),), name="hangs", daemon=True
+            ),
         ]
         for thread in self._threads:
             thread.start()
         return self
 
     def beat(self, seconds: float | None = None) -> None:
-        """Say that this rank moves; ``seconds`` that a step took, if that was one."""
-        self._since = time.monotonic()
+        """Record that this rank makes progress; ``seconds`` is the duration of a finished step."""
+        self._last_beat = time.monotonic()
         if seconds is not None:
-            self._steps.append(seconds)
+            self._step_seconds.append(seconds)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let a block take its time, such as a save."""
+        """Do not watch until the block ends, such as a save."""
         self._paused += 1
         try:
             yield
@@ -99,128 +106,164 @@ class Watchdog:
             self._paused -= 1
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._finished.set()
         for thread in self._threads:
             thread.join(2)  # a store that does not answer keeps it
 
     def _watch(self) -> None:
-        while not self._over.is_set():
-            late = False
-            if len(self._steps) >= LEAST_STEPS and not self._paused:
-                limit = max(self._least, self._factor * statistics.median(self._steps))
-                late = time.monotonic() - self._since > limit
-            if self._told.wait(min(0.5, self._least / 4)) or late:
+        while not self._finished.is_set():
+            is_late = False
+            if len(self._step_seconds) >= LEAST_STEPS and not self._paused:
+                median = statistics.median(self._step_seconds)
+                limit = max(self._min_seconds, self._factor * median)
+                is_late = time.monotonic() - self._last_beat > limit
+            if self._hang_announced.wait(min(0.5, self._min_seconds / 4)) or is_late:
                 self._end()
 
     def _listen(self, store: dist.Store) -> None:
-        """Hear of ranks that noticed first: medians differ."""
+        """Wait for another rank to announce a hang: medians differ, so it may notice first."""
         with suppress(RuntimeError):  # the store's holder is gone
-            while not self._over.wait(0.5):
+            while not self._finished.wait(0.5):
                 if store.check([HANG]):
-                    self._told.set()
+                    self._hang_announced.set()
 
     def _end(self) -> NoReturn:
-        """Write the stacks of this rank, and of silent ones on its node; name who waits where; end."""
+        """Write the stacks of this rank and of silent ones on its node; report; end the process."""
         time.sleep(0.2)
         if os.fstat(self._ranks[self._rank][1].stacks).st_size:
-            time.sleep(
-                60
-            )  # another rank has woken this one for its stacks, and is about to kill it
-        waited, mine = time.monotonic() - self._since, pending_collective()
+            # Another rank has woken this one for its stacks, and is about to kill it.
+            time.sleep(60)
+        waited = time.monotonic() - self._last_beat
+        position = pending_collective()
         self._write(self._rank, write_own_stacks)
+        answers = in_time(lambda: self._call_roll(position), MAX_SLOWDOWN * ROLL_SECONDS)
+        neighbours = self._processes_of_node()
+        lost = self._lost_ranks(answers, neighbours)
 
-        def roll() -> Places:
-            self._store.set(HANG, "")
-            said = call_roll(self._store, HANG, "\n".join(mine), ROLL)
-            return {rank: lines.split("\n") for rank, lines in said.items()}
+        # The first rank of a node that runs writes the stacks of the others that do not.
+        is_helper = self._rank == min(rank for rank in neighbours if rank not in lost)
+        is_reporter = self._rank == min(answers) if answers else is_helper
+        if is_reporter:  # before the stacks: other ranks may end meanwhile
+            self._report(waited, answers, {self._rank: position}, lost)
 
-        def meet() -> None:
-            self._store.add(f"{HANG} written", 1)
-            wait_for(lambda: self._store.add(f"{HANG} written", 0) >= len(places or ()), WRITE)
-
-        places = in_time(roll, SLOWED * ROLL)
-        near = {
-            rank: of
-            for rank, (node, of) in enumerate(self._ranks)
-            if node == self._ranks[self._rank][0]
-        }
-        if places is None:  # the store's holder is silent
-            lost = [
-                rank for rank, process in near.items() if rank != self._rank and not process.runs
-            ]
-        else:
-            lost = [rank for rank in range(len(self._ranks)) if rank not in places]
-        helps = self._rank == min(rank for rank in near if rank not in lost)
-        silent = {rank: near[rank] for rank in lost if helps and rank in near}
-        if (
-            self._rank == min(places) if places else helps
-        ):  # first: stacks may not come before others end
-            self._report(waited, places, {self._rank: mine}, lost)
-        until = time.monotonic() + WRITE / 2
+        silent: dict[int, Process] = {}
+        if is_helper:
+            silent = {rank: neighbours[rank] for rank in lost if rank in neighbours}
+        deadline = time.monotonic() + WRITE_SECONDS / 2
         for rank, process in silent.items():
-            self._write(rank, lambda out, process=process: write_stacks_of(out, process, until))  # type: ignore[misc]
-        if places:
-            in_time(meet, SLOWED * WRITE)  # a launcher ends all ranks once one has ended
+            self._write(rank, partial(write_stacks_of, process=process, deadline=deadline))
+
+        if answers:
+            # A launcher ends all ranks once one has ended, so wait until all have written.
+            num_answers = len(answers)
+            in_time(lambda: self._meet_writers(num_answers), MAX_SLOWDOWN * WRITE_SECONDS)
         for process in silent.values():
             process.send(signal.SIGKILL)
         os._exit(AGAIN)  # to be started again without the nodes in EXCLUDE
 
-    def _report(self, waited: float, answers: Places | None, own: Places, lost: list[int]) -> None:
+    def _call_roll(self, position: tuple[str, str]) -> WaitPoints:
+        """Announce the hang and this rank's position; return the positions of all that answer."""
+        self._store.set(HANG, "")
+        answers = call_roll(self._store, HANG, "\n".join(position), ROLL_SECONDS)
+        return {rank: answer.split("\n") for rank, answer in answers.items()}
+
+    def _processes_of_node(self) -> dict[int, "Process"]:
+        """Return the processes of this rank's node, by rank."""
+        node = self._ranks[self._rank][0]
+        processes: dict[int, Process] = {}
+        for rank, (other_node, process) in enumerate(self._ranks):
+            if other_node == node:
+                processes[rank] = process
+        return processes
+
+    def _lost_ranks(
+        self, answers: WaitPoints | None, neighbours: dict[int, "Process"]
+    ) -> list[int]:
+        """Return the ranks that do not answer.
+
+        If the store itself is silent, only those of this node are known, by their processes.
+        """
+        if answers is not None:
+            return [rank for rank in range(len(self._ranks)) if rank not in answers]
+        lost: list[int] = []
+        for rank, process in neighbours.items():
+            if rank != self._rank and not process.runs:
+                lost.append(rank)
+        return lost
+
+    def _meet_writers(self, count: int) -> None:
+        """Wait until this many ranks have written their stacks."""
+        key = f"{HANG} written"
+        self._store.add(key, 1)
+        wait_for(lambda: self._store.add(key, 0) >= count, WRITE_SECONDS)
+
+    def _report(
+        self, waited: float, answers: WaitPoints | None, local: WaitPoints, lost: list[int]
+    ) -> None:
         """Name the ranks that did not answer, and those that wait together, the fewest first."""
-        alike, places = defaultdict[str, list[int]](list), answers or own
-        for rank, (collective, line) in places.items():
-            alike[
-                f"waits in {collective}" if collective else f"in no collective, at {line}"
-            ].append(rank)
-        words = [f"{self._named(lost)} did not answer: stopped, hanging or lost"] if lost else []
-        words += (
-            []
-            if answers
-            else [f"the store of {self._named([0])}, or of its torchrun, did not answer"]
+        positions = answers or local
+        ranks_by_wait = defaultdict[str, list[int]](list)
+        for rank, (collective, line) in positions.items():
+            wait = f"waits in {collective}" if collective else f"in no collective, at {line}"
+            ranks_by_wait[wait].append(rank)
+
+        clauses: list[str] = []
+        if lost:
+            clauses.append(f"{self._named(lost)} did not answer: stopped, hanging or lost")
+        if not answers:
+            clauses.append(f"the store of {self._named([0])}, or of its torchrun, did not answer")
+        for wait, ranks in sorted(ranks_by_wait.items(), key=lambda item: len(item[1])):
+            clauses.append(f"{self._named(ranks)} {wait} (at {positions[ranks[0]][1]})")
+        folder = self._folder / FOLDER
+        message = (
+            f"hung: no step in {waited:.0f} s; {'; '.join(clauses)}; stacks of all in {folder}"
         )
-        for waits, ranks in sorted(alike.items(), key=lambda item: len(item[1])):
-            words.append(f"{self._named(ranks)} {waits} (at {places[ranks[0]][1]})")
-        said = f"hung: no step in {waited:.0f} s; {'; '.join(words)}; stacks of all in {self._folder / FOLDER}"
-        print(said, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
+
         # A silent store hangs with its node, which overrules that only if it misses ranks: once
         # woken it hears all.
-        nodes = sorted({self._ranks[rank][0] for rank in lost or ([] if answers else [0])})
+        suspects = lost
+        if not lost and not answers:
+            suspects = [0]
+        nodes = sorted({self._ranks[rank][0] for rank in suspects})
         with suppress(OSError):
-            with (self._folder / FOLDER / "report.txt").open("a", encoding="utf-8") as report:
-                report.write(f"{said}\n")
+            with (folder / "report.txt").open("a", encoding="utf-8") as report:
+                report.write(f"{message}\n")
             with (self._folder / EXCLUDE).open("w" if lost else "x", encoding="utf-8") as file:
                 file.write("".join(f"{node}\n" for node in nodes))
 
     def _named(self, ranks: list[int]) -> str:
-        few = ", ".join(f"rank {rank} on {self._ranks[rank][0]}" for rank in ranks[:4])
-        return few + (f" and {len(ranks) - 4} others" if len(ranks) > 4 else "")
+        text = ", ".join(f"rank {rank} on {self._ranks[rank][0]}" for rank in ranks[:4])
+        if len(ranks) > 4:
+            text += f" and {len(ranks) - 4} others"
+        return text
 
-    def _write(self, rank: int, stacks: Callable[[IO[str]], None]) -> None:
+    def _write(self, rank: int, write_stacks: Callable[[IO[str]], None]) -> None:
         """Write a rank's file of stacks; a full disk does not keep the run from ending."""
         with suppress(OSError):
             (self._folder / FOLDER).mkdir(exist_ok=True)
             with (self._folder / FOLDER / f"rank-{rank}.txt").open("w", encoding="utf-8") as out:
-                stacks(out)
+                write_stacks(out)
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of this host; ``born`` tells it from a later one with its number."""
+    """A process of this host, by its number and start time: numbers are used again."""
 
     pid: int
-    born: str
+    start_time: str
     stacks: int
-    """Its nameless file, which DUMP writes to; it is empty unless another process wants them."""
+    """Descriptor of a nameless file that DUMP writes to; empty unless another process asked."""
 
     @property
     def runs(self) -> bool:
-        """Return whether it is there and not stopped."""
+        """True if it exists and is not stopped."""
         stat = _stat(self.pid)
-        return bool(stat) and stat[0] not in "TtZX" and _born(self.pid) == self.born
+        return bool(stat) and stat[0] not in "TtZX" and _start_time(self.pid) == self.start_time
 
     def send(self, *signals: signal.Signals) -> None:
-        """Signal it, if it is there."""
-        if _born(self.pid) == self.born:
+        """Send signals to it, if it exists."""
+        if _start_time(self.pid) == self.start_time:
             for number in signals:
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, number)
@@ -228,16 +271,15 @@ class Process:
 
 @cache
 def own_process() -> Process:
-    """Return this process, which heeds DUMP from now on."""
+    """Return this process, which answers DUMP from now on."""
     with tempfile.TemporaryFile() as file:
         stacks = os.dup(file.fileno())
     faulthandler.register(DUMP, stacks, all_threads=True)
-    return Process(os.getpid(), _born(os.getpid()), stacks)
+    return Process(os.getpid(), _start_time(os.getpid()), stacks)
 
 
 def pending_collective() -> tuple[str, str]:
-    """Return the oldest collective that this process waits for, empty if none, and its main
-    thread's line of ours.
+    """Return the oldest unfinished collective, empty if none, and the main thread's line of ours.
 
     The collective is from torch's flight recorder, which records gloo's and NCCL's, but not gloo's
     messages between two ranks.
@@ -250,18 +292,18 @@ def pending_collective() -> tuple[str, str]:
         if path.is_relative_to(ROOT) and not path.relative_to(ROOT).parts[0].startswith("."):
             break
         frame = frame.f_back
-    line = (
-        f"{os.path.relpath(frame.f_code.co_filename, ROOT)}:{frame.f_lineno}"
-        if frame
-        else "its end"
-    )
+    line = "its end"
+    if frame:
+        line = f"{os.path.relpath(frame.f_code.co_filename, ROOT)}:{frame.f_lineno}"
+
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        for entry in (
-            json.loads(getattr(c10d, dump)()).get("entries", []) if hasattr(c10d, dump) else []
-        ):
+        if not hasattr(c10d, dump):
+            continue
+        for entry in json.loads(getattr(c10d, dump)()).get("entries", []):
             if not entry["retired"]:
                 name = entry["profiling_name"].rpartition(":")[2]
-                return f"{name} {entry['collective_seq_id']} of {entry['process_group'][1]}", line
+                number = entry["collective_seq_id"]
+                return f"{name} {number} of {entry['process_group'][1]}", line
     return "", line
 
 
@@ -272,57 +314,53 @@ def write_own_stacks(out: IO[str]) -> None:
     print(_native(os.getpid()), file=out)
 
 
-def write_stacks_of(out: IO[str], process: Process, until: float) -> None:
-    """Write another process's stacks. If it is stopped, this wakes it, as Python's stacks come from
-    itself.
+def write_stacks_of(out: IO[str], process: Process, deadline: float) -> None:
+    """Write another process's stacks; wakes it if it is stopped, as only it can write Python's.
 
-    Waits for them till ``until``, of ``time.monotonic``, and for a second at least.
+    Waits for them until ``deadline``, of ``time.monotonic``, and for a second at least.
     """
-    print(
-        f"process {process.pid} did not answer\n{_native(process.pid)}\nPython:",
-        file=out,
-        flush=True,
-    )
-    stacks, size, before = Path(f"/proc/{process.pid}/fd/{process.stacks}"), 1, 0
+    header = f"process {process.pid} did not answer\n{_native(process.pid)}\nPython:"
+    print(header, file=out, flush=True)
+    stacks = Path(f"/proc/{process.pid}/fd/{process.stacks}")
     with suppress(OSError):  # it is gone
-        os.truncate(stacks, 1)  # so that it knows, however late it writes them
-        # By its main thread itself: another one may find its frames torn, as it runs on meanwhile.
+        # Not empty any more: the process sees that its stacks were wanted, however late it writes.
+        os.truncate(stacks, 1)
+        # To the main thread: another one may find its frames torn, as it runs on meanwhile.
         ctypes.CDLL(None).tgkill(process.pid, process.pid, DUMP)
         process.send(signal.SIGCONT)
-        until = max(until, time.monotonic() + 1)
-        while (
-            size == 1 or size != before
-        ) and time.monotonic() < until:  # till all of them are written
+
+        deadline = max(deadline, time.monotonic() + 1)
+        size = 1
+        previous_size = 0
+        while (size == 1 or size != previous_size) and time.monotonic() < deadline:
             time.sleep(0.5)
-            size, before = stacks.stat().st_size, size
+            previous_size = size
+            size = stacks.stat().st_size
         out.write(stacks.read_text(errors="replace").strip("\0"))
 
 
 def _native(pid: int) -> str:
-    """Return what Linux tells of a process's threads; the kernel's stack, and others' system calls,
-    only to root.
-    """
+    """Return Linux's view of a process's threads; the kernel stack is visible to root only."""
     lines = ["\nNative, per thread: name | state | kernel function | system call | kernel stack"]
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
-        found = {}
+        fields: dict[str, str] = {}
         for name in ("comm", "status", "wchan", "syscall", "stack"):
             try:
-                found[name] = " <- ".join((task / name).read_text(errors="replace").splitlines())
+                text = (task / name).read_text(errors="replace")
+                fields[name] = " <- ".join(text.splitlines())
             except OSError as error:
-                found[name] = f"({name}: {error.strerror})"
-        found["status"] = found["status"].partition("State:\t")[2].partition(" <- ")[0]
-        lines.append(f"{task.name} {' | '.join(found.values())}")
+                fields[name] = f"({name}: {error.strerror})"
+        fields["status"] = fields["status"].partition("State:\t")[2].partition(" <- ")[0]
+        lines.append(f"{task.name} {' | '.join(fields.values())}")
     return "\n".join(lines)
 
 
-def _born(pid: int) -> str:
+def _start_time(pid: int) -> str:
     return "".join(_stat(pid)[19:20])
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on; empty if there is no such process, or
-    no Linux.
-    """
+    """Return the fields of /proc/PID/stat from the third on; empty without a process, or Linux."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []

@@ -1,1 +1,1 @@
-"""Jobs of a scheduler."""
+"""Jobs of the Slurm scheduler."""

@@ -1,11 +1,9 @@
-"""torchrun for a step of Slurm: it passes signals on to its ranks and waits, and ends with their
-status.
+"""Run torchrun in a step of Slurm: pass on signals, wait, and end with the ranks' status.
 
-torchrun itself gives ranks half a minute after a signal, and ends with status 1 and a traceback
-whatever they do.
+torchrun itself gives ranks half a minute after a signal, too short for a checkpoint, and ends with
+status 1 and a traceback whatever they do. Its arguments are torchrun's:
 
 srun --ntasks-per-node 1 python -m slurm.agent --nnodes 2 --nproc-per-node 8 ... pretrain_gpt.py ...
-as torchrun
 """
 
 import os
@@ -26,14 +24,13 @@ from runtime.signals import ASKING
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Signal the ranks, or end where there are none. Slurm may have done so too; they take the two
-    for one.
+    """Send the signal to the ranks, or end if there are none.
+
+    Slurm may have sent it to them too; they count both as one.
     """
-    ranks = [
-        rank
-        for task in Path("/proc/self/task").iterdir()
-        for rank in (task / "children").read_text().split()
-    ]
+    ranks: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        ranks += (task / "children").read_text().split()
     for rank in ranks:
         with suppress(ProcessLookupError):
             os.kill(int(rank), number)
@@ -42,26 +39,26 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 
 
 def bound_if_possible(argv: Sequence[str]) -> list[str]:
-    """Return torchrun's arguments without its binding to CPUs, after a line, where the node lacks
-    what that needs.
+    """Return torchrun's arguments; without --numa-binding, after a note, if the node cannot bind.
 
-    torchrun would end there. The entry's own arguments stay as they are.
+    torchrun would end with an error there.
     """
-    if torch.cuda.is_available() and shutil.which("numactl"):
+    has_gpu = torch.cuda.is_available()
+    if has_gpu and shutil.which("numactl"):
         return list(argv)
-    lacking = "the program numactl" if torch.cuda.is_available() else "a GPU that torch finds"
+    missing = "the program numactl" if has_gpu else "a GPU that torch finds"
     bindings = [word for word in argv if word.startswith("--numa-binding=")]
     if bindings:
         print(
-            f"note: {socket.gethostname()} lacks {lacking}, so its ranks are not bound to the cores beside their GPUs "
-            f"({bindings[0]} is left out)",
+            f"note: {socket.gethostname()} lacks {missing}, so its ranks are not bound to the "
+            f"cores beside their GPUs ({bindings[0]} is left out)",
             flush=True,
         )
     return [word for word in argv if word not in bindings]
 
 
 def main(argv: list[str]) -> int:
-    """Run torchrun; return its ranks' status, 128 + N where signal N ended the first that failed."""
+    """Run torchrun; return the status of the first rank that failed, 128 + N after signal N."""
     for number in ASKING:
         signal.signal(number, _pass_on)
     try:

@@ -1,5 +1,7 @@
-"""Head of a job's script: a template's options with a job's values, each below a comment that is
-true of it.
+"""The head of a job's script: a template's options with the job's values, below their comments.
+
+A template's comment explains the template's value. It stays above a value that the job sets by a
+flag of its own, for which it is true too, and is replaced above a value of ``--option``.
 """
 
 import re
@@ -10,7 +12,9 @@ from runtime.progress import counted
 COMMENTS = {
     "comment": "The run's folder, which squeue's %k shows.",
     "dependency": "Not before that job has ended without an error.",
-    "kill-on-invalid-dep": "If that job fails, this one is cancelled, in the place of waiting for ever.",
+    "kill-on-invalid-dep": (
+        "If that job fails, this one is cancelled, in the place of waiting for ever."
+    ),
     "array": "A run for each word of --array; its flags stand below.",
     "LAUNCHER": "What srun starts: ranks, one per GPU, or a torchrun per node.",
     "CONTAINER": "The image that the ranks run in, by this runtime.",
@@ -18,23 +22,22 @@ COMMENTS = {
     "PYTHON": "The interpreter of the ranks.",
     "LONGMESH_SOURCES": "Digest of the sources at submission; a start that has others says so.",
 }
-"""Comments of what the templates have no line for."""
+"""Comments of options and variables that the templates do not have."""
 
 
 def header(
-    template: Sequence[str], wanted: Mapping[str, str], by_hand: Collection[str]
+    template: Sequence[str], options: Mapping[str, str], by_hand: Collection[str]
 ) -> list[str]:
-    """Return the lines of a script's head with the options of a job, each below the comment that is
-    about it.
+    """Return the lines of a script's head with the options of a job, each below its comment.
 
     Args:
         template: lines of a .sbatch file up to its last option.
-        wanted: value by option; an empty one is a switch.
-        by_hand: options of ``--option``, of which a template's comment may not be true.
+        options: value by option; an empty value makes a switch.
+        by_hand: options of ``--option``, for which a template's comment may be wrong.
     """
     lines: list[str] = []
     comments: list[str] = []
-    rest = dict(wanted)
+    rest = dict(options)
     for line in template:
         option = re.match(r"#SBATCH --([a-z-]+)", line)
         if option is None:
@@ -48,7 +51,8 @@ def header(
             comments = ["# As --option says."]
         if key == "signal":
             comments = [_with_lead(comment, rest.get(key, "")) for comment in comments]
-        lines += [*comments, _option(key, rest.pop(key)) if key in rest else line]
+        lines += comments
+        lines.append(_option(key, rest.pop(key)) if key in rest else line)
         comments = []
     for key, value in rest.items():
         if key in by_hand:
@@ -64,10 +68,12 @@ def _option(key: str, value: str) -> str:
 
 
 def _with_lead(comment: str, signal: str) -> str:
-    """Return a comment on ``--signal`` with its own time in the place of the template's 10 minutes."""
-    seconds = re.fullmatch(r"B:USR1@(\d+)", signal)
-    if seconds is None:
+    """Return a comment on ``--signal`` with the job's time instead of the template's 10 minutes."""
+    match = re.fullmatch(r"B:USR1@(\d+)", signal)
+    if match is None:
         return comment
-    lead = int(seconds[1])
-    words = counted(lead // 60, "minute") if lead % 60 == 0 else counted(lead, "second")
+    seconds = int(match[1])
+    words = counted(seconds, "second")
+    if seconds % 60 == 0:
+        words = counted(seconds // 60, "minute")
     return comment.replace("10 minutes", words)

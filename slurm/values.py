@@ -1,6 +1,4 @@
-"""Texts of a job by the name of their flag or key, none of which becomes a line or a command of its
-script.
-"""
+"""Check the texts of a job's script, so that none adds a line or a command to it."""
 
 import re
 from collections.abc import Mapping
@@ -23,22 +21,23 @@ FORMS = {
     **dict.fromkeys(("cluster", "save", "container", "container_mounts", "python"), PATH),
     **dict.fromkeys(("array", "command"), TEXT),
 }
-"""Pattern of a value by the name of its flag or key, so that none becomes a line or a command of
-the script, and the pattern in words; NAME of all others, those that are yet to come as well."""
+"""Pattern of a value, and the pattern in words, by the name of its flag or key. Every other name,
+also one that is added later, has the pattern NAME."""
 
 
-def check_text(values: Mapping[str, object], where: str = "", fix: str = "") -> None:
-    """Check values, and each word of lists, by their names. Numbers, and words that are chosen
-    from, always pass.
+def check_text(values: Mapping[str, object], place: str = "", fix: str = "") -> None:
+    """Check values, and each word of lists, by their names; values that are no texts pass.
 
-    Raises UserError naming the value after ``where``, and what it may be.
+    Raises UserError with ``place``, the name and the value, and the texts that are allowed.
     """
     for name, value in values.items():
-        (pattern, words), said = FORMS.get(name, NAME), name
+        pattern, words = FORMS.get(name, NAME)
+        title = name
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str) or not text:
                 continue
-            if name == "command" and (flag := re.match(r"--[a-z][a-z\d-]*", text)):
-                said = flag[0]  # which the words after it belong to
+            flag = re.match(r"--[a-z][a-z\d-]*", text)
+            if name == "command" and flag:
+                title = flag[0]  # for the words after it too
             if not text.isprintable() or not re.fullmatch(pattern, text):
-                raise UserError(f"{where}{said} is {text!r}; it must be {words}{fix}")
+                raise UserError(f"{place}{title} is {text!r}; it must be {words}{fix}")

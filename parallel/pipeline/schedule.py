@@ -1,9 +1,9 @@
 """Run micro-batches through the pipeline stages of each rank of pp.
 
-A stage is a run of layers; the first stage also has what comes before the layers, the last what
-comes after. Stages send hidden states forward and gradients back, one micro-batch at a time, on
-torch's schedules. The loss is divided by the global number of valid tokens, so gradients are summed
-over micro-batches and never rescaled.
+A stage is a run of layers; the first stage also has the embedding, the last the logits and the
+loss. Stages send hidden states forward and gradients back, one micro-batch at a time, on torch's
+schedules. The loss is divided by the global number of valid tokens, so gradients are summed over
+micro-batches and never rescaled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +31,9 @@ from runtime.errors import UserError
 
 
 class PipelineRunner(Runner):
-    """Run a step's micro-batches through this rank's stages; its share of the loss is 0 without the
-    last stage.
+    """Runs a step's micro-batches through this rank's stages.
+
+    A rank without the last stage has 0 as its share of the loss.
     """
 
     def __init__(
@@ -49,44 +50,48 @@ class PipelineRunner(Runner):
         hidden: Tensor,
         tied: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Build the schedule over ``parts``, the stages that ``config.own`` names.
+        """Build the schedule over ``parts``, the stages of ``config.stages_of`` on this rank.
 
         Args:
-            first_input: the first stage's input: its key in a micro-batch, and a meta tensor like
-                it.
-            hidden: a meta tensor like what stages send each other.
-            tied: for each parameter with copies in several stages, these stages.
+            first_input: the first stage's input: its key in a micro-batch, and a meta tensor of its
+                shape and dtype.
+            hidden: a meta tensor of the shape and dtype that stages send each other.
+            tied: the stages that have a copy of a parameter, for each parameter with several.
         """
         super().__init__(parts, loss_sum, strategy)
-        self.mesh, self.device = mesh, device
-        self.name, like = first_input
-        ranks, stages = mesh.size(), config.stages(mesh.size())
-        self.tied = {
-            name: sorted({stage % ranks for stage in of}) for name, of in (tied or {}).items()
-        }
+        self.mesh = mesh
+        self.device = device
+        self.name, meta_input = first_input
+        ranks = mesh.size()
+        num_stages = config.stages(ranks)
+        self.tied: dict[str, list[int]] = {}
         """Ranks of pp that hold a copy, by parameter; the first one counts it."""
-        self.own = config.own(mesh.get_local_rank(), ranks)
+        for name, copy_stages in (tied or {}).items():
+            self.tied[name] = sorted({stage % ranks for stage in copy_stages})
+        self.stage_numbers = config.stages_of(mesh.get_local_rank(), ranks)
         self._valid = 1
+
         hidden = hidden.detach().requires_grad_()  # tells torch that gradients are sent back
+        meta_loss = hidden.new_empty((), dtype=torch.float32).requires_grad_()
         self.stages = []
-        for part, number in zip(parts, self.own, strict=True):
-            last = number == stages - 1
+        for part, number in zip(parts, self.stage_numbers, strict=True):
             stage = _Stage(
-                _Part(part, self.name, loss_sum),
+                _StageModule(part, self.name, loss_sum),
                 number,
-                stages,
+                num_stages,
                 device,
                 strategy=strategy,
                 split_backward=config.splits_backward,
-                input_args=(like,) if number == 0 else (hidden,),
-                output_args=(
-                    hidden.new_empty((), dtype=torch.float32).requires_grad_() if last else hidden,
-                ),
+                input_args=(meta_input,) if number == 0 else (hidden,),
+                output_args=(meta_loss,) if number == num_stages - 1 else (hidden,),
                 group=mesh.get_group(),
             )
             self.stages.append(stage)
+
+        def loss_fn(loss: Tensor, _: Any) -> Tensor:
+            return loss / self._valid
+
         schedule = get_schedule_class(config.pipeline_schedule)
-        loss_fn: Callable[[Tensor, Any], Tensor] = lambda loss, _: loss / self._valid  # noqa: E731
         self.schedule: Any = schedule(
             self.stages[0] if config.single else self.stages,
             micro_batches,
@@ -96,20 +101,20 @@ class PipelineRunner(Runner):
         self._connect(device)
 
     def _connect(self, device: torch.device) -> None:
-        """Let NCCL connect the group by all its ranks: only two of them may send in it, where they
-        share a weight.
+        """Let NCCL connect all ranks of the group.
+
+        Only two of them may send in it later, those that share a weight, and NCCL connects a group
+        at its first use by all of its ranks.
         """
         if device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device), group=self.mesh.get_group())
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        rank = self.mesh.get_local_rank()
-        others = {name for name, holders in self.tied.items() if holders[0] != rank}
-        return {
-            name: parameter
-            for name, parameter in super().parameters().items()
-            if name not in others
-        }
+        parameters = super().parameters()
+        for name, holders in self.tied.items():
+            if holders[0] != self.mesh.get_local_rank():
+                parameters.pop(name, None)
+        return parameters
 
     def forward_backward(self, batches: Sequence[MicroBatch], valid: int) -> Tensor:
         self._valid = valid
@@ -125,80 +130,97 @@ class PipelineRunner(Runner):
         return self._run(self.schedule.eval, batches).double().sum()
 
     def _run(self, step: Callable[..., Any], batches: Sequence[MicroBatch]) -> Tensor:
-        """Run the schedule; return the micro-batches' losses, or one zero without the last stage."""
-        others = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
-        first, losses = others.pop(self.name), list[Tensor]()
+        """Run the schedule; return the micro-batches' losses, or a zero without the last stage."""
+        inputs = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+        first_input = inputs.pop(self.name)
+        positional = [first_input] if 0 in self.stage_numbers else []
+        losses: list[Tensor] = []
         try:
-            step(
-                *([first] if 0 in self.own else []),
-                target=first,
-                losses=losses,
-                return_outputs=False,
-                **others,
-            )
+            step(*positional, target=first_input, losses=losses, return_outputs=False, **inputs)
         except RuntimeError as error:
-            if isinstance(error.__cause__, UserError):  # torch wraps what a user can fix
+            if isinstance(error.__cause__, UserError):  # torch wraps it
                 raise error.__cause__ from None
             raise
         for stage in self.stages:
-            stage.clear_runtime_states()  # an evaluation keeps every micro-batch's activations
+            # Otherwise an evaluation would keep every micro-batch's activations.
+            stage.clear_runtime_states()
         if not losses:
             return torch.zeros(1, device=self.device)
         return torch.stack([loss.detach() for loss in losses])
 
     def _sum_copies(self, name: str, holders: Sequence[int]) -> None:
-        """Sum the gradients of a parameter's copies, in one order, so that they stay equal to the
-        bit.
+        """Sum the gradients of a parameter's copies, in place.
+
+        All holders add the shares in the order of their ranks, so that the copies' gradients, and
+        then the copies, remain equal to the bit.
         """
-        copies = [dict(part.named_parameters()).get(name) for part in self.parts]
-        own = [_local_gradient(parameter) for parameter in copies if parameter is not None]
-        share = torch.stack(own).sum(0) if len(own) > 1 else own[0].contiguous()
-        group, rank = self.mesh.get_group(), self.mesh.get_local_rank()
-        shares = {peer: share if peer == rank else torch.empty_like(share) for peer in holders}
-        peers = [peer for peer in holders if peer != rank]
-        receive = [
-            dist.P2POp(dist.irecv, shares[peer], group=group, group_peer=peer) for peer in peers
-        ]
-        send = [dist.P2POp(dist.isend, share, group=group, group_peer=peer) for peer in peers]
-        for work in dist.batch_isend_irecv(receive + send) if peers else ():
-            work.wait()
+        gradients: list[Tensor] = []
+        for part in self.parts:
+            parameter = dict(part.named_parameters()).get(name)
+            if parameter is not None:
+                assert parameter.grad is not None
+                gradients.append(to_local(parameter.grad))
+        if len(gradients) > 1:
+            share = torch.stack(gradients).sum(0)
+        else:
+            share = gradients[0].contiguous()
+
+        group = self.mesh.get_group()
+        rank = self.mesh.get_local_rank()
+        shares = {rank: share}
+        receives: list[dist.P2POp] = []
+        sends: list[dist.P2POp] = []
+        for peer in holders:
+            if peer != rank:
+                shares[peer] = torch.empty_like(share)
+                receive = dist.P2POp(dist.irecv, shares[peer], group=group, group_peer=peer)
+                receives.append(receive)
+                sends.append(dist.P2POp(dist.isend, share, group=group, group_peer=peer))
+        if sends:
+            for work in dist.batch_isend_irecv(receives + sends):
+                work.wait()
+
         total = torch.stack([shares[peer] for peer in holders]).sum(0)
-        for gradient in own:
+        for gradient in gradients:
             gradient.copy_(total)
 
 
-def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return to_local(parameter.grad)
-
-
-class _Part(nn.Module):
-    """A stage as torch's schedules call it: the batch's first tensor by position, the rest by name.
+class _StageModule(nn.Module):
+    """A stage as torch's schedules call it: the first tensor by position, the rest by name.
 
     It hides FSDP from the schedules, which would delay every reduction to the end of the step and
-    keep whole weights until then.
+    keep gathered weights until then.
     """
 
     def __init__(self, model: nn.Module, name: str, loss_sum: LossSum) -> None:
         super().__init__()
-        self.model, self._name, self._loss_sum = model, name, loss_sum
+        self.model = model
+        self._name = name
+        self._loss_sum = loss_sum
 
     def forward(self, x: Tensor, **others: Tensor) -> Tensor:
         return self._loss_sum(self.model, {self._name: x, **others})
 
 
 class _Stage(PipelineStage):
-    """torch's stage, but with gradients reduced by the strategy and receive buffers freed after
-    use.
+    """torch's stage, with gradients reduced by the strategy and receive buffers freed after use.
 
-    torch allocates the buffers of all micro-batches at once and keeps them for the whole run.
+    torch allocates the buffers of all micro-batches at once and keeps them for the whole run: with
+    long sequences that is one hidden state per micro-batch.
     """
 
     def __init__(
-        self, part: _Part, *where: Any, strategy: Strategy, split_backward: bool, **shapes: Any
+        self,
+        stage_module: _StageModule,
+        *arguments: Any,
+        strategy: Strategy,
+        split_backward: bool,
+        **shapes: Any,
     ) -> None:
-        super().__init__(part, *where, **shapes)
-        self._part, self._strategy, self._split_backward = part, strategy, split_backward
+        super().__init__(stage_module, *arguments, **shapes)
+        self._stage_module = stage_module
+        self._strategy = strategy
+        self._split_backward = split_backward
         self._receiving: set[tuple[str, int]] = set()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -211,7 +233,7 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
         if self._split_backward and self.has_backward:
-            finalize_by_hand(self._part.model)
+            finalize_by_hand(self._stage_module.model)
         out = super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
         self._release("forward", fwd_chunk_id)
         return out
@@ -224,38 +246,39 @@ class _Stage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         set_gradient_sync(
-            self._part.model, last_backward and not self._split_backward, self._strategy
+            self._stage_module.model, last_backward and not self._split_backward, self._strategy
         )
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
-            # torch keeps it to the step's end, and its graph would keep the stage's input
+            # torch keeps the loss to the step's end, and its graph would keep the stage's input.
             loss.detach_()
         self._release("backward", bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        widen_gradients(self._part.model)
+        widen_gradients(self._stage_module.model)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce at the step's end where backwards are split, since FSDP's hooks do not run then.
+        """Reduce at the step's end if backwards are split: FSDP's hooks do not run then.
 
         torch does so for an FSDP module that it sees and that has not synchronized yet: over the
-        shards and, where there are several, over the copies.
+        shards and, if there are several, over the copies.
         """
         if self._split_backward:
-            self.submod = self._part.model
+            self.submod = self._stage_module.model
             super().perform_reduce_grad(grad_scale_factor)
-            self.submod = self._part
+            self.submod = self._stage_module
 
     def _allocate(self, direction: str, chunk: int) -> None:
-        table = self._buffers(direction)
-        for other in table:
-            if (direction, other) not in self._receiving:
-                self._release(direction, other)
-        for info in table.get(chunk, []):
+        """Allocate the receive buffers of a micro-batch; free those that torch made beforehand."""
+        buffers = self._buffers(direction)
+        for other_chunk in buffers:
+            if (direction, other_chunk) not in self._receiving:
+                self._release(direction, other_chunk)
+        for info in buffers.get(chunk, []):
             info.buffer = torch.empty_like(info.buffer, device=self.device)
-            # torch before 2.13 reads from the buffer, once at the first step, whether a gradient is
-            # sent back
+            # torch before 2.13 reads from the buffer, once at the first step, if a gradient is to
+            # be sent back.
             info.buffer.requires_grad_(direction == "forward" and self.has_backward)
         self._receiving.add((direction, chunk))
 
@@ -267,7 +290,7 @@ class _Stage(PipelineStage):
     def _buffers(self, direction: str) -> dict[int, list[Any]]:
         """Return the receive buffers by micro-batch."""
         table = self.args_recv_info if direction == "forward" else self.grad_recv_info
-        return {
-            chunk: [info for info in infos if getattr(info, "buffer", None) is not None]
-            for chunk, infos in table.items()
-        }
+        buffers: dict[int, list[Any]] = {}
+        for chunk, infos in table.items():
+            buffers[chunk] = [info for info in infos if getattr(info, "buffer", None) is not None]
+        return buffers

@@ -1,8 +1,8 @@
-"""Divide the layers into pipeline stages, and check what each schedule supports."""
+"""Divide the layers into pipeline stages, and check the settings of each schedule."""
 
 from dataclasses import dataclass, fields
-from itertools import count, pairwise
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NoReturn
 
 from parallel.data import Strategy
 from runtime.errors import UserError, at_least
@@ -17,37 +17,35 @@ class PipelineConfig:
     """Layers of each pipeline-parallel process, and the order of micro-batches through them."""
 
     pipeline_schedule: Schedule = "1F1B"
-    """Order of forwards and backwards: 1F1B keeps activations of as many micro-batches as there are
-    stages, GPipe of all; Interleaved1F1B has several stages per process and shorter bubbles;
-    InterleavedZeroBubble computes the gradients of weights apart from those of activations, and
-    fills bubbles with them."""
+    """Order of forwards and backwards: 1F1B holds the activations of as many micro-batches as there
+    are stages, GPipe those of all; Interleaved1F1B has several stages per process and shorter
+    bubbles; InterleavedZeroBubble computes the gradients of weights separately from those of
+    activations, and fills the bubbles with them."""
     num_virtual_stages_per_pipeline_rank: int = 1
-    """Stages of each pipeline-parallel process; more than 1 with the interleaved schedules alone.
-    """
+    """Stages of each pipeline-parallel process; more than 1 only with the interleaved schedules."""
     pipeline_layers: tuple[int, ...] = ()
-    """Layers of each stage, such as 7 8 8 7; by default equal, the first and the last stages the
-    fewer.
-    """
+    """Layers of each stage, such as 7 8 8 7; by default equal, or fewer in the outer stages."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_virtual_stages_per_pipeline_rank")
-        virtual, schedule = self.num_virtual_stages_per_pipeline_rank, self.pipeline_schedule
-        if self.single and virtual > 1:
+        virtual_stages = self.num_virtual_stages_per_pipeline_rank
+        if self.single and virtual_stages > 1:
             raise UserError(
-                f"num_virtual_stages_per_pipeline_rank is {virtual} with pipeline_schedule {schedule}, which has one "
-                "stage per process; use Interleaved1F1B, or 1 virtual stage"
+                f"num_virtual_stages_per_pipeline_rank is {virtual_stages} with pipeline_schedule "
+                f"{self.pipeline_schedule}, which has one stage per process; use Interleaved1F1B, "
+                "or 1 virtual stage"
             )
         if min(self.pipeline_layers, default=1) < 1:
             raise UserError(f"pipeline_layers is {self.pipeline_layers}; each stage needs a layer")
 
     @property
     def single(self) -> bool:
-        """Return whether each rank has one stage, not several that it interleaves."""
+        """True if each rank has one stage, False if it interleaves several."""
         return self.pipeline_schedule in SINGLE
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether a backward to weights comes later than that to activations."""
+        """True if the gradients of weights are computed later than those of activations."""
         return self.pipeline_schedule == "InterleavedZeroBubble"
 
     def check(
@@ -61,8 +59,7 @@ class PipelineConfig:
         tp: int = 1,
         recompute: bool = False,
     ) -> None:
-        """Refuse what cannot run or would silently compute something else; name the nearest
-        settings that work.
+        """Refuse settings that cannot run or would compute something else; name the nearest.
 
         Args:
             batch: sequences of one micro-batch over all data-parallel ranks.
@@ -71,85 +68,103 @@ class PipelineConfig:
             UserError: more stages than layers, fewer micro-batches than ranks, or a schedule that
                 does not support the data-parallel strategy, tensor parallelism or recomputation.
         """
-        schedule, stages = self.pipeline_schedule, self.stages(ranks)
-        if ranks == 1 and self != PipelineConfig():
-            default = PipelineConfig()
-            names = [
-                f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
-            ]
-            named = [f"{name} is {getattr(self, name)}" for name in names]
+        if ranks == 1:
+            self._check_unused()
+        self._check_layers(layers, ranks)
+        if not self._rounds_fit(micro_batches, ranks):
+            self._refuse_micro_batches(micro_batches, ranks, batch)
+        if self.splits_backward:
+            self._check_split_backward(strategy, tp, recompute)
+
+    def _check_unused(self) -> None:
+        """Raise UserError if a setting differs from its default, for a run without a pipeline."""
+        default = PipelineConfig()
+        names = [f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
+        if names:
+            settings = ", ".join(f"{name} is {getattr(self, name)}" for name in names)
             raise UserError(
-                f"{', '.join(named)}, and there is no pipeline; give --pipeline-model-parallel-size 2 or more, or "
-                "leave it out"
+                f"{settings}, and there is no pipeline; give --pipeline-model-parallel-size 2 or "
+                "more, or leave it out"
             )
+
+    def _check_layers(self, layers: int, ranks: int) -> None:
+        """Raise UserError if there are more stages than layers, or their sizes do not fit."""
+        stages = self.stages(ranks)
         if stages > layers:
-            virtual = layers // ranks
-            other = (
-                f"num_virtual_stages_per_pipeline_rank {virtual}"
-                if virtual
-                else f"at most {layers} processes"
-            )
+            remedy = f"at most {layers} processes"
+            if layers // ranks:
+                remedy = f"num_virtual_stages_per_pipeline_rank {layers // ranks}"
             raise UserError(
-                f"num_layers is {layers} and there are {stages} pipeline stages, each of which needs a layer; nearest "
-                f"that work: {other}, or num_layers {stages}"
+                f"num_layers is {layers} and there are {stages} pipeline stages, each of which "
+                f"needs a layer; nearest that work: {remedy}, or num_layers {stages}"
             )
         stage_layers(self, layers, ranks)
-        if not self._rounds(micro_batches, ranks):
-            below = [n for n in range(ranks, micro_batches) if self._rounds(n, ranks)][-1:]
-            above = next(n for n in count(max(micro_batches, ranks)) if self._rounds(n, ranks))
-            nearest = " or ".join(str(n * batch) for n in (*below, above))
-            rounds = " in equal rounds of about as many" if not self.single else ""
-            raise UserError(
-                f"{schedule} takes at least {ranks} micro-batches (pipeline_model_parallel_size) per data-parallel rank"
-                f"{rounds}, and global_batch_size {micro_batches * batch} gives {micro_batches}; nearest that work: "
-                f"global_batch_size {nearest}, or another micro_batch_size"
-            )
-        if not self.splits_backward:
-            return
+
+    def _refuse_micro_batches(self, micro_batches: int, ranks: int, batch: int) -> NoReturn:
+        """Raise UserError with the nearest global batch sizes that the schedule supports."""
+        fitting = [n for n in range(ranks, micro_batches) if self._rounds_fit(n, ranks)][-1:]
+        larger = max(micro_batches, ranks)
+        while not self._rounds_fit(larger, ranks):
+            larger += 1
+        fitting.append(larger)
+        nearest = " or ".join(str(n * batch) for n in fitting)
+        rounds = "" if self.single else " in equal rounds of about as many"
+        raise UserError(
+            f"{self.pipeline_schedule} takes at least {ranks} micro-batches "
+            f"(pipeline_model_parallel_size) per data-parallel rank{rounds}, and "
+            f"global_batch_size {micro_batches * batch} gives {micro_batches}; nearest that work: "
+            f"global_batch_size {nearest}, or another micro_batch_size"
+        )
+
+    def _check_split_backward(self, strategy: Strategy, tp: int, recompute: bool) -> None:
+        """Raise UserError for settings under which a backward cannot be computed in two parts."""
+        schedule = self.pipeline_schedule
         if strategy in ("zero2", "zero3"):
             raise UserError(
-                f"pipeline_schedule {schedule} keeps weights and gradients whole until its last micro-batch, and "
-                f"data_parallel_sharding_strategy {strategy} divides them; nearest that work: zero1, or Interleaved1F1B"
+                f"pipeline_schedule {schedule} keeps weights and gradients whole until its last "
+                f"micro-batch, and data_parallel_sharding_strategy {strategy} divides them; "
+                "nearest that work: zero1, or Interleaved1F1B"
             )
         if tp > 1:
             raise UserError(
-                f"pipeline_schedule {schedule} takes each backward in two parts, and torch cannot part that of a layer "
-                f"split by tensor_model_parallel_size {tp}; nearest that work: size 1, or Interleaved1F1B"
+                f"pipeline_schedule {schedule} takes each backward in two parts, and torch cannot "
+                f"part that of a layer split by tensor_model_parallel_size {tp}; nearest that "
+                "work: size 1, or Interleaved1F1B"
             )
         if recompute:
             raise UserError(
                 f"pipeline_schedule {schedule} takes each backward in two parts, and those of "
-                "recompute_granularity, loss_chunk_size and ffn_chunk_size have one; leave them out, or use "
-                "Interleaved1F1B"
+                "recompute_granularity, loss_chunk_size and ffn_chunk_size have one; leave them "
+                "out, or use Interleaved1F1B"
             )
 
-    def _rounds(self, micro_batches: int, ranks: int) -> bool:
-        """Return whether every process has work and an interleaved schedule's rounds are equal."""
+    def _rounds_fit(self, micro_batches: int, ranks: int) -> bool:
+        """Return True if every rank has work and an interleaved schedule's rounds are equal."""
         equal = self.single or not micro_batches % max(1, micro_batches // ranks)
         return micro_batches >= ranks and equal
 
     def stages(self, ranks: int) -> int:
-        """Return the number of stages on that many ranks."""
+        """Return the number of stages on all ``ranks``."""
         return ranks * self.num_virtual_stages_per_pipeline_rank
 
     def in_flight(self, rank: int, ranks: int, micro_batches: int) -> float:
-        """Return of how many micro-batches a rank holds activations of all its layers at once: its
-        warm-up, and one.
+        """Return how many micro-batches' activations of all its layers a rank holds at once.
 
-        With several stages a rank they are parts of its layers (Narayanan et al. 2021, section
-        2.2).
+        These are the micro-batches of its warm-up, and one. With several stages per rank, they are
+        counted in parts of its layers (Narayanan et al. 2021, section 2.2).
         """
         if ranks == 1:
             return 1
         if self.pipeline_schedule == "GPipe":
             return micro_batches
-        virtual, ahead = self.num_virtual_stages_per_pipeline_rank, ranks - rank
-        return min(
-            ahead if virtual == 1 else (2 * ahead - 1 + (virtual - 1) * ranks) / virtual,
-            micro_batches,
-        )
+        virtual_stages = self.num_virtual_stages_per_pipeline_rank
+        later_ranks = ranks - rank  # this one included
+        in_flight: float = later_ranks
+        if virtual_stages > 1:
+            in_flight = (2 * later_ranks - 1 + (virtual_stages - 1) * ranks) / virtual_stages
+        return min(in_flight, micro_batches)
 
-    def own(self, rank: int, ranks: int) -> tuple[int, ...]:
+    def stages_of(self, rank: int, ranks: int) -> tuple[int, ...]:
         """Return a rank's stages, ascending: every ``ranks``-th one."""
         return tuple(range(rank, self.stages(ranks), ranks))
 
@@ -164,15 +179,17 @@ def stage_layers(config: PipelineConfig, layers: int, ranks: int) -> list[range]
         UserError: ``pipeline_layers`` does not match the stages and layers.
     """
     stages = config.stages(ranks)
-    equal = [layers // stages] * stages
+    default = [layers // stages] * stages
     from_the_middle = sorted(range(stages), key=lambda stage: abs(2 * stage - stages + 1))
     for stage in from_the_middle[: layers % stages]:
-        equal[stage] += 1
-    counts = list(config.pipeline_layers) or equal
+        default[stage] += 1
+
+    counts = list(config.pipeline_layers) or default
     if len(counts) != stages or sum(counts) != layers:
         raise UserError(
-            f"pipeline_layers is {counts}, {sum(counts)} layers for {len(counts)} stages, and there are {layers} "
-            f"layers and {stages} stages; left out, it is {' '.join(map(str, equal))}"
+            f"pipeline_layers is {counts}, {sum(counts)} layers for {len(counts)} stages, and "
+            f"there are {layers} layers and {stages} stages; left out, it is "
+            f"{' '.join(map(str, default))}"
         )
     starts = [sum(counts[:stage]) for stage in range(stages + 1)]
     return [range(start, end) for start, end in pairwise(starts)]

@@ -1,18 +1,19 @@
-"""Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022,
-section 4.2.2).
+"""Split a model by tensor parallelism with sequence parallelism.
+
+Sources: Shoeybi et al. 2019; Korthikanti et al. 2022, section 4.2.2.
 
 The tp ranks hold the same tokens. Each computes some heads of every attention, some columns of
-every feed-forward layer and the logits of some vocabulary entries. In between, where all channels
-of a token are needed (norms, residual sums), each holds some of the tokens: the all-reduce becomes
-a reduce-scatter and an all-gather of the same traffic. Sequence parallelism is on whenever tp > 1:
+every feed-forward layer and the logits of some vocabulary entries. Norms and residual sums need all
+channels of a token, so there each rank holds some of the tokens instead: the all-reduce becomes a
+reduce-scatter and an all-gather of the same traffic. Sequence parallelism is on whenever tp > 1:
 every parameter is then a DTensor, and partial gradients of norms are summed.
 
-Each part states in words, as its ``SPLIT``, how its weights are split. ``model/parts/weights.py``
-explains the words; here they become styles.
+Each part of a model states in words, as its ``SPLIT``, how its weights are split.
+``model/parts/weights.py`` explains the words; here they become parallel styles.
 
 Shapes: B sequences, T tokens of this context-parallel rank (a multiple of tp), C width of the
-residual stream, G key and value heads, D width of a head, V vocabulary entries. ``Shard(1)`` of [B,
-T, C] is over tokens, ``Shard(-1)`` over channels.
+residual stream, D width of a head, V vocabulary entries. ``Shard(1)`` of [B, T, C] is over tokens,
+``Shard(-1)`` over channels.
 """
 
 from collections.abc import Callable
@@ -36,11 +37,11 @@ from parallel.tensor.styles import (
     Entries,
     GatheredNorm,
     JointNorm,
+    LocalTokens,
     Matrix,
-    OwnTokens,
     PerHead,
-    Whole,
-    of_tokens,
+    Replicated,
+    wrap_tokens,
 )
 from runtime.tensors import title_of_owner
 
@@ -48,27 +49,26 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "columns": partial(Matrix, 0),
     "rows": partial(Matrix, 1),
     "all_heads": JointNorm,
-    "whole": Whole,
+    "whole": Replicated,
     "tokens": SequenceParallel,
-    "positions": OwnTokens,
+    "positions": LocalTokens,
     "entries": Entries,
     "last_norm": GatheredNorm,
     "logits": partial(ColwiseParallel, use_local_output=False),
 }
-"""By words that need to know nothing else; ``_style_of`` has kv_heads and all_tokens,
-``split_model`` has heads."""
+"""Styles of the words that depend on nothing else; ``_style_of`` handles kv_heads and all_tokens,
+``split_model`` handles heads."""
 
 
 def split_model(model: Any, mesh: DeviceMesh) -> None:
-    """Split a model on the meta device over the ranks of ``mesh``, in place; before any other
-    parallelism.
+    """Split a model on the meta device over the ranks of ``mesh``, in place.
 
-    Each part of the model states how it is split, and the model its ``STREAM``
-    (``model/parts/weights.py``). A language model takes tokens [B, T], the same on all ranks, and
-    returns logits [B, T, V] as a DTensor sharded over the vocabulary, for vocabulary.py's
-    ``cross_entropy_sum``. A model of a plain stream takes its inputs and returns its result whole
-    on all ranks. Stages of a pipeline send each other hidden states of this rank's tokens [B, T /
-    size, C], as plain tensors.
+    Call it before any other parallelism. Each part of the model states how it is split, and the
+    model its ``STREAM`` (``model/parts/weights.py``). A language model takes tokens [B, T], the
+    same on all ranks, and returns logits [B, T, V] as a DTensor sharded over the vocabulary, for
+    ``cross_entropy_sum`` of vocabulary.py. A model of a plain stream takes its inputs and returns
+    its result whole on all ranks. Stages of a pipeline send each other hidden states of this rank's
+    tokens, [B, T / size, C], as plain tensors.
 
     In a plain stream conditions [B, C] are the same on all ranks, but each rank modulates only its
     own tokens: the gradients of the modulations and of the conditions' embedders are partial, and
@@ -88,27 +88,27 @@ def split_model(model: Any, mesh: DeviceMesh) -> None:
         return
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for path, part in list(model.named_modules()):
-        of_heads = [name for name, word in words[path].items() if word == "heads"]
-        if of_heads:
-            parallelize_module(part, mesh, PerHead(of_heads))
+        head_names = [name for name, word in words[path].items() if word == "heads"]
+        if head_names:
+            parallelize_module(part, mesh, PerHead(head_names))
         for name, word in words[path].items():
             module = attrgetter(name)(part)
             if word == "heads" or module is None:
                 continue
             if isinstance(module, nn.Parameter):
-                module = part  # as is the norm whose weight it is
+                module = part  # the norm whose weight it is
             style = _style_of(word, part, module, mesh, plain=model.STREAM.plain)
             parallelize_module(module, mesh, style)
             _split_adapters(module, mesh, style, inputs=word == "rows")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)  # styles make new ones
+        parameter.requires_grad_(name in trained)  # styles create new parameters
     _split_stream(model, mesh)
 
 
 def split_words(model: nn.Module) -> dict[str, dict[str, str]]:
     """Return the words of each part, by its path in the model.
 
-    A word about a child that states its own is left out, but for all_tokens.
+    A word about a child that has its own SPLIT is left out, except all_tokens.
 
     Raises:
         ValueError: a word is unknown, or a parameter has none.
@@ -128,9 +128,12 @@ def split_words(model: nn.Module) -> dict[str, dict[str, str]]:
                 words[path][name] = word
                 stated.add(f"{path}.{name}".lstrip("."))
     for name, _ in model.named_parameters():
-        path = name.rpartition(".")[0]
-        linear, _, last = path.rpartition(".")  # of an adapter, which follows it
-        if not stated.intersection((name, path, linear if last in ADAPTERS else name)):
+        module_path = name.rpartition(".")[0]
+        owners = {name, module_path}
+        linear_path, _, last = module_path.rpartition(".")
+        if last in ADAPTERS:
+            owners.add(linear_path)  # an adapter follows the linear layer around it
+        if not stated.intersection(owners):
             owner = title_of_owner(model, name)
             raise ValueError(
                 f"tensor parallelism knows no way to split {name}: {owner} states none in SPLIT; "
@@ -140,21 +143,22 @@ def split_words(model: nn.Module) -> dict[str, dict[str, str]]:
 
 
 ADAPTERS = ("lora_A", "lora_B")
-"""Names of the adapters inside of a linear layer (``model.parts.lora``)."""
+"""Names of the adapters inside a linear layer (``model.parts.lora``)."""
 WORDS = (*STYLES, "kv_heads", "heads", "all_tokens")
 
 
 def _style_of(word: str, part: Any, module: Any, mesh: DeviceMesh, plain: bool) -> ParallelStyle:
-    """Return the style of a module, as the part that it is a child of states it."""
+    """Return the style of a module by the word of the part that contains it."""
     if word == "all_tokens":
         return AllTokens(plain)
     if word != "kv_heads":
         return STYLES[word]()
-    size, heads = mesh.size(), module.out_features // part.head_dim
-    if heads % size == 0:
+    ranks = mesh.size()
+    heads = module.out_features // part.head_dim
+    if heads % ranks == 0:
         return Matrix(0)
-    head = mesh.get_local_rank() * heads // size
-    return Whole(slice(head * part.head_dim, (head + 1) * part.head_dim))
+    head = mesh.get_local_rank() * heads // ranks
+    return Replicated(slice(head * part.head_dim, (head + 1) * part.head_dim))
 
 
 def _split_adapters(
@@ -164,37 +168,38 @@ def _split_adapters(
     *,
     inputs: bool,
 ) -> None:
-    """Split the adapters inside of a linear layer, which send nothing.
+    """Split the adapters inside a linear layer, without communication of their own.
 
-    Beside output channels B is split as they are, and A is whole; beside input channels A is split,
-    and B, whole, takes partial sums to partial sums. Gradients of what is whole are partial.
+    In a layer split by output channels, B is split in the same way, and A is replicated. In a layer
+    split by input channels, A is split in the same way, and the replicated B maps partial sums to
+    partial sums. Gradients of a replicated adapter are partial.
     """
-    for name, follows in zip(ADAPTERS, (inputs, not inputs), strict=True):
+    for name, is_split in (("lora_A", inputs), ("lora_B", not inputs)):
         adapter = getattr(linear, name, None)
         if adapter is not None:
-            parallelize_module(adapter, mesh, style if follows else Whole())
+            parallelize_module(adapter, mesh, style if is_split else Replicated())
 
 
 def _split_stream(model: Any, mesh: DeviceMesh) -> None:
-    """Give each rank its tokens of the inputs, and make of its hidden states what the caller
-    takes."""
-    size, rank = mesh.size(), mesh.get_local_rank()
+    """Convert the model's inputs to this rank's tokens, and its output to the caller's form."""
+    size = mesh.size()
+    rank = mesh.get_local_rank()
 
     def wrap(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return of_tokens(inputs[0], mesh), *inputs[1:]
+        return wrap_tokens(inputs[0], mesh), *inputs[1:]
 
     def unwrap(_: nn.Module, inputs: Any, x: DTensor) -> Tensor:
         return x.to_local().clone()  # FSDP warns about views
 
     def chunk(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        local = list(inputs)
+        local_inputs = list(inputs)
         for name, dim in dims.items():
             position = names.index(name)
-            local[position] = inputs[position].chunk(size, dim)[rank]
-        return tuple(local)
+            local_inputs[position] = inputs[position].chunk(size, dim)[rank]
+        return tuple(local_inputs)
 
     def gather(_: nn.Module, inputs: Any, x: Tensor) -> Tensor:
-        whole: Tensor = of_tokens(x, mesh).full_tensor()
+        whole: Tensor = wrap_tokens(x, mesh).full_tensor()
         return whole.clone()
 
     if not model.STREAM.plain:

@@ -1,8 +1,6 @@
-"""Parallel styles, each splitting one module over the tensor-parallel ranks.
+"""Parallel styles: each splits one module over the tensor-parallel ranks.
 
-parallel/tensor/split.py takes them by the words of the parts.
-
-Shapes as in that file.
+parallel/tensor/split.py chooses them by the words of a model's parts. Shapes as in that file.
 """
 
 from collections.abc import Sequence
@@ -27,30 +25,31 @@ from kernels.operators import linear
 from runtime.tensors import accum_dtype
 
 
-def of_tokens(x: Tensor, mesh: DeviceMesh) -> Any:
-    """Wrap this rank's hidden states in a DTensor sharded over tokens; return token ids unchanged."""
-    return DTensor.from_local(x, mesh, [Shard(1)], run_check=False) if x.is_floating_point() else x
+def wrap_tokens(x: Tensor, mesh: DeviceMesh) -> Any:
+    """Wrap this rank's hidden states in a DTensor sharded over tokens; return token ids as is."""
+    if not x.is_floating_point():
+        return x
+    return DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
 
 
-def scattered(part: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Reduce-scatter ``part`` [..., T, C] over T."""
-    return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(
-        placements=[Shard(part.ndim - 2)]
-    )
+def reduce_scatter(partial_sums: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Sum [..., T, C] over the ranks, and shard the sum over T."""
+    partial = DTensor.from_local(partial_sums, mesh, [Partial()], run_check=False)
+    return partial.redistribute(placements=[Shard(partial_sums.ndim - 2)])
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, dim: int = 0) -> None:
-    """Shard the parameters of a module itself, in place: matrices along ``dim``, vectors by
-    entries.
-    """
+    """Shard a module's direct parameters, in place: matrices along ``dim``, vectors by entries."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        split = distribute_tensor(parameter, mesh, [Shard(dim if parameter.ndim > 1 else 0)])
-        module.register_parameter(name, nn.Parameter(split))
+        shard_dim = dim if parameter.ndim > 1 else 0
+        sharded = distribute_tensor(parameter, mesh, [Shard(shard_dim)])
+        module.register_parameter(name, nn.Parameter(sharded))
 
 
 class AllTokens(ParallelStyle):
-    """A module that takes all tokens and returns partial sums [B, T, C]; outside, both are sharded
-    over T.
+    """A module that takes all tokens and returns partial sums [B, T, C].
+
+    Outside it, input and output are sharded over T.
 
     All matrices of the module share one all-gather of its input, whose gradient is partial on each
     rank too. With ``plain``, input and output are plain tensors of this rank's tokens.
@@ -62,13 +61,12 @@ class AllTokens(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, inputs: Any) -> Any:
-            x: Any = of_tokens(inputs[0], device_mesh) if self.plain else inputs[0]
-            return x.redistribute(placements=[Replicate()]).to_local(
-                grad_placements=[Partial()]
-            ), *inputs[1:]
+            x: Any = wrap_tokens(inputs[0], device_mesh) if self.plain else inputs[0]
+            gathered = x.redistribute(placements=[Replicate()])
+            return gathered.to_local(grad_placements=[Partial()]), *inputs[1:]
 
-        def scatter(module: nn.Module, inputs: Any, part: Tensor) -> Tensor:
-            x = scattered(part, device_mesh)
+        def scatter(module: nn.Module, inputs: Any, partial_sums: Tensor) -> Tensor:
+            x = reduce_scatter(partial_sums, device_mesh)
             return x.to_local() if self.plain else x
 
         module.register_forward_pre_hook(gather)
@@ -77,7 +75,7 @@ class AllTokens(ParallelStyle):
 
 
 class Matrix(ParallelStyle):
-    """A linear layer split by output channels (dim 0 of its weight) or by input channels (dim 1).
+    """A linear layer split by output channels (dim 0 of the weight) or input channels (dim 1).
 
     Split by input channels, it returns partial sums, to which each rank adds its shard of the bias.
     """
@@ -91,7 +89,7 @@ class Matrix(ParallelStyle):
             weight: Any = module.weight
             bias: Any = module.bias
             if bias is not None:
-                bias = bias.to_local() if self.dim == 0 else own_entries(bias)
+                bias = bias.to_local() if self.dim == 0 else local_entries(bias)
             return linear(x, weight.to_local(), bias)
 
         shard_parameters(module, device_mesh, self.dim)
@@ -99,19 +97,19 @@ class Matrix(ParallelStyle):
         return module
 
 
-def own_entries(x: DTensor) -> Tensor:
-    """Return this rank's entries of a sharded vector, with zeros in place of the others."""
-    first, local = first_entry(x), x.to_local()
+def local_entries(x: DTensor) -> Tensor:
+    """Return a sharded vector with zeros in place of the other ranks' entries."""
+    first = first_entry(x)
+    local = x.to_local()
     return F.pad(local, (first, len(x) - first - len(local)))
 
 
-class Whole(ParallelStyle):
-    """A replicated linear layer, embedding or RMS norm, applied to this rank's own input; its
-    gradients are partial.
+class Replicated(ParallelStyle):
+    """A replicated linear layer, embedding or RMS norm, applied to this rank's own input.
 
-    With ``rows``, those of its weight and bias alone are used: a key or value projection of fewer
-    heads than ranks, whose gradient is 0 on each rank except for its head, and summed over the
-    ranks that share that head.
+    Its gradients are partial. With ``rows``, only these rows of its weight and bias are used: a key
+    or value projection with fewer heads than ranks, whose gradient is 0 on each rank except for its
+    head, and summed over the ranks that share that head.
     """
 
     def __init__(self, rows: slice = slice(None)) -> None:
@@ -120,30 +118,31 @@ class Whole(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(x: Tensor) -> Tensor:
-            whole: Any = dict(module.named_parameters(recurse=False))
-            own = {
-                name: p.to_local(grad_placements=[Partial()])[self.rows]
-                for name, p in whole.items()
-            }
+            parameters: Any = dict(module.named_parameters(recurse=False))
+            weights: Any = {}
+            for name, parameter in parameters.items():
+                weights[name] = parameter.to_local(grad_placements=[Partial()])[self.rows]
             if type(module) is nn.RMSNorm:
-                return F.rms_norm(x, list(module.normalized_shape), own["weight"], module.eps)
+                normalized_shape = list(module.normalized_shape)
+                return F.rms_norm(x, normalized_shape, weights["weight"], module.eps)
             if isinstance(module, nn.Embedding):
-                return F.embedding(x, **own)
-            found: Tensor = linear(x, **own) if isinstance(module, nn.Linear) else plain(x, **own)
-            return found
+                return F.embedding(x, **weights)
+            if isinstance(module, nn.Linear):
+                return linear(x, **weights)
+            out: Tensor = plain_forward(x, **weights)
+            return out
 
-        plain: Any = module.forward  # of the model's own norms, which take a weight
+        plain_forward: Any = module.forward  # of the model's own norms, which take a weight
         distribute_module(module, device_mesh)
         module.forward = forward
         return module
 
 
 class PerHead(ParallelStyle):
-    """Attributes of a module that are of heads, by their names; the module keeps those of this
-    rank's heads.
+    """Per-head attributes of a module, by name; the module keeps those of this rank's heads.
 
-    Parameters are vectors, which are sharded; the module's forward takes this rank's entries by
-    their names.
+    Parameters are vectors, which are sharded; the module's forward receives this rank's entries as
+    keyword arguments.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -151,100 +150,103 @@ class PerHead(ParallelStyle):
         self.names = names
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        part: Any = module
-        size, rank = device_mesh.size(), device_mesh.get_local_rank()
+        owner: Any = module
+        size = device_mesh.size()
+        rank = device_mesh.get_local_rank()
         parameters: list[str] = []
         for name in self.names:
-            value = getattr(part, name)
+            value = getattr(owner, name)
             if isinstance(value, nn.Parameter):
-                split = distribute_tensor(value, device_mesh, [Shard(0)])
-                part.register_parameter(name, nn.Parameter(split))
+                sharded = distribute_tensor(value, device_mesh, [Shard(0)])
+                owner.register_parameter(name, nn.Parameter(sharded))
                 parameters.append(name)
             elif isinstance(value, int):
-                setattr(part, name, value // size)
+                setattr(owner, name, value // size)
             elif value is not None:
                 heads = len(value) // size
-                setattr(part, name, value[rank * heads : (rank + 1) * heads])
-        if parameters:
-            plain = part.forward
+                setattr(owner, name, value[rank * heads : (rank + 1) * heads])
+        if not parameters:
+            return module
+
+        def forward(*inputs: Any) -> Any:
             # Read at every call: FSDP replaces the parameters.
-            part.forward = lambda *inputs: plain(
-                *inputs, **{name: getattr(part, name).to_local() for name in parameters}
-            )
+            local = {name: getattr(owner, name).to_local() for name in parameters}
+            return plain_forward(*inputs, **local)
+
+        plain_forward = owner.forward
+        owner.forward = forward
         return module
 
 
 class JointNorm(ParallelStyle):
-    """An RMS norm over the channels of all heads; each rank has [..., C / size] of them, or [..., H
-    / size, D].
+    """An RMS norm over the channels of all heads, with the heads split over the ranks.
 
-    Ranks sum their squares and, in the backward, the gradients of these. In float32 at least,
-    rounded once.
+    The input is [..., C / size] or [..., H / size, D]. Ranks sum their squares and, in the
+    backward, the gradients of these. The result is rounded once, from float32 at least.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(x: Tensor) -> Tensor:
-            wide = x.to(accum_dtype(x.dtype))
-            wide = wide if wide.shape[-1] * size == channels else wide.flatten(-2)
-            squares = _Sum.apply(wide.square().sum(-1, keepdim=True), device_mesh.get_group())
-            found = wide * torch.rsqrt(squares / channels + eps)
+            accum = x.to(accum_dtype(x.dtype))
+            if accum.shape[-1] * size != channels:
+                accum = accum.flatten(-2)  # [..., H / size, D] to [..., C / size]
+            local_squares = accum.square().sum(-1, keepdim=True)
+            squares = _Sum.apply(local_squares, device_mesh.get_group())
+            out = accum * torch.rsqrt(squares / channels + eps)
             weight: Any = module.weight
-            found = found if weight is None else found * weight.to_local().to(wide.dtype)
-            return found.to(x.dtype).view_as(x)
+            if weight is not None:
+                out = out * weight.to_local().to(accum.dtype)
+            return out.to(x.dtype).view_as(x)
 
         eps: Any = module.eps
-        normalized: Any = module.normalized_shape
-        (channels,), size = normalized, device_mesh.size()
+        normalized_shape: Any = module.normalized_shape
+        (channels,) = normalized_shape
+        size = device_mesh.size()
         shard_parameters(module, device_mesh)
         module.forward = forward
         return module
 
 
 class _Sum(torch.autograd.Function):
-    """An all-reduce that also sums gradients in the backward, since each rank uses the sum
-    differently.
-    """
+    """An all-reduce whose backward sums the gradients: each rank uses the sum differently."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _summed(part, group)
+        return _all_reduced(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradients[0], ctx.group), None
+        return _all_reduced(gradients[0], ctx.group), None
 
 
-def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = part.clone(memory_format=torch.contiguous_format)
+def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-class OwnTokens(ParallelStyle):
-    """A parameter-free function of positions, [..., T] -> [..., T, C], computed for this rank's
-    tokens only.
-    """
+class LocalTokens(ParallelStyle):
+    """A parameter-free function of positions, [..., T] -> [..., T, C], for this rank's tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def own(module: nn.Module, inputs: Any) -> Any:
-            return inputs[0].chunk(device_mesh.size(), -1)[device_mesh.get_local_rank()], *inputs[
-                1:
-            ]
+        def chunk(module: nn.Module, inputs: Any) -> Any:
+            chunks = inputs[0].chunk(device_mesh.size(), -1)
+            return chunks[device_mesh.get_local_rank()], *inputs[1:]
 
-        def sharded(module: nn.Module, inputs: Any, x: Tensor) -> DTensor:
+        def wrap(module: nn.Module, inputs: Any, x: Tensor) -> DTensor:
             return DTensor.from_local(x, device_mesh, [Shard(x.ndim - 2)], run_check=False)
 
-        module.register_forward_pre_hook(own)
-        module.register_forward_hook(sharded)
+        module.register_forward_pre_hook(chunk)
+        module.register_forward_hook(wrap)
         return module
 
 
 class Entries(ParallelStyle):
-    """An embedding sharded by entries: [..., T] -> [..., T, C]; other ranks' entries contribute 0
-    here.
+    """An embedding sharded by vocabulary entries: [..., T] -> [..., T, C].
 
-    DTensor's own embedding computes the gradient of all entries on every rank.
+    A rank adds 0 for other ranks' entries. DTensor's own embedding would compute the gradient of
+    all entries on every rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -253,8 +255,8 @@ class Entries(ParallelStyle):
             first = first_entry(weight)
             local = weight.to_local()
             inside = (indices >= first) & (indices < first + len(local))
-            x = F.embedding((indices - first).where(inside, 0), local).where(inside[..., None], 0)
-            return scattered(x, device_mesh)
+            x = F.embedding((indices - first).where(inside, 0), local)
+            return reduce_scatter(x.where(inside[..., None], 0), device_mesh)
 
         shard_parameters(module, device_mesh)
         module.forward = forward
@@ -262,7 +264,7 @@ class Entries(ParallelStyle):
 
 
 class GatheredNorm(SequenceParallel):
-    """The last norm: gather its output, for the logits of each rank's vocabulary entries."""
+    """The last norm, whose output is gathered for the logits of each rank's vocabulary entries."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, inputs: Any, x: DTensor) -> DTensor:
@@ -274,8 +276,9 @@ class GatheredNorm(SequenceParallel):
 
 
 def first_entry(x: DTensor, dim: int = 0) -> int:
-    """Return the index along ``dim`` of this rank's first entry of ``x``, sharded on a
-    one-dimensional mesh.
+    """Return the index along ``dim`` of this rank's first entry of ``x``.
+
+    ``x`` must be sharded along ``dim`` on a one-dimensional mesh.
     """
     chunk = -(-x.shape[dim] // x.device_mesh.size())
     return min(chunk * x.device_mesh.get_local_rank(), x.shape[dim])

@@ -1,4 +1,4 @@
-"""Cross entropy of logits sharded over the vocabulary, which are never gathered.
+"""Cross entropy of logits that are sharded over the vocabulary and never gathered.
 
 Shapes: C width of the residual stream, V vocabulary entries.
 """
@@ -15,8 +15,9 @@ from kernels.operators import linear
 def cross_entropy_sum(
     logits: Tensor, labels: Tensor, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """As ``kernels.loss.cross_entropy_sum``, also for a DTensor of logits [..., V] sharded over V;
-    collective then.
+    """Compute ``kernels.loss.cross_entropy_sum``, also for logits sharded over V.
+
+    Takes logits [..., V], a plain tensor or a DTensor; for a DTensor the call is collective.
     """
     from torch.distributed.tensor import DTensor
 
@@ -28,8 +29,7 @@ def cross_entropy_sum(
 def chunked_cross_entropy_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, ignore_index: int = -100
 ) -> Tensor:
-    """Compute the loss of ``cross_entropy_sum`` from hidden states, with the logits of
-    ``chunk_size`` tokens at a time.
+    """Compute ``cross_entropy_sum`` from hidden states, ``chunk_size`` tokens' logits at a time.
 
     Takes hidden [..., C], output weights [V, C] and labels [...]. If the weights are a DTensor
     sharded over V, hidden is a replicated DTensor; the call is then collective, and each rank
@@ -37,17 +37,20 @@ def chunked_cross_entropy_sum(
     """
     from torch.distributed.tensor import DTensor, Partial
 
-    labels, split = labels.flatten(), None
+    labels = labels.flatten()
+    split = None
     if isinstance(weight, DTensor):
         assert isinstance(hidden, DTensor)
         split = _split(weight, 0)
         # Each rank's entries give a partial gradient of the hidden states.
-        hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
+        hidden = hidden.to_local(grad_placements=[Partial()])
+        weight = weight.to_local()
 
-    def of_chunk(part: Tensor, rows: slice) -> Tensor:
-        return loss.cross_entropy_sum(linear(part, weight), labels[rows], ignore_index, split)[0]
+    def chunk_loss(chunk: Tensor, tokens: slice) -> Tensor:
+        logits = linear(chunk, weight)
+        return loss.cross_entropy_sum(logits, labels[tokens], ignore_index, split)[0]
 
-    return sum_over_chunks(of_chunk, hidden.flatten(0, -2), chunk_size, (weight,))
+    return sum_over_chunks(chunk_loss, hidden.flatten(0, -2), chunk_size, (weight,))
 
 
 def _split(x: Any, dim: int) -> loss.Split:

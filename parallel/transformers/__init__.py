@@ -1,9 +1,8 @@
-"""Context parallelism for a model of transformers: its layers stay, their attention goes over the
-ranks of a group.
+"""Context parallelism for a model of transformers: the layers stay, the attention spans the ranks.
 
-cp = shard(model, group, method="exchange")               # refuses what it cannot do, by layer and
-reason batch = cp.batch(input_ids, labels, documents=lengths)    # the whole sequence in, this
-rank's part out loss = cp.loss(model(**batch.inputs), batch)              # the same on every rank
+cp = shard(model, group, method="exchange")  # refuses an unsupported layer by name, with the reason
+batch = cp.batch(input_ids, labels, documents=lengths)  # the whole batch in, this rank's part out
+loss = cp.loss(model(**batch.inputs), batch)  # the same number on every rank
 """
 
 from parallel.transformers.batch import Batch

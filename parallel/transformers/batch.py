@@ -1,7 +1,10 @@
-"""Batches as transformers has them, made one packed sequence, and one rank's part of it.
+"""Pack a batch of transformers into one sequence without padding, and cut out one rank's tokens.
 
-Shapes: B sequences of T tokens, which become one of N packed documents; n of its tokens are this
-rank's.
+Packing comes before cutting for two reasons. Padding would cost attention time and would unbalance
+the ranks, whose layout counts tokens. And a label is the *next* token: if the labels were shifted
+after the cut, the last token of every rank's chunk would lose its label or get a wrong one.
+
+Shapes: B rows of T tokens, packed into one sequence of N tokens; n of them are this rank's.
 """
 
 from collections.abc import Sequence
@@ -23,31 +26,31 @@ IGNORED = -100
 
 
 class Positions(NamedTuple):
-    """Positions that a model takes by itself, called without any."""
+    """Position ids that a model computes itself if it is called without any."""
 
     first: int = 0
-    """The first token's, such as padding_idx + 1 in RoBERTa."""
+    """Position of the first token, such as padding_idx + 1 in RoBERTa."""
     padding: int | None = None
-    """A token that has no position of its own, and does not count for the others."""
+    """Token that gets no position and is not counted for the later ones."""
 
 
 FROM_ZERO = Positions()
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedBatch:
     """A whole batch as one sequence, without padding."""
 
     tokens: dict[str, Tensor]
-    """``input_ids``, ``position_ids`` in the documents, and ``labels``: each the one of the next
-    token; ``[1, N]``.
+    """``input_ids``, ``position_ids`` within the documents, and ``labels``, each the next token's;
+    ``[1, N]``.
     """
-    bounds: tuple[int, ...]
+    cu_seqlens: tuple[int, ...]
     """Cumulative lengths of the documents, from 0 to N."""
-    kept: Tensor
-    """The tokens that are no padding, ``[B, T]``."""
-    first: int = 0
-    """Position of a document's first token, unless ``position_ids`` were given."""
+    is_token: Tensor
+    """True for tokens, False for padding: bool ``[B, T]``."""
+    first_position: int = 0
+    """Position of a document's first token if the caller gave no ``position_ids``."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Batch:
     """The token after each of this rank's tokens, or -100: ``[1, n]``."""
     context: ContextParallel
     """The ranks and documents; its ``positions`` say which tokens are this rank's."""
-    whole: Packed
+    whole: PackedBatch
 
 
 def pack(
@@ -72,150 +75,174 @@ def pack(
     documents: Sequence[int] | Tensor | None,
     attention_mask: Tensor | None,
     model_positions: Positions = FROM_ZERO,
-) -> Packed:
-    """Pack a batch; arguments and errors as for ``Sharded.batch``. Labels are shifted here, before
-    any cut.
+) -> PackedBatch:
+    """Pack a batch into one sequence, with shifted labels.
 
-    ``model_positions`` are those that the model takes by itself.
+    Arguments and errors are those of ``Sharded.batch``; ``model_positions`` are the positions that
+    the model computes itself.
     """
-    for name, x in (
-        ("labels", labels),
-        ("position_ids", position_ids),
-        ("attention_mask", attention_mask),
-    ):
+    _check_shapes(input_ids, labels, position_ids, attention_mask)
+    if attention_mask is None:
+        is_token = torch.ones_like(input_ids, dtype=torch.bool)
+    else:
+        is_token = _tokens_of_mask(attention_mask)
+    if not is_token.any():
+        raise UserError("attention_mask leaves no token; give a batch with some")
+    _check_holes(is_token)
+
+    row_positions = (is_token.long().cumsum(1) - 1)[is_token]  # [N], counted from 0 in each row
+    ids = input_ids[is_token]  # [N]
+    positions = row_positions if position_ids is None else position_ids[is_token]  # [N]
+
+    if documents is None:
+        is_start = (row_positions == 0) | (positions.diff(prepend=positions[:1]) != 1)
+        cu_seqlens = (*is_start.nonzero().flatten().tolist(), len(ids))
+    else:
+        documents = [int(length) for length in documents]
+        cu_seqlens = tuple(accumulate(documents, initial=0))
+        if cu_seqlens[-1] != len(ids) or min(documents, default=0) < 1:
+            raise UserError(
+                f"documents are {tuple(documents)}; give the lengths of the documents, 1 or more, "
+                f"{len(ids)} tokens together"
+            )
+        _check_rows(cu_seqlens, is_token)
+
+    starts = torch.tensor(cu_seqlens[:-1], device=ids.device)
+    if documents is not None and position_ids is None:
+        lengths = torch.tensor(documents, device=ids.device)
+        positions = torch.arange(len(ids), device=ids.device) - starts.repeat_interleave(lengths)
+
+    if model_positions.padding is not None and (ids == model_positions.padding).any():
+        raise UserError(
+            f"input_ids have the padding token {model_positions.padding}, which has no position in "
+            "this model and does not count for the others; leave it out by attention_mask"
+        )
+    positions = _shift_to_first(
+        positions, starts, model_positions.first, from_caller=position_ids is not None
+    )
+
+    next_labels = torch.full_like(ids, IGNORED)
+    if labels is not None:
+        last_tokens = (starts - 1) % len(ids)  # of each document, in another order
+        next_labels = labels[is_token].roll(-1).index_fill(0, last_tokens, IGNORED)
+    tokens = {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "labels": next_labels[None],
+    }  # [1, N]
+    return PackedBatch(tokens, cu_seqlens, is_token, model_positions.first)
+
+
+def _check_shapes(
+    input_ids: Tensor,
+    labels: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+) -> None:
+    """Raise UserError unless all tensors are [B, T]."""
+    tensors = {"labels": labels, "position_ids": position_ids, "attention_mask": attention_mask}
+    for name, x in tensors.items():
         if input_ids.ndim != 2 or (x is not None and x.shape != input_ids.shape):
             shape = None if x is None else tuple(x.shape)
             raise UserError(
                 f"input_ids is {tuple(input_ids.shape)} and {name} is {shape}; both must be [B, T]"
             )
-    kept = (
-        torch.ones_like(input_ids, dtype=torch.bool)
-        if attention_mask is None
-        else _real_tokens(attention_mask)
-    )
-    places = kept.long().cumsum(1) - 1  # of each token in its row
-    if not kept.any():
-        raise UserError("attention_mask leaves no token; give a batch with some")
-    _check_holes(kept)
-    ids, positions = (
-        input_ids[kept],
-        (places if position_ids is None else position_ids)[kept],
-    )  # [N]
-    if documents is None:
-        begins = (places[kept] == 0) | (positions.diff(prepend=positions[:1]) != 1)
-        bounds = (*begins.nonzero().flatten().tolist(), len(ids))
-    else:
-        documents = [int(x) for x in documents]
-        bounds = tuple(accumulate(documents, initial=0))
-        if bounds[-1] != len(ids) or min(documents, default=0) < 1:
-            raise UserError(
-                f"documents are {tuple(documents)}; give the lengths of the documents, 1 or more, {len(ids)} tokens "
-                "together"
-            )
-        _check_rows(bounds, kept)
-    starts = torch.tensor(bounds[:-1], device=ids.device)
-    if documents is not None and position_ids is None:
-        lengths = torch.tensor(documents, device=ids.device)
-        positions = torch.arange(len(ids), device=ids.device) - starts.repeat_interleave(lengths)
-    if model_positions.padding is not None and (ids == model_positions.padding).any():
-        raise UserError(
-            f"input_ids have the padding token {model_positions.padding}, which has no position in this model "
-            "and does not count for the others; leave it out by attention_mask"
-        )
-    positions = _from_first(positions, starts, model_positions.first, position_ids is not None)
-    following = torch.full_like(ids, IGNORED)
-    if labels is not None:
-        following = (
-            labels[kept].roll(-1).index_fill(0, (starts - 1) % len(ids), IGNORED)
-        )  # of a document's last token
-    tokens = {"input_ids": ids, "position_ids": positions, "labels": following}
-    return Packed(
-        {name: x[None] for name, x in tokens.items()}, bounds, kept, model_positions.first
-    )
 
 
-def _real_tokens(attention_mask: Tensor) -> Tensor:
-    """Return the tokens that are no padding, bool [B, T]. Raises UserError: a mask of numbers
-    besides 0 and 1.
-    """
+def _tokens_of_mask(attention_mask: Tensor) -> Tensor:
+    """Return the mask as bool [B, T]. Raises UserError: it holds numbers other than 0 and 1."""
     others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
     if len(others):
         raise UserError(
-            f"attention_mask holds {others[0].item():g}; it is 1 for tokens and 0 for padding here. Documents that it "
-            "numbers are given by position_ids or documents; of a mask that is added to scores give the tokens alone"
+            f"attention_mask holds {others[0].item():g}; give 1 for tokens and 0 for padding, not "
+            "a mask that is added to scores; to number documents, give position_ids or documents"
         )
     return attention_mask.bool()
 
 
-def _check_holes(tokens: Tensor) -> None:
-    """Raise UserError if padding lies between tokens of a row [B, T]: transformers counts positions
-    over it.
+def _check_holes(is_token: Tensor) -> None:
+    """Raise UserError if padding lies between tokens of a row [B, T].
+
+    transformers counts positions across such a hole, which packing would close.
     """
-    begins = tokens.int().diff(dim=1, prepend=torch.zeros_like(tokens[:, :1], dtype=torch.int)) == 1
-    rows = (begins.sum(1) > 1).nonzero().flatten().tolist()
+    no_token = torch.zeros_like(is_token[:, :1], dtype=torch.int)
+    is_start = is_token.int().diff(dim=1, prepend=no_token) == 1
+    rows = (is_start.sum(1) > 1).nonzero().flatten().tolist()
     if rows:
         raise UserError(
-            f"attention_mask has padding between the tokens of row {rows[0]}; padding stands before or after them "
-            "here: move it there, or give the parts as rows or documents of their own"
+            f"attention_mask has padding between the tokens of row {rows[0]}; padding must come "
+            "before or after them: move it there, or give the parts as separate rows or documents"
         )
 
 
-def _check_rows(bounds: Sequence[int], tokens: Tensor) -> None:
-    """Raise UserError if a document [begin, end) of the packed tokens goes over the end of a row of
-    tokens [B, T].
-    """
-    lengths = tokens.sum(1)
-    ends = lengths.cumsum(0)
-    for row, end in enumerate(ends[lengths > 0].tolist()):
-        if end not in bounds:
+def _check_rows(cu_seqlens: Sequence[int], is_token: Tensor) -> None:
+    """Raise UserError if a document continues from one row of tokens [B, T] into the next."""
+    lengths = is_token.sum(1)
+    row_ends = lengths.cumsum(0)[lengths > 0].tolist()
+    for row, end in enumerate(row_ends):
+        if end not in cu_seqlens:
             raise UserError(
-                f"documents are lengths whose sums pass over the end of row {row}, after {end} tokens, so that a "
-                "document would join two rows; let a document end with each row"
+                f"documents are lengths whose sums pass over the end of row {row}, after {end} "
+                "tokens, so a document would join two rows; end a document with each row"
             )
 
 
-def _from_first(positions: Tensor, starts: Tensor, first: int, given: bool) -> Tensor:
-    """Let the positions [N] of documents that begin at 0 begin where the model's own do."""
-    begins = positions[starts]
-    if first == 0 or (given and bool((begins == first).all())):
+def _shift_to_first(positions: Tensor, starts: Tensor, first: int, *, from_caller: bool) -> Tensor:
+    """Shift the positions [N] of documents that start at 0 to the model's first position."""
+    first_positions = positions[starts]
+    if first == 0 or (from_caller and bool((first_positions == first).all())):
         return positions
-    if bool((begins != 0).any()):
+    if bool((first_positions != 0).any()):
+        wrong = int(first_positions[first_positions != 0][0])
         raise UserError(
-            f"position_ids begin a document at {int(begins[begins != 0][0])}, and the model's own begin at {first}; "
-            f"let all documents begin at 0 or all at {first}, or leave position_ids out"
+            f"position_ids begin a document at {wrong}, and the model's own begin at {first}; let "
+            f"all documents begin at 0 or all at {first}, or leave position_ids out"
         )
     return positions + first
 
 
-def part(whole: Packed, context: ContextParallel) -> Batch:
-    """Return this rank's part; ``context`` has the batch's length and documents. Padding has no
-    label.
+def shard_batch(packed: PackedBatch, context: ContextParallel) -> Batch:
+    """Return this rank's tokens of a packed batch; padding of the layout has no label.
+
+    ``context`` must have the length and the documents of the batch.
     """
-    mine = {
-        name: context.shard(x, 1, IGNORED if name == "labels" else 0)
-        for name, x in whole.tokens.items()
+    input_ids = context.shard(packed.tokens["input_ids"], 1, 0)
+    position_ids = context.shard(packed.tokens["position_ids"], 1, 0)
+    labels = context.shard(packed.tokens["labels"], 1, IGNORED)
+
+    # A context is shared by all batches of one length; the copy identifies this batch's forward.
+    context = copy(context)
+    inputs = {
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "use_cache": False,
+        CONTEXT: context,
     }
-    labels = mine.pop("labels")
-    context = copy(context)  # a batch's own, by which its forward knows it
-    return Batch({**mine, "use_cache": False, CONTEXT: context}, labels, context, whole)
+    return Batch(inputs, labels, context, packed)
 
 
-def check_same(whole: Packed, group: dist.ProcessGroup | None) -> None:
-    """Raise UserError on all ranks of the group if their tokens, labels or documents differ. One
-    collective.
+def check_same(packed: PackedBatch, group: dist.ProcessGroup | None) -> None:
+    """Raise UserError on all ranks of the group if their batches differ. One collective.
+
+    Ranks compare the length of each tensor and a checksum that weighs each element by its index, so
+    that tokens in another order count as a difference too.
     """
     if group is None:
         return
-    hashed = [x[0] for x in whole.tokens.values()] + [torch.tensor(whole.bounds)]
-    numbers = [torch.arange(1, len(x) + 1, device=x.device) for x in hashed]
-    device = hashed[0].device
-    mine = torch.stack(
-        [x.to(device) for a, b in zip(hashed, numbers, strict=True) for x in (b[-1], (a * b).sum())]
-    )
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    if others := [rank for rank, x in enumerate(every) if not torch.equal(x, every[0])]:
+    device = packed.tokens["input_ids"].device
+    checksums: list[Tensor] = []
+    for x in [*(x[0] for x in packed.tokens.values()), torch.tensor(packed.cu_seqlens)]:
+        index = torch.arange(1, len(x) + 1, device=x.device)
+        checksums.append(index[-1].to(device))
+        checksums.append((x * index).sum().to(device))
+
+    local = torch.stack(checksums)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, local, group=group)
+    different = [rank for rank, other in enumerate(gathered) if not torch.equal(other, gathered[0])]
+    if different:
         raise UserError(
-            f"input_ids, labels or documents of the group's ranks {others} are not those of its rank 0; give all "
-            "ranks that share a sequence the same samples, such as by a sampler whose rank is the group's number"
+            f"input_ids, labels or documents of the group's ranks {different} are not those of its "
+            "rank 0; give all ranks that share a sequence the same samples, such as by a sampler "
+            "whose rank is the group's number"
         )

@@ -1,7 +1,8 @@
-"""Compare a sharded model with the same model in one process: losses, and the gradients of every
-module.
+"""Compare a sharded model with one process: the loss, and the gradients of every module.
 
-Both are held against the model in float64, which tells what the ranks do from what its dtype does.
+Neither of the two is exact, so comparing them with each other would need a tolerance per model and
+dtype. Both are compared with the model in float64 instead: the ranks are right if they are about as
+far from it as one process is, however much rounding costs this model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,40 +24,42 @@ from parallel.transformers.probe import evaluating
 from runtime.errors import UserError
 
 LIMIT = 10.0
-"""Ranks of a right model may be so many times as far from float64 as one process.
+"""Factor by which the ranks of a right model may be farther from float64 than one process.
 
-Nine families of tiny models in float32 and bfloat16 were up to 2.3 times; with wrong positions,
-windows or documents 25 and more, but where bfloat16 hid them.
+Nine families of tiny models in float32 and bfloat16 reached 2.3; wrong positions, windows or
+documents gave 25 and more, unless bfloat16 hid them.
 """
 ROUNDINGS = 1e3
-"""Errors of so many roundings are right in float32 and float64: one process may be exact by chance,
-and no measure.
+"""Errors of up to this many roundings are right in float32 and float64: one process may be exact by
+chance, and then it is no measure.
 """
-LEAST = 1e-6
-"""Least scale of a tensor's gradient, over the largest element of all: biases of keys may have none
-but rounding.
+MIN_SCALE = 1e-6
+"""Smallest scale of a gradient, relative to the largest element of all gradients: the gradient of a
+key's bias may be nothing but rounding.
 """
 
 
-class Wide(TorchFunctionMode):
-    """Compute in float64 where models of transformers ask for float32, as in norms, whatever their
-    dtype.
+class Float64Mode(TorchFunctionMode):
+    """Computes in float64 wherever a model asks for float32.
+
+    Models of transformers compute norms and rotary positions in float32 for every dtype, so
+    ``model.double()`` alone would not be a reference in float64.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function with float64 in the place of float32."""
+        """Call a function with float64 in place of float32."""
 
-        def widened(x: Any) -> Any:
+        def replace_dtype(x: Any) -> Any:
             return torch.float64 if x is torch.float32 else x
 
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*map(widened, args), **{name: widened(x) for name, x in (kwargs or {}).items()})
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        named = {name: replace_dtype(x) for name, x in (kwargs or {}).items()}
+        return func(*map(replace_dtype, args), **named)
 
 
-class Row(NamedTuple):
-    """A module's gradients against float64: the largest error of an element, over the largest
-    element.
-    """
+class ModuleErrors(NamedTuple):
+    """A module's gradient errors against float64: the largest error over the largest element."""
 
     module: str
     parameters: int
@@ -71,57 +74,66 @@ class Report(NamedTuple):
     one_process: float
     float64: float
     rounding: float
-    """The least error that the model's dtype makes."""
-    rows: list[Row]
+    """The smallest error that the model's dtype makes."""
+    rows: list[ModuleErrors]
 
-    def times(self, row: Row) -> float:
-        """Return how many times as far from float64 as one process the ranks are, in this module or
-        a usual one.
+    def times(self, row: ModuleErrors) -> float:
+        """Return the error of the ranks over that of one process.
+
+        The error of one process is its error in this module, or in the median module if that is
+        larger: a single module may be exact by chance.
         """
-        usual = median(row.one_process for row in self.rows)
-        return row.ranks / max(row.one_process, usual, self.rounding)
+        typical_error = median(other.one_process for other in self.rows)
+        return row.ranks / max(row.one_process, typical_error, self.rounding)
 
-    def wrong(self, row: Row) -> bool:
-        """Return True if the ranks are so far off in this module that rounding is not the reason."""
-        return not (self.times(row) <= LIMIT or row.ranks + 0 * row.one_process <= self._enough)
-
-    @property
-    def _enough(self) -> float:
-        return ROUNDINGS * self.rounding if self.rounding <= torch.finfo(torch.float32).eps else 0.0
+    def wrong(self, row: ModuleErrors) -> bool:
+        """Return True if rounding does not explain the ranks' error in this module."""
+        # Written with `not` and `+ 0 *` so that NaN in either error is wrong.
+        within_limit = self.times(row) <= LIMIT
+        return not (within_limit or row.ranks + 0 * row.one_process <= self._negligible_error)
 
     @property
-    def _all(self) -> list[Row]:
-        losses = (
-            abs(x - self.float64) / abs(self.float64) for x in (self.sharded, self.one_process)
-        )
-        return [Row("loss", 0, *losses), *self.rows]
+    def _negligible_error(self) -> float:
+        if self.rounding <= torch.finfo(torch.float32).eps:
+            return ROUNDINGS * self.rounding
+        return 0.0
+
+    @property
+    def _all_rows(self) -> list[ModuleErrors]:
+        sharded_error = abs(self.sharded - self.float64) / abs(self.float64)
+        process_error = abs(self.one_process - self.float64) / abs(self.float64)
+        return [ModuleErrors("loss", 0, sharded_error, process_error), *self.rows]
 
     @property
     def worst(self) -> float:
-        """Return the largest such number of the loss and the modules; not a number if one of them
-        is none.
-        """
-        return float(torch.tensor([self.times(row) for row in self._all]).max())
+        """The largest of ``times`` over the loss and all modules; NaN if one of them is NaN."""
+        return float(torch.tensor([self.times(row) for row in self._all_rows]).max())
 
     @property
     def right(self) -> bool:
-        """Return True if the ranks do as one process, up to rounding."""
-        return not any(map(self.wrong, self._all))
+        """True if the ranks compute the same as one process, up to rounding."""
+        return not any(map(self.wrong, self._all_rows))
 
     def __str__(self) -> str:
         width = max(len(row.module) for row in self.rows)
         lines = [f"{'module':{width}}  parameters    ranks  one process"]
         for row in self.rows:
             mark = "  wrong" if self.wrong(row) else ""
-            lines.append(
-                f"{row.module:{width}}  {row.parameters:10}  {row.ranks:.1e}      {row.one_process:.1e}{mark}"
-            )
-        losses = f"loss {self.sharded:.12g} on the ranks, {self.one_process:.12g} in one process, {self.float64:.12g}"
-        lines.append(f"{losses} in float64")
-        times = f"the ranks are up to {self.worst:.3g} times as far from float64 as one process"
+            errors = f"{row.ranks:.1e}      {row.one_process:.1e}"
+            lines.append(f"{row.module:{width}}  {row.parameters:10}  {errors}{mark}")
+        lines.append(
+            f"loss {self.sharded:.12g} on the ranks, {self.one_process:.12g} in one process, "
+            f"{self.float64:.12g} in float64"
+        )
+
+        verdict = f"the ranks are up to {self.worst:.3g} times as far from float64 as one process"
         limit = f"{LIMIT:.0f} is the limit"
-        small = f"; {limit} for errors above {self._enough:.1e}" if self.worst > LIMIT else ""
-        lines.append(f"right: {times}{small}" if self.right else f"wrong: {times}, and {limit}")
+        if not self.right:
+            lines.append(f"wrong: {verdict}, and {limit}")
+        elif self.worst > LIMIT:
+            lines.append(f"right: {verdict}; {limit} for errors above {self._negligible_error:.1e}")
+        else:
+            lines.append(f"right: {verdict}")
         return "\n".join(lines)
 
 
@@ -131,53 +143,66 @@ def compare(
     group: dist.ProcessGroup | None,
     paused: Callable[[], AbstractContextManager[None]],
 ) -> Report:
-    """Do as ``Sharded.check``; within ``paused()`` the model has its own attention."""
+    """Return the report of ``Sharded.check``; in ``paused()`` the model has its own attention."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
-    named = _trained(model)
-    if not named:
-        raise UserError(
-            "no parameter of the model is trained, so it has no gradients; check before they are frozen"
-        )
-    if any(hasattr(x, "full_tensor") for x in named.values()):
-        raise UserError(
-            "the model's weights are sharded; compare before fully_shard, which changes no number"
-        )
-    if quantised := [name for name, x in model.named_parameters() if not x.is_floating_point()]:
-        raise UserError(
-            f"{quantised[0]} is quantised, and has no copy in float64; compare the model as it was before"
-        )
+    parameters = _trained(model)
+    _check_comparable(model, parameters)
     count = (batch.whole.tokens["labels"] != IGNORED).sum()
     if not count:
         raise UserError("the batch has no labels, so no loss; give labels to cp.batch")
+
     with evaluating(model), torch.enable_grad():
-        mine = _gradients(model, named, [(batch.inputs, batch.labels)], count)
-        for x in mine if group is not None else ():
-            dist.all_reduce(x, group=group)
-        found = torch.zeros(len(mine), 3, dtype=torch.float64, device=mine[0].device)
-        failed: list[str | None] = [None]
+        sharded = _gradients(model, parameters, [(batch.inputs, batch.labels)], count)
+        if group is not None:
+            for x in sharded:
+                dist.all_reduce(x, group=group)
+
+        errors = torch.zeros(len(sharded), 3, dtype=torch.float64, device=sharded[0].device)
+        failure: list[str | None] = [None]
         if group is None or dist.get_rank(group) == 0:
             try:
                 with paused():
-                    alone = _gradients(model, named, list(_documents(batch)), count)
-                    exact = deepcopy(model).double()
-                    with Wide():
-                        truth = _gradients(exact, _trained(exact), list(_documents(batch)), count)
-                found.copy_(_errors(mine, alone, truth))
+                    one_process = _gradients(model, parameters, list(_documents(batch)), count)
+                    exact_model = deepcopy(model).double()
+                    with Float64Mode():
+                        exact = _gradients(
+                            exact_model, _trained(exact_model), list(_documents(batch)), count
+                        )
+                errors.copy_(_errors(sharded, one_process, exact))
             except Exception as error:  # such as no memory: the other ranks would wait for this one
-                failed = [f"{type(error).__name__}: {error}"]
+                failure = [f"{type(error).__name__}: {error}"]
+
     if group is not None:
-        dist.broadcast_object_list(failed, group=group, group_src=0, device=found.device)
-        dist.broadcast(found, group=group, group_src=0)
-    if failed[0]:
+        dist.broadcast_object_list(failure, group=group, group_src=0, device=errors.device)
+        dist.broadcast(errors, group=group, group_src=0)
+    if failure[0]:
         raise UserError(
-            f"the group's rank 0 could not compute the model alone, {failed[0]}; where memory is short, give fewer "
-            "tokens or check the model with fewer layers"
+            f"the group's rank 0 could not compute the model alone, {failure[0]}; if memory is "
+            "short, give fewer tokens or check the model with fewer layers"
         )
-    rounding = max(torch.finfo(x.dtype).eps for x in named.values())
-    sharded, one_process, exactly = found[0].tolist()
-    return Report(
-        sharded, one_process, exactly, max(rounding, 1e-13), _rows(named, found[1:].tolist())
-    )
+    rounding = max(torch.finfo(x.dtype).eps for x in parameters.values())
+    losses = errors[0].tolist()
+    rows = _rows_by_module(parameters, errors[1:].tolist())
+    return Report(*losses, max(rounding, 1e-13), rows)
+
+
+def _check_comparable(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Raise UserError if one process cannot hold the model in float64 with gradients."""
+    if not parameters:
+        raise UserError(
+            "no parameter of the model is trained, so it has no gradients; check before they are "
+            "frozen"
+        )
+    if any(hasattr(x, "full_tensor") for x in parameters.values()):
+        raise UserError(
+            "the model's weights are sharded; compare before fully_shard, which changes no number"
+        )
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise UserError(
+                f"{name} is quantised, and has no copy in float64; compare the model as it was "
+                "before"
+            )
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
@@ -186,66 +211,70 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 
 def _documents(batch: Batch) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Yield the inputs and labels of each document alone."""
-    for a, b in pairwise(batch.whole.bounds):
-        inputs: dict[str, Any] = {name: x[:, a:b] for name, x in batch.whole.tokens.items()}
+    for start, end in pairwise(batch.whole.cu_seqlens):
+        inputs: dict[str, Any] = {
+            name: x[:, start:end] for name, x in batch.whole.tokens.items()
+        }  # [1, length]
         labels = inputs.pop("labels")
-        positions = inputs["position_ids"]
-        if torch.equal(
-            positions[0] - batch.whole.first, torch.arange(b - a, device=positions.device)
-        ):
-            del inputs["position_ids"]  # the model knows its own, and ours may be wrong
+
+        # Without position_ids if possible: the model's own are the reference for ours.
+        positions = inputs["position_ids"][0] - batch.whole.first_position
+        if torch.equal(positions, torch.arange(end - start, device=positions.device)):
+            del inputs["position_ids"]
         yield {**inputs, "use_cache": False}, labels
 
 
 def _gradients(
     model: nn.Module,
-    named: Mapping[str, Tensor],
-    parts: list[tuple[dict[str, Any], Tensor]],
+    parameters: Mapping[str, Tensor],
+    sequences: list[tuple[dict[str, Any], Tensor]],
     count: Tensor,
 ) -> list[Tensor]:
-    """Return the loss, summed over parts, and the gradient of each parameter."""
-    found: list[Tensor] = []
-    for inputs, labels in parts:
-        total, _ = cross_entropy_sum(model(**inputs).logits, labels)
-        total = total / count
-        gradients = torch.autograd.grad(total, list(named.values()), allow_unused=True)
-        filled = (
-            torch.zeros_like(x) if g is None else g
-            for x, g in zip(named.values(), gradients, strict=True)
-        )
-        new = [total.detach(), *filled]
-        del gradients, filled
-        for i, x in enumerate(
-            found
-        ):  # one at a time, for memory; not in place, where two may be one tensor
-            found[i] = new[i] = x + new[i]
-        found = new
-    return found
+    """Return the loss, summed over the sequences, and the gradient of each parameter."""
+    sums: list[Tensor] = []
+    for inputs, labels in sequences:
+        loss_sum, _ = cross_entropy_sum(model(**inputs).logits, labels)
+        loss = loss_sum / count
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+
+        terms = [loss.detach()]
+        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+            terms.append(torch.zeros_like(parameter) if gradient is None else gradient)
+        del gradients
+
+        # One at a time, for memory; not in place, since autograd may return one tensor twice.
+        for i, x in enumerate(sums):
+            sums[i] = terms[i] = x + terms[i]
+        sums = terms
+    return sums
 
 
-def _errors(mine: list[Tensor], alone: list[Tensor], truth: list[Tensor]) -> Tensor:
-    """Return the three losses, and for each gradient the errors of the ranks and of one process,
-    and 0: ``[P, 3]``.
-    """
-    least = LEAST * max(float(x.abs().max()) for x in truth[1:])
-    rows = [[float(x[0]) for x in (mine, alone, truth)]]
-    for x, y, z in zip(mine[1:], alone[1:], truth[1:], strict=True):
-        scale = max(float(z.abs().max()), least) or 1.0
-        rows.append([*(float((near.double() - z).abs().max()) / scale for near in (x, y)), 0.0])
+def _errors(sharded: list[Tensor], one_process: list[Tensor], exact: list[Tensor]) -> Tensor:
+    """Return the three losses, then a row (ranks, one process, 0) per gradient: ``[1 + P, 3]``."""
+    min_scale = MIN_SCALE * max(float(x.abs().max()) for x in exact[1:])
+    rows = [[float(sharded[0]), float(one_process[0]), float(exact[0])]]
+    for x, y, reference in zip(sharded[1:], one_process[1:], exact[1:], strict=True):
+        scale = max(float(reference.abs().max()), min_scale) or 1.0
+        ranks_error = float((x.double() - reference).abs().max()) / scale
+        process_error = float((y.double() - reference).abs().max()) / scale
+        rows.append([ranks_error, process_error, 0.0])
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def _rows(named: Mapping[str, Tensor], errors: list[list[float]]) -> list[Row]:
-    """Return a row per module: the largest errors of its parameters, or not a number if one is
-    none.
-    """
-    parts: dict[str, list[tuple[int, list[float]]]] = {}
-    for (name, parameter), found in zip(named.items(), errors, strict=True):
-        parts.setdefault(name.rpartition(".")[0], []).append((parameter.numel(), found))
+def _rows_by_module(
+    parameters: Mapping[str, Tensor], errors: list[list[float]]
+) -> list[ModuleErrors]:
+    """Return a row per module: the largest errors of its parameters, NaN if one is NaN."""
+    counts: dict[str, int] = {}
+    errors_of: dict[str, list[list[float]]] = {}
+    for (name, parameter), parameter_errors in zip(parameters.items(), errors, strict=True):
+        module = name.rpartition(".")[0]
+        counts[module] = counts.get(module, 0) + parameter.numel()
+        errors_of.setdefault(module, []).append(parameter_errors)
+
     rows = []
-    for module, each in parts.items():
-        ranks, one_process, _ = (
-            torch.tensor([found for _, found in each], dtype=torch.float64).amax(0).tolist()
-        )
-        rows.append(Row(module, sum(count for count, _ in each), ranks, one_process))
+    for module, module_errors in errors_of.items():
+        # amax of a tensor, since Python's max() drops NaN
+        ranks, one_process, _ = torch.tensor(module_errors, dtype=torch.float64).amax(0).tolist()
+        rows.append(ModuleErrors(module, counts[module], ranks, one_process))
     return rows

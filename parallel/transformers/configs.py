@@ -1,4 +1,4 @@
-"""Configurations of a model's parts, in which transformers keeps the names of their attention."""
+"""Read and set the attention that transformers stores by name in a model's configurations."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def configured(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that have a configuration with the name of an attention, the whole first."""
+    """Return the modules whose configuration names an attention, the whole model first."""
     modules = []
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_attn_implementation"):
@@ -18,17 +18,24 @@ def configured(model: nn.Module) -> list[nn.Module]:
 
 
 def configs(model: nn.Module) -> list[Any]:
-    """Return the configurations of a model and its parts, each once, the whole's first."""
-    return list({id(module.config): module.config for module in configured(model)}.values())
+    """Return the distinct configurations of a model and its modules, the model's first."""
+    by_id: dict[int, Any] = {}
+    for module in configured(model):
+        by_id[id(module.config)] = module.config
+    return list(by_id.values())
 
 
 def attentions(model: nn.Module) -> dict[int, str]:
     """Return the name of each module's attention, by the module's id."""
-    return {id(module): str(module.config._attn_implementation) for module in configured(model)}  # type: ignore[union-attr]
+    names: dict[int, str] = {}
+    for module in configured(model):
+        config: Any = module.config
+        names[id(module)] = str(config._attn_implementation)
+    return names
 
 
 def set_attentions(model: nn.Module, names: Mapping[int, str], otherwise: str) -> None:
-    """Set the attention of each module, by its id, and another name where it has none there."""
+    """Set each module's attention to its name in ``names``, by id, or else to ``otherwise``."""
     for module in configured(model):
         config: Any = module.config
         config._attn_implementation = names.get(id(module), otherwise)
@@ -36,24 +43,25 @@ def set_attentions(model: nn.Module, names: Mapping[int, str], otherwise: str) -
 
 @contextmanager
 def attention_named(model: nn.Module, name: str) -> Iterator[None]:
-    """Give all modules one attention for a while."""
-    before = attentions(model)
+    """Set one attention for all modules until the block ends."""
+    previous = attentions(model)
     set_attentions(model, {}, name)
     try:
         yield
     finally:
-        set_attentions(model, before, name)
+        set_attentions(model, previous, name)
 
 
 def separate(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Give the model configurations that no other model has; return what ``restore`` takes.
+    """Copy the model's configurations, so that no other model shares them.
 
-    Models that are made from one configuration share it, and an attention set there would be that
-    of all.
+    Models made from one configuration share it, and an attention set there would be set for all of
+    them. Returns the replaced attributes, for ``restore``.
     """
-    memo: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
     shared = configs(model)
-    deepcopy(shared, memo)  # in one call, so that a configuration within another stays the same one
+    # In one call: a configuration inside another one must remain the same object in the copy.
+    deepcopy(shared, copies)
 
     replaced = []
     for module in model.modules():
@@ -62,11 +70,11 @@ def separate(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
                 replaced.append((module, name, value))
 
     for module, name, value in replaced:
-        setattr(module, name, memo[id(value)])
+        setattr(module, name, copies[id(value)])
     return replaced
 
 
 def restore(replaced: list[tuple[nn.Module, str, Any]]) -> None:
-    """Give modules back what ``separate`` replaced."""
+    """Undo ``separate``."""
     for module, name, value in replaced:
         setattr(module, name, value)

@@ -1,11 +1,13 @@
-"""Random numbers of a training forward whose tokens are on several ranks.
+"""Give ranks that share a sequence different dropout masks, and NEFTune's noise of one process.
 
-Ranks that share a sequence have one random state, as trainers seed them, and would drop the same
-elements of different tokens. So each draws from a stream of its own within a forward. NEFTune's
-noise on the embeddings is drawn as one process draws it, for all tokens of the batch, and cut.
+Trainers seed these ranks equally, so dropout would drop the same elements of different tokens. Each
+rank therefore draws from its own random stream during a forward, seeded by the common state and its
+rank. NEFTune's noise on the embeddings is instead drawn as one process draws it, for all tokens of
+the batch, and then sharded.
 
-Outside of forwards the ranks' states go on alike, by draws that all of them make; nothing else is
-kept, so that a restored state resumes both.
+After a forward the common state is restored and advanced by one draw if the forward drew anything,
+so it stays equal on all ranks. No other state exists: restoring torch's random state from a
+checkpoint restores the local streams too.
 
 Shapes: a batch of B rows of T tokens, of which n are this rank's; embeddings have D channels.
 """
@@ -23,12 +25,12 @@ from parallel.transformers.layers import CONTEXT
 from runtime.errors import UserError
 
 ALPHA = "neftune_noise_alpha"
-"""Attribute of embeddings to which transformers adds noise in training."""
+"""Attribute of embeddings to which transformers adds noise during training."""
 BLOCK = 4096
-"""Tokens whose noise is drawn at once: a long sequence's would not fit beside the model."""
-SEEDS = 2**62
-STRIDE = 0x9E3779B97F4A7C15
-"""An odd number that takes consecutive ranks to distant seeds."""
+"""Tokens whose noise is drawn at once: that of a long sequence would not fit in memory."""
+NUM_SEEDS = 2**62
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""An odd number that maps consecutive ranks to distant seeds."""
 
 
 class State(NamedTuple):
@@ -39,59 +41,59 @@ class State(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> "State":
-        """Return the states as they are."""
-        return cls(
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        )
+        """Return the current states."""
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), cuda)
 
     def set(self, device: torch.device) -> None:
-        """Make these the states."""
+        """Restore these states."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, device)
 
     def same(self, other: "State") -> bool:
-        """Return True if nothing was drawn between the two."""
+        """Return True if nothing was drawn between the two states."""
         if not torch.equal(self.cpu, other.cpu):
             return False
         return self.cuda is None or other.cuda is None or torch.equal(self.cuda, other.cuda)
 
 
 class Forward(NamedTuple):
-    """A forward in training that has begun."""
+    """A training forward in progress."""
 
     device: torch.device
     common: State | None
-    """The state of all ranks as the forward began and noise was drawn; None for one process."""
+    """The state of all ranks after the noise was drawn; None for one process."""
     local: State | None
-    """The state of this rank's stream at its beginning."""
-    noisy: nn.Module | None
-    """Embeddings to which transformers would add noise, unless they seem to evaluate."""
+    """The initial state of this rank's stream."""
+    embeddings: nn.Module | None
+    """Embeddings set to evaluation, so that transformers' own hook adds no noise."""
     handle: RemovableHandle | None
+    """Handle of the hook that adds our noise to them."""
 
 
 class Draws:
-    """Hooks on a model's forwards, which give each rank draws of its own."""
+    """Hooks on a model's forwards that give each rank its own random stream."""
 
-    def __init__(self, first: int = 0) -> None:
-        self._first = first
+    def __init__(self, first_rank: int = 0) -> None:
+        self._first_rank = first_rank
         """The lowest of the ranks that share a sequence."""
-        self._rows: WeakKeyDictionary[ContextParallel, Tensor] = WeakKeyDictionary()
+        self._is_token: WeakKeyDictionary[ContextParallel, Tensor] = WeakKeyDictionary()
+        """Each batch's mask of tokens, by its context."""
         self._running: list[Forward | None] = []
         self._hooked = False
 
     def __deepcopy__(self, memo: Any) -> "Draws":
-        """Serve a copy of the model too: nothing here is one model's."""
+        """Return this object: a copied model shares it, as it holds nothing of one model."""
         return self
 
     def __reduce__(self) -> Any:
         """Let a model be pickled with its hooks."""
-        return Draws, (self._first,)
+        return Draws, (self._first_rank,)
 
-    def expect(self, model: nn.Module, context: ContextParallel, tokens: Tensor) -> None:
-        """Know a batch by its context: which of its rows' tokens [B, T] are no padding."""
-        self._rows[context] = tokens
+    def expect(self, model: nn.Module, context: ContextParallel, is_token: Tensor) -> None:
+        """Register a batch by its context, with its mask of tokens [B, T]; hook the model once."""
+        self._is_token[context] = is_token
         if not self._hooked:
             model.register_forward_pre_hook(self._begin, with_kwargs=True)
             model.register_forward_hook(self._end, always_call=True)
@@ -105,17 +107,18 @@ class Draws:
             return
 
         device = next(module.parameters()).device
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        common = State.now(device)
-        noisy, handle = self._with_noise(module, context, device)
-        if ranks == 1:
-            self._running.append(Forward(device, None, None, noisy, handle))
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        state_before = State.now(device)
+        embeddings, handle = self._add_noise(module, context, device)
+        if world_size == 1:
+            self._running.append(Forward(device, None, None, embeddings, handle))
             return
 
-        seed = _seed(common)
-        common = State.now(device)  # after the noise
-        torch.manual_seed((seed + (1 + dist.get_rank()) * STRIDE) % SEEDS)
-        self._running.append(Forward(device, common, State.now(device), noisy, handle))
+        seed = _seed(state_before)
+        state_after_noise = State.now(device)
+        torch.manual_seed((seed + (1 + dist.get_rank()) * SEED_STRIDE) % NUM_SEEDS)
+        forward = Forward(device, state_after_noise, State.now(device), embeddings, handle)
+        self._running.append(forward)
 
     @torch.compiler.disable
     def _end(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -123,36 +126,41 @@ class Draws:
         if forward is None:
             return
 
-        if forward.handle is not None and forward.noisy is not None:
+        if forward.handle is not None and forward.embeddings is not None:
             forward.handle.remove()
-            forward.noisy.training = True
+            forward.embeddings.training = True
         if forward.common is None or forward.local is None:
             return
 
-        drawn = not forward.local.same(State.now(forward.device))
+        has_drawn = not forward.local.same(State.now(forward.device))
         forward.common.set(forward.device)
-        if drawn:
-            torch.rand(1)  # for the next forward to have other draws
+        if has_drawn:
+            torch.rand(1)  # so that the next forward has other draws
 
-    def _with_noise(
+    def _add_noise(
         self, model: nn.Module, context: ContextParallel, device: torch.device
     ) -> tuple[nn.Module | None, RemovableHandle | None]:
-        """Take NEFTune's noise over for one forward; transformers' own hook adds none where a
-        module evaluates.
+        """Replace NEFTune's noise by ours for one forward.
+
+        transformers' own hook adds none to embeddings in evaluation mode.
         """
         embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
         alpha = getattr(embeddings, ALPHA, None)
         if alpha is None or not embeddings.training:
             return None, None
-        if context not in self._rows:
+        if context not in self._is_token:
             raise UserError(
                 "the batch is another model's; call the model with the inputs of its own cp.batch"
             )
 
-        tokens = self._rows[context]
-        width = int(embeddings.embedding_dim)
         noise = local_noise(
-            context, tokens, alpha, width, embeddings.weight.dtype, device, self._first
+            context,
+            self._is_token[context],
+            alpha,
+            int(embeddings.embedding_dim),
+            embeddings.weight.dtype,
+            device,
+            self._first_rank,
         )
 
         def add(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
@@ -162,49 +170,47 @@ class Draws:
         return embeddings, embeddings.register_forward_hook(add)
 
 
-def _seed(common: State) -> int:
-    """Return a seed that a state decides, and leave the state as it is."""
+def _seed(state: State) -> int:
+    """Return a seed derived from a state, without advancing it."""
     generator = torch.Generator()
-    generator.set_state(common.cpu)
-    return int(torch.randint(SEEDS, (1,), generator=generator))
+    generator.set_state(state.cpu)
+    return int(torch.randint(NUM_SEEDS, (1,), generator=generator))
 
 
 def local_noise(
     context: ContextParallel,
-    tokens: Tensor,
+    is_token: Tensor,
     alpha: float,
     width: int,
     dtype: torch.dtype,
     device: torch.device,
-    first: int = 0,
+    first_rank: int = 0,
 ) -> Tensor:
-    """Return this rank's part [1, n, D] of the noise on a batch, drawn as in one process; 0 in
-    padding.
+    """Return this rank's part of the noise that one process would draw, [1, n, D]; 0 in padding.
 
     The scale is alpha / sqrt(T D), as in transformers, where T is the length of a whole row. Groups
-    whose ``first`` rank is not 0 have noise of their own.
+    other than the first, which hold other sequences, draw other noise.
     """
-    rows, length = tokens.shape
-    limit = alpha / (length * width) ** 0.5
+    num_rows, row_length = is_token.shape
+    limit = alpha / (row_length * width) ** 0.5
     generator = None
-    if first:
-        seed = _seed(State.now(device))
-        generator = torch.Generator(device).manual_seed((seed + first * STRIDE) % SEEDS)
+    if first_rank:
+        seed = (_seed(State.now(device)) + first_rank * SEED_STRIDE) % NUM_SEEDS
+        generator = torch.Generator(device).manual_seed(seed)
         torch.rand(1)
 
-    in_rows = tokens.flatten().nonzero()[:, 0].to(device)  # of the packed tokens
-    positions = context.positions.to(device)
-    real = positions < len(in_rows)
-    local = in_rows[positions[real]]
+    index_in_rows = is_token.flatten().nonzero()[:, 0].to(device)  # [N], of the packed tokens
+    positions = context.positions.to(device)  # [n]
+    is_real = positions < len(index_in_rows)  # the layout may pad the sequence
+    local_index = index_in_rows[positions[is_real]]
 
-    noise = torch.zeros(len(positions), width, dtype=dtype, device=device)
-    part = noise[real]
-    for start in range(0, rows * length, BLOCK):
-        count = min(BLOCK, rows * length - start)
-        block = torch.empty(count, width, dtype=dtype, device=device).uniform_(
-            -limit, limit, generator=generator
-        )
-        inside = (local >= start) & (local < start + count)
-        part[inside] = block[local[inside] - start]
-    noise[real] = part
+    noise = torch.zeros(len(positions), width, dtype=dtype, device=device)  # [n, D]
+    real_noise = noise[is_real]
+    for start in range(0, num_rows * row_length, BLOCK):
+        count = min(BLOCK, num_rows * row_length - start)
+        block = torch.empty(count, width, dtype=dtype, device=device)
+        block.uniform_(-limit, limit, generator=generator)
+        in_block = (local_index >= start) & (local_index < start + count)
+        real_noise[in_block] = block[local_index[in_block] - start]
+    noise[is_real] = real_noise
     return noise[None]

@@ -1,9 +1,8 @@
-"""Attention, short convolution and delta rule that layers of transformers call in place of their
-own.
+"""Attention, short convolution and delta rule over ranks, for the layers of transformers to call.
 
-A forward hands them the ranks and documents of its batch among its keyword arguments, which every
-layer passes on. So nothing here is kept between calls, and a layer that is computed again under
-checkpointing sees its own batch.
+The context of a batch (its ranks and documents) travels as a keyword argument of the forward, which
+every layer passes on. A module-level variable would be wrong: a layer that gradient checkpointing
+computes again, after the next batch's forward, must see its own batch.
 
 Shapes: B sequences, T local positions, H query heads, K key heads, D and E widths of keys and
 values, C channels.
@@ -12,7 +11,7 @@ values, C channels.
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -20,30 +19,32 @@ from torch import Tensor, nn
 
 from parallel.transformers.masks import disagreement, mask, stated_mask
 from runtime.errors import UserError
+from runtime.tensors import accum_dtype
 
 CONTEXT = "context_parallel"
-"""Keyword argument that a forward passes on to its layers: the ContextParallel of its batch."""
+"""Keyword argument of a forward and its layers: the ContextParallel of the batch."""
 NAME = __name__.replace(".", "_")
-"""Name of the attention in transformers' registry; a checkout and a written package beside it have
-their own.
+"""Name of the attention in transformers' registry. It contains this module's path, so that one
+process can use a checkout and an installed wheel.
 """
 PROBED = f"{NAME}_probed"
-"""Name of the attention while a model is probed, which has masks besides."""
-PASSED_ON = {"position_ids", "is_causal", "use_cache", "cache_position"}
-"""Keyword arguments that say nothing that the context does not."""
+"""Name of the attention during a probe, which also compares the layers' masks."""
+IGNORED_ARGUMENTS = {"position_ids", "is_causal", "use_cache", "cache_position"}
+"""Keyword arguments of a layer's attention that add nothing to the context."""
 NO_BATCH = (
-    "the model was called without its batch; call model(**cp.batch(...).inputs), and generate or call it as it was "
-    "within cp.paused()"
+    "the model was called without its batch; call model(**cp.batch(...).inputs), and generate or "
+    "call the unsharded model within cp.paused()"
 )
 L2_EPSILON = 1e-6
 
 
-def refuse(module: nn.Module, reason: str) -> None:
+def refuse(module: nn.Module, reason: str) -> NoReturn:
     """Raise UserError about a layer."""
+    title = type(module).__name__
     layer = getattr(module, "layer_idx", None)
-    raise UserError(
-        f"layer {'' if layer is None else f'{layer}, '}{type(module).__name__}: {reason}"
-    )
+    if layer is not None:
+        title = f"{layer}, {title}"
+    raise UserError(f"layer {title}: {reason}")
 
 
 def attend(
@@ -58,33 +59,41 @@ def attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention [B, T, H, E], as transformers' AttentionInterface asks for it.
+    """Compute a layer's attention [B, T, H, E]; the signature is AttentionInterface's.
 
     Args:
         query, key, value: ``[B, H, T, D]``, ``[B, K, T, D]`` and ``[B, K, T, E]``, E at most D.
-        sliding_window: keys that a query sees, its own among them.
+        sliding_window: number of keys that a query sees, its own included.
         s_aux: a score per head in the softmax's denominator, ``[H]``.
-        others: the context, and what ``_unfit`` refuses.
+        others: the context, and arguments that ``_unsupported`` refuses.
 
-    Raises UserError: what these ranks cannot do; the message names the layer and the reason.
+    Raises UserError: an attention that the ranks cannot compute; the message names the layer and
+        the reason.
     """
     cp = others.pop(CONTEXT, None)
-    if reason := _unfit(module, cp, attention_mask, dropout, sliding_window, others):
+    reason = _unsupported(module, cp, attention_mask, dropout, sliding_window, others)
+    if reason is not None:
         refuse(module, reason)
-    q, k, v = (
-        x.transpose(1, 2).to(value.dtype) for x in (query, key, value)
-    )  # [B, T, heads, width]
-    if (gap := q.shape[-1] - v.shape[-1]) < 0:
+
+    q = query.transpose(1, 2).to(value.dtype)  # [B, T, H, D]
+    k = key.transpose(1, 2).to(value.dtype)  # [B, T, K, D]
+    v = value.transpose(1, 2)  # [B, T, K, E]
+    padding = q.shape[-1] - v.shape[-1]
+    if padding < 0:
         refuse(module, f"its values are wider ({v.shape[-1]}) than its keys ({q.shape[-1]})")
     if sliding_window == 1:
         return _attend_itself(q, k, v, s_aux, scaling), None
-    wide = F.pad(v, (0, gap)) if gap else v
+
+    # The kernels take values as wide as keys.
+    padded_v = F.pad(v, (0, padding)) if padding else v  # [B, T, K, D]
     window = None if sliding_window is None else (sliding_window - 1, 0)
-    out = cp.attend(q, k, wide, window=window, sinks=s_aux, scale=scaling)
-    return (out[..., : v.shape[-1]] if gap else out), None
+    out = cp.attend(q, k, padded_v, window=window, sinks=s_aux, scale=scaling)  # [B, T, H, D]
+    if padding:
+        out = out[..., : v.shape[-1]]
+    return out, None
 
 
-def _unfit(
+def _unsupported(
     module: nn.Module,
     cp: Any,
     mask: Any,
@@ -92,34 +101,45 @@ def _unfit(
     window: int | None,
     others: dict[str, Any],
 ) -> str | None:
-    """Return the reason why the ranks cannot compute this attention, if there is one."""
-    kinds, number = (
-        getattr(getattr(module, "config", None), "layer_types", None),
-        getattr(module, "layer_idx", None),
-    )
-    kind = kinds[number] if kinds and number is not None and number < len(kinds) else None
-    given = {name for name, value in others.items() if value is not None and value is not False}
-    unknown = sorted(given - PASSED_ON)
-    causal = others.get("is_causal")
-    reasons = {
-        NO_BATCH: cp is None,
-        "it has a mask of its own; leave attention_mask out: cp.batch takes it": mask is not None,
-        "its attention is not causal": not (
-            getattr(module, "is_causal", True) if causal is None else causal
-        ),
-        f"it soft-caps its scores (softcap {others.get('softcap')}), which no kernel here does": "softcap"
-        in unknown,
-        f"its attention has dropout {dropout}; set attention_dropout to 0 in the configuration": dropout
-        > 0,
-        f"its attention is {kind}, which is neither full nor a sliding window": kind is not None
-        and kind not in ("full_attention", "sliding_attention"),
-        f"its window is {window} keys; give 1 or more, its own token among them": window is not None
-        and window < 1,
-        "it is a layer with a sliding window and does not say which": kind == "sliding_attention"
-        and window is None,
-        f"its attention takes {', '.join(unknown)}, which is not known here": bool(unknown),
-    }
-    return next((reason for reason, found in reasons.items() if found), None)
+    """Return the first reason why the ranks cannot compute this attention; None if they can."""
+    kind = _layer_type(module)
+    is_causal = others.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    set_names = {name for name, value in others.items() if value is not None and value is not False}
+    unknown = sorted(set_names - IGNORED_ARGUMENTS)
+
+    if cp is None:
+        return NO_BATCH
+    if mask is not None:
+        return "it has a mask of its own; leave attention_mask out: cp.batch takes it"
+    if not is_causal:
+        return "its attention is not causal"
+    if "softcap" in unknown:
+        softcap = others.get("softcap")
+        return f"it soft-caps its scores (softcap {softcap}), which no kernel here supports"
+    if dropout > 0:
+        return (
+            f"its attention has dropout {dropout}; set attention_dropout to 0 in the configuration"
+        )
+    if kind not in (None, "full_attention", "sliding_attention"):
+        return f"its attention is {kind}, which is neither full nor a sliding window"
+    if window is not None and window < 1:
+        return f"its window is {window} keys; give 1 or more, its own token included"
+    if kind == "sliding_attention" and window is None:
+        return "it is a layer with a sliding window and does not give its size"
+    if unknown:
+        return f"its attention takes {', '.join(unknown)}, which is not known here"
+    return None
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    """Return the type of a layer's attention by its configuration; None if it does not say."""
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    if not layer_types or layer is None or layer >= len(layer_types):
+        return None
+    return str(layer_types[layer])
 
 
 def attend_masked(
@@ -132,16 +152,21 @@ def attend_masked(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within a probe, where a layer has its mask: it must say what the arguments of the
-    layer say.
-    """
-    causal = (
-        None if attention_mask is not None else is_causal
-    )  # a mask takes the place of the argument
+    """Attend during a probe; refuse a layer whose mask differs from its other arguments."""
+    if attention_mask is not None:
+        is_causal = None  # transformers ignores it if there is a mask
     output = attend(
-        module, query, key, value, None, sliding_window=sliding_window, is_causal=causal, **others
+        module,
+        query,
+        key,
+        value,
+        None,
+        sliding_window=sliding_window,
+        is_causal=is_causal,
+        **others,
     )
-    if reason := disagreement(attention_mask, sliding_window):
+    reason = disagreement(attention_mask, sliding_window)
+    if reason is not None:
         refuse(module, reason)
     return output
 
@@ -149,32 +174,38 @@ def attend_masked(
 def _attend_itself(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Return the attention [B, T, H, E] of tokens to themselves alone: a window of 1 needs no other
-    rank.
+    """Return the attention of each token to itself, [B, T, H, E]; it needs no other rank.
+
+    Without sinks it is v; a sink takes its share of the softmax.
     """
     repeats = q.shape[2] // k.shape[2]
-    keys = k.repeat_interleave(repeats, 2)
-    values = v.repeat_interleave(repeats, 2)
-    products = (q * keys).to(torch.promote_types(q.dtype, torch.float32))
-    scores = products.sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)  # [B, T, H]
-    total = scores if sinks is None else torch.logaddexp(scores, sinks.to(scores.dtype))
-    return values * (scores - total).exp()[..., None].to(values.dtype)
+    k = k.repeat_interleave(repeats, 2)  # [B, T, H, D]
+    v = v.repeat_interleave(repeats, 2)  # [B, T, H, E]
+    products = (q * k).to(accum_dtype(q.dtype))
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    scores = products.sum(-1) * scale  # [B, T, H]
+    lse = scores if sinks is None else torch.logaddexp(scores, sinks.to(scores.dtype))
+    return v * (scores - lse).exp()[..., None].to(v.dtype)
 
 
-def convolving(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a ``causal_conv1d_fn`` that goes over the ranks where the forward says so."""
+def convolving(local_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a ``causal_conv1d_fn`` that spans the ranks if there is a context."""
 
-    @wraps(own)
+    @wraps(local_function)
     def convolve(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, **others: Any
     ) -> Tensor:
         """Convolve [B, C, T] with weight [C, taps]."""
         cp = others.pop(CONTEXT, None)
         if cp is None:
-            return own(hidden_states, weight, bias, **others)
-        out = cp.convolve(hidden_states.transpose(1, 2).to(weight.dtype), weight)
-        out = out if bias is None else out + bias
-        if activation := others.get("activation"):
+            return local_function(hidden_states, weight, bias, **others)
+
+        out = cp.convolve(hidden_states.transpose(1, 2).to(weight.dtype), weight)  # [B, T, C]
+        if bias is not None:
+            out = out + bias
+        activation = others.get("activation")
+        if activation:
             from transformers.activations import ACT2FN
 
             out = ACT2FN[activation](out)
@@ -183,22 +214,25 @@ def convolving(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return convolve
 
 
-def recurring(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``torch_chunk_gated_delta_rule`` that goes over the ranks where the forward says so."""
+def recurring(local_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``torch_chunk_gated_delta_rule`` that spans the ranks if there is a context."""
 
-    @wraps(own)
+    @wraps(local_function)
     def delta_rule(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **others: Any
     ) -> Any:
-        """Return [B, T, H, E] and no state; query and key [B, T, K, D], value [B, T, H, E], g and
-        beta [B, T, H].
+        """Return [B, T, H, E] and no state.
+
+        query and key are [B, T, K, D], value [B, T, H, E], g and beta [B, T, H].
         """
         cp = others.pop(CONTEXT, None)
         if cp is None:
-            return own(query, key, value, g=g, beta=beta, **others)
+            return local_function(query, key, value, g=g, beta=beta, **others)
+
         scale = query.shape[-1] ** -0.5
         if others.get("use_qk_l2norm_in_kernel"):
-            query, key = _normalised(query, scale), _normalised(key)
+            query = _l2_normalized(query, scale)
+            key = _l2_normalized(key)
         else:
             query = query * scale
         return cp.attend_delta(query, key, value, g, beta), None
@@ -206,29 +240,34 @@ def recurring(own: Callable[..., Any]) -> Callable[..., Any]:
     return delta_rule
 
 
-def _normalised(x: Tensor, scale: float = 1.0) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPSILON))).to(
-        x.dtype
-    )
+def _l2_normalized(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Return ``scale * x / |x|`` over the last dimension, computed in float32 at least."""
+    accum = x.to(accum_dtype(x.dtype))
+    squares = accum.square().sum(-1, keepdim=True)
+    return (accum * (scale * torch.rsqrt(squares + L2_EPSILON))).to(x.dtype)
 
 
 STATEFUL = {"causal_conv1d_fn": convolving, "torch_chunk_gated_delta_rule": recurring}
-"""Functions that files of models call by these names, and what takes their place."""
+"""Functions that transformers' model files call by these names, and their wrappers."""
 
 
 def install(model: nn.Module) -> None:
-    """Register the attention, and put the functions into the files of the model's layers, where
-    they pass on to the file's own for every model but a sharded one."""
+    """Register the attention, and wrap the stateful functions in the model's source files.
+
+    The wrappers call the file's own function for every model that is not sharded.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
     AttentionInterface.register(PROBED, attend_masked)
     AttentionMaskInterface.register(PROBED, stated_mask)
-    for kind in {base for module in model.modules() for base in type(module).__mro__}:
-        names = vars(sys.modules.get(kind.__module__, object))
-        for name, replace in STATEFUL.items():
+
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    for module_name in {kind.__module__ for kind in classes}:
+        names = vars(sys.modules.get(module_name, object))
+        for name, wrap in STATEFUL.items():
             if name in names and not hasattr(names[name], CONTEXT):
-                setattr(sys.modules[kind.__module__], name, taking := replace(names[name]))
-                setattr(taking, CONTEXT, True)
+                wrapper = wrap(names[name])
+                setattr(wrapper, CONTEXT, True)
+                setattr(sys.modules[module_name], name, wrapper)

@@ -1,8 +1,9 @@
-"""Masks that a model of transformers makes, and what they say besides the arguments of its layers.
+"""Check that a model's attention masks mean the same as the arguments of its layers.
 
-A sharded model makes no masks: the attention knows which tokens see which, by the documents of the
-batch and the window that a layer names. While the model is probed it makes them, and each has to
-say what the layer's arguments say.
+A sharded model makes no masks: its attention derives them from the batch's documents and from the
+window that a layer passes. A model may state a window in its mask alone, which would then be lost
+without a word. So during the probe the model makes its masks, and each is compared with the layer's
+arguments.
 """
 
 from collections.abc import Callable
@@ -14,76 +15,82 @@ from torch import Tensor
 from runtime.errors import UserError
 
 FAR = 2**20
-"""A position behind all windows of published models but those of whole sequences."""
+"""A position beyond the windows of published models, except windows of whole sequences."""
 STATEMENT = "context_parallel_statement"
-"""Name of the attribute of a mask that says what it is."""
+"""Attribute of a mask that holds its `Statement`."""
 
 
 class Statement(NamedTuple):
     """Meaning of a mask."""
 
     regular: bool
-    """It is causal, or causal with a window."""
+    """True if it is causal, or causal with a window."""
     window: int | None
-    """Keys that a query sees, its own among them."""
+    """Number of keys that a query sees, its own included."""
 
 
 def mask(*, use_vmap: bool = False, attention_mask: Tensor | None = None, **others: Any) -> None:
-    """Make no mask, since the attention knows which tokens see which; as transformers'
-    AttentionMaskInterface asks.
+    """Make no mask; the signature is transformers' AttentionMaskInterface's.
 
     Raises UserError: a mask that is not causal, one of the model's own, or padding.
     """
     if attention_mask is not None and not attention_mask.all():
         raise UserError(
-            "the model was given an attention_mask that is not all 1; leave it out: cp.batch(attention_mask=...) takes "
-            "it"
+            "the model was given an attention_mask that is not all 1; leave it out: "
+            "cp.batch(attention_mask=...) takes it"
         )
     if use_vmap or "allow_is_bidirectional_skip" in others:
         kind = "a mask of its own over the causal one" if use_vmap else "a mask that is not causal"
         raise UserError(
-            f"the model makes {kind}, such as for images; context parallelism has causal masks alone"
+            f"the model makes {kind}, such as for images; context parallelism supports causal "
+            "masks alone"
         )
 
 
 def stated_mask(
     *, mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **others: Any
 ) -> Tensor:
-    """Make a mask [1, 1, T, T] that carries its statement, for a probe; refuses as ``mask``."""
+    """Make a mask [1, 1, T, T] with its `Statement`, for a probe; raises as ``mask``."""
     mask(**others)
     batch = torch.tensor(0, device=others["device"])
     queries = torch.arange(q_length, device=batch.device)[:, None]
     keys = torch.arange(kv_length, device=batch.device)[None]
 
-    made = mask_function(batch, batch, queries, keys).expand(q_length, kv_length)[None, None]
-    setattr(made, STATEMENT, _statement(mask_function, made[0, 0], others.get("local_size")))
-    return made
+    visible = mask_function(batch, batch, queries, keys).expand(q_length, kv_length)[None, None]
+    statement = _statement(mask_function, visible[0, 0], others.get("local_size"))
+    setattr(visible, STATEMENT, statement)
+    return visible
 
 
-def _statement(visible: Callable[..., Tensor], near: Tensor, window: int | None) -> Statement:
-    """Return what a mask says: by its first tokens [T, T], and by what some late tokens see."""
-    batch = torch.tensor(0, device=near.device)
-    distances = 2 ** torch.arange(20, device=near.device)
+def _statement(
+    mask_function: Callable[..., Tensor], first_tokens: Tensor, window: int | None
+) -> Statement:
+    """Return the meaning of a mask.
+
+    The mask of the first tokens [T, T] alone would not do: the probe has fewer tokens than a usual
+    window, or than a chunk of chunked attention. So a few queries far behind are looked at too, at
+    distances of powers of two and around the edge of the window.
+    """
+    batch = torch.tensor(0, device=first_tokens.device)
+    distances = 2 ** torch.arange(20, device=first_tokens.device)
     queries = torch.full_like(distances, FAR)
     if window is not None:
-        edges = torch.arange(-2, 3, device=near.device) + window
+        edges = torch.arange(-2, 3, device=first_tokens.device) + window
         distances = torch.cat([distances, edges, edges])
-        late = torch.full_like(edges, FAR + window)
-        early = torch.full_like(
-            edges, window + window // 2 + 2
-        )  # within a chunk, where a window is over its border
-        queries = torch.cat([queries, late, early])
+        far_queries = torch.full_like(edges, FAR + window)
+        # In the middle of a chunk, if the window is in truth one of chunks.
+        near_queries = torch.full_like(edges, window + window // 2 + 2)
+        queries = torch.cat([queries, far_queries, near_queries])
 
     distances = distances.minimum(queries)
     try:
-        far = visible(batch, batch, queries, queries - distances)
-    except IndexError:  # it asks a tensor of the first tokens
+        visible = mask_function(batch, batch, queries, queries - distances)
+    except IndexError:  # it indexes a tensor that has the first tokens alone
         return Statement(False, window)
 
     expected = (distances >= 0) & in_window(distances, window)
-    regular = torch.equal(far.expand_as(expected), expected) and torch.equal(
-        near, _causal(near, window)
-    )
+    regular_far = torch.equal(visible.expand_as(expected), expected)
+    regular = regular_far and torch.equal(first_tokens, _causal(first_tokens, window))
     return Statement(regular, window)
 
 
@@ -95,28 +102,32 @@ def _causal(like: Tensor, window: int | None) -> Tensor:
 
 
 def in_window(distances: Tensor, window: int | None) -> Tensor:
-    """Return True for keys that are no farther than a window has keys."""
-    return torch.ones_like(distances, dtype=torch.bool) if window is None else distances < window
+    """Return True for the keys inside a window; without a window, for all."""
+    if window is None:
+        return torch.ones_like(distances, dtype=torch.bool)
+    return distances < window
 
 
-def disagreement(made: Tensor | None, window: int | None) -> str | None:
-    """Return how a layer's mask differs from the window that its attention is told, if it does."""
-    if made is None:
+def disagreement(layer_mask: Tensor | None, window: int | None) -> str | None:
+    """Return how a layer's mask differs from its window argument; None if they agree."""
+    if layer_mask is None:
         if window is None:
             return None
-        return f"it names a window of {window} and has no mask, so that transformers' own attentions disagree"
+        return (
+            f"it names a window of {window} and has no mask, so that transformers' own attentions "
+            "disagree"
+        )
 
-    statement: Statement | None = getattr(made, STATEMENT, None)
+    statement: Statement | None = getattr(layer_mask, STATEMENT, None)
     if statement is None:
         return "it has a mask of its own; leave attention_mask out: cp.batch takes it"
     if not statement.regular:
         return "its mask is neither causal nor a sliding window, such as one of chunks or blocks"
     if statement.window == window:
         return None
-    in_mask, in_layer = (
-        f"a window of {x}" if x else "no window" for x in (statement.window, window)
-    )
+    in_mask = f"a window of {statement.window}" if statement.window else "no window"
+    in_layer = f"a window of {window}" if window else "no window"
     return (
-        f"its mask has {in_mask} and its attention is told {in_layer}; the ranks see the latter alone. Set "
-        "sliding_window to None in the configuration where no document is longer"
+        f"its mask has {in_mask} and its attention is told {in_layer}; the ranks see the latter "
+        "alone. Set sliding_window to None in the configuration if no document is longer"
     )

@@ -1,11 +1,11 @@
-"""Trainers of transformers, and so of TRL, over groups of ranks that share every sequence.
+"""A mixin for the trainers of transformers and TRL: groups of ranks share every sequence.
 
-class LongTrainer(ContextParallelTrainer, SFTTrainer):                # or transformers' Trainer
+class LongTrainer(ContextParallelTrainer, SFTTrainer):  # or transformers' Trainer
     pass
 
 trainer = LongTrainer(model, args, train_dataset=chats, context_parallel_size=2)
 
-Batches go over the groups, as they would over as many processes; a group is of consecutive ranks.
+A group consists of consecutive ranks. Each group loads its own batches, as a single process would.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from parallel.transformers.shard import shard
 from runtime.errors import UserError
 
 Base: Any = object
-"""The other class of a trainer brings all else; transformers is not imported for it."""
+"""Stands for the trainer class of transformers, which is not imported here."""
 OTHER_LOSS = "the loss here is the mean cross entropy of all tokens with a label"
 REFUSED = {
     "label_smoothing_factor": (0, OTHER_LOSS),
@@ -42,9 +42,9 @@ REFUSED = {
     ),
     "deepspeed": (None, "use DDP or FSDP2, whose gradients are means over all processes"),
 }
-"""Arguments, what each must be, and why."""
-TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
-LENGTHS = (
+"""Arguments of a trainer, the value that each must have, and why."""
+MODEL_INPUTS = ("input_ids", "labels", "position_ids", "attention_mask")
+PACKING_FIELDS = (
     "seq_lengths",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
@@ -53,26 +53,25 @@ LENGTHS = (
     "seq_idx",
     "use_cache",
 )
-"""Additions of collators of packed documents, of which the first two are read where there are no
-position ids.
+"""Fields added by collators of packed documents; the first two are read if there are no position
+ids.
 """
 
 
 class ContextParallelTrainer(Base):
-    """A mixin before ``Trainer``: sequences are shared by groups of ``context_parallel_size``
-    ranks, by default all.
+    """A mixin to list before ``Trainer``: groups of ranks share every sequence.
 
-    Losses and gradients are those of one process with the same global batch: a sum over tokens,
-    divided by the tokens with a label of all groups and accumulated batches. ``context_parallel``
-    is what ``shard`` returned.
+    Losses and gradients equal those of one process with the same global batch: a sum over tokens,
+    divided by the number of tokens with a label in all groups and accumulated batches. The
+    attribute ``context_parallel`` holds the result of ``shard``.
 
     Args:
-        context_parallel_size: ranks of a group; a divisor of the processes.
+        context_parallel_size: ranks of a group, a divisor of the processes; by default all of them.
         context_parallel_method: as for ``shard``.
-        context_parallel_options: more arguments of ``shard``.
+        context_parallel_options: further arguments of ``shard``.
 
     Raises UserError: an argument that would change the loss, or a layer that the ranks cannot
-    compute.
+        compute.
     """
 
     loss_is_scaled_for_ga: Any = True
@@ -89,8 +88,9 @@ class ContextParallelTrainer(Base):
         self._group: dist.ProcessGroup | None = None
         self._size = context_parallel_size
         super().__init__(*args, **others)
-        for name, (needed, reason) in REFUSED.items():
-            if (value := getattr(self.args, name, getattr(self, name, needed))) != needed:
+        for name, (required, reason) in REFUSED.items():
+            value = getattr(self.args, name, getattr(self, name, required))
+            if value != required:
                 raise UserError(f"{name} is {value!r}; {reason}")
         options = context_parallel_options or {}
         self.context_parallel = shard(
@@ -102,43 +102,47 @@ class ContextParallelTrainer(Base):
         from torch.distributed.device_mesh import init_device_mesh
 
         super().create_accelerator_and_postprocess()
-        world = self.accelerator.num_processes
-        self._size = size = world if self._size is None else self._size
-        if size < 1 or world % size:
+        world_size = self.accelerator.num_processes
+        size = world_size if self._size is None else self._size
+        self._size = size
+        if size < 1 or world_size % size:
             raise UserError(
-                f"context_parallel_size is {size}; it must divide the {world} processes"
+                f"context_parallel_size is {size}; it must divide the {world_size} processes"
             )
         if self.args.train_sampling_strategy == "batch_rebalance":
             raise UserError(
-                "train_sampling_strategy batch_rebalance gives every process its own samples; use another"
+                "train_sampling_strategy batch_rebalance gives every process its own samples; use "
+                "another"
             )
         if self.args.fsdp and not self.is_fsdp_enabled:
             raise UserError(
-                "fsdp is on, and accelerate has none for these devices and would take DDP; leave it out"
+                "fsdp is on, and accelerate has none for these devices and would take DDP; leave "
+                "it out"
             )
         if self.accelerator.dispatch_batches:
             raise UserError(
                 "dispatch_batches is True, which gives every process its own samples; leave it out"
             )
+
         self.accelerator.dataloader_config.dispatch_batches = False
         if dist.is_initialized():
             mesh = init_device_mesh(
-                self.args.device.type, (world // size, size), mesh_dim_names=("dp_replicate", "cp")
+                self.args.device.type,
+                (world_size // size, size),
+                mesh_dim_names=("dp_replicate", "cp"),
             )
             self._group = mesh["cp"].get_group()
-            self.accelerator._prepare_device_mesh = lambda: (
-                mesh
-            )  # which only the loaders of data ask for
+            # Only accelerate's data loaders call this.
+            self.accelerator._prepare_device_mesh = lambda: mesh
 
     def get_cp_size(self) -> int:
-        """Return the ranks that share a sequence, by which transformers divides the size of a
-        batch.
-        """
+        """Return the size of a group, by which transformers divides the batch size."""
         return int(self._size or 1)
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **others: Any) -> Any:
-        """Let evaluation see each sample once: its last batches may be fewer and smaller than the
-        groups'.
+        """Return a loader that evaluates each sample exactly once.
+
+        accelerate would repeat samples until all groups have full batches, and count them twice.
         """
         loader = super()._get_dataloader(*args, is_training=is_training, **others)
         groups = self.accelerator.num_processes // self.get_cp_size()
@@ -146,25 +150,31 @@ class ContextParallelTrainer(Base):
             return loader
         if not hasattr(loader.batch_sampler, "even_batches"):
             raise UserError(
-                "a dataset without a length is evaluated by one group alone; give one that has a length"
+                "a dataset without a length is evaluated by one group alone; give one that has a "
+                "length"
             )
-        if self.is_fsdp_enabled and (count := loader.batch_sampler.total_length) % groups:
-            raise UserError(
-                f"{count} batches to evaluate, and FSDP needs a multiple of the {groups} groups; change "
-                "per_device_eval_batch_size or the samples of eval_dataset"
-            )
+        if self.is_fsdp_enabled:
+            count = loader.batch_sampler.total_length
+            if count % groups:
+                raise UserError(
+                    f"{count} batches to evaluate, and FSDP needs a multiple of the {groups} "
+                    "groups; change per_device_eval_batch_size or the samples of eval_dataset"
+                )
         loader.batch_sampler.even_batches = False
         return loader
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
-        """Return the tokens with a label of accumulated batches, of all groups. Collective."""
-        packs = [
-            pack(**{"documents": None, **dict.fromkeys(TAKEN), **_arguments(x)})
-            for x in batch_samples
-        ]
-        count = torch.tensor(
-            sum(int((x.tokens["labels"] != IGNORED).sum()) for x in packs), device=device
-        )
+        """Return the number of tokens with a label in the accumulated batches of all groups.
+
+        Collective.
+        """
+        total = 0
+        for inputs in batch_samples:
+            arguments = {"documents": None, **dict.fromkeys(MODEL_INPUTS), **_arguments(inputs)}
+            packed = pack(**arguments)
+            total += int((packed.tokens["labels"] != IGNORED).sum())
+
+        count = torch.tensor(total, device=device)
         if dist.is_initialized():
             dist.all_reduce(count)
         return (count // self.get_cp_size()).clamp(min=1)
@@ -176,9 +186,7 @@ class ContextParallelTrainer(Base):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the batch's share of the loss, the same on every rank; the outputs are of this
-        rank's tokens.
-        """
+        """Return the batch's share of the loss, equal on all ranks, and this rank's outputs."""
         batch = self.context_parallel.batch(**_arguments(inputs))
         output = model(**batch.inputs)
         loss = self.context_parallel.loss(output, batch, num_items_in_batch)
@@ -187,15 +195,19 @@ class ContextParallelTrainer(Base):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, None, None]:
-        """Add a batch to the loss of an evaluation; only a group's ranks wait for each other."""
+        """Add a batch to the evaluation's loss.
+
+        Only the ranks of a group wait for each other: groups may have different numbers of batches.
+        """
         if not prediction_loss_only:
             raise UserError(
-                "predictions are of this rank's tokens alone; call context_parallel.gather on the model's"
+                "predictions are of this rank's tokens alone; call context_parallel.gather on the "
+                "model's"
             )
         with torch.no_grad(), self.compute_loss_context_manager():
             batch = self.context_parallel.batch(**_arguments(self._prepare_inputs(inputs)))
-            total, valid = cross_entropy_sum(model(**batch.inputs).logits, batch.labels)
-        self._evaluated += torch.stack([total.double(), valid.double()])
+            loss_sum, valid = cross_entropy_sum(model(**batch.inputs).logits, batch.labels)
+        self._eval_sums += torch.stack([loss_sum.double(), valid.double()])
         return None, None, None
 
     def evaluation_loop(
@@ -206,33 +218,32 @@ class ContextParallelTrainer(Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Evaluate the mean loss of all tokens with a label, the same for any number of ranks and
-        size of batches.
-        """
-        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        """Evaluate the mean loss over tokens; it does not depend on the ranks or the batch size."""
+        self._eval_sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         with self._prepared_for_evaluation():
-            found = super().evaluation_loop(
+            output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         if dist.is_initialized():
-            dist.all_reduce(self._evaluated)
-        total, tokens = self._evaluated.tolist()
-        found.metrics[f"{metric_key_prefix}_loss"] = total / max(tokens, 1)
-        return found
+            dist.all_reduce(self._eval_sums)
+        loss_sum, tokens = self._eval_sums.tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = loss_sum / max(tokens, 1)
+        return output
 
     @contextmanager
     def _prepared_for_evaluation(self) -> Iterator[None]:
-        """Undo afterwards what an evaluation before any training does to the model.
+        """Undo the preparation of a model that is evaluated before any training.
 
-        accelerate marks the model as prepared, without DDP, and would leave it so for the training.
+        accelerate marks the model as prepared, without DDP. A later training would believe that
+        mark, and every process would train by itself.
         """
-        if self.accelerator._models:  # it is prepared for training, or by the caller
+        if self.accelerator._models:  # prepared for training, or by the caller
             yield
             return
         if self.is_fsdp_enabled:
             raise UserError(
-                "FSDP prepares a model together with its optimizer, when training begins; evaluate after train(), or "
-                "with eval_on_start=True"
+                "FSDP prepares a model together with its optimizer, when training begins; evaluate "
+                "after train(), or with eval_on_start=True"
             )
 
         model = self.model
@@ -250,39 +261,47 @@ class ContextParallelTrainer(Base):
                     model.__dict__.pop(name, None)
 
     def training_step(self, model: Any, *args: Any, **others: Any) -> Any:
-        """Take a step's part, if something averages gradients over the processes."""
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        """Run the step; refuse if nothing averages gradients over the processes."""
+        single = not dist.is_initialized() or dist.get_world_size() == 1
         averaged = isinstance(model, DistributedDataParallel) or self.is_fsdp_enabled
-        if not alone and not averaged and any(x.requires_grad for x in model.parameters()):
+        if not single and not averaged and any(x.requires_grad for x in model.parameters()):
             raise UserError(
-                f"the model to train is a {type(model).__name__} without DDP or FSDP, so that each process would "
-                "train by itself; leave the model to the trainer: something prepared it for evaluation alone"
+                f"the model to train is a {type(model).__name__} without DDP or FSDP, so that each "
+                "process would train by itself; leave the model to the trainer: something prepared "
+                "it for evaluation alone"
             )
         return super().training_step(model, *args, **others)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return a rank's share; transformers adds those of all."""
+        """Return this rank's share of the batch's FLOPs; transformers sums over the ranks."""
         return int(super().floating_point_ops(inputs)) // self.get_cp_size()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        before = self.state.num_input_tokens_seen
+        """Count a group's tokens once, not once per rank."""
+        previous = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
-        self.state.num_input_tokens_seen = (
-            before + (self.state.num_input_tokens_seen - before) // self.get_cp_size()
-        )
+        added = self.state.num_input_tokens_seen - previous
+        self.state.num_input_tokens_seen = previous + added // self.get_cp_size()
 
 
 def _arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``Sharded.batch`` of what a collator returned."""
-    if "labels" not in inputs or inputs.keys() - {*TAKEN, *LENGTHS}:
-        others = ", ".join((*TAKEN[2:], *LENGTHS))
+    """Return the arguments of ``Sharded.batch`` for a collator's batch."""
+    if "labels" not in inputs or inputs.keys() - {*MODEL_INPUTS, *PACKING_FIELDS}:
+        others = ", ".join((*MODEL_INPUTS[2:], *PACKING_FIELDS))
         raise UserError(
-            f"a batch has {', '.join(sorted(inputs))}; it needs input_ids and labels, and may have {others}"
+            f"a batch has {', '.join(sorted(inputs))}; it needs input_ids and labels, and may have "
+            f"{others}"
         )
-    found = {name: inputs[name] for name in TAKEN if name in inputs}
-    if "position_ids" not in found and ("seq_lengths" in inputs or "cu_seq_lens_q" in inputs):
-        lengths = (
-            inputs["seq_lengths"] if "seq_lengths" in inputs else inputs["cu_seq_lens_q"].diff()
-        )
-        found["documents"] = torch.cat([torch.as_tensor(row).flatten() for row in lengths]).tolist()
-    return found
+    arguments = {name: inputs[name] for name in MODEL_INPUTS if name in inputs}
+    if "position_ids" in arguments:
+        return arguments
+
+    if "seq_lengths" in inputs:
+        rows = inputs["seq_lengths"]
+    elif "cu_seq_lens_q" in inputs:
+        rows = inputs["cu_seq_lens_q"].diff()
+    else:
+        return arguments
+    lengths = torch.cat([torch.as_tensor(row).flatten() for row in rows])
+    arguments["documents"] = lengths.tolist()
+    return arguments

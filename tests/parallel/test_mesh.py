@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.data import DataParallelConfig, sharding_mesh
-from parallel.mesh import SIZES, MeshConfig, MeshError, _check_apart, distributed_mesh
+from parallel.mesh import SIZES, MeshConfig, MeshError, _check_distinct, distributed_mesh
 from runtime.processes import join, launched_world_size
 from runtime.ranks import run_ranks
 
@@ -141,7 +141,7 @@ def test_every_group_waits_no_longer_than_the_run_allows():
 def with_gpu(rank, world_size, uuids):
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid=uuids[rank])
     try:
-        _check_apart(torch.device("cuda", 0))
+        _check_distinct(torch.device("cuda", 0))
     except MeshError as error:
         return str(error)
     return ""

@@ -156,7 +156,7 @@ def test_order_of_dimensions_is_kept():
     ):
         kept = layer.pack(x)
         kept.release()
-        got = offload.take(kept)
+        got = offload.unpack(kept)
         assert got is not x
         assert torch.equal(got, x)
         assert got.dtype == x.dtype
@@ -169,7 +169,7 @@ def test_numbers_stay_where_they_are():
     for x in (torch.tensor(2), torch.empty(0, 3)):
         kept = layer.pack(x)
         assert kept is x
-        assert offload.take(kept) is x
+        assert offload.unpack(kept) is x
 
 
 @pytest.mark.gpu

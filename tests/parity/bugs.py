@@ -28,7 +28,7 @@ def no_sum_over_tp():
     """Each rank keeps its own tokens of its own partial sum; embeddings, of which one rank has
     each, stay right.
     """
-    scattered = styles.scattered
+    scattered = styles.reduce_scatter
 
     def own(part, mesh):
         if "Where" in type(part.grad_fn).__name__:
@@ -36,7 +36,7 @@ def no_sum_over_tp():
         chunk = part.chunk(mesh.size(), part.ndim - 2)[mesh.get_local_rank()]
         return DTensor.from_local(chunk, mesh, [Shard(part.ndim - 2)], run_check=False)
 
-    styles.scattered = own
+    styles.reduce_scatter = own
 
 
 def norm_counted_twice():
@@ -109,7 +109,7 @@ def alike_shards():
         own = parameter.to_local()
         return own, tuple(slice(0, length) for length in own.shape)
 
-    parallel.data.own_part = first
+    parallel.data.local_shard = first
 
 
 def stage_without_norm():

@@ -32,7 +32,7 @@ def alone(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)  # where no data are
-    monkeypatch.setattr(progress, "FIRST", progress.LOGS)
+    monkeypatch.setattr(progress, "FIRST_LOG_SECONDS", progress.LOG_SECONDS)
 
 
 def run(path, *flags):
@@ -60,7 +60,7 @@ def test_the_report_and_the_commands(capsys):
 
 def test_it_says_which_rank_it_runs_and_what_is_not_here(capsys, monkeypatch):
     flags = "--num-layers 2 --pipeline-model-parallel-size 2 --vocab-size 64 --global-batch-size 2"
-    for seconds in ("FIRST", "LOGS"):
+    for seconds in ("FIRST_LOG_SECONDS", "LOG_SECONDS"):
         monkeypatch.setattr(progress, seconds, -1.0)  # every look is told
     pretrain_gpt.main(["--dry-run", *flags.split()])
     said = capsys.readouterr()

@@ -24,8 +24,8 @@ HERE = f"process {2**22 + 1} on {socket.gethostname()}, since 2026-11-22 02:30:0
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(locks, "BEAT", 0.05)
-    monkeypatch.setattr(locks, "PATIENCE", 1.5)
+    monkeypatch.setattr(locks, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(locks, "PATIENCE_SECONDS", 1.5)
 
 
 @pytest.fixture

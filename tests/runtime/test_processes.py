@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import MeshConfig, distributed_mesh
-from runtime import processes
 from runtime.errors import LaunchError
+from runtime.launch import rendezvous
 from runtime.processes import join, launched_world_size, leave, meet, process_group
 from runtime.ranks import run_ranks
 from tests.starts import ROOT, ended, torchrun
@@ -86,7 +86,7 @@ def test_a_launch_that_cannot_work_is_one_line(names, words, monkeypatch, capfd)
 
 
 def test_a_name_that_does_not_resolve_is_named_soon(monkeypatch, capfd):
-    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
+    monkeypatch.setattr(rendezvous, "SECONDS_TO_ANSWER", 0.3)
     for rank in (0, 1):
         launched(
             monkeypatch, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="node7.invalid", MASTER_PORT=20000
@@ -100,7 +100,7 @@ def test_a_name_that_does_not_resolve_is_named_soon(monkeypatch, capfd):
 
 
 def test_a_torchrun_that_is_gone_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
+    monkeypatch.setattr(rendezvous, "SECONDS_TO_ANSWER", 0.3)
     launched(monkeypatch, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=9)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(
@@ -111,7 +111,7 @@ def test_a_torchrun_that_is_gone_is_not_waited_for(monkeypatch):
 
 def test_a_port_that_another_program_uses(port, monkeypatch, capfd):
     """Rank 0 cannot have it; the others would wait for ever for what is no store to answer."""
-    monkeypatch.setattr(processes, "SECONDS_TO_ANSWER", 0.3)
+    monkeypatch.setattr(rendezvous, "SECONDS_TO_ANSWER", 0.3)
     for rank, words in (
         (0, f"MASTER_PORT is {port}, which another program"),
         (1, r"rank 1 is connected to .*, which does not answer as a store .* \(it is silent\)"),
@@ -230,7 +230,9 @@ def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store():
     store.set_timeout(timedelta(seconds=20))
 
     def start(number, rank):
-        part = parts[number, rank] = processes._agreed_part(store, rank, 3, timedelta(seconds=20))
+        part = parts[number, rank] = rendezvous.agree_on_prefix(
+            store, rank, 3, timedelta(seconds=20)
+        )
         part.set(f"said by {rank}", str(number))
 
     for number in range(2):
@@ -240,7 +242,7 @@ def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store():
         for thread in ranks:
             thread.join()
     with pytest.raises(LaunchError, match="rank 0 waited in vain for rank 1, 2"):
-        processes._agreed_part(store, 0, 3, SOON)  # the names of dead ranks are there
+        rendezvous.agree_on_prefix(store, 0, 3, SOON)  # the names of dead ranks are there
     for number in range(2):
         assert {parts[number, rank].get(f"said by {2 - rank}") for rank in range(3)} == {
             str(number).encode()
@@ -249,4 +251,4 @@ def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store():
     with pytest.raises(
         LaunchError, match="rank 1 met the launcher's store and waited in vain for rank 0"
     ):
-        processes._agreed_part(store, 1, 3, SOON)
+        rendezvous.agree_on_prefix(store, 1, 3, SOON)

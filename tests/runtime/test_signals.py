@@ -60,7 +60,7 @@ def test_before_there_is_work_a_signal_ends_the_process_with_its_status(number):
 
 @pytest.mark.parametrize("number", ASKING)
 def test_the_first_signal_is_noted_and_the_second_ends_at_once(number, monkeypatch):
-    monkeypatch.setattr(signals, "SAME", 0.5)
+    monkeypatch.setattr(signals, "SAME_SECONDS", 0.5)
 
     def body(report):
         with stop_requests() as notice:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime import processes
+from runtime.launch import versions
 from runtime.processes import join, leave
 from runtime.ranks import run_ranks
 from tests.starts import free_port
@@ -31,8 +31,8 @@ def joined(rank, world_size, port, torch_of, sources_of):
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
         patch.setattr(torch, "__version__", torch_of[rank])
-        patch.setattr(processes, "sources", lambda root: sources_of[rank])
-        patch.setattr(processes.socket, "gethostname", lambda: f"node{rank}")
+        patch.setattr(versions, "sources", lambda root: sources_of[rank])
+        patch.setattr(versions.socket, "gethostname", lambda: f"node{rank}")
         status = exit_status(main, [])
     if not met:
         join(store=dist.HashStore())  # for run_ranks to leave
@@ -59,7 +59,7 @@ def test_every_difference_has_its_ranks_and_hosts():
     ranks[2] |= {"sources": "bb"}
     ranks[3] |= {"sources": "bb", "torch": "2.12.1"}
     ranks[5] |= {"sources": "cc"}
-    assert list(processes._differences(ranks)) == [
+    assert list(versions.differences(ranks)) == [
         "sources bb on rank 2, 3 (node1), cc on rank 5 (node2), and aa on the others",
         "torch 2.12.1 on rank 3 (node1), and 2.13.0 on the others",
     ]
@@ -68,9 +68,9 @@ def test_every_difference_has_its_ranks_and_hosts():
 def test_the_digest_is_of_the_code_alone(tmp_path):
     copies = [tmp_path / name for name in ("a", "b")]
     for copy in copies:
-        shutil.copytree(processes.ROOT / "runtime", copy / "runtime")
+        shutil.copytree(versions.ROOT / "runtime", copy / "runtime")
         (copy / "runs").mkdir()
         (copy / "runs" / f"{copy.name}.py").touch()
-    assert processes.sources(copies[0]) == processes.sources(copies[1])
+    assert versions.sources(copies[0]) == versions.sources(copies[1])
     (copies[1] / "runtime" / "errors.py").write_text("")
-    assert processes.sources(copies[0]) != processes.sources(copies[1])
+    assert versions.sources(copies[0]) != versions.sources(copies[1])

@@ -12,7 +12,7 @@ from dataclasses import fields
 import pytest
 
 from runtime.errors import UserError
-from slurm import submit
+from slurm import script, site, submit
 from tests.endings import end
 from tests.starts import ROOT
 
@@ -157,8 +157,8 @@ def write_cluster(path, **more):
 
 
 def test_a_site_has_a_script_of_its_own(capsys, tmp_path, monkeypatch):
-    plain = (submit.HERE / "h100.sbatch").read_text()
-    monkeypatch.setattr(submit, "HERE", tmp_path)
+    plain = (site.HERE / "h100.sbatch").read_text()
+    monkeypatch.setattr(site, "HERE", tmp_path)
     module = "module load cuda\nexport HF_HOME=/scratch/hf\n"
     script = plain.replace("# Slurm runs a copy", f"{module}# Slurm runs a copy").replace(
         "\n\n# GPUs that", "\n# GPUs that"
@@ -267,8 +267,8 @@ def test_without_slurm_the_way_out_is_named(monkeypatch):
     ],
 )
 def test_a_limit_is_read_as_sbatch_reads_it(limit, seconds):
-    assert submit._seconds(limit) == seconds
-    assert submit._seconds("UNLIMITED") == float("inf")
+    assert script.seconds_of(limit) == seconds
+    assert script.seconds_of("UNLIMITED") == float("inf")
 
 
 BREAKS = ("\n", "\x1b[2J", "\u2028", "\udcff")
@@ -380,7 +380,7 @@ def test_no_flag_becomes_a_line_or_a_command_of_the_script(text, tmp_path, capsy
     "text", [text for text in HOSTILE if "\udcff" not in text]
 )  # no TOML has it
 def test_no_key_of_a_file_becomes_a_line_or_a_command_of_the_script(text, tmp_path, capsys):
-    for entry in fields(submit.Site):
+    for entry in fields(site.Site):
         (tmp_path / entry.name).mkdir()
         file = write_cluster(tmp_path / "cluster.toml", **{entry.name: text})
         job = ["--cluster", str(file), "--nodes", "1", *RUN]

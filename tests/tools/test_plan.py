@@ -40,7 +40,7 @@ NO_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def alone(monkeypatch):
     for name in NO_LAUNCHER:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(progress, "FIRST", progress.LOGS)
+    monkeypatch.setattr(progress, "FIRST_LOG_SECONDS", progress.LOG_SECONDS)
 
 
 def rows_of(out):
@@ -51,7 +51,7 @@ def rows_of(out):
 
 
 def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys, monkeypatch):
-    for seconds in ("FIRST", "LOGS"):
+    for seconds in ("FIRST_LOG_SECONDS", "LOG_SECONDS"):
         monkeypatch.setattr(progress, seconds, -1.0)  # every look is told
     assert (
         main(

@@ -179,8 +179,8 @@ NESTED = {
 
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_a_template_that_does_not_end_or_grows_is_refused(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(bounds, "MOST_SECONDS", 0.3 if "end" in UNBOUNDED[name][1][:13] else 10)
-    monkeypatch.setattr(bounds, "MOST_BYTES", 1 << 27 if name != "long" else 1 << 30)
+    monkeypatch.setattr(bounds, "MAX_SECONDS", 0.3 if "end" in UNBOUNDED[name][1][:13] else 10)
+    monkeypatch.setattr(bounds, "MAX_BYTES", 1 << 27 if name != "long" else 1 << 30)
     source, message = UNBOUNDED[name]
     with pytest.raises(
         UnboundedError if "jinja2" not in message else DataError,

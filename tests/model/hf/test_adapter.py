@@ -81,7 +81,7 @@ def test_an_adapter_of_peft_computes_here_what_it_does_there(
 
 
 def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bounds, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(bounds, "MAX_SECONDS", 0.2)
     adapter = tmp_path / "adapter"
     peft_adapter(base, adapter)
     config, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"

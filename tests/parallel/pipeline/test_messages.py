@@ -107,7 +107,7 @@ def timeline(rank, size, config, micro_batches, tied):
     }
     names = [
         ["last" if s == last else "first", *["shared"] * (tied and s in (0, last))]
-        for s in config.own(rank, size)
+        for s in config.stages_of(rank, size)
     ]
     like = torch.empty(2, 4, device="meta")
     with ExitStack() as stack:

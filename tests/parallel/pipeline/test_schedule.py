@@ -308,7 +308,7 @@ def test_a_split_backward_sums_gradients_in_float32_too():
 def test_what_a_user_can_mend_keeps_its_kind_in_a_stage():
     """torch wraps every error of a stage."""
     runner = object.__new__(PipelineRunner)
-    runner.name, runner.own = "tokens", (1,)
+    runner.name, runner.stage_numbers = "tokens", (1,)
 
     def step(*_, **__):
         raise RuntimeError("[Stage 1] failed to run forward") from ContextError("mend it")

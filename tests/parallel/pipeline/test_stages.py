@@ -18,9 +18,9 @@ def test_every_layer_lies_in_one_stage_and_every_stage_on_one_rank(layers, ranks
     stages = stage_layers(config, layers, ranks)
     assert [layer for stage in stages for layer in stage] == list(range(layers))
     assert max(map(len, stages)) - min(map(len, stages)) <= 1
-    assert sorted(stage for rank in range(ranks) for stage in config.own(rank, ranks)) == list(
-        range(len(stages))
-    )
+    assert sorted(
+        stage for rank in range(ranks) for stage in config.stages_of(rank, ranks)
+    ) == list(range(len(stages)))
 
 
 def test_what_does_not_divide_goes_to_the_middle():

@@ -147,7 +147,7 @@ def parts_kept(patch):
 
 def a_bias_of_every_rank(patch):
     """A row-parallel layer's bias is added up over tp."""
-    patch.setattr(tensor_styles, "own_entries", DTensor.full_tensor)
+    patch.setattr(tensor_styles, "local_entries", DTensor.full_tensor)
 
 
 def parts_for_wholes(patch):

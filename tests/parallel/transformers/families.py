@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallel.transformers.check import Wide
+from parallel.transformers.check import Float64Mode
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY, LAYERS = 40, 3
@@ -103,7 +103,7 @@ def tokens(length, seed=3):
 
 def one_process(family, heads, ids, labels, documents, dtype=torch.float64, **others):
     """Loss and gradients with each document alone, and transformers' own attention."""
-    with Wide() if dtype == torch.float64 else nullcontext():
+    with Float64Mode() if dtype == torch.float64 else nullcontext():
         return each_alone(model_of(family, heads, dtype, **others), ids, labels, documents)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel.context import context_parallel
-from parallel.transformers.batch import IGNORED, pack, part
+from parallel.transformers.batch import IGNORED, pack, shard_batch
 from runtime.errors import UserError
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
@@ -15,7 +15,7 @@ POSITIONS = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])
 
 def packed(ids=IDS, labels=IDS, position_ids=None, documents=None, attention_mask=None):
     whole = pack(ids, labels, position_ids, documents, attention_mask)
-    return {name: x[0].tolist() for name, x in whole.tokens.items()} | {"bounds": whole.bounds}
+    return {name: x[0].tolist() for name, x in whole.tokens.items()} | {"bounds": whole.cu_seqlens}
 
 
 def test_rows_are_documents_and_labels_are_shifted_within_them():
@@ -61,7 +61,9 @@ def test_a_mask_of_any_dtype_leaves_out_a_row_of_padding_alone(dtype):
 
 def test_ranks_have_the_labels_of_the_whole():
     whole = pack(IDS, IDS.masked_fill(IDS == 10, IGNORED), None, None, None)
-    batch = part(whole, context_parallel("zigzag", seq_len=8, documents=whole.bounds, multiple=6))
+    batch = shard_batch(
+        whole, context_parallel("zigzag", seq_len=8, documents=whole.cu_seqlens, multiple=6)
+    )
     assert batch.inputs["input_ids"].shape == (1, 12)  # padded at the end
     assert batch.labels[0].tolist() == [6, 7, 8, IGNORED, IGNORED, 11, 12, *[IGNORED] * 5]
     assert batch.inputs["use_cache"] is False

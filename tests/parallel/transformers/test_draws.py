@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from parallel.context import context_parallel
 from parallel.transformers import draws, shard
-from parallel.transformers.batch import pack, part
+from parallel.transformers.batch import pack, shard_batch
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.parallel.transformers.families import SIZES, model_of, tokens, transformers
@@ -227,7 +227,9 @@ def noise_of(rank, length=9):
     torch.manual_seed(7)
     mask = torch.ones(1, length, dtype=torch.bool)
     context = context_parallel("exchange", seq_len=length)
-    return draws.local_noise(context, mask, 5.0, 8, torch.float32, torch.device("cpu"), first=rank)
+    return draws.local_noise(
+        context, mask, 5.0, 8, torch.float32, torch.device("cpu"), first_rank=rank
+    )
 
 
 def test_replicas_have_noise_of_their_own():
@@ -242,13 +244,13 @@ def test_noise_that_is_drawn_in_blocks_is_that_drawn_at_once(monkeypatch, block)
     ids, mask = padded_rows()
     whole = pack(ids, None, None, None, mask)
     context = context_parallel(
-        "exchange", seq_len=whole.bounds[-1], documents=whole.bounds, multiple=7
+        "exchange", seq_len=whole.cu_seqlens[-1], documents=whole.cu_seqlens, multiple=7
     )
     torch.manual_seed(7)
     limit = 5.0 / (LENGTH * 8) ** 0.5
     expected = torch.empty(*ids.shape, 8).uniform_(-limit, limit)[mask.bool()]
     torch.manual_seed(7)
     found = draws.local_noise(context, mask.bool(), 5.0, 8, torch.float32, torch.device("cpu"))
-    assert found.shape[1] == part(whole, context).labels.shape[1] > whole.bounds[-1]
-    assert torch.equal(found[0, : whole.bounds[-1]], expected)
-    assert not found[0, whole.bounds[-1] :].any()
+    assert found.shape[1] == shard_batch(whole, context).labels.shape[1] > whole.cu_seqlens[-1]
+    assert torch.equal(found[0, : whole.cu_seqlens[-1]], expected)
+    assert not found[0, whole.cu_seqlens[-1] :].any()

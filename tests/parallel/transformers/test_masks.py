@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.transformers import shard
-from parallel.transformers.check import Wide
+from parallel.transformers.check import Float64Mode
 from parallel.transformers.configs import configs
 from parallel.transformers.masks import Statement, disagreement, stated_mask
 from runtime.errors import UserError
@@ -142,7 +142,7 @@ def narrow(rank, world_size):
     for family, others in NARROW.items():
         truth = one_process(family, 2, *tokens(LENGTH), PACKED, **others)
         for method in ("exchange", "zigzag"):
-            with Wide():
+            with Float64Mode():
                 model = model_of(family, 2, **others)
                 cp = shard(model, dist.group.WORLD, method=method)
                 batch = cp.batch(*tokens(LENGTH), documents=PACKED)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from parallel.transformers import shard
 from parallel.transformers.batch import Positions, pack
-from parallel.transformers.check import Wide
+from parallel.transformers.check import Float64Mode
 from parallel.transformers.probe import TOKENS
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
@@ -74,7 +74,7 @@ def compared(rank, world_size, kinds):
     """
     found = {}
     for kind in kinds:
-        with Wide():
+        with Float64Mode():
             model = model_of(kind)
             truth = each_alone(model, *tokens(LENGTH), PACKED)
             cp = shard(model, dist.group.WORLD)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.transformers import shard
-from parallel.transformers.check import Wide
+from parallel.transformers.check import Float64Mode
 from runtime.ranks import run_ranks
 from tests.parallel.transformers.families import (
     FAMILIES,
@@ -44,7 +44,7 @@ def differences(rank, world_size, cells):
 
     found = []
     for family, method, documents, dtype in cells:
-        with Wide() if dtype == torch.float64 else nullcontext():
+        with Float64Mode() if dtype == torch.float64 else nullcontext():
             model = model_of(family, world_size, dtype)
             cp = shard(model, dist.group.WORLD, method=method)
             batch = cp.batch(*tokens(LENGTH), documents=documents)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel.transformers import shard
 from parallel.transformers.batch import IGNORED
-from parallel.transformers.check import Report, Row, Wide
+from parallel.transformers.check import Float64Mode, ModuleErrors, Report
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.parallel.transformers.families import (
@@ -36,7 +36,7 @@ def plain(model, cp, batch):
 def checkpointed(model, cp, batch):
     """Layers are computed again in the backward, after another batch was made."""
     model.activation_checkpointing_enable(
-        {"use_reentrant": False, "context_fn": lambda: (nullcontext(), Wide())}
+        {"use_reentrant": False, "context_fn": lambda: (nullcontext(), Float64Mode())}
     )
     loss = cp.loss(model(**batch.inputs), batch)
     cp.batch(*tokens(20, seed=4))
@@ -85,7 +85,7 @@ def trained(ways, families, method):
     """Errors of each way of training by family; every rank has the same loss."""
     errors, rank = {}, dist.get_rank()
     for family in families:
-        with Wide():
+        with Float64Mode():
             truth = one_process(family, HEADS, *tokens(LENGTH), PACKED) if rank == 0 else None
             for way in ways:
                 model = model_of(family, HEADS)
@@ -129,7 +129,7 @@ def checked():
     """Reports of a right model in float64 and float32, and of one whose ranks take other positions."""
     found = []
     for dtype in (torch.float64, torch.float32):
-        with Wide() if dtype == torch.float64 else nullcontext():
+        with Float64Mode() if dtype == torch.float64 else nullcontext():
             model = model_of("Qwen3_5", HEADS, dtype)
             cp = shard(model, dist.group.WORLD)
             batch = cp.batch(*tokens(LENGTH), documents=PACKED)
@@ -177,8 +177,8 @@ def test_a_process_that_was_exact_by_chance_does_not_condemn_the_ranks():
     """In float32; in bfloat16 a thousand roundings would hide everything. What is not a number is
     never right.
     """
-    small = Row("b", 1, 1e-7, 1e-7)
-    report = Report(1.0, 1.0, 1.0, 2.0**-23, [Row("a", 1, 2e-5, 1e-7), small])
+    small = ModuleErrors("b", 1, 1e-7, 1e-7)
+    report = Report(1.0, 1.0, 1.0, 2.0**-23, [ModuleErrors("a", 1, 2e-5, 1e-7), small])
     assert report.worst > 10
     assert report.right
     assert str(report).endswith("10 is the limit for errors above 1.2e-04")
@@ -187,7 +187,7 @@ def test_a_process_that_was_exact_by_chance_does_not_condemn_the_ranks():
         ((1e-1, 1e-7), 7.8e-3),
         ((torch.nan, 1e-7), 1e-7),
     ):
-        assert not Report(1.0, 1.0, 1.0, rounding, [Row("a", 1, *row), small]).right
+        assert not Report(1.0, 1.0, 1.0, rounding, [ModuleErrors("a", 1, *row), small]).right
     assert not Report(torch.nan, 1.0, 1.0, 1e-7, [small]).right
 
 
@@ -283,7 +283,7 @@ def adapted():
         return max(row.ranks for row in report.rows)
 
     found = []
-    with Wide():
+    with Float64Mode():
         model = model_of("Qwen3_5", HEADS)
         cp = shard(model, dist.group.WORLD)
         found.append(losses(lora(model), cp))

@@ -202,7 +202,7 @@ class LinearCore(nn.Module):
         refuse_mask(mask)
         own_q, own_k, own_v = (x[:, : states.count] for x in (q, k, v))
         if states.shared:
-            states.layers[layer] = states.total(state_after(own_k, own_v, log_decay, states.left))
+            states.layers[layer] = states.total(state_after(own_k, own_v, log_decay, states.remaining_tokens))
             return self.attend(q, k, v, log_decay)
         out, states.layers[layer] = linear_attention(
             own_q, own_k, own_v, log_decay, states.layers[layer]

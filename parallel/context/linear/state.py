@@ -52,7 +52,7 @@ class StateExecutor:
         def intra(way: Passage) -> Tensor:
             of = way.of
             outs[way.slot], local = run(
-                of(q), of(k), of(v), log_decay, None, way.documents, wide=True
+                of(q), of(k), of(v), log_decay, None, way.documents, accum_out=True
             )
             return local
 
@@ -91,7 +91,16 @@ class StateExecutor:
         def intra(way: Passage) -> Tensor:
             of, state = way.of, states[way.slot] if way.slot in entered else None
             found = backward(
-                run, of(dout), None, of(q), of(k), of(v), log_decay, state, way.documents, wide=True
+                run,
+                of(dout),
+                None,
+                of(q),
+                of(k),
+                of(v),
+                log_decay,
+                state,
+                way.documents,
+                accum_out=True,
             )
             dq[way.slot], dk[way.slot], dv[way.slot], local = found
             return local

@@ -1,0 +1,176 @@
+"""Decayed products of all pairs of tokens in a chunk, and the inverse of a chunk's system.
+
+With one gate per head the decay between two tokens is a number, so all products of a chunk are one
+matrix product times a matrix of decays. With one gate per channel it is a vector for each pair,
+``[C, C, D]`` in all, which would be many times the inputs. There the lower triangle is halved
+instead: in a block of two halves, a later token's vector is decayed from the middle to the token,
+and an earlier one's from its token to the middle. Their product has the decay between the two, and
+both factors are at most 1: nothing overflows, as a quotient of decays would. Blocks of 2, 4, ..., C
+tokens fill everything below the diagonal.
+
+Shapes as in ``kernels.delta.chunks``. In a block of two halves of h tokens, M = C / 2h blocks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SOLVED = 16
+"""Width of the diagonal blocks that a triangular solver inverts."""
+
+
+def decayed_products(x: Tensor, k: Tensor, g: Tensor, pair_decay: Tensor | None) -> Tensor:
+    """Return x_i . k_j, decayed from j to i, ``[N, G, n, C, C]``; 0 above the diagonal."""
+    if pair_decay is not None:
+        return x @ k.transpose(-1, -2) * pair_decay
+    products = torch.diag_embed((x * k).sum(-1))
+    for half in _halves(g):
+        late_x, early_k = _decayed_halves(x, k, g, half)
+        block = late_x @ early_k.transpose(-1, -2)  # [..., M, h, h]
+        _blocks(products, half, 1, 0, 2).copy_(block)
+    return products
+
+
+def decayed_products_backward(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    pair_decay: Tensor | None,
+    qk: Tensor,
+    kk: Tensor,
+    dqk: Tensor,
+    dkk: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q and k (summed over n) and of the gates.
+
+    Args:
+        qk, kk: the decayed products of q and k, and of k and k.
+        dqk, dkk: their gradients.
+    """
+    if pair_decay is None:
+        return _channel_gates_backward(q, k, g, dqk, dkk)
+
+    # The gate of token t is in the decay of all pairs j < t <= i.
+    weighted = dqk * qk + dkk * kk
+    before_column = torch.ones_like(weighted[0, 0, 0]).triu_(1)
+    crossing = weighted @ before_column  # sums over the columns before j, for each row i
+    dg = crossing.tril_().sum(-2)[..., None]
+    dqk = (dqk * pair_decay).sum(2, keepdim=True)
+    dkk = (dkk * pair_decay).sum(2, keepdim=True)
+    dk = dkk @ k + dkk.transpose(-1, -2) @ k + dqk.transpose(-1, -2) @ q
+    return dqk @ k, dk, dg
+
+
+def _channel_gates_backward(
+    q: Tensor, k: Tensor, g: Tensor, dqk: Tensor, dkk: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and the gates if each channel has a gate."""
+    diagonal = dqk.diagonal(0, -2, -1)[..., None]
+    dq = diagonal * k
+    dk = diagonal * q
+    dg = torch.zeros_like(g)
+    for half in _halves(g):
+        late_sums, early_sums = _half_sums(g, half)
+        late_decay = late_sums.exp()
+        early_decay = early_sums.exp()
+        _, decayed_k = _decayed_halves(k, k, g, half)
+
+        # Views of the later and the earlier halves; the gradients are added to in place.
+        _, late_q = _split_halves(q, half)
+        early_k, late_k = _split_halves(k, half)
+        _, late_dq = _split_halves(dq, half)
+        early_dk, late_dk = _split_halves(dk, half)
+        early_dg, late_dg = _split_halves(dg, half)
+
+        block_dqk = _blocks(dqk, half, 1, 0, 2)  # [..., M, h, h]
+        block_dkk = _blocks(dkk, half, 1, 0, 2)
+        add_q = block_dqk @ decayed_k * late_decay
+        add_late_k = block_dkk @ decayed_k * late_decay
+        from_q = block_dqk.transpose(-1, -2) @ (late_q * late_decay)
+        from_k = block_dkk.transpose(-1, -2) @ (late_k * late_decay)
+        add_early_k = from_q + from_k
+        add_early_k *= early_decay
+
+        late_dq += add_q
+        late_dk += add_late_k
+        early_dk += add_early_k
+        late_dg += sums_from((add_q * late_q).addcmul_(add_late_k, late_k))
+        early_dg += sums_before(add_early_k * early_k)
+    return dq, dk, dg
+
+
+def _halves(g: Tensor) -> list[int]:
+    """Return half the widths of the blocks that fill a chunk below its diagonal."""
+    chunk = g.shape[-2]
+    return [1 << level for level in range(chunk.bit_length() - 1)]
+
+
+def _split_halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """Return views of the earlier and the later halves of blocks, ``[..., M, half, D]``."""
+    early, late = x.unflatten(-2, (-1, 2, half)).unbind(-3)
+    return early, late
+
+
+def _half_sums(g: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """Return sums of gates from the middle of a block to each token, and from each to the middle.
+
+    Both ``[..., M, half, D]``, of the later and of the earlier half.
+    """
+    early, late = _split_halves(g, half)
+    return late.cumsum(-2), sums_after(early)
+
+
+def _decayed_halves(x: Tensor, k: Tensor, g: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """Return the later halves of x and the earlier ones of k, decayed from and to the middle."""
+    late_sums, early_sums = _half_sums(g, half)
+    _, late_x = _split_halves(x, half)
+    early_k, _ = _split_halves(k, half)
+    return late_x * late_sums.exp(), early_k * early_sums.exp()
+
+
+def sums_from(x: Tensor) -> Tensor:
+    """Return the sums of x over each token and the later ones."""
+    return x.flip(-2).cumsum(-2).flip(-2)
+
+
+def sums_after(x: Tensor) -> Tensor:
+    """Return the sums of x over the tokens after each token."""
+    return sums_from(F.pad(x[..., 1:, :], (0, 0, 0, 1)))
+
+
+def sums_before(x: Tensor) -> Tensor:
+    """Return the sums of x over the tokens before each token."""
+    return F.pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)
+
+
+def inverse_of_unit_lower(lower: Tensor) -> Tensor:
+    """Return (I + lower)^-1 of a strictly lower matrix ``[..., C, C]``, by halves.
+
+    A solver inverts the diagonal blocks of 16. Two inverted neighbours A and B then make a block of
+    twice the size, with -B L A at the lower left, L the block of ``lower`` there. Every block of
+    the inverse is bounded by 2 if beta is. The powers of ``lower``, which a product of squares
+    would sum, are not: with equal keys that was an error of 1e9.
+    """
+    eye = torch.eye(SOLVED, dtype=lower.dtype, device=lower.device)
+    blocks = _blocks(lower, SOLVED, 0, 0, 1)
+    inverse = torch.linalg.solve_triangular(
+        blocks + eye, eye.expand_as(blocks), upper=False, unitriangular=True
+    )
+    while inverse.shape[-1] < lower.shape[-1]:
+        size = inverse.shape[-1]
+        first = inverse[..., ::2, :, :]
+        second = inverse[..., 1::2, :, :]
+        below = -(second @ _blocks(lower, size, 1, 0, 2) @ first)
+        upper_half = F.pad(first, (0, size))
+        lower_half = torch.cat((below, second), -1)
+        inverse = torch.cat((upper_half, lower_half), -2)
+    return inverse.squeeze(-3)
+
+
+def _blocks(matrix: Tensor, size: int, row: int, column: int, per_side: int) -> Tensor:
+    """Return a view of one block ``[..., M, size, size]`` of each of M squares on the diagonal.
+
+    A square has ``per_side`` blocks a side; the block is at (row, column) of its square.
+    """
+    squares = matrix.unflatten(-1, (-1, per_side, size)).unflatten(-4, (-1, per_side, size))
+    return squares[..., row, :, :, column, :].diagonal(0, -4, -2).movedim(-1, -3)

@@ -130,8 +130,8 @@ if torch.backends.mkldnn.is_available():
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries or keys by their tokens' angles (Su et al. 2021).
 
-    Channels i and i + D/2 are a pair. One launch on a GPU with Triton; torch takes eight, and 12 times as much memory traffic in
-    bfloat16.
+    Channels i and i + D/2 are a pair. One launch on a GPU with Triton; torch takes eight, and 12
+    times as much memory traffic in bfloat16.
 
     Args:
         x: ``[B, T, H, D]``.

@@ -198,6 +198,5 @@ def delta_rule(
         change = beta[:, t, :, None] * (v[:, t] - current)
         running = running + k[:, t, :, :, None] * change[:, :, None]
         outputs.append(torch.einsum("bhd,bhde->bhe", q[:, t], running))
-    return torch.stack(outputs, 1).to(out_dtype), running.to(
-        torch.promote_types(widest, torch.float32)
-    )
+    final = running.to(torch.promote_types(widest, torch.float32))
+    return torch.stack(outputs, 1).to(out_dtype), final

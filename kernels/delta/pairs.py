@@ -25,8 +25,9 @@ def decayed_products(x: Tensor, k: Tensor, g: Tensor, pair_decay: Tensor | None)
         return x @ k.transpose(-1, -2) * pair_decay
     products = torch.diag_embed((x * k).sum(-1))
     for half in _halves(g):
-        late_x, early_k = _decayed_halves(x, k, g, half)
-        block = late_x @ early_k.transpose(-1, -2)  # [..., M, h, h]
+        decayed_x = _late(x, half) * _late_decay(g, half)  # [..., M, h, D]
+        decayed_k = _early(k, half) * _early_decay(g, half)
+        block = decayed_x @ decayed_k.transpose(-1, -2)  # [..., M, h, h]
         _blocks(products, half, 1, 0, 2).copy_(block)
     return products
 
@@ -70,17 +71,12 @@ def _channel_gates_backward(
     dk = diagonal * q
     dg = torch.zeros_like(g)
     for half in _halves(g):
-        late_sums, early_sums = _half_sums(g, half)
-        late_decay = late_sums.exp()
-        early_decay = early_sums.exp()
-        _, decayed_k = _decayed_halves(k, k, g, half)
-
-        # Views of the later and the earlier halves; the gradients are added to in place.
-        _, late_q = _split_halves(q, half)
-        early_k, late_k = _split_halves(k, half)
-        _, late_dq = _split_halves(dq, half)
-        early_dk, late_dk = _split_halves(dk, half)
-        early_dg, late_dg = _split_halves(dg, half)
+        late_decay = _late_decay(g, half)
+        early_decay = _early_decay(g, half)
+        late_q = _late(q, half)
+        late_k = _late(k, half)
+        early_k = _early(k, half)
+        decayed_k = early_k * early_decay
 
         block_dqk = _blocks(dqk, half, 1, 0, 2)  # [..., M, h, h]
         block_dkk = _blocks(dkk, half, 1, 0, 2)
@@ -91,11 +87,12 @@ def _channel_gates_backward(
         add_early_k = from_q + from_k
         add_early_k *= early_decay
 
-        late_dq += add_q
-        late_dk += add_late_k
-        early_dk += add_early_k
-        late_dg += sums_from((add_q * late_q).addcmul_(add_late_k, late_k))
-        early_dg += sums_before(add_early_k * early_k)
+        # The halves are views of the gradients, which are added to in place.
+        _late(dq, half).add_(add_q)
+        _late(dk, half).add_(add_late_k)
+        _early(dk, half).add_(add_early_k)
+        _late(dg, half).add_(sums_from((add_q * late_q).addcmul_(add_late_k, late_k)))
+        _early(dg, half).add_(sums_before(add_early_k * early_k))
     return dq, dk, dg
 
 
@@ -105,27 +102,24 @@ def _halves(g: Tensor) -> list[int]:
     return [1 << level for level in range(chunk.bit_length() - 1)]
 
 
-def _split_halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """Return views of the earlier and the later halves of blocks, ``[..., M, half, D]``."""
-    early, late = x.unflatten(-2, (-1, 2, half)).unbind(-3)
-    return early, late
+def _early(x: Tensor, half: int) -> Tensor:
+    """Return a view of the earlier halves of blocks, ``[..., M, half, D]``."""
+    return x.unflatten(-2, (-1, 2, half))[..., 0, :, :]
 
 
-def _half_sums(g: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """Return sums of gates from the middle of a block to each token, and from each to the middle.
-
-    Both ``[..., M, half, D]``, of the later and of the earlier half.
-    """
-    early, late = _split_halves(g, half)
-    return late.cumsum(-2), sums_after(early)
+def _late(x: Tensor, half: int) -> Tensor:
+    """Return a view of the later halves of blocks, ``[..., M, half, D]``."""
+    return x.unflatten(-2, (-1, 2, half))[..., 1, :, :]
 
 
-def _decayed_halves(x: Tensor, k: Tensor, g: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """Return the later halves of x and the earlier ones of k, decayed from and to the middle."""
-    late_sums, early_sums = _half_sums(g, half)
-    _, late_x = _split_halves(x, half)
-    early_k, _ = _split_halves(k, half)
-    return late_x * late_sums.exp(), early_k * early_sums.exp()
+def _early_decay(g: Tensor, half: int) -> Tensor:
+    """Return the decay from each token of an earlier half to the middle of its block."""
+    return sums_after(_early(g, half)).exp()
+
+
+def _late_decay(g: Tensor, half: int) -> Tensor:
+    """Return the decay from the middle of a block to each token of its later half."""
+    return _late(g, half).cumsum(-2).exp()
 
 
 def sums_from(x: Tensor) -> Tensor:

@@ -55,10 +55,14 @@ def segment_of(bounds, row, segments, carried, REVERSE: tl.constexpr, EACH: tl.c
         state_index = row * carried + slot
         enters = slot >= 0
         leaves = enters
+    elif REVERSE:
+        state_index = row
+        enters = segment == segments - 1
+        leaves = segment == 0
     else:
         state_index = row
-        enters = segment == (segments - 1 if REVERSE else 0)
-        leaves = segment == (0 if REVERSE else segments - 1)
+        enters = segment == 0
+        leaves = segment == segments - 1
     first = tl.load(bounds + segment)
     return first, tl.load(bounds + segment + 1) - first, state_index, enters, leaves
 
@@ -122,7 +126,10 @@ def scan_kernel(
         states = state + state_index * D * E + d[:, None] * strides[9] + e[None, :] * strides[10]
         b_state = tl.load(states, mask=inside & enters, other=0.0).to(tl.float32)
 
-    distance = c[None, :] - c[:, None] if REVERSE else c[:, None] - c[None, :]
+    if REVERSE:
+        distance = c[None, :] - c[:, None]
+    else:
+        distance = c[:, None] - c[None, :]
     decay = tl.where(
         distance >= 0, tl.exp(rate * tl.maximum(distance, 0).to(tl.float32)), 0.0
     )  # [C, C]
@@ -133,25 +140,34 @@ def scan_kernel(
     if EACH and not OUTPUT:
         chunks = tl.where(leaves, chunks, 0)
     for n in range(chunks):
-        start = (chunks - 1 - n if REVERSE else n) * C
+        if REVERSE:
+            start = (chunks - 1 - n) * C
+        else:
+            start = n * C
         count = tl.minimum(C, length - start)
         token = (first + start + c).to(tl.int64)
         filled = c < count
         before = (c + 1).to(tl.float32)
         after = tl.maximum(count - 1 - c, 0).to(tl.float32)
+        if REVERSE:
+            read_distance = after
+            write_distance = before
+        else:
+            read_distance = before
+            write_distance = after
         b_k = rows_of(head_k, strides[4], token, d, filled, D)
         b_v = rows_of(head_v, strides[7], token, e, filled, E)
         if OUTPUT:
             b_q = rows_of(head_q, strides[1], token, d, filled, D)
             scores = dot(b_q, tl.trans(b_k), PRECISION, WIDEN) * decay
             b_out = dot(b_q, rounded(b_state, b_q.dtype, WIDEN), PRECISION, WIDEN)
-            b_out *= tl.exp(rate * (after if REVERSE else before))[:, None]
+            b_out *= tl.exp(rate * read_distance)[:, None]
             b_out += dot(rounded(scores, b_v.dtype, WIDEN), b_v, PRECISION, WIDEN)
             tokens = tl.load(bounds + segments)  # T
             outputs = out + ((batch * tokens + token[:, None]) * H + head) * E + e[None, :]
             written = filled[:, None] & (e < E)[None, :]
             tl.store(outputs, rounded(b_out, out.dtype.element_ty, WIDEN), mask=written)
-        weights = tl.exp(rate * (before if REVERSE else after))
+        weights = tl.exp(rate * write_distance)
         weighted_k = rounded(b_k * weights[:, None], b_k.dtype, WIDEN)
         b_state *= tl.exp(rate * count.to(tl.float32))
         b_state += dot(tl.trans(weighted_k), b_v, PRECISION, WIDEN)
@@ -193,7 +209,10 @@ def carry_kernel(
     for n in range(carried):
         step = carried - 1 - n if REVERSE else n
         length = tl.load(steps + step).to(tl.float32)
-        resets = tl.load(steps + carried + 1 + step + (1 if REVERSE else 0))
+        starts_document = steps + carried + 1 + step
+        if REVERSE:
+            starts_document += 1  # of the segment after it, from which the scan comes
+        resets = tl.load(starts_document)
         b_state = tl.where(resets != 0, 0.0, b_state)
         segment_state = states + (row * carried + step) * numbers + i
         added = tl.load(segment_state, mask=inside, other=0.0)

@@ -124,10 +124,8 @@ class Strips(NamedTuple):
                     visible = (0, stop)
                 else:
                     visible = (start, side)
-                if by_rows:
-                    rows, columns = (start, stop), visible
-                else:
-                    rows, columns = visible, (start, stop)
+                rows = (start, stop) if by_rows else visible
+                columns = visible if by_rows else (start, stop)
 
                 causal = tile.kind == CAUSAL and rows[0] == columns[0]
                 mask = None

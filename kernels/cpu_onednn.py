@@ -219,10 +219,11 @@ def _mask(
         if not causal:
             scores.add_(mask[first, second])
             return
-        rows, columns = (second, first) if transposed else (first, second)
+        rows = second if transposed else first
+        columns = first if transposed else second
         if columns.stop > rows.start:  # the block ends on the diagonal
-            skipped = max(0, rows.start - columns.start)
-            corner = scores[skipped:] if transposed else scores[:, skipped:]
+            visible = max(0, rows.start - columns.start)  # columns before the diagonal
+            corner = scores[visible:] if transposed else scores[:, visible:]
             corner.add_(mask[: corner.shape[0], : corner.shape[1]])
 
     return hide

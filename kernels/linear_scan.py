@@ -93,7 +93,8 @@ def scan(
     filled = slot < lengths  # [N, C]
     before = slot.expand_as(filled) + 1
     after = (lengths - 1 - slot).clamp(min=0)
-    read_exponents, write_exponents = (after, before) if reverse else (before, after)
+    read_exponents = after if reverse else before
+    write_exponents = before if reverse else after
 
     # Empty slots of k are zero, so whatever q and v hold there adds nothing.
     filled = filled[:, None, :, None]  # [N, 1, C, 1]

@@ -170,10 +170,11 @@ class _Gradients:
         # reads a saved tensor.
         with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
             out = fn(chunk, rows)
-        if self._dx is None:
-            gradients = torch.autograd.grad(out, self._trained, grad)
-        else:
-            self._dx[rows], *gradients = torch.autograd.grad(out, [chunk, *self._trained], grad)
+        inputs = self._trained if self._dx is None else [chunk, *self._trained]
+        gradients = torch.autograd.grad(out, inputs, grad)
+        if self._dx is not None:
+            self._dx[rows] = gradients[0]
+            gradients = gradients[1:]
 
         if self._sums:
             for total, gradient in zip(self._sums, gradients, strict=True):

@@ -160,8 +160,8 @@ class Network:
     def _limit_class(node: Namespace, number: int, rate: str, match: Sequence[str]) -> None:
         class_id = f"1:{number}"
         prio = str(number)
-        bucket = ["htb", "rate", rate, "burst", BURST, "cburst", BURST, "prio", prio]
-        bucket += ["quantum", "65536"]  # without one htb warns that it guessed it
+        bucket = ["htb", "rate", rate, "burst", BURST, "cburst", BURST]
+        bucket += ["quantum", "65536", "prio", prio]  # without a quantum htb warns that it guessed
         node.run("tc", "class", "add", "dev", TRUNK, "parent", "1:", "classid", class_id, *bucket)
         queue = ("handle", f"{number + 1}:", "bfifo", "limit", str(QUEUE))
         node.run("tc", "qdisc", "add", "dev", TRUNK, "parent", class_id, *queue)

@@ -1,1 +1,1 @@
-"""Benchmarks, one file each; what was measured where lies in `bench/results/`."""
+"""Benchmarks, one file each; measurements by machine are in `bench/results/`."""

@@ -1,14 +1,16 @@
-"""Measure the attention: the context-parallel methods against each other, against one process,
-against the limits.
+"""Measure context-parallel attention on the CPU: the methods, one process, and the limits.
 
-On the CPU, in one run: ring, striped, zigzag and allgather on 2 processes pinned to one core each,
-and torch's scaled_dot_product_attention in one process with a thread on each of the same cores;
-forward + backward, causal. The contestants take turns, so that whatever else the machine does hits
-all alike; a step lasts as long as its slowest rank. With packed documents or a window: zigzag,
-striped, ring, and exchange and allgather over the layout balanced, with the gain over zigzag that
-counted pairs promise and the share of it that is reached. With --alone also what a mask costs one
-rank on one core: one document, documents of about 500 tokens, and one document under a window, each
-through the plan and its tiles, beside torch's own of one document.
+In one run: ring, striped, zigzag and allgather on 2 processes pinned to one core each, and torch's
+scaled_dot_product_attention in one process with a thread on each of the same cores; forward +
+backward, causal. The contestants take turns, so that other load on the machine slows all of them
+equally; a step lasts as long as its slowest rank.
+
+With packed documents or a window: zigzag, striped, ring, and exchange and allgather over the layout
+balanced. The counted pairs predict a gain over zigzag; the share of it that is reached is printed.
+
+With --alone also the cost of a mask on one rank and one core: one document, documents of about 500
+tokens, and one document under a window, each through the plan and its tiles, next to torch's
+attention of one document.
 
     python -m bench.attention                              # sequence 8192, 8 heads of 64
     python -m bench.attention --documents lognormal --seq-length 16384 --alone 1024
@@ -48,8 +50,9 @@ MASKED_METHODS = (
     "exchange",
     "allgather/balanced",
 )  # of packed documents and windows
-SOME_GAIN = 1.05  # ratio of pairs below which a share of the gain says nothing
-ONE_RANK = "ring"  # of one rank every method is the same
+MIN_GAIN = 1.05
+"""Ratio of pairs below which the share of the gain is only noise."""
+ONE_RANK = "ring"  # with one rank every method is the same
 
 Target = tuple[str, str, float | None, float | None]
 TARGETS: tuple[Target, ...] = (
@@ -61,12 +64,11 @@ MASKED_TARGETS: tuple[Target, ...] = (
     ("zigzag/exchange", "gain_reached", 0.9, None),
     ("striped/exchange", "ratio", 1.0, None),
 )
-"""Two contestants, a field of theirs in ``compare``, and the least and the most that it is to be.
-"""
-RATE_OF_SHORT, GAIN_OF_WINDOW = 0.6, 3.0
-"""At least: short documents' FLOP rate against one document's, and one document's time against a
-window's.
-"""
+"""Two contestants, their field in ``compare``, and its minimum and maximum."""
+MIN_SHORT_RATE = 0.6
+"""Minimum FLOP rate of short documents, as a share of one document's."""
+MIN_WINDOW_GAIN = 3.0
+"""Minimum ratio of one document's time to a window's."""
 CONTESTANTS: dict[str, Column] = {
     "": "{name}",
     "median s": "{median:.3f}",
@@ -91,16 +93,18 @@ ALONE: dict[str, Column] = {
 
 
 def slowest_pairs(contestant: str, work: MaskedShape, size: int) -> int:
-    """Count the (query, key) pairs of the slowest rank, in the plan, not by the clock.
+    """Count the (query, key) pairs of the slowest rank, by the plan.
 
     The ranks of a ring of 3 or more wait for each other in every round, so the slowest rank of each
-    round counts. In a ring of 2 all that a rank waits for is sent at the start, and an exchange
-    keeps no step at all.
+    round counts. In a ring of 2 everything is sent at the start, and an exchange has no rounds, so
+    the slowest rank of the whole step counts.
     """
     plan = work.plan(contestant, size)
     pairs = plan.work().pairs  # [rounds, ranks]
-    together = size > 2 and not plan.geometry.method.needed_only
-    return int(pairs.max(1).sum() if together else pairs.sum(0).max())
+    waits_each_round = size > 2 and not plan.geometry.method.needed_only
+    if waits_each_round:
+        return int(pairs.max(1).sum())
+    return int(pairs.sum(0).max())
 
 
 def measure_cpu(
@@ -110,8 +114,7 @@ def measure_cpu(
     repeats: int = 9,
     max_seconds: float = 150.0,
 ) -> dict[str, Any]:
-    """Time every contestant in turn, ``repeats`` times or until ``max_seconds`` are over (3 times
-    at least).
+    """Time every contestant in turn, ``repeats`` times or until ``max_seconds`` (at least 3 times).
 
     Raises UserError: fewer cores than ranks, or a method that does not exist or does not take the
     mask; MeasureError: a process failed, or a method's result differs from the one process's.
@@ -122,87 +125,101 @@ def measure_cpu(
             f"{ranks} ranks need a core each and this process may use {len(cores)}; use fewer ranks"
         )
     limits = {name: slowest_pairs(name, work, ranks) for name in methods}
-    names, load_average = [*methods, ONE_PROCESS], list(os.getloadavg())
+    load_average = list(os.getloadavg())
     with Contestants(work, methods, cores) as contestants:
         truth = contestants.fingerprint(ONE_PROCESS)
         for name in methods:
             check_same(name, contestants.fingerprint(name), truth, work.dtype)
-        ceiling = contestants.matmul_tflops()
-        steps = measured(
-            {name: partial(contestants.step, name) for name in names}, repeats, max_seconds
-        )
+        matmul_tflops = contestants.matmul_tflops()
+        steps = {name: partial(contestants.step, name) for name in (*methods, ONE_PROCESS)}
+        seconds = measured(steps, repeats, max_seconds)
+
     rows = {}
-    for name, seconds in steps.items():
-        rows[name] = summary(seconds, work, limits.get(name, work.pairs / ranks))
+    for name, contestant_seconds in seconds.items():
+        pairs = limits.get(name, work.pairs / ranks)
+        rows[name] = summary(contestant_seconds, work, pairs)
+    machine = {
+        **describe("cpu"),
+        "cores_used": len(cores),
+        "pinned": hasattr(os, "sched_setaffinity"),
+    }
     return {
         "benchmark": f"attention, forward + backward, {work.masked}",
-        "machine": {
-            **describe("cpu"),
-            "cores_used": len(cores),
-            "pinned": hasattr(os, "sched_setaffinity"),
-        },
+        "machine": machine,
         "load_average": load_average,
         "workload": vars(work),
         "ranks": ranks,
-        "rounds": len(steps[ONE_PROCESS]),
-        "matmul_tflops": ceiling,
+        "rounds": len(seconds[ONE_PROCESS]),
+        "matmul_tflops": matmul_tflops,
         "contestants": rows,
         **compare(rows, ranks, work),
     }
 
 
 def summary(steps: list[list[float]], work: MaskedShape, pairs: float) -> dict[str, Any]:
-    """Summarize one contestant; a step is the seconds of its ranks, ``pairs`` those of its slowest
-    rank.
+    """Summarize one contestant.
+
+    Args:
+        steps: the seconds of each rank, for each step.
+        pairs: (query, key) pairs of the slowest rank.
     """
     seconds = [max(step) for step in steps]
-    middle = median(seconds)
+    median_seconds = median(seconds)
     return {
         "seconds": seconds,
-        "median": middle,
+        "median": median_seconds,
         "min": min(seconds),
         "max": max(seconds),
-        "tflops": work.flops(work.pairs) / middle / 1e12,
+        "tflops": work.flops(work.pairs) / median_seconds / 1e12,
         "slowest_pairs": pairs,
     }
 
 
 def compare(rows: dict[str, dict[str, Any]], ranks: int, work: MaskedShape) -> dict[str, Any]:
-    """Return the ratios of ring to each method and of each method to one process, and the targets
-    among them.
+    """Return the ratios of median times, and the targets among them.
 
-    Under packed documents or a window zigzag and striped stand where ring does.
+    The ratios are those of ring to each method and of each method to one process. Under packed
+    documents or a window zigzag and striped take the place of ring.
 
-    ``limit`` is the same ratio of pairs counted in the plans; ``gain_reached`` the share of what
-    the limit promises above 1, None where it promises nothing.
+    ``limit`` is the same ratio of pairs counted in the plans; ``gain_reached`` the share of the
+    limit's gain above 1, None if the limit has no gain.
     """
-    ratios: dict[str, dict[str, Any]] = {}
-    references = [
-        name for name in (("zigzag", "striped") if work.sparse else ("ring",)) if name in rows
-    ]
+    references = ("zigzag", "striped") if work.sparse else ("ring",)
     methods = [name for name in rows if name != ONE_PROCESS]
-    pairs = [(slower, faster) for slower in references for faster in methods if faster != slower]
-    for slower, faster in [*pairs, *((name, ONE_PROCESS) for name in methods)]:
-        a, b = rows[slower], rows[faster]
-        ratio, limit = a["median"] / b["median"], a["slowest_pairs"] / b["slowest_pairs"]
+    pairs = []
+    for slower in references:
+        if slower in rows:
+            pairs += [(slower, faster) for faster in methods if faster != slower]
+    pairs += [(name, ONE_PROCESS) for name in methods]
+
+    ratios: dict[str, dict[str, Any]] = {}
+    for slower, faster in pairs:
+        ratio = rows[slower]["median"] / rows[faster]["median"]
+        limit = rows[slower]["slowest_pairs"] / rows[faster]["slowest_pairs"]
+        gain_reached = None
+        if limit > MIN_GAIN:
+            gain_reached = (ratio - 1) / (limit - 1)
         ratios[f"{slower}/{faster}"] = {
             "ratio": ratio,
             "limit": limit,
-            "gain_reached": (ratio - 1) / (limit - 1) if limit > SOME_GAIN else None,
+            "gain_reached": gain_reached,
         }
+
     targets = []
     for name, field, lower, upper in MASKED_TARGETS if work.sparse else TARGETS:
-        figure = ratios[name][field] if name in ratios and ranks == 2 else None
+        if name not in ratios or ranks != 2:
+            continue
+        figure = ratios[name][field]
         if figure is not None:
-            targets.append(
-                target(name if field == "ratio" else f"{name} {field}", figure, lower, upper)
-            )
+            title = name if field == "ratio" else f"{name} {field}"
+            targets.append(target(title, figure, lower, upper))
     return {"ratios": ratios, "targets": targets}
 
 
 def alone(work: MaskedShape, window: int, repeats: int, max_seconds: float) -> dict[str, Any]:
-    """Time one rank's attention under each mask, in turns; return ``alone``, a row per mask, and
-    ``alone_targets``.
+    """Time one rank's attention under each mask, in turns.
+
+    Returns ``alone``, a row per mask, and ``alone_targets``.
 
     Raises MeasureError: a process failed, or a result differs from torch's own.
     """
@@ -213,16 +230,19 @@ def alone(work: MaskedShape, window: int, repeats: int, max_seconds: float) -> d
     }
     cores = usable_cores()[:1]
     with ExitStack() as stack:
-        ranks = {
-            name: stack.enter_context(Contestants(mask, (ONE_RANK,), cores))
-            for name, mask in masks.items()
-        }
+        ranks = {}
+        for name, mask in masks.items():
+            rank = stack.enter_context(Contestants(mask, (ONE_RANK,), cores))
+            ranks[name] = rank
         for name, rank in ranks.items():
             check_same(name, rank.fingerprint(ONE_RANK), rank.fingerprint(ONE_PROCESS), work.dtype)
         steps = {name: partial(rank.step, ONE_RANK) for name, rank in ranks.items()}
         steps[ONE_PROCESS] = partial(ranks["dense"].step, ONE_PROCESS)
         figures = measured(steps, repeats, max_seconds)
-    seconds = {name: [step[0] for step in steps] for name, steps in figures.items()}
+
+    seconds = {}
+    for name, rank_seconds in figures.items():
+        seconds[name] = [step[0] for step in rank_seconds]
     return judge({**masks, ONE_PROCESS: work}, seconds)
 
 
@@ -230,44 +250,43 @@ def judge(masks: dict[str, MaskedShape], seconds: dict[str, list[float]]) -> dic
     """Return a row per mask, and the targets."""
     rows: dict[str, dict[str, Any]] = {}
     for name, mask in masks.items():
-        middle = median(seconds[name])
+        median_seconds = median(seconds[name])
         rows[name] = {
             "seconds": seconds[name],
-            "median": middle,
+            "median": median_seconds,
             "pairs": mask.pairs,
-            "tflops": mask.flops(mask.pairs) / middle / 1e12,
+            "tflops": mask.flops(mask.pairs) / median_seconds / 1e12,
         }
     rate = rows["short"]["tflops"] / max(rows["dense"]["tflops"], rows[ONE_PROCESS]["tflops"])
     gain = rows["dense"]["median"] / rows["window"]["median"]
     targets = [
-        target("short documents' FLOP rate / one document's", rate, RATE_OF_SHORT),
-        target("one document's time / a window's", gain, GAIN_OF_WINDOW),
+        target("short documents' FLOP rate / one document's", rate, MIN_SHORT_RATE),
+        target("one document's time / a window's", gain, MIN_WINDOW_GAIN),
     ]
     return {"alone": rows, "alone_targets": targets}
 
 
 def table(result: dict[str, Any]) -> str:
     """Format the figures of ``measure_cpu``."""
-    work, machine = result["workload"], result["machine"]
+    work = result["workload"]
+    machine = result["machine"]
+    ranks = result["ranks"]
+    pinned = " pinned to a core each" if machine["pinned"] else ", not pinned"
     lines = [
-        f"{machine['device']}, torch {machine['torch']}: sequence {work['seq_length']}, batch {work['batch']}, "
-        f"{work['num_heads']} heads ({work['kv_heads']} of keys) of {work['head_dim']}, {work['dtype']}, "
-        f"forward + backward, {MaskedShape(**work).masked}",
-        f"{result['ranks']} ranks{' pinned to a core each' if machine['pinned'] else ', not pinned'}; "
-        f"one process with {result['ranks']} threads; {result['rounds']} rounds; load average at the start "
-        f"{result['load_average'][0]:.2f}",
+        f"{machine['device']}, torch {machine['torch']}: sequence {work['seq_length']},"
+        f" batch {work['batch']}, {work['num_heads']} heads ({work['kv_heads']} of keys)"
+        f" of {work['head_dim']}, {work['dtype']}, forward + backward,"
+        f" {MaskedShape(**work).masked}",
+        f"{ranks} ranks{pinned}; one process with {ranks} threads; {result['rounds']} rounds;"
+        f" load average at the start {result['load_average'][0]:.2f}",
     ]
-    rows = [
-        {"name": name, "of_matmul": row["tflops"] / result["matmul_tflops"], **row}
-        for name, row in result["contestants"].items()
-    ]
+    rows = []
+    for name, row in result["contestants"].items():
+        rows.append({"name": name, "of_matmul": row["tflops"] / result["matmul_tflops"], **row})
     ratios = [{"name": name, **row} for name, row in result["ratios"].items()]
-    for part in (
-        Table(CONTESTANTS, rows).text(),
-        Table(RATIOS, ratios).text(),
-        format_targets(result["targets"]),
-    ):
-        lines += ["", *part]
+    lines += ["", *Table(CONTESTANTS, rows).text()]
+    lines += ["", *Table(RATIOS, ratios).text()]
+    lines += ["", *format_targets(result["targets"])]
     return "\n".join(lines)
 
 
@@ -284,21 +303,25 @@ def main(argv: list[str] | None = None) -> None:
         "--documents", choices=tuple(LENGTHS), help="packed documents of such lengths"
     )
     parser.add_argument(
-        "--window", type=int, metavar="N", help="keys that a query sees, its own among them"
+        "--window", type=int, metavar="N", help="keys that a query sees, including its own"
     )
     defaults = f"{' '.join(DEFAULT_METHODS)}; with documents or a window {' '.join(MASKED_METHODS)}"
     parser.add_argument(
         "--methods", nargs="+", help=f"METHOD or METHOD/LAYOUT (default: {defaults})"
     )
     parser.add_argument(
-        "--alone", type=int, metavar="N", help="also what documents and a window of N cost one rank"
+        "--alone",
+        type=int,
+        metavar="N",
+        help="also the cost of documents and of a window of N on one rank",
     )
     add_json(parser)
     args = parser.parse_args(argv)
     whole = MaskedShape(**sizes_of(args))
     if args.alone is not None and not 2 <= args.alone < args.seq_length:
         raise UserError(
-            f"--alone is {args.alone}; it must be 2 or more and below --seq-length {args.seq_length}"
+            f"--alone is {args.alone}; it must be 2 or more and below --seq-length"
+            f" {args.seq_length}"
         )
     work = replace(whole, documents=args.documents, window=args.window)
     methods = dict.fromkeys(args.methods or (MASKED_METHODS if work.sparse else DEFAULT_METHODS))
@@ -310,7 +333,8 @@ def main(argv: list[str] | None = None) -> None:
         result |= alone(whole, args.alone, args.repeats, args.max_seconds)
         rows = [{"name": name, **row} for name, row in result["alone"].items()]
         targets = format_targets(result["alone_targets"])
-        print("\n".join(["", "one rank on one core:", *Table(ALONE, rows).text(), "", *targets]))
+        lines = ["", "one rank on one core:", *Table(ALONE, rows).text(), "", *targets]
+        print("\n".join(lines))
     write_json(args, result)
 
 

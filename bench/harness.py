@@ -18,8 +18,8 @@ from runtime.ranks import RankError
 from tools.common.arguments import positive
 from tools.common.report import write_records
 
-FEWEST = 3
-"""Rounds that are done whatever they take."""
+MIN_ROUNDS = 3
+"""Rounds that are always done, however long they take."""
 SETTLE_SECONDS = 0.02  # OpenMP threads spin for a moment after their work ends
 SIZES = {
     "seq_length": "tokens",
@@ -32,13 +32,14 @@ Figure = TypeVar("Figure")
 
 
 class MeasureError(UserError):
-    """A contestant failed, or computes something else than it should; its time would mean nothing."""
+    """A contestant failed or computed a wrong result, so its time would mean nothing."""
 
 
 @contextmanager
-def as_measure_errors(of: str = "") -> Iterator[None]:
-    """Raise a rank's failure in the block as a MeasureError: the last line, and which file has its
-    traceback.
+def as_measure_errors(prefix: str = "") -> Iterator[None]:
+    """Raise a rank's failure in the block as a MeasureError.
+
+    Its message is the last line of the traceback and the file with all of it.
     """
     try:
         yield
@@ -50,7 +51,7 @@ def as_measure_errors(of: str = "") -> Iterator[None]:
             ) as log:
                 log.write(str(error))
             message = f"{message} {trace[-1]}; its traceback is in {log.name}"
-        raise MeasureError(of + message) from None
+        raise MeasureError(prefix + message) from None
 
 
 def measured(
@@ -59,22 +60,24 @@ def measured(
     max_seconds: float = math.inf,
     min_seconds: float = 0.0,
 ) -> dict[str, list[Figure]]:
-    """Let contestants take turns, so that what else the machine does hits all alike; return each
-    one's figures.
+    """Let contestants take turns, and return the figures of each.
 
-    Each round begins with another one, so that none always follows the same one.
+    In turns, other load on the machine slows all of them equally. Each round starts with another
+    contestant, so that none always follows the same one.
 
     Args:
         contestants: calls that return a figure of one step, such as its seconds; ``clocked`` makes
             one of a step.
         repeats: rounds, and more until ``min_seconds`` are over.
-        max_seconds: after these no round after the third is begun.
+        max_seconds: time after which no further round starts, except the first three.
     """
-    names, start, rounds = [*contestants], time.monotonic(), 0
+    names = [*contestants]
+    start = time.monotonic()
+    rounds = 0
     figures: dict[str, list[Figure]] = {name: [] for name in names}
     while True:
         spent = time.monotonic() - start
-        if rounds >= FEWEST and spent + spent / rounds > max_seconds:
+        if rounds >= MIN_ROUNDS and spent + spent / rounds > max_seconds:
             return figures
         if rounds >= repeats and spent >= min_seconds:
             return figures
@@ -96,88 +99,87 @@ def clocked(step: Callable[[], object]) -> Callable[[], float]:
     return seconds
 
 
-def forward_backward(attend: Callable[..., Tensor], *given: Tensor) -> Callable[[], list[Tensor]]:
-    """Return a step that attends forward and backward: out, and the gradients of what it takes.
+def forward_backward(attend: Callable[..., Tensor], *tensors: Tensor) -> Callable[[], list[Tensor]]:
+    """Return a step that attends forward and backward: out, and the gradients of its inputs.
 
-    ``given`` are the tensors that it takes, of which some may not count, and last the gradient of
-    out.
+    ``tensors`` are the inputs, some of which may be unused, and last the gradient of out.
     """
-    *tensors, dout = given
-    leaves = [x.requires_grad_() for x in tensors]
+    *inputs, dout = tensors
+    leaves = [x.requires_grad_() for x in inputs]
 
     def step() -> list[Tensor]:
         out = attend(*leaves)
-        return [
-            out.detach(),
-            *(
-                x
-                for x in torch.autograd.grad(out, leaves, dout, allow_unused=True)
-                if x is not None
-            ),
-        ]
+        gradients = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+        return [out.detach(), *(x for x in gradients if x is not None)]
 
     return step
 
 
 def add_sizes(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
-    """Add flags of an attention's sizes, fields of an ``AttentionShape``."""
+    """Add flags for the sizes of an attention, fields of an ``AttentionShape``."""
     for name, default in defaults.items():
-        help = SIZES[name] + (" (default: %(default)s)" if default else "")
+        help = SIZES[name]
+        if default:
+            help += " (default: %(default)s)"
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=positive, default=default, metavar="N", help=help
         )
 
 
 def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sizes that ``add_sizes``'s flags give."""
+    """Return the sizes from the flags of ``add_sizes``."""
     sizes = {name: getattr(args, name) for name in SIZES if hasattr(args, name)}
-    return sizes | {"kv_heads": sizes.get("kv_heads") or sizes["num_heads"]}
+    if not sizes.get("kv_heads"):
+        sizes["kv_heads"] = sizes["num_heads"]
+    return sizes
 
 
 def add_rounds(parser: argparse.ArgumentParser, repeats: int, max_seconds: float) -> None:
-    """Add how often contestants are timed."""
+    """Add flags for the number of rounds."""
     parser.add_argument(
         "--repeats", type=positive, default=repeats, help="rounds of all (default: %(default)s)"
     )
-    limit = "no further round after this long, but for three (default: %(default)s)"
+    limit = "no further round after this long, except the first three (default: %(default)s)"
     parser.add_argument(
         "--max-seconds", type=float, default=max_seconds, metavar="SECONDS", help=limit
     )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add where figures are written besides, for ``write_json``."""
+    """Add the flag of ``write_json``."""
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines"
     )
 
 
 def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Write a result where ``add_json``'s flag says."""
+    """Write a result to the file of ``--json``, if given."""
     if args.json:
         write_records(args.json, result)
 
 
 def add_results(parser: argparse.ArgumentParser) -> None:
-    """Add where tables and figures are written, and a remark for them."""
-    what = "write JSON lines and Markdown here too, named after the machine"
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help=what)
+    """Add flags for the folder of the results, and for a remark in them."""
+    results = "write JSON lines and Markdown here too, named after the machine"
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help=results)
     parser.add_argument(
         "--note", help="a remark for the results, such as what else the machine was doing"
     )
 
 
 def heading(result: dict[str, Any]) -> list[str]:
-    """Return lines that say where figures were measured, and when."""
-    note = [f"Note: {result['note']}."] if result["note"] else []
+    """Return lines with the machine of the figures, its load, and the remark."""
     load = f"load average at the end {result['load_average'][0]:.1f}"
-    return [f"{in_words(result['machine'])}; {load}.", *note, ""]
+    lines = [f"{in_words(result['machine'])}; {load}."]
+    if result["note"]:
+        lines.append(f"Note: {result['note']}.")
+    return [*lines, ""]
 
 
 def target(
     name: str, ratio: float, lower: float | None, upper: float | None = None
 ) -> dict[str, Any]:
-    """Return a figure, what it is to be, and whether it is."""
+    """Compare a figure with its bounds."""
     met = (lower or 0) <= ratio <= (upper or math.inf)
     return {
         "name": name,
@@ -189,10 +191,11 @@ def target(
 
 def format_targets(targets: Sequence[dict[str, Any]]) -> list[str]:
     """Return a line for each target."""
-    return [
-        f"{t['name']} {t['bound']}: {t['ratio']:.3f}, {'met' if t['met'] else 'MISSED'}"
-        for t in targets
-    ]
+    lines = []
+    for row in targets:
+        verdict = "met" if row["met"] else "MISSED"
+        lines.append(f"{row['name']} {row['bound']}: {row['ratio']:.3f}, {verdict}")
+    return lines
 
 
 def need_cuda(device: str) -> None:
@@ -202,8 +205,9 @@ def need_cuda(device: str) -> None:
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each tensor, float64 ``[len(tensors)]``, by which to compare
-    computations.
+    """Return the sum of squares of each tensor, float64 ``[len(tensors)]``.
+
+    Two computations with equal fingerprints count as the same.
     """
     return torch.stack([x.double().square().sum() for x in tensors])
 
@@ -219,14 +223,15 @@ def check_same(
     dtype: str,
     truth: str = "scaled_dot_product_attention",
 ) -> None:
-    """Refuse to time what does not compute the same as ``truth``.
+    """Check that a contestant computes the same as ``truth`` before it is timed.
 
     Raises MeasureError: the fingerprints differ by more than ``MISMATCH``.
     """
-    if not all(
-        abs(a - b) <= MISMATCH[dtype] * abs(b) for a, b in zip(got, want, strict=True)
-    ):  # a nan differs
-        raise MeasureError(
-            f"{name} computes something else than {truth}: the squares of out, dq, dk, dv sum to {got} and should sum "
-            f"to {want}; its time would mean nothing"
-        )
+    for got_sum, want_sum in zip(got, want, strict=True):
+        if not abs(got_sum - want_sum) <= MISMATCH[dtype] * abs(
+            want_sum
+        ):  # nan counts as different
+            raise MeasureError(
+                f"{name} computes something else than {truth}: the squares of out, dq, dk, dv sum"
+                f" to {got} and should sum to {want}; its time would mean nothing"
+            )

@@ -1,21 +1,22 @@
-"""Measure linear attention against quadratic over the length of a sequence: forward + backward on
-one CPU thread.
+"""Measure linear against quadratic attention over the length of a sequence, on one CPU thread.
 
-Three ways to attend, each to one causal sequence of the same q, k and v:
+Three ways to attend, forward + backward, each to one causal sequence of the same q, k and v:
 
-    chunked   linear attention with decay, 64 tokens at a time (kernels/linear_attention.py): what
-    trains naive     the same numbers from all T x T scores at once (kernels/reference.py) softmax
-    torch's scaled_dot_product_attention, which never holds all scores but computes every one
+    chunked  linear attention with decay, 64 tokens at a time (kernels/linear_attention.py),
+             the form that trains
+    naive    the same numbers from all T x T scores at once (kernels/reference.py)
+    softmax  torch's scaled_dot_product_attention, which computes every score and saves none
 
-Tokens per second of chunked stay level while those of the other two halve with each doubling, so
-that beyond some length it wins however good the others' constant is; the last lines say from which.
-naive stops where the T x T scores and decays that it keeps for its backward would exceed 1 GiB. The
-three take turns at each length, so that whatever else the machine does hits all alike, and chunked
-must equal naive before it is timed. Medians count.
+The tokens per second of chunked stay level, and those of the other two halve with each doubling, so
+beyond some length chunked is faster; the last lines print that length. naive stops where the T x T
+scores and decays that it saves for its backward would exceed 1 GiB. The three take turns at each
+length, so that other load on the machine slows all of them equally, and chunked must equal naive
+before it is timed. The medians are compared.
 
-    python -m bench.linear                                      # 256 to 16384 tokens, 4 heads of 32
-    (about a minute) python -m bench.linear --num-heads 8 --head-dim 64 --max-length 8192 python -m
-    bench.linear --results elsewhere --picture elsewhere/linear.png
+    # 256 to 16384 tokens, 4 heads of 32 (about a minute)
+    python -m bench.linear
+    python -m bench.linear --num-heads 8 --head-dim 64 --max-length 8192
+    python -m bench.linear --results elsewhere --picture elsewhere/linear.png
 """
 
 import argparse
@@ -60,39 +61,39 @@ LABELS = {
 }
 """Contestants, and their names in the picture."""
 SCORES_BYTES = 1 << 30
-"""Limit on the size of the T x T matrices that naive keeps for the backward."""
+"""Limit on the size of the T x T matrices that naive saves for the backward."""
 SCANS = 4
 """Scans of the chunked form: one in the forward, and one each for dq, dk and dv."""
-MINIMUM_SECONDS = 0.5  # for all contestants at a length; the shortest step takes a millisecond
+MINIMUM_SECONDS = 0.5
+"""Time for all contestants at a length; the shortest step takes a millisecond."""
 
 
 def fits(work: AttentionShape) -> bool:
-    """Return whether the scores and decays that naive keeps for the backward take at most
-    ``SCORES_BYTES``.
-    """
+    """Return whether naive's scores and decays for the backward fit ``SCORES_BYTES``."""
     return 4 * (work.batch + 1) * work.num_heads * work.seq_length**2 <= SCORES_BYTES
 
 
 def flops(name: str, work: AttentionShape) -> int:
-    """Count floating-point operations of matrix products, forward and backward; a multiply-add is
-    two.
+    """Count the FLOPs of matrix products, forward and backward; a multiply-add is two.
 
     softmax computes the unmasked half of the scores, and again in the backward. naive computes all
     of them once, and the final state. Each scan of chunked computes 64 scores per token, and writes
     and reads the state.
     """
-    width, rows = work.head_dim, work.batch * work.num_heads
+    width = work.head_dim
+    rows = work.batch * work.num_heads
     if name == "softmax":
         return work.flops(work.pairs)
     if name == "naive":
         return work.flops(work.seq_length**2, products=6) + 2 * rows * work.seq_length * width**2
-    whole = math.ceil(work.seq_length / SCAN_CHUNK) * SCAN_CHUNK
-    return SCANS * 2 * rows * whole * width * (2 * SCAN_CHUNK + 2 * width)
+    padded_length = math.ceil(work.seq_length / SCAN_CHUNK) * SCAN_CHUNK
+    return SCANS * 2 * rows * padded_length * width * (2 * SCAN_CHUNK + 2 * width)
 
 
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return one contestant's output ``[B, T, H, D]``, with the decays of a TransNormer's first
-    layer.
+    """Compute one contestant's output ``[B, T, H, D]``.
+
+    The decays are those of a TransNormer's first layer.
     """
     if name == "softmax":
         return sdpa(q, k, v)
@@ -103,33 +104,36 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def steps_of(work: AttentionShape) -> dict[str, Callable[[], list[Tensor]]]:
-    """Return a step of each contestant that fits: forward and backward, returning out, dq, dk and
-    dv.
+    """Return a forward and backward step of each contestant that fits.
+
+    A step returns out, dq, dk and dv.
     """
     names = [name for name in LABELS if name != "naive" or fits(work)]
     return {name: forward_backward(partial(attend, name), *work.tensors()) for name in names}
 
 
 def rows_at(work: AttentionShape, repeats: int, max_seconds: float) -> list[dict[str, Any]]:
-    """Time the contestants at a length; return a row of each. Raises MeasureError: chunked differs
-    from naive.
+    """Time the contestants at a length; return a row of each.
+
+    Raises MeasureError: chunked differs from naive.
     """
-    steps, rows = steps_of(work), []
+    steps = steps_of(work)
+    rows = []
     prints = {name: fingerprint(step()).tolist() for name, step in steps.items()}  # also warms up
     if "naive" in prints:
         check_same(OURS, prints[OURS], prints["naive"], work.dtype, "the naive form")
     clocks = {name: clocked(step) for name, step in steps.items()}
     for name, seconds in measured(clocks, repeats, max_seconds, MINIMUM_SECONDS).items():
-        middle = median(seconds)
+        median_seconds = median(seconds)
         rows.append(
             {
                 "name": name,
                 "length": work.seq_length,
                 "rounds": len(seconds),
-                "median": middle,
+                "median": median_seconds,
                 "min": min(seconds),
                 "max": max(seconds),
-                "tokens_per_second": work.batch * work.seq_length / middle,
+                "tokens_per_second": work.batch * work.seq_length / median_seconds,
             }
         )
     return rows
@@ -141,28 +145,33 @@ def lengths_between(shortest: int, longest: int) -> list[int]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Time the contestants at each length on one thread. Raises UserError: lengths that are none."""
+    """Time the contestants at each length on one thread.
+
+    Raises UserError: the maximum length is below the minimum.
+    """
     if args.max_length < args.min_length:
         raise UserError(
-            f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or more"
+            f"--max-length is {args.max_length}; it must be --min-length, {args.min_length}, or"
+            " more"
         )
     shape = AttentionShape(seq_length=args.min_length, **sizes_of(args))
-    threads, load_average, rows = (
-        torch.get_num_threads(),
-        list(os.getloadavg()),
-        list[dict[str, Any]](),
-    )
+    load_average = list(os.getloadavg())
+    rows: list[dict[str, Any]] = []
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for length in lengths_between(args.min_length, args.max_length):
             rows += rows_at(replace(shape, seq_length=length), args.repeats, args.max_seconds)
     finally:
         torch.set_num_threads(threads)
+    sizes = asdict(shape)
+    del sizes["seq_length"]
     return {
-        "benchmark": "linear against quadratic attention over length, forward + backward, causal, one thread",
+        "benchmark": "linear against quadratic attention over length, forward + backward, causal,"
+        " one thread",
         "machine": describe("cpu"),
         "load_average": load_average,
-        "shape": {name: value for name, value in asdict(shape).items() if name != "seq_length"},
+        "shape": sizes,
         "rows": rows,
     }
 
@@ -173,12 +182,18 @@ def by_length(result: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
 
 
 def overtakes(result: dict[str, Any], name: str) -> int | None:
-    """Return the length from which chunked is faster than ``name`` at all lengths of both; None if
-    never.
+    """Return the length from which chunked is faster than ``name``; None if never.
+
+    It is faster at that length and at all longer ones that both were measured at.
     """
-    ours, theirs = by_length(result, OURS), by_length(result, name)
-    slower = [length for length in theirs if ours[length]["median"] >= theirs[length]["median"]]
-    return min((length for length in theirs if length > max(slower, default=0)), default=None)
+    chunked_rows = by_length(result, OURS)
+    crossover = None
+    for length, row in sorted(by_length(result, name).items()):
+        if chunked_rows[length]["median"] >= row["median"]:
+            crossover = None
+        elif crossover is None:
+            crossover = length
+    return crossover
 
 
 def exponent(result: dict[str, Any], name: str) -> float | None:
@@ -192,26 +207,29 @@ def exponent(result: dict[str, Any], name: str) -> float | None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Format tokens per second of each contestant at each length, growth exponents and crossovers."""
+    """Format tokens per second by contestant and length, growth exponents and crossovers."""
     rates = {name: by_length(result, name) for name in LABELS}
     rows = []
-    for length, ours in rates[OURS].items():
+    for length, chunked_row in rates[OURS].items():
         row = {name: rates[name].get(length, {}).get("tokens_per_second") for name in LABELS}
-        rows.append(
-            row | {"length": length, "ratio": rates["softmax"][length]["median"] / ours["median"]}
-        )
+        row["length"] = length
+        row["ratio"] = rates["softmax"][length]["median"] / chunked_row["median"]
+        rows.append(row)
     columns: dict[str, Column] = {
         "tokens": "{length:,}",
         **{name: f"{{{name}:,.0f}}" for name in LABELS},
     }
     lines = [*Table(columns | {"chunked / softmax": "{ratio:.2f}"}, rows).markdown("---:"), ""]
     for name in LABELS:
-        if (power := exponent(result, name)) is not None:
+        power = exponent(result, name)
+        if power is not None:
             lines.append(f"{name}: time grows as length^{power:.2f} over its last step")
     for name in ("naive", "softmax"):
         start = overtakes(result, name)
-        where = "nowhere faster" if start is None else f"faster from {start:,} tokens on"
-        lines.append(f"{OURS} is {where} than {name}")
+        if start is None:
+            lines.append(f"{OURS} is nowhere faster than {name}")
+        else:
+            lines.append(f"{OURS} is faster from {start:,} tokens on than {name}")
     return "\n".join(lines)
 
 
@@ -230,7 +248,10 @@ def picture(result: dict[str, Any], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xticks(tokens, [f"{length:,}" for length in tokens])
     shape = result["shape"]
-    title = f"forward + backward, {shape['num_heads']} heads of {shape['head_dim']}, {shape['dtype']}, one thread"
+    title = (
+        f"forward + backward, {shape['num_heads']} heads of {shape['head_dim']}, {shape['dtype']},"
+        " one thread"
+    )
     axes.set(xlabel="tokens in the sequence", ylabel="tokens per second", title=title)
     plain(axes)
     axes.legend(frameon=False)
@@ -242,7 +263,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m bench.linear", __doc__)
-    add, plot = parser.add_argument, Path("docs/images/linear_throughput.png")
+    add = parser.add_argument
     add_sizes(parser, num_heads=4, head_dim=32, batch=1)
     add("--min-length", type=positive, default=256, help="shortest sequence (default: %(default)s)")
     add(
@@ -257,18 +278,18 @@ def main(argv: list[str] | None = None) -> None:
     add(
         "--picture",
         type=Path,
-        default=plot,
+        default=Path("docs/images/linear_throughput.png"),
         metavar="FILE",
         help="where the plot goes (default: %(default)s)",
     )
     args = parser.parse_args(argv)
     result = measure(args)
-    machine, path = result["machine"], results_file(args.results, "linear", result["machine"])
+    machine = result["machine"]
+    path = results_file(args.results, "linear", machine)
     write_records(path, result)
     picture(result, args.picture)
-    print(
-        f"{machine['device']}, torch {machine['torch']}, one thread; tokens per second\n\n{markdown(result)}"
-    )
+    print(f"{machine['device']}, torch {machine['torch']}, one thread; tokens per second\n")
+    print(markdown(result))
     print(f"written: {path}, {args.picture}")
 
 

@@ -1,14 +1,18 @@
-"""Measure the same work by us and by other packages, in one run, taking turns.
+"""Measure the same work by Longmesh and by other packages, in one run, taking turns.
 
-    make peers python -m bench.peers                                        # attention on 2
-    processes, then training in one python -m bench.peers --only attention --lengths 2048 4096
+    make peers
+    # attention on 2 processes, then training in one
+    python -m bench.peers
+    python -m bench.peers --only attention --lengths 2048 4096
 
 Attention: forward + backward, causal, 8 heads of 64 in float32, 2 processes pinned to a core each.
-Training: steps of llama_tiny in one process with a thread for each core, ours as it is and with
---compile. Every contestant computes the same: outputs and gradients of the attention are compared
-before they are timed; in training everyone has the same shapes, micro-batches, mean loss over all
-tokens, clipping to norm 1 and torch's fused AdamW in float32, and each its own draw of weights. A
-package that cannot run here is listed with its reason.
+Training: steps of llama_tiny in one process with a thread for each core, ours without and with
+--compile.
+
+Every contestant computes the same: outputs and gradients of the attention are compared before they
+are timed; in training all have the same shapes, micro-batches, mean loss over all tokens, clipping
+to norm 1 and torch's fused AdamW in float32, with different random weights. A package that cannot
+run on this machine is listed with its reason.
 """
 
 import os
@@ -43,20 +47,18 @@ from train.tasks.language import LanguageTask
 OURS = ("zigzag", "striped")
 CONFIG = Path("configs/models/llama_tiny.toml")
 FLAGS: tuple[list[str], ...] = ([], ["--compile"])
-"""More flags of our training, each measured."""
+"""Additional flags of our training; each set is measured."""
 SETTLE = 2
 """First steps of a training that do not count."""
-
-
 MODULES = {"ring-attention-pytorch": "ring_attention_pytorch", "transformers": "transformers"}
-"""Packages whose attention and whose training are measured; docs/evidence/speed.md says why others
-are not.
+"""The packages of the attention and of the training; docs/evidence/speed.md has the reasons against
+others.
 """
 ATTENTION, TRAINING = MODULES
 
 
 def installed(name: str) -> bool:
-    """Return whether a package is measured here."""
+    """Return whether a package is installed, and so measured."""
     return find_spec(MODULES[name]) is not None
 
 
@@ -64,24 +66,24 @@ def installed(name: str) -> bool:
 def steps_of(
     packages: Sequence[str], config: Path, data: Path, flags: Sequence[str]
 ) -> Iterator[dict[str, Callable[[], float]]]:
-    """Yield an optimizer step on fixed tokens, which returns its loss, of "longmesh" and of each
-    package.
+    """Yield an optimizer step of "longmesh" and of each package, on the same tokens.
+
+    A step returns its loss.
 
     Args:
-        config: of ``pretrain_gpt.py``, with more ``flags``.
-        data: prefix of the text, with its tokenizer beside it.
+        config: configuration of ``pretrain_gpt.py``; ``flags`` are added.
+        data: prefix of the text, with its tokenizer in the same folder.
     """
-    flags_of_run = ["--config", str(config), "--save", str(data.parent / "run")]
-    flags_of_run += ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
-    with trainer_of(
-        LanguageTask, [*flags_of_run, "--context-parallel-size", "1", *flags], Records()
-    ) as trainer:
+    run_flags = ["--config", str(config), "--save", str(data.parent / "run")]
+    run_flags += ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
+    run_flags += ["--context-parallel-size", "1", *flags]
+    with trainer_of(LanguageTask, run_flags, Records()) as trainer:
         mesh = trainer.mesh
         step = next(batches(trainer.train_data, trainer.batches.batching, 0))
         local = [trainer.task.objective.local(batch) for batch in step]
         valid = sum(int(batch["count"]) for batch in local)
 
-        def ours() -> float:
+        def longmesh_step() -> float:
             loss = summed(trainer.runner.forward_backward(local, valid), mesh)
             mean, _ = reduce_and_clip(
                 trainer.runner, mesh.dp_cp, trainer.config.optimizer.clip_grad, loss
@@ -92,12 +94,13 @@ def steps_of(
 
         sequences = [(batch["tokens"], batch["labels"]) for batch in local]
         length = len(sequences[0][0][0])
-        steps = {"longmesh": ours}
+        steps = {"longmesh": longmesh_step}
         if TRAINING in packages:
             from transformers import LlamaConfig, LlamaForCausalLM
 
-            theirs = config_to_hf(trainer.config.model, {"max_position_embeddings": length})
-            model = LlamaForCausalLM(LlamaConfig.from_dict(theirs | {"use_cache": False})).train()
+            hf_config = config_to_hf(trainer.config.model, {"max_position_embeddings": length})
+            hf_config = hf_config | {"use_cache": False}
+            model = LlamaForCausalLM(LlamaConfig.from_dict(hf_config)).train()
             steps[TRAINING] = _step(model, sequences)
         yield steps
 
@@ -109,9 +112,8 @@ def _step(model: nn.Module, sequences: Sequence[tuple[Tensor, Tensor]]) -> Calla
         total = 0.0
         for tokens, labels in sequences:
             logits = model(tokens).logits
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100
-            ) / len(sequences)
+            logits = logits.flatten(0, 1).float()
+            loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-100) / len(sequences)
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -123,80 +125,72 @@ def _step(model: nn.Module, sequences: Sequence[tuple[Tensor, Tensor]]) -> Calla
 
 
 def attention(length: int, repeats: int, max_seconds: float) -> dict[str, Any]:
-    """Time our methods and the packages', forward and backward; a row as ``row``'s.
+    """Time our methods and the packages', forward and backward; return a row as ``row``.
 
     Raises UserError, MeasureError: as ``bench.attention.measure_cpu``.
     """
-    theirs = [f"ring@{ATTENTION}"] if installed(ATTENTION) else []
-    measured_rows = measure_cpu(
-        MaskedShape(seq_length=length), (*OURS, *theirs), repeats=repeats, max_seconds=max_seconds
-    )
-    return {
-        "length": length,
-        **row(
-            {name: figures["seconds"] for name, figures in measured_rows["contestants"].items()},
-            OURS,
-            theirs,
-        ),
-    }
+    others = [f"ring@{ATTENTION}"] if installed(ATTENTION) else []
+    work = MaskedShape(seq_length=length)
+    result = measure_cpu(work, (*OURS, *others), repeats=repeats, max_seconds=max_seconds)
+    seconds = {}
+    for name, figures in result["contestants"].items():
+        seconds[name] = figures["seconds"]
+    return {"length": length, **row(seconds, OURS, others)}
 
 
 def training(repeats: int, flags: list[str]) -> dict[str, Any]:
-    """Time training steps of ours and of the packages; a row as ``row``'s."""
+    """Time training steps of ours and of the packages; return a row as ``row``."""
     packages = [TRAINING] if installed(TRAINING) else []
     torch.set_num_threads(len(usable_cores()))
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "stdlib"
         prepare(Request(), data, progress=False)
         with steps_of(packages, CONFIG, data, flags) as steps:
-            seconds = measured(
-                {name: clocked(step) for name, step in steps.items()}, repeats + SETTLE
-            )
-    return {
-        "flags": flags,
-        **row({name: all_of[SETTLE:] for name, all_of in seconds.items()}, ("longmesh",), packages),
-    }
+            clocks = {name: clocked(step) for name, step in steps.items()}
+            seconds = measured(clocks, repeats + SETTLE)
+    counted = {name: step_seconds[SETTLE:] for name, step_seconds in seconds.items()}
+    return {"flags": flags, **row(counted, ("longmesh",), packages)}
 
 
 def row(
-    seconds: dict[str, list[float]], ours: Sequence[str], theirs: Sequence[str]
+    seconds: dict[str, list[float]], ours: Sequence[str], others: Sequence[str]
 ) -> dict[str, Any]:
-    """Return medians and quartiles by contestant, and how many times as fast our fastest is as
-    their fastest.
+    """Return medians and quartiles by contestant, and the speedup of our fastest over the others'.
+
+    ``against_best`` is None if no other package is installed.
     """
-    medians = {name: median(all_of) for name, all_of in seconds.items()}
-    return {
-        "median": medians,
-        "quartiles": {
-            name: quantiles(all_of, n=4, method="inclusive") for name, all_of in seconds.items()
-        },
-        "against_best": min(map(medians.__getitem__, theirs)) / min(map(medians.__getitem__, ours))
-        if theirs
-        else None,
-    }
+    medians = {}
+    quartiles = {}
+    for name, step_seconds in seconds.items():
+        medians[name] = median(step_seconds)
+        quartiles[name] = quantiles(step_seconds, n=4, method="inclusive")
+
+    against_best = None
+    if others:
+        best_other = min(medians[name] for name in others)
+        against_best = best_other / min(medians[name] for name in ours)
+    return {"median": medians, "quartiles": quartiles, "against_best": against_best}
 
 
 def line_of(row: dict[str, Any]) -> str:
     """Show a row in a line."""
-    spread = {
-        name: f"({low:.3f} to {high:.3f})" for name, (low, _, high) in row["quartiles"].items()
-    }
-    times = ", ".join(
-        f"{name} {middle:.3f} s {spread[name]}" for name, middle in row["median"].items()
-    )
-    ratio = (
-        ""
-        if row["against_best"] is None
-        else f"; our best is {row['against_best']:.2f} times as fast as theirs"
-    )
-    return f"{row['length'] if 'length' in row else ' '.join(['training', *row['flags']])}: {times}{ratio}"
+    times = []
+    for name, median_seconds in row["median"].items():
+        low, _, high = row["quartiles"][name]
+        times.append(f"{name} {median_seconds:.3f} s ({low:.3f} to {high:.3f})")
+
+    title = str(row["length"]) if "length" in row else " ".join(["training", *row["flags"]])
+    line = f"{title}: {', '.join(times)}"
+    if row["against_best"] is not None:
+        line += f"; our best is {row['against_best']:.2f} times as fast as theirs"
+    return line
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m bench.peers", __doc__)
-    parser.add_argument("--only", choices=("attention", "training"), help="measure this alone")
+    parser.add_argument("--only", choices=("attention", "training"), help="measure only this")
     parser.add_argument(
         "--lengths",
         type=positive,
@@ -216,9 +210,8 @@ def main(argv: list[str] | None = None) -> None:
     versions = {name: version(name) for name in MODULES if installed(name)}
     machine = describe("cpu")
     result: dict[str, Any] = {"benchmark": "peers", "machine": machine, "versions": versions}
-    print(
-        f"{machine['device']}, torch {machine['torch']}; {', '.join(map(' '.join, versions.items()))}"
-    )
+    packages = ", ".join(f"{name} {number}" for name, number in versions.items())
+    print(f"{machine['device']}, torch {machine['torch']}; {packages}")
     for name in MODULES.keys() - versions.keys():
         print(f"not measured: {name} is not installed; make peers installs it")
     if not versions:

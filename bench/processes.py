@@ -28,24 +28,30 @@ BUCKET = 512
 
 
 class Contestants:
-    """All processes of a run, a context manager that ends them. Methods are named as in
-    ``MaskedShape.plan``.
+    """All processes of a run; a context manager, which ends them.
+
+    Methods are named as in ``MaskedShape.plan``.
 
     Raises MeasureError: a process failed, died or did not answer.
     """
 
     def __init__(self, work: MaskedShape, methods: tuple[str, ...], cores: list[int]) -> None:
-        self._work, self._methods, self._cores = work, methods, cores
+        self._work = work
+        self._methods = methods
+        self._cores = cores
 
     def __enter__(self) -> "Contestants":
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            seats = [([core], rank) for rank, core in enumerate(self._cores)]
-            bodies = [
-                (_serve, (self._work, self._methods, cores, rank, len(self._cores), folder))
-                for cores, rank in (*seats, (self._cores, None))
+            processes: list[tuple[list[int], int | None]] = [
+                ([core], rank) for rank, core in enumerate(self._cores)
             ]
-            *self._ranks, self._one = stack.enter_context(started(bodies))
+            processes.append((self._cores, None))
+            bodies = []
+            for cores, rank in processes:
+                arguments = (self._work, self._methods, cores, rank, len(self._cores), folder)
+                bodies.append((_serve, arguments))
+            *self._ranks, self._single = stack.enter_context(started(bodies))
             self._ending = stack.pop_all()
         return self
 
@@ -57,7 +63,7 @@ class Contestants:
         return self._ask(name, "step")
 
     def fingerprint(self, name: str) -> list[float]:
-        """Return the sums of squares of out, dq, dk and dv over the whole sequence; also warm up."""
+        """Return the sums of squares of out, dq, dk and dv of the whole sequence; also warm up."""
         return list(self._ask(name, "fingerprint")[0])
 
     def matmul_tflops(self) -> float:
@@ -65,7 +71,7 @@ class Contestants:
         return float(self._ask(ONE_PROCESS, "matmul")[0])
 
     def _ask(self, name: str, request: str) -> list[Any]:
-        ranks: list[Rank] = [self._one] if name == ONE_PROCESS else self._ranks
+        ranks: list[Rank] = [self._single] if name == ONE_PROCESS else self._ranks
         for rank in ranks:
             send(rank.pipe, (request, name))
         with as_measure_errors(f"{name} at {request}: "):
@@ -81,8 +87,9 @@ def _serve(
     ranks: int,
     folder: str,
 ) -> None:
-    """Answer requests until the process is ended: one of the ranks, on its core, or the single
-    process on all.
+    """Answer requests until the process is ended.
+
+    The process is a rank, on its core, or the single process on all cores.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # before any thread is started, so that all inherit it
@@ -104,8 +111,8 @@ def _prepare(
     else:
         join_here(rank, ranks, folder)
         for method in methods:
-            # KV moves in the backward too, as in the papers: moving queries gives ring's idle rank
-            # the other's work
+            # KV moves in the backward too, as in the papers: moving queries would give ring's idle
+            # rank work of the other.
             cp = ContextParallel(work.plan(method, ranks, backward="kv"), dist.group.WORLD)
             package = method.partition("@")[2]
             attend = attention_of(package) if package else cp.attend
@@ -128,16 +135,22 @@ def _prepare(
 
 
 def attention_of(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a package's attention over the ranks of the default group, each with a contiguous
-    shard ``[B, T, H, D]``.
+    """Return a package's attention over the ranks of the default group.
 
-    ring-attention-pytorch's striped form computes as many tiles: without CUDA it masks those that
-    it does not need.
+    Each rank has a contiguous shard ``[B, T, H, D]``. ring-attention-pytorch's striped form
+    computes as many tiles: without CUDA it masks those that it does not need.
     """
     assert name == "ring-attention-pytorch"
     from ring_attention_pytorch import ring, ring_flash_attention
 
-    # Without this, 0.5.20 takes what its last pass received and sent for dk and dv: the gradients
-    # are wrong.
-    ring_flash_attention.ring_pass = lambda *given: ring.ring_pass(*given)[0]
-    return lambda q, k, v: ring_flash_attention.ring_flash_attn(q, k, v, None, True, BUCKET, True)
+    def ring_pass(*arguments: Any) -> Any:
+        return ring.ring_pass(*arguments)[0]
+
+    # Without this, 0.5.20 uses the tensors received and sent in its last pass as dk and dv: the
+    # gradients are wrong.
+    ring_flash_attention.ring_pass = ring_pass
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_flash_attention.ring_flash_attn(q, k, v, None, True, BUCKET, True)
+
+    return attend

@@ -1,4 +1,4 @@
-"""The attention that is measured: of one document, of packed ones of drawn lengths, or windowed."""
+"""Shapes of the measured attention: one document, packed ones of random lengths, or a window."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +15,15 @@ from runtime.errors import UserError
 from tools.common.shapes import AttentionShape
 
 SEED = 3
-"""One of 8 draws of 16,384 log-normal tokens, with an imbalance over 2 ranks of a zigzag that can
-be timed: 1.25.
+"""Chosen of 8: 16,384 log-normal tokens on 2 ranks of a zigzag have an imbalance of 1.25, enough to
+be timed.
 """
 
 
 def lognormal(rng: np.random.Generator, seq_len: int) -> float:
-    """Draw exp(N(7.0, 1.6)) tokens, 64 to a quarter of the sequence: few documents hold most of the
-    work.
+    """Draw exp(N(7.0, 1.6)) tokens, from 64 to a quarter of the sequence.
+
+    A few documents have most of the work.
     """
     return float(np.clip(np.exp(rng.normal(7.0, 1.6)), 64, seq_len / 4))
 
@@ -33,11 +34,15 @@ def short(rng: np.random.Generator, seq_len: int) -> float:
 
 
 def chat(rng: np.random.Generator, seq_len: int) -> float:
-    """Draw exp(N(6.2, 0.8)) tokens and 3 % of the time 4,096 (1 + Pareto(0.9)), 32 to half of the
-    sequence.
+    """Draw exp(N(6.2, 0.8)) tokens, and 3 % of the time 4,096 (1 + Pareto(0.9)).
+
+    From 32 to half of the sequence.
     """
-    drawn = 4096 * (1 + rng.pareto(0.9)) if rng.random() < 0.03 else np.exp(rng.normal(6.2, 0.8))
-    return float(np.clip(drawn, 32, seq_len / 2))
+    if rng.random() < 0.03:
+        length = 4096 * (1 + rng.pareto(0.9))
+    else:
+        length = np.exp(rng.normal(6.2, 0.8))
+    return float(np.clip(length, 32, seq_len / 2))
 
 
 LENGTHS: dict[str, Callable[[np.random.Generator, int], float]] = {
@@ -49,13 +54,16 @@ LENGTHS: dict[str, Callable[[np.random.Generator, int], float]] = {
 
 
 def documents_of(name: str, seq_len: int, seed: int = SEED) -> tuple[int, ...]:
-    """Return cumulative lengths (0, l1, ..., seq_len) of documents drawn until they fill it; the
-    last is cut.
+    """Draw documents until they fill a sequence; return cumulative lengths (0, l1, ..., seq_len).
+
+    The last document is cut.
     """
-    rng, ends = np.random.default_rng(seed), [0]
-    while ends[-1] < seq_len:
-        ends.append(min(ends[-1] + max(1, int(LENGTHS[name](rng, seq_len))), seq_len))
-    return tuple(ends)
+    rng = np.random.default_rng(seed)
+    cu_seqlens = [0]
+    while cu_seqlens[-1] < seq_len:
+        length = max(1, int(LENGTHS[name](rng, seq_len)))
+        cu_seqlens.append(min(cu_seqlens[-1] + length, seq_len))
+    return tuple(cu_seqlens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,30 +73,27 @@ class MaskedShape(AttentionShape):
     documents: str | None = None
     """A name in ``LENGTHS``, for packed documents of such lengths; None is one document."""
     window: int | None = None
-    """Keys that a query sees, its own among them; None is all before it."""
+    """Keys that a query sees, including its own; None is all before it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.window is not None and self.window < 2:
             raise UserError(
-                f"window is {self.window}; it must be 2 or more, a query's own key among them"
+                f"window is {self.window}; it must be 2 or more, including the query's own key"
             )
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]:
         """Cumulative lengths of the documents."""
-        return (
-            (0, self.seq_length)
-            if self.documents is None
-            else documents_of(self.documents, self.seq_length)
-        )
+        if self.documents is None:
+            return (0, self.seq_length)
+        return documents_of(self.documents, self.seq_length)
 
     @property
     def mask(self) -> dict[str, Any]:
         """The mask, as ``make_plan`` takes it."""
-        packed = None if self.documents is None else self.cu_seqlens
         return {
-            "documents": packed,
+            "documents": None if self.documents is None else self.cu_seqlens,
             "window": None if self.window is None else (self.window - 1, 0),
         }
 
@@ -100,11 +105,12 @@ class MaskedShape(AttentionShape):
     @property
     def masked(self) -> str:
         """The mask in words."""
-        count = len(self.cu_seqlens) - 1
-        packed = (
-            "one document" if self.documents is None else f"{count} documents ({self.documents})"
-        )
-        return f"causal, {packed}" + ("" if self.window is None else f", window {self.window}")
+        words = "causal, one document"
+        if self.documents is not None:
+            words = f"causal, {len(self.cu_seqlens) - 1} documents ({self.documents})"
+        if self.window is not None:
+            words += f", window {self.window}"
+        return words
 
     @property
     def pairs(self) -> int:
@@ -116,19 +122,19 @@ class MaskedShape(AttentionShape):
         return total
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute the attention by torch's own, document by document; differentiable."""
+        """Compute the attention by torch's SDPA, document by document; differentiable."""
         window = self.mask["window"]
         documents = [
-            sdpa(q[:, a:b], k[:, a:b], v[:, a:b], window=window)
-            for a, b in pairwise(self.cu_seqlens)
+            sdpa(q[:, start:end], k[:, start:end], v[:, start:end], window=window)
+            for start, end in pairwise(self.cu_seqlens)
         ]
         return torch.cat(documents, 1)
 
     def plan(self, contestant: str, size: int, **options: Any) -> Plan:
-        """Return the plan of a contestant, ``method``, ``method/layout`` or ``method@package``, on
-        so many ranks.
+        """Return the plan of a contestant on ``size`` ranks.
 
-        A package's is the plan of our method with the same shards.
+        A contestant is ``method``, ``method/layout`` or ``method@package``; a package has the plan
+        of our method with the same shards.
 
         Raises ContextError: as ``make_plan``.
         """

@@ -1,10 +1,11 @@
-"""Attention of blocks, one or a list of tiles, forward and backward: the backends and their
-selection.
+"""Attention of blocks, one or a list of tiles, forward and backward, and the choice of a backend.
+
+Blocks are FULL, CAUSAL or ANTI (``kernels.blocks``). CAUSAL and ANTI ones are always square, since
+kernels disagree on how to align the diagonal of a rectangle. Reversed along tokens, an ANTI block
+is a CAUSAL one, so it needs no kernel. A backend never gets a row whose keys are all masked.
 
 Shapes: q ``[B, T, H, D]``, k and v ``[B, S, K, D]`` with H a multiple of K, lse ``[B, T, H]``
-float32 or wider. Blocks are FULL, CAUSAL or ANTI (``kernels.blocks``); the last two are always
-square, since kernels disagree on how to align a rectangle. Reversed along tokens, an ANTI block is
-a CAUSAL one, so it needs no kernel. Never pass a backend a fully masked row.
+float32 or wider.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels import cpu
+from kernels import cpu_onednn
 from kernels.backends import SOFTMAX, listed
 from kernels.backends.base import AttentionKernel, Backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Gradients, Keys, Rows, Tile, merge_
@@ -25,8 +26,7 @@ from runtime.errors import UserError
 def block_forward(
     q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float, backend: AttentionKernel
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of the queries to these keys only, by a backend that takes tiles one by
-    one.
+    """Compute attention of the queries to these keys, by a backend that takes tiles one by one.
 
     Returns:
         out ``[B, T, H, D]`` (on a GPU in the inputs' dtype, else float32 or wider) and lse ``[B, T,
@@ -35,7 +35,8 @@ def block_forward(
     assert backend.forward is not None
     causal = _is_causal(q, k, kind)
     q, k, v = flip_if_anti(kind, q, k, v)
-    out, lse = flip_if_anti(kind, *backend.forward(q, k, v, causal, scale))
+    out, lse = backend.forward(q, k, v, causal, scale)
+    out, lse = flip_if_anti(kind, out, lse)
     return out, lse
 
 
@@ -45,17 +46,18 @@ def block_backward(
     """Compute the gradients through this block; dtypes as in ``block_forward``."""
     assert backend.backward is not None
     causal = _is_causal(rows.q, keys.k, kind)
-    rows, keys = Rows(*flip_if_anti(kind, *rows)), Keys(*flip_if_anti(kind, *keys))
-    dq, dk, dv = flip_if_anti(kind, *backend.backward(rows, keys, causal, scale))
+    rows = Rows(*flip_if_anti(kind, *rows))
+    keys = Keys(*flip_if_anti(kind, *keys))
+    gradients = backend.backward(rows, keys, causal, scale)
+    dq, dk, dv = flip_if_anti(kind, *gradients)
     return dq, dk, dv
 
 
 def empty_results(rows: Sequence[int], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the results over no key of rows ``[B, T, H]``: out ``[B, T, H, D]`` of 0 and lse of
-    -inf.
-    """
-    out = torch.zeros(*rows, q.shape[3], dtype=dtype, device=q.device)
-    return out, torch.full(tuple(rows), float("-inf"), dtype=dtype, device=q.device)
+    """Return the results of rows ``[B, T, H]`` over no keys: out of 0 and lse of -inf."""
+    out = torch.zeros(*rows, q.shape[3], dtype=dtype, device=q.device)  # [B, T, H, D]
+    lse = torch.full(tuple(rows), float("-inf"), dtype=dtype, device=q.device)  # [B, T, H]
+    return out, lse
 
 
 def only_block(
@@ -68,7 +70,9 @@ def only_block(
     """
     if backend.tiled is not None or len(tiles) != 1 or tiles[0].q != slice(0, rows):
         return None
-    return tiles[0] if columns is None or tiles[0].k == slice(0, columns) else None
+    if columns is not None and tiles[0].k != slice(0, columns):
+        return None
+    return tiles[0]
 
 
 def attend_tiles_(
@@ -93,10 +97,11 @@ def attend_tiles_(
         if small:
             backend.packed.attend_(out, lse, q, keys, small, scale)
     for tile in tiles:
-        part = block_forward(
-            q[:, tile.q], keys.k[:, tile.k], keys.v[:, tile.k], tile.kind, scale, backend
-        )
-        merge_(out[:, tile.q], lse[:, tile.q], *part)
+        tile_q = q[:, tile.q]
+        tile_k = keys.k[:, tile.k]
+        tile_v = keys.v[:, tile.k]
+        tile_out, tile_lse = block_forward(tile_q, tile_k, tile_v, tile.kind, scale, backend)
+        merge_(out[:, tile.q], lse[:, tile.q], tile_out, tile_lse)
 
 
 def add_gradients_(
@@ -115,21 +120,24 @@ def add_gradients_(
         small, tiles = split_by_size(tiles)
         if small:
             backend.packed.add_gradients_(sums, rows, keys, small, scale)
+    dq, dk, dv = sums
     for tile in tiles:
-        blocks = Rows(*(x[:, tile.q] for x in rows)), Keys(*(x[:, tile.k] for x in keys))
-        parts = block_backward(*blocks, tile.kind, scale, backend)
-        for total, part, at in zip(sums, parts, (tile.q, tile.k, tile.k), strict=True):
-            total[:, at].add_(part)
+        tile_rows = Rows(*(x[:, tile.q] for x in rows))
+        tile_keys = Keys(*(x[:, tile.k] for x in keys))
+        gradients = block_backward(tile_rows, tile_keys, tile.kind, scale, backend)
+        dq[:, tile.q].add_(gradients[0])
+        dk[:, tile.k].add_(gradients[1])
+        dv[:, tile.k].add_(gradients[2])
 
 
 @cache
 def select_backend(
     name: str, device_type: str, dtype: torch.dtype, documents: bool = False
 ) -> AttentionKernel:
-    """Return the kernel of backend ``name`` for this device and dtype; ``auto`` takes the fastest
-    usable one.
+    """Return the kernel of backend ``name`` for this device and dtype.
 
-    With ``documents``, tiles have other shapes in each micro-batch.
+    ``auto`` takes the fastest usable one. With ``documents``, tiles have other shapes in each
+    micro-batch.
 
     Raises:
         UserError: the backend is unknown, not installed, broken, or cannot take this device or
@@ -144,34 +152,36 @@ def select_backend(
         raise UserError(
             f"attention_backend is {name!r}, which does not exist; use {listed(SOFTMAX)}"
         )
-    if refusal := backend.refusal(name, device_type, dtype):
+    refusal = backend.refusal(name, device_type, dtype)
+    if refusal:
         raise UserError(refusal)
-    falls_back = name == "auto" and backend is not general
-    other = general.softmax_kernel(device_type, dtype, None) if falls_back else None
-    return backend.softmax_kernel(device_type, dtype, other)
+
+    fallback = None
+    if name == "auto" and backend is not general:
+        fallback = general.softmax_kernel(device_type, dtype, None)
+    return backend.softmax_kernel(device_type, dtype, fallback)
 
 
-def automatic_backend(device_type: str, here: Gpu, documents: bool) -> Backend:
+def automatic_backend(device_type: str, this_gpu: Gpu, documents: bool) -> Backend:
     """Return the backend that ``auto`` takes."""
-    candidates = SOFTMAX.values() if device_type != "cpu" else ()
-    return next(
-        (backend for backend in candidates if backend.is_automatic(here, documents)),
-        SOFTMAX["aten"],
-    )
+    if device_type != "cpu":
+        for backend in SOFTMAX.values():
+            if backend.is_automatic(this_gpu, documents):
+                return backend
+    return SOFTMAX["aten"]
 
 
 def takes_whole(name: str, device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether torch's SDPA takes a whole sequence of this dtype at least as fast as the
-    backend its tiles.
+    """Return whether torch's SDPA of a whole sequence is at least as fast as tiles.
 
-    So it is on a CPU, but for one thread where oneDNN's strips are faster. In bfloat16 it would
-    round partial results.
+    True on a CPU, except with one thread, where the oneDNN kernel is faster. In bfloat16 SDPA would
+    round partial results, so tiles are used.
     """
     return (
         name in ("auto", "aten")
         and device_type == "cpu"
         and dtype == torch.float32
-        and not cpu.is_faster(dtype)
+        and not cpu_onednn.is_faster(dtype)
     )
 
 
@@ -180,11 +190,14 @@ def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
         raise ValueError(f"a block of kind {kind!r} does not exist; use {FULL}, {CAUSAL} or {ANTI}")
     if kind != FULL and q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"a block of kind {kind} is square; this one has {q.shape[1]} queries and {k.shape[1]} keys"
+            f"a block of kind {kind} is square; this one has {q.shape[1]} queries and"
+            f" {k.shape[1]} keys"
         )
     return kind != FULL
 
 
 def flip_if_anti(kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Reverse the tokens of an ANTI block, there and back."""
-    return tuple(x.flip(1) for x in tensors) if kind == ANTI else tensors
+    """Reverse the tokens of an ANTI block; the same again turns its results back."""
+    if kind != ANTI:
+        return tensors
+    return tuple(x.flip(1) for x in tensors)

@@ -1,8 +1,7 @@
-"""The KV cache of a layer in generation: keys and values of the tokens read so far, and attention
-to them.
+"""KV cache of a layer in generation: keys and values of the tokens so far, and attention to them.
 
-A cache may hold some of the rows only, if other ranks hold the rest: partial results are merged by
-their lse.
+A rank may hold only some of the rows. Then every rank attends to its own rows, and the partial
+results are merged by their lse.
 
 Shapes: B sequences, T new tokens, S rows of a cache, H query heads, G key and value heads, D width
 of a head.
@@ -17,24 +16,25 @@ from torch import Tensor
 from kernels.blocks import merged, with_sinks
 from runtime.tensors import accum_dtype
 
-UNSEEN = 1 << 62
-"""Position of a row that no query sees."""
+NO_POSITION = 1 << 62
+"""Position of padding, which no query sees."""
 PART = 1024
-"""Rows that are joined as they come; joining them with all rows would copy the cache for every
-token.
+"""Rows up to which new ones are joined to the last part.
+
+To join them with all rows would copy the whole cache for every token.
 """
-AT_ONCE = 1 << 14
-"""Rows whose scores, and keys in float32, exist at once."""
+ROWS_PER_STEP = 1 << 14
+"""Rows whose scores, and keys in float32, exist at a time."""
 
 
 class KVCache:
     """Rows of keys and values [B, G, S, D] with their positions int64 [B, S], in parts along S.
 
-    Heads come before rows, so that a product with all rows of a head reads them where they lie.
+    Heads come before rows, so that a product with all rows of a head reads contiguous memory.
     """
 
     def __init__(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Begin with these rows, which may be none."""
+        """Start with these rows; there may be none."""
         self._parts = [(k, v, positions)]
 
     def __len__(self) -> int:
@@ -43,167 +43,198 @@ class KVCache:
 
     def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Add rows."""
-        last_k, last_v, last = self._parts[-1]
-        if last.shape[1] + positions.shape[1] <= PART:
+        last_k, last_v, last_positions = self._parts[-1]
+        if last_positions.shape[1] + positions.shape[1] <= PART:
             del self._parts[-1]
-            k, v, positions = (
-                torch.cat((last_k, k), 2),
-                torch.cat((last_v, v), 2),
-                torch.cat((last, positions), 1),
-            )
+            k = torch.cat((last_k, k), 2)
+            v = torch.cat((last_v, v), 2)
+            positions = torch.cat((last_positions, positions), 1)
         self._parts.append((k, v, positions))
 
     def drop(self, before: Tensor) -> None:
         """Drop rows that are padding, or before position ``before`` [B], in all sequences."""
-        kept = []
+        parts = []
         for k, v, positions in self._parts:
-            rows = ((positions >= before[:, None]) & (positions != UNSEEN)).any(0).nonzero()[:, 0]
+            needed = (positions >= before[:, None]) & (positions != NO_POSITION)  # [B, S]
+            rows = needed.any(0).nonzero()[:, 0]
             if len(rows) < positions.shape[1]:
-                k, v, positions = (
-                    k.index_select(2, rows),
-                    v.index_select(2, rows),
-                    positions.index_select(1, rows),
-                )
-            kept.append((k, v, positions))
-        self._parts = [part for part in kept if part[2].shape[1]] or kept[-1:]
+                k = k.index_select(2, rows)
+                v = v.index_select(2, rows)
+                positions = positions.index_select(1, rows)
+            parts.append((k, v, positions))
+        nonempty = [part for part in parts if part[2].shape[1]]
+        self._parts = nonempty or parts[-1:]
 
     def attend(
-        self, q: Tensor, positions: Tensor, left: int | None, scale: float
+        self, q: Tensor, positions: Tensor, behind: int | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Attend with q [B, T, H, D] at ``positions`` [B, T] to the rows that are not after them.
 
         Args:
-            left: how many positions before its own a query sees; None is all.
+            behind: how many positions before its own a query sees; None is all.
 
         Returns:
             out [B, T, H, D] and lse [B, T, H], float32 or wider; 0 and -inf for a query that sees
             none of these rows.
         """
-        found = []
-        at = positions[..., None]  # [B, T, 1]
-        for keys, values, places in self._parts:
-            cut = keys.split(AT_ONCE, 2), values.split(AT_ONCE, 2), places.split(AT_ONCE, 1)
-            for k, v, rows in zip(*cut, strict=True):
-                seen = rows[:, None] <= at  # [B, T, S]
-                if left is not None:
-                    seen &= rows[:, None] >= at - left
-                found.append(_attend(q, k, v, seen, scale))
-        return found[0] if len(found) == 1 else merged(*map(torch.stack, zip(*found, strict=True)))
+        outs = []
+        lses = []
+        query_positions = positions[..., None]  # [B, T, 1]
+        for part_k, part_v, part_positions in self._parts:
+            steps = zip(
+                part_k.split(ROWS_PER_STEP, 2),
+                part_v.split(ROWS_PER_STEP, 2),
+                part_positions.split(ROWS_PER_STEP, 1),
+                strict=True,
+            )
+            for k, v, key_positions in steps:
+                visible = key_positions[:, None] <= query_positions  # [B, T, S]
+                if behind is not None:
+                    visible &= key_positions[:, None] >= query_positions - behind
+                out, lse = _attend(q, k, v, visible, scale)
+                outs.append(out)
+                lses.append(lse)
+        if len(outs) == 1:
+            return outs[0], lses[0]
+        return merged(torch.stack(outs), torch.stack(lses))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to the rows that each query sees, bool [B, T, S]; results as in ``KVCache.attend``."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend to the visible rows, bool [B, T, S]; results as in ``KVCache.attend``."""
     q, k, v = (x.to(accum_dtype(x.dtype)) for x in (q, k, v))
-    tokens, heads = q.shape[1], k.shape[1]
-    grouped = (
-        (q * scale).unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
-    )  # [B, G, T H / G, D]
-    hidden = ~seen[:, None, :, None]  # [B, 1, T, 1, S]
-    scores = (
-        (grouped @ k.mT).unflatten(2, (tokens, -1)).masked_fill(hidden, float("-inf"))
-    )  # [B, G, T, H / G, S]
-    weights = scores.softmax(-1).masked_fill(hidden, 0)  # not NaN where nothing is seen
+    tokens = q.shape[1]
+    kv_heads = k.shape[1]
+    grouped_q = (q * scale).unflatten(2, (kv_heads, -1)).transpose(1, 2)  # [B, G, T, H / G, D]
+    grouped_q = grouped_q.flatten(2, 3)  # [B, G, T H / G, D]
+    hidden = ~visible[:, None, :, None]  # [B, 1, T, 1, S]
+    scores = (grouped_q @ k.mT).unflatten(2, (tokens, -1))  # [B, G, T, H / G, S]
+    scores = scores.masked_fill(hidden, float("-inf"))
+    weights = scores.softmax(-1).masked_fill(hidden, 0)  # not NaN for a query that sees no row
     out = (weights.flatten(2, 3) @ v).unflatten(2, (tokens, -1))  # [B, G, T, H / G, D]
-    return out.transpose(1, 2).flatten(2, 3), scores.logsumexp(-1).transpose(1, 2).flatten(2)
+    out = out.transpose(1, 2).flatten(2, 3)  # [B, T, H, D]
+    lse = scores.logsumexp(-1).transpose(1, 2).flatten(2)  # [B, T, H]
+    return out, lse
 
 
 Merge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""This process's (out, lse) of new queries -> those over the rows of all processes that share a
-cache.
-"""
+"""(out, lse) of new queries over this process's rows -> over the rows of all processes."""
+
+
+def _only_process(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return out, lse
 
 
 class States:
-    """State that a model's layers keep of the tokens read so far.
+    """State of a model's layers after the tokens read so far.
 
-    Linear attention keeps a state [B, H, D, E], softmax attention a KVCache. ``read`` precedes
-    every forward. Of first tokens that processes share, each keeps its own rows, and all keep the
-    state after the last.
+    Linear attention has a state [B, H, D, E], softmax attention a KVCache. ``read`` precedes
+    every forward. If processes share the prompt's tokens, each saves the keys and values of its own
+    tokens, and all save the state after the last.
     """
 
     def __init__(
         self,
         layers: int,
-        merge: Merge = lambda out, lse: (out, lse),
+        merge: Merge = _only_process,
         total: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Begin before the first token; ``total`` sums over the processes that share the first
-        tokens, if several.
+        """Start before the first token.
+
+        Args:
+            layers: number of layers.
+            merge: merges attention over the processes that share a cache.
+            total: sums over the processes that share the first tokens, if there are several.
         """
         self.layers: list[Any] = [None] * layers
         """The state of each layer; None before the first token."""
-        self._merge, self._total = merge, total
+        self._merge = merge
+        self._total = total
 
     def read(
         self, positions: Tensor, ends: Tensor, keep: bool = True, *, shared: bool = False
     ) -> None:
-        """Say what the next forward's tokens are.
+        """Set the tokens of the next forward.
 
         Args:
             positions: int64 [B, T], or [1, T] if they are the same in all sequences.
-            ends: int64 [B], how many tokens of each sequence will have been read; positions from
-                there on are padding.
-            keep: whether this process keeps the rows of these tokens, not another one.
-            shared: whether each process has other tokens of the sequences, which are then the first
+            ends: int64 [B], how many tokens of each sequence will have been read; later positions
+                are padding.
+            keep: True if this process, not another one, saves the rows of these tokens.
+            shared: True if each process has other tokens of the sequences, which are then the first
                 ones.
         """
         real = positions < ends[:, None]  # [B, T]
-        there = real.any(0).nonzero()[:, 0]
-        self._positions, self._ends, self.shared = positions, ends, shared
-        self.count = len(there)
-        """Tokens here before the ends: those of layers with a state, whose sequences are of one
+        real_tokens = real.any(0).nonzero()[:, 0]
+        self._positions = positions
+        self._ends = ends
+        self.shared = shared
+        self.count = len(real_tokens)
+        """Tokens of this forward without padding, for layers with a state, whose sequences have one
         length.
         """
-        self._kept = there if keep else there[:0]
-        self._rows = positions.where(real, UNSEEN).index_select(1, self._kept)
+        self._saved_tokens = real_tokens if keep else real_tokens[:0]
+        masked_positions = positions.where(real, NO_POSITION)
+        self._saved_positions = masked_positions.index_select(1, self._saved_tokens)
 
     @property
-    def left(self) -> Tensor:
-        """Return how many tokens of a sequence follow each of the ``count`` here, int64 [count]."""
+    def remaining_tokens(self) -> Tensor:
+        """Number of tokens that follow each of the ``count`` tokens, int64 [count]."""
         return self._ends[0] - 1 - self._positions[0, : self.count]
 
     def last(self, rows: Tensor, count: int) -> Tensor:
-        """Return the last rows [B, count, ...] of rows [B, T, ...] that processes share, zeros
-        before the first.
+        """Return the last ``count`` rows of a sequence that processes share.
+
+        Args:
+            rows: [B, T, ...], of this process's tokens.
+
+        Returns:
+            [B, count, ...], with zeros before the first token.
         """
-        places = count - 1 - self.left
-        found = rows.new_zeros(len(rows), count, *rows.shape[2:])
-        here = places >= 0
-        found[:, places[here]] = rows[:, : self.count][:, here]
-        return self.total(found)
+        slots = count - 1 - self.remaining_tokens
+        last_rows = rows.new_zeros(len(rows), count, *rows.shape[2:])
+        local = slots >= 0
+        last_rows[:, slots[local]] = rows[:, : self.count][:, local]
+        return self.total(last_rows)
 
     def total(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the processes that share the first tokens."""
+        """Sum x over the processes that share the first tokens."""
         assert self._total is not None
         return self._total(x)
 
     def attention(
-        self, layer: int, k: Tensor, v: Tensor, left: int | None, sinks: Tensor | None
+        self, layer: int, k: Tensor, v: Tensor, behind: int | None, sinks: Tensor | None
     ) -> Callable[[Tensor], Tensor] | None:
-        """Keep a layer's new rows; return q -> its attention to all rows, or None for the first
-        tokens.
+        """Save a layer's new rows, and return the attention of q to all rows.
 
-        The first tokens see each other alone, which is an ordinary attention.
+        Returns None for the first tokens, which see only each other: an ordinary attention.
 
         Args:
-            k, v: [B, T, G, D]. left: how many positions before its own a query sees, None for all;
-            the layer keeps what the next one sees. sinks: [H], scores of attention sinks.
+            k, v: [B, T, G, D].
+            behind: how many positions before its own a query sees, None for all; the layer saves
+                only rows that the next token sees.
+            sinks: [H], scores of attention sinks.
         """
-        k, v = (x.transpose(1, 2).index_select(2, self._kept) for x in (k, v))  # [B, G, S, D]
+        k = k.transpose(1, 2).index_select(2, self._saved_tokens)  # [B, G, S, D]
+        v = v.transpose(1, 2).index_select(2, self._saved_tokens)
         cache: KVCache | None = self.layers[layer]
         if cache is None:
-            self.layers[layer] = cache = KVCache(k, v, self._rows)
-            self._drop(cache, left)
+            self.layers[layer] = cache = KVCache(k, v, self._saved_positions)
+            self._drop(cache, behind)
             return None
-        cache.append(k, v, self._rows)
+        cache.append(k, v, self._saved_positions)
 
         def attention(q: Tensor) -> Tensor:
-            out, lse = self._merge(*cache.attend(q, self._positions, left, q.shape[-1] ** -0.5))
-            self._drop(cache, left)
-            return (out if sinks is None else with_sinks(out, lse, sinks)[0]).to(q.dtype)
+            scale = q.shape[-1] ** -0.5
+            out, lse = self._merge(*cache.attend(q, self._positions, behind, scale))
+            self._drop(cache, behind)
+            if sinks is not None:
+                out, _ = with_sinks(out, lse, sinks)
+            return out.to(q.dtype)
 
         return attention
 
-    def _drop(self, cache: KVCache, left: int | None) -> None:
-        if left is not None:
-            cache.drop(self._ends - left)
+    def _drop(self, cache: KVCache, behind: int | None) -> None:
+        if behind is not None:
+            cache.drop(self._ends - behind)

@@ -1,17 +1,19 @@
-"""Many small tiles packed into one launch of a GPU's kernel; kernels padded to their widths, and
-their fallbacks.
+"""Kernels of a GPU's library: many small tiles packed into one launch, padded heads, fallbacks.
 
-A launch of packed tiles takes all CAUSAL and ANTI tiles, another all FULL ones. An ANTI tile is a
-CAUSAL one whose rows and columns are packed last to first. Rows are copied only if they do not lie
-in order already. Results go back in passes: no row and no column appears twice in a pass, so
-nothing depends on the order in which a device's threads add.
+A tile of a packed document can be far too small for a GPU, and a launch for each would cost more
+than its work. So all CAUSAL and ANTI tiles of a round share one launch, and all FULL ones another,
+as the variable-length sequences of FlashAttention. An ANTI tile is a CAUSAL one with its rows and
+columns packed last to first. Rows are copied only if they are not in order already.
+
+The results are added back in passes. No row and no column appears twice in a pass, so no two
+threads add to the same number, and the result does not depend on their order.
 
 Shapes as in ``kernels.attention``; packed, R rows and C columns of all tiles of a launch: q, dout,
 out ``[R, H, D]``; k and v ``[C, K, D]``, H a multiple of K; lse ``[R, H]``.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -38,26 +40,26 @@ from runtime.tensors import cached_on_device, to_device
 Kernel = tuple[Callable[..., Any], Callable[..., Any]]
 """A forward and its backward."""
 SMALL = 1 << 20
-"""Most pairs of a tile that shares a launch; a larger one keeps a device busy alone, and copies no
-rows.
+"""Maximum pairs of a tile that shares a launch.
+
+A larger one keeps a device busy alone, and is not worth the copy of its rows.
 """
 
-Index = slice | Tensor  # int64
+Index = slice | Tensor
+"""Rows of a tensor: a slice, or int64 indices."""
 
 
 class Lengths(NamedTuple):
-    """Starts of packed tiles: int32 ``[n + 1]``, 0 first and the total last; and the most rows and
-    columns of one.
-    """
+    """Cumulative lengths of the packed tiles, int32 ``[n + 1]``, and the largest length."""
 
     rows: Tensor
     columns: Tensor
-    most_rows: int
-    most_columns: int
+    max_rows: int
+    max_columns: int
 
 
 class Pass(NamedTuple):
-    """A part of the packed rows and columns, and where it lies in the tensors."""
+    """Some of the packed rows and columns, and their index in the tensors."""
 
     packed_rows: slice
     rows: Index
@@ -77,62 +79,69 @@ class Launch(NamedTuple):
 
 def with_fallback(
     name: str,
-    said: str,
+    limit: str,
     takes: Callable[[Tensor, Tensor], bool],
     kernel: Kernel,
-    other: Kernel | None,
+    fallback: Kernel | None,
 ) -> Kernel:
-    """Return a forward and a backward that take a kernel where it takes the shape, and elsewhere
-    the other's.
+    """Return a forward and a backward that use another kernel for shapes that this one lacks.
 
-    Raises, when called: UserError, the shape is not this kernel's and there is no other.
+    Args:
+        name: the backend, for the message.
+        limit: the kernel's limit, for the message: "takes heads of up to 128 channels".
+        takes: returns True for (q, k) that the kernel takes.
+        fallback: the other kernel, or None. Then the returned functions raise UserError.
     """
 
-    def chosen(q: Tensor, k: Tensor) -> Kernel:
+    def kernel_for(q: Tensor, k: Tensor) -> Kernel:
         if takes(q, k):
             return kernel
-        if other is None:
+        if fallback is None:
             raise UserError(
-                f"attention_backend {name} {said}, and these are {q.shape[-1]} channels and {k.shape[1]} keys; use "
-                "auto or aten"
+                f"attention_backend {name} {limit}, and got {q.shape[-1]} channels and"
+                f" {k.shape[1]} keys; use auto or aten"
             )
-        return other
+        return fallback
 
-    def chosen_forward(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return chosen(q, k)[0](q, k, *rest)
+    def forward(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        return kernel_for(q, k)[0](q, k, *arguments)
 
-    def chosen_backward(rows: Rows, keys: Keys, *rest: Any) -> tuple[Tensor, ...]:
-        return chosen(rows.q, keys.k)[1](rows, keys, *rest)
+    def backward(rows: Rows, keys: Keys, *arguments: Any) -> tuple[Tensor, ...]:
+        return kernel_for(rows.q, keys.k)[1](rows, keys, *arguments)
 
-    return chosen_forward, chosen_backward
+    return forward, backward
 
 
 def pad_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
-    """Return a kernel's forward and backward for heads of any width, padded to a multiple of 8,
-    which GPUs' take.
+    """Return a kernel for heads of any width, which pads them to a multiple of 8 channels.
 
-    Channels of zeros add nothing to a score; the scale is given and stays.
+    GPU kernels take only such widths. Channels of zeros add nothing to a score, and the scale is
+    an argument, so it does not change.
     """
 
-    def padded_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        if not (more := -q.shape[-1] % 8):
-            return forward(q, k, v, *rest)
-        out, lse = forward(*(F.pad(x, (0, more)) for x in (q, k, v)), *rest)
-        return out[..., :-more], lse
+    def padded_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        padding = -q.shape[-1] % 8
+        if not padding:
+            return forward(q, k, v, *arguments)
+        out, lse = forward(*(F.pad(x, (0, padding)) for x in (q, k, v)), *arguments)
+        return out[..., :-padding], lse
 
-    def padded_backward(rows: Rows, keys: Keys, *rest: Any) -> tuple[Tensor, ...]:
-        if not (more := -rows.q.shape[-1] % 8):
-            return backward(rows, keys, *rest)
-        q, dout, out, *columns = (F.pad(x, (0, more)) for x in (*rows[:3], *keys))
-        found = backward(Rows(q, dout, out, rows.lse), Keys(*columns), *rest)
-        return tuple(x[..., :-more] for x in found)
+    def padded_backward(rows: Rows, keys: Keys, *arguments: Any) -> tuple[Tensor, ...]:
+        padding = -rows.q.shape[-1] % 8
+        if not padding:
+            return backward(rows, keys, *arguments)
+        q, dout, out, k, v = (F.pad(x, (0, padding)) for x in (*rows[:3], *keys))
+        gradients = backward(Rows(q, dout, out, rows.lse), Keys(k, v), *arguments)
+        return tuple(x[..., :-padding] for x in gradients)
 
     return padded_forward, padded_backward
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A kernel: forward (q, k, v, lengths, causal, scale), and backward (rows, keys, lengths,
+class PackedKernel:
+    """A kernel of packed tiles.
+
+    The forward takes (q, k, v, lengths, causal, scale), and the backward (rows, keys, lengths,
     causal, scale).
     """
 
@@ -142,19 +151,28 @@ class Packed:
     def attend_(
         self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
     ) -> None:
-        """Fold the attention of these tiles into running results, in place; ``out`` and ``lse`` are
-        contiguous.
+        """Fold the attention of these tiles into running results, in place.
+
+        ``out`` and ``lse`` are contiguous.
         """
-        made = launches(tiles, q, keys.k)
-        q, k, v = (in_one_piece(x).flatten(0, 1) for x in (q, *keys))
-        out, lse = (x.view(-1, *x.shape[2:]) for x in (out, lse))
-        for launch in made:
-            blocks = _select(q, launch.rows), _select(k, launch.columns), _select(v, launch.columns)
-            part, part_lse = self.forward(*blocks, launch.lengths, launch.causal, scale)
+        tile_launches = launches(tiles, q, keys.k)
+        q, k, v = (in_one_piece(x).flatten(0, 1) for x in (q, *keys))  # [B T, H, D], [B S, K, D]
+        out = out.view(-1, *out.shape[2:])  # [B T, H, D]
+        lse = lse.view(-1, *lse.shape[2:])  # [B T, H]
+        for launch in tile_launches:
+            packed_q = _select(q, launch.rows)
+            packed_k = _select(k, launch.columns)
+            packed_v = _select(v, launch.columns)
+            packed_out, packed_lse = self.forward(
+                packed_q, packed_k, packed_v, launch.lengths, launch.causal, scale
+            )
             for step in launch.passes:
-                rows_out, rows_lse = _select(out, step.rows), _select(lse, step.rows)
-                merge_(rows_out, rows_lse, part[step.packed_rows], part_lse[step.packed_rows])
-                if not isinstance(step.rows, slice):
+                rows_out = _select(out, step.rows)
+                rows_lse = _select(lse, step.rows)
+                merge_(
+                    rows_out, rows_lse, packed_out[step.packed_rows], packed_lse[step.packed_rows]
+                )
+                if not isinstance(step.rows, slice):  # these are copies
                     out.index_copy_(0, step.rows, rows_out)
                     lse.index_copy_(0, step.rows, rows_lse)
 
@@ -162,119 +180,156 @@ class Packed:
         self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float
     ) -> None:
         """Add the gradients through these tiles to (dq, dk, dv), in place; they are contiguous."""
-        made = launches(tiles, rows.q, keys.k)
+        tile_launches = launches(tiles, rows.q, keys.k)
         dq, dk, dv = (x.view(-1, *x.shape[2:]) for x in sums)
-        flat_rows, flat_keys = (
-            [in_one_piece(x).flatten(0, 1) for x in given] for given in (rows, keys)
-        )
-        for launch in made:
+        flat_rows = [in_one_piece(x).flatten(0, 1) for x in rows]
+        flat_keys = [in_one_piece(x).flatten(0, 1) for x in keys]
+        for launch in tile_launches:
             packed_rows = Rows(*(_select(x, launch.rows) for x in flat_rows))
             packed_keys = Keys(*(_select(x, launch.columns) for x in flat_keys))
-            parts = self.backward(packed_rows, packed_keys, launch.lengths, launch.causal, scale)
+            gradients = self.backward(
+                packed_rows, packed_keys, launch.lengths, launch.causal, scale
+            )
             for step in launch.passes:
-                _add(dq, step.rows, parts[0][step.packed_rows])
-                _add(dk, step.columns, parts[1][step.packed_columns])
-                _add(dv, step.columns, parts[2][step.packed_columns])
+                _add(dq, step.rows, gradients[0][step.packed_rows])
+                _add(dk, step.columns, gradients[1][step.packed_columns])
+                _add(dv, step.columns, gradients[2][step.packed_columns])
 
 
 def split_by_size(tiles: Sequence[Tile]) -> tuple[Sequence[Tile], Sequence[Tile]]:
     """Return the tiles that share launches, and those that take one each."""
-    small = [tile for tile in tiles if tile.pairs <= SMALL]
-    return (
-        (small, [tile for tile in tiles if tile.pairs > SMALL]) if len(small) > 1 else ((), tiles)
-    )
+    small = []
+    large = []
+    for tile in tiles:
+        if tile.pairs <= SMALL:
+            small.append(tile)
+        else:
+            large.append(tile)
+    if len(small) > 1:
+        return small, large
+    return (), tiles
 
 
 def launches(tiles: Sequence[Tile], q: Tensor, k: Tensor) -> tuple[Launch, ...]:
-    """Pack the tiles of queries ``[B, T, ...]`` and keys ``[B, S, ...]``, the same in each of the
-    sequences.
+    """Pack the tiles of queries ``[B, T, ...]`` and keys ``[B, S, ...]``.
 
-    What was made is kept: all layers, and their backward, ask for the same.
+    The tiles are the same in each of the B sequences. Cached: all layers, and their backward, have
+    the same launches.
     """
     return _launches(as_numbers(tiles), *q.shape[:2], k.shape[1], q.device)
 
 
-@cached_on_device(
-    256
-)  # each round of a micro-batch asks for its own, up to as many as there are ranks
+@cached_on_device(256)  # each round of a micro-batch has its own, and a ring has a round per rank
 def _launches(
     tiles: tuple[TileNumbers, ...], batch: int, rows: int, columns: int, device: torch.device
 ) -> tuple[Launch, ...]:
-    groups = (
-        [tile for tile in tiles if tile[4] != FULL],
-        [tile for tile in tiles if tile[4] == FULL],
+    squares = []
+    rectangles = []
+    for tile in tiles:
+        if tile[4] == FULL:
+            rectangles.append(tile)
+        else:
+            squares.append(tile)
+    return tuple(
+        _launch(group, batch, rows, columns, device) for group in (squares, rectangles) if group
     )
-    return tuple(_launch(group, batch, rows, columns, device) for group in groups if group)
 
 
 def _launch(
     tiles: list[TileNumbers], batch: int, rows: int, columns: int, device: torch.device
 ) -> Launch:
-    passes = [
-        [
-            (q0 + b * rows, q1 + b * rows, k0 + b * columns, k1 + b * columns, kind)
-            for b in range(batch)
-            for q0, q1, k0, k1, kind in members
-        ]
-        for members in _apart(tiles, rows, columns)
-    ]
-    ordered = [tile for members in passes for tile in members]
-    by_row = [_run(q0, q1, kind) for q0, q1, _, _, kind in ordered]
-    by_column = [_run(k0, k1, kind) for _, _, k0, k1, kind in ordered]
-    row_starts, column_starts = (np.cumsum([0, *map(len, runs)]) for runs in (by_row, by_column))
-    host = [row_starts, column_starts, np.concatenate(by_row), np.concatenate(by_column)]
-    moved = to_device(torch.from_numpy(np.concatenate(host)), device).split(
+    # The tiles of all sequences, in the order of their passes.
+    ordered: list[TileNumbers] = []
+    pass_ends = [0]
+    for members in _disjoint_passes(tiles, rows, columns):
+        for b in range(batch):
+            for q0, q1, k0, k1, kind in members:
+                q_offset = b * rows
+                k_offset = b * columns
+                ordered.append((q0 + q_offset, q1 + q_offset, k0 + k_offset, k1 + k_offset, kind))
+        pass_ends.append(len(ordered))
+
+    row_runs = [_run(q0, q1, kind) for q0, q1, _, _, kind in ordered]
+    column_runs = [_run(k0, k1, kind) for _, _, k0, k1, kind in ordered]
+    row_index = np.concatenate(row_runs)
+    column_index = np.concatenate(column_runs)
+    row_starts = np.cumsum([0, *map(len, row_runs)])
+    column_starts = np.cumsum([0, *map(len, column_runs)])
+
+    # One copy to the device.
+    host = [row_starts, column_starts, row_index, column_index]
+    joined = to_device(torch.from_numpy(np.concatenate(host)), device)
+    device_row_starts, device_column_starts, device_rows, device_columns = joined.split(
         [len(x) for x in host]
-    )  # one copy
-    lengths = Lengths(
-        moved[0].int(), moved[1].int(), max(map(len, by_row)), max(map(len, by_column))
     )
-    ends = np.cumsum([0, *map(len, passes)])
-    steps = []
-    for first, last in pairwise(ends):
-        part = slice(int(row_starts[first]), int(row_starts[last]))
-        other = slice(int(column_starts[first]), int(column_starts[last]))
-        steps.append(
-            Pass(part, _index(host[2], moved[2], part), other, _index(host[3], moved[3], other))
+    lengths = Lengths(
+        device_row_starts.int(),
+        device_column_starts.int(),
+        max(map(len, row_runs)),
+        max(map(len, column_runs)),
+    )
+
+    passes = []
+    for first, last in pairwise(pass_ends):
+        packed_rows = slice(int(row_starts[first]), int(row_starts[last]))
+        packed_columns = slice(int(column_starts[first]), int(column_starts[last]))
+        passes.append(
+            Pass(
+                packed_rows,
+                _index(row_index, device_rows, packed_rows),
+                packed_columns,
+                _index(column_index, device_columns, packed_columns),
+            )
         )
     everything = slice(0, None)
     return Launch(
-        _index(host[2], moved[2], everything),
-        _index(host[3], moved[3], everything),
+        _index(row_index, device_rows, everything),
+        _index(column_index, device_columns, everything),
         tiles[0][4] != FULL,
         lengths,
-        tuple(steps),
+        tuple(passes),
     )
 
 
-def _apart(tiles: list[TileNumbers], rows: int, columns: int) -> list[list[TileNumbers]]:
-    """Split tiles into passes in which no row and no column appears twice."""
-    passes: list[
-        tuple[list[TileNumbers], np.ndarray, np.ndarray]
-    ] = []  # members, rows and columns in use
+@dataclass
+class _Members:
+    """Tiles of a pass, and masks of the rows and the columns that they use."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+    tiles: list[TileNumbers] = field(default_factory=list)
+
+
+def _disjoint_passes(tiles: list[TileNumbers], rows: int, columns: int) -> list[list[TileNumbers]]:
+    """Split tiles into passes in which no row and no column appears twice, first fit."""
+    passes: list[_Members] = []
     for tile in tiles:
-        q, k = slice(*tile[:2]), slice(*tile[2:4])
-        found = next(
-            (some for some in passes if not some[1][q].any() and not some[2][k].any()), None
-        )
-        if found is None:
-            found = [], np.zeros(rows, dtype=bool), np.zeros(columns, dtype=bool)
-            passes.append(found)
-        found[0].append(tile)
-        found[1][q] = found[2][k] = True
-    return [members for members, _, _ in passes]
+        q = slice(*tile[:2])
+        k = slice(*tile[2:4])
+        for members in passes:
+            if not members.rows[q].any() and not members.columns[k].any():
+                break
+        else:
+            members = _Members(np.zeros(rows, dtype=bool), np.zeros(columns, dtype=bool))
+            passes.append(members)
+        members.tiles.append(tile)
+        members.rows[q] = True
+        members.columns[k] = True
+    return [members.tiles for members in passes]
 
 
 def _run(start: int, stop: int, kind: str) -> np.ndarray:
-    return np.arange(stop - 1, start - 1, -1) if kind == ANTI else np.arange(start, stop)
+    if kind == ANTI:
+        return np.arange(stop - 1, start - 1, -1)
+    return np.arange(start, stop)
 
 
-def _index(host: np.ndarray, moved: Tensor, part: slice) -> Index:
-    """Return what selects these rows: a slice if they lie in order, so that nothing is copied."""
-    found = host[part]
-    if (np.diff(found) == 1).all():
-        return slice(int(found[0]), int(found[-1]) + 1)
-    return moved[part]
+def _index(host_index: np.ndarray, device_index: Tensor, part: slice) -> Index:
+    """Return the index of these rows: a slice if they are in order, so that nothing is copied."""
+    rows = host_index[part]
+    if (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return device_index[part]
 
 
 def _select(x: Tensor, index: Index) -> Tensor:

@@ -9,25 +9,28 @@ import torch
 
 from runtime.machine import cudnn_number, loaded_cudnn
 
-HOPPER, BLACKWELL = 9, 10
-"""Major compute capabilities of H100, H200 and H20, and of B200 and B300."""
+HOPPER = 9
+"""Major compute capability of H100, H200 and H20."""
+BLACKWELL = 10
+"""Major compute capability of B200 and B300."""
 Family = Literal["", "hopper", "h20", "blackwell"]
-"""GPUs of which attention reaches one share of the peak; empty: any other."""
+"""GPUs on which attention reaches the same share of the peak; empty: any other."""
 
 
 class Gpu(NamedTuple):
-    """This process's GPU and its cuDNN: the one loaded, and the one that came with torch, 0 if
-    none; torch's name.
-    """
+    """This process's GPU, the loaded cuDNN, and the cuDNN that torch was built with."""
 
     capability: tuple[int, int] = (0, 0)
     cudnn: int = 0
+    """Version of the loaded cuDNN, such as 91501; 0 if there is none."""
     bundled: int = 0
+    """Version of the cuDNN package of this torch; 0 if it has none."""
     name: str = ""
+    """torch's name of the GPU."""
 
     @property
     def family(self) -> Family:
-        """Return the family; an H20, a Hopper of a seventh of the peak, is one of its own."""
+        """The family; an H20, a Hopper with a seventh of the peak, is a separate one."""
         if self.capability[0] == HOPPER:
             return "h20" if family_of(self.name) == "h20" else "hopper"
         return "blackwell" if self.capability[0] == BLACKWELL else ""
@@ -47,15 +50,16 @@ def gpu() -> Gpu:
 
 
 def bundled_cudnn() -> int:
-    """Return the version of the cuDNN package that torch asks for, as it is installed; 0 if there
-    is none.
-    """
+    """Return the installed version of the cuDNN package that torch requires; 0 for none."""
+    versions = []
     try:
-        asked = [re.match(r"nvidia-cudnn-cu\d+", line) for line in metadata.requires("torch") or ()]
-        found = [metadata.version(name[0]) for name in asked if name]
+        for requirement in metadata.requires("torch") or ():
+            package = re.match(r"nvidia-cudnn-cu\d+", requirement)
+            if package:
+                versions.append(metadata.version(package[0]))
     except metadata.PackageNotFoundError:
         return 0
-    return cudnn_number(found[0]) if found else 0
+    return cudnn_number(versions[0]) if versions else 0
 
 
 def version_of(number: int) -> str:
@@ -68,6 +72,9 @@ def family_of(name: str) -> Family:
     words = re.split(r"[^A-Z0-9]+", name.upper())
     if "H20" in words:
         return "h20"
-    if any(re.fullmatch(r"H[128]00", word) for word in words):
-        return "hopper"
-    return "blackwell" if any(re.fullmatch(r"G?B[23]00", word) for word in words) else ""
+    for word in words:
+        if re.fullmatch(r"H[128]00", word):
+            return "hopper"
+        if re.fullmatch(r"G?B[23]00", word):
+            return "blackwell"
+    return ""

@@ -1,16 +1,15 @@
-"""Linear attention with decay, forward and backward: backends, and the parts that context
-parallelism needs.
+"""Linear attention with decay, forward and backward, and its parts for context parallelism.
 
 With decay a (0 < a <= 1, one per head) the state S_t = a S_(t-1) + k_t v_t^T gives o_t = S_t^T q_t,
 which is sum over s <= t of a^(t-s) (q_t . k_s) v_s (LASP, Sun et al. 2024, section 2;
 TransNormerLLM, Qin et al. 2023). Factors are exponentials of (distance * log a), never quotients,
 so none overflows.
 
-Everything is one scan over the tokens (``kernels.linear_scan``); gradients are scans of other
-tensors, or go backwards in time.
+Everything is one scan over the tokens (``kernels.linear_scan``); the gradients are scans of other
+tensors, two of them backwards in time. With G the gradient of the outgoing state:
 
-    out = scan(q, k, v, S)           dq = scan(dout, v, k, S^T) dv = scan_back(k, q, dout, G)    dk
-    = scan_back(v, dout, q, G^T)    G: gradient of the outgoing state
+    out = scan(q, k, v, S)                dq = scan(dout, v, k, S^T)
+    dv = scan_back(k, q, dout, G)         dk = scan_back(v, dout, q, G^T)
 
 The result is linear in the incoming state, so a rank that holds part of a sequence computes all but
 ``from_state`` before the state of earlier ranks arrives.
@@ -45,8 +44,9 @@ def check(
     batch, length, heads, width = q.shape
     if k.shape != q.shape or v.shape[:3] != q.shape[:3] or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"linear attention takes q and k [B, T, H, D] and v [B, T, H, E] of one dtype, and got q {tuple(q.shape)} "
-            f"{q.dtype}, k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype}"
+            "linear attention takes q and k [B, T, H, D] and v [B, T, H, E] of one dtype, and got"
+            f" q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype},"
+            f" v {tuple(v.shape)} {v.dtype}"
         )
     if length == 0:
         raise ValueError("linear attention got no tokens; give at least one")
@@ -56,9 +56,10 @@ def check(
         )
     for head, rate in enumerate(log_decay):
         if not (math.isfinite(rate) and rate <= 0):
-            shown = math.inf if rate > 700 else math.exp(rate)
+            decay = math.inf if rate > 700 else math.exp(rate)
             raise ValueError(
-                f"the decay of head {head} is {shown} (its logarithm {rate}); a decay lies above 0 and at most at 1"
+                f"the decay of head {head} is {decay} (its logarithm {rate}); a decay must be above"
+                " 0 and at most 1"
             )
     check_sequence(length, (batch, heads, width, v.shape[-1]), state, documents)
 
@@ -66,18 +67,23 @@ def check(
 def check_sequence(
     length: int, shape: tuple[int, ...], state: Tensor | None, documents: Sequence[int] | None
 ) -> None:
-    """Raise ValueError for a state of another ``shape``, or documents that are not cumulative up to
-    ``length``.
+    """Raise ValueError for a state of the wrong shape, or documents that do not cover the tokens.
+
+    Args:
+        length: number of tokens, T.
+        shape: shape that a state must have.
+        documents: cumulative lengths, rising from 0 to T.
     """
     if state is not None and state.shape != shape:
         raise ValueError(
             f"the state has shape {tuple(state.shape)}; these q, k and v make it {shape}"
         )
     if documents is not None:
-        rising = all(a < b for a, b in pairwise(documents))
+        rising = all(first < second for first, second in pairwise(documents))
         if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rising:
             raise ValueError(
-                f"documents is {tuple(documents)}; it must be cumulative lengths, rising from 0 to the {length} tokens"
+                f"documents is {tuple(documents)}; it must be cumulative lengths, rising from 0 to"
+                f" the {length} tokens"
             )
 
 
@@ -89,17 +95,17 @@ def select_linear_backend(name: str, device_type: str, dtype: torch.dtype) -> st
         UserError: the backend does not exist, or cannot take this device or dtype.
     """
     if name == "auto":
-        automatic = (
-            other
-            for other, backend in LINEAR.items()
-            if backend.is_automatic_linear(device_type, dtype)
-        )
-        return next(automatic, "chunked")
+        for candidate, backend in LINEAR.items():
+            if backend.is_automatic_linear(device_type, dtype):
+                return candidate
+        return "chunked"
     if name not in LINEAR:
         raise UserError(
-            f"attention_backend is {name!r}, which has no linear attention; use auto, {', '.join(LINEAR)}"
+            f"attention_backend is {name!r}, which has no linear attention; use auto,"
+            f" {', '.join(LINEAR)}"
         )
-    if refusal := LINEAR[name].refusal(name, device_type, dtype):
+    refusal = LINEAR[name].refusal(name, device_type, dtype)
+    if refusal:
         raise UserError(refusal)
     return name
 
@@ -110,21 +116,28 @@ def scan_of(backend: str) -> Scan:
 
 
 def decayed_state(state: Tensor, log_decay: Sequence[float], tokens: int) -> Tensor:
-    """Decay a state (or its gradient) over ``tokens`` tokens of one document, without adding what
-    they leave.
+    """Decay a state, or its gradient, over ``tokens`` tokens of one document.
+
+    What these tokens add to the state is ``state_after``.
     """
     rates = constants(tuple(log_decay), state.dtype, state.device)
     return state * (rates * tokens).exp()[:, None, None]
 
 
-def state_after(k: Tensor, v: Tensor, log_decay: Sequence[float], left: Tensor) -> Tensor:
-    """Compute what these tokens add to the state [B, H, D, E] after ``left`` [T] more tokens each,
-    in any order.
+def state_after(
+    k: Tensor, v: Tensor, log_decay: Sequence[float], remaining_tokens: Tensor
+) -> Tensor:
+    """Compute the part of a later state [B, H, D, E] that these tokens add.
+
+    Args:
+        remaining_tokens: [T], how many tokens follow each of these before that state. The tokens
+            may come in any order.
     """
-    wide = accum_dtype(k.dtype)
-    rates = constants(tuple(log_decay), wide, k.device)
-    faded = k.to(wide) * (left[:, None] * rates).exp()[..., None]  # [B, T, H, D]
-    return torch.einsum("bthd,bthe->bhde", faded, v.to(wide))
+    dtype = accum_dtype(k.dtype)
+    rates = constants(tuple(log_decay), dtype, k.device)
+    decay = (remaining_tokens[:, None] * rates).exp()  # [T, H]
+    decayed_k = k.to(dtype) * decay[..., None]  # [B, T, H, D]
+    return torch.einsum("bthd,bthe->bhde", decayed_k, v.to(dtype))
 
 
 def from_state(
@@ -135,8 +148,9 @@ def from_state(
     *,
     reverse: bool = False,
 ) -> Tensor:
-    """Compute what an incoming state adds to the scan of these tokens, ``[B, T, H, E]`` in the
-    state's dtype.
+    """Compute what an incoming state adds to the scan of these tokens, ``[B, T, H, E]``.
+
+    The result is in the state's dtype.
 
     Args:
         tokens: how many see it, those of the first document (the last with ``reverse``); default
@@ -144,18 +158,23 @@ def from_state(
         reverse: backwards in time, see ``scan``.
     """
     length = q.shape[1]
-    tokens = length if tokens is None else tokens
-    place = torch.arange(length, device=q.device)
-    distance = length - 1 - place if reverse else place + 1
-    seen = place >= length - tokens if reverse else place < tokens
+    if tokens is None:
+        tokens = length
+    position = torch.arange(length, device=q.device)
+    if reverse:
+        distance = length - 1 - position
+        visible = position >= length - tokens
+    else:
+        distance = position + 1
+        visible = position < tokens
     rates = constants(tuple(log_decay), state.dtype, state.device)
-    weights = (distance[:, None] * rates).exp() * seen[:, None]  # [T, H]
+    weights = (distance[:, None] * rates).exp() * visible[:, None]  # [T, H]
     out = q.transpose(1, 2).to(state.dtype) @ state  # [B, H, T, E]
     return out.transpose(1, 2) * weights[..., None]
 
 
 def backward(
-    run: Scan,
+    scan: Scan,
     dout: Tensor,
     dfinal: Tensor | None,
     q: Tensor,
@@ -165,23 +184,17 @@ def backward(
     state: Tensor | None = None,
     documents: Sequence[int] | None = None,
     *,
-    wide: bool = False,
+    accum_out: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv and dstate; ``dfinal`` is the final state's gradient, None for 0.
+    """Compute dq, dk, dv and dstate, in the dtypes of the scan.
 
-    dtypes are as the scan has them, ``wide`` that of dk and dv, to which a later state's part can
-    then be added.
+    Args:
+        dfinal: gradient of the final state, None for 0.
+        accum_out: return dk and dv in float32 or wider, so that a later state's part can be added.
     """
-    dq, _ = run(dout, v, k, log_decay, None if state is None else state.mT, documents)
-    dk, _ = run(
-        v,
-        dout,
-        q,
-        log_decay,
-        None if dfinal is None else dfinal.mT,
-        documents,
-        reverse=True,
-        wide=wide,
-    )
-    dv, dstate = run(k, q, dout, log_decay, dfinal, documents, reverse=True, wide=wide)
+    state_t = None if state is None else state.mT
+    dfinal_t = None if dfinal is None else dfinal.mT
+    dq, _ = scan(dout, v, k, log_decay, state_t, documents)
+    dk, _ = scan(v, dout, q, log_decay, dfinal_t, documents, reverse=True, accum_out=accum_out)
+    dv, dstate = scan(k, q, dout, log_decay, dfinal, documents, reverse=True, accum_out=accum_out)
     return dq, dk, dv, dstate

@@ -1,4 +1,4 @@
-"""The scan of linear attention in torch, chunk by chunk; shapes as in ``kernels.linear_attention``."""
+"""Scan of linear attention in torch, chunk by chunk; shapes as in ``kernels.linear_attention``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,46 +15,46 @@ SCAN_CHUNK = 64
 
 @dataclass(frozen=True)
 class Chunks:
-    """Assignment of tokens to chunks; no chunk spans two documents."""
+    """Assignment of tokens to chunks; no chunk spans two documents.
+
+    A chunk has room for C tokens. The last one of a document may leave some slots empty.
+    """
 
     index: Tensor | None
-    """Token at each place [N * C], arbitrary at empty places; None if all places are filled in
-    order.
+    """Token of each slot [N * C], arbitrary for empty slots; None if all slots are filled in order.
     """
-    places: Tensor | None
-    """Place of each token [T]; None as above. A mask instead would force a GPU sync to count its
-    entries.
-    """
+    slots: Tensor | None
+    """Slot of each token [T]; None as above. A mask would force a GPU sync to count its entries."""
     lengths: Tensor
     """Tokens per chunk [N]."""
-    begins: tuple[bool, ...]
-    """True if each chunk is the first of its document."""
+    starts_document: tuple[bool, ...]
+    """True if a chunk is the first of its document."""
 
 
 @cached_on_device(64)  # packed documents differ from batch to batch
 def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.device) -> Chunks:
-    """Chunk packed documents of these cumulative lengths; by default one document of ``length``
-    tokens.
-    """
-    bounds = documents or (0, length)
-    starts, lengths, begins = [], [], []
-    for first, end in pairwise(bounds):
+    """Cut documents of these cumulative lengths into chunks; default one of ``length`` tokens."""
+    starts = []
+    lengths = []
+    starts_document = []
+    for first, end in pairwise(documents or (0, length)):
         for start in range(first, end, SCAN_CHUNK):
             starts.append(start)
             lengths.append(min(SCAN_CHUNK, end - start))
-            begins.append(start == first)
+            starts_document.append(start == first)
+
     counts = torch.tensor(lengths)
     if all(count == SCAN_CHUNK for count in lengths):
-        return Chunks(None, None, to_device(counts, device), tuple(begins))
-    index = (
-        (torch.tensor(starts)[:, None] + torch.arange(SCAN_CHUNK)).clamp(max=length - 1).flatten()
-    )
-    places = (torch.arange(SCAN_CHUNK) < counts[:, None]).flatten().nonzero().flatten()
+        return Chunks(None, None, to_device(counts, device), tuple(starts_document))
+
+    offset = torch.arange(SCAN_CHUNK)
+    index = (torch.tensor(starts)[:, None] + offset).clamp(max=length - 1).flatten()
+    slots = (offset < counts[:, None]).flatten().nonzero().flatten()
     return Chunks(
         to_device(index, device),
-        to_device(places, device),
+        to_device(slots, device),
         to_device(counts, device),
-        tuple(begins),
+        tuple(starts_document),
     )
 
 
@@ -67,7 +67,7 @@ def scan(
     documents: Sequence[int] | None = None,
     *,
     reverse: bool = False,
-    wide: bool = True,
+    accum_out: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Scan the tokens, from an incoming state.
 
@@ -75,64 +75,86 @@ def scan(
     time is mirrored: ``state`` is the gradient of the state after the last token, final that of the
     state before the first.
 
+    A chunk's output has two parts: the scores of its own pairs, decayed by their distance, and a
+    read of the state that enters it. The states between chunks are a short recurrence over what
+    each chunk adds.
+
     Returns:
         out ``[B, T, H, E]``, empty if q is None, and final ``[B, H, D, E]`` in float32 or wider.
-        out may be in v's dtype but with ``wide``, so that more can be added to it; here it always
-        is in float32 or wider.
+        Other backends return out in v's dtype, and in float32 or wider with ``accum_out``, so that
+        more can be added to it; this one always returns float32 or wider.
     """
     dtype = accum_dtype(k.dtype)
-    chunks = chunks_of(k.shape[1], None if documents is None else tuple(documents), k.device)
-    rates = constants(tuple(log_decay), dtype, k.device)
-    place = torch.arange(SCAN_CHUNK, device=k.device)
-    filled = place < chunks.lengths[:, None]  # [N, C]
-    before, after = place.expand_as(filled) + 1, (chunks.lengths[:, None] - 1 - place).clamp(min=0)
-    reads, writes = (after, before) if reverse else (before, after)
+    cu_seqlens = None if documents is None else tuple(documents)
+    chunks = chunks_of(k.shape[1], cu_seqlens, k.device)
+    rates = constants(tuple(log_decay), dtype, k.device)  # [H]
+    slot = torch.arange(SCAN_CHUNK, device=k.device)  # [C]
+    lengths = chunks.lengths[:, None]  # [N, 1]
+    filled = slot < lengths  # [N, C]
+    before = slot.expand_as(filled) + 1
+    after = (lengths - 1 - slot).clamp(min=0)
+    read_exponents = after if reverse else before
+    write_exponents = before if reverse else after
 
-    # Empty places of k are zero, so what q and v hold there adds nothing.
-    keys = _chunked(k, chunks, dtype) * (_power(rates, writes) * filled[:, None, :, None])
+    # Empty slots of k are zero, so whatever q and v hold there adds nothing.
+    filled = filled[:, None, :, None]  # [N, 1, C, 1]
+    decayed_k = _chunked(k, chunks, dtype) * (_power(rates, write_exponents) * filled)
     values = _chunked(v, chunks, dtype)  # [B, N, H, C, E]
-    added = keys.transpose(-1, -2) @ values  # [B, N, H, D, E]
-    carried = _power(rates, chunks.lengths[:, None])  # [N, H, 1, 1]
-    entering, final = _carry(added, carried, state, chunks.begins, reverse)
+    added = decayed_k.transpose(-1, -2) @ values  # [B, N, H, D, E]
+    chunk_decay = _power(rates, lengths)  # [N, H, 1, 1]
+    entering, final = _carry(added, chunk_decay, state, chunks.starts_document, reverse)
     if q is None:
         return final.new_empty(0), final
 
-    queries = _chunked(q, chunks, dtype)
-    distance = place[:, None] - place
-    distance = -distance if reverse else distance
-    mask = (rates[:, None, None] * distance.clamp(min=0)).exp() * (distance >= 0)  # [H, C, C]
-    keys = _chunked(k, chunks, dtype) * filled[:, None, :, None]
+    queries = _chunked(q, chunks, dtype)  # [B, N, H, C, D]
+    distance = slot[:, None] - slot  # [C, C]
+    if reverse:
+        distance = -distance
+    exponents = rates[:, None, None] * distance.clamp(min=0)
+    mask = exponents.exp() * (distance >= 0)  # [H, C, C]
+    keys = _chunked(k, chunks, dtype) * filled
     out = (queries @ keys.transpose(-1, -2) * mask) @ values
-    out += queries @ entering * _power(rates, reads)
+    out += queries @ entering * _power(rates, read_exponents)
     out = out.transpose(2, 3).flatten(1, 2)  # [B, N * C, H, E]
-    return out if chunks.places is None else out.index_select(1, chunks.places), final
+    if chunks.slots is not None:
+        out = out.index_select(1, chunks.slots)  # [B, T, H, E]
+    return out, final
 
 
 def _chunked(x: Tensor, chunks: Chunks, dtype: torch.dtype) -> Tensor:
     """Map [B, T, H, D] to [B, N, H, C, D]."""
-    x = x if chunks.index is None else x.index_select(1, chunks.index)
+    if chunks.index is not None:
+        x = x.index_select(1, chunks.index)
     return x.unflatten(1, (-1, SCAN_CHUNK)).transpose(2, 3).to(dtype)
 
 
 def _power(rates: Tensor, exponents: Tensor) -> Tensor:
-    """Return decay^exponent [N, H, C, 1] for exponents [N, C] >= 0: a single exponential, which
-    cannot overflow.
+    """Return decay^exponent [N, H, C, 1] for exponents [N, C] >= 0.
+
+    A single exponential of rates * exponents, which cannot overflow.
     """
     return (rates[:, None] * exponents[:, None, :]).exp()[..., None]
 
 
 def _carry(
-    added: Tensor, carried: Tensor, state: Tensor | None, begins: tuple[bool, ...], reverse: bool
+    added: Tensor,
+    chunk_decay: Tensor,
+    state: Tensor | None,
+    starts_document: tuple[bool, ...],
+    reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the states entering the chunks [B, N, H, D, E] and the final state [B, H, D, E]."""
-    running = torch.zeros_like(added[:, 0]) if state is None else state.to(added.dtype)
+    if state is None:
+        running = torch.zeros_like(added[:, 0])
+    else:
+        running = state.to(added.dtype)
     entering = torch.empty_like(added)
-    count = len(begins)
+    count = len(starts_document)
     for n in reversed(range(count)) if reverse else range(count):
-        if reverse and n + 1 < count:
-            fresh = begins[n + 1]
+        if reverse:
+            resets = n + 1 < count and starts_document[n + 1]
         else:
-            fresh = not reverse and n > 0 and begins[n]
-        entering[:, n] = 0 if fresh else running
-        running = torch.addcmul(added[:, n], entering[:, n], carried[n])
+            resets = n > 0 and starts_document[n]
+        entering[:, n] = 0 if resets else running
+        running = torch.addcmul(added[:, n], entering[:, n], chunk_decay[n])
     return entering, running

@@ -1,9 +1,9 @@
-"""Operators of a model's layers: products of activations and weights, rotary positions, a
-feed-forward's gate.
+"""Operators of a model's layers: matrix products, rotary positions, a feed-forward's gate.
 
-For products of float32 on a CPU torch takes MKL, which keeps to AVX2 on AMD's processors; oneDNN
-uses their AVX-512 and is about twice as fast there. The others are one launch each on a GPU, but
-under torch.compile, which fuses torch's own.
+torch multiplies float32 matrices on a CPU with MKL, which stays with AVX2 on AMD's processors.
+oneDNN uses their AVX-512 and is about twice as fast there, so ``linear`` calls it directly. Rotary
+positions and the gate are one launch each on a GPU, except under torch.compile, which fuses torch's
+own operators.
 
 Shapes: N rows (tokens), I and O widths before and after a product.
 """
@@ -24,19 +24,16 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from kernels.triton import has_triton
 from runtime.simulation import SIMULATED_DEVICE
 
-FEWEST_ROWS = 32
-"""Below them a product takes less time than its call."""
+MIN_ROWS = 32
+"""Rows below which a product takes less time than its call."""
 
 
 def _takes_onednn() -> bool:
-    if (
-        TorchVersion(torch.__version__) < "2.13"
-    ):  # which cannot part a backward of our own in two (zero bubble)
+    if TorchVersion(torch.__version__) < "2.13":
+        return False  # cannot split a custom backward in two, as zero bubble pipelines need
+    if not torch.backends.mkldnn.is_available():
         return False
-    if (
-        not torch.backends.mkldnn.is_available()
-        or torch.backends.cpu.get_cpu_capability() != "AVX512"
-    ):
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     info = Path("/proc/cpuinfo")
     return info.exists() and "AuthenticAMD" in info.read_text(encoding="utf-8")
@@ -47,26 +44,28 @@ ONEDNN = _takes_onednn()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + b as ``torch.nn.functional.linear``: x ``[..., I]``, weight ``[O, I]``, bias
-    ``[O]``.
+    """Compute x W^T + b as ``torch.nn.functional.linear``.
+
+    Shapes: x ``[..., I]``, weight ``[O, I]``, bias ``[O]``.
     """
     if x.device.type != "cpu" or not ONEDNN or not _suits(x, weight):
         return F.linear(x, weight, bias)
     # In rows: oneDNN's operator returns a view of others, which nothing could be added to in place.
-    return _Linear.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+    rows = x.flatten(0, -2)  # [N, I]
+    return _Linear.apply(rows, weight, bias).unflatten(0, x.shape[:-1])
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether these are plain tensors in float32, with enough rows."""
-    if (x.dtype, weight.dtype) != (torch.float32, torch.float32) or x.shape[
-        :-1
-    ].numel() < FEWEST_ROWS:
+    """Return whether these are plain float32 tensors with enough rows."""
+    if x.dtype != torch.float32 or weight.dtype != torch.float32:
+        return False
+    if x.shape[:-1].numel() < MIN_ROWS:
         return False
     from torch.distributed.tensor import DTensor
 
-    return not (
-        isinstance(x, DTensor) or isinstance(weight, DTensor) or torch.is_autocast_enabled("cpu")
-    )
+    if isinstance(x, DTensor) or isinstance(weight, DTensor):
+        return False
+    return not torch.is_autocast_enabled("cpu")
 
 
 class _Linear(torch.autograd.Function):
@@ -82,14 +81,20 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
         grad = grad.contiguous()
-        dx = product(grad, weight.t()) if need_x else None
-        dw = weight_gradient(grad, x) if need_weight else None
-        return dx, dw, grad.sum(0) if need_bias else None
+        dx = dweight = dbias = None
+        if need_x:
+            dx = product(grad, weight.t())
+        if need_weight:
+            dweight = weight_gradient(grad, x)
+        if need_bias:
+            dbias = grad.sum(0)
+        return dx, dweight, dbias
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b by oneDNN; float32, x ``[N, I]``, weight ``[O, I]`` with any strides."""
-    if torch.compiler.is_compiling():  # inductor knows oneDNN's operator for constant weights alone
+    """Compute x W^T + b by oneDNN; float32, x ``[N, I]``, weight ``[O, I]`` with any strides."""
+    if torch.compiler.is_compiling():
+        # inductor lowers oneDNN's operator for constant weights only.
         return _product_op(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
@@ -105,13 +110,11 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Return the sum over rows of the outer products of grad ``[N, O]`` and x ``[N, I]``: ``[O,
-    I]``.
-    """
-    turned = grad.shape[1] > x.shape[1]  # oneDNN is fastest where the result is wide
-    left, right = (x, grad) if turned else (grad, x)
-    found = product(left.t(), right.t())
-    return found.t() if turned else found
+    """Return grad^T x ``[O, I]`` for grad ``[N, O]`` and x ``[N, I]``, summed over the N rows."""
+    if grad.shape[1] <= x.shape[1]:
+        return product(grad.t(), x.t())
+    # oneDNN is fastest if the result is wide: compute the transpose.
+    return product(x.t(), grad.t()).t()
 
 
 def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
@@ -121,19 +124,19 @@ def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 if torch.backends.mkldnn.is_available():
     operators = (torch.ops.mkldnn._linear_pointwise, torch.ops.longmesh.product)
     # A vendored copy in the same process may have registered oneDNN's.
-    register_flop_formula([one for one in operators if one not in flop_registry])(_flops)
+    register_flop_formula([op for op in operators if op not in flop_registry])(_flops)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries or keys by their tokens' angles (Su et al. 2021), channels i and i + D/2 a
-    pair.
+    """Rotate queries or keys by their tokens' angles (Su et al. 2021).
 
-    On a GPU in one launch where Triton is there; torch takes eight, and 12 times as much memory
-    traffic in bfloat16.
+    Channels i and i + D/2 are a pair. One launch on a GPU with Triton; torch takes eight, and 12
+    times as much memory traffic in bfloat16.
 
     Args:
-        x: ``[B, T, H, D]``. cos, sin: ``[T, 1, D/2]``, ``[B, T, 1, D/2]`` or ``[1, T, 1, D/2]``,
-        float32 or wider, in which it is computed.
+        x: ``[B, T, H, D]``.
+        cos, sin: ``[T, 1, D/2]``, ``[B, T, 1, D/2]`` or ``[1, T, 1, D/2]``, float32 or wider, the
+            dtype of the computation.
 
     Returns:
         ``[B, T, H, D]`` in x's dtype.
@@ -156,23 +159,26 @@ def rotate_unfused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        from kernels.triton.pointwise import rotate as in_one_launch
+        from kernels.triton.pointwise import rotate as fused_rotate
 
         ctx.save_for_backward(cos, sin)
-        return in_one_launch(x, cos, sin)
+        return fused_rotate(x, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Turn the gradient back."""
-        from kernels.triton.pointwise import rotate as in_one_launch
+        """Rotate the gradient by the opposite angles."""
+        from kernels.triton.pointwise import rotate as fused_rotate
 
         cos, sin = ctx.saved_tensors
-        return in_one_launch(gradient, cos, sin, back=True), None, None
+        return fused_rotate(gradient, cos, sin, back=True), None, None
 
 
 class _RotatedShapes(torch.autograd.Function):
-    """The shapes of the one launch, without data; torch's operators make copies in float32."""
+    """Shapes and memory of the fused rotation, without data.
+
+    A simulation of a GPU on the CPU would else see the float32 copies of torch's operators.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -193,16 +199,15 @@ ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], Callable[..., Tensor]
         partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
     ),
 }
-"""Each with its gradient, of that of its result and its input."""
+"""Each activation with its backward, which takes the gradient of its result, and its input."""
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
-    """Return activation(gate) * up (Shazeer 2020, eq. 6) for gate and up of one shape and dtype;
-    keep these two alone.
+    """Compute activation(gate) * up (Shazeer 2020, eq. 6), and save only gate and up.
 
-    Differentiable once. Autograd would keep activation(gate) too, which the backward computes
-    again. On a GPU in one launch each way where Triton is there; torch takes two and three, and 1.7
-    and 1.8 times as much memory traffic.
+    gate and up have one shape and dtype. Differentiable once. Autograd would save activation(gate)
+    too, which this backward recomputes. One launch each way on a GPU with Triton; torch takes two
+    and three, and 1.7 and 1.8 times as much memory traffic.
     """
     if torch.compiler.is_compiling():
         return ACTIVATIONS[activation][0](gate) * up
@@ -214,7 +219,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        if _in_one_launch(gate):
+        if _fuses(gate):
             from kernels.triton.pointwise import gated
 
             return gated(gate, up, activation)
@@ -224,15 +229,17 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        if _in_one_launch(gate):
+        if _fuses(gate):
             from kernels.triton.pointwise import gated_backward
 
-            return *gated_backward(gradient, gate, up, ctx.activation), None
-        activation, slope = ACTIVATIONS[ctx.activation]
+            dgate, dup = gated_backward(gradient, gate, up, ctx.activation)
+            return dgate, dup, None
+        activation, activation_backward = ACTIVATIONS[ctx.activation]
         dgate = gradient * up
-        slope(dgate, gate, grad_input=dgate)
-        return dgate, activation(gate).mul_(gradient), None
+        activation_backward(dgate, gate, grad_input=dgate)
+        dup = activation(gate).mul_(gradient)
+        return dgate, dup, None
 
 
-def _in_one_launch(x: Tensor) -> bool:
+def _fuses(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and has_triton()

@@ -1,7 +1,7 @@
 """Operators of linear attention, the delta rule and its convolution.
 
 Each has its call, forward, fake and backward together. torch.compile and recompute policies see it
-as a whole. Matrix products have theirs in ``kernels.operators``.
+as one operator. Those of matrix products are in ``kernels.operators``.
 """
 
 from collections.abc import Sequence
@@ -28,19 +28,23 @@ def linear_attention(
     documents: Sequence[int] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal linear attention of ``kernels.linear_attention``; differentiable in q, k, v
-    and state.
+    """Compute causal linear attention; differentiable in q, k, v and state.
+
+    ``kernels.linear_attention`` has the definition.
 
     Args:
+        q, k: ``[B, T, H, D]``.
+        v: ``[B, T, H, E]``.
         log_decay: log of each head's decay, H numbers <= 0.
-        state: state before the first token, default zero; only tokens of the first document see it.
+        state: state before the first token ``[B, H, D, E]``, default zero; only tokens of the first
+            document see it.
         documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); each resets the
             state.
         backend: as for ``kernels.linear_attention.select_linear_backend``.
 
     Returns:
         out ``[B, T, H, E]`` in v's dtype, and the state after the last token (of the last
-        document).
+        document), in float32 or wider.
 
     Raises:
         ValueError: a decay outside (0, 1], or shapes that do not match.
@@ -67,8 +71,8 @@ def _linear_forward(
 
 
 def _linear_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    wide = accum_dtype(q.dtype)
-    return v.new_empty(v.shape), k.new_empty((k.shape[0], *k.shape[2:], v.shape[-1]), dtype=wide)
+    state_shape = (k.shape[0], *k.shape[2:], v.shape[-1])  # [B, H, D, E]
+    return v.new_empty(v.shape), k.new_empty(state_shape, dtype=accum_dtype(q.dtype))
 
 
 def _linear_backward(
@@ -125,34 +129,36 @@ def delta_rule(
         UserError: the backend does not exist.
     """
     rule.check((q, k, v, g, beta), state, documents)
+    per_channel = g.ndim == 4
     name = rule.select_delta_backend(
-        backend, q.device.type, q.dtype, per_channel=g.ndim == 4, width=q.shape[-1]
+        backend, q.device.type, q.dtype, per_channel=per_channel, width=q.shape[-1]
     )
     if name == "reference":
         return reference.delta_rule(q, k, v, g, beta, state, documents=documents)
-    out, states = torch.ops.longmesh.delta_rule(
-        q, k, v, rule.gates_with_resets(g, documents), beta, state, name
-    )
+    g = rule.gates_with_resets(g, documents)
+    out, states = torch.ops.longmesh.delta_rule(q, k, v, g, beta, state, name)
     return out, states[-1]
 
 
-def _delta_forward(*given: Any) -> tuple[Tensor, Tensor]:
-    *inputs, backend = given
-    with torch.autocast(inputs[0].device.type, enabled=False):
+def _delta_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *inputs, backend = arguments  # q, k, v, g, beta, state
+    v = inputs[2]
+    with torch.autocast(v.device.type, enabled=False):
         out, states = rule.scan(*inputs, backend=backend)
-    return out.to(inputs[2].dtype), states
+    return out.to(v.dtype), states
 
 
 def _delta_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), rule.empty_states(k, v)
 
 
-def _delta_backward(dout: Tensor, dstates: Tensor | None, *given: Any) -> list[Tensor]:
-    *inputs, _, states, backend = given
+def _delta_backward(dout: Tensor, dstates: Tensor | None, *arguments: Any) -> list[Tensor]:
+    *inputs, _, states, backend = arguments
     dfinal = None if dstates is None else dstates[-1]
     with torch.autocast(dout.device.type, enabled=False):
-        *found, dstate = rule.backward(tuple(inputs), states, dout, dfinal, backend=backend)
-    return [*found, dstate.clone()]  # not all states' memory
+        *gradients, dstate = rule.backward(tuple(inputs), states, dout, dfinal, backend=backend)
+    # A copy: a view would keep the memory of all states.
+    return [*gradients, dstate.clone()]
 
 
 differentiable(
@@ -167,10 +173,10 @@ differentiable(
 def causal_convolution(
     x: Tensor, weight: Tensor, before: Tensor | None = None, documents: Sequence[int] | None = None
 ) -> Tensor:
-    """Compute ``out[t, c] = sum over i < K of weight[c, K - 1 - i] x[t - i, c]``; differentiable in
-    all tensors.
+    """Convolve each channel with its last K tokens; differentiable in all tensors.
 
-    Sums are in float32 or wider. There is no bias and no activation.
+    out[t, c] = sum over i < K of weight[c, K - 1 - i] x[t - i, c], summed in float32 or wider.
+    There is no bias and no activation.
 
     Args:
         x: ``[B, T, C]``.
@@ -191,16 +197,22 @@ def causal_convolution(
     gap = weight.shape[1] - 1
     if before is not None and before.shape != (batch, gap, channels):
         raise ValueError(
-            f"before has shape {tuple(before.shape)}; this x and weight make it {(batch, gap, channels)}"
+            f"before has shape {tuple(before.shape)}; this x and weight make it"
+            f" {(batch, gap, channels)}"
         )
     linear.check_sequence(length, (), None, documents)
+
     if documents is None or len(documents) == 2:
-        rows = F.pad(x, (0, 0, gap, 0)) if before is None else torch.cat((before.to(x.dtype), x), 1)
+        if before is None:
+            rows = F.pad(x, (0, 0, gap, 0))  # [B, K - 1 + T, C]
+        else:
+            rows = torch.cat((before.to(x.dtype), x), 1)
         return convolve(rows, weight)
-    rows, at = convolution.spaced(x, documents, gap)
+
+    rows, index = convolution.spaced(x, documents, gap)
     if before is not None:
         rows = torch.cat((before.to(x.dtype), rows[:, gap:]), 1)
-    return convolve(rows, weight).index_select(1, at)
+    return convolve(rows, weight).index_select(1, index)
 
 
 def convolve(rows: Tensor, weight: Tensor) -> Tensor:
@@ -239,6 +251,8 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-_convolve.register_autograd(
-    lambda ctx, dout: convolve_backward(dout, *ctx.saved_tensors), setup_context=_save
-)
+def _convolve_autograd(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+    return convolve_backward(dout, *ctx.saved_tensors)
+
+
+_convolve.register_autograd(_convolve_autograd, setup_context=_save)

@@ -1,7 +1,11 @@
-"""Naive softmax and linear attention: the reference for every fast path.
+"""Naive softmax attention, linear attention and delta rule: the reference for every fast path.
 
-Shapes: B batch, T queries, S keys, H query heads, K key/value heads (H a multiple of K), D head
-width. Linear attention has one key head per query head, keys of width D and values of width E.
+All scores exist at once, or tokens are read one by one: slow, and short enough to be checked
+against the papers by eye. Tests compare the outputs and every gradient of a fast path with these.
+
+Shapes: B batch, T queries, S keys, H query heads, K key/value heads (H a multiple of K), G = H / K
+query heads per key/value head, D head width. Linear attention has one key head per query head, keys
+of width D and values of width E.
 """
 
 from collections.abc import Sequence
@@ -22,8 +26,9 @@ def attention(
     window: tuple[int | None, int | None] = (None, None),
     documents: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute softmax attention with all scores materialised, in the dtype of the inputs;
-    differentiable.
+    """Compute softmax attention with all scores in memory; differentiable.
+
+    Everything is computed in the dtype of the inputs.
 
     Args:
         q: ``[B, T, H, D]``.
@@ -31,67 +36,81 @@ def attention(
         causal: query t sees keys 0..t.
         scale: factor of the scores; default 1 / sqrt(D).
         window: (behind, ahead); query t sees keys t - behind to t + ahead; None: no limit.
-        documents: cumulative lengths (0, l1, l1 + l2, ..., T); query t sees keys of its document
-            alone.
+        documents: cumulative lengths (0, l1, l1 + l2, ..., T); query t sees only keys of its
+            document.
 
     Returns:
         out ``[B, T, H, D]`` and lse ``[B, T, H]``, the log of each row's sum of exponentials.
     """
-    scores = _scores(q, k, scale=q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)  # [T, S]
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    scores = _scores(q, k, scale=scale)  # [B, K, G, T, S]
+
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)  # [T, S]
     behind, ahead = window
     if causal:
-        seen = seen.tril()
+        visible = visible.tril()
     if behind is not None:
-        seen = seen.triu(-behind)
+        visible = visible.triu(-behind)
     if ahead is not None:
-        seen = seen.tril(ahead)
+        visible = visible.tril(ahead)
     if documents is not None:
-        place = torch.arange(q.shape[1], device=q.device)
-        document = torch.bucketize(place, torch.tensor(documents, device=q.device), right=True)
-        seen = seen & (document[:, None] == document)
-    scores = scores.masked_fill(~seen, float("-inf"))
+        position = torch.arange(q.shape[1], device=q.device)
+        cu_seqlens = torch.tensor(documents, device=q.device)
+        document = torch.bucketize(position, cu_seqlens, right=True)  # [T]
+        visible = visible & (document[:, None] == document)
+
+    scores = scores.masked_fill(~visible, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)  # [B, K, G, T]
-    out = torch.einsum("bkgts,bskd->btkgd", torch.exp(scores - lse[..., None]), v)
-    return out.flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)  # lse [B, K, G, T] -> [B, T, H]
+    probabilities = torch.exp(scores - lse[..., None])
+    out = torch.einsum("bkgts,bskd->btkgd", probabilities, v)
+    return out.flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)  # [B, T, H, D], [B, T, H]
 
 
 def block_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of one block in float32 or wider; shapes as in ``attention``."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return attention(q.to(wide), k.to(wide), v.to(wide), causal=causal, scale=scale)
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
+    q = q.to(accum_dtype)
+    k = k.to(accum_dtype)
+    v = v.to(accum_dtype)
+    return attention(q, k, v, causal=causal, scale=scale)
 
 
 def block_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
-    """Compute the gradients of one block in float32 or wider (FlashAttention 2, algorithm 2)."""
-    wide = torch.promote_types(rows.q.dtype, torch.float32)
-    q, dout, out, lse, k, v = (x.to(wide) for x in (*rows, *keys))
-    groups = (k.shape[2], q.shape[2] // k.shape[2])
-    scores = _scores(q, k, scale=scale)
+    """Compute the gradients of one block in float32 or wider (FlashAttention 2, algorithm 2).
+
+    The probabilities use the global lse of the rows, over all their keys. So the gradients of
+    blocks with other keys add up to the gradients of the whole attention.
+    """
+    accum_dtype = torch.promote_types(rows.q.dtype, torch.float32)
+    q, dout, out, lse, k, v = (x.to(accum_dtype) for x in (*rows, *keys))
+    groups = (k.shape[2], q.shape[2] // k.shape[2])  # K, G
+
+    scores = _scores(q, k, scale=scale)  # [B, K, G, T, S]
     if causal:
-        scores = scores.masked_fill(
-            torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf")
-        )
-    probabilities = torch.exp(scores - _from_rows(lse, groups)[..., None])
+        above_diagonal = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(above_diagonal, float("-inf"))
+    probabilities = torch.exp(scores - _grouped(lse, groups)[..., None])
+
     grouped_dout = dout.unflatten(2, groups)  # [B, T, K, G, D]
-    delta = _from_rows((dout * out).sum(-1), groups)  # [B, K, G, T]
+    delta = _grouped((dout * out).sum(-1), groups)  # [B, K, G, T]
     dv = torch.einsum("bkgts,btkgd->bskd", probabilities, grouped_dout)
     dprobabilities = torch.einsum("btkgd,bskd->bkgts", grouped_dout, v)
     dscores = probabilities * (dprobabilities - delta[..., None]) * scale
-    dq = torch.einsum("bkgts,bskd->btkgd", dscores, k).flatten(2, 3)
+    dq = torch.einsum("bkgts,bskd->btkgd", dscores, k).flatten(2, 3)  # [B, T, H, D]
     dk = torch.einsum("bkgts,btkgd->bskd", dscores, q.unflatten(2, groups))
     return dq, dk, dv
 
 
 def _scores(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
-    """Return scaled scores ``[B, K, G, T, S]``, G = H / K query heads per key/value head."""
-    groups = (k.shape[2], q.shape[2] // k.shape[2])
-    return torch.einsum("btkgd,bskd->bkgts", q.unflatten(2, groups), k) * scale
+    groups = (k.shape[2], q.shape[2] // k.shape[2])  # K, G
+    grouped_q = q.unflatten(2, groups)  # [B, T, K, G, D]
+    return torch.einsum("btkgd,bskd->bkgts", grouped_q, k) * scale  # [B, K, G, T, S]
 
 
-def _from_rows(x: Tensor, groups: tuple[int, int]) -> Tensor:
+def _grouped(x: Tensor, groups: tuple[int, int]) -> Tensor:
     return x.unflatten(2, groups).permute(0, 2, 3, 1)  # [B, T, H] -> [B, K, G, T]
 
 
@@ -104,37 +123,39 @@ def linear_attention(
     *,
     documents: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute linear attention with all scores materialised, in the dtype of the inputs;
-    differentiable.
+    """Compute linear attention with all scores in memory; differentiable.
 
-    Arguments, results and shapes as in ``kernels.linear_attention.linear_attention``.
+    Everything is computed in the dtype of the inputs. Arguments, results and shapes as in
+    ``kernels.ops.linear_attention``.
     """
     length = q.shape[1]
-    bounds = torch.tensor(documents or (0, length), device=q.device)
-    place = torch.arange(length, device=q.device)
-    rates = torch.tensor(
-        log_decay, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
-    )  # [H]
+    cu_seqlens = torch.tensor(documents or (0, length), device=q.device)
+    position = torch.arange(length, device=q.device)
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
+    rates = torch.tensor(log_decay, dtype=accum_dtype, device=q.device)  # [H]
 
-    def decay(distance: Tensor, seen: Tensor) -> Tensor:
-        """Return decay^distance [H, ...] of distances [...]; 0 where not ``seen``."""
+    def decay(distance: Tensor, visible: Tensor) -> Tensor:
+        """Return decay^distance [H, ...] of distances [...], and 0 if not ``visible``."""
         distance = distance.clamp(min=0).to(rates.dtype)
-        return (rates.view(-1, *[1] * distance.ndim) * distance).exp().where(seen, 0).to(q.dtype)
+        exponents = rates.view(-1, *[1] * distance.ndim) * distance
+        return exponents.exp().where(visible, 0).to(q.dtype)
 
-    document = torch.bucketize(place, bounds[1:], right=True)
-    distance = place[:, None] - place  # [T, S]
-    seen = (distance >= 0) & (document[:, None] == document)
-    scores = torch.einsum("bthd,bshd->bhts", q, k) * decay(distance, seen)
+    # Within the documents.
+    document = torch.bucketize(position, cu_seqlens[1:], right=True)  # [T]
+    distance = position[:, None] - position  # [T, S]
+    visible = (distance >= 0) & (document[:, None] == document)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * decay(distance, visible)
     out = torch.einsum("bhts,bshe->bthe", scores, v)
-    weights = decay(length - 1 - place, document == document[-1])
+    weights = decay(length - 1 - position, document == document[-1])  # [H, S]
     final = torch.einsum("bshd,bshe,hs->bhde", k, v, weights)
+
+    # The incoming state: the first document reads it, and the last hands it on if it is the first.
     if state is not None:
         state = state.to(q.dtype)
-        out = out + torch.einsum("bthd,bhde,ht->bthe", q, state, decay(place + 1, document == 0))
-        final = (
-            final
-            + state * decay(torch.tensor(length, device=q.device), document[-1] == 0)[:, None, None]
-        )
+        state_decay = decay(position + 1, document == 0)  # [H, T]
+        out = out + torch.einsum("bthd,bhde,ht->bthe", q, state, state_decay)
+        total_decay = decay(torch.tensor(length, device=q.device), document[-1] == 0)  # [H]
+        final = final + state * total_decay[:, None, None]
     return out, final.to(rates.dtype)
 
 
@@ -148,26 +169,34 @@ def delta_rule(
     *,
     documents: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gated delta rule token by token, in the widest dtype of the inputs;
-    differentiable.
+    """Compute the gated delta rule token by token; differentiable.
 
-    Arguments, results and shapes as in ``kernels.delta.rule.delta_rule``.
+    Everything is computed in the widest dtype of the inputs. Arguments, results and shapes as in
+    ``kernels.ops.delta_rule``.
     """
-    shared, dtype = v.shape[2] // k.shape[2], v.dtype
+    out_dtype = v.dtype
     widest = torch.promote_types(torch.promote_types(v.dtype, g.dtype), beta.dtype)
     q, k, v, g, beta = (x.to(widest) for x in (q, k, v, g, beta))
-    q, k = (x.repeat_interleave(shared, 2) for x in (q, k))
-    gates = (g if g.ndim == 4 else g[..., None]).exp()
-    running = (
-        k.new_zeros(*v.shape[:1], *k.shape[2:], v.shape[-1]) if state is None else state.to(q.dtype)
-    )
-    out = []
+
+    value_heads_per_key = v.shape[2] // k.shape[2]
+    q = q.repeat_interleave(value_heads_per_key, 2)  # [B, T, H, D]
+    k = k.repeat_interleave(value_heads_per_key, 2)
+    if g.ndim == 3:
+        g = g[..., None]
+    gates = g.exp()  # [B, T, H, 1 or D]
+    if state is None:
+        running = k.new_zeros(*v.shape[:1], *k.shape[2:], v.shape[-1])  # [B, H, D, E]
+    else:
+        running = state.to(q.dtype)
+
+    outputs = []
     for t in range(q.shape[1]):
         if t and t in (documents or ()):
             running = torch.zeros_like(running)
         running = running * gates[:, t, :, :, None]
-        held = torch.einsum("bhd,bhde->bhe", k[:, t], running)
-        change = beta[:, t, :, None] * (v[:, t] - held)
+        current = torch.einsum("bhd,bhde->bhe", k[:, t], running)  # the value at this key
+        change = beta[:, t, :, None] * (v[:, t] - current)
         running = running + k[:, t, :, :, None] * change[:, :, None]
-        out.append(torch.einsum("bhd,bhde->bhe", q[:, t], running))
-    return torch.stack(out, 1).to(dtype), running.to(torch.promote_types(widest, torch.float32))
+        outputs.append(torch.einsum("bhd,bhde->bhe", q[:, t], running))
+    final = running.to(torch.promote_types(widest, torch.float32))
+    return torch.stack(outputs, 1).to(out_dtype), final

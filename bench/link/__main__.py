@@ -1,17 +1,18 @@
-"""Measure training steps between two emulated nodes with a slow link: every context-parallel method
-on 8 ranks.
+"""Measure training over a slow link between two emulated nodes: every context-parallel method.
 
 The nodes are network namespaces of 4 ranks each. 100 Mbit/s join them, shared by all ranks of a
 node, or, as rails, 100 Mbit/s for each rank. A tiny GPT, a tiny LLaMA (grouped queries) and a tiny
 TransNormer (linear attention: LASP, Ulysses and Megatron-SP) train on the standard library's
-sources by pretrain_gpt.py, each configuration first without a limit and then within it. "Attention
-by the plan" is what of the crossed bytes the plans say; the rest is gradients, headers and
-collectives that do not send each to each. Needs Linux, iproute2 and root (or `unshare --user
+sources by pretrain_gpt.py, each configuration first without a limit and then within it.
+
+"Attention by the plan" is the part of the crossed bytes that the plans predict; the rest is
+gradients, headers and other collectives. Needs Linux, iproute2 and root (or `unshare --user
 --map-root-user --net` before the command); nothing is left behind, however it ends.
 
-    python -m bench.link                                           # every model, both links, every
-    configuration python -m bench.link --models gpt --links rails --cases wallfacer_c2 double_ring
-    --seq-length 1024 2048
+    # every model, both links, every configuration
+    python -m bench.link
+    python -m bench.link --models gpt --links rails --cases wallfacer_c2 double_ring \\
+        --seq-length 1024 2048
 """
 
 import argparse
@@ -51,7 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="default: all")
     add("--links", nargs="+", choices=LINKS, default=list(LINKS), help="default: both")
-    cases = "configurations besides ring, or lasp of linear attention, which all are compared with (default: all)"
+    cases = (
+        "configurations besides ring, or lasp for linear attention, the references (default: all)"
+    )
     add("--cases", nargs="+", choices=tuple(dict.fromkeys([*CASES, *LINEAR_CASES])), help=cases)
     add(
         "--seq-length",
@@ -68,8 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens of a step at most, in sequences (default: %(default)s)",
     )
-    size = "sequences of a step instead, so that tokens grow with the length"
-    add("--batch-size", type=positive, metavar="N", help=size)
+    batch_size = "sequences of a step instead, so that tokens grow with the length"
+    add("--batch-size", type=positive, metavar="N", help=batch_size)
     add_link(parser, repeats=5)
     return parser
 
@@ -80,7 +83,7 @@ def measure(args: argparse.Namespace) -> Row:
     Raises MeasureError: a rank failed; NetworkError: the machine does not allow the namespaces, or
     tc does not know the rate.
     """
-    rows = list[Row]()
+    rows: list[Row] = []
     with corpus() as data:
         for link in args.links:
             with Network(rails=link == "rails") as network:
@@ -102,8 +105,9 @@ def measure_setting(
 ) -> list[Row]:
     """Return the rows of one setting, the reference's first."""
     model = setting["model"]
-    cases, reference, rows = cases_of(model), reference_of(model), list[Row]()
-    for name in dict.fromkeys((reference, *(args.cases or cases))):
+    cases = cases_of(model)
+    rows: list[Row] = []
+    for name in dict.fromkeys((reference_of(model), *(args.cases or cases))):
         if name not in cases:
             continue
 
@@ -112,11 +116,11 @@ def measure_setting(
             return command_line(model, cases[name], data, **shape, iterations=steps)
 
         row = figures(network, args, lambda before, steps: train(network, flags(steps), before))
-        row["attention_by_plan"] = max(
-            attention_crossing(parse_args(flags(1)), network.ranks_per_node)
-        )
+        crossing = attention_crossing(parse_args(flags(1)), network.ranks_per_node)
+        row["attention_by_plan"] = max(crossing)
         row["tokens_per_second"] = setting["batch"] * setting["seq_length"] / row["median"]
-        row["times_as_fast"] = (rows[0] if rows else row)["median"] / row["median"]
+        reference = rows[0] if rows else row
+        row["times_as_fast"] = reference["median"] / row["median"]
         rows.append({**setting, "name": name, **row})
         print(f"{setting['link']} {model} {Table(columns_of(model)).line(rows[-1])}", flush=True)
     return rows

@@ -2,13 +2,16 @@
 
 8 ranks in two network namespaces, as in ``python -m bench.link``, and no model: packed documents of
 log-normal lengths, documents of about 500 tokens, one document under a window, and one document,
-also with a KV head for four query heads; float32. The method exchange, each row once per node,
-against every other method twice: sending only the rows that a query sees, and sending all rows, as
-every method did before masks decided what travels. Where the best of these spends less than 70 % of
-its time on the link, it is not the link that is measured: give a lower --rate.
+also with a KV head for four query heads; float32.
 
-    python -m bench.link.attention                                     # 16384 tokens, 8 heads of
-    32, 100 Mbit/s python -m bench.link.attention --cases short --methods ring zigzag --rate 50mbit
+The method exchange, which sends each row once per node, runs against every other method twice:
+sending only the rows that a query sees, and sending all rows, as every method did before masks
+decided what travels. If the best of these spends less than 70 % of its time on the link, compute is
+measured and not the link: give a lower --rate.
+
+    # 16384 tokens, 8 heads of 32, 100 Mbit/s
+    python -m bench.link.attention
+    python -m bench.link.attention --cases short --methods ring zigzag --rate 50mbit
 """
 
 import argparse
@@ -37,25 +40,25 @@ CASES: dict[str, dict[str, Any]] = {
     "one_grouped": {"grouped": 4},
 }
 """Masks, as fields of a MaskedShape, and query heads per KV head."""
-ASKED = {"lognormal": 2.3, "short": 8.0, "window": 6.0, "one": 1.05, "one_grouped": 1.05}
-"""Times as fast as the best other method that sends all rows, at least."""
+MIN_SPEEDUP = {"lognormal": 2.3, "short": 8.0, "window": 6.0, "one": 1.05, "one_grouped": 1.05}
+"""Minimum speedup over the best other method that sends all rows."""
 METHODS = ("ring", "striped", "zigzag", "double_ring", "ulysses", "allgather", "wallfacer_c2")
 """Names of ``bench.link``'s configurations."""
 OURS = "exchange"
 
 
 class AllRows(Plan):
-    """A plan by which every row of keys and values travels, whether a query sees it or not."""
+    """A plan that sends every row of keys and values, including those that no query sees."""
 
     @property
     def sparse(self) -> bool:
-        """Return False."""
+        """False: all rows travel."""
         return False
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A method with the size of its teams; ``all_rows`` as ``AllRows``."""
+    """A method with the size of its teams; with ``all_rows`` its plan is ``AllRows``."""
 
     name: str
     method: str
@@ -67,13 +70,15 @@ class Contestant:
         plan = work.plan(
             self.method, network.size, ranks_per_node=network.ranks_per_node, team_size=self.team
         )
-        return AllRows(plan.geometry, plan.mask) if self.all_rows else plan
+        if self.all_rows:
+            return AllRows(plan.geometry, plan.mask)
+        return plan
 
 
 def attend(
     pipe: Connection, work: MaskedShape, name: str, plan: Plan, truth: list[float], steps: int
 ) -> None:
-    """Join, and run so many forwards and backwards, as ``ranks.run_steps``."""
+    """Join the group and run forwards and backwards, as ``ranks.run_steps``."""
     with process_group() as group:
         cp = ContextParallel(plan, group)
         step = forward_backward(cp.attend, *(cp.shard(x, dim=1) for x in work.tensors()))
@@ -99,37 +104,43 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     Raises MeasureError: a rank failed, or computes something else than one process; NetworkError:
     the machine does not allow the namespaces.
     """
-    rows, verdicts = list[dict[str, Any]](), dict[str, dict[str, Any]]()
+    rows: list[dict[str, Any]] = []
+    verdicts: dict[str, dict[str, Any]] = {}
     shape = {"seq_length": args.seq_length, "num_heads": args.num_heads, "head_dim": args.head_dim}
     with Network(rails=args.link == "rails") as network:
         for case in args.cases:
             work = work_of(case, **shape)
             truth = fingerprint(forward_backward(work.attend, *work.tensors())()).tolist()
             for contestant in contestants(work, args.methods):
-                name, plan = contestant.name, contestant.plan(work, network)
+                plan = contestant.plan(work, network)
 
                 def run(
                     before: Callable[[int], None],
                     steps: int,
-                    given: tuple[Any, ...] = (work, name, plan, truth),
+                    arguments: tuple[Any, ...] = (work, contestant.name, plan, truth),
                 ) -> list[ranks.Iteration]:
-                    return ranks.iterate(network, before, attend, *given, steps)
+                    return ranks.iterate(network, before, attend, *arguments, steps)
 
                 row = {
                     "case": case,
-                    "name": name,
+                    "name": contestant.name,
                     "all_rows": contestant.all_rows,
                     **ranks.figures(network, args, run),
+                    "attention_by_plan": crossing(contestant, work, network),
                 }
-                rows.append(row | {"attention_by_plan": crossing(contestant, work, network)})
-                print(f"{case} {Table(COLUMNS).line(rows[-1])}", flush=True)
-            about = {"mask": work.masked, "kv_heads": work.kv_heads}
-            verdicts[case] = about | verdict(case, [row for row in rows if row["case"] == case])
+                rows.append(row)
+                print(f"{case} {Table(COLUMNS).line(row)}", flush=True)
+            case_rows = [row for row in rows if row["case"] == case]
+            verdicts[case] = {
+                "mask": work.masked,
+                "kv_heads": work.kv_heads,
+                **verdict(case, case_rows),
+            }
     return {"link": args.link, "workload": shape, "attentions": rows, "verdicts": verdicts}
 
 
 def crossing(contestant: Contestant, work: MaskedShape, network: Network) -> int:
-    """Return the bytes that cross in the busier direction, by the plan."""
+    """Return the bytes that cross the link in the busier direction, by the plan."""
     sizes = {
         "batch": 1,
         "heads": work.num_heads,
@@ -140,14 +151,16 @@ def crossing(contestant: Contestant, work: MaskedShape, network: Network) -> int
 
 
 def work_of(case: str, **shape: int) -> MaskedShape:
-    """Return a case's attention; ``shape`` as the command line has it."""
+    """Return the attention of a case, with the sizes of the command line."""
     fields: dict[str, Any] = {**shape, **CASES[case]}
-    return MaskedShape(kv_heads=shape["num_heads"] // fields.pop("grouped", 1), **fields)
+    heads_per_kv_head = fields.pop("grouped", 1)
+    return MaskedShape(kv_heads=shape["num_heads"] // heads_per_kv_head, **fields)
 
 
 def contestants(work: MaskedShape, methods: list[str]) -> list[Contestant]:
-    """Return ours and the others, in both forms if they differ: not of one document, nor where
-    heads travel.
+    """Return our method and the others, in both forms if they differ.
+
+    They do not for one document, nor for ulysses, which sends heads.
     """
     chosen = [Contestant(OURS, OURS)]
     for name in methods:
@@ -161,39 +174,36 @@ def contestants(work: MaskedShape, methods: list[str]) -> list[Contestant]:
 
 
 def verdict(case: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compare ours with the best other method that sends all rows, and with the best of all others."""
-    ours = next(row["median"] for row in rows if row["name"] == OURS)
-    whole = min((row for row in rows if row["all_rows"]), key=lambda row: row["median"])
-    best = min((row for row in rows if row["name"] != OURS), key=lambda row: row["median"])
-    name = f"exchange, times as fast as {whole['name']}, the best that sends all rows"
+    """Compare our method with the best other one, and with the best that sends all rows."""
+    our_median = next(row["median"] for row in rows if row["name"] == OURS)
+    others = [row for row in rows if row["name"] != OURS]
+    others.sort(key=lambda row: row["median"])
+    best = others[0]
+    best_all_rows = next(row for row in others if row["all_rows"])
+    name = f"exchange, times as fast as {best_all_rows['name']}, the best that sends all rows"
     return {
-        **target(name, whole["median"] / ours, ASKED[case]),
+        **target(name, best_all_rows["median"] / our_median, MIN_SPEEDUP[case]),
         "best": best["name"],
-        "against_best": best["median"] / ours,
+        "against_best": best["median"] / our_median,
     }
 
 
 def markdown(result: dict[str, Any]) -> list[str]:
-    """Format a table per case, fastest first, and what was asked."""
+    """Format a table per case, fastest first, and its target."""
     work = result["workload"]
     lines = [
-        f"{work['seq_length']} tokens, {work['num_heads']} heads of {work['head_dim']}, {SHARED[result['link']]}."
+        f"{work['seq_length']} tokens, {work['num_heads']} heads of {work['head_dim']},"
+        f" {SHARED[result['link']]}."
     ]
-    for case, verdict_of in result["verdicts"].items():
-        rows = sorted(
-            (row for row in result["attentions"] if row["case"] == case),
-            key=lambda row: row["median"],
-        )
+    for case, verdict in result["verdicts"].items():
+        rows = [row for row in result["attentions"] if row["case"] == case]
+        rows.sort(key=lambda row: row["median"])
+        lines += ["", f"**{case}**: {verdict['mask']}, {verdict['kv_heads']} KV heads", ""]
+        lines += Table(COLUMNS, rows).markdown()
         lines += [
             "",
-            f"**{case}**: {verdict_of['mask']}, {verdict_of['kv_heads']} KV heads",
-            "",
-            *Table(COLUMNS, rows).markdown(),
-        ]
-        lines += [
-            "",
-            f"{format_targets([verdict_of])[0]}; "
-            f"as {verdict_of['best']}, the best of all others: {verdict_of['against_best']:.2f}",
+            f"{format_targets([verdict])[0]}; as {verdict['best']}, the best of all others:"
+            f" {verdict['against_best']:.2f}",
         ]
     return lines
 

@@ -1,4 +1,4 @@
-"""The models and context-parallel configurations to compare, and the command line that trains them."""
+"""Models and context-parallel configurations to compare, and the commands that train them."""
 
 import tempfile
 import tomllib
@@ -33,10 +33,8 @@ FRAME = (32, 32)
 
 def cases_of(model: str) -> dict[str, Case]:
     """Return a model's configurations by name."""
-    return {
-        name: case_of(line)
-        for name, line in (LINEAR_CASES if model == "transnormer" else CASES).items()
-    }
+    lines = LINEAR_CASES if model == "transnormer" else CASES
+    return {name: case_of(line) for name, line in lines.items()}
 
 
 def reference_of(model: str) -> str:
@@ -49,7 +47,7 @@ def command_line(
 ) -> list[str]:
     """Return the flags of pretrain_gpt.py or, for the model ``dit``, of pretrain_dit.py.
 
-    ``data`` is what ``data_of`` returns, and ``seq_length`` of ``dit`` the patches of a video.
+    ``data`` is the result of ``data_of``; for ``dit``, ``seq_length`` is the patches of a video.
     Every node has a copy of the weights, and gradients are summed over the link once; with tensor
     parallelism each rank has its own weights, and no matrix's gradient crosses.
     """
@@ -64,34 +62,20 @@ def command_line(
     else:
         flags = [*_FLAGS[model], "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
         flags += ["--seq-length", str(seq_length)]
-        flags += ["--max-position-embeddings", str(seq_length)] if model == "gpt" else []
-    copies = ["--num-distributed-optimizer-instances", "2"] if case.cp > 1 else []
-    return [
-        *(*flags, *case.flags, *copies),
-        *(
-            "--micro-batch-size",
-            str(batch),
-            "--global-batch-size",
-            str(batch),
-            "--train-iters",
-            str(iterations),
-        ),
-        *(
-            "--lr-warmup-iters",
-            "1",
-            "--eval-iters",
-            "0",
-            "--save",
-            "none",
-            "--save-interval",
-            "none",
-        ),
-    ]
+        if model == "gpt":
+            flags += ["--max-position-embeddings", str(seq_length)]
+    flags += case.flags
+    if case.cp > 1:
+        flags += ["--num-distributed-optimizer-instances", "2"]
+    flags += ["--micro-batch-size", str(batch), "--global-batch-size", str(batch)]
+    flags += ["--train-iters", str(iterations), "--lr-warmup-iters", "1", "--eval-iters", "0"]
+    flags += ["--save", "none", "--save-interval", "none"]
+    return flags
 
 
 @contextmanager
 def corpus() -> Iterator[Path]:
-    """Yield the prefix of the text that all runs read, in a folder that goes with the context."""
+    """Yield the prefix of the text that all runs read, in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
         text = Path(folder) / "stdlib"
         prepare(Request(vocab_size=VOCAB_SIZE, max_bytes=4 << 20), text, progress=False)
@@ -104,13 +88,16 @@ def latent_shape(patches: int) -> tuple[int, ...]:
 
 
 def data_of(model: str, text: Path, seq_length: int) -> Path:
-    """Return what a model reads: the prefix of ``text``, or a folder of noise beside it, written if
-    it is not there.
+    """Return the data of a model: the prefix of ``text``, or for ``dit`` a folder of noise.
+
+    The folder is next to the text, and written if it does not exist.
     """
     if model != "dit":
         return text
     folder = text.parent / f"latents_{seq_length}"
     if not folder.exists():
-        noise, shape = np.random.default_rng(0), (16, *latent_shape(seq_length))
-        write_latents(folder, [(noise.standard_normal(shape, np.float32), np.arange(16) % 10)])
+        rng = np.random.default_rng(0)
+        latents = rng.standard_normal((16, *latent_shape(seq_length)), np.float32)
+        labels = np.arange(16) % 10
+        write_latents(folder, [(latents, labels)])
     return folder

@@ -20,9 +20,10 @@ NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>; os.unshare and os.setns n
 BURST = "128kb"  # more than the 64 KiB packets that veth passes on whole
 QUEUE = 1 << 26  # bytes that may wait for the link: TCP's windows fit, nothing is dropped
 SHORT = ("u16", "0x0000", "0xff00", "at", "2")
-"""Packets of less than 256 bytes. They go ahead: acknowledgements behind what fits into such a
-queue would come after tenths of a second, which no switch does to them, and what they acknowledge
-would be sent late, or again."""
+"""Packets of less than 256 bytes, which get priority.
+
+Behind a full queue of this size acknowledgements would wait for tenths of a second, as in no real
+switch, and TCP would send late, or again."""
 TRUNK = "trunk"
 CURRENT = "/proc/thread-self/ns/net"
 WITHOUT_ROOT = "unshare --user --map-root-user --net"
@@ -51,9 +52,7 @@ class Namespace:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Move the calling thread, and the processes it starts, into the namespace for the
-        context's body.
-        """
+        """Move the calling thread, and the processes it starts, into the namespace."""
         with open(CURRENT, "rb", buffering=0) as outside:
             _call("setns", self._file, NEW_NETWORK)
             try:
@@ -62,12 +61,12 @@ class Namespace:
                 _call("setns", outside.fileno(), NEW_NETWORK)
 
     def run(self, *command: str) -> str:
-        """Run a command inside and return what it printed. Raises NetworkError: it failed."""
+        """Run a command inside and return its output. Raises NetworkError: it failed."""
         with self.inside():
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise NetworkError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
-        return done.stdout
+            process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise NetworkError(f"`{' '.join(command)}` failed: {process.stderr.strip()}")
+        return process.stdout
 
     def close(self) -> None:
         """Close the handle that keeps it alive."""
@@ -85,29 +84,32 @@ class Network:
     """
 
     def __init__(self, *, rails: bool, ranks_per_node: int = 4) -> None:
-        self.rails, self.ranks_per_node = rails, ranks_per_node
+        self.rails = rails
+        self.ranks_per_node = ranks_per_node
         self.size = NODES * ranks_per_node
         self.interface = "rail" if rails else TRUNK
 
     def __enter__(self) -> "Network":
         check_permission()
         with ExitStack() as open_files:
-            self._nodes = [_held(open_files) for _ in range(NODES)]
+            self._nodes = [_new_namespace(open_files) for _ in range(NODES)]
             _connect(self._nodes[0], TRUNK, self._nodes[1], TRUNK)
-            of_node = [self._nodes[rank // self.ranks_per_node] for rank in range(self.size)]
-            self._ranks = [_held(open_files) for _ in of_node] if self.rails else of_node
-            for node in self._nodes if self.rails else ():
-                node.run("ip", "link", "add", "switch", "type", "bridge")
-                node.run("ip", "link", "set", TRUNK, "master", "switch")
-                node.run("ip", "link", "set", "switch", "up")
-            for rank, (node, namespace) in enumerate(zip(of_node, self._ranks, strict=True)):
+            rank_nodes = [self._nodes[rank // self.ranks_per_node] for rank in range(self.size)]
+            self._ranks = rank_nodes
+            if self.rails:
+                self._ranks = [_new_namespace(open_files) for _ in range(self.size)]
+                for node in self._nodes:
+                    node.run("ip", "link", "add", "switch", "type", "bridge")
+                    node.run("ip", "link", "set", TRUNK, "master", "switch")
+                    node.run("ip", "link", "set", "switch", "up")
+
+            for rank, (node, namespace) in enumerate(zip(rank_nodes, self._ranks, strict=True)):
                 if self.rails:
                     _connect(node, f"port{rank}", namespace, self.interface)
                     node.run("ip", "link", "set", f"port{rank}", "master", "switch")
                 if self.rails or rank % self.ranks_per_node == 0:
-                    namespace.run(
-                        "ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface
-                    )
+                    address = f"{self.address(rank)}/24"
+                    namespace.run("ip", "address", "add", address, "dev", self.interface)
             self._open_files = open_files.pop_all()
         return self
 
@@ -116,15 +118,17 @@ class Network:
 
     def address(self, rank: int) -> str:
         """Return the IPv4 address of a rank; without rails its node's."""
-        return f"10.77.0.{1 + (rank if self.rails else rank // self.ranks_per_node)}"
+        host = rank if self.rails else rank // self.ranks_per_node
+        return f"10.77.0.{1 + host}"
 
     def path(self, rank: int) -> str:
         """Return the namespace of a rank, for ``enter``."""
         return self._ranks[rank].path
 
     def limit(self, rate: str | None) -> None:
-        """Limit the link, or each rail, to a rate in tc's notation, in both directions; None
-        removes the limit.
+        """Limit the link, or each rail, to a rate in tc's notation, in both directions.
+
+        None removes the limit.
 
         Raises NetworkError: tc does not know the rate, or the kernel lacks htb or u32.
         """
@@ -136,42 +140,28 @@ class Network:
             node.run("tc", "qdisc", "add", "dev", TRUNK, "root", "handle", "1:", "htb")
             ranks = range(index * self.ranks_per_node, (index + 1) * self.ranks_per_node)
             self._limit_class(node, 1, rate, SHORT)
-            for place, source in enumerate(dict.fromkeys(map(self.address, ranks))):
-                self._limit_class(node, 2 + place, rate, ("ip", "src", f"{source}/32"))
+            addresses = dict.fromkeys(map(self.address, ranks))
+            for number, address in enumerate(addresses, start=2):
+                self._limit_class(node, number, rate, ("ip", "src", f"{address}/32"))
 
     def crossed(self) -> tuple[int, int]:
-        """Return the bytes sent from the first node to the second, and back, as the interfaces
-        count them.
-        """
-        sent = []
+        """Return the bytes sent to node 1 and to node 0, by the counters of the interfaces."""
+        sent_bytes = []
         for node in self._nodes:
             with node.inside():
                 lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
-            counts = (
-                next(line for line in lines if line.strip().startswith(f"{TRUNK}:"))
-                .split(":")[1]
-                .split()
-            )
-            sent.append(int(counts[8]))
-        return sent[0], sent[1]
+            for line in lines:
+                interface, _, counts = line.partition(":")
+                if interface.strip() == TRUNK:
+                    sent_bytes.append(int(counts.split()[8]))
+        return sent_bytes[0], sent_bytes[1]
 
     @staticmethod
     def _limit_class(node: Namespace, number: int, rate: str, match: Sequence[str]) -> None:
-        # Without a quantum htb warns that it guessed one
-        class_id, prio = f"1:{number}", str(number)
-        bucket = (
-            "htb",
-            "rate",
-            rate,
-            "burst",
-            BURST,
-            "cburst",
-            BURST,
-            "quantum",
-            "65536",
-            "prio",
-            prio,
-        )
+        class_id = f"1:{number}"
+        prio = str(number)
+        bucket = ["htb", "rate", rate, "burst", BURST, "cburst", BURST]
+        bucket += ["quantum", "65536", "prio", prio]  # without a quantum htb warns that it guessed
         node.run("tc", "class", "add", "dev", TRUNK, "parent", "1:", "classid", class_id, *bucket)
         queue = ("handle", f"{number + 1}:", "bfifo", "limit", str(QUEUE))
         node.run("tc", "qdisc", "add", "dev", TRUNK, "parent", class_id, *queue)
@@ -180,48 +170,51 @@ class Network:
 
 
 def enter(path: str) -> None:
-    """Move the calling thread, and all it starts from now on, into a namespace."""
+    """Move the calling thread, and everything that it starts later, into a namespace."""
     with open(path, "rb", buffering=0) as file:
         _call("setns", file.fileno(), NEW_NETWORK)
 
 
 def check_permission() -> None:
-    """Check that this machine allows what the bench needs.
+    """Check that this machine can emulate the nodes.
 
     Raises NetworkError: it is not Linux, iproute2 is missing, or this process may not make network
     namespaces.
     """
     if not Path(CURRENT).exists():
         raise NetworkError(
-            "the link bench emulates nodes by Linux network namespaces, which this system does not have"
+            "the link bench emulates nodes by Linux network namespaces, which this system does not"
+            " have"
         )
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise NetworkError(
-                f"the link bench needs {tool} on the PATH; install iproute2 (apt-get install iproute2)"
+                f"the link bench needs {tool} on the PATH; install iproute2 (apt-get install"
+                " iproute2)"
             )
     try:
         Namespace().close()
     except PermissionError as error:
         raise NetworkError(
-            "the link bench makes network namespaces and limits a link between them, which takes CAP_SYS_ADMIN and "
-            f"CAP_NET_ADMIN, and this process may not ({error.strerror}); run it as root, or, where unprivileged user "
-            f"namespaces are allowed, put `{WITHOUT_ROOT}` before the command"
+            "the link bench makes network namespaces and limits a link between them, which takes"
+            f" CAP_SYS_ADMIN and CAP_NET_ADMIN, and this process may not ({error.strerror}); run it"
+            " as root, or, where unprivileged user namespaces are allowed, put"
+            f" `{WITHOUT_ROOT}` before the command"
         ) from error
 
 
 def prepare_machine() -> None:
-    """Check the permission, and set the environment that ranks start with; raises as
-    ``check_permission``.
+    """Check the permission, and set the environment of the ranks.
+
+    Raises as ``check_permission``.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # torch warns that namespaces have no name server
+    # torch would warn that namespaces have no name server.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     check_permission()
 
 
-def _held(files: ExitStack) -> Namespace:
+def _new_namespace(files: ExitStack) -> Namespace:
     namespace = Namespace()
     files.callback(namespace.close)
     return namespace
@@ -234,8 +227,9 @@ def _call(name: str, *arguments: int) -> None:
         raise OSError(code, os.strerror(code), name)
 
 
-def _connect(near: Namespace, its: str, other: Namespace, others: str) -> None:
+def _connect(first: Namespace, first_name: str, second: Namespace, second_name: str) -> None:
     """Connect two namespaces by a pair of veth interfaces, both up."""
-    near.run("ip", "link", "add", its, "type", "veth", "peer", "name", others, "netns", other.path)
-    near.run("ip", "link", "set", its, "up")
-    other.run("ip", "link", "set", others, "up")
+    peer = ("peer", "name", second_name, "netns", second.path)
+    first.run("ip", "link", "add", first_name, "type", "veth", *peer)
+    first.run("ip", "link", "set", first_name, "up")
+    second.run("ip", "link", "set", second_name, "up")

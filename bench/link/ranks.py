@@ -1,5 +1,4 @@
-"""Train, or attend alone, on real ranks inside the namespaces: the time of every step, and the
-bytes that cross.
+"""Train, or only attend, on real ranks inside the namespaces, and measure steps and traffic.
 
 Ranks are forked from a server that has already imported torch and the entry, then enter their node.
 """
@@ -35,8 +34,10 @@ from train.tasks.registry import ENTRIES
 
 PORT = 29400
 ANSWER_WITHIN = 300.0  # seconds in which the next iteration must end
-WARM_UP, FREE = 1, 1
-"""Steps without the limit: those in which connections are made, and those that count."""
+WARM_UP = 1
+"""First steps without the limit, which do not count: connections are made."""
+UNLIMITED = 1
+"""Steps without the limit that count."""
 WARM_UP_LIMITED = 1
 """Steps within the limit that do not count: TCP finds its window."""
 SHARED = {"shared": "one link for all ranks", "rails": "a link for each rank"}
@@ -51,18 +52,19 @@ COLUMNS: dict[str, Column] = {
 
 
 class Iteration(NamedTuple):
-    """Seconds of an iteration, and bytes sent meanwhile from node 0 to node 1 and back."""
+    """Seconds of an iteration, and the bytes sent during it to node 1 and to node 0."""
 
     seconds: float
-    there: int
-    back: int
+    to_node_1: int
+    to_node_0: int
 
 
 def _seated(
     network: Network, body: Callable[..., None], *arguments: Any
 ) -> list[tuple[Callable[..., None], Any]]:
-    """Return what ``started`` takes to run ``body(pipe, *arguments)`` on every rank, as an agent
-    per node would.
+    """Return the arguments of ``started`` that run ``body(pipe, *arguments)`` on every rank.
+
+    The environment is that of an agent per node.
     """
     seats = []
     for rank in range(network.size):
@@ -100,17 +102,14 @@ def train(
     before: Callable[[int], None],
     entry: str = "pretrain_gpt",
 ) -> list[Iteration]:
-    """Run the entry with ``arguments`` on all ranks of the network; return its iterations, as
-    ``iterate``.
-    """
+    """Run the entry with ``arguments`` on all ranks, and return its iterations as ``iterate``."""
     return iterate(network, before, _train, entry, arguments)
 
 
 def iterate(
     network: Network, before: Callable[[int], None], body: Callable[..., None], *arguments: Any
 ) -> list[Iteration]:
-    """Run ``body(pipe, *arguments)`` on all ranks of the network; return its iterations, which one
-    rank ``report``s.
+    """Run ``body(pipe, *arguments)`` on all ranks, and return the iterations that a rank reports.
 
     ``before(i)`` is called while every rank waits to begin iteration i. No process outlives the
     call.
@@ -122,8 +121,8 @@ def iterate(
     start = network.crossed()
     with as_measure_errors(), started(_seated(network, body, *arguments)) as ranks:
         for rank, seconds in messages(ranks, ANSWER_WITHIN):
-            now = network.crossed()
-            iterations.append(Iteration(seconds, now[0] - start[0], now[1] - start[1]))
+            end = network.crossed()
+            iterations.append(Iteration(seconds, end[0] - start[0], end[1] - start[1]))
             before(len(iterations))
             start = network.crossed()
             send(ranks[rank].pipe, "go on")
@@ -131,16 +130,18 @@ def iterate(
 
 
 def calibrated(network: Network, work: AttentionShape, lengths: tuple[int, ...]) -> Figures:
-    """Return what ``tools.calibrate`` measures on the ranks of the network. Raises MeasureError: as
-    ``train``.
+    """Return the figures of ``tools.calibrate`` on the ranks of the network.
+
+    Raises MeasureError: as ``train``.
     """
     with as_measure_errors(), started(_seated(network, _calibrate, work, lengths)) as ranks:
         return next(figures for _, figures in messages(ranks, ANSWER_WITHIN))
 
 
 def report(pipe: Connection, seconds: float) -> None:
-    """Tell an iteration's seconds, then wait for permission to go on: no rank gets further without
-    the first.
+    """Send an iteration's seconds, then wait for permission to continue.
+
+    Only the first rank reports; the others wait for it in the next collective.
     """
     send(pipe, seconds)
     receive(pipe)
@@ -167,10 +168,9 @@ def run_steps(
     name: str,
     truth: list[float],
 ) -> None:
-    """Report the time of each of so many float32 steps, from a barrier until the slowest rank has
-    ended.
+    """Run float32 steps, and report the time of each, from a barrier to the slowest rank's end.
 
-    The squares of what the first one returns must sum over the ranks to the truth.
+    The fingerprint of the first step's results, summed over the ranks, must equal ``truth``.
     """
     for index in range(steps):
         dist.barrier(group)
@@ -187,12 +187,13 @@ def run_steps(
 
 
 def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
-    """Return the bytes that a step's attentions send from the first node to the second, and back,
-    by the plan.
+    """Return the bytes that a step's attentions send to node 1 and to node 0, by the plan.
 
     Zero with tensor parallelism, whose layers send their tokens outside of the plan.
     """
-    model, sent = config.model, [0, 0]
+    model = config.model
+    to_node_1 = 0
+    to_node_0 = 0
     plan = make_plan(
         config.context.context_parallel_method,
         seq_len=config.train.seq_length,
@@ -200,23 +201,27 @@ def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
         **config.context.plan_arguments(ranks_per_node),
     )
     for layer in range(model.num_layers):
-        turned = model.model_type == "transnormer" and layer == 0  # LRPE doubles queries and keys
-        forth, back = plan_crossing(
+        head_dim = model.head_dim
+        if model.model_type == "transnormer" and layer == 0:
+            head_dim *= 2  # LRPE doubles queries and keys
+        layer_to_node_1, layer_to_node_0 = plan_crossing(
             plan,
             ranks_per_node,
             batch=config.train.micro_batch_size,
             heads=model.num_attention_heads,
             kv_heads=model.query_groups,
-            head_dim=model.head_dim * (2 if turned else 1),
+            head_dim=head_dim,
             value_dim=model.head_dim,
         )
-        sent = [sent[0] + forth, sent[1] + back]
-    return sent[0], sent[1]
+        to_node_1 += layer_to_node_1
+        to_node_0 += layer_to_node_0
+    return to_node_1, to_node_0
 
 
 def plan_crossing(plan: Plan, ranks_per_node: int, **sizes: Any) -> tuple[int, int]:
-    """Return the bytes that a float32 attention sends from the first node to the second, and back;
-    as ``plan.cost``.
+    """Return the bytes that a float32 attention sends to node 1 and to node 0.
+
+    ``sizes`` are arguments of ``plan.cost``.
     """
     sent = [0, 0]
     for rank in range(plan.size):
@@ -227,7 +232,7 @@ def plan_crossing(plan: Plan, ranks_per_node: int, **sizes: Any) -> tuple[int, i
 
 
 def add_link(parser: argparse.ArgumentParser, repeats: int) -> None:
-    """Add the link's rate, how many steps count, and where results go."""
+    """Add flags for the link's rate, the number of steps, and the results."""
     parser.add_argument(
         "--rate", default="100mbit", help="of the link or of each rail (default: %(default)s)"
     )
@@ -242,37 +247,42 @@ def figures(
     args: argparse.Namespace,
     run: Callable[[Callable[[int], None], int], list[Iteration]],
 ) -> dict[str, Any]:
-    """Return the medians of a contestant's steps without the limit and within it, and the bytes
-    that crossed.
+    """Return the medians of a contestant's steps without the limit and within it, and its traffic.
 
-    ``run(before, steps)`` is as ``iterate``. ``on_link`` is what the bytes take at the link's rate,
-    as a share of the step.
+    ``run(before, steps)`` is as ``iterate``. ``on_link`` is the time of the bytes at the link's
+    rate, as a share of the step.
 
     Raises MeasureError: a rank failed, or computes something else than it should.
     """
-    begin = WARM_UP + FREE
+    first_limited = WARM_UP + UNLIMITED
 
     def limit(iteration: int) -> None:
-        if iteration in (0, begin):
-            network.limit(args.rate if iteration else None)
+        if iteration == 0:
+            network.limit(None)
+        elif iteration == first_limited:
+            network.limit(args.rate)
 
-    steps = run(limit, begin + WARM_UP_LIMITED + args.repeats)
-    limited = steps[begin + WARM_UP_LIMITED :]
-    middle = median(step.seconds for step in limited)
-    crossed = max(median(step.there for step in limited), median(step.back for step in limited))
+    steps = run(limit, first_limited + WARM_UP_LIMITED + args.repeats)
+    limited = steps[first_limited + WARM_UP_LIMITED :]
+    seconds = [step.seconds for step in limited]
+    median_seconds = median(seconds)
+    crossed = max(
+        median(step.to_node_1 for step in limited), median(step.to_node_0 for step in limited)
+    )
     links = network.ranks_per_node if network.rails else 1
     return {
-        "seconds": [step.seconds for step in limited],
-        "median": middle,
-        "unlimited": median(step.seconds for step in steps[WARM_UP:begin]),
+        "seconds": seconds,
+        "median": median_seconds,
+        "unlimited": median(step.seconds for step in steps[WARM_UP:first_limited]),
         "crossed": crossed,
-        "on_link": crossed * 8 / bits_per_second(args.rate) / links / middle,
+        "on_link": crossed * 8 / bits_per_second(args.rate) / links / median_seconds,
     }
 
 
 def bits_per_second(rate: str) -> float:
-    """Return a rate in bits per second. Raises UserError: it is not a number with kbit, mbit or
-    gbit.
+    """Return a rate in bits per second.
+
+    Raises UserError: it is not a number with kbit, mbit or gbit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
     if match is None or float(match[1]) <= 0:
@@ -289,8 +299,9 @@ def run_bench(
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     markdown: Callable[[dict[str, Any]], list[str]],
 ) -> None:
-    """Measure, print and, if asked, write. Raises UserError: a wrong rate; NetworkError: as
-    ``prepare_machine``.
+    """Measure, print, and write to ``--results`` if given.
+
+    Raises UserError: a wrong rate; NetworkError: as ``prepare_machine``.
     """
     bits_per_second(args.rate)
     prepare_machine()
@@ -304,8 +315,8 @@ def run_bench(
     }
     result |= measure(args)
     result["load_average"] = list(os.getloadavg())
-    about = f"{args.rate} between two nodes in each direction; medians of {args.repeats} steps."
-    text = "\n".join([f"# {title}", "", *heading(result), about, *markdown(result), ""])
+    setting = f"{args.rate} between two nodes in each direction; medians of {args.repeats} steps."
+    text = "\n".join([f"# {title}", "", *heading(result), setting, *markdown(result), ""])
     print("\n" + text)
     if args.results:
         path = write_tables(results_file(args.results, name, machine), result, text)

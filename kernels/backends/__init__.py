@@ -22,7 +22,7 @@ BACKENDS: dict[str, Backend] = {
         Reference(),
     )
 }
-"""``auto`` takes the first that is automatic where it runs."""
+"""``auto`` takes the first whose ``is_automatic`` is True on this device."""
 SOFTMAX = {name: backend for name, backend in BACKENDS.items() if backend.softmax}
 """Backends of softmax attention."""
 LINEAR = {name: backend for name, backend in BACKENDS.items() if backend.linear}

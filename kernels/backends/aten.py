@@ -4,17 +4,17 @@ from typing import ClassVar
 
 import torch
 
-from kernels import cpu
+from kernels import cpu_onednn
 from kernels.backends.base import AttentionKernel, Backend, GpuBackend, Shares
 from kernels.backends.flash_attention import flash
 from kernels.cpu import Strips
-from kernels.cuda import Packed, pad_heads
+from kernels.cuda import PackedKernel, pad_heads
 
 
 class Aten(GpuBackend):
     """Softmax attention on any device.
 
-    ``auto`` takes it where nothing is faster, and for shapes that the faster kernel does not take.
+    ``auto`` takes it if nothing is faster, and for shapes that the faster kernel does not take.
     """
 
     name = "aten"
@@ -24,16 +24,20 @@ class Aten(GpuBackend):
     shares: ClassVar[Shares] = {"hopper": 0.31, "h20": 0.6, "blackwell": 0.15}
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Say what the dtype lacks on a GPU."""
-        return None if device_type == "cpu" else super().refusal(requested, device_type, dtype)
+        """Return the problem of a dtype on a GPU; None on a CPU, which takes all."""
+        if device_type == "cpu":
+            return None
+        return super().refusal(requested, device_type, dtype)
 
     def softmax_kernel(
-        self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None
+        self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
         """Return FlashAttention 2, or the strips of a CPU."""
         if device_type == "cpu":
-            # The kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
-            strip = (256, 256) if cpu.is_faster(dtype) else (192, 128)
-            return AttentionKernel(self.name, tiled=Strips(512, *strip))
+            # torch's kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
+            rows, columns = (256, 256) if cpu_onednn.is_faster(dtype) else (192, 128)
+            return AttentionKernel(self.name, tiled=Strips(512, rows, columns))
         tiles, packed = flash(None)
-        return AttentionKernel(self.name, *pad_heads(*tiles), packed=Packed(*pad_heads(*packed)))
+        forward, backward = pad_heads(*tiles)
+        packed_kernel = PackedKernel(*pad_heads(*packed))
+        return AttentionKernel(self.name, forward, backward, packed=packed_kernel)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.blocks import Gradients, Keys, Rows, Tile
-from kernels.cuda import Kernel, Packed
+from kernels.cuda import Kernel, PackedKernel
 from kernels.gpu import Family, Gpu
 from runtime.simulation import Setting
 
@@ -16,12 +16,12 @@ HALVES = (torch.bfloat16, torch.float16)
 Shares = Mapping[Family, float]
 Scan = Callable[..., tuple[Tensor, Tensor]]
 """One pass of linear attention over the tokens, as ``kernels.linear_scan.scan``."""
-Slab = tuple[Callable[..., None], Callable[..., Tensor]]
-"""Forward and backward of a delta rule's slab, as ``kernels.delta.chunks`` has them."""
+SlabKernel = tuple[Callable[..., None], Callable[..., Tensor]]
+"""Forward and backward of a delta rule's slab, as in ``kernels.delta.chunks``."""
 
 
 class Tiled(Protocol):
-    """A kernel that takes lists of tiles by itself, as ``kernels.attention.attend_tiles_``."""
+    """A kernel that takes lists of tiles, as ``kernels.attention.attend_tiles_``."""
 
     def attend_(
         self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
@@ -36,57 +36,56 @@ class Tiled(Protocol):
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """A forward and its backward of one tile, or ``tiled`` in their place.
+    """Forward and backward of one tile, or ``tiled``, which replaces them.
 
     The forward maps (q, k, v, causal, scale) to (out, lse). ``tiled`` takes all tiles at once,
-    ``packed`` the small ones; the others are taken one by one.
+    ``packed`` the small ones; the others are computed one by one.
     """
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]] | None = None
     backward: Callable[[Rows, Keys, bool, float], Gradients] | None = None
     tiled: Tiled | None = None
-    packed: Packed | None = None
+    packed: PackedKernel | None = None
 
 
 SIMULATED_KERNEL = Setting[AttentionKernel]()
-"""Softmax attention in shapes alone, in the place of any backend's."""
-SIMULATED_SLAB = Setting[Slab]()
-"""The same of a delta rule's slab."""
+"""Softmax attention in shapes only, which replaces any backend's in a simulation."""
+SIMULATED_SLAB = Setting[SlabKernel]()
+"""The same for a delta rule's slab."""
 
 
-def pair_of(kernel: AttentionKernel | Packed | None) -> Kernel | None:
-    """Return a kernel's forward and backward; None if it has none of their own."""
+def pair_of(kernel: AttentionKernel | PackedKernel | None) -> Kernel | None:
+    """Return a kernel's forward and backward, or None if it has none."""
     if kernel is None or kernel.forward is None or kernel.backward is None:
         return None
     return kernel.forward, kernel.backward
 
 
 class Backend:
-    """Attention kernels of one origin, as ``--attention-backend`` names them."""
+    """Attention kernels of one origin, under a name of ``--attention-backend``."""
 
     name: str
     title: str = ""
-    """Its name in text, where that differs."""
+    """Its name in text, if that differs."""
     rate_name: str = ""
-    """Its name in a cluster file's ``<name>_fraction``, where that differs."""
+    """Its name in a cluster file's ``<name>_fraction``, if that differs."""
     shares: ClassVar[Shares] = {}
-    """Share of a GPU's peak that it reaches, forward and backward, where a cluster file has none.
-    """
+    """Share of a GPU's peak that it reaches, forward and backward, if a cluster file has none."""
     softmax: bool = False
-    """True if ``softmax_kernel`` is there."""
+    """True if it has ``softmax_kernel``."""
     linear: bool = False
-    """True if ``linear_scan`` and ``delta_slab`` are there."""
+    """True if it has ``linear_scan`` and ``delta_slab``."""
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, *HALVES)
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Say why it cannot run here, with the fix; None if it can.
+        """Return why it cannot run on this device, with the fix; None if it can.
 
-        ``requested`` is the name that was asked for: ``auto`` may have chosen this one.
+        ``requested`` is the name in the configuration: ``auto`` may have chosen this backend.
         """
         return None
 
-    def is_automatic(self, here: Gpu, documents: bool) -> bool:
+    def is_automatic(self, this_gpu: Gpu, documents: bool) -> bool:
         """Return whether ``auto`` takes it for softmax attention on this GPU.
 
         The first in the table is taken. With ``documents``, tiles have other shapes in each
@@ -95,9 +94,9 @@ class Backend:
         return False
 
     def softmax_kernel(
-        self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None
+        self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
-        """Return the kernel of softmax attention; ``other`` takes the shapes that it does not take."""
+        """Return the kernel of softmax attention; ``fallback`` takes the shapes that it lacks."""
         raise NotImplementedError
 
     def is_automatic_linear(self, device_type: str, dtype: torch.dtype) -> bool:
@@ -109,27 +108,30 @@ class Backend:
         raise NotImplementedError
 
     def delta_refusal(self, *, per_channel: bool, key_dim: int) -> str | None:
-        """Say which gates or keys of a delta rule it does not take; None if it takes them."""
+        """Return which gates or keys of a delta rule it does not take; None if it takes them."""
         return None
 
-    def delta_slab(self) -> Slab:
+    def delta_slab(self) -> SlabKernel:
         """Return the forward and backward of a delta rule's slab."""
         raise NotImplementedError
 
 
 class GpuBackend(Backend):
-    """A library's softmax attention, for a GPU and 16 bits alone."""
+    """A library's softmax attention, for GPUs and 16-bit dtypes only."""
 
     softmax = True
     dtypes: tuple[torch.dtype, ...] = HALVES
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Say what the device or the dtype lacks."""
+        """Return the problem of the device or the dtype."""
         if device_type == "cpu":
-            return f"attention_backend {requested} needs a cuda device and this one is cpu; use auto or aten"
+            return (
+                f"attention_backend {requested} needs a cuda device and this one is cpu; use auto"
+                " or aten"
+            )
         if dtype not in HALVES:
             return (
-                f"attention_backend {requested} on {device_type} takes bfloat16 or float16 and got {dtype}; "
-                "use --bf16, or --attention-backend reference for a small exact run"
+                f"attention_backend {requested} on {device_type} takes bfloat16 or float16 and got"
+                f" {dtype}; use --bf16, or --attention-backend reference for a small exact run"
             )
         return None

@@ -1,12 +1,12 @@
 """Linear attention and the delta rule in torch, chunk by chunk, on any device."""
 
-from kernels.backends.base import Backend, Scan, Slab
+from kernels.backends.base import Backend, Scan, SlabKernel
 from kernels.delta import chunks
 from kernels.linear_scan import scan
 
 
 class Chunked(Backend):
-    """Products of torch, with memory and time linear in the number of tokens."""
+    """Matrix products of torch; memory and time are linear in the number of tokens."""
 
     name = "chunked"
     linear = True
@@ -15,6 +15,6 @@ class Chunked(Backend):
         """Return the scan in torch."""
         return scan
 
-    def delta_slab(self) -> Slab:
+    def delta_slab(self) -> SlabKernel:
         """Return the slab in torch."""
         return chunks.forward, chunks.backward

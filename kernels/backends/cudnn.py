@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.backends.base import AttentionKernel, GpuBackend, Shares, pair_of
 from kernels.backends.flash_attention import flash
 from kernels.blocks import Gradients, Keys, Rows, heads_first
-from kernels.cuda import Packed, pad_heads, with_fallback
+from kernels.cuda import PackedKernel, pad_heads, with_fallback
 from kernels.gpu import BLACKWELL, HOPPER, Gpu, gpu
 
 aten = torch.ops.aten
@@ -21,51 +21,53 @@ An older one is wrong at some lengths that 128 does not divide."""
 class Cudnn(GpuBackend):
     """cuDNN's kernels of single tiles.
 
-    Packed ones go by FlashAttention, as cuDNN would pad to the longest.
+    Packed tiles go to FlashAttention, since cuDNN would pad them to the longest.
     """
 
     name = "cudnn"
     title = "cuDNN"
     shares: ClassVar[Shares] = {"hopper": 0.53, "h20": 0.8, "blackwell": 0.6}
 
-    def is_automatic(self, here: Gpu, documents: bool) -> bool:
+    def is_automatic(self, this_gpu: Gpu, documents: bool) -> bool:
         """Return whether it is the fastest, with tiles of the same shapes in every micro-batch.
 
-        torch has it build a graph for every new shape, forward and backward, and keeps them all.
+        cuDNN builds a graph for every new shape, forward and backward, and torch caches them all.
         """
-        return prefers_cudnn(here) and not documents
+        return prefers_cudnn(this_gpu) and not documents
 
     def softmax_kernel(
-        self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None
+        self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
         """Return its kernels of tiles, and FlashAttention's of packed ones."""
         limit = f"takes heads of up to {max_head_dim()} channels here and more than one key"
-        kernel = with_fallback(
-            self.name, limit, takes_cudnn, (cudnn_forward, cudnn_backward), pair_of(other)
+        tiles = with_fallback(
+            self.name, limit, takes_cudnn, (cudnn_forward, cudnn_backward), pair_of(fallback)
         )
         _, packed = flash(None)
-        return AttentionKernel(self.name, *pad_heads(*kernel), packed=Packed(*pad_heads(*packed)))
+        forward, backward = pad_heads(*tiles)
+        packed_kernel = PackedKernel(*pad_heads(*packed))
+        return AttentionKernel(self.name, forward, backward, packed=packed_kernel)
 
 
-def prefers_cudnn(here: Gpu) -> bool:
-    """Return whether cuDNN's attention is right and the fastest here, as torch itself has it."""
-    return here.capability[0] in (HOPPER, BLACKWELL) and here.cudnn >= FAST_CUDNN
+def prefers_cudnn(this_gpu: Gpu) -> bool:
+    """Return whether cuDNN's attention is correct and the fastest, by torch's own rule."""
+    return this_gpu.capability[0] in (HOPPER, BLACKWELL) and this_gpu.cudnn >= FAST_CUDNN
 
 
 def max_head_dim() -> int:
-    """Return the widest head that cuDNN takes here (torch's check_cudnn_tensor_shapes)."""
+    """Return the widest head that cuDNN takes on this GPU (torch's check_cudnn_tensor_shapes)."""
     return 256 if gpu().capability == (HOPPER, 0) and gpu().cudnn >= 91000 else 128
 
 
 def takes_cudnn(q: Tensor, k: Tensor) -> bool:
-    """Return whether cuDNN's kernel, a GPU's fastest from Hopper on, takes these shapes."""
+    """Return whether cuDNN's kernel takes these shapes."""
     return q.shape[-1] <= max_head_dim() and k.shape[1] > 1
 
 
 def cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of a tile, and its log-sum-exp, by cuDNN."""
+    """Compute the attention of a tile, and its log-sum-exp, by cuDNN."""
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
     )
@@ -74,28 +76,18 @@ def cudnn_forward(
 
 
 def cudnn_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
-    """Return the gradients through a tile by cuDNN."""
+    """Compute the gradients through a tile by cuDNN."""
     no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # unused without dropout
-    lengths = (rows.q.shape[1], keys.k.shape[1])
+    max_rows = rows.q.shape[1]
+    max_columns = keys.k.shape[1]
     q, dout, out, lse, k, v = heads_first(
         rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys
     )
-    given = (
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous()[..., None],
-        no_seed,
-        no_seed,
-        None,
-        None,
-        None,
-        *lengths,
-        0.0,
-        causal,
-    )
-    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(*given, scale=scale)
+    lse = lse.contiguous()[..., None]
+    no_bias = cu_rows = cu_columns = None
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, no_seed, no_seed, no_bias, cu_rows, cu_columns,
+        max_rows, max_columns, 0.0, causal, scale=scale,
+    )  # fmt: skip
     dq, dk, dv = heads_first(dq, dk, dv)
     return dq, dk, dv

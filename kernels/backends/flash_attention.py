@@ -1,7 +1,7 @@
 """FlashAttention: torch's own version 2, and versions 3 and 4 through torch's registry.
 
-The registry puts a version in the place of FlashAttention 2 behind aten's operators, for the whole
-process. So every call of a backend sees to it that its version is in place.
+The registry replaces FlashAttention 2 behind aten's operators with another version, for the whole
+process. So every call of a backend first activates its version.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.nn import attention
 
 from kernels.backends.base import AttentionKernel, GpuBackend, Shares, pair_of
 from kernels.blocks import Gradients, Keys, Rows, heads_first
-from kernels.cuda import Kernel, Lengths, Packed, pad_heads, with_fallback
+from kernels.cuda import Kernel, Lengths, PackedKernel, pad_heads, with_fallback
 from kernels.gpu import BLACKWELL, HOPPER, Gpu, gpu
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ ABSENT = "it is not installed"
 
 
 class FlashAttention(GpuBackend):
-    """A version of FlashAttention that torch can put in place."""
+    """A version of FlashAttention that torch's registry can activate."""
 
     impl: str
     """Its name in torch's registry."""
@@ -31,63 +31,66 @@ class FlashAttention(GpuBackend):
     capabilities: tuple[int, ...]
     """Major compute capabilities that it takes."""
     native: int
-    """The one that it was written for."""
+    """The capability that it was written for."""
     max_head_dim: int
     install: str
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Say what the device or the dtype lacks, or why the version cannot run here."""
-        if refusal := super().refusal(requested, device_type, dtype):
+        """Return the problem of the device or the dtype, or why the version cannot run."""
+        refusal = super().refusal(requested, device_type, dtype)
+        if refusal:
             return refusal
-        if reason := self.problem():
-            return f"attention_backend is {self.name}, and {reason}; install {self.install}, or use auto"
+        problem = self.problem()
+        if problem:
+            return (
+                f"attention_backend is {self.name}, and {problem}; install {self.install}, or use"
+                " auto"
+            )
         return None
 
-    def is_automatic(self, here: Gpu, documents: bool) -> bool:
+    def is_automatic(self, this_gpu: Gpu, documents: bool) -> bool:
         """Return whether it was written for this GPU and can run."""
-        return here.capability[0] == self.native and self.problem() is None
+        return this_gpu.capability[0] == self.native and self.problem() is None
 
     def softmax_kernel(
-        self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None
+        self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
-        """Return its kernels of tiles and packed tiles; ``other`` takes wider heads."""
-        kernel, packed = flash(self.impl)
+        """Return its kernels of tiles and packed tiles; ``fallback`` takes wider heads."""
+        tiles, packed = flash(self.impl)
         limit = f"takes heads of up to {self.max_head_dim} channels"
 
         def fits(q: Tensor, _: Tensor) -> bool:
             return q.shape[-1] <= self.max_head_dim
 
-        tiles = with_fallback(self.name, limit, fits, kernel, pair_of(other))
-        tiles_packed = with_fallback(
-            self.name, limit, fits, packed, pair_of(other and other.packed)
-        )
-        return AttentionKernel(
-            self.name, *pad_heads(*tiles), packed=Packed(*pad_heads(*tiles_packed))
-        )
+        packed_fallback = pair_of(fallback and fallback.packed)
+        tiles = with_fallback(self.name, limit, fits, tiles, pair_of(fallback))
+        packed = with_fallback(self.name, limit, fits, packed, packed_fallback)
+        forward, backward = pad_heads(*tiles)
+        packed_kernel = PackedKernel(*pad_heads(*packed))
+        return AttentionKernel(self.name, forward, backward, packed=packed_kernel)
 
     @cache  # a backend is one object for the whole process  # noqa: B019
     def problem(self) -> str | None:
-        """Say why it cannot run here, by putting it in place once; None if it can."""
-        capability = gpu().capability
-        if capability[0] not in self.capabilities:
-            fitting = " or ".join(f"{major}.x" for major in self.capabilities)
-            return f"it takes a GPU of compute capability {fitting}, and this one has {capability[0]}.{capability[1]}"
+        """Return why it cannot run, by activating it once; None if it can."""
+        major, minor = gpu().capability
+        if major not in self.capabilities:
+            supported = " or ".join(f"{capability}.x" for capability in self.capabilities)
+            return (
+                f"it takes a GPU of compute capability {supported}, and this one has"
+                f" {major}.{minor}"
+            )
         if not hasattr(attention, "activate_flash_attention_impl"):
             return f"torch {torch.__version__} cannot put it in place, and 2.11 and newer can"
         try:
             put(self.impl)
             put(None)
-        except (
-            Exception
-        ) as error:  # another torch's build raises ImportError, OSError, a stub anything
-            if (
-                isinstance(error, ModuleNotFoundError)
-                and (error.name or "").split(".")[0] == self.package
-            ):
-                return ABSENT
-            return "its import fails ({})".format(
-                " ".join(f"{type(error).__name__}: {error}".split())
-            )
+        except Exception as error:  # ImportError, OSError, and a stub package may raise anything
+            if isinstance(error, ModuleNotFoundError):
+                missing = (error.name or "").split(".")[0]
+                if missing == self.package:
+                    return ABSENT
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            return f"its import fails ({message})"
         return None
 
 
@@ -120,7 +123,7 @@ class FlashAttention4(FlashAttention):
 
 
 def put(impl: str | None) -> None:
-    """Put a version in place by its name in torch's registry; None is FlashAttention 2."""
+    """Activate a version by its name in torch's registry; None is FlashAttention 2."""
     if getattr(attention, "current_flash_attention_impl", lambda: None)() == impl:
         return
     if impl is None:
@@ -132,23 +135,22 @@ def put(impl: str | None) -> None:
 def flash(impl: str | None) -> tuple[Kernel, Kernel]:
     """Return a version's attention of a tile, and of packed ones; None is FlashAttention 2."""
 
-    def placed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+    def activating(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
             put(impl)
-            return function(*args)
+            return function(*arguments)
 
         return call
 
-    return (placed(flash_forward), placed(flash_backward)), (
-        placed(packed_forward),
-        placed(packed_backward),
-    )
+    tiles = activating(flash_forward), activating(flash_backward)
+    packed = activating(packed_forward), activating(packed_backward)
+    return tiles, packed
 
 
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of a tile, and its log-sum-exp, by FlashAttention."""
+    """Compute the attention of a tile, and its log-sum-exp, by FlashAttention."""
     out, lse, *_ = aten._scaled_dot_product_flash_attention(
         *heads_first(q, k, v), 0.0, causal, False, scale=scale
     )
@@ -157,28 +159,19 @@ def flash_forward(
 
 
 def flash_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
-    """Return the gradients through a tile by FlashAttention."""
+    """Compute the gradients through a tile by FlashAttention."""
     no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # unused without dropout
-    lengths = (rows.q.shape[1], keys.k.shape[1])
+    max_rows = rows.q.shape[1]
+    max_columns = keys.k.shape[1]
     q, dout, out, lse, k, v = heads_first(
         rows.q, rows.dout, rows.out.to(rows.q.dtype), rows.lse.float(), *keys
     )
+    lse = lse.contiguous()
+    cu_rows = cu_columns = None
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous(),
-        None,
-        None,
-        *lengths,
-        0.0,
-        causal,
-        no_seed,
-        no_seed[:0],
-        scale=scale,
-    )
+        dout, q, k, v, out, lse, cu_rows, cu_columns, max_rows, max_columns, 0.0, causal,
+        no_seed, no_seed[:0], scale=scale,
+    )  # fmt: skip
     dq, dk, dv = heads_first(dq, dk, dv)
     return dq, dk, dv
 
@@ -186,29 +179,20 @@ def flash_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradie
 def packed_forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of packed tiles, and its log-sum-exp, by FlashAttention."""
-    # Flash attention, for cuDNN's backend too, which would pad to the longest.
+    """Compute the attention of packed tiles, and its log-sum-exp, by FlashAttention."""
     out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
-    return out, lse.transpose(0, 1)
+    return out, lse.transpose(0, 1)  # lse [H, R] -> [R, H]
 
 
 def packed_backward(
     rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: float
 ) -> Gradients:
-    """Return the gradients through packed tiles by FlashAttention."""
+    """Compute the gradients through packed tiles by FlashAttention."""
     q, dout, out, lse = rows
+    k, v = keys
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
+    out = out.to(q.dtype)
     lse = lse.float().transpose(0, 1).contiguous()  # [H, R]
     return aten._flash_attention_backward(
-        dout,
-        q,
-        *keys,
-        out.to(q.dtype),
-        lse,
-        *lengths,
-        0.0,
-        causal,
-        no_seed,
-        no_seed[:0],
-        scale=scale,
+        dout, q, k, v, out, lse, *lengths, 0.0, causal, no_seed, no_seed[:0], scale=scale
     )

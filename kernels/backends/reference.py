@@ -8,16 +8,17 @@ from kernels.backends.chunked import Chunked
 
 
 class Reference(Chunked):
-    """Every pair, or token by token.
+    """Softmax attention over all pairs, and linear attention over all pairs or token by token.
 
-    Linear attention is so if a process has whole sequences; what ranks pass on goes by chunks.
+    Linear attention is naive only if a process has whole sequences. With context parallelism the
+    states that ranks pass on are computed chunk by chunk.
     """
 
     name = "reference"
     softmax = True
 
     def softmax_kernel(
-        self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None
+        self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
         """Return the naive block."""
         return AttentionKernel(self.name, reference.block_forward, reference.block_backward)

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.backends.base import HALVES, AttentionKernel, Backend, Scan, Slab
+from kernels.backends.base import HALVES, AttentionKernel, Backend, Scan, SlabKernel
 from kernels.triton import has_triton, interpreted
 
 MAX_KEY_DIM = 256
@@ -17,11 +17,12 @@ class Triton(Backend):
     """
 
     name = "triton"
-    softmax = linear = True
+    softmax = True
+    linear = True
     dtypes = (torch.float32, *HALVES)
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Say what the process, the device or the dtype lacks."""
+        """Return the problem of the process, the device or the dtype."""
         if not has_triton():
             return "attention_backend is triton, which is not installed; use auto"
         if device_type == "cpu" and not interpreted():
@@ -31,7 +32,7 @@ class Triton(Backend):
         return None
 
     def softmax_kernel(
-        self, device_type: str, dtype: torch.dtype, other: AttentionKernel | None
+        self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
         """Return the kernel of all tiles."""
         from kernels.triton import flash_attention
@@ -39,7 +40,7 @@ class Triton(Backend):
         return AttentionKernel(self.name, tiled=flash_attention)
 
     def is_automatic_linear(self, device_type: str, dtype: torch.dtype) -> bool:
-        """Return whether this is a GPU with Triton, and 16 bits."""
+        """Return whether this is a GPU with Triton, and a 16-bit dtype."""
         return device_type == "cuda" and dtype in HALVES and has_triton()
 
     def linear_scan(self) -> Scan:
@@ -49,14 +50,17 @@ class Triton(Backend):
         return linear_attention.scan
 
     def delta_refusal(self, *, per_channel: bool, key_dim: int) -> str | None:
-        """Say which gates or keys the kernels of the delta rule lack."""
+        """Return which gates or keys the kernels of the delta rule do not take."""
         if per_channel:
             return "takes gates per head in the delta rule, and these are per channel"
         if key_dim > MAX_KEY_DIM:
-            return f"takes keys of up to {MAX_KEY_DIM} channels in the delta rule, and these have {key_dim}"
+            return (
+                f"takes keys of up to {MAX_KEY_DIM} channels in the delta rule, and these have"
+                f" {key_dim}"
+            )
         return None
 
-    def delta_slab(self) -> Slab:
+    def delta_slab(self) -> SlabKernel:
         """Return the fused slab."""
         from kernels.triton import delta, delta_backward
 

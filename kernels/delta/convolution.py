@@ -1,8 +1,10 @@
-"""Short causal convolution of each channel, which linear attention has before its queries, keys and
-values.
+"""Short causal convolution of each channel of queries, keys and values, for linear attention.
 
-Rows lie with a gap of K - 1 before each stretch of tokens: zeros where a document begins, else the
-tokens before it. Then every output is the same sum of K shifted products, and no gap's own is read.
+The rows of packed documents have a gap of K - 1 before each document: zeros, or for the first one
+the tokens before it. Then every output is the same sum of K shifted products, with no condition per
+document, and the outputs of the gaps are never read.
+
+Shapes: B sequences, T tokens, C channels, K taps, N outputs.
 """
 
 from collections.abc import Sequence
@@ -20,25 +22,24 @@ def check(x: Tensor, weight: Tensor) -> None:
     """Raise ValueError for a weight that does not fit x, or an x without tokens."""
     if weight.ndim != 2 or len(weight) != x.shape[2] or x.shape[1] == 0:
         raise ValueError(
-            f"the convolution takes x [B, T, C] of some tokens and weight [C, K], and got x {tuple(x.shape)}, weight "
-            f"{tuple(weight.shape)}"
+            "the convolution takes x [B, T, C] with at least one token and weight [C, K], and got"
+            f" x {tuple(x.shape)}, weight {tuple(weight.shape)}"
         )
 
 
-def spaced(x: Tensor, bounds: Sequence[int], gap: int) -> tuple[Tensor, Tensor]:
-    """Put ``gap`` zeros before each stretch of x ``[B, T, C]``, whose cumulative lengths are
-    ``bounds``.
+def spaced(x: Tensor, cu_seqlens: Sequence[int], gap: int) -> tuple[Tensor, Tensor]:
+    """Put ``gap`` zeros before each document of x ``[B, T, C]``.
 
     Returns:
-        The rows, and which of their convolution's outputs belongs to each token: int64 ``[T]``.
+        The rows, and the index of each token's output in their convolution, int64 ``[T]``.
     """
-    begins = torch.zeros(x.shape[1], dtype=torch.int64)
-    begins[list(bounds[1:-1])] = gap
-    at = (begins.cumsum(0) + torch.arange(x.shape[1])).to(x.device, non_blocking=True)
-    stretches = max(1, len(bounds) - 1)
-    return x.new_zeros(len(x), x.shape[1] + gap * stretches, x.shape[2]).index_copy(
-        1, gap + at, x
-    ), at
+    skipped = torch.zeros(x.shape[1], dtype=torch.int64)
+    skipped[list(cu_seqlens[1:-1])] = gap
+    index = skipped.cumsum(0) + torch.arange(x.shape[1])
+    index = index.to(x.device, non_blocking=True)
+    documents = max(1, len(cu_seqlens) - 1)
+    rows = x.new_zeros(len(x), x.shape[1] + gap * documents, x.shape[2])
+    return rows.index_copy(1, gap + index, x), index
 
 
 def forward(rows: Tensor, weight: Tensor) -> Tensor:
@@ -46,23 +47,22 @@ def forward(rows: Tensor, weight: Tensor) -> Tensor:
     taps = _taps(rows, weight)
     out = rows.new_empty(out_shape(rows, weight))
     for slab in _slabs(out):
+        length = slab.stop - slab.start
         x = rows[:, slab.start : slab.stop + len(taps) - 1].to(taps.dtype)
-        total = x[:, : slab.stop - slab.start] * taps[0]
+        total = x[:, :length] * taps[0]
         for i in range(1, len(taps)):
-            total.addcmul_(x[:, i : i + total.shape[1]], taps[i])
+            total.addcmul_(x[:, i : i + length], taps[i])
         out[:, slab] = total
     return out
 
 
 def weight_gradient(dout: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """Return the weight's gradient, given that of the output ``[B, N, C]``."""
+    """Return the gradient of the weight, given that of the output ``[B, N, C]``."""
     taps = _taps(rows, weight)
     dtaps = torch.zeros_like(taps)
     for slab in _slabs(dout):
-        x, dy = (
-            rows[:, slab.start : slab.stop + len(taps) - 1].to(taps.dtype),
-            dout[:, slab].to(taps.dtype),
-        )
+        x = rows[:, slab.start : slab.stop + len(taps) - 1].to(taps.dtype)
+        dy = dout[:, slab].to(taps.dtype)
         for i in range(len(taps)):
             dtaps[i] += (x[:, i : i + dy.shape[1]] * dy).sum((0, 1))
     return dtaps.T.to(weight.dtype, memory_format=torch.contiguous_format)
@@ -81,5 +81,7 @@ def _taps(rows: Tensor, weight: Tensor) -> Tensor:
 
 def _slabs(out: Tensor) -> list[slice]:
     batch, length, channels = out.shape
-    step = max(1, _SLAB // (batch * channels)) if out.device.type == "cpu" else length
+    step = length
+    if out.device.type == "cpu":
+        step = max(1, _SLAB // (batch * channels))
     return [slice(first, min(first + step, length)) for first in range(0, length, step)]

@@ -1,18 +1,17 @@
-"""Linear attention by the gated delta rule, forward and backward: Gated DeltaNet and Kimi Delta
-Attention.
+"""Gated delta rule over any number of tokens: Gated DeltaNet and Kimi Delta Attention.
 
-A token's key k overwrites what the state S [D, E] holds there: it decays S by its gate, then moves
-the value at k by the share beta towards its own (Yang, Kautz and Hatamizadeh 2024,
-arXiv:2412.06464, equation 10):
+A token's key k overwrites the value that the state S [D, E] holds at that key: the gate decays S,
+then the value at k moves by the share beta towards the token's value (Yang, Kautz and Hatamizadeh
+2024, arXiv:2412.06464, equation 10):
 
     S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_(t-1) + beta_t k_t v_t^T      o_t = S_t^T q_t
 
 The gate is one number per head, or one per channel of the key (Kimi Linear 2025, arXiv:2510.26692).
 Keys have norm 1 or less and queries are scaled before; with beta up to 2 no state grows.
 
-Any tokens are scanned in slabs of chunks: memory and time are linear in the number of tokens. A
+The tokens are scanned in slabs of chunks: memory and time are linear in the number of tokens. A
 slab is computed by ``kernels.delta.chunks`` in torch or by ``kernels.triton.delta`` on a GPU. The
-states between slabs are kept, and all else is computed again in the backward.
+states between slabs are saved; the backward recomputes everything else.
 """
 
 import math
@@ -22,15 +21,17 @@ import torch
 from torch import Tensor
 
 from kernels.backends import LINEAR
-from kernels.backends.base import SIMULATED_SLAB, Slab
+from kernels.backends.base import SIMULATED_SLAB, SlabKernel
 from kernels.delta.chunks import CHUNK
 from kernels.linear_attention import check_sequence, select_linear_backend
 from runtime.errors import UserError
 from runtime.simulation import device_type_of
 from runtime.tensors import accum_dtype
 
-CPU_CHUNKS, GPU_CHUNKS = 32, 4096
-"""Chunks of all rows in one slab."""
+CPU_CHUNKS = 32
+"""Chunks in one slab, summed over sequences and heads, on a CPU."""
+GPU_CHUNKS = 4096
+"""The same on a GPU."""
 
 
 def check(
@@ -38,7 +39,8 @@ def check(
 ) -> None:
     """Raise ValueError for the first argument of ``delta_rule`` that is wrong."""
     q, k, v, g, beta = inputs
-    (batch, length, key_heads, width), heads = q.shape, v.shape[2]
+    batch, length, key_heads, width = q.shape
+    heads = v.shape[2]
     if (
         k.shape != q.shape
         or v.shape[:2] != q.shape[:2]
@@ -46,18 +48,21 @@ def check(
         or not q.dtype == k.dtype == v.dtype
     ):
         raise ValueError(
-            f"the delta rule takes q and k [B, T, K, D] and v [B, T, H, E] of one dtype, H a multiple of K, and got q "
-            f"{tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype}"
+            "the delta rule takes q and k [B, T, K, D] and v [B, T, H, E] of one dtype, H a"
+            f" multiple of K, and got q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype},"
+            f" v {tuple(v.shape)} {v.dtype}"
         )
     if batch * length == 0:
         raise ValueError(
             f"the delta rule got {batch} sequences of {length} tokens; give at least one of each"
         )
-    per_head = batch, length, heads
+
+    per_head = (batch, length, heads)
     per_channel = (*per_head, width) if heads == key_heads else per_head
     if g.shape not in (per_head, per_channel) or beta.shape != per_head:
         raise ValueError(
-            f"g has shape {tuple(g.shape)} and beta {tuple(beta.shape)}; beta is {per_head}, g that or {per_channel}"
+            f"g has shape {tuple(g.shape)} and beta {tuple(beta.shape)}; beta must be {per_head},"
+            f" and g {per_head} or {per_channel}"
         )
     check_sequence(length, (batch, heads, width, v.shape[-1]), state, documents)
 
@@ -70,8 +75,10 @@ def select_delta_backend(
     per_channel: bool = False,
     width: int = 128,
 ) -> str:
-    """Return the backend, as ``select_linear_backend``; ``auto`` takes ``chunked`` for what the
-    fastest does not take.
+    """Return the backend of the delta rule for this device and dtype.
+
+    ``auto`` takes the fastest of linear attention, or ``chunked`` if that cannot take these gates
+    or keys.
 
     Raises:
         UserError: the backend does not exist, or cannot take these inputs.
@@ -87,18 +94,19 @@ def gates_with_resets(g: Tensor, documents: Sequence[int] | None) -> Tensor:
     """Return gates that forget everything, -inf, where a document begins after the first."""
     if documents is None or len(documents) == 2:
         return g
-    begins = torch.zeros(g.shape[1], dtype=torch.bool)
-    begins[list(documents[1:-1])] = True
-    begins = begins.to(g.device, non_blocking=True)
-    return g.masked_fill(begins.view(-1, *[1] * (g.ndim - 2)), -math.inf)
+    resets = torch.zeros(g.shape[1], dtype=torch.bool)  # [T]
+    resets[list(documents[1:-1])] = True
+    resets = resets.to(g.device, non_blocking=True)
+    return g.masked_fill(resets.view(-1, *[1] * (g.ndim - 2)), -math.inf)
 
 
-def kernel_of(backend: str, k: Tensor, g: Tensor) -> Slab:
-    """Return a slab's forward and backward, as ``kernels.delta.chunks`` has them."""
+def slab_kernel(backend: str, k: Tensor, g: Tensor) -> SlabKernel:
+    """Return a slab's forward and backward, with the interface of ``kernels.delta.chunks``."""
     if SIMULATED_SLAB.value is not None:
         return SIMULATED_SLAB.value
+    per_channel = g.ndim == 4
     name = select_delta_backend(
-        backend, k.device.type, k.dtype, per_channel=g.ndim == 4, width=k.shape[-1]
+        backend, k.device.type, k.dtype, per_channel=per_channel, width=k.shape[-1]
     )
     return LINEAR[name].delta_slab()
 
@@ -113,40 +121,45 @@ def scan(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return out ``[B, T, H, E]`` and the states ``[S + 1, B, H, D, E]`` before each slab and after
-    the last token.
+    """Scan the tokens, and save the states between slabs.
 
-    Both are in float32 or wider. Arguments as of ``delta_rule``, but that a state may have more
-    columns than values have; a gate of -inf forgets all before its token.
+    Arguments as of ``kernels.ops.delta_rule``, with two differences: a state may have more columns
+    than the values have channels, and a gate of -inf forgets everything before its token.
+
+    Returns:
+        out ``[B, T, H, E]``, and the states ``[S + 1, B, H, D, E]`` before each of S slabs and
+        after the last token; both in float32 or wider.
     """
-    state = _zero_state(k, v) if state is None else state
-    slabs, (run, _) = _slabs(k, v), kernel_of(backend, k, g)
+    if state is None:
+        state = _zero_state(k, v)
+    slabs = _slabs(k, v)
+    forward, _ = slab_kernel(backend, k, g)
     states = state.new_empty(len(slabs) + 1, *state.shape)
     states[0] = state
     out = state.new_empty(*v.shape[:3], state.shape[-1])
     for n, slab in enumerate(slabs):
-        run(tuple(x[:, slab] for x in (q, k, v, g, beta)), states[n], out[:, slab], states[n + 1])
+        slab_inputs = (q[:, slab], k[:, slab], v[:, slab], g[:, slab], beta[:, slab])
+        forward(slab_inputs, states[n], out[:, slab], states[n + 1])
     return out, states
 
 
 def wide_scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scan tokens whose incoming state S is not known yet: any state is M S + U, the output out_0 +
-    Q S.
+    """Scan tokens before their incoming state S is known.
 
-    One pass over a state of E + D columns, which begins as [0 | I] and whose last D columns no
-    value enters.
+    Every later state is a linear function M S + U of it, and the output is out_0 + Q S. One pass
+    computes all four: the state has E + D columns and starts as [0 | I], and no value enters the
+    last D columns. So a rank can scan its part of a sequence while earlier ranks still work, and
+    insert S when it arrives.
 
     Returns:
         out_0 ``[B, T, H, E]``, Q ``[B, T, H, D]``, and [U | M] of each state that ``scan`` returns,
         ``[S + 1, B, H, D, E + D]``.
     """
-    zero, width = _zero_state(k, v), q.shape[-1]
-    start = torch.cat(
-        (zero, torch.eye(width, dtype=zero.dtype, device=zero.device).expand(*zero.shape[:3], -1)),
-        -1,
-    )
+    zero = _zero_state(k, v)
+    identity = torch.eye(q.shape[-1], dtype=zero.dtype, device=zero.device)
+    start = torch.cat((zero, identity.expand(*zero.shape[:3], -1)), -1)  # [B, H, D, E + D]
     out, states = scan(q, k, v, g, beta, start, backend=backend)
     return out[..., : v.shape[-1]], out[..., v.shape[-1] :], states
 
@@ -159,21 +172,26 @@ def backward(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """Return dq, dk, dv, dg, dbeta and dstate, float32 or wider.
+    """Compute dq, dk, dv, dg, dbeta and dstate, float32 or wider.
 
     Args:
         inputs: q, k, v, g and beta.
-        states: as ``scan`` returned them; everything else is computed again.
+        states: as ``scan`` returned them; everything else is recomputed.
         dfinal: gradient of the state after the last token, None for 0.
     """
     _, k, v, g, _ = inputs
-    _, run = kernel_of(backend, k, g)
-    found = [torch.empty(x.shape, dtype=states.dtype, device=x.device) for x in inputs]
-    leaving = torch.zeros_like(states[0]) if dfinal is None else dfinal
-    for slab, state in reversed(list(zip(_slabs(k, v), states[:-1], strict=True))):
-        here, gradients = (tuple(x[:, slab] for x in group) for group in (inputs, found))
-        leaving = run(here, dout[:, slab], leaving, state, gradients)
-    return *found, leaving
+    _, slab_backward = slab_kernel(backend, k, g)
+    gradients = [torch.empty(x.shape, dtype=states.dtype, device=x.device) for x in inputs]
+    if dfinal is None:
+        dstate = torch.zeros_like(states[0])
+    else:
+        dstate = dfinal
+    slabs = _slabs(k, v)
+    for n in reversed(range(len(slabs))):
+        slab_inputs = tuple(x[:, slabs[n]] for x in inputs)
+        slab_gradients = tuple(dx[:, slabs[n]] for dx in gradients)
+        dstate = slab_backward(slab_inputs, dout[:, slabs[n]], dstate, states[n], slab_gradients)
+    return *gradients, dstate
 
 
 def empty_states(k: Tensor, v: Tensor) -> Tensor:
@@ -183,12 +201,13 @@ def empty_states(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _slabs(k: Tensor, v: Tensor) -> list[slice]:
-    """Cut the tokens into slabs of whole chunks, whose temporaries a processor's cache holds."""
-    rows = v.shape[0] * v.shape[2]
-    step = CHUNK * max(1, (CPU_CHUNKS if device_type_of(v) == "cpu" else GPU_CHUNKS) // rows)
+    """Cut the tokens into slabs of whole chunks, whose temporaries fit a processor's cache."""
+    heads = v.shape[0] * v.shape[2]  # of all sequences
+    chunks = CPU_CHUNKS if device_type_of(v) == "cpu" else GPU_CHUNKS
+    step = CHUNK * max(1, chunks // heads)
     return [slice(first, first + step) for first in range(0, k.shape[1], step)]
 
 
 def _zero_state(k: Tensor, v: Tensor) -> Tensor:
-    wide = accum_dtype(k.dtype)
-    return v.new_zeros((v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]), dtype=wide)
+    shape = (v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])  # [B, H, D, E]
+    return v.new_zeros(shape, dtype=accum_dtype(k.dtype))

@@ -12,7 +12,8 @@ def has_triton() -> bool:
 
 
 def interpreted() -> bool:
-    """Return whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 before Triton is
-    imported).
+    """Return whether Triton interprets kernels on the CPU.
+
+    It does if TRITON_INTERPRET was 1 when Triton was imported.
     """
     return os.environ.get("TRITON_INTERPRET") == "1"

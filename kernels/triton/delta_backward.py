@@ -1,10 +1,10 @@
-"""The gated delta rule's backward of a slab of chunks as Triton kernels.
+"""Gated delta rule's backward of a slab of chunks as Triton kernels.
 
-States and changes are computed again. Then, by the formulas of ``kernels.delta.chunks``:
-``read_back_kernel`` gives what outputs ask of changes, ``states_back_kernel`` goes through the
-chunks from the last one with some columns of the gradient of a state in registers,
+States and changes are recomputed. Then, by the formulas of ``kernels.delta.chunks``:
+``read_back_kernel`` computes the changes' gradient through the outputs, ``states_back_kernel`` goes
+through the chunks from the last one with some columns of the gradient of a state in registers,
 ``changes_back_kernel`` and ``keys_back_kernel`` compute the gradients of each chunk. No exponential
-is differentiated: a decay acts through the vectors alone that it multiplies.
+is differentiated: a decay acts only through the vectors that it multiplies.
 
 Shapes as in ``kernels.triton.delta``, with W = E.
 """
@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.delta import (
+from kernels.triton.delta import slab_of, solve
+from kernels.triton.delta_blocks import (
     block_of,
     chunk_of,
     decay_between,
@@ -23,203 +24,276 @@ from kernels.triton.delta import (
     product,
     products_of,
     rows_of,
-    slab_of,
-    solve,
     state_of,
 )
 
 
 @triton.jit(do_not_specialize=["T"])
 def read_back_kernel(
-    q, k, g, dout, dchanges, strides, T, H, shared,
-    D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    q,  # [B, T, H / shared, D]
+    k,  # [B, T, H / shared, D]
+    g,  # [B, T, H]
+    dout,  # [B, T, H, E]
+    dchanges,  # [R, N, C, E], written
+    strides,
+    T,
+    H,
+    shared,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """Compute P^T dout of one chunk of a row."""
-    row, place, c, token, filled, gates = chunk_of(g, strides, T, H, C)
-    reads = decay_between(gates, C) * products_of(
-        q, strides[0], k, strides[1], row // shared, H // shared, token, filled, C, D, BLOCK, PRECISION, WIDEN
+    row, chunk, c, token, filled, gates = chunk_of(g, strides, T, H, C)
+    qk = decay_between(gates, C) * products_of(
+        q, strides[0], k, strides[1],
+        row // shared, H // shared, token, filled, C, D, BLOCK, PRECISION, WIDEN,
     )  # fmt: skip
-    back = tl.trans(reads)
+    qk_t = tl.trans(qk)
     for first in range(0, E, BLOCK):
         e = first + tl.arange(0, BLOCK)
-        gradients = rows_of(dout, strides[5], row, H, token, filled, e, E).to(tl.float32)
-        found = product(back, gradients, PRECISION, WIDEN)
-        tl.store(dchanges + (place * C + c)[:, None] * E + e[None, :], found, (e < E)[None, :])
+        b_dout = rows_of(dout, strides[5], row, H, token, filled, e, E).to(tl.float32)
+        change = product(qk_t, b_dout, PRECISION, WIDEN)
+        tl.store(dchanges + (chunk * C + c)[:, None] * E + e[None, :], change, (e < E)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "N"])
 def states_back_kernel(
-    q, k, g, dout, taken, dfinal, leaving, dstate, dchanges, strides, T, N, H, shared,
-    D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Go back through the chunks of a row: write the gradients of the state after each chunk, and
-    of its changes.
-    """
+    q,  # [B, T, H / shared, D]
+    k,  # [B, T, H / shared, D]
+    g,  # [B, T, H]
+    dout,  # [B, T, H, E]
+    k_solved,  # [R, N, C, D]
+    dfinal,  # [B, H, D, E]
+    dstates,  # [R, N, D, E], written: of the state after each chunk
+    dstate,  # [B, H, D, E], written
+    dchanges,  # [R, N, C, E], updated
+    strides,
+    T,
+    N,
+    H,
+    shared,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Go back through the chunks of a row with some columns of a state's gradient in registers."""
     row = tl.program_id(1).to(tl.int64)
-    d, e, c = (
-        tl.arange(0, ROWS),
-        tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS),
-        tl.arange(0, C),
-    )
-    held = (d < D)[:, None] & (e < E)[None, :]
-    own = d[:, None] * E + e[None, :]
-    key_row, key_heads = row // shared, H // shared
-    running = tl.load(dfinal + row * D * E + own, held, 0.0)
+    d = tl.arange(0, ROWS)
+    e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    c = tl.arange(0, C)
+    inside = (d < D)[:, None] & (e < E)[None, :]
+    offset = d[:, None] * E + e[None, :]
+    key_row = row // shared
+    key_heads = H // shared
+    b_dstate = tl.load(dfinal + row * D * E + offset, inside, 0.0)
     for step in range(N):
         n = N - 1 - step
-        place = row * N + n
+        chunk = row * N + n
         token = n * C + c
         filled = token < T
-        tl.store(leaving + place * D * E + own, running, held)
+        tl.store(dstates + chunk * D * E + offset, b_dstate, inside)
         gates = numbers_of(g, strides[3], row, H, token, filled)
-        keys = rows_of(k, strides[1], key_row, key_heads, token, filled, d, D).to(tl.float32)
-        keys *= decay_out_of(g, strides[3], row, H, token, filled, C, T)[:, None]
-        here = dchanges + place * C * E + c[:, None] * E + e[None, :]
-        change = tl.load(here, (e < E)[None, :], 0.0) + product(keys, running, PRECISION, WIDEN)
-        tl.store(here, change, (e < E)[None, :])
-        running *= tl.exp(tl.sum(gates, 0))
-        queries = rows_of(q, strides[0], key_row, key_heads, token, filled, d, D).to(tl.float32)
-        queries *= tl.exp(tl.cumsum(gates, 0))[:, None]
-        gradients = rows_of(dout, strides[5], row, H, token, filled, e, E).to(tl.float32)
-        running += product(tl.trans(queries), gradients, PRECISION, WIDEN)
-        keys_taken = block_of(taken + place * C * D, c, d, D)
-        running -= product(tl.trans(keys_taken), change, PRECISION, WIDEN)
-    tl.store(dstate + row * D * E + own, running, held)
+        b_k = rows_of(k, strides[1], key_row, key_heads, token, filled, d, D).to(tl.float32)
+        b_k *= decay_out_of(g, strides[3], row, H, token, filled, C, T)[:, None]
+        chunk_changes = dchanges + chunk * C * E + c[:, None] * E + e[None, :]
+        change = tl.load(chunk_changes, (e < E)[None, :], 0.0) + product(
+            b_k, b_dstate, PRECISION, WIDEN
+        )
+        tl.store(chunk_changes, change, (e < E)[None, :])
+        b_dstate *= tl.exp(tl.sum(gates, 0))
+        b_q = rows_of(q, strides[0], key_row, key_heads, token, filled, d, D).to(tl.float32)
+        b_q *= tl.exp(tl.cumsum(gates, 0))[:, None]
+        b_dout = rows_of(dout, strides[5], row, H, token, filled, e, E).to(tl.float32)
+        b_dstate += product(tl.trans(b_q), b_dout, PRECISION, WIDEN)
+        b_solved = block_of(k_solved + chunk * C * D, c, d, D)
+        b_dstate -= product(tl.trans(b_solved), change, PRECISION, WIDEN)
+    tl.store(dstate + row * D * E + offset, b_dstate, inside)
 
 
 @triton.jit(do_not_specialize=["T"])
 def changes_back_kernel(
-    q, k, v, g, beta, dout, inverse, entering, changes, dchanges, dv, dbeta, dreads, dkeys, dgates, strides,
-    T, H, shared, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Compute dv and dbeta of one chunk of a row, the gradients of P and a before their decay, and
-    what these two add to the gradients of gates."""
-    row, place, c, token, filled, gates = chunk_of(g, strides, T, H, C)
-    share = numbers_of(beta, strides[4], row, H, token, filled)
-    key_row, key_heads = row // shared, H // shared
-    into = tl.exp(tl.cumsum(gates, 0))
-    back = tl.trans(block_of(inverse + place * C * C, c, c, C))
-    system = tl.zeros((C, C), dtype=tl.float32)
-    read = tl.zeros((C, C), dtype=tl.float32)
-    dshare = tl.zeros((C,), dtype=tl.float32)
+    q,  # [B, T, H / shared, D]
+    k,  # [B, T, H / shared, D]
+    v,  # [B, T, H, E]
+    g,  # [B, T, H]
+    beta,  # [B, T, H]
+    dout,  # [B, T, H, E]
+    inverse,  # [R, N, C, C]
+    states,  # [R, N, D, E]
+    changes,  # [R, N, C, E]
+    dchanges,  # [R, N, C, E]
+    dv,  # [B, T, H, E], written
+    dbeta,  # [B, T, H], written
+    dqk,  # [R, N, C, C], written: of P before its decay
+    dkk,  # [R, N, C, C], written: of a before its decay
+    dgates,  # [R, N, C], written: the part of P and a
+    strides,
+    T,
+    H,
+    shared,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Go back through the triangular system of one chunk of a row, and through P."""
+    row, chunk, c, token, filled, gates = chunk_of(g, strides, T, H, C)
+    b_beta = numbers_of(beta, strides[4], row, H, token, filled)
+    key_row = row // shared
+    key_heads = H // shared
+    decay_in = tl.exp(tl.cumsum(gates, 0))
+    inverse_t = tl.trans(block_of(inverse + chunk * C * C, c, c, C))
+    dsystem = tl.zeros((C, C), dtype=tl.float32)
+    b_dqk = tl.zeros((C, C), dtype=tl.float32)
+    b_dbeta = tl.zeros((C,), dtype=tl.float32)
     for first in range(0, E, BLOCK):
         e = first + tl.arange(0, BLOCK)
-        solved = product(back, block_of(dchanges + place * C * E, c, e, E), PRECISION, WIDEN)
-        change = tl.trans(block_of(changes + place * C * E, c, e, E))
-        system -= product(solved, change, PRECISION, WIDEN)
-        gradients = rows_of(dout, strides[5], row, H, token, filled, e, E).to(tl.float32)
-        read += product(gradients, change, PRECISION, WIDEN)
-        missed = rows_of(v, strides[2], row, H, token, filled, e, E).to(tl.float32)
+        dsolved = product(inverse_t, block_of(dchanges + chunk * C * E, c, e, E), PRECISION, WIDEN)
+        change_t = tl.trans(block_of(changes + chunk * C * E, c, e, E))
+        dsystem -= product(dsolved, change_t, PRECISION, WIDEN)
+        b_dout = rows_of(dout, strides[5], row, H, token, filled, e, E).to(tl.float32)
+        b_dqk += product(b_dout, change_t, PRECISION, WIDEN)
+        residual = rows_of(v, strides[2], row, H, token, filled, e, E).to(tl.float32)
         for above in range(0, D, BLOCK):
             d = above + tl.arange(0, BLOCK)
-            keys = (
-                rows_of(k, strides[1], key_row, key_heads, token, filled, d, D).to(tl.float32)
-                * into[:, None]
-            )
-            missed -= product(
-                keys, state_of(entering + place * D * E, d, e, D, E), PRECISION, WIDEN
-            )
-        dshare += tl.sum(solved * missed, 1)
-        at = (
+            b_k = rows_of(k, strides[1], key_row, key_heads, token, filled, d, D).to(tl.float32)
+            k_in = b_k * decay_in[:, None]
+            b_state = state_of(states + chunk * D * E, d, e, D, E)
+            residual -= product(k_in, b_state, PRECISION, WIDEN)
+        b_dbeta += tl.sum(dsolved * residual, 1)
+        head_dv = (
             dv
             + row // H * strides[6][0]
             + row % H * strides[6][2]
             + token.to(tl.int64)[:, None] * strides[6][1]
         )
-        tl.store(at + e[None, :], solved * share[:, None], filled[:, None] & (e < E)[None, :])
+        written = filled[:, None] & (e < E)[None, :]
+        tl.store(head_dv + e[None, :], dsolved * b_beta[:, None], written)
 
     decay = decay_between(gates, C)
-    met = products_of(
-        k, strides[1], k, strides[1], key_row, key_heads, token, filled, C, D, BLOCK, PRECISION, WIDEN
+    kk = products_of(
+        k, strides[1], k, strides[1],
+        key_row, key_heads, token, filled, C, D, BLOCK, PRECISION, WIDEN,
     )  # fmt: skip
-    met = tl.where(c[:, None] > c[None, :], met * decay, 0.0)
-    dshare += tl.sum(system * met, 1)
-    at = (
+    kk = tl.where(c[:, None] > c[None, :], kk * decay, 0.0)
+    b_dbeta += tl.sum(dsystem * kk, 1)
+    head_dbeta = (
         dbeta
         + row // H * strides[7][0]
         + row % H * strides[7][2]
         + token.to(tl.int64) * strides[7][1]
     )
-    tl.store(at, dshare, filled)
-    system *= share[:, None]
-    through = system * met
+    tl.store(head_dbeta, b_dbeta, filled)
+    dsystem *= b_beta[:, None]
+    weighted = dsystem * kk
     pairs = c[:, None] * C + c[None, :]
-    tl.store(dkeys + place * C * C + pairs, tl.where(c[:, None] > c[None, :], system * decay, 0.0))
-    through += read * decay * products_of(
-        q, strides[0], k, strides[1], key_row, key_heads, token, filled, C, D, BLOCK, PRECISION, WIDEN
+    tl.store(dkk + chunk * C * C + pairs, tl.where(c[:, None] > c[None, :], dsystem * decay, 0.0))
+    weighted += b_dqk * decay * products_of(
+        q, strides[0], k, strides[1],
+        key_row, key_heads, token, filled, C, D, BLOCK, PRECISION, WIDEN,
     )  # fmt: skip
-    tl.store(dreads + place * C * C + pairs, read * decay)
-    # Pairs that a gate stands between: a difference of sums over all pairs would leave the rounding
-    # of the others.
-    crossing = tl.where(c[None, :] < c[:, None], tl.cumsum(through, 0, reverse=True), 0.0)
-    tl.store(dgates + place * C + c, tl.sum(crossing, 1))
+    tl.store(dqk + chunk * C * C + pairs, b_dqk * decay)
+    # Only pairs with the gate between them: a difference of sums over all pairs would leave the
+    # rounding of the others.
+    crossing = tl.where(c[None, :] < c[:, None], tl.cumsum(weighted, 0, reverse=True), 0.0)
+    tl.store(dgates + chunk * C + c, tl.sum(crossing, 1))
 
 
 @triton.jit(do_not_specialize=["T"])
 def keys_back_kernel(
-    q, k, g, dout, entering, leaving, changes, dv, dreads, dkeys, dgates, dq, dk, dg, strides, T, H, shared,
-    D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Compute dq and dk of one chunk of a row, for this value head alone, and dg."""
-    row, place, c, token, filled, gates = chunk_of(g, strides, T, H, C)
-    key_row, key_heads = row // shared, H // shared
-    into = tl.exp(tl.cumsum(gates, 0))[:, None]
-    out_of = decay_out_of(g, strides[3], row, H, token, filled, C, T)[:, None]
-    read = block_of(dreads + place * C * C, c, c, C)
-    met = block_of(dkeys + place * C * C, c, c, C)
-    both = met + tl.trans(met)
+    q,  # [B, T, H / shared, D]
+    k,  # [B, T, H / shared, D]
+    g,  # [B, T, H]
+    dout,  # [B, T, H, E]
+    states,  # [R, N, D, E]
+    dstates,  # [R, N, D, E], of the state after each chunk
+    changes,  # [R, N, C, E]
+    dv,  # [B, T, H, E]
+    dqk,  # [R, N, C, C]
+    dkk,  # [R, N, C, C]
+    dgates,  # [R, N, C]
+    dq,  # [B, T, H, D], written: of this value head
+    dk,  # [B, T, H, D], written: of this value head
+    dg,  # [B, T, H], written
+    strides,
+    T,
+    H,
+    shared,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Compute dq and dk of one chunk of a row, and dg."""
+    row, chunk, c, token, filled, gates = chunk_of(g, strides, T, H, C)
+    key_row = row // shared
+    key_heads = H // shared
+    decay_in = tl.exp(tl.cumsum(gates, 0))[:, None]
+    decay_out = decay_out_of(g, strides[3], row, H, token, filled, C, T)[:, None]
+    b_dqk = block_of(dqk + chunk * C * C, c, c, C)
+    b_dkk = block_of(dkk + chunk * C * C, c, c, C)
+    symmetric_dkk = b_dkk + tl.trans(b_dkk)
     from_start = tl.zeros((C,), dtype=tl.float32)
     to_end = tl.zeros((C,), dtype=tl.float32)
-    kept = tl.zeros((BLOCK,), dtype=tl.float32)
-    at = (
+    whole_chunk = tl.zeros((BLOCK,), dtype=tl.float32)
+    head_rows = (
         row // H * strides[8][0]
         + row % H * strides[8][2]
         + token.to(tl.int64)[:, None] * strides[8][1]
     )
     for above in range(0, D, BLOCK):
         d = above + tl.arange(0, BLOCK)
-        of_queries = tl.zeros((C, BLOCK), dtype=tl.float32)
-        of_taken = tl.zeros((C, BLOCK), dtype=tl.float32)
-        of_given = tl.zeros((C, BLOCK), dtype=tl.float32)
+        b_dq = tl.zeros((C, BLOCK), dtype=tl.float32)
+        dk_in = tl.zeros((C, BLOCK), dtype=tl.float32)
+        dk_out = tl.zeros((C, BLOCK), dtype=tl.float32)
         for first in range(0, E, BLOCK):
             e = first + tl.arange(0, BLOCK)
-            state = state_of(entering + place * D * E, d, e, D, E)
-            after = state_of(leaving + place * D * E, d, e, D, E)
-            kept += tl.sum(state * after, 1)
-            state, after = tl.trans(state), tl.trans(after)
-            gradients = rows_of(dout, strides[5], row, H, token, filled, e, E).to(tl.float32)
-            of_queries += product(gradients, state, PRECISION, WIDEN)
-            of_taken -= product(
-                rows_of(dv, strides[6], row, H, token, filled, e, E), state, PRECISION, WIDEN
-            )
-            of_given += product(block_of(changes + place * C * E, c, e, E), after, PRECISION, WIDEN)
-        of_queries *= into
-        of_taken *= into
-        of_given *= out_of
-        queries = rows_of(q, strides[0], key_row, key_heads, token, filled, d, D).to(tl.float32)
-        keys = rows_of(k, strides[1], key_row, key_heads, token, filled, d, D).to(tl.float32)
-        from_start += tl.sum(of_queries * queries + of_taken * keys, 1)
-        to_end += tl.sum(of_given * keys, 1)
-        of_queries += product(read, keys, PRECISION, WIDEN)
-        of_keys = of_taken + of_given + product(both, keys, PRECISION, WIDEN)
-        of_keys += product(tl.trans(read), queries, PRECISION, WIDEN)
-        own = filled[:, None] & (d < D)[None, :]
-        tl.store(dq + at + d[None, :], of_queries, own)
-        tl.store(dk + at + d[None, :], of_keys, own)
+            b_state = state_of(states + chunk * D * E, d, e, D, E)
+            b_dstate = state_of(dstates + chunk * D * E, d, e, D, E)
+            whole_chunk += tl.sum(b_state * b_dstate, 1)
+            state_t = tl.trans(b_state)
+            dstate_t = tl.trans(b_dstate)
+            b_dout = rows_of(dout, strides[5], row, H, token, filled, e, E).to(tl.float32)
+            b_dq += product(b_dout, state_t, PRECISION, WIDEN)
+            b_dv = rows_of(dv, strides[6], row, H, token, filled, e, E)
+            dk_in -= product(b_dv, state_t, PRECISION, WIDEN)
+            change = block_of(changes + chunk * C * E, c, e, E)
+            dk_out += product(change, dstate_t, PRECISION, WIDEN)
+        b_dq *= decay_in
+        dk_in *= decay_in
+        dk_out *= decay_out
+        b_q = rows_of(q, strides[0], key_row, key_heads, token, filled, d, D).to(tl.float32)
+        b_k = rows_of(k, strides[1], key_row, key_heads, token, filled, d, D).to(tl.float32)
+        from_start += tl.sum(b_dq * b_q + dk_in * b_k, 1)
+        to_end += tl.sum(dk_out * b_k, 1)
+        b_dq += product(b_dqk, b_k, PRECISION, WIDEN)
+        b_dk = dk_in + dk_out + product(symmetric_dkk, b_k, PRECISION, WIDEN)
+        b_dk += product(tl.trans(b_dqk), b_q, PRECISION, WIDEN)
+        written = filled[:, None] & (d < D)[None, :]
+        tl.store(dq + head_rows + d[None, :], b_dq, written)
+        tl.store(dk + head_rows + d[None, :], b_dk, written)
     crossing = tl.where(c[None, :] >= c[:, None], from_start[None, :], to_end[None, :])
-    found = (
-        tl.load(dgates + place * C + c)
+    b_dg = (
+        tl.load(dgates + chunk * C + c)
         + tl.sum(crossing, 1)
-        + tl.sum(kept, 0) * tl.exp(tl.sum(gates, 0))
+        + tl.sum(whole_chunk, 0) * tl.exp(tl.sum(gates, 0))
     )
-    at = (
+    head_dg = (
         dg + row // H * strides[7][0] + row % H * strides[7][2] + token.to(tl.int64) * strides[7][1]
     )
-    tl.store(at, found, filled)
+    tl.store(head_dg, b_dg, filled)
 
 
 def backward(
@@ -227,81 +301,58 @@ def backward(
     dout: Tensor,
     dfinal: Tensor,
     state: Tensor,
-    found: tuple[Tensor, ...],
+    gradients: tuple[Tensor, ...],
 ) -> Tensor:
-    """Write the gradients of a slab's inputs into float32 tensors of their shapes, and return the
-    state's.
+    """Write the gradients of a slab's inputs, and return that of the state before it.
 
     Args:
         dfinal: gradient of the state after the slab ``[B, H, D, E]``.
         state: state before it.
+        gradients: float32 tensors of the inputs' shapes, written.
     """
     slab = slab_of(inputs, state.shape[-1])
     q, k, v, g, beta = slab.inputs
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    dq, dk, dv, dg, dbeta = found
-    (chunks, rows), (C, block, held, columns), (heads, shared) = (
-        slab.grid,
-        slab.blocking,
-        slab.sizes,
-    )
-    if shared > 1:  # each value head's, to be summed
-        dq, dk = (x.new_empty(*x.shape[:2], heads, x.shape[-1]) for x in (dq, dk))
-    inverse, taken, entering, changes = solve(slab, state, torch.empty_like(state))
-    dchanges, leaving, dstate = (
-        slab.new(*changes.shape[2:]),
-        slab.new(*entering.shape[2:]),
-        torch.empty_like(state),
-    )
-    dreads, dkeys, dgates = slab.new(C, C), slab.new(C, C), slab.new(C)
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    dq, dk, dv, dg, dbeta = gradients
+    chunks, rows = slab.grid
+    C, block, state_rows, state_columns = slab.blocking
+    heads, shared = slab.sizes
+    if shared > 1:  # of each value head, to be summed
+        dq = dq.new_empty(*dq.shape[:2], heads, dq.shape[-1])
+        dk = dk.new_empty(*dk.shape[:2], heads, dk.shape[-1])
+    inverse, k_solved, states, changes = solve(slab, state, torch.empty_like(state))
+    dchanges = slab.new(*changes.shape[2:])
+    dstates = slab.new(*states.shape[2:])
+    dstate = torch.empty_like(state)
+    dqk = slab.new(C, C)
+    dkk = slab.new(C, C)
+    dgates = slab.new(C)
+
     # dout is 5 of these, dv 6, the gradients of gates and beta 7, those of queries and keys 8.
     strides = slab.strides(dout, dv, dbeta, dq)
+    length = q.shape[1]
     sizes = {"D": q.shape[-1], "E": v.shape[-1], "C": C}
-    each = {**sizes, "BLOCK": block, **slab.precision, "num_warps": 8, "num_stages": 1}
-    rest = strides, q.shape[1], heads, shared
-    read_back_kernel[chunks, rows](q, k, g, dout, dchanges, *rest, **each)
-    states_back_kernel[triton.cdiv(v.shape[-1], columns), rows](
-        q, k, g, dout, taken, dfinal.contiguous(), leaving, dstate, dchanges, strides, q.shape[1], chunks,
-        heads, shared, **sizes, ROWS=held, COLUMNS=columns, **slab.precision, num_warps=8, num_stages=1,
+    options = {**sizes, "BLOCK": block, **slab.precision, "num_warps": 8, "num_stages": 1}
+    read_back_kernel[chunks, rows](
+        q, k, g, dout, dchanges, strides, length, heads, shared, **options
+    )
+    states_back_kernel[triton.cdiv(v.shape[-1], state_columns), rows](
+        q, k, g, dout, k_solved, dfinal.contiguous(), dstates, dstate, dchanges,
+        strides, length, chunks, heads, shared,
+        **sizes, ROWS=state_rows, COLUMNS=state_columns, **slab.precision,
+        num_warps=8, num_stages=1,
     )  # fmt: skip
     changes_back_kernel[chunks, rows](
-        q,
-        k,
-        v,
-        g,
-        beta,
-        dout,
-        inverse,
-        entering,
-        changes,
-        dchanges,
-        dv,
-        dbeta,
-        dreads,
-        dkeys,
-        dgates,
-        *rest,
-        **each,
-    )
+        q, k, v, g, beta, dout, inverse, states, changes, dchanges, dv, dbeta, dqk, dkk, dgates,
+        strides, length, heads, shared, **options,
+    )  # fmt: skip
     keys_back_kernel[chunks, rows](
-        q,
-        k,
-        g,
-        dout,
-        entering,
-        leaving,
-        changes,
-        dv,
-        dreads,
-        dkeys,
-        dgates,
-        dq,
-        dk,
-        dg,
-        *rest,
-        **each,
-    )
+        q, k, g, dout, states, dstates, changes, dv, dqk, dkk, dgates, dq, dk, dg,
+        strides, length, heads, shared, **options,
+    )  # fmt: skip
+
     if shared > 1:
-        for dx, parts in zip(found, (dq, dk), strict=False):
-            dx.copy_(parts.unflatten(2, (-1, shared)).sum(3))
+        for gradient, parts in zip(gradients[:2], (dq, dk), strict=True):
+            gradient.copy_(parts.unflatten(2, (-1, shared)).sum(3))
     return dstate

@@ -1,16 +1,20 @@
-"""Linear attention's scan as a fused Triton kernel: intra-chunk, inter-chunk and state update in
-one pass.
+"""Linear attention's scan as a fused Triton kernel, forward and backward.
 
 One program runs one head of one segment and a block of its value channels through the segment's
-chunks, and keeps the state of these channels in float32 registers. A segment is a document, or,
-where these are too few to fill a GPU, some consecutive chunks of one. Such segments run at once, in
-three launches, as in lightning attention (Qin et al. 2024) and flash-linear-attention's simple GLA,
-which keep a state per chunk: the kernel computes what each segment adds to the state;
-``carry_kernel`` goes through these states in order; the kernel computes the outputs from each
-segment's start. Forward and backward share the kernels, see ``kernels.linear_attention``.
+chunks, and keeps the state of these channels in float32 registers: scores within a chunk, the read
+of the state and its update are one pass. A segment is a document, or some consecutive chunks of
+one, if there are too few documents to fill a GPU. Such segments run at once, in three launches, as
+in lightning attention (Qin et al. 2024) and flash-linear-attention's simple GLA, which save a state
+per chunk:
+
+1. ``scan_kernel`` computes what each segment adds to the state,
+2. ``carry_kernel`` goes through these states in order,
+3. ``scan_kernel`` computes the outputs from each segment's start.
+
+The backward is three scans of other tensors, see ``kernels.linear_attention``.
 
 Shapes: B sequences, T tokens, H heads, D width of queries and keys, E width of values, C tokens per
-chunk, S segments.
+chunk, S segments, N of which have a state of their own. Names: ``b_`` is a block in registers.
 """
 
 from collections.abc import Sequence
@@ -29,7 +33,9 @@ from runtime.tensors import cached_on_device, constants, to_device
 SIZE = 512
 """Numbers of a state that one program of ``carry_kernel`` holds."""
 MULTIPROCESSORS = 132
-"""An H100 or H200 has so many; all GPUs take this number, to round alike. One has registers for one
+"""Multiprocessors of an H100 or H200.
+
+All GPUs cut a scan by this number, so that they round alike. A multiprocessor has registers for one
 program.
 """
 PROGRAMS = 4 * MULTIPROCESSORS
@@ -38,28 +44,34 @@ PROGRAMS = 4 * MULTIPROCESSORS
 
 @triton.jit
 def segment_of(bounds, row, segments, carried, REVERSE: tl.constexpr, EACH: tl.constexpr):
-    """Find this program's segment: its first token, its length, its state's place, if one enters
-    and if one leaves.
+    """Find this program's segment.
+
+    Returns:
+        Its first token, its length, the index of its state, and if a state enters and leaves it.
     """
     segment = tl.program_id(0) % segments
     if EACH:
         slot = tl.load(bounds + segments + 1 + segment)
-        place = row * carried + slot
+        state_index = row * carried + slot
         enters = slot >= 0
         leaves = enters
+    elif REVERSE:
+        state_index = row
+        enters = segment == segments - 1
+        leaves = segment == 0
     else:
-        place = row
-        enters = segment == (segments - 1 if REVERSE else 0)
-        leaves = segment == (0 if REVERSE else segments - 1)
+        state_index = row
+        enters = segment == 0
+        leaves = segment == segments - 1
     first = tl.load(bounds + segment)
-    return first, tl.load(bounds + segment + 1) - first, place, enters, leaves
+    return first, tl.load(bounds + segment + 1) - first, state_index, enters, leaves
 
 
 @triton.jit
-def rows_of(at, stride, token, channel, filled, width):
-    """Load these channels of these tokens of one head, zero where there are none."""
+def rows_of(base, stride, token, channel, filled, width):
+    """Load these channels of these tokens of one head, zero for empty slots."""
     return tl.load(
-        at + token[:, None] * stride + channel[None, :],
+        base + token[:, None] * stride + channel[None, :],
         filled[:, None] & (channel < width)[None, :],
         0.0,
     )
@@ -67,154 +79,202 @@ def rows_of(at, stride, token, channel, filled, width):
 
 @triton.jit(do_not_specialize=["segments", "carried"])  # they differ from batch to batch
 def scan_kernel(
-    q, k, v, out, state, final, rates, bounds, strides, H, D, E, segments, carried,
-    C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, REVERSE: tl.constexpr, HAS_STATE: tl.constexpr,
-    OUTPUT: tl.constexpr, EACH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Scan as in ``kernels.linear_attention.scan``; out and final are contiguous, channels have
-    stride 1.
+    q,  # [B, T, H, D]
+    k,  # [B, T, H, D]
+    v,  # [B, T, H, E]
+    out,  # [B, T, H, E], contiguous
+    state,  # [B, H, D, E], or with EACH [B, H, N, D, E]
+    final,  # the same, contiguous
+    rates,  # [H]
+    bounds,  # [2, S + 1], see Segments
+    strides,  # of batch, token and head of q, k and v, and of row and column of the state
+    H,
+    D,
+    E,
+    segments,
+    carried,  # N
+    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    REVERSE: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    EACH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Scan as in ``kernels.linear_scan.scan``; channels have stride 1.
 
-    ``strides`` are of batch, token and head of q, k and v, and of row and column of the state. With
-    ``EACH`` segments have states (``segments_of``): without outputs the one that each adds, with
-    outputs the one that it starts with. Otherwise segments are documents, of which one takes and
-    one leaves a state.
+    With ``EACH`` segments have states (``segments_of``): without outputs the one that each adds,
+    with outputs the one that it starts with. Otherwise segments are documents: a state enters the
+    first and leaves the last.
     """
     row = (tl.program_id(0) // segments).to(tl.int64)  # of B * H
-    batch, head = row // H, row % H
-    first, length, place, enters, leaves = segment_of(bounds, row, segments, carried, REVERSE, EACH)
-    rate = tl.load(rates + head)
-    d, e, c = (
-        tl.arange(0, BLOCK_D),
-        tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E),
-        tl.arange(0, C),
+    batch = row // H
+    head = row % H
+    first, length, state_index, enters, leaves = segment_of(
+        bounds, row, segments, carried, REVERSE, EACH
     )
-    held = (d < D)[:, None] & (e < E)[None, :]
-    running = tl.zeros((BLOCK_D, BLOCK_E), dtype=tl.float32)
+    rate = tl.load(rates + head)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    c = tl.arange(0, C)
+    inside = (d < D)[:, None] & (e < E)[None, :]
+    b_state = tl.zeros((BLOCK_D, BLOCK_E), dtype=tl.float32)
     if HAS_STATE:
         # Forwards the state enters the first document; backwards its gradient enters the last.
-        states = state + place * D * E + d[:, None] * strides[9] + e[None, :] * strides[10]
-        running = tl.load(states, mask=held & enters, other=0.0).to(tl.float32)
+        states = state + state_index * D * E + d[:, None] * strides[9] + e[None, :] * strides[10]
+        b_state = tl.load(states, mask=inside & enters, other=0.0).to(tl.float32)
 
-    distance = c[None, :] - c[:, None] if REVERSE else c[:, None] - c[None, :]
+    if REVERSE:
+        distance = c[None, :] - c[:, None]
+    else:
+        distance = c[:, None] - c[None, :]
     decay = tl.where(
         distance >= 0, tl.exp(rate * tl.maximum(distance, 0).to(tl.float32)), 0.0
     )  # [C, C]
-    queries_at, keys_at = (
-        q + batch * strides[0] + head * strides[2],
-        k + batch * strides[3] + head * strides[5],
-    )
-    values_at = v + batch * strides[6] + head * strides[8]
+    head_q = q + batch * strides[0] + head * strides[2]
+    head_k = k + batch * strides[3] + head * strides[5]
+    head_v = v + batch * strides[6] + head * strides[8]
     chunks = tl.cdiv(length, C)
     if EACH and not OUTPUT:
         chunks = tl.where(leaves, chunks, 0)
     for n in range(chunks):
-        start = (chunks - 1 - n if REVERSE else n) * C
+        if REVERSE:
+            start = (chunks - 1 - n) * C
+        else:
+            start = n * C
         count = tl.minimum(C, length - start)
         token = (first + start + c).to(tl.int64)
         filled = c < count
         before = (c + 1).to(tl.float32)
         after = tl.maximum(count - 1 - c, 0).to(tl.float32)
-        keys = rows_of(keys_at, strides[4], token, d, filled, D)
-        values = rows_of(values_at, strides[7], token, e, filled, E)
+        if REVERSE:
+            read_distance = after
+            write_distance = before
+        else:
+            read_distance = before
+            write_distance = after
+        b_k = rows_of(head_k, strides[4], token, d, filled, D)
+        b_v = rows_of(head_v, strides[7], token, e, filled, E)
         if OUTPUT:
-            queries = rows_of(queries_at, strides[1], token, d, filled, D)
-            scores = dot(queries, tl.trans(keys), PRECISION, WIDEN) * decay
-            result = dot(queries, rounded(running, queries.dtype, WIDEN), PRECISION, WIDEN)
-            result *= tl.exp(rate * (after if REVERSE else before))[:, None]
-            result += dot(rounded(scores, values.dtype, WIDEN), values, PRECISION, WIDEN)
-            outputs = (
-                out
-                + ((batch * tl.load(bounds + segments) + token[:, None]) * H + head) * E
-                + e[None, :]
-            )
-            wanted = filled[:, None] & (e < E)[None, :]
-            tl.store(outputs, rounded(result, out.dtype.element_ty, WIDEN), mask=wanted)
-        weights = tl.exp(rate * (before if REVERSE else after))
-        weighted = rounded(keys * weights[:, None], keys.dtype, WIDEN)
-        running *= tl.exp(rate * count.to(tl.float32))
-        running += dot(tl.trans(weighted), values, PRECISION, WIDEN)
+            b_q = rows_of(head_q, strides[1], token, d, filled, D)
+            scores = dot(b_q, tl.trans(b_k), PRECISION, WIDEN) * decay
+            b_out = dot(b_q, rounded(b_state, b_q.dtype, WIDEN), PRECISION, WIDEN)
+            b_out *= tl.exp(rate * read_distance)[:, None]
+            b_out += dot(rounded(scores, b_v.dtype, WIDEN), b_v, PRECISION, WIDEN)
+            tokens = tl.load(bounds + segments)  # T
+            outputs = out + ((batch * tokens + token[:, None]) * H + head) * E + e[None, :]
+            written = filled[:, None] & (e < E)[None, :]
+            tl.store(outputs, rounded(b_out, out.dtype.element_ty, WIDEN), mask=written)
+        weights = tl.exp(rate * write_distance)
+        weighted_k = rounded(b_k * weights[:, None], b_k.dtype, WIDEN)
+        b_state *= tl.exp(rate * count.to(tl.float32))
+        b_state += dot(tl.trans(weighted_k), b_v, PRECISION, WIDEN)
 
     if not (EACH and OUTPUT):
-        tl.store(final + place * D * E + d[:, None] * E + e[None, :], running, mask=held & leaves)
+        finals = final + state_index * D * E + d[:, None] * E + e[None, :]
+        tl.store(finals, b_state, mask=inside & leaves)
 
 
 @triton.jit(do_not_specialize=["carried"])
 def carry_kernel(
-    states, state, final, rates, steps, state_row, state_column, H, E, numbers, carried,
-    REVERSE: tl.constexpr, HAS_STATE: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Replace what each segment adds to the state by the state that it starts with, and give that
-    after the last.
+    states,  # [B, H, N, D, E], updated
+    state,  # [B, H, D, E]
+    final,  # [B, H, D, E], contiguous
+    rates,  # [H]
+    steps,  # [2, N + 1], see Segments
+    state_row,  # stride of D of the state
+    state_column,  # stride of E
+    H,
+    E,
+    numbers,  # D * E
+    carried,  # N
+    REVERSE: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Replace what each segment adds to the state by the state that it starts with.
+
+    ``final`` is the state after the last.
     """
     row = tl.program_id(0).to(tl.int64)  # of B * H
     i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)  # of D * E
-    held = i < numbers
+    inside = i < numbers
     rate = tl.load(rates + row % H)
-    running = tl.zeros((SIZE,), dtype=tl.float32)
+    b_state = tl.zeros((SIZE,), dtype=tl.float32)
     if HAS_STATE:
         entering = state + row * numbers + i // E * state_row + i % E * state_column
-        running = tl.load(entering, mask=held, other=0.0).to(tl.float32)
+        b_state = tl.load(entering, mask=inside, other=0.0).to(tl.float32)
     for n in range(carried):
         step = carried - 1 - n if REVERSE else n
         length = tl.load(steps + step).to(tl.float32)
-        meet = tl.load(steps + carried + 1 + step + (1 if REVERSE else 0))
-        running = tl.where(meet != 0, 0.0, running)
-        here = states + (row * carried + step) * numbers + i
-        added = tl.load(here, mask=held, other=0.0)
-        tl.store(here, running, mask=held)
-        running = running * tl.exp(rate * length) + added
-    tl.store(final + row * numbers + i, running, mask=held)
+        starts_document = steps + carried + 1 + step
+        if REVERSE:
+            starts_document += 1  # of the segment after it, from which the scan comes
+        resets = tl.load(starts_document)
+        b_state = tl.where(resets != 0, 0.0, b_state)
+        segment_state = states + (row * carried + step) * numbers + i
+        added = tl.load(segment_state, mask=inside, other=0.0)
+        tl.store(segment_state, b_state, mask=inside)
+        b_state = b_state * tl.exp(rate * length) + added
+    tl.store(final + row * numbers + i, b_state, mask=inside)
 
 
 def parts_of(programs: int) -> int:
-    """Return how many segments to cut a sequence into whose scan in one piece would be so many
-    programs.
+    """Return how many segments to cut a sequence into, given the programs of its uncut scan.
 
     1 if these keep four of five multiprocessors busy: to cut costs about a fifth more operations.
     """
-    places = MULTIPROCESSORS * -(-programs // MULTIPROCESSORS)
-    return 1 if 5 * programs >= 4 * places else max(1, PROGRAMS // programs)
+    slots = MULTIPROCESSORS * -(-programs // MULTIPROCESSORS)
+    if 5 * programs >= 4 * slots:
+        return 1
+    return max(1, PROGRAMS // programs)
 
 
 class Segments(NamedTuple):
-    """S segments, of which N have a state ``[B, H, N, D, E]``: those of documents in several, of
-    the first and last.
+    """Tables of S segments, N of which have a state ``[B, H, N, D, E]``.
+
+    These are the segments of documents that are cut, of the first document and of the last.
     """
 
     bounds: Tensor
-    """int32 ``[2, S + 1]``: their cumulative lengths; the places of their states, or -1."""
+    """int32 ``[2, S + 1]``: their cumulative lengths; the indices of their states, or -1."""
     steps: Tensor
-    """int32 ``[2, N + 1]``, of those with a state: their lengths; 1 where a document starts."""
+    """int32 ``[2, N + 1]``, of those with a state: their lengths; 1 if a document starts there."""
 
 
-@cached_on_device(
-    64
-)  # packed documents differ from batch to batch; all layers of a step ask for the same
+@cached_on_device(64)  # packed documents differ from batch to batch; all layers share a step's
 def segments_of(
-    documents: tuple[int, ...], wanted: int, chunk: int, device: torch.device
+    documents: tuple[int, ...], min_segments: int, chunk: int, device: torch.device
 ) -> Segments:
-    """Cut documents into at least ``wanted`` segments of whole chunks, if they have as many; N <= 2
-    * (wanted + 1).
+    """Cut documents into at least ``min_segments`` segments of whole chunks, if they have as many.
+
+    N <= 2 * (min_segments + 1).
     """
     chunks = [-(-(end - first) // chunk) for first, end in pairwise(documents)]
-    bounds, places, lengths, starts = list[int](), list[int](), list[int](), list[int]()
+    total_chunks = sum(chunks)
+    bounds: list[int] = []
+    slots: list[int] = []
+    lengths: list[int] = []
+    starts_document: list[int] = []
     for (first, end), count in zip(pairwise(documents), chunks, strict=True):
-        parts = min(count, -(-count * wanted // sum(chunks)))
-        keeps = parts > 1 or first == 0 or end == documents[-1]
+        parts = min(count, -(-count * min_segments // total_chunks))
+        has_state = parts > 1 or first == 0 or end == documents[-1]
         cuts = [first + part * count // parts * chunk for part in range(parts)]
         for start, stop in pairwise([*cuts, end]):
             bounds.append(start)
-            places.append(len(lengths) if keeps else -1)
-            if keeps:
+            slots.append(len(lengths) if has_state else -1)
+            if has_state:
                 lengths.append(stop - start)
-                starts.append(int(start == first > 0))
-    tables = [[*bounds, documents[-1]], [*places, -1]], [[*lengths, 0], [*starts, 0]]
-    return Segments(
-        *(to_device(torch.tensor(table, dtype=torch.int32), device) for table in tables)
-    )
+                starts_document.append(int(start == first > 0))
+
+    bounds_table = torch.tensor([[*bounds, documents[-1]], [*slots, -1]], dtype=torch.int32)
+    steps_table = torch.tensor([[*lengths, 0], [*starts_document, 0]], dtype=torch.int32)
+    return Segments(to_device(bounds_table, device), to_device(steps_table, device))
 
 
-class Blocking(NamedTuple):
+class ScanBlocking(NamedTuple):
     """Block sizes of one program, and its launch options."""
 
     C: int
@@ -224,18 +284,18 @@ class Blocking(NamedTuple):
     num_stages: int
 
 
-def blocking_of(width: int, value_width: int, dtype: torch.dtype) -> Blocking:
-    """Return sizes whose state fits the registers: compiled for sm_80 and sm_90, bfloat16 spills <=
-    32 bytes to D 256.
+def blocking_of(width: int, value_width: int, dtype: torch.dtype) -> ScanBlocking:
+    """Return sizes whose state fits the registers.
 
-    float32, for tests and small exact runs, spills from a width of 128 on.
+    Compiled for sm_80 and sm_90, bfloat16 spills at most 32 bytes up to a width of 256. float32,
+    for tests and small exact runs, spills from a width of 128 on.
     """
+    exact = dtype == torch.float32
     rows = max(16, triton.next_power_of_2(width))
-    columns = 64 if rows <= 64 and dtype != torch.float32 else 32
+    columns = 64 if rows <= 64 and not exact else 32
     columns = min(columns, max(16, triton.next_power_of_2(value_width)))
-    return Blocking(
-        32 if rows > 128 or dtype == torch.float32 else 64, rows, columns, num_warps=8, num_stages=2
-    )
+    chunk = 32 if rows > 128 or exact else 64
+    return ScanBlocking(chunk, rows, columns, num_warps=8, num_stages=2)
 
 
 def scan(
@@ -247,68 +307,62 @@ def scan(
     documents: Sequence[int] | None = None,
     *,
     reverse: bool = False,
-    wide: bool = False,
+    accum_out: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Scan the tokens as ``kernels.linear_attention.scan`` does."""
+    """Scan the tokens as ``kernels.linear_scan.scan`` does."""
     batch, length, heads, width = k.shape
     value_width = v.shape[-1]
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    if k.stride(-1) != 1:
+        k = k.contiguous()
+    if v.stride(-1) != 1:
+        v = v.contiguous()
     if q is not None and q.stride(-1) != 1:
         q = q.contiguous()
-    shape = (0,) if q is None else (batch, length, heads, value_width)
-    out = v.new_empty(shape, dtype=torch.float32 if wide else v.dtype)
+    out_shape = (0,) if q is None else (batch, length, heads, value_width)
+    out = v.new_empty(out_shape, dtype=torch.float32 if accum_out else v.dtype)
     final = torch.empty(batch, heads, width, value_width, dtype=torch.float32, device=k.device)
-    if state is not None and state.transpose(-1, -2).is_contiguous():
-        strides = 1, width
-    else:
-        strides = value_width, 1
-        state = None if state is None else state.contiguous()
+    state_strides = (value_width, 1)
+    if state is not None:
+        if state.transpose(-1, -2).is_contiguous():
+            state_strides = (1, width)
+        else:
+            state = state.contiguous()
+
     blocking = blocking_of(width, value_width, k.dtype)
     blocks = triton.cdiv(value_width, blocking.BLOCK_E)
-    ends = tuple(documents or (0, length))
-    bounds, steps = segments_of(ends, parts_of(batch * heads * blocks), blocking.C, k.device)
-    segments, carried = bounds.shape[1] - 1, steps.shape[1] - 1
+    cu_seqlens = tuple(documents or (0, length))
+    min_segments = parts_of(batch * heads * blocks)
+    bounds, steps = segments_of(cu_seqlens, min_segments, blocking.C, k.device)
+    segments = bounds.shape[1] - 1
+    carried = steps.shape[1] - 1
     rates = constants(tuple(log_decay), torch.float32, k.device)
 
-    def run(
-        q: Tensor | None, state: Tensor | None, final: Tensor, own: tuple[int, int], each: bool
+    def launch(
+        q: Tensor | None, state: Tensor | None, final: Tensor, strides: tuple[int, int], each: bool
     ) -> None:
-        takes = {
-            "REVERSE": reverse,
-            "HAS_STATE": state is not None,
-            "OUTPUT": q is not None,
-            "EACH": each,
-        }
-        read = k if q is None else q, k, v  # what is None is not read
-        strides = *(stride for x in read for stride in x.stride()[:3]), *own
-        given: Any = *read, out, k if state is None else state, final, rates, bounds, strides
+        tensors = (k if q is None else q, k, v)  # the kernel does not read what is None
+        all_strides = (*(stride for x in tensors for stride in x.stride()[:3]), *strides)
         scan_kernel[batch * heads * segments, blocks](
-            *given, heads, width, value_width, segments, carried,
-            **takes, PRECISION="ieee", WIDEN=interpreted(), **blocking._asdict(),
+            *tensors, out, k if state is None else state, final, rates, bounds, all_strides,
+            heads, width, value_width, segments, carried,
+            REVERSE=reverse, HAS_STATE=state is not None, OUTPUT=q is not None, EACH=each,
+            PRECISION="ieee", WIDEN=interpreted(), **blocking._asdict(),
         )  # fmt: skip
 
-    if segments == len(ends) - 1:
-        run(q, state, final, strides, each=False)
+    if segments == len(cu_seqlens) - 1:
+        launch(q, state, final, state_strides, each=False)
         return out, final
-    states = torch.empty(
-        batch, heads, carried, width, value_width, dtype=torch.float32, device=k.device
-    )
-    own = value_width, 1
-    run(None, None, states, own, each=True)
+
+    states_shape = (batch, heads, carried, width, value_width)
+    states = torch.empty(states_shape, dtype=torch.float32, device=k.device)
+    launch(None, None, states, (value_width, 1), each=True)
     numbers = width * value_width
-    given = (
-        states,
-        states if state is None else state,
-        final,
-        rates,
-        steps,
-        *strides,
-        heads,
-        value_width,
-        numbers,
-    )
-    grid = batch * heads, triton.cdiv(numbers, SIZE)
-    carry_kernel[grid](*given, carried, REVERSE=reverse, HAS_STATE=state is not None, SIZE=SIZE)
+    grid: Any = (batch * heads, triton.cdiv(numbers, SIZE))
+    carry_kernel[grid](
+        states, states if state is None else state, final, rates, steps, *state_strides,
+        heads, value_width, numbers, carried,
+        REVERSE=reverse, HAS_STATE=state is not None, SIZE=SIZE,
+    )  # fmt: skip
     if q is not None:
-        run(q, states, states, own, each=True)
+        launch(q, states, states, (value_width, 1), each=True)
     return out, final

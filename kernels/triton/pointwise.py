@@ -1,7 +1,9 @@
-"""Rotary positions, a feed-forward's gate and its gradients, and the merge of partial attention, in
-one launch each.
+"""Rotary positions, a feed-forward's gate, and the merge of partial attention, in one launch each.
 
-For the merge torch takes five.
+These operators only move memory: torch's operators read and write each tensor several times (the
+merge takes five launches), and one launch reads and writes it once.
+
+Names: ``b_`` is a block in registers, as ``b_gate`` of the tensor gate.
 """
 
 import math
@@ -16,19 +18,18 @@ ACTIVATIONS = {
     "silu": (1.0, 0.0),
     "gelu": (2 * (2 / math.pi) ** 0.5, 2 * (2 / math.pi) ** 0.5 * 0.044715),
 }
-"""A and B of g * sigmoid(A g + B g^3), which both activations are: 1 + tanh(x) is 2 sigmoid(2 x).
-"""
+"""A and B of g * sigmoid(A g + B g^3), the form of both: 1 + tanh(x) is 2 sigmoid(2 x)."""
 NUMBERS = 1024
 """Numbers of a program: 16 bytes of bfloat16 for each of its 128 threads."""
 
 
 @triton.jit(do_not_specialize=["count", "T", "H"])
 def rotate_kernel(
-    x,
-    cos,
-    sin,
-    out,
-    strides,
+    x,  # [B, T, H, 2 HALF]
+    cos,  # [B, T, 1, HALF]
+    sin,  # [B, T, 1, HALF]
+    out,  # [B, T, H, 2 HALF], contiguous
+    strides,  # of batch, token and head of x, and of batch and token of cos and sin
     count,
     T,
     H,
@@ -37,44 +38,43 @@ def rotate_kernel(
     WIDTH: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Turn N of ``count`` rows, each a head of a token, by the token's angles, or BACK.
-
-    ``strides`` are of batch, token and head of x, and of batch and token of cos and sin; ``out`` is
-    dense.
-    """
-    row, d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, WIDTH)
-    batch, token, head = (row // (T * H)).to(tl.int64), (row // H % T).to(tl.int64), row % H
-    held = (row < count)[:, None] & (d < HALF)[None, :]
+    """Rotate N of ``count`` rows, each a head of a token, by the token's angles, or BACK."""
+    row = tl.program_id(0) * N + tl.arange(0, N)
+    d = tl.arange(0, WIDTH)
+    batch = (row // (T * H)).to(tl.int64)
+    token = (row // H % T).to(tl.int64)
+    head = row % H
+    inside = (row < count)[:, None] & (d < HALF)[None, :]
     x += (batch * strides[0] + token * strides[1] + head * strides[2])[:, None] + d[None, :]
     angle = (batch * strides[3] + token * strides[4])[:, None] + d[None, :]
     out += row.to(tl.int64)[:, None] * (2 * HALF) + d[None, :]
-    first, second = (
-        tl.load(x, mask=held).to(tl.float32),
-        tl.load(x + HALF, mask=held).to(tl.float32),
-    )
-    c, s = tl.load(cos + angle, mask=held), tl.load(sin + angle, mask=held)
+    first = tl.load(x, mask=inside).to(tl.float32)
+    second = tl.load(x + HALF, mask=inside).to(tl.float32)
+    c = tl.load(cos + angle, mask=inside)
+    s = tl.load(sin + angle, mask=inside)
     if BACK:
         s = -s
-    tl.store(out, (first * c - second * s).to(out.dtype.element_ty), mask=held)
-    tl.store(out + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=held)
+    tl.store(out, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    """Rotate as ``kernels.operators.rotate``, or by the opposite angles; x of 16 or 32 bits, cos
-    and sin float32.
+    """Rotate as ``kernels.operators.rotate``, or ``back``, by the opposite angles.
+
+    x has 16 or 32 bits; cos and sin are float32.
     """
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) != 1:
+        x = x.contiguous()
     batch, tokens, heads, width = x.shape
-    out, count, half = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device),
-        batch * tokens * heads,
-        width // 2,
-    )
-    cos, sin = (
-        angle.contiguous().expand(batch, tokens, 1, half) for angle in (cos, sin)
-    )  # strides of 0 where shared
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    count = batch * tokens * heads
+    half = width // 2
+    # Strides of 0 for the dimensions that share angles.
+    cos = cos.contiguous().expand(batch, tokens, 1, half)
+    sin = sin.contiguous().expand(batch, tokens, 1, half)
+    strides = (*x.stride()[:3], *cos.stride()[:2])
     rotate_kernel[(triton.cdiv(count, ROWS),)](
-        x, cos, sin, out, (*x.stride()[:3], *cos.stride()[:2]), count, tokens, heads,
+        x, cos, sin, out, strides, count, tokens, heads,
         BACK=back, HALF=half, WIDTH=triton.next_power_of_2(half), N=ROWS,
     )  # fmt: skip
     return out
@@ -84,18 +84,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
 def gate_kernel(gate, up, out, count, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
     """Write gate * sigmoid(A gate + B gate^3) * up for N of ``count`` numbers, rounded once.
 
-    That 16 divides ``count`` must be known, or 16 bytes would not be loaded at once.
+    ``count`` is specialized: only if 16 is known to divide it, 16 bytes are loaded at a time.
     """
-    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    g, u = (
-        tl.load(gate + at, mask=at < count).to(tl.float32),
-        tl.load(up + at, mask=at < count).to(tl.float32),
-    )
-    tl.store(
-        out + at,
-        (g * tl.sigmoid(g * (A + B * g * g)) * u).to(out.dtype.element_ty),
-        mask=at < count,
-    )
+    i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    g = tl.load(gate + i, mask=i < count).to(tl.float32)
+    u = tl.load(up + i, mask=i < count).to(tl.float32)
+    result = g * tl.sigmoid(g * (A + B * g * g)) * u
+    tl.store(out + i, result.to(out.dtype.element_ty), mask=i < count)
 
 
 @triton.jit
@@ -103,21 +98,23 @@ def gate_backward_kernel(
     dout, gate, up, dgate, dup, count, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr
 ):
     """Write the gradients of gate and up for N of ``count`` numbers, each rounded once."""
-    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    g, u = (
-        tl.load(gate + at, mask=at < count).to(tl.float32),
-        tl.load(up + at, mask=at < count).to(tl.float32),
-    )
-    d, share = tl.load(dout + at, mask=at < count).to(tl.float32), tl.sigmoid(g * (A + B * g * g))
+    i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    g = tl.load(gate + i, mask=i < count).to(tl.float32)
+    u = tl.load(up + i, mask=i < count).to(tl.float32)
+    d = tl.load(dout + i, mask=i < count).to(tl.float32)
+    share = tl.sigmoid(g * (A + B * g * g))
     slope = share * (1 + g * (A + 3 * B * g * g) * (1 - share))
-    tl.store(dgate + at, (d * u * slope).to(dgate.dtype.element_ty), mask=at < count)
-    tl.store(dup + at, (d * g * share).to(dup.dtype.element_ty), mask=at < count)
+    tl.store(dgate + i, (d * u * slope).to(dgate.dtype.element_ty), mask=i < count)
+    tl.store(dup + i, (d * g * share).to(dup.dtype.element_ty), mask=i < count)
 
 
 def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """Return activation(gate) * up, of any one shape and of 16 or 32 bits."""
-    gate, up = gate.contiguous(), up.contiguous()
-    (a, b), out, count = ACTIVATIONS[activation], torch.empty_like(gate), gate.numel()
+    gate = gate.contiguous()
+    up = up.contiguous()
+    a, b = ACTIVATIONS[activation]
+    out = torch.empty_like(gate)
+    count = gate.numel()
     gate_kernel[(triton.cdiv(count, NUMBERS),)](gate, up, out, count, A=a, B=b, N=NUMBERS)
     return out
 
@@ -125,14 +122,14 @@ def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
 def gated_backward(
     dout: Tensor, gate: Tensor, up: Tensor, activation: str = "silu"
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up for that of ``gated``."""
-    dout, gate, up = (x.contiguous() for x in (dout, gate, up))
-    (a, b), dgate, dup, count = (
-        ACTIVATIONS[activation],
-        torch.empty_like(gate),
-        torch.empty_like(up),
-        gate.numel(),
-    )
+    """Return the gradients of gate and up, given that of the result of ``gated``."""
+    dout = dout.contiguous()
+    gate = gate.contiguous()
+    up = up.contiguous()
+    a, b = ACTIVATIONS[activation]
+    dgate = torch.empty_like(gate)
+    dup = torch.empty_like(up)
+    count = gate.numel()
     gate_backward_kernel[(triton.cdiv(count, NUMBERS),)](
         dout, gate, up, dgate, dup, count, A=a, B=b, N=NUMBERS
     )
@@ -141,11 +138,11 @@ def gated_backward(
 
 @triton.jit(do_not_specialize=["count", "T", "H"])
 def merge_kernel(
-    out,
-    lse,
-    part,
-    part_lse,
-    strides,
+    out,  # [B, T, H, D], updated
+    lse,  # [B, T, H], updated
+    part,  # [B, T, H, D]
+    part_lse,  # [B, T, H]
+    strides,  # of batch, token and head of each tensor
     count,
     T,
     H,
@@ -153,36 +150,44 @@ def merge_kernel(
     WIDTH: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Merge N of ``count`` rows as ``kernels.blocks.merge_``; strides of batch, token and head of
-    each tensor.
-    """
-    row, d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, WIDTH)
-    batch, token, head = (row // (T * H)).to(tl.int64), (row // H % T).to(tl.int64), row % H
+    """Merge N of ``count`` rows as ``kernels.blocks.merge_``."""
+    row = tl.program_id(0) * N + tl.arange(0, N)
+    d = tl.arange(0, WIDTH)
+    batch = (row // (T * H)).to(tl.int64)
+    token = (row // H % T).to(tl.int64)
+    head = row % H
     out += (batch * strides[0] + token * strides[1] + head * strides[2])[:, None] + d[None, :]
     lse += batch * strides[3] + token * strides[4] + head * strides[5]
     part += (batch * strides[6] + token * strides[7] + head * strides[8])[:, None] + d[None, :]
     part_lse += batch * strides[9] + token * strides[10] + head * strides[11]
     real = row < count
-    old, new = tl.load(lse, mask=real, other=0.0), tl.load(part_lse, mask=real, other=0.0)
-    held = real[:, None] & (d < D)[None, :]
-    total = tl.load(out, mask=held, other=0.0)
-    total += tl.sigmoid(new - old)[:, None] * (
-        tl.load(part, mask=held, other=0.0).to(tl.float32) - total
-    )
-    tl.store(out, total, mask=held)
+    old = tl.load(lse, mask=real, other=0.0)
+    new = tl.load(part_lse, mask=real, other=0.0)
+    inside = real[:, None] & (d < D)[None, :]
+    total = tl.load(out, mask=inside, other=0.0)
+    weight = tl.sigmoid(new - old)[:, None]
+    total += weight * (tl.load(part, mask=inside, other=0.0).to(tl.float32) - total)
+    tl.store(out, total, mask=inside)
     tl.store(lse, tl.maximum(old, new) + tl.log(1.0 + tl.exp(-tl.abs(new - old))), mask=real)
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Fold a block's result in, as ``kernels.blocks.merge_``; ``out`` ``[B, T, H, D]`` or ``[T, H,
-    D]``, float32.
+    """Fold a block's result into the running one, as ``kernels.blocks.merge_``.
+
+    ``out`` is float32, ``[B, T, H, D]`` or ``[T, H, D]``.
     """
     if out.ndim == 3:
-        out, lse, block_out, block_lse = (x[None] for x in (out, lse, block_out, block_lse))
-    given = out, lse, block_out if block_out.stride(-1) == 1 else block_out.contiguous(), block_lse
+        out = out[None]
+        lse = lse[None]
+        block_out = block_out[None]
+        block_lse = block_lse[None]
+    if block_out.stride(-1) != 1:
+        block_out = block_out.contiguous()
+    tensors = (out, lse, block_out, block_lse)
+    strides = tuple(stride for x in tensors for stride in x.stride()[:3])
     batch, tokens, heads, width = out.shape
-    strides = tuple(stride for x in given for stride in x.stride()[:3])
     count = batch * tokens * heads
     merge_kernel[(triton.cdiv(count, ROWS),)](
-        *given, strides, count, tokens, heads, D=width, WIDTH=triton.next_power_of_2(width), N=ROWS
-    )
+        *tensors, strides, count, tokens, heads,
+        D=width, WIDTH=triton.next_power_of_2(width), N=ROWS,
+    )  # fmt: skip

@@ -1,9 +1,8 @@
-"""Products and roundings of all kernels; work lists: for each block of rows, or of columns, the
-tiles that touch it.
+"""Helpers of all Triton kernels, and work lists: for each block of rows, the tiles that touch it.
 
-A tile is a band: queries i and keys j with ``low <= j - i <= high``; seen from its columns, rows
-and columns change places, and so do -low and -high. A list is made once for all layers and lies on
-the device.
+A tile is a band: queries i and keys j with ``low <= j - i <= high``. Seen from its columns, rows
+and columns change places, and so do -low and -high; so the kernels of rows and of columns share one
+format. A list is made once for all layers and stays on the device.
 """
 
 import numpy as np
@@ -18,11 +17,13 @@ from runtime.tensors import cached_on_device, to_device
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """Multiply in float32. The interpreter cannot multiply bfloat16; widened operands give the same
-    product.
+    """Multiply in float32.
+
+    The interpreter cannot multiply bfloat16; widened operands give the same product.
     """
     if WIDEN:
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
 
@@ -36,44 +37,57 @@ def rounded(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
 
 
 FAR = 1 << 30
-"""Farther apart than any two tokens."""
+"""A distance that no two tokens have."""
 
 
 @cached_on_device(256)  # a few for each round of a ring, and other ones with every micro-batch
 def work_of(
     tiles: tuple[TileNumbers, ...], size: int, by_rows: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return blocks and entries of the tiles, for blocks of ``size`` rows, or columns; int32 on the
-    device.
+    """Return the work list of the tiles, for blocks of ``size`` rows, or columns.
+
+    Both tensors are int32 on the device. The blocks with most pairs come first, so that no long one
+    is left at the end.
 
     Returns:
-        Blocks ``[touched, 4]``: number of the block, its first and last + 1 entry, 0; most pairs
-        first, so that no long one is left at the end. Entries ``[n, 6]``: a tile's first and last +
-        1 row, first and last + 1 column, low and high; or columns first.
+        Blocks ``[touched, 4]``: number of the block, its first and last + 1 entry, 0. Entries
+        ``[n, 6]``: a tile's first and last + 1 row, first and last + 1 column, low and high; or
+        columns first.
     """
-    bands = np.array([_band(tile, by_rows) for tile in tiles])
-    first, last = bands[:, 0] // size, (bands[:, 1] - 1) // size
+    bands = np.array([_band(tile, by_rows) for tile in tiles])  # [tiles, 6]
+
+    # An entry for each block that a tile touches, sorted by block.
+    first = bands[:, 0] // size
+    last = (bands[:, 1] - 1) // size
     counts = last - first + 1
     tile = np.repeat(np.arange(len(bands)), counts)
     block = np.arange(len(tile)) + np.repeat(first - np.cumsum(counts) + counts, counts)
     order = np.argsort(block, kind="stable")
-    block, entries = block[order], bands[tile[order]]
-    x0, x1 = (
-        np.maximum(block * size, entries[:, 0]),
-        np.minimum(block * size + size, entries[:, 1]) - 1,
-    )
-    seen = np.minimum(entries[:, 3], x1 + entries[:, 5] + 1) - np.maximum(
-        entries[:, 2], x0 + entries[:, 4]
-    )
+    block = block[order]
+    entries = bands[tile[order]]
+
+    # The tokens of the other side that an entry's rows see.
+    x0 = np.maximum(block * size, entries[:, 0])
+    x1 = np.minimum(block * size + size, entries[:, 1]) - 1
+    other_first = np.maximum(entries[:, 2], x0 + entries[:, 4])
+    other_stop = np.minimum(entries[:, 3], x1 + entries[:, 5] + 1)
+    visible = other_stop - other_first
+
     numbers, starts = np.unique(block, return_index=True)
-    table = np.stack([numbers, starts, np.append(starts[1:], len(block)), 0 * starts], 1)
-    table = table[np.argsort(-np.add.reduceat(seen, starts), kind="stable")]
+    stops = np.append(starts[1:], len(block))
+    table = np.stack([numbers, starts, stops, 0 * starts], 1)
+    work = np.add.reduceat(visible, starts)
+    table = table[np.argsort(-work, kind="stable")]
+
     host = np.concatenate([table.ravel(), entries.ravel()]).astype(np.int32)
-    moved = to_device(torch.from_numpy(host), device)  # one copy
-    return moved[: table.size], moved[table.size :]
+    joined = to_device(torch.from_numpy(host), device)  # one copy
+    return joined[: table.size], joined[table.size :]
 
 
 def _band(tile: TileNumbers, by_rows: bool) -> tuple[int, ...]:
     q0, q1, k0, k1, kind = tile
-    low, high = (k0 - q0 if kind == ANTI else -FAR), (k0 - q0 if kind == CAUSAL else FAR)
-    return (q0, q1, k0, k1, low, high) if by_rows else (k0, k1, q0, q1, -high, -low)
+    low = k0 - q0 if kind == ANTI else -FAR
+    high = k0 - q0 if kind == CAUSAL else FAR
+    if by_rows:
+        return q0, q1, k0, k1, low, high
+    return k0, k1, q0, q1, -high, -low

@@ -20,7 +20,7 @@ def test_allocations_are_counted_to_the_byte():
     def step():
         held.append(torch.empty(1 << 20))
         torch.empty(1 << 19).sum().item()
-        with torch.profiler.record_function(memory.OVER):
+        with torch.profiler.record_function(memory.FORWARD_END):
             pass
         held.clear()
 

@@ -153,7 +153,7 @@ def report():
     from kernels.triton import flash_attention as tiled
     from kernels.triton import work
 
-    small = {256: tiled.Blocking(16, 16, 4, 1)}
+    small = {256: tiled.AttentionBlocking(16, 16, 4, 1)}
     with (
         patch.object(tiled, "EXACT", small[256]),
         patch.object(tiled, "BLOCKINGS", dict.fromkeys(tiled.BLOCKINGS, small)),

@@ -157,7 +157,7 @@ def report():
 
     (q, k, v, _), _ = inputs(Case(65, "bfloat16"))
     want, _ = reference.linear_attention(q.double(), k.double(), v.double(), (0.0, -0.1, -0.2))
-    outs = [fused.scan(q, k, v, (0.0, -0.1, -0.2), wide=wide)[0] for wide in (False, True)]
+    outs = [fused.scan(q, k, v, (0.0, -0.1, -0.2), accum_out=accum)[0] for accum in (False, True)]
     widths = {str(out.dtype): ((out.double() - want).norm() / want.norm()).item() for out in outs}
     found = [errors(case, "triton") for case in INTERPRETED]
     fused.PROGRAMS = 528

@@ -56,7 +56,7 @@ def test_every_pair_of_a_square_is_in_one_strip(side, kind, by_rows):
     strips = Strips(16, 4, 4)
     counts = np.zeros((side + 3, side + 1), dtype=np.int64)
     tile = Tile(slice(3, 3 + side), slice(1, 1 + side), kind)
-    for rows, columns, causal, mask in strips.parts([tile], torch.float32, by_rows=by_rows):
+    for rows, columns, causal, mask in strips.cut([tile], torch.float32, by_rows=by_rows):
         part = np.ones((rows.stop - rows.start, columns.stop - columns.start), dtype=np.int64)
         if mask is not None:
             assert mask.shape == part.shape
@@ -80,7 +80,7 @@ def test_a_square_of_one_step_touches_no_row_twice_forward_and_no_column_twice_b
     strips = Strips(512, 192, 128)
     tile = Tile(slice(0, 500), slice(0, 500), kind)
     for by_rows in (True, False):
-        parts = list(strips.parts([tile], torch.float32, by_rows=by_rows))
+        parts = list(strips.cut([tile], torch.float32, by_rows=by_rows))
         cuts = [rows if by_rows else columns for rows, columns, _, _ in parts]
         assert [x.start for x in cuts] == [0, *(x.stop for x in cuts[:-1])]
         assert len(cuts) == (3 if by_rows else 4)
@@ -90,9 +90,7 @@ def test_a_rectangle_stays_whole():
     tile = Tile(slice(0, 1000), slice(7, 50), FULL)
     strips = Strips(16, 4, 4)
     assert list(halved(tile, 8)) == [tile]
-    assert list(strips.parts([tile], torch.float32, by_rows=True)) == [
-        (tile.q, tile.k, False, None)
-    ]
+    assert list(strips.cut([tile], torch.float32, by_rows=True)) == [(tile.q, tile.k, False, None)]
 
 
 def inputs(dtype=torch.float64):

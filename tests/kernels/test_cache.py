@@ -14,7 +14,7 @@ TOKENS, HEADS, GROUPS, WIDTH = 40, 4, 2, 8
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     monkeypatch.setattr(cache, "PART", 8)
-    monkeypatch.setattr(cache, "AT_ONCE", 5)
+    monkeypatch.setattr(cache, "ROWS_PER_STEP", 5)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_query_that_sees_no_row():
     rows = (
         torch.randn(1, 1, 3, WIDTH),
         torch.randn(1, 1, 3, WIDTH),
-        torch.tensor([[4, 5, cache.UNSEEN]]),
+        torch.tensor([[4, 5, cache.NO_POSITION]]),
     )
     none = rows[0][:, :, :0], rows[1][:, :, :0], rows[2][:, :0]
     for kept in (none, rows):

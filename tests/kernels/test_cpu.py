@@ -5,7 +5,7 @@ groups of heads.
 import pytest
 import torch
 
-from kernels import attention, cpu, operators, reference
+from kernels import attention, cpu, cpu_onednn, operators, reference
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
 from kernels.cpu import heads_first, triangle
 from tests.kernels.attention_cases import folded
@@ -97,8 +97,8 @@ def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
         cpu, "onednn_backward", lambda *given: (heads.add(given[0].q.shape[1]), backward(*given))[1]
     )
     monkeypatch.setattr(operators, "ONEDNN", True)
-    monkeypatch.setattr(cpu, "LEAST_WORK", 1 << 20)
-    monkeypatch.setattr(cpu, "NARROWEST", 16)
+    monkeypatch.setattr(cpu_onednn, "MIN_WORK", 1 << 20)
+    monkeypatch.setattr(cpu_onednn, "MIN_WIDTH", 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     taken = {True: 0, False: 0}
     suits = cpu.suits

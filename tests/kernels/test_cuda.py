@@ -12,7 +12,7 @@ import torch
 from kernels import cuda, reference
 from kernels.attention import select_backend
 from kernels.blocks import ANTI, CAUSAL, FULL, Keys, Rows, Tile
-from kernels.cuda import Packed, launches, split_by_size
+from kernels.cuda import PackedKernel, launches, split_by_size
 from tests.kernels import test_tiles
 from tests.kernels.test_tiles import MASKS, attention_by_tiles, error, inputs, tiles_of, truth
 
@@ -25,8 +25,8 @@ def spans(lengths):
     assert lengths.rows.dtype == lengths.columns.dtype == torch.int32
     sides = pairwise(lengths.rows.tolist()), pairwise(lengths.columns.tolist())
     found = [(slice(*q), slice(*k)) for q, k in zip(*sides, strict=True)]
-    assert max(q.stop - q.start for q, _ in found) == lengths.most_rows
-    assert max(k.stop - k.start for _, k in found) == lengths.most_columns
+    assert max(q.stop - q.start for q, _ in found) == lengths.max_rows
+    assert max(k.stop - k.start for _, k in found) == lengths.max_columns
     return found
 
 
@@ -55,7 +55,7 @@ def stand_in(monkeypatch):
     """A backend that packs, in the place of the one that the cases of test_tiles ask for."""
     CALLS.clear()
     backend = replace(
-        select_backend("reference", "cpu", torch.float64), packed=Packed(forward, backward)
+        select_backend("reference", "cpu", torch.float64), packed=PackedKernel(forward, backward)
     )
     monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
     return backend

@@ -132,7 +132,7 @@ def test_a_loss_of_the_state_alone_and_inputs_without_gradients():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"log_decay": (0.0, 0.1, -1.0)}, r"decay of head 1 is 1\.105.* at most at 1"),
+        ({"log_decay": (0.0, 0.1, -1.0)}, r"decay of head 1 is 1\.105.* at most 1"),
         ({"log_decay": (0.0, -math.inf, -1.0)}, r"decay of head 1 is 0\.0"),
         ({"log_decay": (0.0, math.nan, -1.0)}, "decay of head 1 is nan"),
         ({"log_decay": (0.0, 1e9, -1.0)}, "decay of head 1 is inf"),

@@ -221,7 +221,7 @@ def test_a_sum_has_one_backward():
     module, x, dout = feed_forward()
     total = summed(module, x, dout, 4)
     total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="kept for one backward"):
+    with pytest.raises(RuntimeError, match="gradients for one backward"):
         total.backward()
 
 

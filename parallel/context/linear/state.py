@@ -59,7 +59,7 @@ class StateExecutor:
 
         def intra(way: Passage) -> Tensor:
             outs[way.slot], state = scan(
-                way.of(q), way.of(k), way.of(v), log_decay, None, way.documents, wide=True
+                way.of(q), way.of(k), way.of(v), log_decay, None, way.documents, accum_out=True
             )
             return state
 
@@ -113,7 +113,7 @@ class StateExecutor:
                 log_decay,
                 state,
                 way.documents,
-                wide=True,
+                accum_out=True,
             )
             return dstate
 

@@ -161,7 +161,7 @@ FASTER = "at about 0.31 of this GPU's peak, where cuDNN reaches 0.53 and FlashAt
         ("flash_attn_3", OLD, {}, ()),
         ("aten", B200, {"head_dim": 256}, ()),  # which nothing else takes
         ("aten", OLD, {}, (FASTER, "606 s", "9.10.2 is loaded: install 9.15.1 or newer", "or install Flash")),
-        ("aten", SHADOWED, {}, (FASTER, "in the place of torch's own 9.20.0: take its folder out of LD_LIB")),
+        ("aten", SHADOWED, {}, (FASTER, "instead of torch's own 9.20.0: take its folder out of LD_LIB")),
         ("aten", H100, {"requested": "aten"}, (FASTER, "leave --attention-backend out")),
         ("aten", H100, {"documents": True, "why_not": "its import fails (X)"}, (FASTER, "its import fails (X)")),
         ("aten", B200, {"documents": True}, ("about 0.15 of", "4 0.6, and takes at least 4.0 times as long. p")),
@@ -378,7 +378,7 @@ def test_blocks_go_through_the_version_that_is_named(kind, versions):
     assert registry.current_flash_attention_impl() is None
     with pytest.raises(
         UserError,
-        match="flash_attn_4 takes heads of up to 128 channels, and these are 136 channels",
+        match="flash_attn_4 takes heads of up to 128 channels, and got 136 channels",
     ):
         block_forward(*(torch.ones(1, 2, 1, 136) for _ in range(3)), kind, 0.3, fourth)
 

@@ -120,7 +120,7 @@ def test_blocks_that_are_too_large_are_seen(tmp_path, monkeypatch):
     from kernels.triton import flash_attention
 
     monkeypatch.setattr(
-        flash_attention, "blocking_of", lambda *_: flash_attention.Blocking(128, 128, 8, 2)
+        flash_attention, "blocking_of", lambda *_: flash_attention.AttentionBlocking(128, 128, 8, 2)
     )
     found = [loop for one in compiled(90, lambda: launches(128)) for loop in one.spilled(tmp_path)]
     assert max(stored for _, stored in found) > 10 * SPILLED[1], found

@@ -84,12 +84,12 @@ def steps(width, value_width, heads, documents):
     for entering in (None, state):
         scan(q, q, v, decays, entering, documents)
         backward(scan, v, entering, q, q, v, decays, entering, documents)
-    scan(q, q, v, decays, None, documents, wide=True)  # as StateExecutor
+    scan(q, q, v, decays, None, documents, accum_out=True)  # as StateExecutor
     scan(None, q, v, decays, None, documents)
     scan(None, q, v, decays, None, documents, reverse=True)
     scan(v, v, q, decays, state.transpose(-1, -2), documents)
     for args in ((v, v, q), (q, q, v)):
-        scan(*args, decays, None, documents, reverse=True, wide=True)
+        scan(*args, decays, None, documents, reverse=True, accum_out=True)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_blocks_that_are_too_large_are_seen(tmp_path, monkeypatch):
     from kernels.triton import linear_attention as fused
 
     monkeypatch.setattr(fused, "parts_of", lambda _: 1)
-    large = fused.Blocking(64, 256, 128, num_warps=4, num_stages=2)
+    large = fused.ScanBlocking(64, 256, 128, num_warps=4, num_stages=2)
     monkeypatch.setattr(fused, "blocking_of", lambda *_: large)
     (launched,) = compiled(80, lambda: forward(256, 128))
     assert launched.used(tmp_path)["STACK"] > 1000

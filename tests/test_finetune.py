@@ -19,7 +19,7 @@ from tests.pretraining import differences, pretrain
 from tools.convert_hf import export_model, import_model
 from train.checkpoint.api import CheckpointConfig
 from train.config.language import load_config, parse_args
-from train.resume import find_start
+from train.resume.start import find_start
 
 BOUND = 2e-6
 STEPS = ("--train-iters", "3", "--seq-length", "128", "--micro-batch-size", "2")

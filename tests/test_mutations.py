@@ -15,14 +15,14 @@ from runtime.files import LOCK, owned
 from tests.endings import end
 from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train
 from tools.plot import LOSSES, read_curves
-from train.callbacks.health import FAILURES, Health, HealthConfig, Progress
+from train.callbacks.health import FAILURES, Health, HealthConfig, RunProgress
 from train.callbacks.metrics import METRICS, LoggingConfig, RunLog
 from train.checkpoint.api import load_model
 from train.checkpoint.manifest import STARTS, fingerprint, read_manifest
 from train.checkpoint.search import find_checkpoint
 from train.config.entries import Config
 from train.config.language import parse_args
-from train.resume import progress_of
+from train.resume.start import progress_of
 from train.run import FILES, claim_folder
 
 PROGRESS = {"iteration": 2, "consumed_samples": 8, "consumed_tokens": 64, "skipped_iterations": 0}
@@ -308,7 +308,7 @@ def test_what_a_run_notes_of_its_starts_and_failures(name, line, mutation, run, 
         assert fingerprint(run) is None or name == STARTS
         find_checkpoint(run, local=run)
         claim_folder(config)  # before starts.jsonl gets the line of this start
-        Health(HealthConfig(), str(run), [], Progress())
+        Health(HealthConfig(), str(run), [], RunProgress())
         return 1
 
     found, lines = ended(start)

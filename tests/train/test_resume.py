@@ -23,7 +23,7 @@ from tests.parallel.tiny import (
 from tests.train.optimizers.momentum import NAME, Momentum
 from tests.train.test_run import with_checkpoint
 from train import resume
-from train.callbacks.health import Progress
+from train.callbacks.health import RunProgress
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import CheckpointError
 from train.config.derive import IMPORTED, config_as_trained
@@ -33,7 +33,8 @@ from train.config.flags import ConfigError
 from train.config.language import parse_args
 from train.optimizers import OPTIMIZERS
 from train.optimizers.config import OptimizerConfig
-from train.resume import _check_allowed, changes, checkpoint_extra, find_start
+from train.resume.settings import changes, check_allowed, checkpoint_extra
+from train.resume.start import find_start
 from train.run import claim_folder, open_log
 from train.schedule import schedule_of
 
@@ -228,7 +229,7 @@ def test_batches_are_compared_as_they_are_whatever_number_of_processes_makes_the
     assert changed == {
         "micro_batch_size": "micro_batch_size was 8 and is 4, of all data-parallel processes together"
     }
-    _check_allowed(PATH, changed, ())
+    check_allowed(PATH, changed, ())
 
 
 def test_files_that_hold_something_else_are_told_by_name(tmp_path):
@@ -248,13 +249,13 @@ def test_files_that_hold_something_else_are_told_by_name(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"\. Keep it, or give --allow-changed tokenizer_model data_path$"
     ):
-        _check_allowed(PATH, changed, ())
+        check_allowed(PATH, changed, ())
     with pytest.raises(
         CheckpointError, match=r" trained otherwise: data_path .* --allow-changed data_path$"
     ):
-        _check_allowed(PATH, changed, ("tokenizer_model",))
+        check_allowed(PATH, changed, ("tokenizer_model",))
     for allowed in (("all",), ("data_path", "tokenizer_model")):
-        _check_allowed(PATH, changed, allowed)
+        check_allowed(PATH, changed, allowed)
 
 
 def test_an_import_computes_in_bfloat16_on_cuda():
@@ -274,7 +275,7 @@ def test_a_start_after_one_that_was_killed_before_its_first_checkpoint_takes_the
         )
     )
     claim_folder(run)
-    log = open_log(run, config_to_save(run, run, 1), Progress())
+    log = open_log(run, config_to_save(run, run, 1), RunProgress())
     log.write({"iteration": 1, "lm_loss": 2.0})
     assert "allow_changed = []" in (save / "config.toml").read_text()
     claim_folder(run)
@@ -298,11 +299,11 @@ def test_nothing_to_load_starts_afresh_unless_it_must_be_there(tmp_path, capsys)
     model, optimizer = build(0, sharded=False)
     before = whole_tensors(model, optimizer)
     config = with_checkpoint()
-    assert resumed(config, model, optimizer, {}) == (config, Progress())
+    assert resumed(config, model, optimizer, {}) == (config, RunProgress())
     assert capsys.readouterr().out == ""
     load = str(tmp_path / "none")
     config = with_checkpoint(load=load)
-    assert resumed(config, model, optimizer, {}) == (config, Progress())
+    assert resumed(config, model, optimizer, {}) == (config, RunProgress())
     assert capsys.readouterr().out == f"no checkpoint in {load}: starting afresh\n"
     with pytest.raises(CheckpointError, match=f"load is {load}, which holds no checkpoint"):
         resumed(with_checkpoint(load=load, exit_on_missing_checkpoint=True), model, optimizer, {})
@@ -319,7 +320,7 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path, capsys):
     config = with_checkpoint(load=str(tmp_path), allow_changed=("seed",))
     same, progress = resumed(config, model, optimizer, {"data_path x": "1"})
     assert same == config
-    assert progress == Progress(iteration=2, consumed_samples=8)
+    assert progress == RunProgress(iteration=2, consumed_samples=8)
     said = capsys.readouterr().out
     assert f"resumed from {tmp_path}/iter_0000002, 8 samples consumed" in said
     assert (
@@ -331,7 +332,7 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path, capsys):
     named = with_checkpoint(load=str(tmp_path), ckpt_step=1, allow_changed=("all",))
     assert resumed(named, model, optimizer, {}) == (
         named,
-        Progress(iteration=1, consumed_samples=4),
+        RunProgress(iteration=1, consumed_samples=4),
     )
     assert not equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
 

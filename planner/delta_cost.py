@@ -1,13 +1,13 @@
-"""Predict the time of one layer's gated delta rule over all ranks of cp, with the convolution
-before it.
+"""Predicted time and memory of a layer's gated delta rule, with the convolution before it.
 
-Ranks compute their tokens at once and pass states along each cut document in rounds, as
-parallel/context/linear does. A document that one rank holds sends nothing, whatever its layout.
+Ranks compute their tokens at once and pass states along each document that several ranks share, in
+the rounds of parallel/context/linear. A document on one rank sends nothing, in any layout.
 """
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,13 +21,15 @@ from planner.attention_cost import GB, MICRO, Sent, transfer_seconds
 from planner.cluster import Cluster
 
 BACKWARD = 2.5
-"""Products of a backward for each of a forward, which it partly computes again."""
+"""Products of a backward relative to a forward's, part of which it recomputes."""
 PER_CHANNEL = 1.6
-"""Time with a gate per channel for each with one per head; measured on a CPU alone."""
+"""Time with a gate per channel relative to one per head; measured on a CPU only."""
 PASSES = 10.0
-"""Times that a forward reads or writes the channels of q, k, v and the output gate: their
-concatenation, convolution, activation, norms and gate. Counted by operators; a backward does
-twice."""
+"""Passes of a forward over the channels of q, k, v and the output gate, reads and writes.
+
+They are the concatenation, convolution, activation, norms and gate, counted by operators; a
+backward has twice as many.
+"""
 
 
 class DeltaShape(NamedTuple):
@@ -40,7 +42,7 @@ class DeltaShape(NamedTuple):
     taps: int
     per_channel: bool = False
     slab: int = GPU_CHUNKS
-    """Chunks of all heads that kernels take at once."""
+    """Chunks of all heads that kernels process at once."""
 
     def split(self, tp: int) -> "DeltaShape":
         """Return the heads of one of ``tp`` ranks."""
@@ -64,57 +66,57 @@ class DeltaShape(NamedTuple):
     def results(self, plan: Plan, batch: int, element_size: int) -> list[float]:
         """Return the bytes per token of the operator's outputs: states, Q and the output.
 
-        States are those before each slab of chunks, and the last. Q is what a state that comes
-        later adds to the outputs of tokens that do not wait for it.
+        States are those before each slab of chunks, and the last. Tokens do not wait for the state
+        of an earlier rank: Q times that state is added to their outputs when it arrives.
         """
-        step = CHUNK * max(1, self.slab // (batch * self.heads))
-        states = (
-            4 * (1 + -(-plan.local_len // step)) * batch * self.state / (batch * plan.local_len)
-        )
-        return [
-            states,
-            4 * wide_share(plan) * self.heads * self.key_dim,
-            element_size * self.outputs,
-        ]
+        slab_tokens = CHUNK * max(1, self.slab // (batch * self.heads))
+        num_states = 1 + -(-plan.local_len // slab_tokens)
+        states = 4 * num_states * batch * self.state / (batch * plan.local_len)
+        q = 4 * wide_share(plan) * self.heads * self.key_dim
+        return [states, q, element_size * self.outputs]
 
     def activations(self, plan: Plan, batch: int, element_size: int, normed: float) -> float:
         """Return the bytes per token that the rule and the modules around it keep for a backward.
 
-        q, k and v before and after the convolution and the activation, queries and keys normalised,
-        in float32 and in their dtype; the output before and after its norm, which keeps ``normed``
-        copies, its gate, and both together; gates; states and Q.
+        These are q, k and v before and after the convolution and the activation; normalised queries
+        and keys in float32 and in their dtype; the output before and after its norm, which keeps
+        ``normed`` copies, its gate, and both together; gates; states and Q.
         """
-        states, reads, *_ = self.results(plan, batch, element_size)
-        both = 2 * self.key_heads * self.key_dim
-        gates = 4 * self.heads * (3 + 4 * (self.key_dim if self.per_channel else 1))
-        channels = 3 * self.channels + both + (4 + normed) * self.outputs
-        return states + reads + element_size * channels + 4 * both * (element_size < 4) + gates
+        states, q, _ = self.results(plan, batch, element_size)
+        queries_and_keys = 2 * self.key_heads * self.key_dim
+        gate_width = self.key_dim if self.per_channel else 1
+        gates = 4 * self.heads * (3 + 4 * gate_width)
+        channels = 3 * self.channels + queries_and_keys + (4 + normed) * self.outputs
+        in_float32 = 4 * queries_and_keys * (element_size < 4)
+        return states + q + element_size * channels + in_float32 + gates
 
     def buffers(self, batch: int, tokens: int, element_size: int) -> float:
-        """Return bytes of a backward: gradients of q, k and v as its kernels give them and in their
-        dtype; room.
+        """Return the bytes of a backward: gradients of q, k and v in float32 and in their dtype.
+
+        Also the kernels' workspace.
         """
         gradients = batch * tokens * self.channels * (max(4, element_size) + element_size)
         return gradients + self.workspace(batch, tokens)
 
     def workspace(self, batch: int, tokens: int) -> int:
-        """Return the bytes that kernels take to work in: of a slab's chunks, in float32."""
-        d, e = self.key_dim, self.value_dim
-        inside = CHUNK * (3 * CHUNK + d + 2 * e) + 2 * d * e
-        return (
-            4
-            * min(max(self.slab, batch * self.heads), batch * self.heads * -(-tokens // CHUNK))
-            * inside
-        )
+        """Return the bytes of the kernels' workspace: a slab's chunks, in float32."""
+        key_dim = self.key_dim
+        value_dim = self.value_dim
+        chunk_elements = CHUNK * (3 * CHUNK + key_dim + 2 * value_dim) + 2 * key_dim * value_dim
+        sequences = batch * self.heads
+        num_chunks = min(max(self.slab, sequences), sequences * -(-tokens // CHUNK))
+        return 4 * num_chunks * chunk_elements
 
 
 def wide_share(plan: Plan) -> float:
-    """Return the largest share of a rank's positions that is computed before its state arrives."""
-    each = (parts(plan, rank).wide for rank in range(plan.size))
-    return (
-        max(sum(segment.length for part in wide for segment in part.segments) for wide in each)
-        / plan.local_len
-    )
+    """Return the largest share of a rank's positions that do not wait for their state."""
+    most_tokens = max(_num_tokens(parts(plan, rank).wide) for rank in range(plan.size))
+    return most_tokens / plan.local_len
+
+
+def _num_tokens(groups: Iterable[Any]) -> int:
+    """Count the tokens of a rank's parts of documents."""
+    return sum(segment.length for part in groups for segment in part.segments)
 
 
 @dataclass(frozen=True)
@@ -122,14 +124,14 @@ class DeltaCost:
     """Cost of one layer's convolution and delta rule over all ranks of cp."""
 
     plan: Plan
-    of: DeltaShape
+    shape: DeltaShape
     """Heads of one rank."""
     batch: int
     element_size: int
     cluster: Cluster
     tp: int = 1
     schedule: schedules.Schedule | None = None
-    """As of ``--delta-rule-schedule``, by default the plan's."""
+    """Value of ``--delta-rule-schedule``, by default the plan's."""
 
     def forward(self) -> float:
         """Return the seconds of a forward."""
@@ -140,85 +142,105 @@ class DeltaCost:
         return self._seconds(reverse=True)
 
     def rounds(self, *, reverse: bool) -> list[list[tuple[int, int, int]]]:
-        """Return (rank, peer, bytes) of the halos, then of the states of each round; gradients go
-        back.
+        """Return (rank, peer, bytes) of the halos, then of the states of each round.
+
+        In ``reverse`` they are the gradients.
         """
-        of, wide = self.of, max(4, self.element_size)
-        row = self.batch * of.channels * (wide if reverse else self.element_size)
-        halo = (
-            halo_traffic(self.plan, rank, of.taps, row, gradient=reverse).p2p
-            for rank in range(self.plan.size)
-        )
-        found = [[(rank, *one) for rank, sent in enumerate(halo) for one in sent.items()]]
-        state, square = (
-            self.batch * of.heads * of.key_dim * width * wide
-            for width in (of.value_dim, of.key_dim)
-        )
-        for messages in schedules.rounds(self.plan, gradient=reverse, schedule=self.schedule):
-            sent = (
-                (one.source.rank, one.peer, state + square * (not one.state)) for one in messages
-            )
-            found.append([one for one in sent if one[0] != one[1]])
-        return found
+        shape = self.shape
+        gradient_size = max(4, self.element_size)
+        row_size = gradient_size if reverse else self.element_size
+        row = self.batch * shape.channels * row_size
+        halos = []
+        for rank in range(self.plan.size):
+            sent = halo_traffic(self.plan, rank, shape.taps, row, gradient=reverse).p2p
+            halos += [(rank, peer, num_bytes) for peer, num_bytes in sent.items()]
+
+        # A message is a map of states, S to M S + U, or U alone from a document's beginning on.
+        state = self.batch * shape.heads * shape.key_dim * shape.value_dim * gradient_size
+        square = self.batch * shape.heads * shape.key_dim * shape.key_dim * gradient_size
+        rounds = [halos]
+        for messages in self._messages(reverse=reverse):
+            sent_states = []
+            for message in messages:
+                rank = message.source.rank
+                if rank != message.peer:
+                    num_bytes = state + square * (not message.state)
+                    sent_states.append((rank, message.peer, num_bytes))
+            rounds.append(sent_states)
+        return rounds
+
+    def _messages(self, *, reverse: bool) -> Iterable[Sequence[Any]]:
+        """Return the messages of each round."""
+        return schedules.rounds(self.plan, gradient=reverse, schedule=self.schedule)
 
     def _seconds(self, *, reverse: bool) -> float:
-        sent = 0.0
-        for ranks, peers, size in (np.array(one).T for one in self.rounds(reverse=reverse) if one):
-            together = [Sent(ranks, peers, size.astype(np.float64), 1)]
-            sent += float(transfer_seconds(together, self.plan.size, self.cluster, self.tp))
-        return float(self._busy(reverse=reverse) + sent + self._composing(reverse=reverse))
+        sent_seconds = 0.0
+        for messages in self.rounds(reverse=reverse):
+            if messages:
+                ranks, peers, size = np.array(messages).T
+                together = [Sent(ranks, peers, size.astype(np.float64), 1)]
+                sent_seconds += float(
+                    transfer_seconds(together, self.plan.size, self.cluster, self.tp)
+                )
+        busy = self._busy(reverse=reverse)
+        return float(busy + sent_seconds + self._composing(reverse=reverse))
 
     def _composing(self, *, reverse: bool) -> float:
-        """Return the seconds in which the busiest rank of each round joins the maps that come: M S
-        + U or M [U | M].
-        """
-        of, seconds = self.of, 0.0
-        for messages in schedules.rounds(self.plan, gradient=reverse, schedule=self.schedule):
-            work = Counter[int]()
-            for one in messages:
-                columns = of.value_dim + of.key_dim * (not one.state)
-                work[one.peer] += self.batch * of.heads * of.key_dim**2 * columns
-            joined = max(Counter(one.peer for one in messages).values(), default=0)
+        """Time the busiest rank of each round that joins arriving maps: M S + U or M [U | M]."""
+        shape = self.shape
+        seconds = 0.0
+        for messages in self._messages(reverse=reverse):
+            multiply_adds = Counter[int]()
+            num_joined = Counter[int]()
+            for message in messages:
+                columns = shape.value_dim + shape.key_dim * (not message.state)
+                elements = self.batch * shape.heads * shape.key_dim**2
+                multiply_adds[message.peer] += elements * columns
+                num_joined[message.peer] += 1
             seconds += (
-                2 * max(work.values(), default=0) / self._rate
-                + joined * self.cluster.launch_us * MICRO
+                2 * max(multiply_adds.values(), default=0) / self._rate
+                + max(num_joined.values(), default=0) * self.cluster.launch_us * MICRO
             )
         return seconds
 
     @property
     def _rate(self) -> float:
+        """FLOP/s of the delta rule's kernels."""
         return 1e12 * self.cluster.peak_tflops * self.cluster.delta_share
 
     def _busy(self, *, reverse: bool) -> float:
-        """Return the seconds that the busiest rank computes: all products, and channels that pass
-        through memory.
-        """
-        of, cluster, found = self.of, self.cluster, 0.0
-        d, e = of.key_dim, of.value_dim
-        each = 3 * d * e + CHUNK * (3 * d + 2 * e)  # multiply-adds of a token and head
-        wider = (
-            d * e if reverse else 3 * d * d + CHUNK * d + d * e
-        )  # one whose state comes later: Q, M and Q S
+        """Time the busiest rank's products, and all channels' passes through memory."""
+        shape = self.shape
+        cluster = self.cluster
+        d = shape.key_dim
+        e = shape.value_dim
+        per_token = 3 * d * e + CHUNK * (3 * d + 2 * e)  # multiply-adds of a token and head
+        # Those of a token whose state arrives later: Q, M and Q S.
+        per_wide_token = d * e if reverse else 3 * d * d + CHUNK * d + d * e
+        passes = BACKWARD if reverse else 1
+        multiply_adds = 0.0
         for rank in range(self.plan.size):
-            mine = parts(self.plan, rank)
-            tokens = sum(segment.length for part in mine.all for segment in part.segments)
-            wide = sum(segment.length for part in mine.wide for segment in part.segments)
-            found = max(found, (BACKWARD if reverse else 1) * each * tokens + wider * wide)
-        slower = PER_CHANNEL if of.per_channel else 1.0
-        seconds = (
-            slower * 2 * self.batch * of.heads * found / self._rate + cluster.launch_us * MICRO
-        )
+            local = parts(self.plan, rank)
+            of_rank = passes * per_token * _num_tokens(local.all) + per_wide_token * _num_tokens(
+                local.wide
+            )
+            multiply_adds = max(multiply_adds, of_rank)
+
+        slowdown = PER_CHANNEL if shape.per_channel else 1.0
+        products = slowdown * 2 * self.batch * shape.heads * multiply_adds
+        seconds = products / self._rate + cluster.launch_us * MICRO
         if cluster.memory_gb_per_s:
-            passed = (1 + reverse) * PASSES * (of.channels + of.outputs) * self.element_size
+            channels = (1 + reverse) * PASSES * (shape.channels + shape.outputs)
+            passed = channels * self.element_size
             seconds += passed * self.batch * self.plan.local_len / (cluster.memory_gb_per_s * GB)
         return seconds
 
 
 def fastest_schedule(cost: DeltaCost) -> schedules.Schedule:
-    """Return the schedule of fewest seconds, forward and backward; of equals the chain."""
+    """Return the schedule with the fewest seconds, forward and backward; among equals the chain."""
 
     def seconds(name: schedules.Schedule) -> float:
-        one = replace(cost, schedule=name)
-        return one.forward() + one.backward()
+        with_schedule = replace(cost, schedule=name)
+        return with_schedule.forward() + with_schedule.backward()
 
     return min(schedules.SCHEDULES, key=seconds)

@@ -1,10 +1,8 @@
-"""Record what a rank's operators on fake tensors would allocate and free, in order, and what it
-would send.
-"""
+"""Recorder of a rank's memory and traffic: what its operators on fake tensors allocate and send."""
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,24 +32,32 @@ CAUSES = (
     "logits",
     "passing",
 )
-"""Causes of a process's memory: the last three are there within a forward or a backward alone."""
-INSIDE, BETWEEN = "inside nodes", "between nodes"
-_share: Callable[[int], float] = lambda n: (n - 1) / n  # noqa: E731
+"""Causes of a process's memory; the last three exist within a forward or a backward only."""
+INSIDE = "inside nodes"
+BETWEEN = "between nodes"
+
+
+def _all_but_own(num_ranks: int) -> float:
+    """Return the share of a tensor that a rank sends if its own part stays."""
+    return (num_ranks - 1) / num_ranks
+
+
 SENT: dict[str, tuple[int, Callable[[int], float]]] = {
-    "c10d::_allgather_base_": (0, _share),
-    "c10d::_reduce_scatter_base_": (1, _share),
-    "c10d::allreduce_": (0, lambda n: 2 * _share(n)),
-    "c10d::alltoall_base_": (1, _share),
+    "c10d::_allgather_base_": (0, _all_but_own),
+    "c10d::_reduce_scatter_base_": (1, _all_but_own),
+    "c10d::allreduce_": (0, lambda n: 2 * _all_but_own(n)),
+    "c10d::alltoall_base_": (1, _all_but_own),
     "c10d::send": (0, lambda n: 1.0),
     "_c10d_functional::all_gather_into_tensor": (0, lambda n: n - 1.0),
-    "_c10d_functional::reduce_scatter_tensor": (0, _share),
-    "_c10d_functional::all_reduce": (0, lambda n: 2 * _share(n)),
-    "_c10d_functional::all_to_all_single": (0, _share),
+    "_c10d_functional::reduce_scatter_tensor": (0, _all_but_own),
+    "_c10d_functional::all_reduce": (0, lambda n: 2 * _all_but_own(n)),
+    "_c10d_functional::all_to_all_single": (0, _all_but_own),
 }
-"""Which argument of an operator is sent, and how much of it by each of n ranks in a ring."""
+"""Index of the argument that an operator sends, and the share sent by each of n ranks in a ring."""
 SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
+"""Operators between ranks that send nothing."""
 SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
-"""Operators whose shape functions stand for them: their own code goes over the tokens in a loop."""
+"""Operators replaced by their shape functions: their own code is a loop over the tokens."""
 SHAPES = AttentionKernel(
     "shapes",
     lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(q[..., 0], dtype=torch.float32)),
@@ -61,23 +67,24 @@ SHAPES = AttentionKernel(
         torch.empty_like(keys.v),
     ),
 )
-"""A block's attention in the shapes and dtypes of a GPU's kernels."""
+"""A tile's attention with the shapes and dtypes of a GPU's kernels."""
 
 
-def _slab_back(inputs: tuple[Tensor, ...], dout: Tensor, leaving: Tensor, *_: Any) -> Tensor:
-    """Take what a delta rule's backward works in, and return a state's gradient; both empty."""
-    q, v = inputs[0], inputs[2]
+def _slab_backward(inputs: tuple[Tensor, ...], dout: Tensor, leaving: Tensor, *_: Any) -> Tensor:
+    """Allocate the workspace of a delta rule's backward, and return an empty state's gradient."""
+    q = inputs[0]
+    v = inputs[2]
     shape = DeltaShape(q.shape[2], v.shape[2], q.shape[3], v.shape[3], 1)
     leaving.new_empty(shape.workspace(*v.shape[:2]) // 4, dtype=torch.float32)
     return torch.empty_like(leaving)
 
 
-SLABS = (lambda *_: None, _slab_back)
-"""A delta rule in the shapes of its kernels."""
+SLABS = (lambda *_: None, _slab_backward)
+"""Forward and backward of a delta rule with the shapes of its kernels."""
 
 
 class Tape(NamedTuple):
-    """Effects of an operator's call, with storages numbered from its first one."""
+    """Recorded effects of an operator's call, with storages numbered from its first one."""
 
     events: list[tuple[int, int]]
     kinds: list[str]
@@ -86,108 +93,127 @@ class Tape(NamedTuple):
     outs: list[tuple[Any, ...]]
     """Each output's storage, shape, strides, dtype and device."""
     spec: Any
-    held: list[Tensor]
-    """Arguments besides fake tensors, held so that no other has its identity."""
+    real_tensors: list[Tensor]
+    """Arguments that are not fake, kept alive so that no other tensor gets their id."""
 
 
 def key_of(func: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a call's key: calls of equal keys do the same. Fake tensors count by their layout."""
+    """Return a call's key: calls with equal keys have equal effects.
+
+    Fake tensors count by their layout, real ones by their identity.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    def one(x: Any) -> Any:
-        if isinstance(x, FakeTensor):
-            return x.shape, x.stride(), x.dtype
-        return id(x) if isinstance(x, Tensor) else (type(x), x)
+    def leaf_key(leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            return leaf.shape, leaf.stride(), leaf.dtype
+        return id(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
-    return func, *map(one, leaves)
+    return func, *map(leaf_key, leaves)
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Resources of a rank: bytes of memory at the peak of a step, by cause; bytes sent in a
-    micro-batch, by link.
-
-    ``host`` are the bytes in host memory: of a GPU's process those that torch pins.
-    """
+    """Memory and traffic of a rank."""
 
     rank: int
     stage: int
     memory: dict[str, int]
+    """Bytes of memory at the peak of a step, by cause."""
     sent: dict[str, int]
+    """Bytes sent in a micro-batch, by link."""
     host: int
+    """Bytes in host memory; for a GPU's process those that torch pins."""
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of memory together."""
+        """Return the bytes of memory of all causes."""
         return sum(self.memory.values())
 
 
 class Recorder(TorchDispatchMode):
-    """Record what fake tensors would allocate and free, in order, and what a rank would send.
+    """Records the allocations of fake tensors, in order, and the messages of a rank.
 
-    Softmax attention is run by its own code, round by round; a call is kept, to replay it. What
-    takes no fake tensor, such as the number of a plan, is computed.
+    Every operator passes through `__torch_dispatch__`. A storage that it allocates gets a number
+    and an event with its bytes; when Python frees the storage, a finalizer adds the opposite event.
+    The peak of the running sum is the peak memory. Softmax attention is run by its own code, round
+    by round; its effects are recorded once per layout and replayed for the other layers. Operators
+    on real tensors only, such as the number of a plan, are computed.
     """
 
     def __init__(
-        self, rank: int, per_node: int, entries: int = 0, tell: Callable[[str], None] | None = None
+        self,
+        rank: int,
+        per_node: int,
+        entries: int = 0,
+        on_progress: Callable[[str], None] | None = None,
     ) -> None:
-        """Set up for a rank that has ``entries`` of the vocabulary, by whose width logits are
-        known.
+        """Set up for a rank.
 
-        ``tell`` is told how far it is.
+        Args:
+            entries: vocabulary entries of the rank; logits are recognised by this width.
+            on_progress: receives progress text.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         super().__init__()
-        self.kind, self.sent = "weights", Counter[str]()
+        self.rank = rank
+        self.kind = "weights"
+        """Cause of the memory that is allocated now."""
         self.events: list[tuple[int, int]] = []
-        """(number of a storage, bytes more or less)"""
-        self._kinds, self._sizes = list[str](), list[int]()
+        """Number of a storage, and the change of its bytes."""
+        self.sent = Counter[str]()
+        """Bytes sent by link."""
+        self.kept: dict[int, int] = {}
+        """Bytes of the storages that forwards left for their backwards."""
+        self.doing = "building the model"
+        self.layer = ""
+        """Text for the layer that a pass has reached, after a comma; empty outside the layers."""
+        self._kinds: list[str] = []
+        self._sizes: list[int] = []
         self._numbers = WeakIdKeyDictionary()
         self._tapes: dict[Any, Tape] = {}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.rank = rank
-        self.kept: dict[int, int] = {}
-        """Bytes of the storages that forwards left for their backwards."""
-        self._per_node, self._paused, self._entries = per_node, False, entries
+        self._per_node = per_node
+        self._paused = False
+        self._entries = entries
         self._resized = set[int]()
-        self.doing, self._operators, self._tell = "building the model", 0, tell
-        self.layer = ""
-        """Words of the layer that a pass has reached, after a comma; empty outside the layers."""
+        self._num_operators = 0
+        self._on_progress = on_progress
 
     def begin(self, doing: str) -> None:
-        """Name what is done from here on, before any layer is reached."""
-        self.doing, self.layer = doing, ""
+        """Name the current phase for the progress text, before any layer is reached."""
+        self.doing = doing
+        self.layer = ""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Make every tensor a fake one, and record what happens to it, until the block ends."""
+        """Make all new tensors fake, and record their allocations, until the block ends."""
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-        shapes, resize = "_propagate_tensor_meta_non_cached", torch.UntypedStorage.resize_
-        asked = getattr(ShardingPropagator, shapes)
+        name = "_propagate_tensor_meta_non_cached"
+        propagate = getattr(ShardingPropagator, name)
+        resize = torch.UntypedStorage.resize_
 
-        def unrecorded(
-            *args: Any,
-        ) -> Any:  # it makes tensors as large as those of all ranks together
+        def propagate_unrecorded(*args: Any) -> Any:
+            # It makes tensors of the global shape, which no rank allocates.
             self._paused = True
             try:
-                return asked(*args)
+                return propagate(*args)
             finally:
                 self._paused = False
 
-        def resized(
-            storage: torch.UntypedStorage, size: int
-        ) -> None:  # so FSDP frees and allocates whole weights
+        def resize_recorded(storage: torch.UntypedStorage, size: int) -> None:
+            # FSDP frees and allocates gathered weights by this call.
             resize(storage, size)
-            if (number := self._numbers.get(storage)) is not None:
+            number = self._numbers.get(storage)
+            if number is not None:
                 self._resized.add(number)
-                self._set(number, size)
+                self._set_size(number, size)
 
         with (
-            replaced(ShardingPropagator, shapes, unrecorded),
-            replaced(torch.UntypedStorage, "resize_", resized),
+            replaced(ShardingPropagator, name, propagate_unrecorded),
+            replaced(torch.UntypedStorage, "resize_", resize_recorded),
             SIMULATED_KERNEL.set_to(SHAPES),
             SIMULATED_SLAB.set_to(SLABS),
             self._fake,
@@ -197,7 +223,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch._library.custom_ops import OPDEFS
-        from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
         from torch.distributed.tensor import DTensor
 
         kwargs = kwargs or {}
@@ -205,186 +231,255 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # it comes back as operators on local tensors
         if self._paused:
             return func(*args, **kwargs)
-        self._operators += 1
-        if self._tell is not None:
-            self._tell(f"{self.doing}{self.layer}, {self._operators:,} operators so far")
+        self._num_operators += 1
+        if self._on_progress is not None:
+            self._on_progress(f"{self.doing}{self.layer}, {self._num_operators:,} operators so far")
         if func.namespace == "longmesh" and not func.name().startswith(SCANS):
             return self._by_its_code(func, OPDEFS[func.name()]._init_fn, args, kwargs)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        meta, to = any(x.is_meta for x in tensors) or not tensors, kwargs.get("device")
-        stays = (
-            to.type == "meta" if meta and to else bool(tensors)
-        )  # not what to_empty and factories make
-        if stays and not any(isinstance(x, FakeTensor) for x in tensors):
+        if _is_on_real_tensors(args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional") and not func.name().startswith(SILENT):
-            from torch.distributed._tools.fake_collectives import CollectiveOp
-
-            argument, part = SENT[func.name().partition(".")[0]]
-            ranks = dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args))
-            count = part(len(ranks)) * sum(x.nbytes for x in tree_leaves(args[argument]))
-            self.count(
-                count,
-                [self.rank, ranks[args[2]]] if func.name().startswith("c10d::send") else ranks,
-            )
+            self._count_collective(func, args)
         out = func(*args, **kwargs)
-        for x in tree_leaves(out):
-            if (
-                isinstance(x, FakeTensor)
-                and x.device.type != "meta"
-                and x.untyped_storage() not in self._numbers
-            ):
-                kind = ALLOCATION_CAUSE.value or self.kind
-                logits = kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries
-                self._made(x.untyped_storage(), "logits" if logits else kind)
+        self._record_outputs(out)
         return out
 
-    def _by_its_code(self, func: Any, code: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operator's own code, or replay an earlier call with the same layouts, as each
-        layer has.
+    def _count_collective(self, func: Any, args: Any) -> None:
+        """Count the bytes that a collective or a message sends."""
+        from torch.distributed._tools.fake_collectives import CollectiveOp
 
-        A call can be replayed if it leaves nothing but its outputs behind.
-        """
+        argument, share_of = SENT[func.name().partition(".")[0]]
+        ranks = dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args))
+        num_bytes = share_of(len(ranks)) * sum(x.nbytes for x in tree_leaves(args[argument]))
+        if func.name().startswith("c10d::send"):
+            ranks = [self.rank, ranks[args[2]]]
+        self.count(num_bytes, ranks)
+
+    def _record_outputs(self, out: Any) -> None:
+        """Record the new storages of an operator's outputs."""
         from torch._subclasses.fake_tensor import FakeTensor
 
+        for x in tree_leaves(out):
+            if not isinstance(x, FakeTensor) or x.device.type == "meta":
+                continue
+            if x.untyped_storage() in self._numbers:
+                continue
+            kind = ALLOCATION_CAUSE.value or self.kind
+            is_logits = kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries
+            self._record_storage(x.untyped_storage(), "logits" if is_logits else kind)
+
+    def _by_its_code(self, func: Any, code: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operator's own code, or replay an earlier call with the same layouts.
+
+        The layers of a model make the same calls. A call can be replayed if its outputs are all
+        that it leaves behind.
+        """
         leaves = tree_leaves((args, kwargs))
         key = key_of(func, leaves)
-        first, start, sent = len(self._sizes), len(self.events), Counter(self.sent)
-        if (tape := self._tapes.get(key)) is not None:
-            self._kinds += tape.kinds
-            self._sizes += tape.sizes
-            self.events += [(first + number, change) for number, change in tape.events]
-            self.sent += tape.sent
-            outs = [
-                torch.empty_strided(*like, dtype=dtype, device=device)
-                for _, *like, dtype, device in tape.outs
-            ]
-            for x, (number, *_) in zip(outs, tape.outs, strict=True):
-                self._follow(x.untyped_storage(), first + number)
-            return tree_unflatten(outs, tape.spec)
-        kind, self.kind = self.kind, "attention"
+        if key in self._tapes:
+            return self._replay(self._tapes[key])
+
+        first_storage = len(self._sizes)
+        first_event = len(self.events)
+        sent_before = Counter(self.sent)
+        kind = self.kind
+        self.kind = "attention"
         try:
             with self:
                 out = code(*args, **kwargs)
         finally:
             self.kind = kind
-        outs, spec = tree_flatten(out)
-        alive = [number for number in range(first, len(self._sizes)) if self._sizes[number]]
-        numbers = [
-            self._numbers.get(x.untyped_storage(), -1) if isinstance(x, FakeTensor) else -1
-            for x in outs
-        ]
-        if sorted(numbers) == alive:
-            self._tapes[key] = Tape(
-                [
-                    (number - first, change)
-                    for number, change in self.events[start:]
-                    if number >= first
-                ],
-                self._kinds[first:],
-                self._sizes[first:],
-                self.sent - sent,
-                [
-                    (n - first, x.shape, x.stride(), x.dtype, x.device)
-                    for n, x in zip(numbers, outs, strict=True)
-                ],
-                spec,
-                [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, FakeTensor)],
-            )
+        tape = self._tape_of(out, leaves, first_storage, first_event, sent_before)
+        if tape is not None:
+            self._tapes[key] = tape
         return out
 
-    def _made(self, storage: torch.UntypedStorage, kind: str) -> None:
+    def _replay(self, tape: Tape) -> Any:
+        """Record the effects of an earlier call again, and return outputs like its own."""
+        first_storage = len(self._sizes)
+        self._kinds += tape.kinds
+        self._sizes += tape.sizes
+        self.events += [(first_storage + number, change) for number, change in tape.events]
+        self.sent += tape.sent
+        outs = []
+        for number, shape, strides, dtype, device in tape.outs:
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            self._follow(out.untyped_storage(), first_storage + number)
+            outs.append(out)
+        return tree_unflatten(outs, tape.spec)
+
+    def _tape_of(
+        self,
+        out: Any,
+        leaves: Sequence[Any],
+        first_storage: int,
+        first_event: int,
+        sent_before: "Counter[str]",
+    ) -> Tape | None:
+        """Return the effects of a call since it began; None if it cannot be replayed."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        outs, spec = tree_flatten(out)
+        alive = [number for number in range(first_storage, len(self._sizes)) if self._sizes[number]]
+        numbers = []
+        for x in outs:
+            is_fake = isinstance(x, FakeTensor)
+            numbers.append(self._numbers.get(x.untyped_storage(), -1) if is_fake else -1)
+        if sorted(numbers) != alive:
+            return None
+
+        events = []
+        for number, change in self.events[first_event:]:
+            if number >= first_storage:
+                events.append((number - first_storage, change))
+        descriptions = []
+        for number, x in zip(numbers, outs, strict=True):
+            descriptions.append((number - first_storage, x.shape, x.stride(), x.dtype, x.device))
+        real_tensors = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+                real_tensors.append(leaf)
+        return Tape(
+            events,
+            self._kinds[first_storage:],
+            self._sizes[first_storage:],
+            self.sent - sent_before,
+            descriptions,
+            spec,
+            real_tensors,
+        )
+
+    def _record_storage(self, storage: torch.UntypedStorage, kind: str) -> None:
         number = len(self._sizes)
         self._kinds.append(kind)
         self._sizes.append(0)
-        self._set(number, storage.nbytes())
+        self._set_size(number, storage.nbytes())
         self._follow(storage, number)
 
     def _follow(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Record when a storage is freed."""
         self._numbers[storage] = number
-        weakref.finalize(storage, partial(self._set, number, 0)).atexit = False
+        weakref.finalize(storage, partial(self._set_size, number, 0)).atexit = False
 
-    def _set(self, number: int, size: int) -> None:
+    def _set_size(self, number: int, size: int) -> None:
         self.events.append((number, size - self._sizes[number]))
         self._sizes[number] = size
 
-    def count(self, count: float, ranks: Collection[int]) -> None:
-        """Count bytes that this rank sends among ``ranks``; a group that leaves a node sends
-        between nodes.
-        """
-        self.sent[INSIDE if len({rank // self._per_node for rank in ranks}) == 1 else BETWEEN] += (
-            round(count)
-        )
+    def count(self, num_bytes: float, ranks: Collection[int]) -> None:
+        """Count bytes that this rank sends in a group; if it leaves a node, as between nodes."""
+        num_nodes = len({rank // self._per_node for rank in ranks})
+        link = INSIDE if num_nodes == 1 else BETWEEN
+        self.sent[link] += round(num_bytes)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Count storages that the block makes and leaves as activations kept for a backward."""
-        first = len(self._sizes)
+        """Count the storages that the block leaves behind as activations for a backward."""
+        first_storage = len(self._sizes)
         yield
-        self.kept |= {
-            number: size for number, size in enumerate(self._sizes) if size and number >= first
-        }
+        for number in range(first_storage, len(self._sizes)):
+            if self._sizes[number]:
+                self.kept[number] = self._sizes[number]
 
     def _alive(self, end: int) -> dict[int, int]:
-        """Return the bytes of each storage after so many events."""
+        """Return the bytes of each storage after the first ``end`` events."""
         sizes: dict[int, int] = {}
         for number, change in self.events[:end]:
             sizes[number] = sizes.get(number, 0) + change
         return {number: size for number, size in sizes.items() if size}
 
     def rehearsal(
-        self, config: CommonConfig, mesh: Mesh, gradients: Sequence[Tensor], ran: int, gpu: bool
+        self,
+        config: CommonConfig,
+        mesh: Mesh,
+        gradients: Sequence[Tensor],
+        num_micro_batches: int,
+        on_gpu: bool,
     ) -> Rehearsal:
-        """Return what the rank takes and sends; ``ran`` micro-batches were taken through it.
+        """Return the memory and traffic of the rank, after ``num_micro_batches`` were run.
 
-        The optimizer's state is there from the start; so are, where one micro-batch stands for
-        several, gradients, whole or a shard, of earlier ones, and the activations of others in a
-        pipeline. What lies in host memory is not there.
+        In a real step more is alive than in the one that was run. The optimizer's state exists from
+        the start. If one micro-batch stands for several, so do the gradients of earlier ones (whole
+        or a shard) and, in a pipeline, the activations of others in flight. Storages in host memory
+        do not count.
         """
-        own = {self._numbers[x.untyped_storage()] for x in gradients}
-        single, offload = config.pipeline.single, config.recompute.recompute_offload
-        micro_batches = config.train.micro_batches(mesh.dp.size()) if single else 1
+        is_single = config.pipeline.single
+        micro_batches = config.train.micro_batches(mesh.dp.size()) if is_single else 1
         at_end = self._alive(len(self.events))
-        early = {n for n in at_end if self._kinds[n] == "optimizer"} | (
-            own if micro_batches > 1 else set()
-        )
-        moved = {n for n, kind in enumerate(self._kinds) if kind in (KEPT, MOMENTS)}
-        kept = {n: size for n, size in self.kept.items() if n not in moved | self._resized}
-        skipped = early | moved
-        live, peaks = 0, [0]
-        for number, change in self.events:
-            live += 0 if number in skipped else change
-            peaks.append(live)
-        at_peak, memory = self._alive(peaks.index(max(peaks))), Counter[str]()
-        for n, size in (
-            {n: at_peak[n] for n in at_peak.keys() - skipped} | {n: at_end[n] for n in early}
-        ).items():
-            held = n in kept and self._kinds[n] != "logits"
-            kind = (
-                "gathered weights"
-                if n in self._resized
-                else "activations"
-                if held
-                else self._kinds[n]
-            )
-            memory["gradients" if n in own else kind] += size
-        ranks, stage = mesh.pp.size(), mesh.pp.get_local_rank()
-        flying = int(config.pipeline.in_flight(stage, ranks, micro_batches)) if single else 1
-        if not offload:
-            memory["activations"] += round((flying - 1) * sum(kept.values()))
-        there = {
-            kind: [at_end[n] for n in at_end if self._kinds[n] == kind] for kind in (KEPT, MOMENTS)
+        gradient_numbers = {self._numbers[x.untyped_storage()] for x in gradients}
+        from_start = {number for number in at_end if self._kinds[number] == "optimizer"}
+        if micro_batches > 1:
+            from_start |= gradient_numbers
+        on_host = {number for number, kind in enumerate(self._kinds) if kind in (KEPT, MOMENTS)}
+
+        at_peak = self._alive(self._peak_event(from_start | on_host))
+        alive = {
+            number: size
+            for number, size in at_peak.items()
+            if number not in from_start and number not in on_host
         }
-        host = in_slabs(there[KEPT] * flying, SEVERAL) + (in_slabs if gpu else sum)(there[MOMENTS])
+        alive |= {number: at_end[number] for number in from_start}
+        kept = {
+            number: size
+            for number, size in self.kept.items()
+            if number not in on_host and number not in self._resized
+        }
+        memory = Counter[str]()
+        for number, size in alive.items():
+            is_gradient = number in gradient_numbers
+            memory["gradients" if is_gradient else self._cause(number, kept)] += size
+
+        stage = mesh.pp.get_local_rank()
+        in_flight = 1
+        if is_single:
+            in_flight = int(config.pipeline.in_flight(stage, mesh.pp.size(), micro_batches))
+        if not config.recompute.recompute_offload:
+            memory["activations"] += round((in_flight - 1) * sum(kept.values()))
         if config.data_parallel.strategy == "zero1" and micro_batches > 1:
-            memory["gradients"] *= (
-                mesh.dp_cp.size() // config.data_parallel.num_distributed_optimizer_instances
-            )
-        return Rehearsal(
-            self.rank,
-            stage,
-            dict(memory),
-            {link: count // ran for link, count in self.sent.items()},
-            host,
-        )
+            copies = config.data_parallel.num_distributed_optimizer_instances
+            memory["gradients"] *= mesh.dp_cp.size() // copies
+
+        kept_on_host = [at_end[n] for n in at_end if self._kinds[n] == KEPT]
+        moments_on_host = [at_end[n] for n in at_end if self._kinds[n] == MOMENTS]
+        host = in_slabs(kept_on_host * in_flight, SEVERAL)
+        host += in_slabs(moments_on_host) if on_gpu else sum(moments_on_host)
+        sent = {link: num_bytes // num_micro_batches for link, num_bytes in self.sent.items()}
+        return Rehearsal(self.rank, stage, dict(memory), sent, host)
+
+    def _peak_event(self, ignored: Collection[int]) -> int:
+        """Return the number of events up to the memory's peak, without ``ignored`` storages."""
+        live = 0
+        peak = 0
+        peak_event = 0
+        for index, (number, change) in enumerate(self.events, 1):
+            if number not in ignored:
+                live += change
+            if live > peak:
+                peak = live
+                peak_event = index
+        return peak_event
+
+    def _cause(self, number: int, kept: Mapping[int, int]) -> str:
+        """Return the cause of a storage's memory."""
+        if number in self._resized:
+            return "gathered weights"
+        if number in kept and self._kinds[number] != "logits":
+            return "activations"
+        return self._kinds[number]
+
+
+def _is_on_real_tensors(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return True if an operator has real or meta tensors only, so that it is computed.
+
+    Factories of tensors, and ``to_empty`` from the meta device, make fake ones.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return False
+    device = kwargs.get("device")
+    takes_meta = any(tensor.is_meta for tensor in tensors) or not tensors
+    if takes_meta and device:
+        return bool(device.type == "meta")
+    return bool(tensors)

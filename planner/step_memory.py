@@ -1,6 +1,4 @@
-"""Count a training step's memory, and what of it lies on the host, for a model that is given by
-numbers.
-"""
+"""Memory of a training step, on the device and on the host, for a model described by numbers."""
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -21,7 +19,7 @@ from train.optimizers.host import PIECE
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """A model and one step of it, before tensor parallelism."""
+    """Sizes of a model and of one training step, before tensor parallelism."""
 
     layers: int
     hidden: int
@@ -33,54 +31,41 @@ class StepShape:
     vocab: int
     parameters: int
     outside: int
-    """Parameters in no layer: the output projection, where it has weights of its own, and tables of
-    embeddings.
-    """
+    """Parameters outside the layers: embeddings, and an output projection with its own weights."""
     matrix_weights: int
     """Weights of all matrix products, the output projection included."""
     element_size: int
     micro_batch: int
     micro_batches: int
     window: Window | None = None
-    """Keys that a query of a layer with a window sees before and after its own."""
+    """Keys that a query sees before and after its own, in layers with a window."""
     windowed_layers: int = 0
     trained: int | None = None
-    """Parameters that are trained, besides which the others lie frozen in element_size bytes; None:
-    all.
-    """
+    """Trained parameters; the others are frozen in element_size bytes. None: all are trained."""
     softmax_layers: int = 0
-    """Layers of a hybrid with softmax attention, which the plan is not of but beside a delta rule.
-    """
+    """Softmax layers of a hybrid. The plan describes them only if the others have a delta rule."""
     softmax_seconds: float = 0.0
-    """Seconds of one of them forward and backward, in its own layout."""
+    """Seconds of a softmax layer's attention forward and backward, in its own layout."""
     delta: DeltaShape | None = None
-    """A gated delta rule, which all layers but the softmax ones have; their attention's plan is of
-    both then.
-    """
+    """Gated delta rule of all layers but the softmax ones; the plan then describes both kinds."""
     gate: float = 0.0
-    """Widths of the queries that softmax attention keeps more: an output gate's, and of norms in
-    float32.
-    """
+    """Further copies of the queries that softmax attention keeps: an output gate's, and norms'."""
     residual: float = 6.0
-    """Widths of the residual stream that a layer keeps: residuals, inputs and outputs of norms and
-    projections.
-    """
+    """Copies of the residual stream that a layer keeps: residuals, inputs of norms and products."""
     normed: float = 0.0
-    """Widths of a delta rule's output that its norm keeps more, where it is no kernel."""
+    """Further copies of a delta rule's output that its norm keeps, if it is no fused kernel."""
     first_layer: float = 0.0
-    """Such widths that the first layer keeps more: queries and keys of twice the width."""
+    """Further copies that the first layer keeps: its queries and keys have twice the width."""
     modulated: int = 0
-    """Widths of the residual stream that a layer looks up for every token: a DiT's shifts, scales
-    and gates.
-    """
+    """Copies of the residual stream looked up per token: a DiT's shifts, scales and gates."""
     replicated: int = 0
-    """Parameters that tensor parallelism does not divide."""
+    """Parameters that tensor parallelism does not split."""
     averages: int = 0
     """Bytes per parameter of averages of the weights."""
     wide_logits: int = LOSS_CHUNK["cuda"]
-    """Logits of a low precision that are there in float32 at once."""
+    """Logits in low precision that exist in float32 at once."""
     workspaces: int = 0
-    """Bytes that libraries take to work in."""
+    """Bytes of libraries' workspaces."""
 
     @property
     def trained_share(self) -> float:
@@ -90,7 +75,7 @@ class StepShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """Division of the work among ranks, besides the attention's plan."""
+    """Division of the work over ranks, besides the attention's plan."""
 
     pp: int = 1
     dp: int = 1
@@ -109,8 +94,11 @@ class Arrangement:
 
 
 class Moments(NamedTuple):
-    """Bytes at the moments of a step at one of which its memory peaks; of a layer, in the midst of
-    its backward.
+    """Bytes at the moments of a step at which its memory may peak.
+
+    A layer's moment is in the middle of its backward. Which moment is the peak depends on the
+    model: logits are large for a large vocabulary; the last layer's backward sees all activations;
+    the first layers' see the gradients of all others; the optimizer sees all gradients.
     """
 
     loss: float
@@ -125,107 +113,146 @@ def memory_of(work: StepShape, plan: Plan, arranged: Arrangement) -> dict[str, f
 
     In a pipeline the loss is the last stage's and the rest the first one's.
     """
-    states, gradients, passing = _weights(work, plan, arranged)
-    activations, inside = _activations(work, plan, arranged)
-    found = (
-        {
-            "weights, gradients, optimizer": states + there,
-            "activations": held,
-            "a layer's backward, or the logits": part + rest + work.workspaces,
-        }
-        for there, held, part, rest in zip(gradients, activations, passing, inside, strict=True)
-    )
-    return max(found, key=lambda memory: sum(memory.values()))
+    states, gradients, temporary_weights = _weights(work, plan, arranged)
+    activations, temporary = _activations(work, plan, arranged)
+    memory_by_moment = []
+    for gradient, activation, passing, rest in zip(
+        gradients, activations, temporary_weights, temporary, strict=True
+    ):
+        memory_by_moment.append(
+            {
+                "weights, gradients, optimizer": states + gradient,
+                "activations": activation,
+                "a layer's backward, or the logits": passing + rest + work.workspaces,
+            }
+        )
+    return max(memory_by_moment, key=lambda memory: sum(memory.values()))
 
 
 def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float, Moments, Moments]:
-    """Count weights with the optimizer's state; at each moment gradients, and what is on its way to
-    them.
+    """Count the weights with the optimizer's state, gradients, and weights on their way.
 
-    Gradients of one micro-batch come layer by layer; those of several are there from the second on.
-    In a pipeline the first stage has the tables, and the last the output.
+    Gradients of one micro-batch come layer by layer; those of several exist from the second on. In
+    a pipeline the first stage has the embeddings, and the last the output.
+
+    Returns:
+        Bytes of weights and state; of gradients at each moment; of gathered weights and of
+        gradients that are not yet reduced at each moment.
     """
-    tp, size, trained = arranged.tp, work.element_size, work.trained_share
+    tp = arranged.tp
+    size = work.element_size
+    trained = work.trained_share
     output = work.vocab * work.hidden / tp
-    outside, layers = work.outside / tp, -(-work.layers // arranged.pp)
-    each = ((work.parameters - work.replicated) / tp + work.replicated - outside) / work.layers
+    outside = work.outside / tp
+    layers = -(-work.layers // arranged.pp)
+    split = (work.parameters - work.replicated) / tp
+    per_layer = (split + work.replicated - outside) / work.layers
     if arranged.pp > 1:
         outside = max(output, outside - output)
-    own, shards = layers * each + outside, _shards(plan, arranged)
-    moments_here = 0 if arranged.moments_on_host else arranged.state_bytes
-    states = (4 + moments_here + work.averages) * own * trained + size * own * (1 - trained)
-    copied = shards > 1 or size < 4
-    copies = (outside + each if arranged.strategy == "zero3" else own) * size * copied
-    gradients = (
-        4
-        * own
-        * trained
-        / (1 if arranged.strategy == "zero1" and work.micro_batches > 1 else shards)
-    )
-    there, waiting = Moments._make([gradients] * 5), 0.0
-    if work.micro_batches == 1:  # the output's waits for what else is in no layer
+    stage = layers * per_layer + outside
+    shards = _num_shards(plan, arranged)
+
+    state_bytes = 0 if arranged.moments_on_host else arranged.state_bytes
+    states = (4 + state_bytes + work.averages) * stage * trained + size * stage * (1 - trained)
+    # Copies of the weights in their computing dtype: gathered with zero3, else all the time.
+    is_copied = shards > 1 or size < 4
+    is_gathered = arranged.strategy == "zero3"
+    copies = (outside + per_layer if is_gathered else stage) * size * is_copied
+
+    gradient_shards = shards
+    if arranged.strategy == "zero1" and work.micro_batches > 1:
+        gradient_shards = 1
+    all_gradients = 4 * stage * trained / gradient_shards
+    gradients = Moments._make([all_gradients] * 5)
+    waiting = 0.0
+    if work.micro_batches == 1:
+        # Layers whose gradients are done at each moment. The output's gradient waits for those of
+        # the other parameters outside the layers.
         done = (0, 0, max(0, layers - 2), layers - 1)
-        there = Moments._make(
-            [*(4 * number * each * trained / shards for number in done), gradients]
-        )
+        by_moment = [4 * number * per_layer * trained / shards for number in done]
+        gradients = Moments._make([*by_moment, all_gradients])
         waiting = size * output * trained
-    summed = 4 * each * trained * copied  # of the layer after, until the next are summed over ranks
-    gathered = (
-        size * each * (arranged.strategy == "zero3" and shards > 1)
-    )  # of the layer before, ahead
-    last = 4 * (1 + 1 / shards) * outside * trained * copied
+
+    # The gradient of the layer after, until the next ones are reduced over ranks.
+    unreduced = 4 * per_layer * trained * is_copied
+    # The weights of the layer before, gathered ahead.
+    gathered = size * per_layer * (is_gathered and shards > 1)
+    last = 4 * (1 + 1 / shards) * outside * trained * is_copied
     if arranged.strategy == "legacy_ddp":
-        last = 4 * own * trained  # all in one piece
-    pieces = min(2 * PIECE, own / shards) * arranged.state_bytes * arranged.moments_on_host
-    passing = Moments(
+        last = 4 * stage * trained  # all in one piece
+    moved = min(2 * PIECE, stage / shards) * arranged.state_bytes * arranged.moments_on_host
+    temporary = Moments(
         loss=0,
         last_layer=waiting + gathered,
-        second_layer=waiting + gathered + summed,
-        first_layer=waiting + summed,
-        end=max(last, pieces) - copies,
+        second_layer=waiting + gathered + unreduced,
+        first_layer=waiting + unreduced,
+        end=max(last, moved) - copies,  # gathered weights are freed at the end
     )
-    return states / shards + copies, there, passing  # at the end the whole weights are let go of
+    return states / shards + copies, gradients, temporary
 
 
 def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Moments, Moments]:
-    """Count what layers keep at each moment, and what the loss or a layer's backward takes besides."""
-    tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
+    """Count kept activations at each moment, and what the loss or a backward takes besides."""
+    pp = arranged.pp
+    tokens = work.micro_batch * plan.local_len
+    layers = -(-work.layers // pp)
     stream = tokens * work.hidden * work.element_size / arranged.tp
-    flying, ends = (
-        arranged.pipeline.in_flight(rank, arranged.pp, work.micro_batches)
-        for rank in (0, arranged.pp - 1)
-    )
-    sent = stream * flying * (arranged.pp > 1)
-    one, held = tokens * _kept(work, plan, arranged), layers
-    if arranged.offload:  # what is on its way; the layer that runs is counted with its inside
-        one, held = one * (layers > 1 and fetched_ahead(work, plan, arranged)), 1
-    every, again = one * held, stream * work.first_layer
-    two, first = one * min(2, held), one
+    in_flight = arranged.pipeline.in_flight(0, pp, work.micro_batches)
+    in_flight_last = arranged.pipeline.in_flight(pp - 1, pp, work.micro_batches)
+    sent = stream * in_flight * (pp > 1)
+
+    per_layer = tokens * _kept(work, plan, arranged)
+    kept_layers = layers
+    if arranged.offload:
+        # Only what is on its way counts here; the running layer's is in its backward.
+        per_layer = per_layer * (layers > 1 and fetched_ahead(work, plan, arranged))
+        kept_layers = 1
+    all_layers = per_layer * kept_layers
+    two_layers = per_layer * min(2, kept_layers)
+    first_layer = per_layer
+    recomputed = stream * work.first_layer
     if arranged.recompute in ("none", "selective"):
-        every, two, first, again = every + again, two + again, first + again, 0.0
-    waiting = (flying - 1) * every + sent
-    layer = max(_backward_bytes(kind, plan, arranged) for _, kind in _kinds(work))
-    others = every + _loss_kept(work, tokens, arranged) * (
-        arranged.pipeline.pipeline_schedule == "GPipe"
-    )
+        all_layers = all_layers + recomputed
+        two_layers = two_layers + recomputed
+        first_layer = first_layer + recomputed
+        recomputed = 0.0
+
+    waiting = (in_flight - 1) * all_layers + sent
+    keeps_loss = arranged.pipeline.pipeline_schedule == "GPipe"
+    other_micro_batches = all_layers + _loss_kept(work, tokens, arranged) * keeps_loss
     activations = Moments(
-        loss=every + 2 * stream + (ends - 1) * others,
-        last_layer=every + waiting,
-        second_layer=waiting + two,
-        first_layer=waiting + first,
+        loss=all_layers + 2 * stream + (in_flight_last - 1) * other_micro_batches,
+        last_layer=all_layers + waiting,
+        second_layer=waiting + two_layers,
+        first_layer=waiting + first_layer,
         end=0,
     )
-    # The logits and their gradients, of a low precision in float32 a few rows at a time.
-    scores, size = min(tokens, arranged.loss_chunk or tokens), work.element_size
+
+    loss = _loss_bytes(work, tokens, arranged)
+    layer = max(_backward_bytes(kind, plan, arranged) for _, kind in _kinds(work))
+    return activations, Moments(loss, layer, layer, layer + recomputed, 0)
+
+
+def _loss_bytes(work: StepShape, tokens: int, arranged: Arrangement) -> float:
+    """Count the logits and their gradients; low precisions are in float32 a few rows at a time."""
+    size = work.element_size
+    scored_tokens = min(tokens, arranged.loss_chunk or tokens)
     width = max(1, work.vocab / arranged.tp)
-    rows = min(scores, work.wide_logits / width)
-    loss = width * ((2 * size * scores + 8 * rows) if size < 4 else (size + 4) * scores)
-    loss += _loss_kept(work, tokens, arranged) if arranged.loss_chunk else 0
-    return activations, Moments(loss, layer, layer, layer + again, 0)
+    float32_rows = min(scored_tokens, work.wide_logits / width)
+    if size < 4:
+        loss = width * (2 * size * scored_tokens + 8 * float32_rows)
+    else:
+        loss = width * ((size + 4) * scored_tokens)
+    if arranged.loss_chunk:
+        loss += _loss_kept(work, tokens, arranged)
+    return loss
 
 
 def _loss_kept(work: StepShape, tokens: int, arranged: Arrangement) -> float:
-    """Count what a loss keeps until its backward: logits, or the gradients that came with it."""
+    """Count what a loss keeps until its backward: logits, or gradients if it is in chunks.
+
+    A loss in chunks computes its gradients at once, in the forward.
+    """
     width = max(1, work.vocab / arranged.tp)
     if arranged.loss_chunk:
         return work.hidden * (4 * width + tokens * work.element_size / arranged.tp)
@@ -233,37 +260,42 @@ def _loss_kept(work: StepShape, tokens: int, arranged: Arrangement) -> float:
 
 
 def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Count what a layer's backward takes besides what is kept: what is computed again, and
-    gradients inside.
+    """Count the bytes of a layer's backward, besides those that its forward has kept.
 
-    It is most in the feed-forward, or in the attention, when what the feed-forward held is gone and
-    the gradients of its weights are there.
+    They are recomputed activations and inner gradients. The peak is in the feed-forward, or in the
+    attention, when the feed-forward's activations are freed and its weights' gradients exist.
     """
-    of, tokens = own_sizes(work, plan, arranged.tp), work.micro_batch * plan.local_len
-    size, split = work.element_size / arranged.tp, arranged.tp > 1
-    kept, inside = _layer_activations(work, plan, arranged)
-    matrices, rows = 3 if work.gated else 2, min(tokens, arranged.ffn_chunk or tokens)
-    stream, wide, matrix = (
-        tokens * work.hidden * size,
-        rows * work.ffn * size,
-        work.hidden * work.ffn * size,
-    )
-    ffn, gone = (matrices - 1) * wide + matrix + stream, work.residual / 2 * stream
-    whole = stream * arranged.tp  # of all tokens, where ranks share them
-    if arranged.ffn_chunk:  # its gradients of weights are summed in float32
-        ffn += matrices * (wide + matrix * (1 + 4 / work.element_size)) + (
-            2 * whole if split else stream
-        )
+    tp = arranged.tp
+    tokens = work.micro_batch * plan.local_len
+    size = work.element_size / tp
+    kept, needed = _layer_activations(work, plan, arranged)
+    recomputed = tokens * (needed - kept * (not arranged.offload))
+
+    num_matrices = 3 if work.gated else 2
+    rows = min(tokens, arranged.ffn_chunk or tokens)
+    stream = tokens * work.hidden * size
+    inner = rows * work.ffn * size
+    matrix = work.hidden * work.ffn * size
+    all_tokens = stream * tp  # of all ranks, which are gathered
+
+    ffn = (num_matrices - 1) * inner + matrix + stream
+    freed = work.residual / 2 * stream
+    if arranged.ffn_chunk:  # gradients of its weights are summed in float32
+        weight_gradients = matrix * (1 + 4 / work.element_size)
+        gathered = 2 * all_tokens if tp > 1 else stream
+        ffn += num_matrices * (inner + weight_gradients) + gathered
     else:
-        ffn, gone = ffn + whole * split, gone + matrices * wide
+        ffn = ffn + all_tokens * (tp > 1)
+        freed = freed + num_matrices * inner
+
     if work.delta is None:
-        buffers: float = backward_buffers(plan, of, plan.backward_moves(of))
+        sizes_of_rank = rank_sizes(work, plan, tp)
+        moves = plan.backward_moves(sizes_of_rank)
+        buffers: float = backward_buffers(plan, sizes_of_rank, moves)
     else:
-        buffers = work.delta.split(arranged.tp).buffers(
-            work.micro_batch, plan.local_len, work.element_size
-        )
-    attention = buffers + 2 * stream - gone + matrices * matrix
-    return tokens * (inside - kept * (not arranged.offload)) + max(attention, ffn)
+        buffers = work.delta.split(tp).buffers(work.micro_batch, plan.local_len, work.element_size)
+    attention = buffers + 2 * stream - freed + num_matrices * matrix
+    return recomputed + max(attention, ffn)
 
 
 def _kinds(work: StepShape) -> list[tuple[float, StepShape]]:
@@ -275,31 +307,37 @@ def _kinds(work: StepShape) -> list[tuple[float, StepShape]]:
 
 
 def _kept(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes per token that a layer keeps for its backward, of all kinds on average."""
+    """Return the bytes per token that a layer keeps for its backward, averaged over all kinds."""
     return sum(share * _layer_activations(kind, plan, arranged)[0] for share, kind in _kinds(work))
 
 
 def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float, float]:
-    """Return bytes per token that a layer keeps for its backward, and that it holds then.
+    """Return bytes per token that a layer keeps for its backward, and that the backward needs.
 
     Counted module by module: residuals, inputs of norms and projections; queries, keys and values,
-    the output and its lse; gate, up and product of a gated feed-forward, input and activation of
+    the output and its LSE; gate, up and product of a gated feed-forward, input and activation of
     another.
     """
-    queries, keys = work.heads * work.head_dim, work.kv_heads * work.head_dim
-    ffn = 0 if arranged.ffn_chunk else (3 if work.gated else 2) * work.ffn
-    per_channel, lse = work.element_size / arranged.tp, 4 * work.heads / arranged.tp
-    gathered = 2 * (1 - 1 / arranged.tp) * work.hidden * work.element_size  # outputs of norms
-    outputs = queries * _outputs(plan)
+    tp = arranged.tp
+    per_channel = work.element_size / tp
+    queries = work.heads * work.head_dim
+    keys = work.kv_heads * work.head_dim
+    lse = 4 * work.heads / tp
+    outputs = queries * _num_outputs(plan)
     if work.delta is None:
         attention = (queries + outputs + 2 * keys + work.gate * queries) * per_channel + lse
         results = outputs * per_channel + lse
     else:
-        delta, of = work.delta.split(arranged.tp), (plan, work.micro_batch, work.element_size)
-        attention, results = delta.activations(*of, work.normed), sum(delta.results(*of))
-    everything = (
-        ((work.residual + work.modulated) * work.hidden + ffn) * per_channel + attention + gathered
-    )
+        delta = work.delta.split(tp)
+        attention = delta.activations(plan, work.micro_batch, work.element_size, work.normed)
+        results = sum(delta.results(plan, work.micro_batch, work.element_size))
+
+    ffn = 0
+    if not arranged.ffn_chunk:
+        ffn = (3 if work.gated else 2) * work.ffn
+    norm_outputs = 2 * (1 - 1 / tp) * work.hidden * work.element_size  # gathered over tp
+    stream = (work.residual + work.modulated) * work.hidden
+    everything = (stream + ffn) * per_channel + attention + norm_outputs
     if arranged.recompute == "full":
         return work.hidden * per_channel, everything
     if arranged.recompute == "attention_boundary":
@@ -307,87 +345,85 @@ def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tu
     return everything, everything
 
 
-def _outputs(plan: Plan) -> int:
-    """Return how often the attention's output is kept: by Ulysses before its exchange and after,
-    but in stages.
+def _num_outputs(plan: Plan) -> int:
+    """Return the copies of the attention's output that are kept.
+
+    Ulysses keeps it before and after its exchange, except in stages of heads.
     """
-    return (
-        2
-        if plan.geometry.ulysses_degree > 1 and plan.geometry.options.ulysses_head_chunks == 1
-        else 1
-    )
+    geometry = plan.geometry
+    exchanges = geometry.ulysses_degree > 1 and geometry.options.ulysses_head_chunks == 1
+    return 2 if exchanges else 1
 
 
 def moments(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes of a rank's moments in host memory."""
-    own = (
-        work.trained_share * work.parameters / (arranged.tp * arranged.pp) / _shards(plan, arranged)
-    )
-    return arranged.state_bytes * own if arranged.moments_on_host else 0.0
+    """Return the bytes of a rank's optimizer moments in host memory."""
+    if not arranged.moments_on_host:
+        return 0.0
+    parameters = work.trained_share * work.parameters / (arranged.tp * arranged.pp)
+    return arranged.state_bytes * (parameters / _num_shards(plan, arranged))
 
 
-def _shards(plan: Plan, arranged: Arrangement) -> int:
-    return (
-        1
-        if arranged.strategy in ("ddp", "legacy_ddp")
-        else arranged.dp * plan.size // arranged.copies
-    )
+def _num_shards(plan: Plan, arranged: Arrangement) -> int:
+    if arranged.strategy in ("ddp", "legacy_ddp"):
+        return 1
+    return arranged.dp * plan.size // arranged.copies
 
 
 def offloaded(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
     """Return the bytes that a micro-batch keeps in host memory."""
-    kept = _kept(work, plan, arranged)
-    return (
-        work.micro_batch * plan.local_len * kept * -(-work.layers // arranged.pp)
-        if arranged.offload
-        else 0.0
-    )
+    if not arranged.offload:
+        return 0.0
+    layers = -(-work.layers // arranged.pp)
+    return work.micro_batch * plan.local_len * _kept(work, plan, arranged) * layers
 
 
 def pinned(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes of host memory that torch pins for both, but for what is left of the
-    moments' last slab.
+    """Return the bytes of host memory that torch pins for activations and moments.
 
-    Of a pipeline the first stage has most there: of all micro-batches in flight.
+    The unused end of the moments' last slab does not count. In a pipeline the first stage pins
+    most: the activations of all micro-batches in flight.
     """
     layers = -(-work.layers // arranged.pp)
-    flying = ceil(arranged.pipeline.in_flight(0, arranged.pp, work.micro_batches))
-    counts = [
-        (round(share * layers) * flying, _pinned_tensors(kind, plan, arranged))
-        for share, kind in _kinds(work)
-    ]
-    return sum(_in_slabs(tensors, times) for times, tensors in counts) + moments(
-        work, plan, arranged
-    )
+    in_flight = ceil(arranged.pipeline.in_flight(0, arranged.pp, work.micro_batches))
+    activations = 0
+    for share, kind in _kinds(work):
+        tensors = _pinned_tensors(kind, plan, arranged)
+        activations += _in_slabs(tensors, round(share * layers) * in_flight)
+    return activations + moments(work, plan, arranged)
 
 
 def _pinned_tensors(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[int, ...]:
     """Return the bytes of each tensor that a layer keeps in host memory."""
-    tokens, part = work.micro_batch * plan.local_len, work.element_size / arranged.tp
-    kept = [work.hidden * part] if arranged.offload else []
-    if arranged.offload and arranged.recompute == "attention_boundary":
+    if not arranged.offload:
+        return ()
+    tokens = work.micro_batch * plan.local_len
+    per_channel = work.element_size / arranged.tp
+    bytes_per_token = [work.hidden * per_channel]
+    if arranged.recompute == "attention_boundary":
         if work.delta is not None:
-            kept += work.delta.split(arranged.tp).results(plan, work.micro_batch, work.element_size)
+            delta = work.delta.split(arranged.tp)
+            bytes_per_token += delta.results(plan, work.micro_batch, work.element_size)
         else:
-            kept += [work.heads * work.head_dim * part] * _outputs(plan) + [
-                4 * work.heads / arranged.tp
-            ]
-    return tuple(round(tokens * count) for count in kept)
+            output = work.heads * work.head_dim * per_channel
+            bytes_per_token += [output] * _num_outputs(plan)
+            bytes_per_token.append(4 * work.heads / arranged.tp)  # the LSE
+    return tuple(round(tokens * count) for count in bytes_per_token)
 
 
 @lru_cache(maxsize=1024)
 def _in_slabs(tensors: tuple[int, ...], times: int) -> int:
-    """Return the bytes of the slabs of tensors that are kept so many times."""
+    """Return the bytes of the slabs for ``times`` copies of these tensors."""
     return in_slabs(tensors * times, SEVERAL)
 
 
 def fetched_ahead(work: StepShape, plan: Plan, arranged: Arrangement) -> bool:
-    """Return whether offloaded activations come back while the layer after theirs runs."""
+    """Return True if offloaded activations come back while the layer after theirs runs."""
     kept = max(_layer_activations(kind, plan, arranged)[0] for _, kind in _kinds(work))
     return work.micro_batch * plan.local_len * kept <= FETCH_AHEAD
 
 
-def own_sizes(work: StepShape, plan: Plan, tp: int) -> Sizes:
-    """Return the attention's sizes of a rank's heads."""
-    heads, kv_heads = work.heads // tp, max(1, work.kv_heads // tp)
+def rank_sizes(work: StepShape, plan: Plan, tp: int) -> Sizes:
+    """Return the sizes of the attention of one rank's heads."""
+    heads = work.heads // tp
+    kv_heads = max(1, work.kv_heads // tp)
     return sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)

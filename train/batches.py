@@ -99,7 +99,7 @@ class StopAgreement(Callback):
         self._minutes = minutes
         self._sums = [0] * (len(ASKING) + 1)
         self._has_stepped = False
-        """True after a step; the time limit counts from then, or a slow start would never advance."""
+        """True after a step; time is not over before, or a slow start would never advance."""
 
     @property
     def agreed(self) -> bool:

@@ -116,7 +116,7 @@ def _hybrid_context_of(
 
 
 def _uncompiled(rule: Callable[..., Tensor], convolve: Callable[..., Tensor]) -> DeltaAttend:
-    """Exclude a delta rule and its convolution from compilation: every mask would be a new graph."""
+    """Exclude a delta rule and its convolution from compilation, which every mask would repeat."""
     attend: Any = torch.compiler.disable(rule)
     attend.convolve = torch.compiler.disable(convolve)
     return attend

@@ -93,7 +93,7 @@ def opened(
 
 
 class Writer:
-    """Writes text with a checkpoint's weights on a mesh; all ranks call it and get the same text."""
+    """Writes text with a checkpoint's weights on a mesh; all ranks get the same text."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class Writer:
         return read
 
     def _pad_for_tp(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Pad tokens [B, T] to a multiple of the tensor-parallel ranks, at positions after the end."""
+        """Pad tokens [B, T] to a multiple of the tensor-parallel ranks."""
         missing = -tokens.shape[1] % self._mesh.tp.size()
         if not missing:
             return tokens, positions

@@ -109,7 +109,7 @@ class Sampler:
         diffusion: Diffusion,
         seed: int,
     ) -> None:
-        """Set up for a run's ``parts``; samples are joined into sequences if training joins them."""
+        """Set up for a run's ``parts``; samples are joined if training joins them."""
         self._num_joined = config.train.micro_batch_size if config.packed else None
         self._parts = parts
         self._mesh = mesh
@@ -148,7 +148,7 @@ class Sampler:
         return unpatchify(torch.cat(gathered)[: len(labels)], self._model).cpu()
 
     def _draw(self, numbers: list[int], labels: Sequence[int]) -> Tensor:
-        """Return this rank's patches ``[b, T, W]`` of numbered samples, or all if they are joined."""
+        """Return this rank's patches ``[b, T, W]`` of numbered samples, or all if joined."""
         sampling = self._sampling
         sample_labels = torch.tensor(
             [labels[number] for number in numbers], device=self._mesh.device

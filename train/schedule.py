@@ -142,9 +142,8 @@ def schedule_of(config: ScheduleConfig, train_iters: int) -> Schedule:
     if config.lr_warmup_fraction is not None:
         warmup = min(round(config.lr_warmup_fraction * end), end - 1)
     decay = config.lr_wsd_decay_iters or max(1, end // 10)
-    if config.lr_decay_iters is None:
-        if warmup >= end:
-            warmup = min(max(1, end // 10), end - 1)
+    if config.lr_decay_iters is None and warmup >= end:
+        warmup = min(max(1, end // 10), end - 1)
     if config.lr_decay_iters is None or config.lr_wsd_decay_iters is None:
         decay = max(1, min(decay, end - warmup))
 

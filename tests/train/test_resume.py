@@ -22,7 +22,7 @@ from tests.parallel.tiny import (
 )
 from tests.train.optimizers.momentum import NAME, Momentum
 from tests.train.test_run import with_checkpoint
-from train import resume
+from train.resume import schedule
 from train.callbacks.health import RunProgress
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import CheckpointError
@@ -54,7 +54,9 @@ def saved(before, contents=None):
 
 
 def continued(now, path, extra, iteration):
-    optimizer, note = resume.continued(now.optimizer, now.train.train_iters, path, extra, iteration)
+    optimizer, note = schedule.choose_schedule(
+        now.optimizer, now.train.train_iters, path, extra, iteration
+    )
     return replace(now, optimizer=optimizer), note or ""
 
 

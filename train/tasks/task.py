@@ -105,7 +105,7 @@ class Task(ABC, Generic[C]):
         """Describe the run in one line: the model, the mesh and the data."""
 
     def after_validation(self, parts: Sequence[Any]) -> Callable[[int], None] | None:
-        """Return a function that all ranks call with the iteration after each validation, or None."""
+        """Return a function to call on all ranks after each validation, given the iteration."""
         return None
 
     def build_parts(self, *, initialize: bool = True) -> list[Any]:

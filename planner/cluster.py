@@ -98,7 +98,7 @@ class Cluster:
     host_memory_gb: float = 0.0
     """Host memory of one processor available to a run, in 10^9 bytes."""
     public_error: float = 0.0
-    """Largest error on published runs by ``attention_kernel`` that nothing was fitted to; 0: none."""
+    """Largest error on published runs by ``attention_kernel`` that nothing was fitted to, or 0."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Kind of the processors; a file measured on a CPU may have any name."""
 

@@ -11,9 +11,10 @@ from parallel.context import ContextConfig, Plan, make_plan
 from parallel.context.layout import BALANCED, PLACEMENTS
 from parallel.context.methods import METHODS, STATE_METHODS
 from planner.cluster import Cluster
+from planner.host_memory import pinned
 from planner.levers import MOMENTS, OFFLOAD, AnyConfig, described, ladder, untried_fields
 from planner.step_cost import Prediction, step_seconds
-from planner.step_memory import Arrangement, StepShape, memory_of, pinned
+from planner.step_memory import Arrangement, StepShape, memory_of
 from planner.workload import typical_documents, with_softmax_layers, workload_of
 from runtime.errors import UserError, divisors
 from runtime.progress import Progress

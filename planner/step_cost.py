@@ -11,16 +11,8 @@ from parallel.context.traffic import Sizes
 from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links
 from planner.cluster import Cluster
 from planner.delta_cost import DeltaCost, fastest_schedule
-from planner.step_memory import (
-    Arrangement,
-    StepShape,
-    fetched_ahead,
-    memory_of,
-    moments,
-    offloaded,
-    pinned,
-    rank_sizes,
-)
+from planner.host_memory import moments, offloaded, pinned
+from planner.step_memory import Arrangement, StepShape, fetched_ahead, memory_of, rank_sizes
 
 POINTWISE = 42.0
 """Passes of a layer's forward over the residual stream and half the feed-forward's width.

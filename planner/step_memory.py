@@ -1,8 +1,6 @@
 """Memory of a training step, on the device and on the host, for a model described by numbers."""
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from math import ceil
 from typing import NamedTuple
 
 from kernels.loss import LOSS_CHUNK
@@ -10,7 +8,7 @@ from parallel.context.layout import Window
 from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes, sizes
 from parallel.data import Strategy
-from parallel.offload import FETCH_AHEAD, SEVERAL, in_slabs
+from parallel.offload import FETCH_AHEAD
 from parallel.pipeline.stages import PipelineConfig
 from planner.attention_cost import backward_buffers
 from planner.delta_cost import DeltaShape
@@ -150,7 +148,7 @@ def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float,
     if arranged.pp > 1:
         outside = max(output, outside - output)
     stage = layers * per_layer + outside
-    shards = _num_shards(plan, arranged)
+    shards = num_shards(plan, arranged)
 
     state_bytes = 0 if arranged.moments_on_host else arranged.state_bytes
     states = (4 + state_bytes + work.averages) * stage * trained + size * stage * (1 - trained)
@@ -201,7 +199,7 @@ def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Mo
     in_flight_last = arranged.pipeline.in_flight(pp - 1, pp, work.micro_batches)
     sent = stream * in_flight * (pp > 1)
 
-    per_layer = tokens * _kept(work, plan, arranged)
+    per_layer = tokens * kept_per_token(work, plan, arranged)
     kept_layers = layers
     if arranged.offload:
         # Only what is on its way counts here; the running layer's is in its backward.
@@ -229,7 +227,7 @@ def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Mo
     )
 
     loss = _loss_bytes(work, tokens, arranged)
-    layer = max(_backward_bytes(kind, plan, arranged) for _, kind in _kinds(work))
+    layer = max(_backward_bytes(kind, plan, arranged) for _, kind in kinds(work))
     return activations, Moments(loss, layer, layer, layer + recomputed, 0)
 
 
@@ -268,8 +266,8 @@ def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float
     tp = arranged.tp
     tokens = work.micro_batch * plan.local_len
     size = work.element_size / tp
-    kept, needed = _layer_activations(work, plan, arranged)
-    recomputed = tokens * (needed - kept * (not arranged.offload))
+    saved, needed = _layer_activations(work, plan, arranged)
+    recomputed = tokens * (needed - saved * (not arranged.offload))
 
     num_matrices = 3 if work.gated else 2
     rows = min(tokens, arranged.ffn_chunk or tokens)
@@ -298,7 +296,7 @@ def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float
     return recomputed + max(attention, ffn)
 
 
-def _kinds(work: StepShape) -> list[tuple[float, StepShape]]:
+def kinds(work: StepShape) -> list[tuple[float, StepShape]]:
     """Return the kinds of layers, each with its share of them."""
     if work.delta is None:
         return [(1.0, work)]
@@ -306,9 +304,9 @@ def _kinds(work: StepShape) -> list[tuple[float, StepShape]]:
     return [(share, replace(work, delta=None)), (1 - share, work)]
 
 
-def _kept(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
+def kept_per_token(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
     """Return the bytes per token that a layer keeps for its backward, averaged over all kinds."""
-    return sum(share * _layer_activations(kind, plan, arranged)[0] for share, kind in _kinds(work))
+    return sum(share * _layer_activations(kind, plan, arranged)[0] for share, kind in kinds(work))
 
 
 def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float, float]:
@@ -323,7 +321,7 @@ def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tu
     queries = work.heads * work.head_dim
     keys = work.kv_heads * work.head_dim
     lse = 4 * work.heads / tp
-    outputs = queries * _num_outputs(plan)
+    outputs = queries * num_outputs(plan)
     if work.delta is None:
         attention = (queries + outputs + 2 * keys + work.gate * queries) * per_channel + lse
         results = outputs * per_channel + lse
@@ -345,7 +343,7 @@ def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tu
     return everything, everything
 
 
-def _num_outputs(plan: Plan) -> int:
+def num_outputs(plan: Plan) -> int:
     """Return the copies of the attention's output that are kept.
 
     Ulysses keeps it before and after its exchange, except in stages of heads.
@@ -355,71 +353,17 @@ def _num_outputs(plan: Plan) -> int:
     return 2 if exchanges else 1
 
 
-def moments(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes of a rank's optimizer moments in host memory."""
-    if not arranged.moments_on_host:
-        return 0.0
-    parameters = work.trained_share * work.parameters / (arranged.tp * arranged.pp)
-    return arranged.state_bytes * (parameters / _num_shards(plan, arranged))
-
-
-def _num_shards(plan: Plan, arranged: Arrangement) -> int:
+def num_shards(plan: Plan, arranged: Arrangement) -> int:
+    """Return the ranks that share gradients and the optimizer's state."""
     if arranged.strategy in ("ddp", "legacy_ddp"):
         return 1
     return arranged.dp * plan.size // arranged.copies
 
 
-def offloaded(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes that a micro-batch keeps in host memory."""
-    if not arranged.offload:
-        return 0.0
-    layers = -(-work.layers // arranged.pp)
-    return work.micro_batch * plan.local_len * _kept(work, plan, arranged) * layers
-
-
-def pinned(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes of host memory that torch pins for activations and moments.
-
-    The unused end of the moments' last slab does not count. In a pipeline the first stage pins
-    most: the activations of all micro-batches in flight.
-    """
-    layers = -(-work.layers // arranged.pp)
-    in_flight = ceil(arranged.pipeline.in_flight(0, arranged.pp, work.micro_batches))
-    activations = 0
-    for share, kind in _kinds(work):
-        tensors = _pinned_tensors(kind, plan, arranged)
-        activations += _in_slabs(tensors, round(share * layers) * in_flight)
-    return activations + moments(work, plan, arranged)
-
-
-def _pinned_tensors(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[int, ...]:
-    """Return the bytes of each tensor that a layer keeps in host memory."""
-    if not arranged.offload:
-        return ()
-    tokens = work.micro_batch * plan.local_len
-    per_channel = work.element_size / arranged.tp
-    bytes_per_token = [work.hidden * per_channel]
-    if arranged.recompute == "attention_boundary":
-        if work.delta is not None:
-            delta = work.delta.split(arranged.tp)
-            bytes_per_token += delta.results(plan, work.micro_batch, work.element_size)
-        else:
-            output = work.heads * work.head_dim * per_channel
-            bytes_per_token += [output] * _num_outputs(plan)
-            bytes_per_token.append(4 * work.heads / arranged.tp)  # the LSE
-    return tuple(round(tokens * count) for count in bytes_per_token)
-
-
-@lru_cache(maxsize=1024)
-def _in_slabs(tensors: tuple[int, ...], times: int) -> int:
-    """Return the bytes of the slabs for ``times`` copies of these tensors."""
-    return in_slabs(tensors * times, SEVERAL)
-
-
 def fetched_ahead(work: StepShape, plan: Plan, arranged: Arrangement) -> bool:
     """Return True if offloaded activations come back while the layer after theirs runs."""
-    kept = max(_layer_activations(kind, plan, arranged)[0] for _, kind in _kinds(work))
-    return work.micro_batch * plan.local_len * kept <= FETCH_AHEAD
+    per_token = max(_layer_activations(kind, plan, arranged)[0] for _, kind in kinds(work))
+    return work.micro_batch * plan.local_len * per_token <= FETCH_AHEAD
 
 
 def rank_sizes(work: StepShape, plan: Plan, tp: int) -> Sizes:

@@ -119,7 +119,8 @@ def _saved_schedule(
         values = {field.name: extra["schedule"][field.name] for field in fields(Schedule)}
         for field in fields(Schedule):
             value: Any = values[field.name]
-            has_type = isinstance(value, field.type) and not isinstance(value, bool)  # type: ignore[arg-type]
+            field_type: Any = field.type
+            has_type = isinstance(value, field_type) and not isinstance(value, bool)
             is_number = isinstance(value, (int, float))
             if not has_type or (is_number and not 0 <= value < 1 << 53):
                 raise ValueError(f"{field.name} is {value!r:.40}")

@@ -2,11 +2,11 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kernels.backends.base import SIMULATED_KERNEL, SIMULATED_SLAB, AttentionKernel
+from kernels.backends.base import SIMULATED_KERNEL, SIMULATED_SLAB
 from parallel.mesh import Mesh
 from parallel.offload import KEPT, MOMENTS, SEVERAL, in_slabs
-from planner.delta_cost import DeltaShape
+from planner.recorder.operators import SCANS, SENT, SHAPES, SILENT, SLABS, is_on_real_tensors
+from planner.recorder.tape import Tape, key_of
 from runtime.simulation import ALLOCATION_CAUSE, replaced
 from train.config.common import CommonConfig
 
@@ -35,81 +36,6 @@ CAUSES = (
 """Causes of a process's memory; the last three exist within a forward or a backward only."""
 INSIDE = "inside nodes"
 BETWEEN = "between nodes"
-
-
-def _all_but_own(num_ranks: int) -> float:
-    """Return the share of a tensor that a rank sends if its own part stays."""
-    return (num_ranks - 1) / num_ranks
-
-
-SENT: dict[str, tuple[int, Callable[[int], float]]] = {
-    "c10d::_allgather_base_": (0, _all_but_own),
-    "c10d::_reduce_scatter_base_": (1, _all_but_own),
-    "c10d::allreduce_": (0, lambda n: 2 * _all_but_own(n)),
-    "c10d::alltoall_base_": (1, _all_but_own),
-    "c10d::send": (0, lambda n: 1.0),
-    "_c10d_functional::all_gather_into_tensor": (0, lambda n: n - 1.0),
-    "_c10d_functional::reduce_scatter_tensor": (0, _all_but_own),
-    "_c10d_functional::all_reduce": (0, lambda n: 2 * _all_but_own(n)),
-    "_c10d_functional::all_to_all_single": (0, _all_but_own),
-}
-"""Index of the argument that an operator sends, and the share sent by each of n ranks in a ring."""
-SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
-"""Operators between ranks that send nothing."""
-SCANS = ("longmesh::linear_attention", "longmesh::state_attention")
-"""Operators replaced by their shape functions: their own code is a loop over the tokens."""
-SHAPES = AttentionKernel(
-    "shapes",
-    lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(q[..., 0], dtype=torch.float32)),
-    lambda rows, keys, *_: (
-        torch.empty_like(rows.q),
-        torch.empty_like(keys.k),
-        torch.empty_like(keys.v),
-    ),
-)
-"""A tile's attention with the shapes and dtypes of a GPU's kernels."""
-
-
-def _slab_backward(inputs: tuple[Tensor, ...], dout: Tensor, leaving: Tensor, *_: Any) -> Tensor:
-    """Allocate the workspace of a delta rule's backward, and return an empty state's gradient."""
-    q = inputs[0]
-    v = inputs[2]
-    shape = DeltaShape(q.shape[2], v.shape[2], q.shape[3], v.shape[3], 1)
-    leaving.new_empty(shape.workspace(*v.shape[:2]) // 4, dtype=torch.float32)
-    return torch.empty_like(leaving)
-
-
-SLABS = (lambda *_: None, _slab_backward)
-"""Forward and backward of a delta rule with the shapes of its kernels."""
-
-
-class Tape(NamedTuple):
-    """Recorded effects of an operator's call, with storages numbered from its first one."""
-
-    events: list[tuple[int, int]]
-    kinds: list[str]
-    sizes: list[int]
-    sent: "Counter[str]"
-    outs: list[tuple[Any, ...]]
-    """Each output's storage, shape, strides, dtype and device."""
-    spec: Any
-    real_tensors: list[Tensor]
-    """Arguments that are not fake, kept alive so that no other tensor gets their id."""
-
-
-def key_of(func: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a call's key: calls with equal keys have equal effects.
-
-    Fake tensors count by their layout, real ones by their identity.
-    """
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    def leaf_key(leaf: Any) -> Any:
-        if isinstance(leaf, FakeTensor):
-            return leaf.shape, leaf.stride(), leaf.dtype
-        return id(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf)
-
-    return func, *map(leaf_key, leaves)
 
 
 @dataclass(frozen=True)
@@ -236,7 +162,7 @@ class Recorder(TorchDispatchMode):
             self._on_progress(f"{self.doing}{self.layer}, {self._num_operators:,} operators so far")
         if func.namespace == "longmesh" and not func.name().startswith(SCANS):
             return self._by_its_code(func, OPDEFS[func.name()]._init_fn, args, kwargs)
-        if _is_on_real_tensors(args, kwargs):
+        if is_on_real_tensors(args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional") and not func.name().startswith(SILENT):
@@ -419,7 +345,7 @@ class Recorder(TorchDispatchMode):
             if number not in from_start and number not in on_host
         }
         alive |= {number: at_end[number] for number in from_start}
-        kept = {
+        activations = {
             number: size
             for number, size in self.kept.items()
             if number not in on_host and number not in self._resized
@@ -427,14 +353,14 @@ class Recorder(TorchDispatchMode):
         memory = Counter[str]()
         for number, size in alive.items():
             is_gradient = number in gradient_numbers
-            memory["gradients" if is_gradient else self._cause(number, kept)] += size
+            memory["gradients" if is_gradient else self._cause(number, activations)] += size
 
         stage = mesh.pp.get_local_rank()
         in_flight = 1
         if is_single:
             in_flight = int(config.pipeline.in_flight(stage, mesh.pp.size(), micro_batches))
         if not config.recompute.recompute_offload:
-            memory["activations"] += round((in_flight - 1) * sum(kept.values()))
+            memory["activations"] += round((in_flight - 1) * sum(activations.values()))
         if config.data_parallel.strategy == "zero1" and micro_batches > 1:
             copies = config.data_parallel.num_distributed_optimizer_instances
             memory["gradients"] *= mesh.dp_cp.size() // copies
@@ -459,27 +385,10 @@ class Recorder(TorchDispatchMode):
                 peak_event = index
         return peak_event
 
-    def _cause(self, number: int, kept: Mapping[int, int]) -> str:
+    def _cause(self, number: int, activations: Collection[int]) -> str:
         """Return the cause of a storage's memory."""
         if number in self._resized:
             return "gathered weights"
-        if number in kept and self._kinds[number] != "logits":
+        if number in activations and self._kinds[number] != "logits":
             return "activations"
         return self._kinds[number]
-
-
-def _is_on_real_tensors(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return True if an operator has real or meta tensors only, so that it is computed.
-
-    Factories of tensors, and ``to_empty`` from the meta device, make fake ones.
-    """
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        return False
-    device = kwargs.get("device")
-    takes_meta = any(tensor.is_meta for tensor in tensors) or not tensors
-    if takes_meta and device:
-        return bool(device.type == "meta")
-    return bool(tensors)

@@ -1,0 +1,70 @@
+"""Host memory of a training step: offloaded activations and the optimizer's moments."""
+
+from functools import lru_cache
+from math import ceil
+
+from parallel.context.plan import Plan
+from parallel.offload import SEVERAL, in_slabs
+from planner.step_memory import (
+    Arrangement,
+    StepShape,
+    kept_per_token,
+    kinds,
+    num_outputs,
+    num_shards,
+)
+
+
+def moments(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
+    """Return the bytes of a rank's optimizer moments in host memory."""
+    if not arranged.moments_on_host:
+        return 0.0
+    parameters = work.trained_share * work.parameters / (arranged.tp * arranged.pp)
+    return arranged.state_bytes * (parameters / num_shards(plan, arranged))
+
+
+def offloaded(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
+    """Return the bytes that a micro-batch keeps in host memory."""
+    if not arranged.offload:
+        return 0.0
+    layers = -(-work.layers // arranged.pp)
+    return work.micro_batch * plan.local_len * kept_per_token(work, plan, arranged) * layers
+
+
+def pinned(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
+    """Return the bytes of host memory that torch pins for activations and moments.
+
+    The unused end of the moments' last slab does not count. In a pipeline the first stage pins
+    most: the activations of all micro-batches in flight.
+    """
+    layers = -(-work.layers // arranged.pp)
+    in_flight = ceil(arranged.pipeline.in_flight(0, arranged.pp, work.micro_batches))
+    activations = 0
+    for share, kind in kinds(work):
+        tensors = _pinned_tensors(kind, plan, arranged)
+        activations += _in_slabs(tensors, round(share * layers) * in_flight)
+    return activations + moments(work, plan, arranged)
+
+
+def _pinned_tensors(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[int, ...]:
+    """Return the bytes of each tensor that a layer keeps in host memory."""
+    if not arranged.offload:
+        return ()
+    tokens = work.micro_batch * plan.local_len
+    per_channel = work.element_size / arranged.tp
+    bytes_per_token = [work.hidden * per_channel]
+    if arranged.recompute == "attention_boundary":
+        if work.delta is not None:
+            delta = work.delta.split(arranged.tp)
+            bytes_per_token += delta.results(plan, work.micro_batch, work.element_size)
+        else:
+            output = work.heads * work.head_dim * per_channel
+            bytes_per_token += [output] * num_outputs(plan)
+            bytes_per_token.append(4 * work.heads / arranged.tp)  # the LSE
+    return tuple(round(tokens * count) for count in bytes_per_token)
+
+
+@lru_cache(maxsize=1024)
+def _in_slabs(tensors: tuple[int, ...], times: int) -> int:
+    """Return the bytes of the slabs for ``times`` copies of these tensors."""
+    return in_slabs(tensors * times, SEVERAL)

@@ -26,7 +26,7 @@ from parallel.context.traffic import (
     needed_traffic,
     parcels,
 )
-from planner.cluster import Cluster
+from planner.cluster import MICRO, Cluster
 
 FORWARD = 4
 """FLOPs per (query, key) pair and channel in a forward: 2 matrix products (Dao 2023)."""
@@ -36,8 +36,6 @@ SCAN = 4
 """FLOPs per token and element of a state, to write and read it. A backward has 3 such scans."""
 STATE = 2
 """FLOPs per token and element of a state, to write it only."""
-MICRO = 1e-6
-GB = 1e9
 CIRCULATING_BUFFERS = 1.75
 """Buffers of a circulating gradient, relative to one for each holder, from the third round on.
 
@@ -128,23 +126,25 @@ class AttentionCost:
             sent = slots(self.plan, self.sizes, moves or "kv", gradients=moves is not None)
             return [self._transfer(one_round) for one_round in sent]
 
+        # A message is in transit from the round that posts it to the one before its use, and spread
+        # evenly over them: an entry has the id of its peers, its bytes, and its part of a message.
         num_slots = len(self.plan.geometry.rounds) + 1
-        # Of each message in a slot: the id of its peers, its bytes and its share of a message.
         entries: list[list[tuple[int, float, float]]] = [[] for _ in range(num_slots)]
         peers_by_id = {}
         for message in self._messages(moves):
-            peers_by_id[id(message.to)] = message.to
-            under_way = range(message.first, message.last + 1)
-            share = 1 / len(under_way)
-            for index in under_way:
-                size = message.size / len(under_way)
-                entries[index].append((id(message.to), size, share))
+            peers = id(message.to)
+            peers_by_id[peers] = message.to
+            num_rounds = message.last + 1 - message.first
+            size = message.size / num_rounds
+            for index in range(message.first, message.last + 1):
+                entries[index].append((peers, size, 1 / num_rounds))
 
+        # All rounds of a ring have equal entries, so that their seconds are computed once.
         ranks = np.arange(self.plan.size)
         seconds: dict[tuple[tuple[int, float, float], ...], float] = {}
         in_transit = []
         for entry in map(tuple, entries):
-            if entry not in seconds:  # all rounds of a ring are equal
+            if entry not in seconds:
                 sent = [
                     Sent(ranks, peers_by_id[peers], size, count) for peers, size, count in entry
                 ]
@@ -173,24 +173,30 @@ class AttentionCost:
         """Return the seconds that ranks compute in every round, float64 ``[rounds, positions]``."""
         work = self.plan.work(moves or "kv")
         sizes = self.sizes
-        per_pair = operations * sizes.batch * sizes.heads * sizes.head_dim
+        cluster = self.cluster
+
+        # A kernel computes part of the pairs that the mask hides inside its tiles.
+        computed_pairs = work.pairs + cluster.masked_share * work.hidden
+        flops_per_pair = operations * sizes.batch * sizes.heads * sizes.head_dim
         launches = work.tiles * sizes.stages
-        computed = work.pairs + self.cluster.masked_share * work.hidden
-        return computed * per_pair / self._rate + launches * self.cluster.launch_us * MICRO
+        return computed_pairs * flops_per_pair / self._rate + launches * cluster.launch_us * MICRO
 
     def _state_seconds(self, operations: int, *, reverse: bool) -> float:
         """Time linear attention: states wait for their neighbours', or gathers overlap the scan."""
         geometry = self.plan.geometry
         sizes = self.sizes
-        elements = sizes.batch * sizes.tokens * sizes.heads * sizes.head_dim**2
+        state = sizes.head_dim**2
+        elements = sizes.batch * sizes.tokens * sizes.heads * state
         scan = operations * elements / self._rate
         if geometry.method.states == "gather":
-            gathers = sum(
-                self._transfer(_joint(collective))
-                for collective in collectives(geometry, sizes, None)
-            )
-            return STATE * elements / self._rate + max(scan, gathers)
+            # The local state comes first; then the scan runs while all states are gathered.
+            local_state = STATE * elements / self._rate
+            gathers = 0.0
+            for collective in collectives(geometry, sizes, None):
+                gathers += self._transfer(_joint(collective))
+            return local_state + max(scan, gathers)
 
+        # States pass from rank to rank: each waits for the one before.
         passed = 0.0
         for message in list(self._messages("kv" if reverse else None))[-geometry.slots :]:
             for rank in range(geometry.size):
@@ -223,18 +229,17 @@ def transfer_seconds(together: Sequence[Sent], num_ranks: int, cluster: Cluster,
     """
     if not together:
         return 0.0
+    # All messages as arrays [n], then summed by pair of rank and peer, [pairs].
     ranks = np.concatenate([sent.ranks for sent in together])
     peers = np.concatenate([sent.peers for sent in together])
-    all_sizes = np.concatenate([np.broadcast_to(sent.size, len(sent.ranks)) for sent in together])
-    all_messages = np.concatenate(
-        [np.broadcast_to(sent.messages, len(sent.ranks)) for sent in together]
-    )
-
+    sizes = np.concatenate([np.broadcast_to(sent.size, len(sent.ranks)) for sent in together])
+    counts = np.concatenate([np.broadcast_to(sent.messages, len(sent.ranks)) for sent in together])
     pairs, pair_of = np.unique(ranks * num_ranks + peers, return_inverse=True)
-    size = np.bincount(pair_of, all_sizes)  # bytes of each pair
-    count = np.bincount(pair_of, all_messages)
+    size = np.bincount(pair_of, sizes)
+    count = np.bincount(pair_of, counts)
     rank, peer = np.divmod(pairs, num_ranks)
 
+    # Ranks of one node have links of their own inside it; to other nodes they may share one.
     per_node = max(1, cluster.gpus_per_node // tp)
     node = rank // per_node
     peer_node = peer // per_node
@@ -246,8 +251,8 @@ def transfer_seconds(together: Sequence[Sent], num_ranks: int, cluster: Cluster,
         link = node
         groups_per_link = tp
 
-    inside_seconds = size[is_inside] / (cluster.inside_gb_per_s * GB)
-    outside_seconds = size[is_outside] * groups_per_link / (cluster.between_gb_per_s * GB)
+    inside_seconds = size[is_inside] / cluster.inside_bytes_per_s
+    outside_seconds = size[is_outside] * groups_per_link / cluster.between_bytes_per_s
     latency = np.where(is_inside, cluster.inside_latency_us, cluster.between_latency_us) * MICRO
     busiest = max(
         np.bincount(rank[is_inside], inside_seconds).max(initial=0.0),
@@ -283,7 +288,8 @@ def slots(plan: Plan, sizes: Sizes, moves: Moves, *, gradients: bool) -> list[Se
 
     sent = []
     for entry in entries:
-        ranks, peers, size, count = np.array(entry, dtype=np.float64).reshape(-1, 4).T
+        columns = np.array(entry, dtype=np.float64).reshape(-1, 4).T
+        ranks, peers, size, count = columns  # [n] each
         sent.append(Sent(ranks.astype(np.int64), peers.astype(np.int64), size, count))
     return sent
 
@@ -314,23 +320,30 @@ def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
     """
     geometry = plan.geometry
     stationary: Moves = "queries" if moves == "kv" else "kv"
+
+    # The operator's results: dq, dk and dv of all heads, in their own dtype.
     all_heads = sizes._replace(stages=1)
     gradients = all_heads.gradient("kv") + all_heads.gradient("queries")
-    buffers = gradients * sizes.element_size // sizes.wide  # dq, dk and dv
+    buffers = gradients * sizes.element_size // sizes.wide
     if sizes.stages > 1:
         stage = sizes.stage
         exchanged = stage.payload("queries") + stage.payload("kv") + stage.gradient("kv")
         return backward_buffers(plan, stage, moves) + exchanged + buffers
 
+    # Ulysses: the gradient of the exchanged queries is in transit.
     if geometry.ulysses_degree > 1:
-        buffers += sizes.gradient("queries") * sizes.element_size // sizes.wide  # in transit
+        buffers += sizes.gradient("queries") * sizes.element_size // sizes.wide
     if geometry.size == geometry.ulysses_degree:
         return buffers
+
+    # An exchange of needed rows receives all of them at once.
     if geometry.method.needed_only:
         num_rows = _most_received_rows(plan, moves)
         received = num_rows * (sizes.gradient(moves) + sizes.payload(moves)) // sizes.tokens
         return buffers + received + sizes.gradient(stationary)
 
+    # A ring or a team: tensors of all holders circulate or are gathered, and teammates share the
+    # stationary ones.
     num_rounds = len(geometry.rounds_of(0))
     num_holders = len(geometry.holders(0))
     num_teammates = len(geometry.teammates(0))

@@ -15,6 +15,8 @@ from kernels.gpu import family_of
 from runtime.errors import UserError
 from runtime.machine import card_of
 
+MICRO = 1e-6
+GB = 1e9
 CLUSTERS = Path(__file__).resolve().parents[1] / "configs" / "clusters"
 OPTIONAL = (
     "host_gb_per_s",
@@ -165,6 +167,26 @@ class Cluster:
     def delta_share(self) -> float:
         """Return the fraction of the peak that a delta rule reaches, assumed if it is unknown."""
         return self.delta_fraction or DELTA * self.attention_fraction
+
+    @property
+    def inside_bytes_per_s(self) -> float:
+        """Bytes per second from one rank to others of its node."""
+        return self.inside_gb_per_s * GB
+
+    @property
+    def between_bytes_per_s(self) -> float:
+        """Bytes per second of one link out of a node."""
+        return self.between_gb_per_s * GB
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Bytes per second of a processor's own memory; 0 if unknown."""
+        return self.memory_gb_per_s * GB
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Bytes per second of a processor's copies to host memory; 0 if unknown."""
+        return self.host_gb_per_s * GB
 
     @property
     def node_gb_per_s(self) -> float:

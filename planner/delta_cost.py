@@ -17,8 +17,8 @@ from parallel.context.linear import segments as schedules
 from parallel.context.linear.halo import halo_traffic
 from parallel.context.linear.segments import parts
 from parallel.context.plan import Plan
-from planner.attention_cost import GB, MICRO, Sent, transfer_seconds
-from planner.cluster import Cluster
+from planner.attention_cost import Sent, transfer_seconds
+from planner.cluster import MICRO, Cluster
 
 BACKWARD = 2.5
 """Products of a backward relative to a forward's, part of which it recomputes."""
@@ -212,11 +212,14 @@ class DeltaCost:
         """Time the busiest rank's products, and all channels' passes through memory."""
         shape = self.shape
         cluster = self.cluster
+
+        # Multiply-adds of a token and head; then those of Q, M and Q S, for a token whose state
+        # arrives later.
         d = shape.key_dim
         e = shape.value_dim
-        per_token = 3 * d * e + CHUNK * (3 * d + 2 * e)  # multiply-adds of a token and head
-        # Those of a token whose state arrives later: Q, M and Q S.
+        per_token = 3 * d * e + CHUNK * (3 * d + 2 * e)
         per_wide_token = d * e if reverse else 3 * d * d + CHUNK * d + d * e
+
         passes = BACKWARD if reverse else 1
         multiply_adds = 0.0
         for rank in range(self.plan.size):
@@ -226,13 +229,14 @@ class DeltaCost:
             )
             multiply_adds = max(multiply_adds, of_rank)
 
+        # Products by the kernels' rate, and channels by the memory's.
         slowdown = PER_CHANNEL if shape.per_channel else 1.0
         products = slowdown * 2 * self.batch * shape.heads * multiply_adds
         seconds = products / self._rate + cluster.launch_us * MICRO
         if cluster.memory_gb_per_s:
             channels = (1 + reverse) * PASSES * (shape.channels + shape.outputs)
             passed = channels * self.element_size
-            seconds += passed * self.batch * self.plan.local_len / (cluster.memory_gb_per_s * GB)
+            seconds += passed * self.batch * self.plan.local_len / cluster.memory_bytes_per_s
         return seconds
 
 

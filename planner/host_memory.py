@@ -27,8 +27,8 @@ def offloaded(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
     """Return the bytes that a micro-batch keeps in host memory."""
     if not arranged.offload:
         return 0.0
-    layers = -(-work.layers // arranged.pp)
-    return work.micro_batch * plan.local_len * kept_per_token(work, plan, arranged) * layers
+    layers = arranged.stage_layers(work)
+    return work.tokens(plan) * kept_per_token(work, plan, arranged) * layers
 
 
 def pinned(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
@@ -37,7 +37,7 @@ def pinned(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
     The unused end of the moments' last slab does not count. In a pipeline the first stage pins
     most: the activations of all micro-batches in flight.
     """
-    layers = -(-work.layers // arranged.pp)
+    layers = arranged.stage_layers(work)
     in_flight = ceil(arranged.pipeline.in_flight(0, arranged.pp, work.micro_batches))
     activations = 0
     for share, kind in kinds(work):
@@ -50,7 +50,7 @@ def _pinned_tensors(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple
     """Return the bytes of each tensor that a layer keeps in host memory."""
     if not arranged.offload:
         return ()
-    tokens = work.micro_batch * plan.local_len
+    tokens = work.tokens(plan)
     per_channel = work.element_size / arranged.tp
     bytes_per_token = [work.hidden * per_channel]
     if arranged.recompute == "attention_boundary":

@@ -1,5 +1,14 @@
 """Predicted time of a training step on a cluster. Needs no process.
 
+FLOPs are divided by the rate that the cluster's kernels reach, bytes by the rate of the link that
+carries them, and each message adds a latency. By cause:
+
+* attention: rounds of computing and transfers, the shorter of which is hidden (attention_cost.py);
+* linear: matrix products, and the pointwise work between them by the memory's rate;
+* recompute, tensor parallel, pipeline: added in full;
+* offload: copies that the layers of a pass do not hide;
+* data parallel: the exchange of weights and gradients that linear and attention do not hide.
+
 A model is described by numbers (`StepShape`): this file builds none.
 """
 
@@ -8,8 +17,8 @@ from functools import lru_cache
 
 from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes
-from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links
-from planner.cluster import Cluster
+from planner.attention_cost import BACKWARD, FORWARD, AttentionCost, Links
+from planner.cluster import GB, MICRO, Cluster
 from planner.delta_cost import DeltaCost, fastest_schedule
 from planner.host_memory import moments, offloaded, pinned
 from planner.step_memory import Arrangement, StepShape, fetched_ahead, memory_of, rank_sizes
@@ -73,18 +82,21 @@ def step_seconds(
     and gradients overlaps with computing, but for the cluster's ``exposed_share``.
     """
     tp = arranged.tp
-    layers = -(-work.layers // arranged.pp)
-    rows = work.micro_batch * plan.local_len
+    layers = arranged.stage_layers(work)
+    tokens = work.tokens(plan)
+
+    # Seconds of a forward of a layer and of the output projection.
     rate = 1e12 * cluster.peak_tflops * cluster.matmul_fraction
     output = work.vocab * work.hidden
-    products = 2 * rows * (work.matrix_weights - output) / work.layers / tp / rate
-    head = 2 * rows * output / tp / rate
-    forward, backward, links = _mean_attention(work, plan, rank_sizes(work, plan, tp), cluster, tp)
-    layer = LayerSeconds(
-        products, _pointwise_seconds(work, rows, arranged, cluster), forward, backward
-    )
+    products = 2 * tokens * (work.matrix_weights - output) / work.layers / tp / rate
+    head = 2 * tokens * output / tp / rate
+    pointwise = _pointwise_seconds(work, tokens, arranged, cluster)
+    sizes = rank_sizes(work, plan, tp)
+    forward, backward, links = _mean_attention(work, plan, sizes, cluster, tp)
+    layer = LayerSeconds(products, pointwise, forward, backward)
 
-    passes = 2 + work.trained_share  # forward, and backward to the inputs and to the weights
+    # A micro-batch has a forward, and a backward to the inputs and to the trained weights.
+    passes = 2 + work.trained_share
     linear = layers * (layer.products * passes + 3 * layer.pointwise) + head * passes
     recompute = _recompute_seconds(work, layers, arranged, layer)
     turns = work.micro_batches + arranged.pp - 1
@@ -92,7 +104,7 @@ def step_seconds(
         "attention": turns * layers * (layer.attention + layer.attention_backward),
         "linear": turns * linear,
         "recompute": turns * recompute,
-        "tensor parallel": turns * layers * _tensor_seconds(work, rows, tp, cluster),
+        "tensor parallel": turns * layers * _tensor_seconds(work, tokens, tp, cluster),
         "pipeline": turns * _pipeline_seconds(work, plan, arranged, cluster),
     }
     if arranged.offload and cluster.host_gb_per_s:
@@ -101,7 +113,7 @@ def step_seconds(
     if arranged.moments_on_host and cluster.host_gb_per_s:
         # Each way; nothing overlaps with it.
         copied = moments(work, plan, arranged)
-        seconds["optimizer offload"] = copied / (cluster.host_gb_per_s * GB)
+        seconds["optimizer offload"] = copied / cluster.host_bytes_per_s
 
     exchanged = _data_seconds(work, plan, arranged, cluster)
     overlapping = seconds["linear"] + seconds["attention"]
@@ -112,14 +124,14 @@ def step_seconds(
 
 
 def _pointwise_seconds(
-    work: StepShape, rows: int, arranged: Arrangement, cluster: Cluster
+    work: StepShape, tokens: int, arranged: Arrangement, cluster: Cluster
 ) -> float:
     """Time a layer's forward between its matrix products; 0 if the memory's rate is unknown."""
     if not cluster.memory_gb_per_s:
         return 0.0
     passes = COMPILED if arranged.compiled else POINTWISE
-    elements = passes * rows * (work.hidden + work.ffn / 2)
-    return elements * work.element_size / arranged.tp / (cluster.memory_gb_per_s * GB)
+    elements = passes * tokens * (work.hidden + work.ffn / 2)
+    return elements * work.element_size / arranged.tp / cluster.memory_bytes_per_s
 
 
 def _recompute_seconds(
@@ -141,14 +153,14 @@ def _recompute_seconds(
     return seconds
 
 
-def _tensor_seconds(work: StepShape, rows: int, tp: int, cluster: Cluster) -> float:
+def _tensor_seconds(work: StepShape, tokens: int, tp: int, cluster: Cluster) -> float:
     """Time the collectives of tensor parallelism in a layer, with sequence parallelism.
 
     They are 4 all-gathers and reduce-scatters forward, and as many backward.
     """
     if tp == 1:
         return 0.0
-    sent = rows * work.hidden * work.element_size * (tp - 1) / tp
+    sent = tokens * work.hidden * work.element_size * (tp - 1) / tp
     return 8 * _ring_seconds(sent, tp, 1, cluster)
 
 
@@ -161,8 +173,8 @@ def _offload_seconds(
     recompute: float,
 ) -> float:
     """Time the exposed copies of a micro-batch's activations, to the host and back."""
-    layers = -(-work.layers // arranged.pp)
-    copy = offloaded(work, plan, arranged) / (cluster.host_gb_per_s * GB)
+    layers = arranged.stage_layers(work)
+    copy = offloaded(work, plan, arranged) / cluster.host_bytes_per_s
     forward = layers * (layer.products + layer.pointwise + layer.attention)
     to_host = max(0.0, copy - forward)
     if not fetched_ahead(work, plan, arranged):
@@ -260,9 +272,13 @@ def _data_seconds(work: StepShape, plan: Plan, arranged: Arrangement, cluster: C
     num_ranks = arranged.dp * plan.size
     if num_ranks == 1:
         return 0.0
-    sent = work.parameters / (arranged.tp * arranged.pp) * (num_ranks - 1) / num_ranks
-    weights = _ring_seconds(sent * work.element_size, num_ranks, arranged.tp, cluster)
-    gradients = _ring_seconds(sent * 4 * work.trained_share, num_ranks, arranged.tp, cluster)
+    tp = arranged.tp
+    sent = work.parameters / (tp * arranged.pp) * (num_ranks - 1) / num_ranks
+    weights = _ring_seconds(sent * work.element_size, num_ranks, tp, cluster)
+    gradients = _ring_seconds(sent * 4 * work.trained_share, num_ranks, tp, cluster)
+
+    # An all-reduce sends as much as a reduce-scatter and a gather. zero3 gathers weights in every
+    # forward and backward, the others once after the update; zero1 sums gradients once a step.
     if arranged.strategy in ("ddp", "legacy_ddp"):
         return 2 * gradients
     num_gathers = 2 * work.micro_batches if arranged.strategy == "zero3" else 1

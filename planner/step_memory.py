@@ -1,4 +1,15 @@
-"""Memory of a training step, on the device and on the host, for a model described by numbers."""
+"""Memory of a training step, for a model described by numbers.
+
+The memory may peak at five moments of a step (`Moments`). At each of them three kinds add up:
+
+* the weights with the optimizer's state, and the gradients that exist by then;
+* the activations that layers have kept, of all micro-batches in flight;
+* temporary tensors: gathered weights, gradients before their reduction, and the logits or a layer's
+  recomputed activations and inner gradients.
+
+All are counted in bytes of the busiest rank, which is the first or the last stage of a pipeline.
+tests/planner compares them with rehearsals (planner/rehearsal.py) and with real steps.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -65,6 +76,10 @@ class StepShape:
     workspaces: int = 0
     """Bytes of libraries' workspaces."""
 
+    def tokens(self, plan: Plan) -> int:
+        """Return the tokens of a micro-batch on a context-parallel rank."""
+        return self.micro_batch * plan.local_len
+
     @property
     def trained_share(self) -> float:
         """Return the share of the parameters that have gradients and an optimizer's state."""
@@ -89,6 +104,10 @@ class Arrangement:
     ffn_chunk: int = 0
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     compiled: bool = False
+
+    def stage_layers(self, work: StepShape) -> int:
+        """Return the layers of a pipeline stage, of the largest if they differ."""
+        return -(-work.layers // self.pp)
 
 
 class Moments(NamedTuple):
@@ -142,7 +161,7 @@ def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float,
     trained = work.trained_share
     output = work.vocab * work.hidden / tp
     outside = work.outside / tp
-    layers = -(-work.layers // arranged.pp)
+    layers = arranged.stage_layers(work)
     split = (work.parameters - work.replicated) / tp
     per_layer = (split + work.replicated - outside) / work.layers
     if arranged.pp > 1:
@@ -192,8 +211,8 @@ def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float,
 def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Moments, Moments]:
     """Count kept activations at each moment, and what the loss or a backward takes besides."""
     pp = arranged.pp
-    tokens = work.micro_batch * plan.local_len
-    layers = -(-work.layers // pp)
+    tokens = work.tokens(plan)
+    layers = arranged.stage_layers(work)
     stream = tokens * work.hidden * work.element_size / arranged.tp
     in_flight = arranged.pipeline.in_flight(0, pp, work.micro_batches)
     in_flight_last = arranged.pipeline.in_flight(pp - 1, pp, work.micro_batches)
@@ -264,7 +283,7 @@ def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float
     attention, when the feed-forward's activations are freed and its weights' gradients exist.
     """
     tp = arranged.tp
-    tokens = work.micro_batch * plan.local_len
+    tokens = work.tokens(plan)
     size = work.element_size / tp
     saved, needed = _layer_activations(work, plan, arranged)
     recomputed = tokens * (needed - saved * (not arranged.offload))
@@ -363,7 +382,7 @@ def num_shards(plan: Plan, arranged: Arrangement) -> int:
 def fetched_ahead(work: StepShape, plan: Plan, arranged: Arrangement) -> bool:
     """Return True if offloaded activations come back while the layer after theirs runs."""
     per_token = max(_layer_activations(kind, plan, arranged)[0] for _, kind in kinds(work))
-    return work.micro_batch * plan.local_len * per_token <= FETCH_AHEAD
+    return work.tokens(plan) * per_token <= FETCH_AHEAD
 
 
 def rank_sizes(work: StepShape, plan: Plan, tp: int) -> Sizes:

@@ -29,7 +29,7 @@ from parallel.context.config import HybridLayout
 from parallel.context.linear.relayout import moved_tokens
 from parallel.context.plan import make_plan
 from parallel.context.traffic import sizes
-from planner.attention_cost import GB, AttentionCost
+from planner.attention_cost import AttentionCost
 from planner.cluster import Cluster
 from planner.delta_cost import DeltaShape
 from planner.step_memory import StepShape
@@ -182,9 +182,9 @@ def layout_seconds(config: Any, cluster: Cluster) -> dict[HybridLayout, float]:
     heads = model.num_attention_heads // tp
     kv_heads = max(1, model.query_groups // tp)
     element_size = 2 if config.train.bf16 else 4
-    link = cluster.between_gb_per_s
+    link = cluster.between_bytes_per_s
     if size * tp <= cluster.gpus_per_node:
-        link = cluster.inside_gb_per_s
+        link = cluster.inside_bytes_per_s
 
     seconds = {}
     linear_layout = config.context.context_parallel_layout
@@ -202,7 +202,7 @@ def layout_seconds(config: Any, cluster: Cluster) -> dict[HybridLayout, float]:
         exchanged = 2 * (2 * heads + 2 * kv_heads) * model.head_dim * element_size * batch * moved
         rank_sizes = sizes(plan.geometry, batch, heads, kv_heads, model.head_dim, element_size)
         cost = AttentionCost(plan, rank_sizes, cluster, tp)
-        seconds[layout] = cost.forward() + cost.backward() + exchanged / (link * GB)
+        seconds[layout] = cost.forward() + cost.backward() + exchanged / link
     return seconds
 
 
@@ -329,11 +329,15 @@ def _cut(
     generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int
 ) -> tuple[int, ...]:
     """Fill ``joined`` tokens from a point inside a document; samples end documents too."""
-    drawn = generator.choice(lengths, 8 + 2 * joined // int(lengths.mean()))
+    # Enough documents even if the first one is cut to nothing.
+    num_documents = 8 + 2 * joined // int(lengths.mean())
+    drawn = generator.choice(lengths, num_documents)
     while drawn[1:].sum() < joined:
         drawn = np.concatenate((drawn, generator.choice(lengths, len(drawn))))
+
     ends = np.cumsum(drawn) - generator.integers(drawn[0])
-    cu_seqlens = np.union1d(ends[ends < joined], np.arange(0, joined + 1, sample))
+    sample_ends = np.arange(0, joined + 1, sample)
+    cu_seqlens = np.union1d(ends[ends < joined], sample_ends)
     return tuple(cu_seqlens.tolist())
 
 
@@ -344,11 +348,14 @@ def _packed(
 
     They are drawn from 16 times as many, since a packing of few documents has more padding.
     """
-    drawn = generator.choice(lengths, 16 + 16 * joined // int(lengths.mean())).astype(np.int32)
+    num_documents = 16 + 16 * joined // int(lengths.mean())
+    drawn = generator.choice(lengths, num_documents).astype(np.int32)
     while drawn.sum(dtype=np.int64) < 16 * joined:
-        drawn = np.concatenate((drawn, generator.choice(lengths, len(drawn)).astype(np.int32)))
+        further = generator.choice(lengths, len(drawn)).astype(np.int32)
+        drawn = np.concatenate((drawn, further))
     fragments, bounds = packed_documents(drawn, np.arange(len(drawn)), sample, 0)
 
+    # Every fragment of a drawn sample starts a document, and so does every stretch of padding.
     starts = {joined}
     numbers = generator.choice(len(bounds) - 1, joined // sample, replace=False)
     for index, number in enumerate(numbers):

@@ -16,7 +16,8 @@ from planner.cluster import CLUSTERS, load_cluster
 from planner.host_memory import offloaded
 from planner.levers import FFN_CHUNK, LOSS_CHUNK
 from planner.search import predicted
-from planner.step_memory import Arrangement, StepShape, memory_of
+from planner.step_memory import memory_of
+from planner.step_shape import Arrangement, StepShape
 from tools.common.arguments import run_command
 from train.config.language import parse_args
 

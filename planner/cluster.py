@@ -197,16 +197,16 @@ class Cluster:
 
 def _check_number(name: str, value: Any) -> None:
     """Raise ClusterError unless this is a number that the figure ``name`` may have."""
+    is_fraction = name.endswith("_fraction")
+    is_share = name.endswith(("_overlap", "_share"))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    may_be_zero = (
-        name.endswith(("_us", "_overlap", "_share")) or name in OPTIONAL or name in KERNEL_FRACTIONS
-    )
+    may_be_zero = name.endswith("_us") or is_share or name in (*OPTIONAL, *KERNEL_FRACTIONS)
     minimum = "a number of 0 or more" if may_be_zero else "a number above 0"
     if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
         raise ClusterError(f"{name} is {value!r}; it must be {minimum}")
-    if name.endswith("_fraction") and value > 1:
+    if is_fraction and value > 1:
         raise ClusterError(f"{name} is {value}; it is a part of peak_tflops, above 0 and at most 1")
-    if name.endswith(("_overlap", "_share")) and value > 1:
+    if is_share and value > 1:
         raise ClusterError(f"{name} is {value}; it is a share, from 0 to 1")
 
 

@@ -5,14 +5,8 @@ from math import ceil
 
 from parallel.context.plan import Plan
 from parallel.offload import SEVERAL, in_slabs
-from planner.step_memory import (
-    Arrangement,
-    StepShape,
-    kept_per_token,
-    kinds,
-    num_outputs,
-    num_shards,
-)
+from planner.step_memory import kept_per_token, kinds, num_outputs, num_shards
+from planner.step_shape import Arrangement, StepShape
 
 
 def moments(work: StepShape, plan: Plan, arranged: Arrangement) -> float:

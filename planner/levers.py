@@ -136,10 +136,15 @@ def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
 
 def least_memory(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
     """Yield the leanest settings: all sharded, full recomputation in chunks, and each offload."""
-    leanest = [(lever, lever.values(config, cluster)[-1:]) for lever in (SHARDING, POLICY, CHUNKS)]
     moments = [MOMENTS.of(config), *MOMENTS.further(config, cluster)]
-    offloads = OFFLOAD.values(config, cluster)
-    yield from _combinations(config, [(MOMENTS, moments), (OFFLOAD, offloads), *leanest])
+    options: list[tuple[Lever, Sequence[tuple[Any, ...]]]] = [
+        (MOMENTS, moments),
+        (OFFLOAD, OFFLOAD.values(config, cluster)),
+    ]
+    for lever in (SHARDING, POLICY, CHUNKS):
+        leanest = lever.values(config, cluster)[-1]
+        options.append((lever, [leanest]))
+    yield from _combinations(config, options)
 
 
 def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[list[AnyConfig]]:

@@ -14,7 +14,8 @@ from planner.cluster import Cluster
 from planner.host_memory import pinned
 from planner.levers import MOMENTS, OFFLOAD, AnyConfig, described, ladder, untried_fields
 from planner.step_cost import Prediction, step_seconds
-from planner.step_memory import Arrangement, StepShape, memory_of
+from planner.step_memory import memory_of
+from planner.step_shape import Arrangement, StepShape
 from planner.workload import typical_documents, with_softmax_layers, workload_of
 from runtime.errors import UserError, divisors
 from runtime.progress import Progress

@@ -21,7 +21,8 @@ from planner.attention_cost import BACKWARD, FORWARD, AttentionCost, Links
 from planner.cluster import GB, MICRO, Cluster
 from planner.delta_cost import DeltaCost, fastest_schedule
 from planner.host_memory import moments, offloaded, pinned
-from planner.step_memory import Arrangement, StepShape, fetched_ahead, memory_of, rank_sizes
+from planner.step_memory import fetched_ahead, memory_of, rank_sizes
+from planner.step_shape import Arrangement, StepShape
 
 POINTWISE = 42.0
 """Passes of a layer's forward over the residual stream and half the feed-forward's width.

@@ -11,103 +11,15 @@ All are counted in bytes of the busiest rank, which is the first or the last sta
 tests/planner compares them with rehearsals (planner/rehearsal.py) and with real steps.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from kernels.loss import LOSS_CHUNK
-from parallel.context.layout import Window
 from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes, sizes
-from parallel.data import Strategy
 from parallel.offload import FETCH_AHEAD
-from parallel.pipeline.stages import PipelineConfig
 from planner.attention_cost import backward_buffers
-from planner.delta_cost import DeltaShape
+from planner.step_shape import Arrangement, StepShape
 from train.optimizers.host import PIECE
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """Sizes of a model and of one training step, before tensor parallelism."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    gated: bool
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    parameters: int
-    outside: int
-    """Parameters outside the layers: embeddings, and an output projection with its own weights."""
-    matrix_weights: int
-    """Weights of all matrix products, the output projection included."""
-    element_size: int
-    micro_batch: int
-    micro_batches: int
-    window: Window | None = None
-    """Keys that a query sees before and after its own, in layers with a window."""
-    windowed_layers: int = 0
-    trained: int | None = None
-    """Trained parameters; the others are frozen in element_size bytes. None: all are trained."""
-    softmax_layers: int = 0
-    """Softmax layers of a hybrid. The plan describes them only if the others have a delta rule."""
-    softmax_seconds: float = 0.0
-    """Seconds of a softmax layer's attention forward and backward, in its own layout."""
-    delta: DeltaShape | None = None
-    """Gated delta rule of all layers but the softmax ones; the plan then describes both kinds."""
-    gate: float = 0.0
-    """Further copies of the queries that softmax attention keeps: an output gate's, and norms'."""
-    residual: float = 6.0
-    """Copies of the residual stream that a layer keeps: residuals, inputs of norms and products."""
-    normed: float = 0.0
-    """Further copies of a delta rule's output that its norm keeps, if it is no fused kernel."""
-    first_layer: float = 0.0
-    """Further copies that the first layer keeps: its queries and keys have twice the width."""
-    modulated: int = 0
-    """Copies of the residual stream looked up per token: a DiT's shifts, scales and gates."""
-    replicated: int = 0
-    """Parameters that tensor parallelism does not split."""
-    averages: int = 0
-    """Bytes per parameter of averages of the weights."""
-    wide_logits: int = LOSS_CHUNK["cuda"]
-    """Logits in low precision that exist in float32 at once."""
-    workspaces: int = 0
-    """Bytes of libraries' workspaces."""
-
-    def tokens(self, plan: Plan) -> int:
-        """Return the tokens of a micro-batch on a context-parallel rank."""
-        return self.micro_batch * plan.local_len
-
-    @property
-    def trained_share(self) -> float:
-        """Return the share of the parameters that have gradients and an optimizer's state."""
-        return 1.0 if self.trained is None else self.trained / self.parameters
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrangement:
-    """Division of the work over ranks, besides the attention's plan."""
-
-    pp: int = 1
-    dp: int = 1
-    tp: int = 1
-    strategy: Strategy = "zero3"
-    copies: int = 1
-    recompute: str = "none"
-    offload: bool = False
-    state_bytes: int = 8
-    """Bytes of the optimizer's state for a trained parameter."""
-    moments_on_host: bool = False
-    loss_chunk: int = 0
-    ffn_chunk: int = 0
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    compiled: bool = False
-
-    def stage_layers(self, work: StepShape) -> int:
-        """Return the layers of a pipeline stage, of the largest if they differ."""
-        return -(-work.layers // self.pp)
 
 
 class Moments(NamedTuple):
@@ -146,58 +58,72 @@ def memory_of(work: StepShape, plan: Plan, arranged: Arrangement) -> dict[str, f
     return max(memory_by_moment, key=lambda memory: sum(memory.values()))
 
 
-def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float, Moments, Moments]:
-    """Count the weights with the optimizer's state, gradients, and weights on their way.
+class _Stage(NamedTuple):
+    """Parameters of the busiest pipeline stage on a tensor-parallel rank."""
 
-    Gradients of one micro-batch come layer by layer; those of several exist from the second on. In
-    a pipeline the first stage has the embeddings, and the last the output.
+    layers: int
+    per_layer: float
+    outside: float
+    """Parameters outside the layers: the first stage has the embeddings, the last the output."""
+    output: float
+    """Those of the output projection."""
+
+    @property
+    def total(self) -> float:
+        """Return all parameters of the stage."""
+        return self.layers * self.per_layer + self.outside
+
+
+def _stage(work: StepShape, arranged: Arrangement) -> _Stage:
+    tp = arranged.tp
+    output = work.vocab * work.hidden / tp
+    outside = work.outside / tp
+    split = (work.parameters - work.replicated) / tp
+    per_layer = (split + work.replicated - outside) / work.layers
+    if arranged.pp > 1:
+        outside = max(output, outside - output)
+    return _Stage(arranged.stage_layers(work), per_layer, outside, output)
+
+
+def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float, Moments, Moments]:
+    """Count the weights with the optimizer's state, their gradients, and temporary copies of both.
 
     Returns:
         Bytes of weights and state; of gradients at each moment; of gathered weights and of
         gradients that are not yet reduced at each moment.
     """
-    tp = arranged.tp
     size = work.element_size
     trained = work.trained_share
-    output = work.vocab * work.hidden / tp
-    outside = work.outside / tp
-    layers = arranged.stage_layers(work)
-    split = (work.parameters - work.replicated) / tp
-    per_layer = (split + work.replicated - outside) / work.layers
-    if arranged.pp > 1:
-        outside = max(output, outside - output)
-    stage = layers * per_layer + outside
+    stage = _stage(work, arranged)
     shards = num_shards(plan, arranged)
 
+    # Trained weights are in float32, beside the optimizer's state and averages; frozen ones are in
+    # the dtype of the computation.
     state_bytes = 0 if arranged.moments_on_host else arranged.state_bytes
-    states = (4 + state_bytes + work.averages) * stage * trained + size * stage * (1 - trained)
-    # Copies of the weights in their computing dtype: gathered with zero3, else all the time.
+    trained_bytes = (4 + state_bytes + work.averages) * stage.total * trained
+    states = trained_bytes + size * stage.total * (1 - trained)
+
+    # Copies of the weights in the dtype of the computation, all gathered. With zero3 they are those
+    # of one layer and of the parameters outside, else of the stage, all the time.
     is_copied = shards > 1 or size < 4
     is_gathered = arranged.strategy == "zero3"
-    copies = (outside + per_layer if is_gathered else stage) * size * is_copied
+    copied = stage.outside + stage.per_layer if is_gathered else stage.total
+    copies = copied * size * is_copied
 
-    gradient_shards = shards
-    if arranged.strategy == "zero1" and work.micro_batches > 1:
-        gradient_shards = 1
-    all_gradients = 4 * stage * trained / gradient_shards
-    gradients = Moments._make([all_gradients] * 5)
-    waiting = 0.0
-    if work.micro_batches == 1:
-        # Layers whose gradients are done at each moment. The output's gradient waits for those of
-        # the other parameters outside the layers.
-        done = (0, 0, max(0, layers - 2), layers - 1)
-        by_moment = [4 * number * per_layer * trained / shards for number in done]
-        gradients = Moments._make([*by_moment, all_gradients])
-        waiting = size * output * trained
+    gradients, waiting = _gradients(work, shards, arranged, stage)
 
-    # The gradient of the layer after, until the next ones are reduced over ranks.
-    unreduced = 4 * per_layer * trained * is_copied
-    # The weights of the layer before, gathered ahead.
-    gathered = size * per_layer * (is_gathered and shards > 1)
-    last = 4 * (1 + 1 / shards) * outside * trained * is_copied
+    # In a backward: the gradient of the layer after, until the next ones are reduced over ranks,
+    # and the weights of the layer before, gathered ahead.
+    unreduced = 4 * stage.per_layer * trained * is_copied
+    gathered = size * stage.per_layer * (is_gathered and shards > 1)
+
+    # At the end: gradients of the parameters outside the layers, before and after their reduction
+    # (legacy_ddp reduces all in one piece), or pieces of the moments that come from the host.
+    last = 4 * (1 + 1 / shards) * stage.outside * trained * is_copied
     if arranged.strategy == "legacy_ddp":
-        last = 4 * stage * trained  # all in one piece
-    moved = min(2 * PIECE, stage / shards) * arranged.state_bytes * arranged.moments_on_host
+        last = 4 * stage.total * trained
+    moved = min(2 * PIECE, stage.total / shards) * arranged.state_bytes * arranged.moments_on_host
+
     temporary = Moments(
         loss=0,
         last_layer=waiting + gathered,
@@ -206,6 +132,26 @@ def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float,
         end=max(last, moved) - copies,  # gathered weights are freed at the end
     )
     return states / shards + copies, gradients, temporary
+
+
+def _gradients(
+    work: StepShape, shards: int, arranged: Arrangement, stage: _Stage
+) -> tuple[Moments, float]:
+    """Count the gradients at each moment, and the output's while it waits for its reduction.
+
+    Gradients of one micro-batch come layer by layer; those of several exist from the second on.
+    zero1 keeps the sums of several whole.
+    """
+    trained = work.trained_share
+    if work.micro_batches > 1:
+        gradient_shards = 1 if arranged.strategy == "zero1" else shards
+        return Moments._make([4 * stage.total * trained / gradient_shards] * 5), 0.0
+
+    # The output's gradient waits for those of the other parameters outside the layers.
+    waiting = work.element_size * stage.output * trained
+    num_done = (0, 0, max(0, stage.layers - 2), stage.layers - 1)
+    by_moment = [4 * layers * stage.per_layer * trained / shards for layers in num_done]
+    return Moments(*by_moment, end=4 * stage.total * trained / shards), waiting
 
 
 def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Moments, Moments]:

@@ -32,7 +32,7 @@ from parallel.context.traffic import sizes
 from planner.attention_cost import AttentionCost
 from planner.cluster import Cluster
 from planner.delta_cost import DeltaShape
-from planner.step_memory import StepShape
+from planner.step_shape import StepShape
 from runtime.errors import UserError
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kernels.backends.base import SIMULATED_KERNEL, SIMULATED_SLAB
 from parallel.mesh import Mesh
 from parallel.offload import KEPT, MOMENTS, SEVERAL, in_slabs
+from planner.recorder.events import Event, alive_after, peak_event
 from planner.recorder.operators import SCANS, SENT, SHAPES, SILENT, SLABS, is_on_real_tensors
 from planner.recorder.tape import Tape, key_of
 from runtime.simulation import ALLOCATION_CAUSE, replaced
@@ -86,8 +87,7 @@ class Recorder(TorchDispatchMode):
         self.rank = rank
         self.kind = "weights"
         """Cause of the memory that is allocated now."""
-        self.events: list[tuple[int, int]] = []
-        """Number of a storage, and the change of its bytes."""
+        self.events: list[Event] = []
         self.sent = Counter[str]()
         """Bytes sent by link."""
         self.kept: dict[int, int] = {}
@@ -307,13 +307,6 @@ class Recorder(TorchDispatchMode):
             if self._sizes[number]:
                 self.kept[number] = self._sizes[number]
 
-    def _alive(self, end: int) -> dict[int, int]:
-        """Return the bytes of each storage after the first ``end`` events."""
-        sizes: dict[int, int] = {}
-        for number, change in self.events[:end]:
-            sizes[number] = sizes.get(number, 0) + change
-        return {number: size for number, size in sizes.items() if size}
-
     def rehearsal(
         self,
         config: CommonConfig,
@@ -329,22 +322,30 @@ class Recorder(TorchDispatchMode):
         or a shard) and, in a pipeline, the activations of others in flight. Storages in host memory
         do not count.
         """
-        is_single = config.pipeline.single
-        micro_batches = config.train.micro_batches(mesh.dp.size()) if is_single else 1
-        at_end = self._alive(len(self.events))
+        stage = mesh.pp.get_local_rank()
+        micro_batches = 1
+        in_flight = 1
+        if config.pipeline.single:
+            micro_batches = config.train.micro_batches(mesh.dp.size())
+            in_flight = int(config.pipeline.in_flight(stage, mesh.pp.size(), micro_batches))
+
+        # Storages that are alive from the start of a step, and those in host memory.
+        at_end = alive_after(self.events)
         gradient_numbers = {self._numbers[x.untyped_storage()] for x in gradients}
         from_start = {number for number in at_end if self._kinds[number] == "optimizer"}
         if micro_batches > 1:
             from_start |= gradient_numbers
         on_host = {number for number, kind in enumerate(self._kinds) if kind in (KEPT, MOMENTS)}
 
-        at_peak = self._alive(self._peak_event(from_start | on_host))
+        at_peak = alive_after(self.events[: peak_event(self.events, from_start | on_host)])
         alive = {
             number: size
             for number, size in at_peak.items()
             if number not in from_start and number not in on_host
         }
         alive |= {number: at_end[number] for number in from_start}
+
+        # What a forward leaves is an activation, unless it is moved or a gathered weight.
         activations = {
             number: size
             for number, size in self.kept.items()
@@ -355,35 +356,23 @@ class Recorder(TorchDispatchMode):
             is_gradient = number in gradient_numbers
             memory["gradients" if is_gradient else self._cause(number, activations)] += size
 
-        stage = mesh.pp.get_local_rank()
-        in_flight = 1
-        if is_single:
-            in_flight = int(config.pipeline.in_flight(stage, mesh.pp.size(), micro_batches))
+        # Micro-batches that were not run add activations, and whole gradients with zero1.
         if not config.recompute.recompute_offload:
             memory["activations"] += round((in_flight - 1) * sum(activations.values()))
         if config.data_parallel.strategy == "zero1" and micro_batches > 1:
             copies = config.data_parallel.num_distributed_optimizer_instances
             memory["gradients"] *= mesh.dp_cp.size() // copies
 
+        sent = {link: num_bytes // num_micro_batches for link, num_bytes in self.sent.items()}
+        host = self._host_bytes(at_end, in_flight, on_gpu)
+        return Rehearsal(self.rank, stage, dict(memory), sent, host)
+
+    def _host_bytes(self, at_end: dict[int, int], in_flight: int, on_gpu: bool) -> int:
+        """Return the bytes of host memory; torch pins a GPU's in slabs."""
         kept_on_host = [at_end[n] for n in at_end if self._kinds[n] == KEPT]
         moments_on_host = [at_end[n] for n in at_end if self._kinds[n] == MOMENTS]
         host = in_slabs(kept_on_host * in_flight, SEVERAL)
-        host += in_slabs(moments_on_host) if on_gpu else sum(moments_on_host)
-        sent = {link: num_bytes // num_micro_batches for link, num_bytes in self.sent.items()}
-        return Rehearsal(self.rank, stage, dict(memory), sent, host)
-
-    def _peak_event(self, ignored: Collection[int]) -> int:
-        """Return the number of events up to the memory's peak, without ``ignored`` storages."""
-        live = 0
-        peak = 0
-        peak_event = 0
-        for index, (number, change) in enumerate(self.events, 1):
-            if number not in ignored:
-                live += change
-            if live > peak:
-                peak = live
-                peak_event = index
-        return peak_event
+        return host + (in_slabs(moments_on_host) if on_gpu else sum(moments_on_host))
 
     def _cause(self, number: int, activations: Collection[int]) -> str:
         """Return the cause of a storage's memory."""

@@ -46,10 +46,11 @@ SHAPES = AttentionKernel(
 
 def _slab_backward(inputs: tuple[Tensor, ...], dout: Tensor, leaving: Tensor, *_: Any) -> Tensor:
     """Allocate the workspace of a delta rule's backward, and return an empty state's gradient."""
-    q = inputs[0]
-    v = inputs[2]
-    shape = DeltaShape(q.shape[2], v.shape[2], q.shape[3], v.shape[3], 1)
-    leaving.new_empty(shape.workspace(*v.shape[:2]) // 4, dtype=torch.float32)
+    q, _, v = inputs[:3]
+    batch, tokens, value_heads, value_dim = v.shape
+    _, _, key_heads, key_dim = q.shape
+    shape = DeltaShape(key_heads, value_heads, key_dim, value_dim, taps=1)
+    leaving.new_empty(shape.workspace(batch, tokens) // 4, dtype=torch.float32)
     return torch.empty_like(leaving)
 
 

@@ -12,7 +12,7 @@ from planner.attention_cost import AttentionCost
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.host_memory import moments, offloaded, pinned
 from planner.step_cost import predict
-from planner.step_memory import Arrangement, StepShape
+from planner.step_shape import Arrangement, StepShape
 
 FREE = 1e15
 """So much of a rate that what it carries takes no time."""

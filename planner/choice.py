@@ -138,6 +138,8 @@ def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
     """
     cluster = cluster_of(config)
     complete = config if entries is None else with_vocabulary(config, entries)
+
+    # Settings that save memory are varied only if nothing fits as the run is configured.
     meshes = list(divided(complete, processes))
     ranking = rank(meshes, processes, cluster)
     if not ranking.candidates and (ranking.over_memory or ranking.over_host_memory):
@@ -151,6 +153,7 @@ def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
             f"{config.mesh.full_world_size}; on {_fitting(complete, processes)} there would be one"
         )
 
+    # The run's own method and options stay if they suit the new mesh.
     candidates = _keeping_method(ranking.candidates, config.context.context_parallel_method)
     best = candidates[0].config
     context = config.context

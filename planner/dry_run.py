@@ -1,4 +1,9 @@
-"""`--dry-run`: a run's memory, traffic and predicted time from one process, and its command."""
+"""`--dry-run`: a run's memory, traffic and predicted time from one process, and its command.
+
+Memory and traffic come from rehearsals of the ranks whose work differs, time from the cost model.
+Everything that the run would check before its first step is checked, with one exception: files that
+are not on this machine are noted, since a dry run is often made on another one.
+"""
 
 import math
 import os
@@ -221,14 +226,16 @@ def _table(rehearsals: Sequence[Rehearsal]) -> Iterator[str]:
         heads.append("GB of host memory")
     yield f"| stage | rank | {' | '.join(heads)} | GB sent {INSIDE} | {BETWEEN} |"
     yield "|" + " ---: |" * (len(heads) + 4)
+
     for rehearsal in rehearsals:
         counts = [rehearsal.memory.get(cause, 0) for cause in CAUSES]
         counts.append(rehearsal.bytes)
         if uses_host:
             counts.append(rehearsal.host)
-        counts += [rehearsal.sent.get(link, 0) for link in (INSIDE, BETWEEN)]
-        cells = " | ".join(f"{count / 1e9:.3f}" for count in counts)
-        yield f"| {rehearsal.stage} | {rehearsal.rank} | {cells} |"
+        counts.append(rehearsal.sent.get(INSIDE, 0))
+        counts.append(rehearsal.sent.get(BETWEEN, 0))
+        cells = [f"{count / 1e9:.3f}" for count in counts]
+        yield f"| {rehearsal.stage} | {rehearsal.rank} | {' | '.join(cells)} |"
 
 
 def _commands(

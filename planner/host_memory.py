@@ -44,6 +44,8 @@ def _pinned_tensors(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple
     """Return the bytes of each tensor that a layer keeps in host memory."""
     if not arranged.offload:
         return ()
+
+    # The layer's input and, if only the rest is recomputed, the results of its attention.
     tokens = work.tokens(plan)
     per_channel = work.element_size / arranged.tp
     bytes_per_token = [work.hidden * per_channel]

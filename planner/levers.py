@@ -1,7 +1,9 @@
 """Levers by which a run takes less memory, the settings that they lead to, and their description.
 
 A lever sets fields of the configuration to one of a few values, each of which takes less memory
-than the one before.
+than the one before. Levers differ in what they cost: a loss in chunks costs little, recomputation
+costs part of a forward, full sharding costs messages, and copies to the host cost time if computing
+does not hide them. ``ORDER`` pulls roughly the cheapest first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -108,16 +110,18 @@ def with_levers(config: AnyConfig, *pulled: tuple[Lever, tuple[Any, ...]]) -> An
     """Return the configuration with levers at values. Raises UserError if they contradict."""
     changed: dict[str, Any] = {}
     for lever, values in pulled:
-        changed |= zip(lever.fields, values, strict=True)
+        for field, value in zip(lever.fields, values, strict=True):
+            changed[field] = value
     return config.updated(**changed)
 
 
 def _combinations(
-    config: AnyConfig, options: Iterable[tuple[Lever, Iterable[tuple[Any, ...]]]]
+    config: AnyConfig, options: Sequence[tuple[Lever, Iterable[tuple[Any, ...]]]]
 ) -> Iterator[AnyConfig]:
     """Yield every combination of levers' values that is valid; the last lever varies fastest."""
-    levers, values = zip(*options, strict=True)
-    for combination in product(*map(dict.fromkeys, values)):
+    levers = [lever for lever, _ in options]
+    distinct_values = [dict.fromkeys(values) for _, values in options]
+    for combination in product(*distinct_values):
         try:
             yield with_levers(config, *zip(levers, combination, strict=True))
         except UserError:  # such as offload without activations to move

@@ -2,6 +2,10 @@
 
 torch's fake process group stands for the other ranks: its collectives return at once. torch's fake
 tensors run every operator's shape function. The operators' allocations and messages are recorded.
+
+The code of the model, the strategy and the attention runs as in training, so that a rehearsal sees
+what no formula knows: a tensor that lives too long, or a message too many. It takes seconds, where
+the formulas of the search (planner/step_memory.py) take milliseconds; tests compare the two.
 """
 
 import os
@@ -162,11 +166,14 @@ def _pass_through(
         if action == "F":
             waiting[stage, index] = _forward(task, stage, part, batch, recorder)
             continue
+
+        # Gradients are reduced over ranks with the last micro-batch.
         is_last = action == "B" and index == num_micro_batches - 1
         set_gradient_sync(part, is_last, config.data_parallel.strategy)
         if action == "I":
             waiting[stage, index] = _backward_to_input(stage, part, waiting.pop((stage, index)))
             continue
+
         _backward(part, waiting.pop((stage, index)))
         if config.pipeline.splits_backward:
             widen_gradients(part)
@@ -221,12 +228,15 @@ def _forward(
             batch = batch | {input_name: received}
         out = task.objective.loss_sum(part, batch)
 
+    # Stages exchange hidden states: what this one sends must be what the next one expects.
     is_last = stage == config.pipeline.stages(pp_size) - 1
     if not is_last and (out.shape, out.dtype) != (hidden.shape, hidden.dtype):
         raise UserError(
             f"pipeline stage {stage} gives {list(out.shape)} {out.dtype}, and the next one takes "
             f"{list(hidden.shape)} {hidden.dtype}"
         )
+
+    # The output goes to the next stage, and later the gradient of the input to the one before.
     peers = dist.get_process_group_ranks(task.mesh.pp.get_group())
     if not is_last:
         recorder.count(hidden.nbytes, [recorder.rank, peers[(stage + 1) % pp_size]])

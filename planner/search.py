@@ -1,4 +1,11 @@
-"""Enumerate the arrangements of a run, predict each, and rank those that fit."""
+"""Search over the arrangements of a run: enumerate, predict each, and rank those that fit.
+
+An arrangement is a mesh (tp x pp x cp, the rest dp), a method with its options, and settings that
+save memory. There are thousands, so that the order of the work matters: invalid ones are refused
+first; memory is counted next, which is cheap; only the time of those that fit is predicted. Leaner
+settings are tried only if nothing fits without them (`planner.levers.ladder`), and a plan of the
+attention is shared by all settings with the same method and lengths.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -318,6 +325,8 @@ def rank(
                 over_memory.append(min(weighed.device for weighed in tried))
 
     fitting.sort(key=lambda candidate: candidate.prediction.time)
+
+    # Fields for the message if nothing fits.
     saving: tuple[str, ...] = ()
     moving: list[str] = []
     if configs:

@@ -164,12 +164,15 @@ def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Mo
     in_flight_last = arranged.pipeline.in_flight(pp - 1, pp, work.micro_batches)
     sent = stream * in_flight * (pp > 1)
 
+    # What the layers keep. With offload only the activations on their way count here; the running
+    # layer's are in its backward.
     per_layer = tokens * kept_per_token(work, plan, arranged)
     kept_layers = layers
     if arranged.offload:
-        # Only what is on its way counts here; the running layer's is in its backward.
         per_layer = per_layer * (layers > 1 and fetched_ahead(work, plan, arranged))
         kept_layers = 1
+
+    # The first layer keeps more, or recomputes more.
     all_layers = per_layer * kept_layers
     two_layers = per_layer * min(2, kept_layers)
     first_layer = per_layer
@@ -180,6 +183,7 @@ def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Mo
         first_layer = first_layer + recomputed
         recomputed = 0.0
 
+    # Other micro-batches in flight wait with all their layers, and with GPipe with their losses.
     waiting = (in_flight - 1) * all_layers + sent
     keeps_loss = arranged.pipeline.pipeline_schedule == "GPipe"
     other_micro_batches = all_layers + _loss_kept(work, tokens, arranged) * keeps_loss
@@ -234,6 +238,7 @@ def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float
     saved, needed = _layer_activations(work, plan, arranged)
     recomputed = tokens * (needed - saved * (not arranged.offload))
 
+    # Sizes: hidden states of the tokens, a chunk's inner activations, a weight matrix.
     num_matrices = 3 if work.gated else 2
     rows = min(tokens, arranged.ffn_chunk or tokens)
     stream = tokens * work.hidden * size
@@ -241,6 +246,7 @@ def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float
     matrix = work.hidden * work.ffn * size
     all_tokens = stream * tp  # of all ranks, which are gathered
 
+    # The peak in the feed-forward, and what it has freed by the attention's backward.
     ffn = (num_matrices - 1) * inner + matrix + stream
     freed = work.residual / 2 * stream
     if arranged.ffn_chunk:  # gradients of its weights are summed in float32
@@ -251,6 +257,7 @@ def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float
         ffn = ffn + all_tokens * (tp > 1)
         freed = freed + num_matrices * inner
 
+    # The peak in the attention.
     if work.delta is None:
         sizes_of_rank = rank_sizes(work, plan, tp)
         moves = plan.backward_moves(sizes_of_rank)
@@ -283,6 +290,8 @@ def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tu
     """
     tp = arranged.tp
     per_channel = work.element_size / tp
+
+    # The attention, and of it the results that attention_boundary keeps.
     queries = work.heads * work.head_dim
     keys = work.kv_heads * work.head_dim
     lse = 4 * work.heads / tp
@@ -295,10 +304,11 @@ def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tu
         attention = delta.activations(plan, work.micro_batch, work.element_size, work.normed)
         results = sum(delta.results(plan, work.micro_batch, work.element_size))
 
+    # The feed-forward, the residual stream, and the norms' outputs, which are gathered over tp.
     ffn = 0
     if not arranged.ffn_chunk:
         ffn = (3 if work.gated else 2) * work.ffn
-    norm_outputs = 2 * (1 - 1 / tp) * work.hidden * work.element_size  # gathered over tp
+    norm_outputs = 2 * (1 - 1 / tp) * work.hidden * work.element_size
     stream = (work.residual + work.modulated) * work.hidden
     everything = (stream + ffn) * per_channel + attention + norm_outputs
     if arranged.recompute == "full":

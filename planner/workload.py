@@ -1,4 +1,9 @@
-"""A training step in numbers for the cost model: its work, documents, and a hybrid's layouts."""
+"""A training step in numbers for the cost model: its work, documents, and a hybrid's layouts.
+
+Packed documents decide how unequal the ranks' work is, and a plan has to be made for concrete
+lengths. `typical_documents` draws them from the data's own lengths with a fixed seed, so that every
+rank and every start of a run plans for the same micro-batch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -294,6 +299,8 @@ def _lengths(data_path: tuple[str, ...], blend_by_length: tuple[str, ...]) -> np
     """Draw documents whose tokens follow the sources' weights, then the shares of their lengths."""
     generator = np.random.default_rng(0)
     prefixes, weights = blend(data_path)
+
+    # Sources are mixed by their weights, by default by their tokens.
     lengths_by_source = []
     for prefix in prefixes:
         lengths = open_indexed(prefix).document_lengths
@@ -305,10 +312,12 @@ def _lengths(data_path: tuple[str, ...], blend_by_length: tuple[str, ...]) -> np
     if not blend_by_length:
         return drawn
 
+    # With blend_by_length the draw is repeated by groups of lengths.
     min_lengths, shares = zip(*length_shares(blend_by_length), strict=True)
-    groups = [
-        drawn[(drawn >= low) & (drawn < high)] for low, high in pairwise((*min_lengths, np.inf))
-    ]
+    groups = []
+    for low, high in pairwise((*min_lengths, np.inf)):
+        in_group = (drawn >= low) & (drawn < high)
+        groups.append(drawn[in_group])
     return _by_share(generator, groups, shares)
 
 
@@ -317,11 +326,13 @@ def _by_share(
 ) -> np.ndarray:
     """Draw documents of every group that is not empty, so that tokens follow the shares."""
     nonempty = [(share, group) for share, group in zip(shares, groups, strict=True) if len(group)]
-    rates = np.array([share / group.mean() for share, group in nonempty])  # of documents
+    # Shares are of tokens: a group of long documents takes fewer of them.
+    rates = np.array([share / group.mean() for share, group in nonempty])
     counts = np.ceil(NUM_DRAWN * rates / rates.sum()).astype(int)
-    drawn = [
-        generator.choice(group, count) for (_, group), count in zip(nonempty, counts, strict=True)
-    ]
+
+    drawn = []
+    for (_, group), count in zip(nonempty, counts, strict=True):
+        drawn.append(generator.choice(group, count))
     return np.concatenate(drawn)
 
 

@@ -369,10 +369,15 @@ class Recorder(TorchDispatchMode):
 
     def _host_bytes(self, at_end: dict[int, int], in_flight: int, on_gpu: bool) -> int:
         """Return the bytes of host memory; torch pins a GPU's in slabs."""
-        kept_on_host = [at_end[n] for n in at_end if self._kinds[n] == KEPT]
-        moments_on_host = [at_end[n] for n in at_end if self._kinds[n] == MOMENTS]
-        host = in_slabs(kept_on_host * in_flight, SEVERAL)
-        return host + (in_slabs(moments_on_host) if on_gpu else sum(moments_on_host))
+        activations = []
+        moments = []
+        for number, size in at_end.items():
+            if self._kinds[number] == KEPT:
+                activations.append(size)
+            elif self._kinds[number] == MOMENTS:
+                moments.append(size)
+        host = in_slabs(activations * in_flight, SEVERAL)
+        return host + (in_slabs(moments) if on_gpu else sum(moments))
 
     def _cause(self, number: int, activations: Collection[int]) -> str:
         """Return the cause of a storage's memory."""

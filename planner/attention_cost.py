@@ -5,6 +5,15 @@ busiest link transfers, plus the part of the shorter that the cluster's ``posted
 Collectives, and transfers after the last round, overlap with no computing except that of ranks
 which share a processor (``shared_overlap``). A rank of cp and its neighbours of tp fill nodes in
 order.
+
+So the time of a softmax attention is
+
+    sum over rounds of (computing + transfers)
+      - posted_overlap * sum over rounds of min(computing, transfers)
+      + collectives
+
+with the computing of the slowest rank and the transfers of the busiest link in each round. Linear
+attention has no rounds of tiles: it scans its tokens, and passes or gathers states.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +58,9 @@ class Links:
     """Bytes that all ranks of a cp group send in one layer's attention, forward and backward."""
 
     inside: int
+    """Bytes within nodes."""
     between: int
+    """Bytes between nodes."""
 
 
 class Sent(NamedTuple):
@@ -70,8 +81,10 @@ class AttentionCost:
 
     plan: Plan
     sizes: Sizes
+    """Heads, tokens and bytes of one rank."""
     cluster: Cluster
     tp: int = 1
+    """Tensor-parallel ranks, each of which has a cp group of its own."""
 
     def forward(self) -> float:
         """Return the seconds of a forward."""
@@ -116,6 +129,7 @@ class AttentionCost:
             busiest = float(busy.sum(axis=0).max())
             return self._overlapped([(busiest, self._transfer(*sent))], waited)
 
+        # Nothing is computed after the last round.
         computing = [*busy.max(axis=1).tolist(), 0.0]
         rounds = list(zip(computing, self._in_transit(moves), strict=True))
         return self._overlapped(rounds, waited)
@@ -159,15 +173,14 @@ class AttentionCost:
             rounds: seconds of computing and of transfers in each round.
             waited: seconds of transfers that are waited for.
         """
-        overlap = self.cluster.posted_overlap * sum(min(busy, sent) for busy, sent in rounds)
+        cluster = self.cluster
+        total = waited + sum(busy + sent for busy, sent in rounds)
+        overlap = cluster.posted_overlap * sum(min(busy, sent) for busy, sent in rounds)
+
+        # Ranks on one processor: while one waits for a transfer, another computes.
         exposed = waited + sum(sent for busy, sent in rounds if not busy)
         computing_alone = sum(busy for busy, _ in rounds) - overlap
-        return (
-            waited
-            + sum(busy + sent for busy, sent in rounds)
-            - overlap
-            - self.cluster.shared_overlap * min(exposed, computing_alone)
-        )
+        return total - overlap - cluster.shared_overlap * min(exposed, computing_alone)
 
     def _busy(self, moves: Moves | None, operations: int) -> np.ndarray:
         """Return the seconds that ranks compute in every round, float64 ``[rounds, positions]``."""
@@ -225,7 +238,13 @@ class AttentionCost:
 def transfer_seconds(together: Sequence[Sent], num_ranks: int, cluster: Cluster, tp: int) -> float:
     """Return the seconds until the busiest rank, or the busiest node's shared link, has sent all.
 
-    Messages to the same peer share a link's rate, and their latencies add up.
+    Messages to the same peer share a link's rate, and their latencies add up. Links of all ranks
+    work at the same time.
+
+    Args:
+        together: messages that are under way at the same time.
+        num_ranks: size of the cp group.
+        tp: groups like this one that share the links.
     """
     if not together:
         return 0.0
@@ -263,13 +282,16 @@ def transfer_seconds(together: Sequence[Sent], num_ranks: int, cluster: Cluster,
 
 def _joint(collective: Message) -> Sent:
     """Return an all-gather as messages around a ring, and an all-to-all as one to each peer."""
-    size, num_members = collective.to.shape
-    rank = np.arange(size)
+    members = collective.to  # the group of each rank, [ranks, members]
+    num_ranks, num_members = members.shape
+    ranks = np.arange(num_ranks)
     if collective.kind == "gather":
-        own_index = np.argmax(collective.to == rank[:, None], axis=1)
-        following = collective.to[rank, (own_index + 1) % num_members]
-        return Sent(rank, following, (num_members - 1) * collective.size, num_members - 1)
-    return Sent(np.repeat(rank, num_members), collective.to.ravel(), collective.size, 1)
+        # Every rank passes the parts of all others on to the next one.
+        own_index = np.argmax(members == ranks[:, None], axis=1)
+        following = members[ranks, (own_index + 1) % num_members]
+        num_passed = num_members - 1
+        return Sent(ranks, following, num_passed * collective.size, num_passed)
+    return Sent(np.repeat(ranks, num_members), members.ravel(), collective.size, 1)
 
 
 def slots(plan: Plan, sizes: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]:
@@ -317,6 +339,9 @@ def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
     round on, also the one sent before. Gathered gradients exist as sums and as what is sent. In
     stages of heads all buffers are a stage's, with what it exchanges again (q, dout, out and lse,
     k and v), besides all results and the sums of KV.
+
+    Args:
+        moves: the tensors that circulate, ``kv`` or ``queries``; the others are stationary.
     """
     geometry = plan.geometry
     stationary: Moves = "queries" if moves == "kv" else "kv"

@@ -36,11 +36,15 @@ class DeltaShape(NamedTuple):
     """Heads of a layer with a gated delta rule."""
 
     key_heads: int
+    """Heads of queries and keys, each of which several value heads share."""
     heads: int
+    """Heads of values, and of states [key_dim, value_dim]."""
     key_dim: int
     value_dim: int
     taps: int
+    """Tokens in the window of the convolution."""
     per_channel: bool = False
+    """True if the gate has a value per key channel, not per head."""
     slab: int = GPU_CHUNKS
     """Chunks of all heads that kernels process at once."""
 
@@ -188,8 +192,10 @@ class DeltaCost:
     def _composing(self, *, reverse: bool) -> float:
         """Time the busiest rank of each round that joins arriving maps: M S + U or M [U | M]."""
         shape = self.shape
+        cluster = self.cluster
         seconds = 0.0
         for messages in self._messages(reverse=reverse):
+            # By rank: its products of square matrices with those columns, and its launches.
             multiply_adds = Counter[int]()
             num_joined = Counter[int]()
             for message in messages:
@@ -197,10 +203,10 @@ class DeltaCost:
                 elements = self.batch * shape.heads * shape.key_dim**2
                 multiply_adds[message.peer] += elements * columns
                 num_joined[message.peer] += 1
-            seconds += (
-                2 * max(multiply_adds.values(), default=0) / self._rate
-                + max(num_joined.values(), default=0) * self.cluster.launch_us * MICRO
-            )
+
+            products = 2 * max(multiply_adds.values(), default=0) / self._rate
+            launches = max(num_joined.values(), default=0) * cluster.launch_us * MICRO
+            seconds += products + launches
         return seconds
 
     @property

@@ -243,9 +243,11 @@ def _commands(
 ) -> Iterator[str]:
     """Yield the commands that start the run: by torchrun and, for a named cluster, by Slurm."""
     flags = _run_flags(arguments, requested)
+
+    # A run without --save would lose its weights, unless it says --save none.
     is_unsaved = not requested.checkpoint.save
     refuses_save = is_unsaved and any(flag.partition("=")[0] == "--save" for flag in flags)
-    if is_unsaved and not refuses_save:  # else it is --save none
+    if is_unsaved and not refuses_save:
         flags += ["--save", "runs/NAME"]
     run = f"{entry} {shlex.join(flags)}"
 

@@ -2,8 +2,8 @@
 
 The first two ask one question of many sizes: does any arrangement fit in memory? Only the leanest
 settings of each arrangement are tried, and no time is predicted. Memory grows with the length and
-falls with the number of processes, so that a bisection finds the limit. The third pulls levers until
-the run fits, takes back those that it does not need, and orders the rest.
+falls with the number of processes, so that a bisection finds the limit. The third pulls levers
+until the run fits, takes back those that it does not need, and orders the rest.
 """
 
 from collections import Counter

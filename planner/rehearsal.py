@@ -264,6 +264,7 @@ def _name_layers(part: nn.Module, recorder: Recorder) -> None:
     first = min(int(number) for number, _ in layers.named_children())
 
     def name(layer: int) -> None:
+        """Name the layer that is running; 0 is outside the layers."""
         recorder.layer = f", layer {layer} of {num_layers}" if layer else ""
 
     def on_enter(layer: int, x: Tensor) -> None:

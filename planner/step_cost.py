@@ -81,6 +81,12 @@ def step_seconds(
 
     A pipeline takes ``micro_batches + pp - 1`` turns: it fills and drains. The exchange of weights
     and gradients overlaps with computing, but for the cluster's ``exposed_share``.
+
+    Args:
+        work: the model and its micro-batches.
+        plan: the attention over cp, of one micro-batch.
+        arranged: the other dimensions of the mesh, and the settings that save memory.
+        cluster: rates of computing and links.
     """
     tp = arranged.tp
     layers = arranged.stage_layers(work)
@@ -193,9 +199,13 @@ def _mean_attention(
 ) -> tuple[float, float, Links]:
     """Return the mean seconds of all layers' attention, forward and backward, and a layer's bytes.
 
-    The bytes are those of a layer without a window, if there is one.
+    The bytes are those of a layer without a window, if there is one. A model has layers of one or
+    two kinds: softmax attention beside a delta rule, beside linear attention, or with and without a
+    window.
     """
     forward, backward, links = _attention(plan, sizes, cluster, tp)
+
+    # Softmax layers beside a delta rule have the same plan.
     if work.delta is not None:
         softmax_only = replace(work, delta=None, layers=work.softmax_layers, softmax_layers=0)
         forward, backward, links = _mean_attention(softmax_only, plan, sizes, cluster, tp)
@@ -207,7 +217,8 @@ def _mean_attention(
             links,
         )
 
-    if work.softmax_layers:  # of a hybrid with linear attention
+    # Beside linear attention they have a layout of their own, whose seconds are given.
+    if work.softmax_layers:
         share = work.softmax_layers / work.layers
         forward_share = FORWARD / (FORWARD + BACKWARD)
         softmax = share * work.softmax_seconds
@@ -259,6 +270,8 @@ def _pipeline_seconds(
     if arranged.pp == 1:
         return 0.0
     num_bytes = work.micro_batch * plan.local_len * work.hidden * work.element_size / arranged.tp
+
+    # Between nodes all ranks of a node share its links.
     world_size = arranged.pp * arranged.dp * plan.size * arranged.tp
     rate = cluster.node_gb_per_s / cluster.gpus_per_node
     latency = cluster.between_latency_us

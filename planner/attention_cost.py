@@ -211,7 +211,8 @@ class AttentionCost:
 
         # States pass from rank to rank: each waits for the one before.
         passed = 0.0
-        for message in list(self._messages("kv" if reverse else None))[-geometry.slots :]:
+        moves: Moves | None = "kv" if reverse else None
+        for message in list(self._messages(moves))[-geometry.slots :]:
             for rank in range(geometry.size):
                 sent = Sent(np.array([rank]), message.to[[rank]], sizes.state, 1)
                 passed += self._transfer(sent)
@@ -380,7 +381,12 @@ def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
     elif num_rounds > 2:
         copies = CIRCULATING_BUFFERS
     buffers += int(copies * num_holders * sizes.gradient(moves))
-    buffers += num_teammates * (1 if num_teammates == 1 else 2) * sizes.gradient(stationary)
+    if num_teammates == 1:
+        buffers += sizes.gradient(stationary)
+    else:
+        buffers += 2 * num_teammates * sizes.gradient(stationary)
+
+    # Several payloads are gathered before they are used.
     if num_holders > 1:
         buffers += num_holders * sizes.payload(moves)
     if num_teammates > 1:

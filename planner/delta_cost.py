@@ -224,9 +224,12 @@ class DeltaCost:
         d = shape.key_dim
         e = shape.value_dim
         per_token = 3 * d * e + CHUNK * (3 * d + 2 * e)
-        per_wide_token = d * e if reverse else 3 * d * d + CHUNK * d + d * e
+        per_wide_token = 3 * d * d + CHUNK * d + d * e
+        passes = 1.0
+        if reverse:
+            per_wide_token = d * e
+            passes = BACKWARD
 
-        passes = BACKWARD if reverse else 1
         multiply_adds = 0.0
         for rank in range(self.plan.size):
             local = parts(self.plan, rank)
@@ -236,7 +239,9 @@ class DeltaCost:
             multiply_adds = max(multiply_adds, of_rank)
 
         # Products by the kernels' rate, and channels by the memory's.
-        slowdown = PER_CHANNEL if shape.per_channel else 1.0
+        slowdown = 1.0
+        if shape.per_channel:
+            slowdown = PER_CHANNEL
         products = slowdown * 2 * self.batch * shape.heads * multiply_adds
         seconds = products / self._rate + cluster.launch_us * MICRO
         if cluster.memory_gb_per_s:

@@ -90,8 +90,10 @@ def _on_cluster(config: Any) -> tuple[Any, Cluster]:
     if name is None:
         return config, default_cluster(config.mesh.device_type)
     cluster = load_cluster(name)
-    chooses_method = config.context.context_parallel_method == "auto"
-    return config.updated(device=cluster.device, cluster=name if chooses_method else None), cluster
+    config = config.updated(device=cluster.device)
+    if config.context.context_parallel_method != "auto":
+        config = config.updated(cluster=None)
+    return config, cluster
 
 
 def _time_line(config: Any, world_size: int, cluster: Cluster) -> str:
@@ -164,11 +166,13 @@ def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
             remedy = "; hf download NAME --local-dir FOLDER"
             if not path.startswith("hf:"):
                 remedy += f", python -m tools.convert_hf import FOLDER {path}"
-        if not getattr(config.checkpoint if is_load else config.data, name):
-            words = spelled(name, path.removesuffix(".idx")).split()
-            missing_flags += words
+        section = config.checkpoint if is_load else config.data
+        if not getattr(section, name):
+            missing_flags += spelled(name, path.removesuffix(".idx")).split()
             note = f"note: {name} is not set; give {' '.join(missing_flags[-2:])}"
-            notes.append(note if is_load else note + remedy)
+            if not is_load:
+                note += remedy
+            notes.append(note)
         elif not Path(path.removeprefix("hf:")).exists():
             notes.append(f"note: {name} {path} is not on this machine{remedy}")
     return named, notes, missing_flags

@@ -135,13 +135,17 @@ def _last(is_good: Callable[[int], bool], maximum: int, exact: bool = False) -> 
         low = high
         high = 2 * high
     high = min(high, maximum + 1)
-    while high - low > (1 if exact else max(1, low // PRECISION)):
+    while True:
+        tolerance = 1
+        if not exact:
+            tolerance = max(1, low // PRECISION)
+        if high - low <= tolerance:
+            return low
         middle = (low + high) // 2
         if is_good(middle):
             low = middle
         else:
             high = middle
-    return low
 
 
 FIELDS = (

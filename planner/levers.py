@@ -64,7 +64,9 @@ def _shardings(config: AnyConfig, cluster: Cluster) -> list[tuple[str]]:
     name = config.data_parallel.data_parallel_sharding_strategy
     strategy = config.data_parallel.strategy
     between = [(other,) for other in ("zero1", "zero2") if other != strategy]
-    leanest = name if strategy == "zero3" else "zero3"
+    leanest = "zero3"
+    if strategy == "zero3":
+        leanest = name  # another name of it
     return [(name,), *between, (leanest,)]
 
 
@@ -85,12 +87,16 @@ def _stages(config: AnyConfig, cluster: Cluster) -> list[tuple[int]]:
 
 def _on_host(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
     """Return the device, then its host's memory, if the rate of copies is known."""
-    return [(False,), (True,)] if cluster.host_gb_per_s else [(False,)]
+    if not cluster.host_gb_per_s:
+        return [(False,)]
+    return [(False,), (True,)]
 
 
 def _moments(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
     """Return the device, then its host's memory, if the optimizer can step with its state there."""
-    return _on_host(config, cluster) if config.optimizer.spec.offloads else [(False,)]
+    if not config.optimizer.spec.offloads:
+        return [(False,)]
+    return _on_host(config, cluster)
 
 
 CHUNKS = Lever(("loss_chunk_size", "ffn_chunk_size"), _chunks)
@@ -175,8 +181,10 @@ def ever_leaner(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
     for lever in ORDER:
         further = lever.further(config, cluster)
         if further:
-            one_step = ORDER.count(lever) > 1
-            config = with_levers(config, (lever, further[0] if one_step else further[-1]))
+            values = further[-1]
+            if ORDER.count(lever) > 1:
+                values = further[0]
+            config = with_levers(config, (lever, values))
             yield config
 
 

@@ -250,7 +250,9 @@ def _backward(part: nn.Module, waiting: _Waiting) -> None:
     out = waiting.out
     if waiting.groups is None:
         gradient = waiting.gradient
-        out.backward(torch.ones_like(out) if gradient is None else gradient)
+        if gradient is None:
+            gradient = torch.ones_like(out)
+        out.backward(gradient)
     else:
         from torch.distributed.pipelining._backward import stage_backward_weight
 

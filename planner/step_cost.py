@@ -232,10 +232,12 @@ def _mean_attention(
         return forward, backward, links
     share = work.windowed_layers / work.layers
     windowed = _attention(plan.windowed(work.window), sizes, cluster, tp)
+    if work.windowed_layers == work.layers:
+        links = windowed[2]
     return (
         share * windowed[0] + (1 - share) * forward,
         share * windowed[1] + (1 - share) * backward,
-        links if share < 1 else windowed[2],
+        links,
     )
 
 

@@ -107,7 +107,9 @@ def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float,
     # of one layer and of the parameters outside, else of the stage, all the time.
     is_copied = shards > 1 or size < 4
     is_gathered = arranged.strategy == "zero3"
-    copied = stage.outside + stage.per_layer if is_gathered else stage.total
+    copied = stage.total
+    if is_gathered:
+        copied = stage.outside + stage.per_layer
     copies = copied * size * is_copied
 
     gradients, waiting = _gradients(work, shards, arranged, stage)
@@ -144,8 +146,10 @@ def _gradients(
     """
     trained = work.trained_share
     if work.micro_batches > 1:
-        gradient_shards = 1 if arranged.strategy == "zero1" else shards
-        return Moments._make([4 * stage.total * trained / gradient_shards] * 5), 0.0
+        if arranged.strategy == "zero1":
+            shards = 1
+        gradients = 4 * stage.total * trained / shards
+        return Moments._make([gradients] * 5), 0.0
 
     # The output's gradient waits for those of the other parameters outside the layers.
     waiting = work.element_size * stage.output * trained
@@ -251,7 +255,9 @@ def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float
     freed = work.residual / 2 * stream
     if arranged.ffn_chunk:  # gradients of its weights are summed in float32
         weight_gradients = matrix * (1 + 4 / work.element_size)
-        gathered = 2 * all_tokens if tp > 1 else stream
+        gathered = stream
+        if tp > 1:
+            gathered = 2 * all_tokens
         ffn += num_matrices * (inner + weight_gradients) + gathered
     else:
         ffn = ffn + all_tokens * (tp > 1)
@@ -325,7 +331,9 @@ def num_outputs(plan: Plan) -> int:
     """
     geometry = plan.geometry
     exchanges = geometry.ulysses_degree > 1 and geometry.options.ulysses_head_chunks == 1
-    return 2 if exchanges else 1
+    if exchanges:
+        return 2
+    return 1
 
 
 def num_shards(plan: Plan, arranged: Arrangement) -> int:

@@ -192,8 +192,9 @@ class Recorder(TorchDispatchMode):
             if x.untyped_storage() in self._numbers:
                 continue
             kind = ALLOCATION_CAUSE.value or self.kind
-            is_logits = kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries
-            self._record_storage(x.untyped_storage(), "logits" if is_logits else kind)
+            if kind == "passing" and x.dim() > 1 and x.shape[-1] == self._entries:
+                kind = "logits"
+            self._record_storage(x.untyped_storage(), kind)
 
     def _by_its_code(self, func: Any, code: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operator's own code, or replay an earlier call with the same layouts.
@@ -250,8 +251,10 @@ class Recorder(TorchDispatchMode):
         alive = [number for number in range(first_storage, len(self._sizes)) if self._sizes[number]]
         numbers = []
         for x in outs:
-            is_fake = isinstance(x, FakeTensor)
-            numbers.append(self._numbers.get(x.untyped_storage(), -1) if is_fake else -1)
+            number = -1
+            if isinstance(x, FakeTensor):
+                number = self._numbers.get(x.untyped_storage(), -1)
+            numbers.append(number)
         if sorted(numbers) != alive:
             return None
 
@@ -353,8 +356,10 @@ class Recorder(TorchDispatchMode):
         }
         memory = Counter[str]()
         for number, size in alive.items():
-            is_gradient = number in gradient_numbers
-            memory["gradients" if is_gradient else self._cause(number, activations)] += size
+            cause = self._cause(number, activations)
+            if number in gradient_numbers:
+                cause = "gradients"
+            memory[cause] += size
 
         # Micro-batches that were not run add activations, and whole gradients with zero1.
         if not config.recompute.recompute_offload:
@@ -377,7 +382,9 @@ class Recorder(TorchDispatchMode):
             elif self._kinds[number] == MOMENTS:
                 moments.append(size)
         host = in_slabs(activations * in_flight, SEVERAL)
-        return host + (in_slabs(moments) if on_gpu else sum(moments))
+        if on_gpu:
+            return host + in_slabs(moments)
+        return host + sum(moments)
 
     def _cause(self, number: int, activations: Collection[int]) -> str:
         """Return the cause of a storage's memory."""

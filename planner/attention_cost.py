@@ -135,7 +135,10 @@ class AttentionCost:
         return self._overlapped(rounds, waited)
 
     def _in_transit(self, moves: Moves | None) -> list[float]:
-        """Return the seconds that transfers take in every round, and after the last."""
+        """Return the seconds that transfers take in every round, and after the last.
+
+        They are those of all messages under way in the round, which share the links.
+        """
         if self.plan.sparse:
             sent = slots(self.plan, self.sizes, moves or "kv", gradients=moves is not None)
             return [self._transfer(one_round) for one_round in sent]
@@ -183,7 +186,10 @@ class AttentionCost:
         return total - overlap - cluster.shared_overlap * min(exposed, computing_alone)
 
     def _busy(self, moves: Moves | None, operations: int) -> np.ndarray:
-        """Return the seconds that ranks compute in every round, float64 ``[rounds, positions]``."""
+        """Return the seconds that ranks compute in every round, float64 ``[rounds, positions]``.
+
+        A position is a rank's place in the method's layout.
+        """
         work = self.plan.work(moves or "kv")
         sizes = self.sizes
         cluster = self.cluster

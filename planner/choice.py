@@ -40,7 +40,8 @@ def fastest_method(
 ) -> tuple[ContextConfig, str]:
     """Choose the method that is predicted fastest; return it with a line that reports it.
 
-    Without ``steps`` of training to come, memory is not limited.
+    Every method and option that fits the mesh is predicted for a typical micro-batch. Without
+    ``steps`` of training to come, memory is not limited.
 
     Raises:
         ConfigError: no method fits the sizes or memory.

@@ -41,6 +41,10 @@ BALANCED_METHODS = ("zigzag", "striped", "ulysses")
 def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
     """Check a run and print its memory, traffic and time; return memory and traffic by rank.
 
+    Args:
+        arguments: the run's command line, for the commands that start it.
+        config: the configuration of these arguments.
+
     Raises:
         UserError: the run itself would be refused. Files that are missing are only noted.
         DoesNotFitError: it takes more memory than there is; raised after everything is printed.
@@ -85,7 +89,11 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
 
 
 def _on_cluster(config: Any) -> tuple[Any, Cluster]:
-    """Return the cluster to predict for, and the configuration with its kind of device."""
+    """Return the cluster to predict for, and the configuration with its kind of device.
+
+    Without --cluster it is this machine. The name stays in the configuration only if the method is
+    chosen for it.
+    """
     name = config.context.cluster
     if name is None:
         return config, default_cluster(config.mesh.device_type)

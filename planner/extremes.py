@@ -52,7 +52,10 @@ def fits(
     cluster: Cluster,
     progress: Callable[[str], None] = lambda message: None,
 ) -> bool:
-    """Return True if some arrangement and method fit in memory, in their leanest settings."""
+    """Return True if some arrangement and method fit in memory, in their leanest settings.
+
+    Stages of heads are tried last: only methods that exchange heads have them.
+    """
     question = f"{counted(config.sequence_length, 'token')} on {counted(world_size, 'process')}"
 
     def fits_memory(candidate: Config) -> bool:
@@ -74,6 +77,9 @@ def fits(
 
 def longest(config: Config, world_size: int, cluster: Cluster) -> int:
     """Return the tokens of the longest sequence that fits, a multiple of ``STEP``.
+
+    Args:
+        config: a run of a language model; its mesh and method are varied.
 
     Raises:
         ConfigError: not even ``STEP`` tokens fit, or all is refused; with the reason.

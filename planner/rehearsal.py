@@ -53,7 +53,10 @@ class _Waiting(NamedTuple):
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int, per_node: int) -> Iterator[None]:
-    """Be one rank of a fake process group, on nodes of ``per_node``, until the block ends."""
+    """Be one rank of a fake process group, on nodes of ``per_node``, until the block ends.
+
+    LOCAL_WORLD_SIZE is set meanwhile, since the mesh takes the size of nodes from it.
+    """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

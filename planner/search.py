@@ -37,7 +37,7 @@ ROOM = 0.9
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration and its prediction."""
+    """A configuration that fits, and its predicted time and memory."""
 
     config: Any
     prediction: Prediction
@@ -107,14 +107,20 @@ def weigh(
 def predicted(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None = None
 ) -> Prediction:
-    """Predict time and memory; the arguments are those of ``weigh``."""
+    """Predict time and memory of a configuration; the arguments are those of ``weigh``.
+
+    A search weighs first and predicts the time of those that fit; this is for a single one.
+    """
     return weigh(config, world_size, cluster, documents).predicted(cluster)
 
 
 def cost_inputs(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> tuple[StepShape, Plan, Arrangement]:
-    """Return the configuration in the cost model's numbers."""
+    """Return the configuration in the cost model's numbers.
+
+    They are the work of the model, the attention's plan over cp, and the division over ranks.
+    """
     recompute = config.recompute
     pp, cp, tp = config.mesh.sizes
     arranged = Arrangement(
@@ -243,7 +249,10 @@ def _with_method(base: ContextConfig, name: str, **options: Any) -> ContextConfi
 
 
 def arrangements(config: C, world_size: int) -> Iterator[C]:
-    """Yield every tp x pp x cp (the rest is dp), without a method."""
+    """Yield the configuration with every mesh: tp x pp x cp, the rest dp.
+
+    The method stays; ``contexts`` varies it.
+    """
     sizes = divisors(world_size)
     for tp, pp, cp in product(sizes, sizes, sizes):
         if world_size % (tp * pp * cp) == 0:
@@ -257,7 +266,11 @@ def arrangements(config: C, world_size: int) -> Iterator[C]:
 def candidates_of(
     configs: Iterable[AnyConfig], world_size: int, cluster: Cluster, refused: Counter[str]
 ) -> Iterator[Any]:
-    """Yield configurations with every method that suits them; count refusals in ``refused``."""
+    """Yield configurations with every method that suits them.
+
+    Contradictions of sizes, such as heads that do not divide, are counted in ``refused`` by their
+    message: if nothing is left, the first one is reported.
+    """
     for config in configs:
         joined = with_joined_ranks(config, world_size)
         for context in contexts(joined, cluster.gpus_per_node):

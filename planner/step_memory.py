@@ -41,6 +41,11 @@ def memory_of(work: StepShape, plan: Plan, arranged: Arrangement) -> dict[str, f
     """Return the bytes of the busiest rank at the peak of a step, by cause.
 
     In a pipeline the loss is the last stage's and the rest the first one's.
+
+    Args:
+        work: the model and its micro-batches.
+        plan: the attention over cp, of one micro-batch.
+        arranged: the other dimensions of the mesh, and the settings that save memory.
     """
     states, gradients, temporary_weights = _weights(work, plan, arranged)
     activations, temporary = _activations(work, plan, arranged)
@@ -159,7 +164,11 @@ def _gradients(
 
 
 def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Moments, Moments]:
-    """Count kept activations at each moment, and what the loss or a backward takes besides."""
+    """Count kept activations at each moment, and what the loss or a backward takes besides.
+
+    In a pipeline with 1F1B the first stage has most micro-batches in flight, and the last has one.
+    GPipe runs all forwards first, so that every stage has all of them, with their logits.
+    """
     pp = arranged.pp
     tokens = work.tokens(plan)
     layers = arranged.stage_layers(work)

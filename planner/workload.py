@@ -53,18 +53,27 @@ MAX_MICRO_BATCHES = 32
 
 
 def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
-    """Return the work of a step. The vocabulary of a language model must be known."""
+    """Return the work of a step. The vocabulary of a language model must be known.
+
+    A CPU has no fused kernels for norms and the delta rule, so that layers keep more there.
+
+    Args:
+        dp: data-parallel ranks.
+        device: cuda or cpu.
+    """
     model = config.model
     fields = dict(_model_numbers(config))
     if device == "cpu":
         fields["first_layer"] = 0.0
         fields["wide_logits"] = LOSS_CHUNK["cpu"]
         fields["residual"] = StepShape.residual
-        if config.train.bf16:
-            fields["residual"] = 10.0  # norms keep copies in float32
+        norm_copies = 1.0
+        if config.train.bf16:  # norms keep copies in float32
+            fields["residual"] = 10.0
+            norm_copies = 3.0
         if "delta" in fields:
             fields["delta"] = fields["delta"]._replace(slab=CPU_CHUNKS)
-            fields["normed"] = 3.0 if config.train.bf16 else 1.0
+            fields["normed"] = norm_copies
     else:
         fields["workspaces"] = WORKSPACES
     return StepShape(
@@ -325,7 +334,11 @@ def _by_share(
     generator: np.random.Generator, groups: Sequence[np.ndarray], shares: Sequence[float]
 ) -> np.ndarray:
     """Draw documents of every group that is not empty, so that tokens follow the shares."""
-    nonempty = [(share, group) for share, group in zip(shares, groups, strict=True) if len(group)]
+    nonempty = []
+    for share, group in zip(shares, groups, strict=True):
+        if len(group):
+            nonempty.append((share, group))
+
     # Shares are of tokens: a group of long documents takes fewer of them.
     rates = np.array([share / group.mean() for share, group in nonempty])
     counts = np.ceil(NUM_DRAWN * rates / rates.sum()).astype(int)

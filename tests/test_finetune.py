@@ -120,7 +120,7 @@ def test_a_hugging_face_folder_does_what_its_import_does(
         1, default_data, save, imported[0], "--finetune", "--load", f"hf:{theirs}", *ALONE
     )
     assert differences(got, alone) == 0
-    assert f"weights from {theirs}; all else begins afresh" in capsys.readouterr().out
+    assert f"weights from {theirs}; everything else starts from scratch" in capsys.readouterr().out
     assert load_config(save / "config.toml").checkpoint == CheckpointConfig(save=str(save))
     exported(save, theirs, tmp_path / "out")
 

@@ -90,8 +90,7 @@ def exit_status(
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print(
-                "interrupted; with --load SAVE it goes on from its last checkpoint, "
-                "if one was saved",
+                "interrupted; --load SAVE resumes from the last checkpoint, if one was saved",
                 file=sys.stderr,
             )
         return 130

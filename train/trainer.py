@@ -133,7 +133,9 @@ class Trainer:
         if config.checkpoint.save is not None and is_first():
             say(describe_folder(Path(config.checkpoint.save)))
         if stop.agreed:
-            say(f"ended early after iteration {progress.iteration}: {stop.why()}; --load goes on")
+            say(
+                f"ended early after iteration {progress.iteration}: {stop.why()}; resume with --load"
+            )
 
     def _train_until_rollback(self) -> bool:
         """Take steps until the run ends or has to roll back; return True for a rollback."""

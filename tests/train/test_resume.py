@@ -112,7 +112,7 @@ def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_
         config(240, **change, use_checkpoint_opt_param_scheduler=True), PATH, saved(config(120)), 60
     )
     assert [rate(goes_on, n) for n in (61, 200)] == [rate(config(120), 61), 2e-4]
-    assert "goes on with the checkpoint's" in note
+    assert "the checkpoint's is kept" in note
 
 
 @pytest.mark.parametrize("iteration", [60, 120])
@@ -161,7 +161,7 @@ def test_a_schedule_that_is_overridden_or_not_kept_is_this_configurations():
     early = {"sample_order": config().named(Config.SAMPLE_ORDER), "trained_for": {}}
     assert continued(config(240), PATH, early, 120) == (config(240), "")
     _, note = continued(config(240, use_checkpoint_opt_param_scheduler=True), PATH, early, 120)
-    assert note == f"note: {PATH} keeps no schedule: this configuration's is taken"
+    assert note == f"note: {PATH} has no schedule: this configuration's is taken"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_schedule_that_is_overridden_or_not_kept_is_this_configurations():
 def test_a_schedule_that_makes_no_sense_is_refused_by_name(broken):
     extra = saved(config())
     extra["schedule"] = {**extra["schedule"], **broken} if broken else broken
-    with pytest.raises(CheckpointError, match=rf"^{PATH} keeps a schedule that makes no sense"):
+    with pytest.raises(CheckpointError, match=rf"^{PATH} has an invalid schedule"):
         continued(config(240), PATH, extra, 120)
 
 
@@ -245,8 +245,8 @@ def test_files_that_hold_something_else_are_told_by_name(tmp_path):
     (tmp_path / "t.model").write_text("other words")
     changed = changes(run, extra, run.contents())
     assert [line.partition(" (digest ")[0] for line in changed.values()] == [
-        "tokenizer_model holds something else than when the run began",
-        f"data_path {tmp_path}/d holds something else than when the run began",
+        "tokenizer_model has changed since the run began",
+        f"data_path {tmp_path}/d has changed since the run began",
     ]
     with pytest.raises(
         CheckpointError, match=r"\. Keep it, or give --allow-changed tokenizer_model data_path$"
@@ -353,7 +353,7 @@ def test_state_of_another_optimizer_is_refused_before_anything_is_loaded(tmp_pat
         (
             {"weight_decay": 0.1},
             momentum,
-            "state of optimizer adam, and optimizer is momentum, which cannot go on",
+            "state of optimizer adam, and optimizer is momentum, which cannot use it",
         ),
     ):
         extra = {"progress": {"iteration": 2, "consumed_samples": 8}, "settings": saved_by}
@@ -394,5 +394,5 @@ def test_another_objective_is_refused_and_what_else_changed_is_noted(tmp_path, c
     assert (
         "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it\n" in said
     )
-    assert "averages of the weights are left behind: ema_decay was 0.9 and is not set" in said
+    assert "averages of the weights are dropped: ema_decay was 0.9 and is not set" in said
     assert said.count("note:") == 2

@@ -96,7 +96,7 @@ def shortage_note(iteration: int, train: LoopConfig, available: int | None, requ
     if iteration >= train.train_iters:
         return (
             f"iteration {iteration} of {train.train_iters}: nothing left to train; "
-            "--train-iters N goes on"
+            "a larger --train-iters continues"
         )
     if available is not None and available < requested:
         return (

@@ -43,7 +43,7 @@ def choose_schedule(
     saved = _saved_schedule(optimizer, configured, path, extra)
     if saved is None:
         if optimizer.use_checkpoint_opt_param_scheduler:
-            note = f"note: {path} keeps no schedule: this configuration's is taken"
+            note = f"note: {path} has no schedule: this configuration's is taken"
             return optimizer, note
         return optimizer, None
 
@@ -90,11 +90,10 @@ def _choice_note(saved: Schedule, configured: Schedule, iteration: int, keeps_sa
     if end is not None:
         later = f" ({saved.rate(end + 1):.6E} after iteration {end})"
     choice = (
-        "it goes on with this configuration's; "
-        "--use-checkpoint-opt-param-scheduler keeps the checkpoint's"
+        "this configuration's is taken; --use-checkpoint-opt-param-scheduler keeps the checkpoint's"
     )
     if keeps_saved:
-        choice = "it goes on with the checkpoint's; --override-opt-param-scheduler takes the other"
+        choice = "the checkpoint's is kept; --override-opt-param-scheduler takes the other"
 
     saved_rate = saved.rate(iteration)
     configured_rate = configured.rate(iteration)
@@ -128,7 +127,6 @@ def _saved_schedule(
         saved.taken_by(optimizer)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} keeps a schedule that makes no sense ({type(error).__name__}: {error}); "
-            "load another one"
+            f"{path} has an invalid schedule ({type(error).__name__}: {error}); load another one"
         ) from error
     return saved

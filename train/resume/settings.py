@@ -68,7 +68,7 @@ def changes(
 
     for name, before, after in _changed(extra.get("contents", {}), contents):
         lines[name] = (
-            f"{name} holds something else than when the run began "
+            f"{name} has changed since the run began "
             f"(digest {before!s:.8}, now {after:.8}); put the old file in its place to keep it"
         )
     return lines

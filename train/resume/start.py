@@ -143,7 +143,7 @@ def find_start(
         return _resumed(config, architecture, contents, checkpoint, path, recorded)
 
     if path is not None:
-        notes.append(f"weights from {path}; all else begins afresh")
+        notes.append(f"weights from {path}; everything else starts from scratch")
     notes += shortened(config.optimizer, config.train.train_iters)
     return Start(
         checkpoint,
@@ -214,7 +214,7 @@ def _check_objective(path: Path, extra: Mapping[str, Any], config: CommonConfig)
         if before != value:
             raise CheckpointError(
                 f"{path} is trained with {name} {before}, and {name} is {value}; set {name} to "
-                f"{before}, or begin a run of its own with another --save and without --load"
+                f"{before}, or start a new run with another --save and without --load"
             )
 
 
@@ -228,8 +228,8 @@ def _check_optimizer(path: Path, extra: Mapping[str, Any], name: str) -> None:
     saved = extra["settings"].get("optimizer", "adam")
     if saved != name:
         raise CheckpointError(
-            f"{path} has the state of optimizer {saved}, and optimizer is {name}, which cannot go "
-            f"on from it; give --optimizer {saved}, or take the weights alone with --finetune"
+            f"{path} has the state of optimizer {saved}, and optimizer is {name}, which cannot "
+            f"use it; give --optimizer {saved}, or take the weights alone with --finetune"
         )
 
 
@@ -241,8 +241,7 @@ def progress_of(path: Path, extra: dict[str, Any]) -> RunProgress:
     problem = _problem_of(extra, int(path.name.removeprefix("iter_")))
     if problem:
         raise CheckpointError(
-            f"{path / MANIFEST} does not say where its run stands ({problem}); "
-            "load another checkpoint"
+            f"{path / MANIFEST} has no valid progress ({problem}); load another checkpoint"
         )
     return RunProgress(**extra["progress"])
 
@@ -273,11 +272,11 @@ def _problem_of(extra: dict[str, Any], iteration: int) -> str:
 def _notes_on_averages(before: float | None, ema: Ema | None) -> list[str]:
     """Return notes on the averages of the weights, given their decay in the checkpoint."""
     if before is None and ema is not None:
-        return ["note: it has no averages of the weights: they begin as the weights are"]
+        return ["note: it has no averages of the weights: they start from the current weights"]
     if before is not None and ema is None:
         return [
-            f"note: its averages of the weights are left behind: ema_decay was {before} and is "
-            f"not set; give --ema-decay {before} to go on with them"
+            f"note: its averages of the weights are dropped: ema_decay was {before} and is "
+            f"not set; give --ema-decay {before} to keep them"
         ]
     if ema is not None and before != ema.decay:
         keeps = spelled("ema_decay", before)

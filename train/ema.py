@@ -16,8 +16,8 @@ class EmaConfig:
     """Averages of the weights over the iterations."""
 
     ema_decay: float | None = None
-    """Share of the average that an iteration keeps, such as 0.9999; validation and samples take the
-    averages. 0 or none keeps none."""
+    """Share of the average that an iteration keeps, such as 0.9999; validation and samples use
+    the averages. 0 or none disables them."""
 
     def __post_init__(self) -> None:
         decay = self.ema_decay

@@ -24,12 +24,12 @@ class Float8Config:
     """The layers' matrix products in 8 bits; all else is as with bf16."""
 
     fp8_format: Literal["e4m3", "hybrid"] | None = None
-    """Round what goes into the products of attention's and feed-forward's matrices to 8 bits: e4m3,
+    """Round the operands of attention's and feed-forward's matrix products to 8 bits: e4m3,
     with 3 bits of fraction, or hybrid, with 2 in gradients, which have the wider range. Takes
-    torchao and a GPU of compute capability 8.9 or newer; --compile makes one kernel of a layer's
-    roundings. Memory and MFU are counted as for bf16."""
+    torchao and a GPU of compute capability 8.9 or newer; --compile makes one kernel of a
+    layer's roundings. Memory and MFU are counted as for bf16."""
     fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """Unit with a scale of its own: a tensor, or, more exactly and more slowly, each row of it."""
+    """Granularity of the scales: one per tensor, or one per row, which is more exact and slower."""
 
     def __post_init__(self) -> None:
         if self.fp8_recipe == "rowwise" and self.fp8_format != "e4m3":

@@ -38,23 +38,21 @@ class SamplingConfig:
     """The samples that a run draws at each validation, into samples/iter_N.png of its folder."""
 
     samples_per_class: int = 4
-    """Samples of each class in the picture; 0 draws none. All are drawn anew at each validation,
-    sample_steps times through the model, twice as many with guidance; never more at once than
-    micro_batch_size."""
+    """Samples of each class in the picture; 0 draws none. All are drawn anew at each
+    validation, in sample_steps passes through the model, each with twice the samples with
+    guidance; never more at once than micro_batch_size."""
     sample_classes: int = 10
     """Classes in the picture: the first ones."""
     sample_steps: int = 50
-    """Times that the model is asked for a sample."""
+    """Passes through the model per sample."""
     sample_method: Literal["ddim", "ddpm", "euler"] | None = None
-    """ddim, without noise on the way, or ddpm, with; euler, for rectified_flow alone. By default
-    ddim or euler.
-    """
+    """ddim, without noise between the steps, or ddpm, with; euler, for rectified_flow only. By
+    default ddim or euler."""
     guidance: float = 4.0
-    """Weight of the class over none in classifier-free guidance; 1 is without."""
+    """Weight of the class over no class in classifier-free guidance; 1 is without."""
     guidance_channels: int | None = None
-    """Channels of the latents that guidance moves, the first ones; by default all; the original DiT
-    has 3.
-    """
+    """First channels of the latents, the only ones that guidance moves; by default all; the
+    original DiT has 3."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "samples_per_class")

@@ -22,23 +22,22 @@ class ScheduleConfig:
     """Shape after the warm-up: cosine or linear to min_lr, constant, inverse-square-root, or WSD,
     which is warm-up-stable-decay."""
     lr_warmup_iters: int = 0
-    """Iterations of linear warm-up; a run too short for them takes a tenth of its own."""
+    """Iterations of linear warm-up; a run too short for them takes a tenth of its iterations."""
     lr_warmup_fraction: float | None = None
     """Share of lr_decay_iters that is warm-up, in [0, 1), in place of lr_warmup_iters."""
     lr_warmup_init: float = 0.0
     """Learning rate from which the warm-up rises."""
     lr_decay_iters: int | None = None
-    """Iteration at which the decay ends; by default train_iters, and in a run that goes on what it
-    was there."""
+    """Iteration at which the decay ends; by default train_iters, and in a resumed run the first
+    start's value."""
     lr_wsd_decay_iters: int | None = None
     """Length of the final decay of WSD; by default a tenth of lr_decay_iters."""
     lr_wsd_decay_style: WsdDecayStyle = "linear"
     """Shape of that decay."""
     override_opt_param_scheduler: bool = False
-    """Going on from a checkpoint, take this configuration's schedule, even where train_iters alone
-    is another."""
+    """On resume, take this configuration's schedule, even if only train_iters differs."""
     use_checkpoint_opt_param_scheduler: bool = False
-    """Going on from a checkpoint, take its schedule, whatever this configuration says."""
+    """On resume, take the checkpoint's schedule, whatever this configuration says."""
 
     def __post_init__(self) -> None:
         require(self, self.lr > 0, "lr", "it must be above 0")

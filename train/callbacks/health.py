@@ -83,25 +83,24 @@ class HealthConfig:
     """Reaction of a run to bad steps, and to ranks that make no more steps."""
 
     bad_step_policy: Literal["skip", "rollback", "stop"] = "skip"
-    """After a step whose loss or gradient norm is not finite, or a spike, and which changes no
-    weight: skip goes on, and ends the run at ten in a row; rollback goes on from the last
-    checkpoint, with the samples behind the bad ones; stop ends the run. A run that fails three
-    times after one checkpoint, restarts counted in, ends."""
+    """Reaction to a bad step: one whose loss or gradient norm is not finite, or a spike. It
+    changes no weight. skip continues, and ends the run at ten in a row; rollback resumes from
+    the last checkpoint, with the samples after the bad ones; stop ends the run. A run that
+    fails three times after one checkpoint, counted over restarts, ends."""
     check_for_spiky_loss: bool = False
-    """Take a loss above spike_factor times the median of the last 100 good steps for a spike."""
+    """Treat a loss above spike_factor times the median of the last 100 good steps as a spike."""
     check_for_large_grads: bool = False
-    """Take a gradient norm above spike_factor times the median of the last 100 good steps for a
-    spike.
-    """
+    """Treat a gradient norm above spike_factor times the median of the last 100 good steps as a
+    spike."""
     spike_factor: float = 10.0
-    """Multiple of the median from which on it is a spike; and of the loss before an update, from
-    which on nothing is saved after it."""
+    """Multiple of the median above which a step is a spike. It also limits the loss after an
+    update, relative to the loss before: above it nothing is saved."""
 
     watchdog_factor: float = 20.0
-    """End all ranks, with their stacks written, when no step is made in this many times the median
-    of the last 100; 0 never does."""
+    """End all ranks, with their stacks written, if no step is done in this many times the
+    median of the last 100; 0 never does."""
     watchdog_min_seconds: float = 120.0
-    """Seconds without a step that the watchdog waits in any case."""
+    """Minimum seconds without a step before the watchdog ends all ranks."""
 
     def __post_init__(self) -> None:
         require(self, self.spike_factor > 1, "spike_factor", "it must be above 1")

@@ -28,9 +28,8 @@ class LoggingConfig:
     """Where a run's numbers go, besides metrics.jsonl."""
 
     log_interval: int = 10
-    """Iterations between lines on the screen, whose losses are means since the line before; the
-    first has its own.
-    """
+    """Iterations between lines on the screen, whose losses are means since the previous line;
+    the first has its own."""
     tensorboard_dir: str | None = None
     """Folder of TensorBoard events."""
     wandb_project: str | None = None

@@ -32,9 +32,9 @@ class ProfileConfig:
     """Which iterations are profiled, into the folder ``profile`` of --save."""
 
     profile: bool = False
-    """Follow some iterations with torch.profiler: a trace for chrome://tracing of each profiled
-    rank, the memory's history on a GPU, and a table of compute, exposed communication, data and
-    saving of all ranks."""
+    """Profile some iterations with torch.profiler: a trace for chrome://tracing of each
+    profiled rank, the memory's history on a GPU, and a table of compute, exposed communication,
+    data and saving of all ranks."""
     profile_step_start: int = 10
     """First profiled iteration; those before warm up."""
     profile_step_end: int = 12

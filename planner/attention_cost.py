@@ -42,7 +42,7 @@ FORWARD = 4
 BACKWARD = 10
 """FLOPs per (query, key) pair and channel in a backward: 5 matrix products."""
 SCAN = 4
-"""FLOPs per token and element of a state, to write and read it. A backward has 3 such scans."""
+"""FLOPs per token and element of a state, to write and read it; a backward has 3 scans."""
 STATE = 2
 """FLOPs per token and element of a state, to write it only."""
 CIRCULATING_BUFFERS = 1.75

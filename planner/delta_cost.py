@@ -25,7 +25,7 @@ BACKWARD = 2.5
 PER_CHANNEL = 1.6
 """Time with a gate per channel relative to one per head; measured on a CPU only."""
 PASSES = 10.0
-"""Passes of a forward over the channels of q, k, v and the output gate, reads and writes.
+"""Reads and writes of the channels of q, k, v and the output gate in a forward.
 
 They are the concatenation, convolution, activation, norms and gate, counted by operators; a
 backward has twice as many.
@@ -95,9 +95,9 @@ class DeltaShape(NamedTuple):
         return states + q + element_size * channels + in_float32 + gates
 
     def buffers(self, batch: int, tokens: int, element_size: int) -> float:
-        """Return the bytes of a backward: gradients of q, k and v in float32 and in their dtype.
+        """Return the bytes of a backward: gradients of q, k and v, and the kernels' workspace.
 
-        Also the kernels' workspace.
+        The gradients exist in float32 and in their dtype.
         """
         gradients = batch * tokens * self.channels * (max(4, element_size) + element_size)
         return gradients + self.workspace(batch, tokens)
@@ -190,7 +190,7 @@ class DeltaCost:
         return float(busy + sent_seconds + self._composing(reverse=reverse))
 
     def _composing(self, *, reverse: bool) -> float:
-        """Time the busiest rank of each round that joins arriving maps: M S + U or M [U | M]."""
+        """Time the busiest rank of each round that composes arriving maps, M S + U or M [U | M]."""
         shape = self.shape
         cluster = self.cluster
         seconds = 0.0

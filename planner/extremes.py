@@ -95,7 +95,7 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
 
 
 def fewest(config: Config, cluster: Cluster) -> int:
-    """Return the fewest processes that hold the sequence: a power of two in a node, or full nodes.
+    """Return the fewest processes that hold the sequence, a power of two or full nodes.
 
     Raises ConfigError: more than MAX_PROCESSES would be needed.
     """

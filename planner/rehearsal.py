@@ -219,7 +219,7 @@ def _schedule(
 def _forward(
     task: Task[C], stage: int, part: nn.Module, batch: dict[str, Tensor], recorder: Recorder
 ) -> _Waiting:
-    """Run a stage forward, and count what it exchanges with its neighbours."""
+    """Run a stage forward, and count the bytes that it exchanges with its neighbours."""
     config = task.config
     pp_size = task.mesh.pp.size()
     hidden = task.hidden_states  # like the tensors between stages

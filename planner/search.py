@@ -32,7 +32,7 @@ from train.config.sizes import validate_sizes
 
 C = TypeVar("C", bound=CommonConfig)
 ROOM = 0.9
-"""Share of the memory for settings that are varied, if any fit in it: allocators need the rest."""
+"""Share of the memory that varied settings should fit in: allocators need the rest."""
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def _gradients(
 
 
 def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Moments, Moments]:
-    """Count kept activations at each moment, and what the loss or a backward takes besides.
+    """Count kept activations at each moment, and temporary tensors of the loss or a backward.
 
     In a pipeline with 1F1B the first stage has most micro-batches in flight, and the last has one.
     GPipe runs all forwards first, so that every stage has all of them, with their logits.
@@ -229,7 +229,7 @@ def _loss_bytes(work: StepShape, tokens: int, arranged: Arrangement) -> float:
 
 
 def _loss_kept(work: StepShape, tokens: int, arranged: Arrangement) -> float:
-    """Count what a loss keeps until its backward: logits, or gradients if it is in chunks.
+    """Count the tensors a loss keeps until its backward: logits, or gradients if in chunks.
 
     A loss in chunks computes its gradients at once, in the forward.
     """

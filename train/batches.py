@@ -86,7 +86,7 @@ class Clock:
 
 
 class StopAgreement(Callback):
-    """Ends the run before its next batch if any rank gets a signal, or the run's time is over.
+    """Ends the run before its next batch on a signal to any rank, or at its time limit.
 
     A rank that stopped on its own would leave the others waiting in a collective. So each rank
     only reports its requests, with the counts that all ranks sum for every batch, and all of them

@@ -239,7 +239,7 @@ def softmax_context(
 
 
 def _ignores_padding(config: CommonConfig, cp: ContextParallel) -> bool:
-    """Return True if attention without a plan is right: no token may attend to padding at the end.
+    """Return True if no token can attend to padding, so that attention needs no plan.
 
     A causal mask hides the padding, which tensor parallelism asks for.
     """

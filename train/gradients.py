@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.data import Runner, finish_gradients, to_local, untracked_replicas
 
 NORM_CHUNK = 1 << 18
-"""Elements of a gradient that its norm copies to float64 at once on a CPU: 2 MB, as its cache."""
+"""Elements copied to float64 at once for a norm on a CPU: 2 MB, which fit in its cache."""
 
 
 def gradient_norm(

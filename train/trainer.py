@@ -158,7 +158,7 @@ class Trainer:
         return self.health.rolls_back
 
     def train_step(self, prefetched: Prefetcher[list[Batch]]) -> Step | None:
-        """Take one optimizer step; None if there is no batch to take, or the run has to roll back.
+        """Take one optimizer step; return None at the end of the data, or to roll back.
 
         A bad step (a loss or gradient norm that is not finite, or a spike) consumes its samples
         but leaves weights and optimizer untouched: Health decides that before the update, and
@@ -284,7 +284,7 @@ class Trainer:
 
 
 def describe_folder(folder: Path) -> str:
-    """Name the files that a run has written to its folder, for people who look for its curve."""
+    """List the files that a run has written, for people who look for its loss curve."""
     meanings = {"loss.png": "the curve", METRICS: "every iteration", "config.toml": "every setting"}
     files = [
         f"{name} ({meaning})" for name, meaning in meanings.items() if (folder / name).exists()

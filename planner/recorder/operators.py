@@ -27,7 +27,7 @@ SENT: dict[str, tuple[int, Callable[[int], float]]] = {
     "_c10d_functional::all_reduce": (0, lambda n: 2 * _all_but_own(n)),
     "_c10d_functional::all_to_all_single": (0, _all_but_own),
 }
-"""Index of the argument that an operator sends, and the share sent by each of n ranks in a ring."""
+"""Index of the argument that an operator sends, and the share that each of n ranks sends."""
 SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
 """Operators between ranks that send nothing."""
 SCANS = ("longmesh::linear_attention", "longmesh::state_attention")

@@ -1,4 +1,4 @@
-"""Callbacks act beside the training step, at four moments of a run."""
+"""Callbacks act between training steps, at four moments of a run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved at intervals and at the end, and rolled back to after bad steps."""
+"""Checkpoints of a run: saves at intervals and at the end, and rollbacks after bad steps."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal

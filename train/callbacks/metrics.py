@@ -25,7 +25,7 @@ LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Where a run's numbers go, besides metrics.jsonl."""
+    """Destinations of a run's numbers, besides metrics.jsonl."""
 
     log_interval: int = 10
     """Iterations between lines on the screen, whose losses are means since the previous line;
@@ -150,7 +150,7 @@ class RunLog:
 
 
 def lacks_validation(records: Sequence[dict[str, Any]], iteration: int) -> bool:
-    """Return whether the last record is this iteration's and has no validation loss."""
+    """Return True if the last record is this iteration's and has no validation loss."""
     last = records[-1] if records else {}
     return last.get("iteration") == iteration and "validation_loss" not in last
 

@@ -1,4 +1,4 @@
-"""Progress lines on the screen, records in the log, and the peak FLOP/s that MFU is relative to."""
+"""Progress lines on the screen, records in the log, and the peak FLOP/s for MFU."""
 
 import math
 import time

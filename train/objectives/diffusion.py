@@ -106,7 +106,7 @@ class Denoising(Objective):
         return self._cp.shard(patches, dim=1)
 
     def _time_first(self, patches: Tensor) -> Tensor:
-        """Return patches with one time per row: [B, T, W] as they are, [1, T, W] as [T, 1, W].
+        """Return patches with one time per row: [1, T, W] of joined samples as [T, 1, W].
 
         Applied twice, it returns its argument.
         """
@@ -158,9 +158,7 @@ class Denoising(Objective):
         return (loss * self._weights(local["valid"], self._is_patch_on_device)).sum()
 
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Return the name and a meta tensor of patches ``[B, T, W]``, or ``[1, T, W]`` of joined
-        samples.
-        """
+        """Return the name and a meta tensor of patches ``[B, T, W]``, or ``[1, T, W]`` if joined."""
         num_sequences = micro_batch_size if self._sample_index is None else 1
         shape = (num_sequences, len(self._positions), self._model.patch_width)
         return "patches", torch.empty(shape, device="meta")

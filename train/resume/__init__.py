@@ -1,1 +1,1 @@
-"""Where a run starts: resumed from a checkpoint, finetuned from weights, or from scratch."""
+"""Start of a run: resumed from a checkpoint, finetuned from weights, or from scratch."""

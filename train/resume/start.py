@@ -1,4 +1,4 @@
-"""Start of a run: the checkpoint or weights that it loads, and the checks that they fit."""
+"""Checkpoint or weights that a run starts from, with the checks that they fit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields

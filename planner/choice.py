@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from parallel.context import ContextConfig
 from planner.cluster import Cluster, ClusterError, default_cluster, endless, load_cluster
-from planner.delta_cost import fastest_schedule
+from planner.layers.delta_cost import fastest_schedule
 from planner.levers import settings
 from planner.search import Candidate, arrangements, cost_inputs, nothing_left, rank, suits
 from planner.step_cost import delta_cost

@@ -3,7 +3,7 @@
 FLOPs are divided by the rate that the cluster's kernels reach, bytes by the rate of the link that
 carries them, and each message adds a latency. By cause:
 
-* attention: rounds of computing and transfers, the shorter of which is hidden (attention_cost.py);
+* attention: rounds of computing and transfers, the shorter of which is hidden (planner/layers);
 * linear: matrix products, and the pointwise work between them by the memory's rate;
 * recompute, tensor parallel, pipeline: added in full;
 * offload: copies that the layers of a pass do not hide;
@@ -17,10 +17,10 @@ from functools import lru_cache
 
 from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes
-from planner.attention_cost import BACKWARD, FORWARD, AttentionCost, Links
 from planner.cluster import GB, MICRO, Cluster
-from planner.delta_cost import DeltaCost, fastest_schedule
 from planner.host_memory import moments, offloaded, pinned
+from planner.layers.attention_cost import BACKWARD, FORWARD, AttentionCost, Links
+from planner.layers.delta_cost import DeltaCost, fastest_schedule
 from planner.step_memory import fetched_ahead, memory_of, rank_sizes
 from planner.step_shape import Arrangement, StepShape
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes, sizes
 from parallel.offload import FETCH_AHEAD
-from planner.attention_cost import backward_buffers
+from planner.layers.buffers import backward_buffers
 from planner.step_shape import Arrangement, StepShape
 from train.optimizers.host import PIECE
 

@@ -7,7 +7,7 @@ from parallel.context.layout import Window
 from parallel.context.plan import Plan
 from parallel.data import Strategy
 from parallel.pipeline.stages import PipelineConfig
-from planner.delta_cost import DeltaShape
+from planner.layers.delta_cost import DeltaShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,9 +34,9 @@ from parallel.context.config import HybridLayout
 from parallel.context.linear.relayout import moved_tokens
 from parallel.context.plan import make_plan
 from parallel.context.traffic import sizes
-from planner.attention_cost import AttentionCost
 from planner.cluster import Cluster
-from planner.delta_cost import DeltaShape
+from planner.layers.attention_cost import AttentionCost
+from planner.layers.delta_cost import DeltaShape
 from planner.step_shape import StepShape
 from runtime.errors import UserError
 from train.config.common import CommonConfig

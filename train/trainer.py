@@ -158,7 +158,7 @@ class Trainer:
         return self.health.rolls_back
 
     def train_step(self, prefetched: Prefetcher[list[Batch]]) -> Step | None:
-        """Take one optimizer step; return None at the end of the data, or to roll back.
+        """Take one optimizer step; return None if there is no batch, or to roll back.
 
         A bad step (a loss or gradient norm that is not finite, or a spike) consumes its samples
         but leaves weights and optimizer untouched: Health decides that before the update, and

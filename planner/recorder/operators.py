@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from kernels.backends.base import AttentionKernel
-from planner.delta_cost import DeltaShape
+from planner.layers.delta_cost import DeltaShape
 
 
 def _all_but_own(num_ranks: int) -> float:

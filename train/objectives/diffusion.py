@@ -158,7 +158,7 @@ class Denoising(Objective):
         return (loss * self._weights(local["valid"], self._is_patch_on_device)).sum()
 
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Return the name and a meta tensor of patches ``[B, T, W]``, or ``[1, T, W]`` if joined."""
+        """Return the name and a meta tensor of patches, ``[B, T, W]`` or, joined, ``[1, T, W]``."""
         num_sequences = micro_batch_size if self._sample_index is None else 1
         shape = (num_sequences, len(self._positions), self._model.patch_width)
         return "patches", torch.empty(shape, device="meta")

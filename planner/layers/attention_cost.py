@@ -18,13 +18,10 @@ attention has no rounds of tiles: it scans its tokens, and passes or gathers sta
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
 from parallel.context.plan import Plan
-from parallel.context.sparse.rows import length_of
 from parallel.context.traffic import (
     Message,
     Moves,
@@ -32,10 +29,15 @@ from parallel.context.traffic import (
     bytes_of_all,
     collectives,
     messages,
-    needed_traffic,
-    parcels,
 )
 from planner.cluster import MICRO, Cluster
+from planner.layers.transfers import (
+    Sent,
+    collective_messages,
+    needed_of_all,
+    slots,
+    transfer_seconds,
+)
 
 FORWARD = 4
 """FLOPs per (query, key) pair and channel in a forward: 2 matrix products (Dao 2023)."""
@@ -45,12 +47,6 @@ SCAN = 4
 """FLOPs per token and element of a state, to write and read it; a backward has 3 scans."""
 STATE = 2
 """FLOPs per token and element of a state, to write it only."""
-CIRCULATING_BUFFERS = 1.75
-"""Buffers of a circulating gradient, relative to one for each holder, from the third round on.
-
-One is accumulated and one arrives, and what was sent before is freed while the next arrives. Fitted
-to rehearsals.
-"""
 
 
 @dataclass(frozen=True)
@@ -61,18 +57,6 @@ class Links:
     """Bytes within nodes."""
     between: int
     """Bytes between nodes."""
-
-
-class Sent(NamedTuple):
-    """Bytes and messages from each of ``ranks`` to its peer, both int64 ``[n]``.
-
-    A message that is spread over several rounds counts as a fraction in each.
-    """
-
-    ranks: np.ndarray
-    peers: np.ndarray
-    size: float | np.ndarray
-    messages: float | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -123,7 +107,7 @@ class AttentionCost:
 
         busy = self._busy(moves, operations)  # [rounds, positions]
         joint = collectives(plan.geometry, self.sizes, moves, holders_join=not plan.sparse)
-        waited = sum(self._transfer(_joint(collective)) for collective in joint)
+        waited = sum(self._transfer(collective_messages(collective)) for collective in joint)
         if plan.geometry.method.needed_only:
             sent = slots(plan, self.sizes, moves or "kv", gradients=moves is not None)
             busiest = float(busy.sum(axis=0).max())
@@ -212,7 +196,7 @@ class AttentionCost:
             local_state = STATE * elements / self._rate
             gathers = 0.0
             for collective in collectives(geometry, sizes, None):
-                gathers += self._transfer(_joint(collective))
+                gathers += self._transfer(collective_messages(collective))
             return local_state + max(scan, gathers)
 
         # States pass from rank to rank: each waits for the one before.
@@ -240,171 +224,3 @@ class AttentionCost:
 
     def _transfer(self, *together: Sent) -> float:
         return transfer_seconds(together, self.plan.size, self.cluster, self.tp)
-
-
-def transfer_seconds(together: Sequence[Sent], num_ranks: int, cluster: Cluster, tp: int) -> float:
-    """Return the seconds until the busiest rank, or the busiest node's shared link, has sent all.
-
-    Messages to the same peer share a link's rate, and their latencies add up. Links of all ranks
-    work at the same time.
-
-    Args:
-        together: messages that are under way at the same time.
-        num_ranks: size of the cp group.
-        tp: groups like this one that share the links.
-    """
-    if not together:
-        return 0.0
-    # All messages as arrays [n], then summed by pair of rank and peer, [pairs].
-    ranks = np.concatenate([sent.ranks for sent in together])
-    peers = np.concatenate([sent.peers for sent in together])
-    sizes = np.concatenate([np.broadcast_to(sent.size, len(sent.ranks)) for sent in together])
-    counts = np.concatenate([np.broadcast_to(sent.messages, len(sent.ranks)) for sent in together])
-    pairs, pair_of = np.unique(ranks * num_ranks + peers, return_inverse=True)
-    size = np.bincount(pair_of, sizes)
-    count = np.bincount(pair_of, counts)
-    rank, peer = np.divmod(pairs, num_ranks)
-
-    # Ranks of one node have links of their own inside it; to other nodes they may share one.
-    per_node = max(1, cluster.gpus_per_node // tp)
-    node = rank // per_node
-    peer_node = peer // per_node
-    is_inside = (rank != peer) & (node == peer_node)
-    is_outside = node != peer_node
-    link = rank
-    groups_per_link = 1
-    if cluster.between_link == "node":  # all tp groups of a node share its link
-        link = node
-        groups_per_link = tp
-
-    inside_seconds = size[is_inside] / cluster.inside_bytes_per_s
-    outside_seconds = size[is_outside] * groups_per_link / cluster.between_bytes_per_s
-    latency = np.where(is_inside, cluster.inside_latency_us, cluster.between_latency_us) * MICRO
-    busiest = max(
-        np.bincount(rank[is_inside], inside_seconds).max(initial=0.0),
-        np.bincount(link[is_outside], outside_seconds).max(initial=0.0),
-    )
-    return busiest + (count * latency)[rank != peer].max(initial=0.0)
-
-
-def _joint(collective: Message) -> Sent:
-    """Return an all-gather as messages around a ring, and an all-to-all as one to each peer."""
-    members = collective.to  # the group of each rank, [ranks, members]
-    num_ranks, num_members = members.shape
-    ranks = np.arange(num_ranks)
-    if collective.kind == "gather":
-        # Every rank passes the parts of all others on to the next one.
-        own_index = np.argmax(members == ranks[:, None], axis=1)
-        following = members[ranks, (own_index + 1) % num_members]
-        num_passed = num_members - 1
-        return Sent(ranks, following, num_passed * collective.size, num_passed)
-    return Sent(np.repeat(ranks, num_members), members.ravel(), collective.size, 1)
-
-
-def slots(plan: Plan, sizes: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]:
-    """Return the messages under way in every round, and after the last; sparse exchanges only.
-
-    Only the rows that a query sees travel: packed documents, windows, exchange. A parcel's bytes
-    are spread over the rounds until the one that needs it. With ``gradients`` it is a backward.
-    """
-    flow = plan.flow(moves)
-    entries: list[list[tuple[int, int, float, float]]] = [[] for _ in range(flow.rounds + 1)]
-    for rank in range(plan.size):
-        for parcel, size, under_way in parcels(flow, rank, sizes, moves, gradients=gradients):
-            num_rounds = len(under_way)
-            for index in under_way:
-                entries[index].append((rank, parcel.peer, size / num_rounds, 1 / num_rounds))
-
-    sent = []
-    for entry in entries:
-        columns = np.array(entry, dtype=np.float64).reshape(-1, 4).T
-        ranks, peers, size, count = columns  # [n] each
-        sent.append(Sent(ranks.astype(np.int64), peers.astype(np.int64), size, count))
-    return sent
-
-
-def needed_of_all(
-    plan: Plan, sizes: Sizes, moves: Moves | None, ranks_per_node: int
-) -> tuple[int, int]:
-    """Return the bytes of all ranks within nodes and between nodes; ``moves`` None is a forward."""
-    flow = plan.flow(moves or "kv")
-    inside = 0
-    between = 0
-    for rank in range(plan.size):
-        sent = needed_traffic(flow, rank, sizes, moves)
-        to_other_nodes = sent.between_nodes(rank, ranks_per_node)
-        inside += sent.total - to_other_nodes
-        between += to_other_nodes
-    return inside, between
-
-
-@lru_cache(maxsize=4096)
-def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
-    """Count the bytes of a backward's buffers: outputs, circulating or gathered tensors, gradients.
-
-    Of a circulating tensor one copy is in use and one in transit; of a gradient, from the third
-    round on, also the one sent before. Gathered gradients exist as sums and as what is sent. In
-    stages of heads all buffers are a stage's, with what it exchanges again (q, dout, out and lse,
-    k and v), besides all results and the sums of KV.
-
-    Args:
-        moves: the tensors that circulate, ``kv`` or ``queries``; the others are stationary.
-    """
-    geometry = plan.geometry
-    stationary: Moves = "queries" if moves == "kv" else "kv"
-
-    # The operator's results: dq, dk and dv of all heads, in their own dtype.
-    all_heads = sizes._replace(stages=1)
-    gradients = all_heads.gradient("kv") + all_heads.gradient("queries")
-    buffers = gradients * sizes.element_size // sizes.wide
-    if sizes.stages > 1:
-        stage = sizes.stage
-        exchanged = stage.payload("queries") + stage.payload("kv") + stage.gradient("kv")
-        return backward_buffers(plan, stage, moves) + exchanged + buffers
-
-    # Ulysses: the gradient of the exchanged queries is in transit.
-    if geometry.ulysses_degree > 1:
-        buffers += sizes.gradient("queries") * sizes.element_size // sizes.wide
-    if geometry.size == geometry.ulysses_degree:
-        return buffers
-
-    # An exchange of needed rows receives all of them at once.
-    if geometry.method.needed_only:
-        num_rows = _most_received_rows(plan, moves)
-        received = num_rows * (sizes.gradient(moves) + sizes.payload(moves)) // sizes.tokens
-        return buffers + received + sizes.gradient(stationary)
-
-    # A ring or a team: tensors of all holders circulate or are gathered, and teammates share the
-    # stationary ones.
-    num_rounds = len(geometry.rounds_of(0))
-    num_holders = len(geometry.holders(0))
-    num_teammates = len(geometry.teammates(0))
-    if num_rounds > 1:
-        num_holders = 2 * len(geometry.rounds_of(0)[-1].holds) // geometry.ulysses_degree
-    copies: float = 1
-    if num_rounds == 1 and num_holders > 1:  # gathered
-        copies = 2
-    elif num_rounds > 2:
-        copies = CIRCULATING_BUFFERS
-    buffers += int(copies * num_holders * sizes.gradient(moves))
-    if num_teammates == 1:
-        buffers += sizes.gradient(stationary)
-    else:
-        buffers += 2 * num_teammates * sizes.gradient(stationary)
-
-    # Several payloads are gathered before they are used.
-    if num_holders > 1:
-        buffers += num_holders * sizes.payload(moves)
-    if num_teammates > 1:
-        buffers += num_teammates * sizes.payload(stationary)
-    return buffers
-
-
-def _most_received_rows(plan: Plan, moves: Moves) -> int:
-    """Return the rows that the busiest rank receives, all at once."""
-    flow = plan.flow(moves)
-    rows_by_rank = []
-    for position in range(flow.geometry.shape.size):
-        rows = [length_of(flow.held(index, position)) for index in range(flow.rounds)]
-        rows_by_rank.append(sum(rows))
-    return max(rows_by_rank)

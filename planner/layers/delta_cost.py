@@ -17,8 +17,8 @@ from parallel.context.linear import segments as schedules
 from parallel.context.linear.halo import halo_traffic
 from parallel.context.linear.segments import parts
 from parallel.context.plan import Plan
-from planner.attention_cost import Sent, transfer_seconds
 from planner.cluster import MICRO, Cluster
+from planner.layers.attention_cost import Sent, transfer_seconds
 
 BACKWARD = 2.5
 """Products of a backward relative to a forward's, part of which it recomputes."""

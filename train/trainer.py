@@ -134,7 +134,8 @@ class Trainer:
             say(describe_folder(Path(config.checkpoint.save)))
         if stop.agreed:
             say(
-                f"ended early after iteration {progress.iteration}: {stop.why()}; resume with --load"
+                f"ended early after iteration {progress.iteration}: {stop.why()}; "
+                "resume with --load"
             )
 
     def _train_until_rollback(self) -> bool:

@@ -1,8 +1,8 @@
 """Messages of one layer's attention over all ranks of cp, and the seconds that they take.
 
-Messages under way at the same time share links. A rank has a link inside its node; to other nodes it
-has one of its own or shares the node's. The busiest link decides. tp groups are the same, so that
-one of them is computed and a shared link counts them all.
+Messages under way at the same time share links. A rank has a link inside its node; to other nodes
+it has its own or shares the node's. The busiest link decides. All tp groups send the same, so that
+one of them is computed, and a shared link counts them all.
 """
 
 from collections.abc import Sequence

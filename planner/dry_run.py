@@ -160,11 +160,11 @@ def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
         The configuration with names, notes on files that are not here, and flags that name those
         that no flag names.
     """
-    named = config.with_file_names()
+    named_config = config.with_file_names()
     writer = task_of(config).data_writer
-    files = named.files()
-    if named.checkpoint.load:
-        files = [*files, ("load", named.checkpoint.load)]
+    files = named_config.files()
+    if named_config.checkpoint.load:
+        files = [*files, ("load", named_config.checkpoint.load)]
     notes: list[str] = []
     missing_flags: list[str] = []
     for name, path in files:
@@ -183,7 +183,7 @@ def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
             notes.append(note)
         elif not Path(path.removeprefix("hf:")).exists():
             notes.append(f"note: {name} {path} is not on this machine{remedy}")
-    return named, notes, missing_flags
+    return named_config, notes, missing_flags
 
 
 def _entries(config: Any) -> int | None:

@@ -255,17 +255,17 @@ def _ordered(
             steps.append((lever.fields[num_before],))
 
     flags: list[str] = []
-    changed: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for names in steps:
         for name in names:
             value = value_of(target, name)
-            if value != value_of(config, name) and name not in changed:
-                changed[name] = value
+            if value != value_of(config, name) and name not in overrides:
+                overrides[name] = value
                 flags.append(spelled(name, value))
         if not flags:
             continue
         try:
-            candidate = config.updated(**changed)
+            candidate = config.updated(**overrides)
             validate_sizes(candidate, world_size)
             num_bytes = weigh(candidate, world_size, cluster, documents).device
         except UserError:  # valid only together with the flags of later steps

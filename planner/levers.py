@@ -112,13 +112,13 @@ A lever that occurs twice goes one value further each time, all others to their 
 """
 
 
-def with_levers(config: AnyConfig, *pulled: tuple[Lever, tuple[Any, ...]]) -> AnyConfig:
+def with_levers(config: AnyConfig, *lever_values: tuple[Lever, tuple[Any, ...]]) -> AnyConfig:
     """Return the configuration with levers at values. Raises UserError if they contradict."""
-    changed: dict[str, Any] = {}
-    for lever, values in pulled:
+    overrides: dict[str, Any] = {}
+    for lever, values in lever_values:
         for field, value in zip(lever.fields, values, strict=True):
-            changed[field] = value
-    return config.updated(**changed)
+            overrides[field] = value
+    return config.updated(**overrides)
 
 
 def _combinations(
@@ -168,9 +168,9 @@ def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[
         leaner = []
         for config in tried:
             for values in lever.further(config, cluster):
-                pulled = with_levers(config, (lever, values))
-                if pulled not in tried:
-                    leaner.append(pulled)
+                candidate = with_levers(config, (lever, values))
+                if candidate not in tried:
+                    leaner.append(candidate)
         tried = tried + leaner
         yield leaner
 

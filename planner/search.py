@@ -60,7 +60,7 @@ class Ranking:
     """Fields that move something to host memory in every configuration that was tried."""
 
 
-class Weighed(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """A configuration with its memory, before its time is predicted, which takes far longer."""
 
     config: AnyConfig
@@ -85,23 +85,23 @@ class Weighed(NamedTuple):
 
     def predicted(self, cluster: Cluster) -> Prediction:
         """Predict the time too."""
-        work, plan, arranged = self.inputs
+        work, plan, arrangement = self.inputs
         cluster = cluster.running(self.config.context.attention_backend, self.config.packed)
         work = with_softmax_layers(work, self.config, cluster)
-        seconds, links = step_seconds(work, plan, arranged, cluster)
+        seconds, links = step_seconds(work, plan, arrangement, cluster)
         return Prediction(seconds, self.memory, links, self.host)
 
 
 def weigh(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
-) -> Weighed:
+) -> MemoryEstimate:
     """Count the memory of a validated configuration with a method, or of one rank without.
 
     ``documents`` are the cumulative lengths of a typical micro-batch's, if tokens attend inside
     them only.
     """
     inputs = cost_inputs(config, world_size, cluster, documents)
-    return Weighed(config, inputs, memory_of(*inputs), pinned(*inputs))
+    return MemoryEstimate(config, inputs, memory_of(*inputs), pinned(*inputs))
 
 
 def predicted(
@@ -123,7 +123,7 @@ def cost_inputs(
     """
     recompute = config.recompute
     pp, cp, tp = config.mesh.sizes
-    arranged = Arrangement(
+    arrangement = Arrangement(
         pp=pp,
         dp=world_size // (cp * tp * pp),
         tp=tp,
@@ -145,7 +145,7 @@ def cost_inputs(
     plan = _plan_of(
         config.context, method, per_node, config.joined_length, cp, tp, config.causal, documents
     )
-    return workload_of(config, arranged.dp, cluster.device), plan, arranged
+    return workload_of(config, arrangement.dp, cluster.device), plan, arrangement
 
 
 @lru_cache(maxsize=512)
@@ -315,27 +315,29 @@ def rank(
     candidates = list(candidates_of(configs, world_size, cluster, refused))
     with Progress() as progress:
         for number, candidate in enumerate(candidates, 1):
-            tried: list[Weighed] = []
+            estimates: list[MemoryEstimate] = []
             documents = typical_documents(candidate, lengths)
             for configs_to_try in _ladder(candidate, world_size, cluster, vary):
                 for config in configs_to_try:
                     progress(
                         f"searching: {described(config)}, candidate {number} of {len(candidates)}"
                     )
-                    tried.append(weigh(config, world_size, cluster, documents))
-                if any(weighed.fits(cluster) for weighed in tried):
+                    estimates.append(weigh(config, world_size, cluster, documents))
+                if any(estimate.fits(cluster) for estimate in estimates):
                     break
 
-            fits = [weighed for weighed in tried if weighed.fits(cluster)]
+            fits = [estimate for estimate in estimates if estimate.fits(cluster)]
             host_bytes = [
-                weighed.host for weighed in tried if weighed.device <= 1e9 * cluster.memory_gb
+                estimate.host
+                for estimate in estimates
+                if estimate.device <= 1e9 * cluster.memory_gb
             ]
             if fits:
                 fitting.append(_fastest(fits, cluster))
             elif host_bytes:
                 over_host_memory.append(min(host_bytes))
             else:
-                over_memory.append(min(weighed.device for weighed in tried))
+                over_memory.append(min(estimate.device for estimate in estimates))
 
     fitting.sort(key=lambda candidate: candidate.prediction.time)
 
@@ -367,9 +369,9 @@ def _ladder(
     return ladder(valid, cluster, moments=vary is not None)
 
 
-def _fastest(fits: Sequence[Weighed], cluster: Cluster) -> Candidate:
+def _fastest(fits: Sequence[MemoryEstimate], cluster: Cluster) -> Candidate:
     """Return the fastest candidate that leaves an allocator room, or the fastest if none does."""
-    candidates = [Candidate(weighed.config, weighed.predicted(cluster)) for weighed in fits]
+    candidates = [Candidate(estimate.config, estimate.predicted(cluster)) for estimate in fits]
     limit = ROOM * 1e9 * cluster.memory_gb
     roomy = [candidate for candidate in candidates if candidate.prediction.bytes <= limit]
     return min(roomy or candidates, key=lambda candidate: candidate.prediction.time)

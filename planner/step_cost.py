@@ -68,14 +68,16 @@ class LayerSeconds:
     attention_backward: float
 
 
-def predict(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster) -> Prediction:
+def predict(work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster) -> Prediction:
     """Predict time and memory of one step of ``work``, with the attention's ``plan`` over cp."""
-    seconds, links = step_seconds(work, plan, arranged, cluster)
-    return Prediction(seconds, memory_of(work, plan, arranged), links, pinned(work, plan, arranged))
+    seconds, links = step_seconds(work, plan, arrangement, cluster)
+    return Prediction(
+        seconds, memory_of(work, plan, arrangement), links, pinned(work, plan, arrangement)
+    )
 
 
 def step_seconds(
-    work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster
+    work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster
 ) -> tuple[dict[str, float], Links]:
     """Return the seconds of a step by cause, and the bytes of a layer's attention.
 
@@ -85,11 +87,11 @@ def step_seconds(
     Args:
         work: the model and its micro-batches.
         plan: the attention over cp, of one micro-batch.
-        arranged: the other dimensions of the mesh, and the settings that save memory.
+        arrangement: the other dimensions of the mesh, and the settings that save memory.
         cluster: rates of computing and links.
     """
-    tp = arranged.tp
-    layers = arranged.stage_layers(work)
+    tp = arrangement.tp
+    layers = arrangement.stage_layers(work)
     tokens = work.tokens(plan)
 
     # Seconds of a forward of a layer and of the output projection.
@@ -97,7 +99,7 @@ def step_seconds(
     output = work.vocab * work.hidden
     products = 2 * tokens * (work.matrix_weights - output) / work.layers / tp / rate
     head = 2 * tokens * output / tp / rate
-    pointwise = _pointwise_seconds(work, tokens, arranged, cluster)
+    pointwise = _pointwise_seconds(work, tokens, arrangement, cluster)
     sizes = rank_sizes(work, plan, tp)
     forward, backward, links = _mean_attention(work, plan, sizes, cluster, tp)
     layer = LayerSeconds(products, pointwise, forward, backward)
@@ -105,54 +107,56 @@ def step_seconds(
     # A micro-batch has a forward, and a backward to the inputs and to the trained weights.
     passes = 2 + work.trained_share
     linear = layers * (layer.products * passes + 3 * layer.pointwise) + head * passes
-    recompute = _recompute_seconds(work, layers, arranged, layer)
-    turns = work.micro_batches + arranged.pp - 1
+    recompute = _recompute_seconds(work, layers, arrangement, layer)
+    turns = work.micro_batches + arrangement.pp - 1
     seconds = {
         "attention": turns * layers * (layer.attention + layer.attention_backward),
         "linear": turns * linear,
         "recompute": turns * recompute,
         "tensor parallel": turns * layers * _tensor_seconds(work, tokens, tp, cluster),
-        "pipeline": turns * _pipeline_seconds(work, plan, arranged, cluster),
+        "pipeline": turns * _pipeline_seconds(work, plan, arrangement, cluster),
     }
-    if arranged.offload and cluster.host_gb_per_s:
-        exposed = _offload_seconds(work, plan, arranged, cluster, layer, recompute)
-        seconds["offload"] = work.micro_batches * exposed
-    if arranged.moments_on_host and cluster.host_gb_per_s:
+    if arrangement.offload and cluster.host_gb_per_s:
+        exposed_seconds = _offload_seconds(work, plan, arrangement, cluster, layer, recompute)
+        seconds["offload"] = work.micro_batches * exposed_seconds
+    if arrangement.moments_on_host and cluster.host_gb_per_s:
         # Each way; nothing overlaps with it.
-        copied = moments(work, plan, arranged)
-        seconds["optimizer offload"] = copied / cluster.host_bytes_per_s
+        moment_bytes = moments(work, plan, arrangement)
+        seconds["optimizer offload"] = moment_bytes / cluster.host_bytes_per_s
 
-    exchanged = _data_seconds(work, plan, arranged, cluster)
-    overlapping = seconds["linear"] + seconds["attention"]
-    if arranged.strategy == "legacy_ddp":
-        overlapping = 0.0
-    seconds["data parallel"] = max(cluster.exposed_share * exchanged, exchanged - overlapping)
+    exchange_seconds = _data_seconds(work, plan, arrangement, cluster)
+    overlap_seconds = seconds["linear"] + seconds["attention"]
+    if arrangement.strategy == "legacy_ddp":
+        overlap_seconds = 0.0
+    seconds["data parallel"] = max(
+        cluster.exposed_share * exchange_seconds, exchange_seconds - overlap_seconds
+    )
     return seconds, links
 
 
 def _pointwise_seconds(
-    work: StepShape, tokens: int, arranged: Arrangement, cluster: Cluster
+    work: StepShape, tokens: int, arrangement: Arrangement, cluster: Cluster
 ) -> float:
     """Time a layer's forward between its matrix products; 0 if the memory's rate is unknown."""
     if not cluster.memory_gb_per_s:
         return 0.0
-    passes = COMPILED if arranged.compiled else POINTWISE
+    passes = COMPILED if arrangement.compiled else POINTWISE
     elements = passes * tokens * (work.hidden + work.ffn / 2)
-    return elements * work.element_size / arranged.tp / cluster.memory_bytes_per_s
+    return elements * work.element_size / arrangement.tp / cluster.memory_bytes_per_s
 
 
 def _recompute_seconds(
-    work: StepShape, layers: int, arranged: Arrangement, layer: LayerSeconds
+    work: StepShape, layers: int, arrangement: Arrangement, layer: LayerSeconds
 ) -> float:
     """Time the forwards that a stage's layers repeat in their backward."""
-    policy = arranged.recompute
+    policy = arrangement.recompute
     without_attention = layer.products + layer.pointwise
     seconds = 0.0
     if policy in ("full", "attention_boundary"):
         seconds += layers * without_attention
     if policy in ("full", "selective"):
         seconds += layers * layer.attention
-    if arranged.ffn_chunk:
+    if arrangement.ffn_chunk:
         matrices = 3 if work.gated else 2
         all_products = work.matrix_weights - work.vocab * work.hidden
         ffn_share = matrices * work.hidden * work.ffn * work.layers / all_products
@@ -174,17 +178,17 @@ def _tensor_seconds(work: StepShape, tokens: int, tp: int, cluster: Cluster) -> 
 def _offload_seconds(
     work: StepShape,
     plan: Plan,
-    arranged: Arrangement,
+    arrangement: Arrangement,
     cluster: Cluster,
     layer: LayerSeconds,
     recompute: float,
 ) -> float:
     """Time the exposed copies of a micro-batch's activations, to the host and back."""
-    layers = arranged.stage_layers(work)
-    copy = offloaded(work, plan, arranged) / cluster.host_bytes_per_s
+    layers = arrangement.stage_layers(work)
+    copy = offloaded(work, plan, arrangement) / cluster.host_bytes_per_s
     forward = layers * (layer.products + layer.pointwise + layer.attention)
     to_host = max(0.0, copy - forward)
-    if not fetched_ahead(work, plan, arranged):
+    if not fetched_ahead(work, plan, arrangement):
         return to_host + copy
     passes = 2 + work.trained_share  # as in step_seconds
     backward = (
@@ -266,15 +270,15 @@ def _delta(cost: DeltaCost) -> tuple[float, float]:
 
 
 def _pipeline_seconds(
-    work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster
+    work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster
 ) -> float:
     """Time a micro-batch's activations to the next stage, and their gradients back."""
-    if arranged.pp == 1:
+    if arrangement.pp == 1:
         return 0.0
-    num_bytes = work.micro_batch * plan.local_len * work.hidden * work.element_size / arranged.tp
+    num_bytes = work.micro_batch * plan.local_len * work.hidden * work.element_size / arrangement.tp
 
     # Between nodes all ranks of a node share its links.
-    world_size = arranged.pp * arranged.dp * plan.size * arranged.tp
+    world_size = arrangement.pp * arrangement.dp * plan.size * arrangement.tp
     rate = cluster.node_gb_per_s / cluster.gpus_per_node
     latency = cluster.between_latency_us
     if world_size <= cluster.gpus_per_node:
@@ -283,22 +287,22 @@ def _pipeline_seconds(
     return 2 * (num_bytes / (rate * GB) + latency * MICRO)
 
 
-def _data_seconds(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster) -> float:
+def _data_seconds(work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster) -> float:
     """Time a step's weight gathers and gradient sums over dp x cp."""
-    num_ranks = arranged.dp * plan.size
+    num_ranks = arrangement.dp * plan.size
     if num_ranks == 1:
         return 0.0
-    tp = arranged.tp
-    sent = work.parameters / (tp * arranged.pp) * (num_ranks - 1) / num_ranks
+    tp = arrangement.tp
+    sent = work.parameters / (tp * arrangement.pp) * (num_ranks - 1) / num_ranks
     weights = _ring_seconds(sent * work.element_size, num_ranks, tp, cluster)
     gradients = _ring_seconds(sent * 4 * work.trained_share, num_ranks, tp, cluster)
 
     # An all-reduce sends as much as a reduce-scatter and a gather. zero3 gathers weights in every
     # forward and backward, the others once after the update; zero1 sums gradients once a step.
-    if arranged.strategy in ("ddp", "legacy_ddp"):
+    if arrangement.strategy in ("ddp", "legacy_ddp"):
         return 2 * gradients
-    num_gathers = 2 * work.micro_batches if arranged.strategy == "zero3" else 1
-    num_sums = 1 if arranged.strategy == "zero1" else work.micro_batches
+    num_gathers = 2 * work.micro_batches if arrangement.strategy == "zero3" else 1
+    num_sums = 1 if arrangement.strategy == "zero1" else work.micro_batches
     return num_gathers * weights + num_sums * gradients
 
 

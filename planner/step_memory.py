@@ -37,7 +37,7 @@ class Moments(NamedTuple):
     end: float
 
 
-def memory_of(work: StepShape, plan: Plan, arranged: Arrangement) -> dict[str, float]:
+def memory_of(work: StepShape, plan: Plan, arrangement: Arrangement) -> dict[str, float]:
     """Return the bytes of the busiest rank at the peak of a step, by cause.
 
     In a pipeline the loss is the last stage's and the rest the first one's.
@@ -45,10 +45,10 @@ def memory_of(work: StepShape, plan: Plan, arranged: Arrangement) -> dict[str, f
     Args:
         work: the model and its micro-batches.
         plan: the attention over cp, of one micro-batch.
-        arranged: the other dimensions of the mesh, and the settings that save memory.
+        arrangement: the other dimensions of the mesh, and the settings that save memory.
     """
-    states, gradients, temporary_weights = _weights(work, plan, arranged)
-    activations, temporary = _activations(work, plan, arranged)
+    states, gradients, temporary_weights = _weights(work, plan, arrangement)
+    activations, temporary = _activations(work, plan, arrangement)
     memory_by_moment = []
     for gradient, activation, passing, rest in zip(
         gradients, activations, temporary_weights, temporary, strict=True
@@ -79,18 +79,20 @@ class _Stage(NamedTuple):
         return self.layers * self.per_layer + self.outside
 
 
-def _stage(work: StepShape, arranged: Arrangement) -> _Stage:
-    tp = arranged.tp
+def _stage(work: StepShape, arrangement: Arrangement) -> _Stage:
+    tp = arrangement.tp
     output = work.vocab * work.hidden / tp
     outside = work.outside / tp
     split = (work.parameters - work.replicated) / tp
     per_layer = (split + work.replicated - outside) / work.layers
-    if arranged.pp > 1:
+    if arrangement.pp > 1:
         outside = max(output, outside - output)
-    return _Stage(arranged.stage_layers(work), per_layer, outside, output)
+    return _Stage(arrangement.stage_layers(work), per_layer, outside, output)
 
 
-def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float, Moments, Moments]:
+def _weights(
+    work: StepShape, plan: Plan, arrangement: Arrangement
+) -> tuple[float, Moments, Moments]:
     """Count the weights with the optimizer's state, their gradients, and temporary copies of both.
 
     Returns:
@@ -98,162 +100,164 @@ def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float,
         gradients that are not yet reduced at each moment.
     """
     size = work.element_size
-    trained = work.trained_share
-    stage = _stage(work, arranged)
-    shards = num_shards(plan, arranged)
+    trained_share = work.trained_share
+    stage = _stage(work, arrangement)
+    shards = num_shards(plan, arrangement)
 
     # Trained weights are in float32, beside the optimizer's state and averages; frozen ones are in
     # the dtype of the computation.
-    state_bytes = 0 if arranged.moments_on_host else arranged.state_bytes
-    trained_bytes = (4 + state_bytes + work.averages) * stage.total * trained
-    states = trained_bytes + size * stage.total * (1 - trained)
+    state_bytes = 0 if arrangement.moments_on_host else arrangement.state_bytes
+    trained_bytes = (4 + state_bytes + work.averages) * stage.total * trained_share
+    states = trained_bytes + size * stage.total * (1 - trained_share)
 
     # Copies of the weights in the dtype of the computation, all gathered. With zero3 they are those
     # of one layer and of the parameters outside, else of the stage, all the time.
     is_copied = shards > 1 or size < 4
-    is_gathered = arranged.strategy == "zero3"
-    copied = stage.total
+    is_gathered = arrangement.strategy == "zero3"
+    copied_parameters = stage.total
     if is_gathered:
-        copied = stage.outside + stage.per_layer
-    copies = copied * size * is_copied
+        copied_parameters = stage.outside + stage.per_layer
+    copies = copied_parameters * size * is_copied
 
-    gradients, waiting = _gradients(work, shards, arranged, stage)
+    gradients, waiting_bytes = _gradients(work, shards, arrangement, stage)
 
     # In a backward: the gradient of the layer after, until the next ones are reduced over ranks,
     # and the weights of the layer before, gathered ahead.
-    unreduced = 4 * stage.per_layer * trained * is_copied
+    unreduced_bytes = 4 * stage.per_layer * trained_share * is_copied
     gathered = size * stage.per_layer * (is_gathered and shards > 1)
 
     # At the end: gradients of the parameters outside the layers, before and after their reduction
     # (legacy_ddp reduces all in one piece), or pieces of the moments that come from the host.
-    last = 4 * (1 + 1 / shards) * stage.outside * trained * is_copied
-    if arranged.strategy == "legacy_ddp":
-        last = 4 * stage.total * trained
-    moved = min(2 * PIECE, stage.total / shards) * arranged.state_bytes * arranged.moments_on_host
+    last = 4 * (1 + 1 / shards) * stage.outside * trained_share * is_copied
+    if arrangement.strategy == "legacy_ddp":
+        last = 4 * stage.total * trained_share
+    moment_bytes = (
+        min(2 * PIECE, stage.total / shards) * arrangement.state_bytes * arrangement.moments_on_host
+    )
 
     temporary = Moments(
         loss=0,
-        last_layer=waiting + gathered,
-        second_layer=waiting + gathered + unreduced,
-        first_layer=waiting + unreduced,
-        end=max(last, moved) - copies,  # gathered weights are freed at the end
+        last_layer=waiting_bytes + gathered,
+        second_layer=waiting_bytes + gathered + unreduced_bytes,
+        first_layer=waiting_bytes + unreduced_bytes,
+        end=max(last, moment_bytes) - copies,  # gathered weights are freed at the end
     )
     return states / shards + copies, gradients, temporary
 
 
 def _gradients(
-    work: StepShape, shards: int, arranged: Arrangement, stage: _Stage
+    work: StepShape, shards: int, arrangement: Arrangement, stage: _Stage
 ) -> tuple[Moments, float]:
     """Count the gradients at each moment, and the output's while it waits for its reduction.
 
     Gradients of one micro-batch come layer by layer; those of several exist from the second on.
     zero1 keeps the sums of several whole.
     """
-    trained = work.trained_share
+    trained_share = work.trained_share
     if work.micro_batches > 1:
-        if arranged.strategy == "zero1":
+        if arrangement.strategy == "zero1":
             shards = 1
-        gradients = 4 * stage.total * trained / shards
+        gradients = 4 * stage.total * trained_share / shards
         return Moments._make([gradients] * 5), 0.0
 
     # The output's gradient waits for those of the other parameters outside the layers.
-    waiting = work.element_size * stage.output * trained
+    waiting_bytes = work.element_size * stage.output * trained_share
     num_done = (0, 0, max(0, stage.layers - 2), stage.layers - 1)
-    by_moment = [4 * layers * stage.per_layer * trained / shards for layers in num_done]
-    return Moments(*by_moment, end=4 * stage.total * trained / shards), waiting
+    by_moment = [4 * layers * stage.per_layer * trained_share / shards for layers in num_done]
+    return Moments(*by_moment, end=4 * stage.total * trained_share / shards), waiting_bytes
 
 
-def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Moments, Moments]:
+def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple[Moments, Moments]:
     """Count kept activations at each moment, and temporary tensors of the loss or a backward.
 
     In a pipeline with 1F1B the first stage has most micro-batches in flight, and the last has one.
     GPipe runs all forwards first, so that every stage has all of them, with their logits.
     """
-    pp = arranged.pp
+    pp = arrangement.pp
     tokens = work.tokens(plan)
-    layers = arranged.stage_layers(work)
-    stream = tokens * work.hidden * work.element_size / arranged.tp
-    in_flight = arranged.pipeline.in_flight(0, pp, work.micro_batches)
-    in_flight_last = arranged.pipeline.in_flight(pp - 1, pp, work.micro_batches)
+    layers = arrangement.stage_layers(work)
+    stream = tokens * work.hidden * work.element_size / arrangement.tp
+    in_flight = arrangement.pipeline.in_flight(0, pp, work.micro_batches)
+    in_flight_last = arrangement.pipeline.in_flight(pp - 1, pp, work.micro_batches)
     sent = stream * in_flight * (pp > 1)
 
     # What the layers keep. With offload only the activations on their way count here; the running
     # layer's are in its backward.
-    per_layer = tokens * kept_per_token(work, plan, arranged)
+    per_layer = tokens * kept_per_token(work, plan, arrangement)
     kept_layers = layers
-    if arranged.offload:
-        per_layer = per_layer * (layers > 1 and fetched_ahead(work, plan, arranged))
+    if arrangement.offload:
+        per_layer = per_layer * (layers > 1 and fetched_ahead(work, plan, arrangement))
         kept_layers = 1
 
     # The first layer keeps more, or recomputes more.
     all_layers = per_layer * kept_layers
     two_layers = per_layer * min(2, kept_layers)
     first_layer = per_layer
-    recomputed = stream * work.first_layer
-    if arranged.recompute in ("none", "selective"):
-        all_layers = all_layers + recomputed
-        two_layers = two_layers + recomputed
-        first_layer = first_layer + recomputed
-        recomputed = 0.0
+    recomputed_bytes = stream * work.first_layer
+    if arrangement.recompute in ("none", "selective"):
+        all_layers = all_layers + recomputed_bytes
+        two_layers = two_layers + recomputed_bytes
+        first_layer = first_layer + recomputed_bytes
+        recomputed_bytes = 0.0
 
     # Other micro-batches in flight wait with all their layers, and with GPipe with their losses.
-    waiting = (in_flight - 1) * all_layers + sent
-    keeps_loss = arranged.pipeline.pipeline_schedule == "GPipe"
-    other_micro_batches = all_layers + _loss_kept(work, tokens, arranged) * keeps_loss
+    waiting_bytes = (in_flight - 1) * all_layers + sent
+    keeps_loss = arrangement.pipeline.pipeline_schedule == "GPipe"
+    other_micro_batches = all_layers + _loss_kept(work, tokens, arrangement) * keeps_loss
     activations = Moments(
         loss=all_layers + 2 * stream + (in_flight_last - 1) * other_micro_batches,
-        last_layer=all_layers + waiting,
-        second_layer=waiting + two_layers,
-        first_layer=waiting + first_layer,
+        last_layer=all_layers + waiting_bytes,
+        second_layer=waiting_bytes + two_layers,
+        first_layer=waiting_bytes + first_layer,
         end=0,
     )
 
-    loss = _loss_bytes(work, tokens, arranged)
-    layer = max(_backward_bytes(kind, plan, arranged) for _, kind in kinds(work))
-    return activations, Moments(loss, layer, layer, layer + recomputed, 0)
+    loss = _loss_bytes(work, tokens, arrangement)
+    layer = max(_backward_bytes(kind, plan, arrangement) for _, kind in kinds(work))
+    return activations, Moments(loss, layer, layer, layer + recomputed_bytes, 0)
 
 
-def _loss_bytes(work: StepShape, tokens: int, arranged: Arrangement) -> float:
+def _loss_bytes(work: StepShape, tokens: int, arrangement: Arrangement) -> float:
     """Count the logits and their gradients; low precisions are in float32 a few rows at a time."""
     size = work.element_size
-    scored_tokens = min(tokens, arranged.loss_chunk or tokens)
-    width = max(1, work.vocab / arranged.tp)
+    scored_tokens = min(tokens, arrangement.loss_chunk or tokens)
+    width = max(1, work.vocab / arrangement.tp)
     float32_rows = min(scored_tokens, work.wide_logits / width)
     if size < 4:
         loss = width * (2 * size * scored_tokens + 8 * float32_rows)
     else:
         loss = width * ((size + 4) * scored_tokens)
-    if arranged.loss_chunk:
-        loss += _loss_kept(work, tokens, arranged)
+    if arrangement.loss_chunk:
+        loss += _loss_kept(work, tokens, arrangement)
     return loss
 
 
-def _loss_kept(work: StepShape, tokens: int, arranged: Arrangement) -> float:
+def _loss_kept(work: StepShape, tokens: int, arrangement: Arrangement) -> float:
     """Count the tensors a loss keeps until its backward: logits, or gradients if in chunks.
 
     A loss in chunks computes its gradients at once, in the forward.
     """
-    width = max(1, work.vocab / arranged.tp)
-    if arranged.loss_chunk:
-        return work.hidden * (4 * width + tokens * work.element_size / arranged.tp)
+    width = max(1, work.vocab / arrangement.tp)
+    if arrangement.loss_chunk:
+        return work.hidden * (4 * width + tokens * work.element_size / arrangement.tp)
     return width * work.element_size * tokens
 
 
-def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
+def _backward_bytes(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
     """Count the bytes of a layer's backward, besides those that its forward has kept.
 
     They are recomputed activations and inner gradients. The peak is in the feed-forward, or in the
     attention, when the feed-forward's activations are freed and its weights' gradients exist.
     """
-    tp = arranged.tp
+    tp = arrangement.tp
     tokens = work.tokens(plan)
     size = work.element_size / tp
-    saved, needed = _layer_activations(work, plan, arranged)
-    recomputed = tokens * (needed - saved * (not arranged.offload))
+    saved_bytes, needed_bytes = _layer_activations(work, plan, arrangement)
+    recomputed_bytes = tokens * (needed_bytes - saved_bytes * (not arrangement.offload))
 
     # Sizes: hidden states of the tokens, a chunk's inner activations, a weight matrix.
     num_matrices = 3 if work.gated else 2
-    rows = min(tokens, arranged.ffn_chunk or tokens)
+    rows = min(tokens, arrangement.ffn_chunk or tokens)
     stream = tokens * work.hidden * size
     inner = rows * work.ffn * size
     matrix = work.hidden * work.ffn * size
@@ -261,8 +265,8 @@ def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float
 
     # The peak in the feed-forward, and what it has freed by the attention's backward.
     ffn = (num_matrices - 1) * inner + matrix + stream
-    freed = work.residual / 2 * stream
-    if arranged.ffn_chunk:  # gradients of its weights are summed in float32
+    freed_bytes = work.residual / 2 * stream
+    if arrangement.ffn_chunk:  # gradients of its weights are summed in float32
         weight_gradients = matrix * (1 + 4 / work.element_size)
         gathered = stream
         if tp > 1:
@@ -270,7 +274,7 @@ def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float
         ffn += num_matrices * (inner + weight_gradients) + gathered
     else:
         ffn = ffn + all_tokens * (tp > 1)
-        freed = freed + num_matrices * inner
+        freed_bytes = freed_bytes + num_matrices * inner
 
     # The peak in the attention.
     if work.delta is None:
@@ -279,8 +283,8 @@ def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float
         buffers: float = backward_buffers(plan, sizes_of_rank, moves)
     else:
         buffers = work.delta.split(tp).buffers(work.micro_batch, plan.local_len, work.element_size)
-    attention = buffers + 2 * stream - freed + num_matrices * matrix
-    return recomputed + max(attention, ffn)
+    attention = buffers + 2 * stream - freed_bytes + num_matrices * matrix
+    return recomputed_bytes + max(attention, ffn)
 
 
 def kinds(work: StepShape) -> list[tuple[float, StepShape]]:
@@ -291,19 +295,23 @@ def kinds(work: StepShape) -> list[tuple[float, StepShape]]:
     return [(share, replace(work, delta=None)), (1 - share, work)]
 
 
-def kept_per_token(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
+def kept_per_token(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
     """Return the bytes per token that a layer keeps for its backward, averaged over all kinds."""
-    return sum(share * _layer_activations(kind, plan, arranged)[0] for share, kind in kinds(work))
+    return sum(
+        share * _layer_activations(kind, plan, arrangement)[0] for share, kind in kinds(work)
+    )
 
 
-def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float, float]:
+def _layer_activations(
+    work: StepShape, plan: Plan, arrangement: Arrangement
+) -> tuple[float, float]:
     """Return bytes per token that a layer keeps for its backward, and that the backward needs.
 
     Counted module by module: residuals, inputs of norms and projections; queries, keys and values,
     the output and its LSE; gate, up and product of a gated feed-forward, input and activation of
     another.
     """
-    tp = arranged.tp
+    tp = arrangement.tp
     per_channel = work.element_size / tp
 
     # The attention, and of it the results that attention_boundary keeps.
@@ -321,14 +329,14 @@ def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tu
 
     # The feed-forward, the residual stream, and the norms' outputs, which are gathered over tp.
     ffn = 0
-    if not arranged.ffn_chunk:
+    if not arrangement.ffn_chunk:
         ffn = (3 if work.gated else 2) * work.ffn
     norm_outputs = 2 * (1 - 1 / tp) * work.hidden * work.element_size
     stream = (work.residual + work.modulated) * work.hidden
     everything = (stream + ffn) * per_channel + attention + norm_outputs
-    if arranged.recompute == "full":
+    if arrangement.recompute == "full":
         return work.hidden * per_channel, everything
-    if arranged.recompute == "attention_boundary":
+    if arrangement.recompute == "attention_boundary":
         return work.hidden * per_channel + results, everything
     return everything, everything
 
@@ -345,16 +353,16 @@ def num_outputs(plan: Plan) -> int:
     return 1
 
 
-def num_shards(plan: Plan, arranged: Arrangement) -> int:
+def num_shards(plan: Plan, arrangement: Arrangement) -> int:
     """Return the ranks that share gradients and the optimizer's state."""
-    if arranged.strategy in ("ddp", "legacy_ddp"):
+    if arrangement.strategy in ("ddp", "legacy_ddp"):
         return 1
-    return arranged.dp * plan.size // arranged.copies
+    return arrangement.dp * plan.size // arrangement.copies
 
 
-def fetched_ahead(work: StepShape, plan: Plan, arranged: Arrangement) -> bool:
+def fetched_ahead(work: StepShape, plan: Plan, arrangement: Arrangement) -> bool:
     """Return True if offloaded activations come back while the layer after theirs runs."""
-    per_token = max(_layer_activations(kind, plan, arranged)[0] for _, kind in kinds(work))
+    per_token = max(_layer_activations(kind, plan, arrangement)[0] for _, kind in kinds(work))
     return work.tokens(plan) * per_token <= FETCH_AHEAD
 
 

@@ -212,11 +212,13 @@ def layout_seconds(config: Any, cluster: Cluster) -> dict[HybridLayout, float]:
             multiple=plan.local_len,
             layout="zigzag" if linear_layout == "zigzag" else "auto",
         )
-        moved = moved_tokens(linear_plan.geometry, plan.geometry)
-        exchanged = 2 * (2 * heads + 2 * kv_heads) * model.head_dim * element_size * batch * moved
+        num_moved = moved_tokens(linear_plan.geometry, plan.geometry)
+        exchanged_bytes = (
+            2 * (2 * heads + 2 * kv_heads) * model.head_dim * element_size * batch * num_moved
+        )
         rank_sizes = sizes(plan.geometry, batch, heads, kv_heads, model.head_dim, element_size)
         cost = AttentionCost(plan, rank_sizes, cluster, tp)
-        seconds[layout] = cost.forward() + cost.backward() + exchanged / link
+        seconds[layout] = cost.forward() + cost.backward() + exchanged_bytes / link
     return seconds
 
 

@@ -107,16 +107,18 @@ class AttentionCost:
 
         busy = self._busy(moves, operations)  # [rounds, positions]
         joint = collectives(plan.geometry, self.sizes, moves, holders_join=not plan.sparse)
-        waited = sum(self._transfer(collective_messages(collective)) for collective in joint)
+        waited_seconds = sum(
+            self._transfer(collective_messages(collective)) for collective in joint
+        )
         if plan.geometry.method.needed_only:
             sent = slots(plan, self.sizes, moves or "kv", gradients=moves is not None)
             busiest = float(busy.sum(axis=0).max())
-            return self._overlapped([(busiest, self._transfer(*sent))], waited)
+            return self._overlapped([(busiest, self._transfer(*sent))], waited_seconds)
 
         # Nothing is computed after the last round.
         computing = [*busy.max(axis=1).tolist(), 0.0]
         rounds = list(zip(computing, self._in_transit(moves), strict=True))
-        return self._overlapped(rounds, waited)
+        return self._overlapped(rounds, waited_seconds)
 
     def _in_transit(self, moves: Moves | None) -> list[float]:
         """Return the seconds that transfers take in every round, and after the last.
@@ -153,21 +155,21 @@ class AttentionCost:
             in_transit.append(seconds[entry])
         return in_transit
 
-    def _overlapped(self, rounds: Sequence[tuple[float, float]], waited: float) -> float:
+    def _overlapped(self, rounds: Sequence[tuple[float, float]], waited_seconds: float) -> float:
         """Return the seconds of overlapping computing and transfers, and of waiting.
 
         Args:
             rounds: seconds of computing and of transfers in each round.
-            waited: seconds of transfers that are waited for.
+            waited_seconds: seconds of transfers that are waited for.
         """
         cluster = self.cluster
-        total = waited + sum(busy + sent for busy, sent in rounds)
+        total = waited_seconds + sum(busy + sent for busy, sent in rounds)
         overlap = cluster.posted_overlap * sum(min(busy, sent) for busy, sent in rounds)
 
         # Ranks on one processor: while one waits for a transfer, another computes.
-        exposed = waited + sum(sent for busy, sent in rounds if not busy)
+        exposed_seconds = waited_seconds + sum(sent for busy, sent in rounds if not busy)
         computing_alone = sum(busy for busy, _ in rounds) - overlap
-        return total - overlap - cluster.shared_overlap * min(exposed, computing_alone)
+        return total - overlap - cluster.shared_overlap * min(exposed_seconds, computing_alone)
 
     def _busy(self, moves: Moves | None, operations: int) -> np.ndarray:
         """Return the seconds that ranks compute in every round, float64 ``[rounds, positions]``.
@@ -200,13 +202,13 @@ class AttentionCost:
             return local_state + max(scan, gathers)
 
         # States pass from rank to rank: each waits for the one before.
-        passed = 0.0
+        chain_seconds = 0.0
         moves: Moves | None = "kv" if reverse else None
         for message in list(self._messages(moves))[-geometry.slots :]:
             for rank in range(geometry.size):
                 sent = Sent(np.array([rank]), message.to[[rank]], sizes.state, 1)
-                passed += self._transfer(sent)
-        return scan + passed
+                chain_seconds += self._transfer(sent)
+        return scan + chain_seconds
 
     def _messages(self, moves: Moves | None) -> Iterator[Message]:
         return messages(

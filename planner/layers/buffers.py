@@ -42,8 +42,8 @@ def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
     buffers = gradients * sizes.element_size // sizes.wide
     if sizes.stages > 1:
         stage = sizes.stage
-        exchanged = stage.payload("queries") + stage.payload("kv") + stage.gradient("kv")
-        return backward_buffers(plan, stage, moves) + exchanged + buffers
+        exchanged_bytes = stage.payload("queries") + stage.payload("kv") + stage.gradient("kv")
+        return backward_buffers(plan, stage, moves) + exchanged_bytes + buffers
 
     # Ulysses: the gradient of the exchanged queries is in transit.
     if geometry.ulysses_degree > 1:
@@ -54,8 +54,8 @@ def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
     # An exchange of needed rows receives all of them at once.
     if geometry.method.needed_only:
         num_rows = _most_received_rows(plan, moves)
-        received = num_rows * (sizes.gradient(moves) + sizes.payload(moves)) // sizes.tokens
-        return buffers + received + sizes.gradient(stationary)
+        received_bytes = num_rows * (sizes.gradient(moves) + sizes.payload(moves)) // sizes.tokens
+        return buffers + received_bytes + sizes.gradient(stationary)
 
     # A ring or a team: tensors of all holders circulate or are gathered, and teammates share the
     # stationary ones.

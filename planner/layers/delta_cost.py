@@ -246,8 +246,8 @@ class DeltaCost:
         seconds = products / self._rate + cluster.launch_us * MICRO
         if cluster.memory_gb_per_s:
             channels = (1 + reverse) * PASSES * (shape.channels + shape.outputs)
-            passed = channels * self.element_size
-            seconds += passed * self.batch * self.plan.local_len / cluster.memory_bytes_per_s
+            num_bytes = channels * self.element_size
+            seconds += num_bytes * self.batch * self.plan.local_len / cluster.memory_bytes_per_s
         return seconds
 
 

@@ -84,7 +84,7 @@ def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple
     return differences
 
 
-def check_allowed(path: Path, changed: Mapping[str, str], allowed: Sequence[str]) -> None:
+def check_allowed(path: Path, changed_lines: Mapping[str, str], allowed: Sequence[str]) -> None:
     """Raise CheckpointError for changes that ``allowed`` does not name.
 
     The micro-batch size may always change: only the order of sums depends on it.
@@ -94,13 +94,13 @@ def check_allowed(path: Path, changed: Mapping[str, str], allowed: Sequence[str]
         return
     refused = []
     settings_to_allow = []
-    for name in changed:
+    for name in changed_lines:
         setting = name.split()[0]  # a file's name follows its setting
         if setting not in free:
             refused.append(name)
             settings_to_allow.append(setting)
     if refused:
         raise CheckpointError(
-            f"{path} was trained otherwise: {'. '.join(changed[name] for name in refused)}. "
+            f"{path} was trained otherwise: {'. '.join(changed_lines[name] for name in refused)}. "
             f"Keep it, or give --allow-changed {' '.join(dict.fromkeys(settings_to_allow))}"
         )

@@ -308,9 +308,10 @@ class Writer:
 
     def _merge(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Merge attention to this rank's share of the cache with that of the other ranks."""
-        local = torch.cat((out, lse[..., None]), -1)
-        parts = [torch.empty_like(local) for _ in range(self._mesh.cp.size())]
-        dist.all_gather(parts, local, group=self._mesh.cp.get_group())
+        cp = self._mesh.cp
+        local = torch.cat((out, lse[..., None]), -1)  # [..., D + 1]
+        parts = [torch.empty_like(local) for _ in range(cp.size())]
+        dist.all_gather(parts, local, group=cp.get_group())
         gathered = torch.stack(parts)  # [cp, ..., D + 1]
         return merged(gathered[..., :-1], gathered[..., -1])
 
@@ -325,6 +326,8 @@ class Writer:
         stage = pp.get_local_rank()
         tp_size = self._mesh.tp.size()
         model = self.config.model
+
+        # Later stages take hidden states, [B, T of a tensor-parallel rank, C].
         x = tokens
         if stage > 0:
             weight = next(self._part.parameters())

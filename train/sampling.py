@@ -236,6 +236,7 @@ def write_grid(path: Path, latents: Tensor, columns: int) -> None:
     """
     from PIL import Image
 
+    # Values of -1 to 1 become 0 to 255, and small samples are enlarged.
     images = latents[:, :, 0] if latents.ndim == 5 else latents  # [N, C, H, W]
     if images.shape[1] not in (1, 3):
         shown_channels = 3 if images.shape[1] > 3 else 1
@@ -243,11 +244,13 @@ def write_grid(path: Path, latents: Tensor, columns: int) -> None:
     pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     scale = math.ceil(SMALLEST_SIDE / min(pixels.shape[-2:]))
     pixels = pixels.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
+
+    # A white page with gaps between the samples.
     count, channels, height, width = pixels.shape
     gap = 2
     rows = math.ceil(count / columns)
     page_shape = (rows * (height + gap) + gap, columns * (width + gap) + gap, channels)
-    page = torch.full(page_shape, 255, dtype=torch.uint8)
+    page = torch.full(page_shape, 255, dtype=torch.uint8)  # [height, width, C]
     for number, image in enumerate(pixels):
         row, column = divmod(number, columns)
         top = gap + row * (height + gap)

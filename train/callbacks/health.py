@@ -196,6 +196,7 @@ class Health:
             loss_limit = config.spike_factor * statistics.median(good_losses)
             norm_limit = config.spike_factor * statistics.median(good_norms)
 
+        # All ranks have to list the same problems in the same order: their flags are summed.
         problems = []
         for name, value, limit, is_checked in (
             ("loss", loss, loss_limit, config.check_for_spiky_loss),

@@ -162,6 +162,7 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
     On a GPU, compute is its kernels and communication NCCL's; on a CPU, aten's operators and
     gloo's.
     """
+    # Spans of each kind, in nanoseconds.
     marks: dict[str, list[Interval]] = {DATA: [], SAVING: []}
     operators: list[Interval] = []
     kernels: list[Interval] = []
@@ -176,6 +177,7 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
             # Spans that FSDP and the optimizer mark, and copies to and from the host: the GPU may
             # only wait in them.
             continue
+
         if name == "[memory]":
             memory_changes = gpu_memory if on_gpu else cpu_memory
             memory_changes.append((span[0], event.nbytes()))
@@ -189,6 +191,8 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
         elif name.startswith("aten::"):
             operators.append(span)
 
+    # On a GPU its kernels count as compute; the operators on the host only launch them. Time within a
+    # wait for data or a save counts as that alone.
     lengths, covers = covered([marks[DATA], marks[SAVING], kernels or operators, messages])
     data, saving, compute, communication = covers  # bool [N] each
     compute = compute & ~(data | saving)
@@ -203,6 +207,7 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
         for pieces in (compute, communication, exposed, data, saving)
     ]
 
+    # Events of memory are not in order.
     changes = sorted(gpu_memory if kernels else cpu_memory, key=lambda change: change[0])
     peak_memory = max(accumulate(size for _, size in changes), default=0)
     iteration_seconds = (last_end - first_start) / 1e9 / iterations

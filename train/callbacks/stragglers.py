@@ -107,8 +107,11 @@ class Stragglers(Callback):
 
     def _gathered_times(self, world_size: int) -> dict[str, list[float]]:
         """Return the milliseconds of each phase by rank; collective."""
-        local_times = [1e3 * seconds / len(self._step_times) for seconds in self._seconds.values()]
+        num_steps = len(self._step_times)
+        local_times = [1e3 * seconds / num_steps for seconds in self._seconds.values()]
         local_times.append(statistics.median(self._call_times() or [0.0]))
+
+        # Each rank fills its row, and the sum is the whole table.
         table = torch.zeros(world_size, len(PHASES), dtype=torch.float64)  # [ranks, phases]
         table[dist.get_rank()] = torch.tensor(local_times)
         table = table.to(self._device)

@@ -191,7 +191,7 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
         elif name.startswith("aten::"):
             operators.append(span)
 
-    # On a GPU its kernels count as compute; the operators on the host only launch them. Time within a
+    # On a GPU its kernels count as compute: operators on the host only launch them. Time within a
     # wait for data or a save counts as that alone.
     lengths, covers = covered([marks[DATA], marks[SAVING], kernels or operators, messages])
     data, saving, compute, communication = covers  # bool [N] each

@@ -40,7 +40,7 @@ from runtime.machine import describe, results_file, usable_cores
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.report import write_records
 from tools.common.training import Records, trainer_of
-from train.batches import summed
+from train.batches import sum_over_ranks
 from train.gradients import reduce_and_clip
 from train.tasks.language import LanguageTask
 
@@ -84,7 +84,7 @@ def steps_of(
         valid = sum(int(batch["count"]) for batch in local)
 
         def longmesh_step() -> float:
-            loss = summed(trainer.runner.forward_backward(local, valid), mesh)
+            loss = sum_over_ranks(trainer.runner.forward_backward(local, valid), mesh)
             mean, _ = reduce_and_clip(
                 trainer.runner, mesh.dp_cp, trainer.config.optimizer.clip_grad, loss
             )

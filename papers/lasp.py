@@ -18,7 +18,8 @@ from papers.runs import commit_note, read_runs, run_all
 from papers.table import Figures, TableRow
 from papers.wallfacer import HEADS, TOKENS, WIDTH, count, here, planned
 from parallel.context import make_plan
-from planner.step_memory import Arrangement, StepShape, memory_of
+from planner.step_memory import memory_of
+from planner.step_shape import Arrangement, StepShape
 from runtime.ranks import run_ranks
 from tools.common.arguments import run_command
 

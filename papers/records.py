@@ -16,9 +16,11 @@ from papers.ring import K, step_of
 from papers.table import Figures, TableRow
 from parallel.context import make_plan
 from planner.cluster import CLUSTERS, load_cluster
+from planner.host_memory import offloaded
 from planner.levers import FFN_CHUNK, LOSS_CHUNK
 from planner.search import predicted
-from planner.step_memory import Arrangement, StepShape, memory_of, offloaded
+from planner.step_memory import memory_of
+from planner.step_shape import Arrangement, StepShape
 from tools.common.arguments import run_command
 from train.config.language import parse_args
 

@@ -15,7 +15,8 @@ from parallel.context import make_plan
 from parallel.context.traffic import sizes
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.search import predicted, workload_of
-from planner.step_memory import Arrangement, StepShape, memory_of
+from planner.step_memory import memory_of
+from planner.step_shape import Arrangement, StepShape
 from tools.common.arguments import run_command
 from train.config.language import load_config, parse_args
 

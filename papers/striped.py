@@ -13,7 +13,7 @@ from papers.table import TableRow
 from parallel.context import make_plan
 from planner.cluster import Cluster
 from planner.step_cost import predict
-from planner.step_memory import Arrangement, StepShape
+from planner.step_shape import Arrangement, StepShape
 from tools.common.arguments import run_command
 
 TILES = {"A100": (2048, 4096), "TPU": (2048, 2048)}

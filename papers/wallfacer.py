@@ -24,7 +24,8 @@ from papers.table import TableRow
 from parallel.context import Plan, context_parallel, make_plan
 from planner.cluster import CLUSTERS, Cluster, load_cluster
 from planner.step_cost import predict
-from planner.step_memory import Arrangement, StepShape, memory_of
+from planner.step_memory import memory_of
+from planner.step_shape import Arrangement, StepShape
 from runtime.machine import device_name
 from runtime.ranks import run_ranks
 from tools.common.arguments import run_command

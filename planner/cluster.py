@@ -1,4 +1,4 @@
-"""Clusters: compute and link rates, as in configs/clusters/*.toml."""
+"""Clusters: compute and link rates, read from configs/clusters/*.toml."""
 
 import math
 import tomllib
@@ -15,6 +15,8 @@ from kernels.gpu import family_of
 from runtime.errors import UserError
 from runtime.machine import card_of
 
+MICRO = 1e-6
+GB = 1e9
 CLUSTERS = Path(__file__).resolve().parents[1] / "configs" / "clusters"
 OPTIONAL = (
     "host_gb_per_s",
@@ -26,11 +28,9 @@ OPTIONAL = (
 )
 """Figures that may be 0."""
 KERNEL_FRACTIONS = {f"{kernel}_fraction": kernel for kernel in sorted(RATED)}
-"""Keys of a cluster file for the rate of an attention kernel that is asked for."""
+"""Kernels by the keys of a cluster file for their rates, for kernels chosen by name."""
 DELTA = 1 / 6
-"""Share of attention's rate that is assumed of a delta rule where a file has none: that on an H200
-by cuDNN.
-"""
+"""Default rate of a delta rule relative to attention's: the ratio on an H200 by cuDNN."""
 
 
 class ClusterError(UserError):
@@ -48,17 +48,17 @@ class Cluster:
     peak_tflops: float
     """Dense bfloat16 rate of one processor by its data sheet, in 10^12 operations per second."""
     matmul_fraction: float
-    """Fraction of that rate that a layer's products reach; without ``memory_gb_per_s``, with what
-    is between them.
+    """Fraction of that rate that a layer's products reach; without ``memory_gb_per_s`` it includes
+    the pointwise work between them.
     """
     attention_fraction: float
-    """Fraction of that rate that the kernel which ``auto`` takes reaches, forward and backward
+    """Fraction of that rate that the kernel chosen by ``auto`` reaches, forward and backward
     together.
     """
     launch_us: float
     """Microseconds per attention kernel besides its rate: to start it and merge its result."""
     memory_gb: float
-    """Memory of one processor available to a run, in 10^9 bytes: what torch reports, less
+    """Memory of one processor available to a run, in 10^9 bytes: torch's figure less
     ``reserved_gb``.
     """
     inside_gb_per_s: float
@@ -73,34 +73,26 @@ class Cluster:
     """Link of a node to others: its ranks share one, or each has its own rail."""
     memory_gb_per_s: float = 0.0
     """Rate of a processor's own memory by its data sheet, for the pointwise work; 0: unknown, and
-    not counted apart.
+    part of ``matmul_fraction``.
     """
     exposed_share: float = 0.0
-    """Share of the exchange of weights and gradients that takes time although layers compute beside
-    it.
-    """
+    """Share of the exchange of weights and gradients that computing does not hide."""
     attention_kernel: str = ""
     """The kernel of ``attention_fraction``, by its name in ``RATED``; empty: unknown."""
     kernel_fractions: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """``attention_fraction`` of each kernel that may be asked for, in a file cudnn_fraction and the
-    like.
-    """
+    """``attention_fraction`` of each kernel by name; in a file the keys are cudnn_fraction etc."""
     delta_fraction: float = 0.0
     """Fraction of that rate that the chunked gated delta rule reaches, forward and backward
     together; 0: unknown, and taken as a share of ``attention_fraction``."""
     reserved_gb: float = 0.0
-    """Memory of a processor that the driver's context, CUDA's libraries and NCCL keep, besides
-    ``memory_gb``.
-    """
+    """Memory taken by the driver's context, CUDA's libraries and NCCL, besides ``memory_gb``."""
     masked_share: float = 0.0
-    """Share of the pairs that a causal tile hides which its kernel computes all the same."""
+    """Share of a causal tile's masked pairs that its kernel computes nevertheless."""
     posted_overlap: float = 1.0
-    """Share of the shorter of computing and a transfer that is posted before it that goes on beside
-    the longer.
-    """
+    """Overlap of computing and a transfer posted before it, as a share of the shorter one."""
     shared_overlap: float = 0.0
-    """The same of a transfer that a rank waits for, while others that share its processor compute;
-    0 where none do.
+    """The same of a transfer that a rank waits for while others that share its processor compute;
+    0 if none do.
     """
     host_gb_per_s: float = 0.0
     """Rate of one processor's copies to host memory and back; 0: unknown, and offload is not tried.
@@ -108,9 +100,7 @@ class Cluster:
     host_memory_gb: float = 0.0
     """Host memory of one processor available to a run, in 10^9 bytes."""
     public_error: float = 0.0
-    """Largest error on published runs by ``attention_kernel`` that nothing was fitted to; 0: there
-    are none.
-    """
+    """Largest error on published runs by ``attention_kernel`` that nothing was fitted to, or 0."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Kind of the processors; a file measured on a CPU may have any name."""
 
@@ -134,28 +124,34 @@ class Cluster:
             )
         if self.host_gb_per_s and not self.host_memory_gb:
             raise ClusterError(
-                f"host_gb_per_s is {self.host_gb_per_s:g} and host_memory_gb is not set; give both or none"
+                f"host_gb_per_s is {self.host_gb_per_s:g} and host_memory_gb is not set; "
+                "give both or none"
             )
         if type(self.name) is not str:
             raise ClusterError(f"name is {self.name!r}; it must be text")
 
     def running(self, backend: str, documents: bool = False) -> "Cluster":
-        """Return the cluster with the attention kernel that will run, its rate, and no error of
-        another's runs.
+        """Return the cluster with the attention kernel that will run, and its rate.
+
+        If the kernel is not the file's own, the file's ``public_error`` does not hold for it.
 
         Args:
-            backend: as --attention-backend has it; ``auto`` passes cuDNN over for packed
+            backend: a value of --attention-backend; ``auto`` does not choose cuDNN for packed
                 ``documents``.
         """
-        passed_over = backend == "auto" and documents and self.attention_kernel == "cudnn"
-        name = "aten" if passed_over else backend
-        kernel = (BACKENDS[name].rate_name or name) if name in BACKENDS else name
+        kernel = backend
+        if backend == "auto" and documents and self.attention_kernel == "cudnn":
+            kernel = "aten"
+        if kernel in BACKENDS:
+            kernel = BACKENDS[kernel].rate_name or kernel
         if kernel in ("auto", self.attention_kernel):
             return self
         rate = self.kernel_fractions.get(kernel, 0.0)
         if not rate and self.attention_kernel and kernel in RATED:
             rate = RATED[kernel].shares.get(family_of(self.name), 0.0)
-        return _running(self, kernel, rate) if rate else _running(self, "", self.attention_fraction)
+        if not rate:
+            return _running(self, "", self.attention_fraction)
+        return _running(self, kernel, rate)
 
     def entries(self) -> dict[str, Any]:
         """Return the figures by their keys in a file."""
@@ -169,27 +165,48 @@ class Cluster:
 
     @property
     def delta_share(self) -> float:
-        """Return the fraction of the peak of a delta rule, the assumed one where the file has none."""
+        """Return the fraction of the peak that a delta rule reaches, assumed if it is unknown."""
         return self.delta_fraction or DELTA * self.attention_fraction
+
+    @property
+    def inside_bytes_per_s(self) -> float:
+        """Bytes per second from one rank to others of its node."""
+        return self.inside_gb_per_s * GB
+
+    @property
+    def between_bytes_per_s(self) -> float:
+        """Bytes per second of one link out of a node."""
+        return self.between_gb_per_s * GB
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Bytes per second of a processor's own memory; 0 if unknown."""
+        return self.memory_gb_per_s * GB
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Bytes per second of a processor's copies to host memory; 0 if unknown."""
+        return self.host_gb_per_s * GB
 
     @property
     def node_gb_per_s(self) -> float:
         """Return the rate of all links out of a node together."""
-        return self.between_gb_per_s * (1 if self.between_link == "node" else self.gpus_per_node)
+        num_links = 1 if self.between_link == "node" else self.gpus_per_node
+        return self.between_gb_per_s * num_links
 
 
 def _check_number(name: str, value: Any) -> None:
     """Raise ClusterError unless this is a number that the figure ``name`` may have."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    may_be_zero = (
-        name.endswith(("_us", "_overlap", "_share")) or name in OPTIONAL or name in KERNEL_FRACTIONS
-    )
+    is_fraction = name.endswith("_fraction")
+    is_share = name.endswith(("_overlap", "_share"))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    may_be_zero = name.endswith("_us") or is_share or name in (*OPTIONAL, *KERNEL_FRACTIONS)
     minimum = "a number of 0 or more" if may_be_zero else "a number above 0"
-    if not number or value < 0 or (value == 0 and not may_be_zero):
+    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
         raise ClusterError(f"{name} is {value!r}; it must be {minimum}")
-    if name.endswith("_fraction") and value > 1:
+    if is_fraction and value > 1:
         raise ClusterError(f"{name} is {value}; it is a part of peak_tflops, above 0 and at most 1")
-    if name.endswith(("_overlap", "_share")) and value > 1:
+    if is_share and value > 1:
         raise ClusterError(f"{name} is {value}; it is a share, from 0 to 1")
 
 
@@ -199,47 +216,53 @@ def _running(cluster: Cluster, kernel: str, rate: float) -> Cluster:
 
 
 def cluster_file(name: str | Path) -> Path:
-    """Return the file of a cluster: the path itself, or of a name such as h100 or a100_pod that of
-    configs/clusters.
-    """
-    names = (CLUSTERS / f"{name}{ending}.toml" for ending in ("", "_pod", "_nvl72"))
+    """Return a cluster's file: a path, or for a name such as h100 the one in configs/clusters."""
     path = Path(name)
-    return path if path.exists() and not path.is_dir() else next(filter(Path.is_file, names), path)
+    if path.exists() and not path.is_dir():
+        return path
+    for ending in ("", "_pod", "_nvl72"):
+        file = CLUSTERS / f"{name}{ending}.toml"
+        if file.is_file():
+            return file
+    return path
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Load a TOML file with every figure that has no default; ClusterError names the file, the key
-    and the fix.
+    """Load a TOML file with every figure that has no default, or a name of ``cluster_file``.
 
-    A name is as for ``cluster_file``.
+    Raises ClusterError: the file cannot be read, or a key is unknown, missing or invalid.
     """
     path = cluster_file(path)
-    if Path(path).exists() and not Path(path).is_file():  # a named pipe would be waited for
+    if path.exists() and not path.is_file():  # reading a named pipe would wait
         raise ClusterError(f"{path}: is no file; name one, such as those of configs/clusters")
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        there = ", ".join(sorted(file.stem for file in CLUSTERS.glob("*.toml")))
+        names = ", ".join(sorted(file.stem for file in CLUSTERS.glob("*.toml")))
         raise ClusterError(
-            f"{path}: cannot be read ({error.strerror}); name a file, or one of configs/clusters: {there}"
+            f"{path}: cannot be read ({error.strerror}); "
+            f"name a file, or one of configs/clusters: {names}"
         ) from error
     except ValueError as error:
         raise ClusterError(f"{path}: not valid TOML: {error}") from error
-    values.pop("slurm", None)  # what slurm/submit.py reads
-    known = {entry.name: entry.default is MISSING for entry in fields(Cluster)}
-    del known["kernel_fractions"]
-    known |= dict.fromkeys(KERNEL_FRACTIONS, False)
+
+    values.pop("slurm", None)  # slurm/submit.py reads this section
+    is_required = {entry.name: entry.default is MISSING for entry in fields(Cluster)}
+    del is_required["kernel_fractions"]
+    is_required |= dict.fromkeys(KERNEL_FRACTIONS, False)
     for name in values:
-        if name not in known:
-            raise ClusterError(f"{path}: unknown key {name}; known are {', '.join(known)}")
-    for name, needed in known.items():
-        if needed and name not in values:
+        if name not in is_required:
+            raise ClusterError(f"{path}: unknown key {name}; known are {', '.join(is_required)}")
+    for name, required in is_required.items():
+        if required and name not in values:
             raise ClusterError(
                 f"{path}: {name} is missing; add it, as in configs/clusters/a100_pod.toml"
             )
-    fractions = {
-        kernel: values.pop(key) for key, kernel in KERNEL_FRACTIONS.items() if key in values
-    }
+
+    fractions = {}
+    for key, kernel in KERNEL_FRACTIONS.items():
+        if key in values:
+            fractions[kernel] = values.pop(key)
     try:
         return Cluster(**values, kernel_fractions=fractions)
     except ClusterError as error:
@@ -247,29 +270,30 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def largest_public_error() -> float:
-    """Return the largest ``public_error`` of all cluster files: over all cards, each by its own
-    kernel.
-    """
+    """Return the largest ``public_error`` of all cluster files."""
     return max(load_cluster(str(path)).public_error for path in sorted(CLUSTERS.glob("*.toml")))
 
 
 def default_cluster(device_type: str) -> Cluster:
-    """Load the cluster of this machine's GPU, or of a CPU; raise ClusterError if no file describes
-    this GPU.
+    """Load the cluster of this machine's GPU, or of a CPU.
+
+    Raises ClusterError: no file describes this GPU.
     """
     if device_type == "cpu":
         return load_cluster(CLUSTERS / "cpu.toml")
     try:
-        found = torch.cuda.get_device_name()
+        device_name = torch.cuda.get_device_name()
     except (AssertionError, RuntimeError):  # torch's, without CUDA and without a device
-        found = "a GPU that is not here"
-    if (card := card_of(found)) and card.cluster:
+        device_name = "a GPU that is not here"
+    card = card_of(device_name)
+    if card and card.cluster:
         return load_cluster(CLUSTERS / f"{card.cluster}.toml")
     raise ClusterError(
-        f"cluster is not set, and no file is about {found}; give --cluster FILE, as in configs/clusters"
+        f"cluster is not set, and no file is about {device_name}; "
+        "give --cluster FILE, as in configs/clusters"
     )
 
 
 def endless(cluster: Cluster) -> Cluster:
-    """Return a cluster whose memory holds anything."""
+    """Return the cluster with unlimited memory."""
     return replace(cluster, memory_gb=1e9, host_memory_gb=1e9)

@@ -1,5 +1,8 @@
-"""`--dry-run` of either entry: a run's memory, traffic and predicted time from one process, and its
-command.
+"""`--dry-run`: a run's memory, traffic and predicted time from one process, and its command.
+
+Memory and traffic come from rehearsals of the ranks whose work differs, time from the cost model.
+Everything that the run would check before its first step is checked, with one exception: files that
+are not on this machine are noted, since a dry run is often made on another one.
 """
 
 import math
@@ -26,70 +29,94 @@ from train.tasks.registry import task_of
 
 
 class DoesNotFitError(UserError):
-    """Less memory than a run takes."""
+    """A run takes more memory than there is."""
 
     status = 3
 
 
-ALIKE = ("zigzag", "striped", "ulysses")
-"""Methods that give all context-parallel ranks the same tiles, of whole sequences."""
+BALANCED_METHODS = ("zigzag", "striped", "ulysses")
+"""Methods that give all context-parallel ranks the same tiles of whole sequences."""
 
 
 def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
-    """Check a run of ``config`` and print its memory, traffic and time; return the first two by
-    rank.
+    """Check a run and print its memory, traffic and time; return memory and traffic by rank.
 
-    The first rank of each pipeline stage is run and, where context-parallel ranks have unequal
-    work, the last one of the first stage. Ranks of dp and tp have the same.
+    Args:
+        arguments: the run's command line, for the commands that start it.
+        config: the configuration of these arguments.
 
     Raises:
-        UserError: what the run itself would be refused for, but for missing files, which are noted.
-        DoesNotFitError: it takes more memory than there is; after all is printed.
+        UserError: the run itself would be refused. Files that are missing are only noted.
+        DoesNotFitError: it takes more memory than there is; raised after everything is printed.
     """
     if "RANK" in os.environ:
         raise ConfigError(
             "dry_run is one process for all, and RANK is set; start it without torchrun"
         )
-    asked, named, mesh, task = config, config.context.cluster, config.mesh, task_of(config)
-    method = config.context.context_parallel_method
-    cluster = default_cluster(mesh.device_type) if named is None else load_cluster(named)
-    if named is not None:
-        config = config.updated(device=cluster.device, cluster=named if method == "auto" else None)
-    world_size = config.dry.world_size or math.prod(mesh.sizes)
-    config, notes, lacking = with_files(config)
+    requested = config
+    task = task_of(config)
+    config, cluster = _on_cluster(config)
+    world_size = config.dry.world_size or math.prod(config.mesh.sizes)
+    config, notes, missing_flags = with_files(config)
     with fake_process_group(0, world_size, cluster.gpus_per_node):
         task.validate(config, world_size)
-        settings = tuple(partial(choose, cluster=cluster) for choose in PLANNER.settings)
-        config = complete(config, _entries(config), PLANNER._replace(settings=settings))
-    if named is None:
+        choosers = tuple(partial(choose, cluster=cluster) for choose in PLANNER.settings)
+        config = complete(config, _entries(config), PLANNER._replace(settings=choosers))
+    if requested.context.cluster is None:
         notes.append(
-            f"note: predicted for {cluster.name}, this machine's device; --cluster FILE predicts for other machines, "
-            "as configs/clusters/h100_pod.toml"
+            f"note: predicted for {cluster.name}, this machine's device; "
+            "--cluster FILE predicts for other machines, as configs/clusters/h100_pod.toml"
         )
-    found = list(rehearsed(config, task, world_size, cluster))
-    ran = "a forward, a backward and an optimizer's step ran"
-    print(f"dry run of {counted(world_size, 'process')} on {cluster.name}: {ran}")
-    fits, said = verdict(found, cluster)
-    seconds = predicted(config, world_size, cluster, known_documents(config))
-    parts = ", ".join(
-        f"{name} {duration(count)}" for name, count in seconds.seconds.items() if count
-    )
-    iters = config.train.train_iters
-    whole = (
-        f"{counted(iters, 'step')} take{'s' if iters == 1 else ''} {duration(iters * seconds.time)}"
-    )
-    time = f"time: {duration(seconds.time)} a step, predicted: {parts}; {whole}"
-    print("\n".join([*_table(found), time, *[said] * fits, *notes]))
-    lacking += " ".join(rope_flags(config)).split()  # which complete's note asks for
+
+    rehearsals = list(rehearsed(config, task, world_size, cluster))
+    fits, sentence = verdict(rehearsals, cluster)
     print(
-        "\n".join(_commands([*arguments, *lacking], task.entry, cluster, world_size, asked)),
-        flush=True,
+        f"dry run of {counted(world_size, 'process')} on {cluster.name}: "
+        "a forward, a backward and an optimizer's step ran"
     )
+    lines = [*_table(rehearsals), _time_line(config, world_size, cluster)]
+    if fits:
+        lines.append(sentence)
+    print("\n".join([*lines, *notes]))
+    missing_flags += " ".join(rope_flags(config)).split()  # which complete's note asks for
+    commands = _commands([*arguments, *missing_flags], task.entry, cluster, world_size, requested)
+    print("\n".join(commands), flush=True)
     if not fits:
         raise DoesNotFitError(
-            f"{said}; python -m tools.plan --fits with the same flags says what to change"
+            f"{sentence}; python -m tools.plan --fits with the same flags says what to change"
         )
-    return found
+    return rehearsals
+
+
+def _on_cluster(config: Any) -> tuple[Any, Cluster]:
+    """Return the cluster to predict for, and the configuration with its kind of device.
+
+    Without --cluster it is this machine. The name stays in the configuration only if the method is
+    chosen for it.
+    """
+    name = config.context.cluster
+    if name is None:
+        return config, default_cluster(config.mesh.device_type)
+    cluster = load_cluster(name)
+    config = config.updated(device=cluster.device)
+    if config.context.context_parallel_method != "auto":
+        config = config.updated(cluster=None)
+    return config, cluster
+
+
+def _time_line(config: Any, world_size: int, cluster: Cluster) -> str:
+    """Return a line on the predicted time of a step, by cause, and of all steps."""
+    prediction = predicted(config, world_size, cluster, known_documents(config))
+    causes = []
+    for name, seconds in prediction.seconds.items():
+        if seconds:
+            causes.append(f"{name} {duration(seconds)}")
+    iters = config.train.train_iters
+    verb = "takes" if iters == 1 else "take"
+    return (
+        f"time: {duration(prediction.time)} a step, predicted: {', '.join(causes)}; "
+        f"{counted(iters, 'step')} {verb} {duration(iters * prediction.time)}"
+    )
 
 
 def rehearsed(
@@ -99,15 +126,15 @@ def rehearsed(
     cluster: Cluster,
     documents: Sequence[int] | None = None,
 ) -> Iterator[Rehearsal]:
-    """Rehearse each rank that has work of its own, and tell on stderr how far it is: each takes
-    seconds.
+    """Rehearse each rank whose work differs, with progress on stderr: each takes seconds.
 
-    They are the first rank of each stage and, where context-parallel ranks have unequal work, the
-    first stage's last.
+    They are the first rank of each pipeline stage and, if context-parallel ranks have unequal work,
+    the first stage's last one. Ranks of dp and tp have equal work.
     """
     pp, cp, tp = config.mesh.sizes
     ranks = [stage * (world_size // pp) for stage in range(pp)]
-    if cp > 1 and (config.packed or config.context.context_parallel_method not in ALIKE):
+    is_balanced = config.context.context_parallel_method in BALANCED_METHODS
+    if cp > 1 and (config.packed or not is_balanced):
         ranks.insert(1, (cp - 1) * tp)
     with Progress() as progress:
         for number, rank in enumerate(ranks, 1):
@@ -129,103 +156,142 @@ def rehearsed(
 def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
     """Name the files that a run must have, so that the rest can be validated.
 
-    Return notes on those not here, and the words of the flags that name those that no flag names.
+    Returns:
+        The configuration with names, notes on files that are not here, and flags that name those
+        that no flag names.
     """
-    named, writer = config.with_file_names(), task_of(config).data_writer
-    wanted = named.files() + ([("load", named.checkpoint.load)] if named.checkpoint.load else [])
-    notes, lacking = [], list[str]()
-    for name, path in wanted:
-        written = f"; python -m {writer} writes one"
-        if name == "load":
-            hub = "hf download NAME --local-dir FOLDER"
-            written = (
-                f"; {hub}"
-                if path.startswith("hf:")
-                else f"; {hub}, python -m tools.convert_hf import FOLDER {path}"
-            )
-        if not getattr(config.checkpoint if name == "load" else config.data, name):
-            written = "" if name == "load" else written
-            lacking += spelled(name, path.removesuffix(".idx")).split()
-            notes.append(f"note: {name} is not set; give {' '.join(lacking[-2:])}{written}")
+    named_config = config.with_file_names()
+    writer = task_of(config).data_writer
+    files = named_config.files()
+    if named_config.checkpoint.load:
+        files = [*files, ("load", named_config.checkpoint.load)]
+    notes: list[str] = []
+    missing_flags: list[str] = []
+    for name, path in files:
+        is_load = name == "load"
+        remedy = f"; python -m {writer} writes one"
+        if is_load:
+            remedy = "; hf download NAME --local-dir FOLDER"
+            if not path.startswith("hf:"):
+                remedy += f", python -m tools.convert_hf import FOLDER {path}"
+        section = config.checkpoint if is_load else config.data
+        if not getattr(section, name):
+            missing_flags += spelled(name, path.removesuffix(".idx")).split()
+            note = f"note: {name} is not set; give {' '.join(missing_flags[-2:])}"
+            if not is_load:
+                note += remedy
+            notes.append(note)
         elif not Path(path.removeprefix("hf:")).exists():
-            notes.append(f"note: {name} {path} is not on this machine{written}")
-    return named, notes, lacking
+            notes.append(f"note: {name} {path} is not on this machine{remedy}")
+    return named_config, notes, missing_flags
 
 
 def _entries(config: Any) -> int | None:
-    """Return the entries of the tokenizer or, if that is not here, of the vocabulary; None if the
-    data are no text.
+    """Return the entries of the tokenizer or, without its file, of the vocabulary.
+
+    None if the data are not text.
     """
     if not config.reads_text:
         return None
-    if config.data.tokenizer_model and Path(config.data.tokenizer_model).exists():
-        return load_tokenizer(str(config.data.tokenizer_model)).vocab_size
+    tokenizer_model = config.data.tokenizer_model
+    if tokenizer_model and Path(tokenizer_model).exists():
+        return load_tokenizer(str(tokenizer_model)).vocab_size
     if config.model.vocab_size is None:
         raise ConfigError(
-            f"vocab_size is not set, and there is no tokenizer_model {config.data.tokenizer_model} here to count; give "
-            "--vocab-size N, or write it (python -m tools.prepare_data)"
+            f"vocab_size is not set, and there is no tokenizer_model {tokenizer_model} here to "
+            "count; give --vocab-size N, or write it (python -m tools.prepare_data)"
         )
     return config.model.vocab_size
 
 
-def verdict(found: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, str]:
-    """Return whether every process has enough memory, and that in a sentence."""
-    most, host = max(one.bytes for one in found), max(one.host for one in found)
-    room, there = cluster.memory_gb, cluster.host_memory_gb
-    if most > 1e9 * room:
-        return False, f"does not fit in {room:g} GB: a process takes {amount(most)}"
-    if 0 < 1e9 * there < host:
-        return (
-            False,
-            f"does not fit in {there:g} GB of host memory: a process moves {amount(host)} there",
+def verdict(rehearsals: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, str]:
+    """Return True if every process has enough memory, and a sentence about it."""
+    max_bytes = max(rehearsal.bytes for rehearsal in rehearsals)
+    max_host_bytes = max(rehearsal.host for rehearsal in rehearsals)
+    memory_gb = cluster.memory_gb
+    host_gb = cluster.host_memory_gb
+    if max_bytes > 1e9 * memory_gb:
+        return False, f"does not fit in {memory_gb:g} GB: a process takes {amount(max_bytes)}"
+    if 0 < 1e9 * host_gb < max_host_bytes:
+        return False, (
+            f"does not fit in {host_gb:g} GB of host memory: "
+            f"a process moves {amount(max_host_bytes)} there"
         )
-    return (
-        True,
-        f"fits in {room:g} GB: a process takes at most {amount(most)}{tightly(most, cluster)}",
+    return True, (
+        f"fits in {memory_gb:g} GB: a process takes at most {amount(max_bytes)}"
+        f"{tightly(max_bytes, cluster)}"
     )
 
 
-def tightly(count: float, cluster: Cluster) -> str:
-    """Return a warning to append where so many bytes fit and leave an allocator too little."""
-    return ", which leaves less than the tenth that an allocator may need" * (
-        count > ROOM * 1e9 * cluster.memory_gb
-    )
+def tightly(num_bytes: float, cluster: Cluster) -> str:
+    """Return a warning to append if these bytes fit but leave an allocator too little room."""
+    if num_bytes <= ROOM * 1e9 * cluster.memory_gb:
+        return ""
+    return ", which leaves less than the tenth that an allocator may need"
 
 
-def _table(found: Sequence[Rehearsal]) -> Iterator[str]:
+def _table(rehearsals: Sequence[Rehearsal]) -> Iterator[str]:
     """Yield a table of memory and bytes; host memory has a column if anything is moved there."""
-    heads = [*CAUSES, "GB of memory", *["GB of host memory"] * any(one.host for one in found)]
+    uses_host = any(rehearsal.host for rehearsal in rehearsals)
+    heads = [*CAUSES, "GB of memory"]
+    if uses_host:
+        heads.append("GB of host memory")
     yield f"| stage | rank | {' | '.join(heads)} | GB sent {INSIDE} | {BETWEEN} |"
     yield "|" + " ---: |" * (len(heads) + 4)
-    for one in found:
-        counts = [*(one.memory.get(cause, 0) for cause in CAUSES), one.bytes, one.host][
-            : len(heads)
-        ]
-        counts += [one.sent.get(link, 0) for link in (INSIDE, BETWEEN)]
-        yield f"| {one.stage} | {one.rank} | {' | '.join(f'{count / 1e9:.3f}' for count in counts)} |"
+
+    for rehearsal in rehearsals:
+        counts = [rehearsal.memory.get(cause, 0) for cause in CAUSES]
+        counts.append(rehearsal.bytes)
+        if uses_host:
+            counts.append(rehearsal.host)
+        counts.append(rehearsal.sent.get(INSIDE, 0))
+        counts.append(rehearsal.sent.get(BETWEEN, 0))
+        cells = [f"{count / 1e9:.3f}" for count in counts]
+        yield f"| {rehearsal.stage} | {rehearsal.rank} | {' | '.join(cells)} |"
 
 
 def _commands(
-    arguments: Sequence[str], entry: str, cluster: Cluster, world_size: int, asked: Any
+    arguments: Sequence[str], entry: str, cluster: Cluster, world_size: int, requested: Any
 ) -> Iterator[str]:
-    """Yield the commands that start the run, by torchrun and, where a cluster file is named, by
-    Slurm.
+    """Yield the commands that start the run: by torchrun and, for a named cluster, by Slurm."""
+    flags = _run_flags(arguments, requested)
+
+    # A run without --save would lose its weights, unless it says --save none.
+    is_unsaved = not requested.checkpoint.save
+    refuses_save = is_unsaved and any(flag.partition("=")[0] == "--save" for flag in flags)
+    if is_unsaved and not refuses_save:
+        flags += ["--save", "runs/NAME"]
+    run = f"{entry} {shlex.join(flags)}"
+
+    per_node = cluster.gpus_per_node
+    num_nodes = -(-world_size // per_node)
+    launch = "--standalone"
+    if num_nodes > 1:
+        launch = f"--nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    yield f"start: torchrun {launch} --nproc-per-node {min(world_size, per_node)} {run}"
+
+    name = requested.context.cluster
+    if name is not None and world_size == num_nodes * per_node:
+        if refuses_save:
+            run += " --save runs/NAME"  # which a job must have
+        yield f"or: python -m slurm.submit --cluster {shlex.quote(name)} --nodes {num_nodes} {run}"
+
+
+def _run_flags(arguments: Sequence[str], requested: Any) -> list[str]:
+    """Return the flags of the run itself, without those of the dry run.
+
+    --cluster stays if the run chooses its method or mesh for it.
     """
-    flags, named = list(arguments), asked.context.cluster
-    chosen = (
-        asked.context.context_parallel_method == "auto" or asked.mesh.allow_resize
-    )  # by the run, for the cluster
-    for index in reversed(range(len(flags))):
-        flag, equals, _ = flags[index].replace("_", "-").partition("=")
-        if flag in ("--dry-run", "--world-size") or (flag == "--cluster" and not chosen):
-            del flags[index : index + (1 if equals or flag == "--dry-run" else 2)]
-    unsaved = not asked.checkpoint.save
-    refused = unsaved and any(word.partition("=")[0] == "--save" for word in flags)  # --save none
-    flags += ["--save", "runs/NAME"] if unsaved and not refused else []
-    nodes, run = -(-world_size // cluster.gpus_per_node), f"{entry} {shlex.join(flags)}"
-    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    each = min(world_size, cluster.gpus_per_node)
-    yield f"start: torchrun {'--standalone' if nodes == 1 else several} --nproc-per-node {each} {run}"
-    if named is not None and world_size == nodes * cluster.gpus_per_node:
-        run += " --save runs/NAME" if refused else ""  # which a job must have
-        yield f"or: python -m slurm.submit --cluster {shlex.quote(named)} --nodes {nodes} {run}"
+    chooses = requested.context.context_parallel_method == "auto" or requested.mesh.allow_resize
+    flags = []
+    skips_value = False
+    for argument in arguments:
+        if skips_value:
+            skips_value = False
+            continue
+        flag, equals, _ = argument.replace("_", "-").partition("=")
+        if flag in ("--dry-run", "--world-size") or (flag == "--cluster" and not chooses):
+            skips_value = not equals and flag != "--dry-run"
+            continue
+        flags.append(argument)
+    return flags

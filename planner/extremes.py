@@ -1,5 +1,9 @@
-"""The longest sequence that fits given processes, the fewest processes for it, and the changes that
-make a run fit.
+"""Longest sequence that fits, fewest processes for it, and the changes that make a run fit.
+
+The first two ask one question of many sizes: does any arrangement fit in memory? Only the leanest
+settings of each arrangement are tried, and no time is predicted. Memory grows with the length and
+falls with the number of processes, so that a bisection finds the limit. The third pulls levers
+until the run fits, takes back those that it does not need, and orders the rest.
 """
 
 from collections import Counter
@@ -35,121 +39,138 @@ from train.config.flags import ConfigError, spelled, value_of
 from train.config.sizes import validate_sizes
 
 STEP = 1024
-"""Tokens."""
+"""Tokens: the longest sequence is a multiple."""
 PRECISION = 64
-"""The longest sequence is found to one part in so many."""
-MOST_TOKENS, MOST_PROCESSES = 1 << 30, 1 << 12
+"""The longest sequence is within one part in ``PRECISION``."""
+MAX_TOKENS = 1 << 30
+MAX_PROCESSES = 1 << 12
 
 
 def fits(
     config: Config,
     world_size: int,
     cluster: Cluster,
-    progress: Callable[[str], None] = lambda said: None,
+    progress: Callable[[str], None] = lambda message: None,
 ) -> bool:
-    """Return whether some arrangement and method fit in memory, with all that recomputation and
-    stages save.
+    """Return True if some arrangement and method fit in memory, in their leanest settings.
+
+    Stages of heads are tried last: only methods that exchange heads have them.
     """
+    question = f"{counted(config.sequence_length, 'token')} on {counted(world_size, 'process')}"
 
-    def held(one: Config) -> bool:
-        asked = f"{counted(config.sequence_length, 'token')} on {counted(world_size, 'process')}"
-        progress(f"searching: {asked}, {described(one)}")
-        return weigh(one, world_size, cluster, None).fits(cluster)
+    def fits_memory(candidate: Config) -> bool:
+        progress(f"searching: {question}, {described(candidate)}")
+        return weigh(candidate, world_size, cluster, None).fits(cluster)
 
-    found = candidates_of(arrangements(config, world_size), world_size, cluster, Counter())
-    every = [lean for one in found for lean in least_memory(one, cluster)]
-    staged = (
-        with_levers(one, (STAGES, stages))
-        for one in every
-        for stages in STAGES.further(one, cluster)
-    )
-    return any(map(held, every)) or any(map(held, staged))
+    leanest: list[Config] = []
+    meshes = arrangements(config, world_size)
+    for candidate in candidates_of(meshes, world_size, cluster, Counter()):
+        leanest += least_memory(candidate, cluster)
+    if any(map(fits_memory, leanest)):
+        return True
+    for lean in leanest:
+        for stages in STAGES.further(lean, cluster):
+            if fits_memory(with_levers(lean, (STAGES, stages))):
+                return True
+    return False
 
 
 def longest(config: Config, world_size: int, cluster: Cluster) -> int:
     """Return the tokens of the longest sequence that fits, a multiple of ``STEP``.
+
+    Args:
+        config: a run of a language model; its mesh and method are varied.
 
     Raises:
         ConfigError: not even ``STEP`` tokens fit, or all is refused; with the reason.
     """
     with Progress() as progress:
 
-        def found(steps: int) -> bool:
-            return fits(of_length(config, steps * STEP), world_size, cluster, progress)
+        def fits_length(num_steps: int) -> bool:
+            return fits(of_length(config, num_steps * STEP), world_size, cluster, progress)
 
-        if found(1):
-            return STEP * _last(found, MOST_TOKENS // STEP)
+        if fits_length(1):
+            return STEP * _last(fits_length, MAX_TOKENS // STEP)
     raise ConfigError(_why_not(of_length(config, STEP), world_size, cluster))
 
 
 def fewest(config: Config, cluster: Cluster) -> int:
-    """Return the fewest processes that hold the sequence, a power of two or whole nodes;
-    ConfigError above the most.
+    """Return the fewest processes that hold the sequence, a power of two or full nodes.
+
+    Raises ConfigError: more than MAX_PROCESSES would be needed.
     """
-    node = cluster.gpus_per_node
+    per_node = cluster.gpus_per_node
+    powers = [1 << power for power in range(per_node.bit_length())]
     with Progress() as progress:
-        for size in sorted({node, *(1 << power for power in range(node.bit_length()))}):
+
+        def is_too_small(num_nodes: int) -> bool:
+            return not fits(config, num_nodes * per_node, cluster, progress)
+
+        for size in sorted({per_node, *powers}):
             if fits(config, size, cluster, progress):
                 return size
-        nodes = 1 + _last(
-            lambda count: not fits(config, count * node, cluster, progress),
-            MOST_PROCESSES // node,
-            exact=True,
-        )
-    if nodes * node > MOST_PROCESSES:
+        num_nodes = 1 + _last(is_too_small, MAX_PROCESSES // per_node, exact=True)
+    if num_nodes * per_node > MAX_PROCESSES:
         raise ConfigError(
-            f"seq_length is {config.train.seq_length}, which {MOST_PROCESSES} processes do not hold; on one node: "
-            + _why_not(config, node, cluster)
+            f"seq_length is {config.train.seq_length}, which {MAX_PROCESSES} processes do not "
+            f"hold; on one node: {_why_not(config, per_node, cluster)}"
         )
-    return nodes * node
+    return num_nodes * per_node
 
 
 def _why_not(config: Config, world_size: int, cluster: Cluster) -> str:
-    """Say why nothing fits: memory, or the reason for which all is refused."""
-    return nothing_left(
-        rank(list(arrangements(config, world_size)), world_size, cluster, vary=least_memory),
-        cluster,
-    )
+    """Explain why nothing fits: memory, or the reason for which every arrangement is refused."""
+    meshes = list(arrangements(config, world_size))
+    return nothing_left(rank(meshes, world_size, cluster, vary=least_memory), cluster)
 
 
 def of_length(config: Config, tokens: int) -> Config:
-    """Return the configuration with sequences of so many tokens."""
+    """Return the configuration with sequences of this length."""
     return config.updated(seq_length=tokens)
 
 
-def _last(good: Callable[[int], bool], most: int, exact: bool = False) -> int:
-    """Binary search for the largest n in [1, most] with good(n), which is true up to there and for
-    1.
+def _last(is_good: Callable[[int], bool], maximum: int, exact: bool = False) -> int:
+    """Return the largest n in [1, maximum] with is_good(n), which is true from 1 up to there.
+
+    The upper bound doubles first, then the interval is halved. Without ``exact`` the result is
+    within one part in PRECISION.
     """
-    known, above = 1, 2
-    while above <= most and good(above):
-        known, above = above, 2 * above
-    above = min(above, most + 1)
-    while above - known > (1 if exact else max(1, known // PRECISION)):
-        middle = (known + above) // 2
-        known, above = (middle, above) if good(middle) else (known, middle)
-    return known
+    low = 1
+    high = 2
+    while high <= maximum and is_good(high):
+        low = high
+        high = 2 * high
+    high = min(high, maximum + 1)
+    while True:
+        tolerance = 1
+        if not exact:
+            tolerance = max(1, low // PRECISION)
+        if high - low <= tolerance:
+            return low
+        middle = (low + high) // 2
+        if is_good(middle):
+            low = middle
+        else:
+            high = middle
 
 
 FIELDS = (
-    *(
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "global_batch_size",
-    ),
-    *(
-        f"context_parallel_{name}"
-        for name in ("method", "team_size", "placement", "ranks_per_node")
-    ),
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "global_batch_size",
+    "context_parallel_method",
+    "context_parallel_team_size",
+    "context_parallel_placement",
+    "context_parallel_ranks_per_node",
     "ulysses_degree",
 )
-"""Fields that decide memory besides the levers', and that change together before these."""
+"""Fields that decide memory besides the levers'; they change together, before the levers."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A flag, and the predicted bytes once it and those before it are given."""
+    """Flags to set, and the predicted bytes once they and those before them are set."""
 
     flag: str
     bytes: float
@@ -162,80 +183,92 @@ def changes(
     documents: tuple[int, ...] | None,
     lengths: tuple[int, ...] = (),
 ) -> tuple[list[Change], float | None]:
-    """Return what to change for it to fit, in the order of docs/tasks/long_context.md; and the
-    seconds of a step then.
+    """Return the changes that make a run fit, and the seconds of a step with them.
 
-    More context-parallel processes take the place of data-parallel ones, and the global batch
-    stays. If no lever is enough, the fastest method or, after that, mesh. Nothing and None: no
-    arrangement fits.
+    They are in the order of docs/tasks/long_context.md. More context-parallel processes replace
+    data-parallel ones, and the global batch stays. If no lever is enough, the fastest method is
+    taken or, after that, mesh. Without any arrangement that fits the result is empty, and None.
     """
-    wanted = _pulled(config, world_size, cluster, documents)
-    if wanted is None:
-        found = rank([config], world_size, cluster, lengths, settings).candidates
-        every = list(arrangements(config, world_size))
-        found = found or rank(every, world_size, cluster, lengths, settings).candidates
-        if not found:
+    target = _pulled(config, world_size, cluster, documents)
+    if target is None:
+        candidates = rank([config], world_size, cluster, lengths, settings).candidates
+        if not candidates:
+            meshes = list(arrangements(config, world_size))
+            candidates = rank(meshes, world_size, cluster, lengths, settings).candidates
+        if not candidates:
             return [], None
-        wanted = found[0].config
-    ordered = list(_ordered(config, wanted, world_size, cluster, documents))
-    return ordered, predicted(wanted, world_size, cluster, documents).time
+        target = candidates[0].config
+    ordered = list(_ordered(config, target, world_size, cluster, documents))
+    return ordered, predicted(target, world_size, cluster, documents).time
 
 
 def _pulled(
     config: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> Any | None:
-    """Return the configuration with the first levers with which it fits, leaving room if it can;
-    None if none do.
-    """
-    dp, cp = config.mesh.data_parallel_size(world_size), config.mesh.context_parallel_size
-    batch, larger = config.train.batch_size(dp), [config]
-    for more in (
-        n for n in range(2, dp + 1) if dp % n == 0
-    ):  # ranks of cp take the place of data-parallel ones
-        larger.append(config.updated(context_parallel_size=more * cp, global_batch_size=batch))
+    """Return the configuration with the first levers that make it fit; None if none do.
 
-    def fits(one: Any) -> bool:
-        return (
-            one != config
-            and suits(one, world_size)
-            and weigh(one, world_size, limited, documents).fits(limited)
-        )
+    Levers that leave an allocator room go before those that do not.
+    """
+    dp = config.mesh.data_parallel_size(world_size)
+    cp = config.mesh.context_parallel_size
+    global_batch = config.train.batch_size(dp)
+    meshes = [config]
+    for factor in range(2, dp + 1):  # ranks of cp replace data-parallel ones
+        if dp % factor == 0:
+            meshes.append(
+                config.updated(context_parallel_size=factor * cp, global_batch_size=global_batch)
+            )
 
     for room in (ROOM, 1.0):
         limited = replace(cluster, memory_gb=room * cluster.memory_gb)
+
+        def fits(candidate: Any, limited: Cluster = limited) -> bool:
+            if candidate == config or not suits(candidate, world_size):
+                return False
+            return weigh(candidate, world_size, limited, documents).fits(limited)
+
         for leaner in ever_leaner(config, cluster):
-            tried = (replace(leaner, mesh=other.mesh, train=other.train) for other in larger)
-            if found := [least_changed(one, config, cluster, fits) for one in tried if fits(one)]:
+            fitting = []
+            for mesh in meshes:
+                candidate = replace(leaner, mesh=mesh.mesh, train=mesh.train)
+                if fits(candidate):
+                    fitting.append(least_changed(candidate, config, cluster, fits))
+            if fitting:
                 return min(
-                    found, key=lambda one: predicted(one, world_size, cluster, documents).time
+                    fitting,
+                    key=lambda config: predicted(config, world_size, cluster, documents).time,
                 )
     return None
 
 
 def _ordered(
-    config: Any, wanted: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
+    config: Any, target: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> Iterator[Change]:
-    """Yield the flags that lead from one configuration to the other; those that only go together,
-    as one.
+    """Yield the flags that lead from one configuration to the other, step by step.
+
+    Flags that are only valid together are one step.
     """
-    flags: list[str] = []
-    changed: dict[str, Any] = {}
     steps = [FIELDS]
-    for place, lever in enumerate(ORDER):
-        before = ORDER[:place].count(lever)
-        steps += [lever.fields[before : before + 1]] * (before < len(lever.fields))
+    for index, lever in enumerate(ORDER):
+        num_before = ORDER[:index].count(lever)
+        if num_before < len(lever.fields):
+            steps.append((lever.fields[num_before],))
+
+    flags: list[str] = []
+    overrides: dict[str, Any] = {}
     for names in steps:
         for name in names:
-            value = value_of(wanted, name)
-            if value != value_of(config, name) and name not in changed:
-                changed[name] = value
+            value = value_of(target, name)
+            if value != value_of(config, name) and name not in overrides:
+                overrides[name] = value
                 flags.append(spelled(name, value))
-        try:
-            one = config.updated(**changed)
-            validate_sizes(one, world_size)
-            count = weigh(one, world_size, cluster, documents).device if flags else 0.0
-        except UserError:  # it changes only together with others
+        if not flags:
             continue
-        if flags:
-            yield Change(" ".join(flags), count)
+        try:
+            candidate = config.updated(**overrides)
+            validate_sizes(candidate, world_size)
+            num_bytes = weigh(candidate, world_size, cluster, documents).device
+        except UserError:  # valid only together with the flags of later steps
+            continue
+        yield Change(" ".join(flags), num_bytes)
         flags = []

@@ -1,7 +1,9 @@
-"""The levers by which a run takes less memory, in one table, the settings that they lead to, and
-these in words.
+"""Levers by which a run takes less memory, the settings that they lead to, and their description.
 
-A lever sets fields to one of a few values, each of which takes less memory than the one before.
+A lever sets fields of the configuration to one of a few values, each of which takes less memory
+than the one before. Levers differ in what they cost: a loss in chunks costs little, recomputation
+costs part of a forward, full sharding costs messages, and copies to the host cost time if computing
+does not hide them. ``ORDER`` pulls roughly the cheapest first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,10 +20,11 @@ from train.config.flags import value_of
 AnyConfig = Any
 """A configuration of either entry."""
 RECOMPUTE = (("none",), ("attention_boundary",), ("full",))
-"""``selective`` recomputation is not among them: it keeps as much as ``none``, for a flash kernel.
-"""
-LOSS_CHUNK, FFN_CHUNK = 2048, 8192
-"""Tokens at once, where memory is short: enough to keep a GPU busy."""
+"""Policies, the leanest last. ``selective`` keeps as much as ``none`` with a flash kernel."""
+LOSS_CHUNK = 2048
+"""Tokens of the loss at once if memory is short: enough to keep a GPU busy."""
+FFN_CHUNK = 8192
+"""Tokens of the feed-forward at once if memory is short."""
 
 
 @dataclass(frozen=True)
@@ -36,54 +39,64 @@ class Lever:
         return tuple(value_of(config, name) for name in self.fields)
 
     def further(self, config: AnyConfig, cluster: Cluster) -> list[tuple[Any, ...]]:
-        """Return the values that take less than those of a configuration."""
-        values, own = [*self.values(config, cluster)], self.of(config)
-        places = [place for place, value in enumerate(values) if value == own]
-        return [*dict.fromkeys(values[max(places, default=0) + 1 :])]
+        """Return the values that take less memory than a configuration's."""
+        values = list(self.values(config, cluster))
+        current = self.of(config)
+        current_index = 0
+        for index, value in enumerate(values):
+            if value == current:
+                current_index = index
+        return list(dict.fromkeys(values[current_index + 1 :]))
 
 
 def _chunks(config: AnyConfig, cluster: Cluster) -> list[tuple[int, int]]:
-    """Return the loss in chunks, then the feed-forward too; chunks that are set stay as they are."""
-    loss, ffn = config.recompute.loss_chunk_size, config.recompute.ffn_chunk_size
-    in_chunks = loss or LOSS_CHUNK * config.causal
-    return [(loss, ffn), (in_chunks, ffn), (in_chunks, ffn or FFN_CHUNK)]
+    """Return the loss in chunks, then the feed-forward too; configured chunks stay."""
+    loss = config.recompute.loss_chunk_size
+    ffn = config.recompute.ffn_chunk_size
+    chunked_loss = loss
+    if not loss and config.causal:
+        chunked_loss = LOSS_CHUNK
+    return [(loss, ffn), (chunked_loss, ffn), (chunked_loss, ffn or FFN_CHUNK)]
 
 
 def _shardings(config: AnyConfig, cluster: Cluster) -> list[tuple[str]]:
-    """Return the given strategy and those that hold one copy of the optimizer's state, the most
-    divided last.
-    """
-    name, strategy = (
-        config.data_parallel.data_parallel_sharding_strategy,
-        config.data_parallel.strategy,
-    )
+    """Return the configured strategy, then those with a sharded optimizer, the leanest last."""
+    name = config.data_parallel.data_parallel_sharding_strategy
+    strategy = config.data_parallel.strategy
     between = [(other,) for other in ("zero1", "zero2") if other != strategy]
-    return [(name,), *between, (name if strategy == "zero3" else "zero3",)]
+    leanest = "zero3"
+    if strategy == "zero3":
+        leanest = name  # another name of it
+    return [(name,), *between, (leanest,)]
 
 
 def _stages(config: AnyConfig, cluster: Cluster) -> list[tuple[int]]:
-    """Return all heads at once, then one head of each rank in a stage, where ranks exchange
-    several.
-    """
-    context, tp, cp = (
-        config.context,
-        config.mesh.tensor_model_parallel_size,
-        config.mesh.context_parallel_size,
-    )
+    """Return all heads at once, then stages of one head per rank, if ranks exchange several."""
+    context = config.context
+    tp = config.mesh.tensor_model_parallel_size
+    degree = context.ulysses_degree
     method = METHODS.get(context.context_parallel_method)
-    degree = cp if method and method.splits_heads else context.ulysses_degree
-    stages = config.model.num_attention_heads // (tp * degree)
-    return [(context.ulysses_head_chunks,), *[(stages,)] * (degree > 1 and stages > 1)]
+    if method and method.splits_heads:
+        degree = config.mesh.context_parallel_size
+    num_stages = config.model.num_attention_heads // (tp * degree)
+    values = [(context.ulysses_head_chunks,)]
+    if degree > 1 and num_stages > 1:
+        values.append((num_stages,))
+    return values
 
 
 def _on_host(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
-    """Return the device, then its host's memory, where the rate of its copies is known."""
-    return [(False,), *[(True,)] * bool(cluster.host_gb_per_s)]
+    """Return the device, then its host's memory, if the rate of copies is known."""
+    if not cluster.host_gb_per_s:
+        return [(False,)]
+    return [(False,), (True,)]
 
 
 def _moments(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
     """Return the device, then its host's memory, if the optimizer can step with its state there."""
-    return _on_host(config, cluster) if config.optimizer.spec.offloads else [(False,)]
+    if not config.optimizer.spec.offloads:
+        return [(False,)]
+    return _on_host(config, cluster)
 
 
 CHUNKS = Lever(("loss_chunk_size", "ffn_chunk_size"), _chunks)
@@ -93,87 +106,97 @@ OFFLOAD = Lever(("recompute_offload",), _on_host)
 STAGES = Lever(("ulysses_head_chunks",), _stages)
 MOMENTS = Lever(("optimizer_cpu_offload",), _moments)
 ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS)
-"""As docs/tasks/long_context.md pulls them after more context-parallel processes; a lever that is
-there twice goes one value further each time, and all others to their last."""
+"""Order of docs/tasks/long_context.md, after more context-parallel processes.
+
+A lever that occurs twice goes one value further each time, all others to their last value.
+"""
 
 
-def with_levers(config: AnyConfig, *pulled: tuple[Lever, tuple[Any, ...]]) -> AnyConfig:
-    """Return the configuration with these levers at these values; UserError if they contradict each
-    other.
-    """
-    changed: dict[str, Any] = {}
-    for lever, values in pulled:
-        changed |= zip(lever.fields, values, strict=True)
-    return config.updated(**changed)
+def with_levers(config: AnyConfig, *lever_values: tuple[Lever, tuple[Any, ...]]) -> AnyConfig:
+    """Return the configuration with levers at values. Raises UserError if they contradict."""
+    overrides: dict[str, Any] = {}
+    for lever, values in lever_values:
+        for field, value in zip(lever.fields, values, strict=True):
+            overrides[field] = value
+    return config.updated(**overrides)
 
 
-def _every(
-    config: AnyConfig, ways: Iterable[tuple[Lever, Iterable[tuple[Any, ...]]]]
+def _combinations(
+    config: AnyConfig, options: Sequence[tuple[Lever, Iterable[tuple[Any, ...]]]]
 ) -> Iterator[AnyConfig]:
-    """Yield every combination of values that does not contradict itself; the last lever varies
-    fastest.
-    """
-    levers, values = zip(*ways, strict=True)
-    for found in product(*map(dict.fromkeys, values)):
+    """Yield every combination of levers' values that is valid; the last lever varies fastest."""
+    levers = [lever for lever, _ in options]
+    distinct_values = [dict.fromkeys(values) for _, values in options]
+    for combination in product(*distinct_values):
         try:
-            yield with_levers(config, *zip(levers, found, strict=True))
-        except UserError:  # what no policy keeps is not moved
+            yield with_levers(config, *zip(levers, combination, strict=True))
+        except UserError:  # such as offload without activations to move
             continue
 
 
 def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration as it is, then with every sharding, recomputation and offload of
-    activations.
-    """
+    """Yield the configuration, then every other sharding, recomputation and activation offload."""
     yield config
-    ways = [(lever, lever.values(config, cluster)) for lever in (SHARDING, OFFLOAD, POLICY, CHUNKS)]
-    yield from (one for one in _every(config, ways) if one != config)
+    levers = (SHARDING, OFFLOAD, POLICY, CHUNKS)
+    options = [(lever, lever.values(config, cluster)) for lever in levers]
+    for combination in _combinations(config, options):
+        if combination != config:
+            yield combination
 
 
 def least_memory(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield what takes the least memory: all sharded, full recomputation in chunks, with and
-    without offload.
-    """
-    ways = [(lever, lever.values(config, cluster)[-1:]) for lever in (SHARDING, POLICY, CHUNKS)]
+    """Yield the leanest settings: all sharded, full recomputation in chunks, and each offload."""
     moments = [MOMENTS.of(config), *MOMENTS.further(config, cluster)]
-    yield from _every(
-        config, [(MOMENTS, moments), (OFFLOAD, OFFLOAD.values(config, cluster)), *ways]
-    )
+    options: list[tuple[Lever, Sequence[tuple[Any, ...]]]] = [
+        (MOMENTS, moments),
+        (OFFLOAD, OFFLOAD.values(config, cluster)),
+    ]
+    for lever in (SHARDING, POLICY, CHUNKS):
+        leanest = lever.values(config, cluster)[-1]
+        options.append((lever, [leanest]))
+    yield from _combinations(config, options)
 
 
 def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[list[AnyConfig]]:
-    """Yield settings, then with heads in stages, then with moments on the host: what saves memory
-    alone comes last.
+    """Yield settings, then those with heads in stages, then with ``moments`` on the host.
+
+    These two levers only save memory, so that they come last.
     """
     yield tried
-    for lever in (STAGES, *[MOMENTS] * moments):
-        leaner = [
-            with_levers(one, (lever, values))
-            for one in tried
-            for values in lever.further(one, cluster)
-        ]
-        leaner = [one for one in leaner if one not in tried]
+    levers = (STAGES, MOMENTS) if moments else (STAGES,)
+    for lever in levers:
+        leaner = []
+        for config in tried:
+            for values in lever.further(config, cluster):
+                candidate = with_levers(config, (lever, values))
+                if candidate not in tried:
+                    leaner.append(candidate)
         tried = tried + leaner
         yield leaner
 
 
 def ever_leaner(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration with one lever more pulled each time."""
+    """Yield the configuration, then with one more lever pulled each time."""
     yield config
     for lever in ORDER:
-        if further := lever.further(config, cluster):
-            config = with_levers(config, (lever, further[0 if ORDER.count(lever) > 1 else -1]))
+        further = lever.further(config, cluster)
+        if further:
+            values = further[-1]
+            if ORDER.count(lever) > 1:
+                values = further[0]
+            config = with_levers(config, (lever, values))
             yield config
 
 
 def least_changed(
-    config: AnyConfig, given: AnyConfig, cluster: Cluster, fits: Callable[[Any], bool]
+    config: AnyConfig, original: AnyConfig, cluster: Cluster, fits: Callable[[Any], bool]
 ) -> AnyConfig:
-    """Return the configuration with each lever as near to the given one as still fits, the last one
-    first.
+    """Return the configuration with each lever as near to the original as still fits.
+
+    The last levers go back first.
     """
     for lever in reversed(tuple(dict.fromkeys(ORDER))):
-        for values in (lever.of(given), *lever.further(given, cluster)):
+        for values in (lever.of(original), *lever.further(original, cluster)):
             try:
                 nearer = with_levers(config, (lever, values))
             except UserError:
@@ -185,45 +208,54 @@ def least_changed(
 
 
 def untried_fields(config: AnyConfig, cluster: Cluster) -> tuple[str, ...]:
-    """Return the fields by which a configuration would take less memory, but for stages of heads."""
-    levers = [lever for lever in dict.fromkeys(ORDER) if lever is not STAGES]
-    ends = [
-        zip(lever.fields, lever.of(config), lever.values(config, cluster)[-1], strict=True)
-        for lever in levers
-    ]
-    return tuple(name for end in ends for name, own, least in end if least and own != least)
+    """Return the fields by which a configuration would take less memory, except stages of heads."""
+    untried = []
+    for lever in dict.fromkeys(ORDER):
+        if lever is STAGES:
+            continue
+        leanest = lever.values(config, cluster)[-1]
+        for name, current, lean in zip(lever.fields, lever.of(config), leanest, strict=True):
+            if lean and current != lean:
+                untried.append(name)
+    return tuple(untried)
 
 
 def method_of(config: AnyConfig) -> str:
     """Describe the method in a few words."""
     context = config.context
-    return context.title + (
-        f", {context.context_parallel_placement}" if context.context_parallel_team_size > 1 else ""
-    )
+    if context.context_parallel_team_size > 1:
+        return f"{context.title}, {context.context_parallel_placement}"
+    return context.title
 
 
 def mesh_of(config: AnyConfig) -> str:
     """Describe the mesh in a few words."""
-    named = ((name.split("_")[0], getattr(config.mesh, name)) for name in SIZES)
-    return ", ".join(f"{name} {size}" for name, size in named if size > 1) or "data"
+    dimensions = []
+    for name in SIZES:
+        size = getattr(config.mesh, name)
+        if size > 1:
+            dimensions.append(f"{name.split('_')[0]} {size}")
+    return ", ".join(dimensions) or "data"
 
 
 def memory_of(config: AnyConfig) -> str:
-    """Describe the sharding and what is computed again, in chunks or moved, in a few words."""
-    again = config.recompute
-    chunks = [
-        name
-        for name, size in (("loss", again.loss_chunk_size), ("FFN", again.ffn_chunk_size))
-        if size
-    ]
-    words = [config.data_parallel.strategy, again.recompute_granularity]
-    words += [f"{' and '.join(chunks)} in chunks"] * bool(chunks) + [
-        "offload"
-    ] * again.recompute_offload
-    words += ["moments on the host"] * config.optimizer.optimizer_cpu_offload
+    """Describe sharding, recomputation, chunks and offload in a few words."""
+    recompute = config.recompute
+    words = [config.data_parallel.strategy, recompute.recompute_granularity]
+    chunks = []
+    if recompute.loss_chunk_size:
+        chunks.append("loss")
+    if recompute.ffn_chunk_size:
+        chunks.append("FFN")
+    if chunks:
+        words.append(f"{' and '.join(chunks)} in chunks")
+    if recompute.recompute_offload:
+        words.append("offload")
+    if config.optimizer.optimizer_cpu_offload:
+        words.append("moments on the host")
     return ", ".join(word for word in words if word != "none")
 
 
 def described(config: AnyConfig) -> str:
-    """Describe the method, the mesh and the memory, as far as there is something to say."""
+    """Describe the method, the mesh and the memory."""
     return ", ".join(filter(None, (method_of(config), mesh_of(config), memory_of(config))))

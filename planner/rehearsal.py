@@ -1,8 +1,11 @@
-"""One rank of any mesh forward and backward in one process, on tensors that have a shape and no
-memory.
+"""Rehearsal of one rank of any mesh: a training step in one process, on tensors without memory.
 
 torch's fake process group stands for the other ranks: its collectives return at once. torch's fake
-tensors run every operator's shape function; what the operators would allocate and send is recorded.
+tensors run every operator's shape function. The operators' allocations and messages are recorded.
+
+The code of the model, the strategy and the attention runs as in training, so that a rehearsal sees
+what no formula knows: a tensor that lives too long, or a message too many. It takes seconds, where
+the formulas of the search (planner/step_memory.py) take milliseconds; tests compare the two.
 """
 
 import os
@@ -32,29 +35,28 @@ from train.tasks.task import Task
 
 C = TypeVar("C", bound=CommonConfig)
 Build = Callable[[C, Mesh], Task[C]]
-"""A configuration and a mesh -> the task of a run of them, such as the class of a task."""
+"""Builds a task from a configuration and a mesh; the class of a task is one."""
 ROUNDS = 3
-"""The first rounds of micro-batches of a schedule: those after them hold no more."""
+"""Rounds of micro-batches of a schedule that are run: later ones hold no more memory."""
 
 
 class _Waiting(NamedTuple):
-    """Tensors that a stage keeps of a micro-batch for its backward, or for the backward to its
-    weights.
-    """
+    """Tensors of a micro-batch that a stage keeps for its backward, or only its weights'."""
 
     received: Tensor | None
-    """Output of the stage before; the first has tokens."""
+    """Output of the stage before; None on the first stage, which takes tokens."""
     out: Tensor
     gradient: Tensor | None = None
     groups: Any = None
-    """torch's parts of the graph that the weights' gradients are computed by, with the gradients
-    that they wait with
-    """
+    """torch's subgraphs of the weights' backward, with the gradients that they start from."""
 
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int, per_node: int) -> Iterator[None]:
-    """Be one rank of a fake process group, on nodes of ``per_node``, until the block ends."""
+    """Be one rank of a fake process group, on nodes of ``per_node``, until the block ends.
+
+    LOCAL_WORLD_SIZE is set meanwhile, since the mesh takes the size of nodes from it.
+    """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -66,7 +68,8 @@ def fake_process_group(rank: int, world_size: int, per_node: int) -> Iterator[No
             yield
         finally:
             dist.destroy_process_group()
-            _clear_sharding_prop_cache()  # it and the other hold this rank's groups and tensors
+            # Both caches hold this rank's groups and tensors.
+            _clear_sharding_prop_cache()
             gather_order.cache_clear()
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
@@ -82,196 +85,248 @@ def rehearse(
     per_node: int,
     documents: Sequence[int] | None = None,
     device: str | None = None,
-    tell: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> Rehearsal:
-    """Run a rank forward, backward and through its optimizer. The configuration is complete and
-    valid.
+    """Run a rank forward, backward and through its optimizer.
+
+    The configuration is complete and valid.
 
     Args:
-        documents: cumulative lengths of a micro-batch's, where they attend apart; by default one a
-            sample.
+        documents: cumulative lengths of a micro-batch's, if tokens attend inside them only; by
+            default each sample is one.
         device: cuda or cpu, by default the run's own.
-        tell: is told how far it is.
+        on_progress: receives progress text.
 
     Raises:
         UserError: attention or a pipeline stage that does not fit the rest.
-        RuntimeError: shapes that do not fit each other, as torch says it.
+        RuntimeError: shapes that do not fit each other, in torch's words.
     """
     on_cpu = replace(config.mesh, device="cpu", distributed_backend="auto")
-    if (
-        config.context.attention_backend != "reference"
-    ):  # the kernel need not run, or be installed, here
+    if config.context.attention_backend != "reference":
+        # The kernel need not run, or be installed, here.
         backend: Any = "chunked" if config.model.linear_attention else "auto"
         config = config.updated(attention_backend=backend)
+    device = device or config.mesh.device_type
     with fake_process_group(rank, world_size, per_node), distributed_mesh(on_cpu) as mesh:
         task = build(config, mesh)
-        blank = task.objective.blank(config.train.micro_batch_size)
-        if documents and "starts" in blank:
-            blank["starts"].view(-1)[list(documents[:-1])] = True
-        batch = task.objective.local(blank)
-        entries = getattr(config.model, "vocab_size", None) or 0
-        recorder = Recorder(
-            rank, per_node, -(-entries // config.mesh.tensor_model_parallel_size), tell
-        )
-        device = device or config.mesh.device_type
+        batch = _blank_batch(task, documents)
+        vocab_size = getattr(config.model, "vocab_size", None) or 0
+        local_entries = -(-vocab_size // config.mesh.tensor_model_parallel_size)
+        recorder = Recorder(rank, per_node, local_entries, on_progress)
         norm = _FusedNorm.apply if device == "cuda" else F.rms_norm
         with SIMULATED_DEVICE.set_to(device), replaced(F, "rms_norm", norm), recorder.recording():
             parts = task.build_parts(initialize=False)
-            averages = (
-                Ema(config.ema_decay, parts) if config.ema_decay else None
-            )  # they lie there meanwhile
+            # Held during the step, for the memory of the averages.
+            averages = Ema(config.ema_decay, parts) if config.ema_decay else None
             optimizer = build_optimizer(config.optimizer, *parts, portable=True)
             recorder.kind = "passing"
-            count = _pass_through(task, parts, batch, recorder)
+            num_micro_batches = _pass_through(task, parts, batch, recorder)
             gradients = _gradients(config, mesh, parts)
             recorder.kind = "optimizer"
             recorder.begin("the optimizer's step")
             optimizer.step()
             del averages
-            found = recorder.rehearsal(config, mesh, gradients, count, device == "cuda")
+            rehearsal = recorder.rehearsal(
+                config, mesh, gradients, num_micro_batches, device == "cuda"
+            )
     if device == "cuda":
-        found.memory["passing"] = found.memory.get("passing", 0) + WORKSPACES
-    return found
+        rehearsal.memory["passing"] = rehearsal.memory.get("passing", 0) + WORKSPACES
+    return rehearsal
+
+
+def _blank_batch(task: Task[C], documents: Sequence[int] | None) -> dict[str, Tensor]:
+    """Return this rank's shard of a micro-batch of zeros, with these documents."""
+    blank = task.objective.blank(task.config.train.micro_batch_size)
+    if documents and "starts" in blank:
+        blank["starts"].view(-1)[list(documents[:-1])] = True
+    return task.objective.local(blank)
 
 
 def _pass_through(
     task: Task[C], parts: Sequence[Any], batch: dict[str, Tensor], recorder: Recorder
 ) -> int:
-    """Take one micro-batch forward and backward through the stages, and return how many were taken.
+    """Take micro-batches forward and backward through the stages; return their number.
 
-    An interleaved schedule takes several through, in its order, which decides what is there at
-    once.
+    One is enough for a rank with one stage. An interleaved schedule needs several, in its order,
+    which decides the memory that is alive at once.
 
     Raises:
-        UserError: a stage's output is not what the next one takes.
+        UserError: a stage's output is not the input of the next one.
     """
-    config, mesh, objective = task.config, task.mesh, task.objective
-    name, ranks = objective.first_input(config.train.micro_batch_size)[0], mesh.pp.size()
-    hidden, peers = task.hidden_states, dist.get_process_group_ranks(mesh.pp.get_group())
-    own = dict(zip(config.pipeline.stages_of(mesh.pp.get_local_rank(), ranks), parts, strict=True))
+    config = task.config
+    pp = task.mesh.pp
+    local_stages = config.pipeline.stages_of(pp.get_local_rank(), pp.size())
+    part_of = dict(zip(local_stages, parts, strict=True))
     for part in parts:
         _name_layers(part, recorder)
-    last = config.pipeline.stages(ranks) - 1
-    runner: Any = None
-    count = 1
-    actions: Iterable[tuple[int, str, int]] = [(s, "F", 0) for s in own] + [
-        (s, "B", 0) for s in reversed(own)
-    ]
-    if not config.pipeline.single:
-        micro_batches = config.train.micro_batches(mesh.dp.size())
-        rounds = max(1, micro_batches // ranks)
-        count = min(rounds, ROUNDS) * micro_batches // rounds
-        runner = task.build_runner(parts, count)
-        order = runner.schedule.pipeline_order[mesh.pp.get_local_rank()]
-        actions = [
-            (one.stage_index, one.computation_type.value, one.microbatch_index)
-            for one in order
-            if one
-        ]
+    num_micro_batches, actions, runner = _schedule(task, parts)
+
     waiting: dict[tuple[int, int], _Waiting] = {}
     for stage, action, index in actions:
-        part = own[stage]
-        recorder.begin(
-            f"{'forward' if action == 'F' else 'backward'} of micro-batch {index + 1} of {count}"
-        )
+        part = part_of[stage]
+        direction = "forward" if action == "F" else "backward"
+        recorder.begin(f"{direction} of micro-batch {index + 1} of {num_micro_batches}")
         if action == "F":
-            with recorder.forward():
-                received = (
-                    torch.empty_like(hidden, device=mesh.device, requires_grad=True)
-                    if stage
-                    else None
-                )
-                out = objective.loss_sum(
-                    part, batch if received is None else batch | {name: received}
-                )
-            if stage != last and (out.shape, out.dtype) != (hidden.shape, hidden.dtype):
-                raise UserError(
-                    f"pipeline stage {stage} gives {list(out.shape)} {out.dtype}, and the next one takes "
-                    f"{list(hidden.shape)} {hidden.dtype}"
-                )
-            for other in [stage + 1] * (stage != last) + [stage - 1] * (stage > 0):
-                recorder.count(hidden.nbytes, [recorder.rank, peers[other % ranks]])
-            waiting[stage, index] = _Waiting(received, out)
-            del received, out
+            waiting[stage, index] = _forward(task, stage, part, batch, recorder)
             continue
-        set_gradient_sync(part, action == "B" and index == count - 1, config.data_parallel.strategy)
-        at = waiting.pop((stage, index))
-        if action == "I":
-            waiting[stage, index] = _to_inputs(stage, part, at)
-            del at
-            continue
-        if at.groups is None:
-            at.out.backward(torch.ones_like(at.out) if at.gradient is None else at.gradient)
-        else:  # its input has its gradient already
-            from torch.distributed.pipelining._backward import stage_backward_weight
 
-            stage_backward_weight(part.parameters(), at.groups)
-        del at
+        # Gradients are reduced over ranks with the last micro-batch.
+        is_last = action == "B" and index == num_micro_batches - 1
+        set_gradient_sync(part, is_last, config.data_parallel.strategy)
+        if action == "I":
+            waiting[stage, index] = _backward_to_input(stage, part, waiting.pop((stage, index)))
+            continue
+
+        _backward(part, waiting.pop((stage, index)))
         if config.pipeline.splits_backward:
             widen_gradients(part)
-    for one in runner.stages if runner else ():
-        one.perform_reduce_grad(1)
-    return count
+    if runner is not None:
+        for pipeline_stage in runner.stages:
+            pipeline_stage.perform_reduce_grad(1)
+    return num_micro_batches
+
+
+def _schedule(
+    task: Task[C], parts: Sequence[Any]
+) -> tuple[int, Iterable[tuple[int, str, int]], Any]:
+    """Return the number of micro-batches, the actions of this rank, and the pipeline's runner.
+
+    An action is a stage, F (forward), B (backward), I or W (backward to the input, the weights),
+    and the number of a micro-batch. Only an interleaved schedule has a runner.
+    """
+    config = task.config
+    rank = task.mesh.pp.get_local_rank()
+    pp_size = task.mesh.pp.size()
+    if config.pipeline.single:
+        stages = list(config.pipeline.stages_of(rank, pp_size))
+        forwards = [(stage, "F", 0) for stage in stages]
+        backwards = [(stage, "B", 0) for stage in reversed(stages)]
+        return 1, forwards + backwards, None
+
+    micro_batches = config.train.micro_batches(task.mesh.dp.size())
+    rounds = max(1, micro_batches // pp_size)
+    count = min(rounds, ROUNDS) * micro_batches // rounds
+    runner: Any = task.build_runner(parts, count)
+    actions = []
+    for entry in runner.schedule.pipeline_order[rank]:
+        if entry:
+            actions.append(
+                (entry.stage_index, entry.computation_type.value, entry.microbatch_index)
+            )
+    return count, actions, runner
+
+
+def _forward(
+    task: Task[C], stage: int, part: nn.Module, batch: dict[str, Tensor], recorder: Recorder
+) -> _Waiting:
+    """Run a stage forward, and count the bytes that it exchanges with its neighbours."""
+    config = task.config
+    pp_size = task.mesh.pp.size()
+    hidden = task.hidden_states  # like the tensors between stages
+    input_name, _ = task.objective.first_input(config.train.micro_batch_size)
+    with recorder.forward():
+        received = None
+        if stage > 0:
+            received = torch.empty_like(hidden, device=task.mesh.device, requires_grad=True)
+            batch = batch | {input_name: received}
+        out = task.objective.loss_sum(part, batch)
+
+    # Stages exchange hidden states: what this one sends must be what the next one expects.
+    is_last = stage == config.pipeline.stages(pp_size) - 1
+    if not is_last and (out.shape, out.dtype) != (hidden.shape, hidden.dtype):
+        raise UserError(
+            f"pipeline stage {stage} gives {list(out.shape)} {out.dtype}, and the next one takes "
+            f"{list(hidden.shape)} {hidden.dtype}"
+        )
+
+    # The output goes to the next stage, and later the gradient of the input to the one before.
+    peers = dist.get_process_group_ranks(task.mesh.pp.get_group())
+    if not is_last:
+        recorder.count(hidden.nbytes, [recorder.rank, peers[(stage + 1) % pp_size]])
+    if stage > 0:
+        recorder.count(hidden.nbytes, [recorder.rank, peers[(stage - 1) % pp_size]])
+    return _Waiting(received, out)
+
+
+def _backward(part: nn.Module, waiting: _Waiting) -> None:
+    """Run a stage backward, or only to its weights if its input has its gradient already."""
+    out = waiting.out
+    if waiting.groups is None:
+        gradient = waiting.gradient
+        if gradient is None:
+            gradient = torch.ones_like(out)
+        out.backward(gradient)
+    else:
+        from torch.distributed.pipelining._backward import stage_backward_weight
+
+        stage_backward_weight(part.parameters(), waiting.groups)
 
 
 def _name_layers(part: nn.Module, recorder: Recorder) -> None:
-    """Let a part's layers tell the recorder when their forward and their backward begin."""
+    """Report to the recorder which layer a forward or a backward has reached."""
     layers: Any = part.layers
-    total = part.config.num_layers  # type: ignore[union-attr]
+    num_layers = part.config.num_layers  # type: ignore[union-attr]
     first = min(int(number) for number, _ in layers.named_children())
 
     def name(layer: int) -> None:
-        recorder.layer = f", layer {layer} of {total}" if layer else ""
+        """Name the layer that is running; 0 is outside the layers."""
+        recorder.layer = f", layer {layer} of {num_layers}" if layer else ""
 
-    def enters(layer: int, x: Tensor) -> None:
+    def on_enter(layer: int, x: Tensor) -> None:
         name(layer)
         if layer == first + 1 and x.requires_grad:
             x.register_hook(lambda _: name(0))  # the backward leaves the layers
 
-    def leaves(layer: int, out: Tensor) -> None:
+    def on_leave(layer: int, out: Tensor) -> None:
         if out.requires_grad:
             out.register_hook(lambda _: name(layer))  # the backward reaches this one
         name(0)
 
     for number, module in layers.named_children():
         layer = int(number) + 1
-        module.register_forward_pre_hook(lambda _, args, layer=layer: enters(layer, args[0]))
-        module.register_forward_hook(lambda _, args, out, layer=layer: leaves(layer, out))
+        module.register_forward_pre_hook(lambda _, args, layer=layer: on_enter(layer, args[0]))
+        module.register_forward_hook(lambda _, args, out, layer=layer: on_leave(layer, out))
 
 
-def _to_inputs(stage: int, part: nn.Module, at: _Waiting) -> _Waiting:
-    """Go back to a stage's input, as torch's schedules do: the first stage has none and waits with
-    all of it.
+def _backward_to_input(stage: int, part: nn.Module, waiting: _Waiting) -> _Waiting:
+    """Run a stage backward to its input only, as torch's schedules do.
+
+    The first stage has no input to go back to, and leaves everything to the weights' backward.
     """
-    from torch.distributed.pipelining._backward import (
-        stage_backward_input,
-    )  # takes a second, for torch.compile
+    # Imported here: it takes a second, because of torch.compile.
+    from torch.distributed.pipelining._backward import stage_backward_input
 
-    gradient, groups = torch.ones_like(at.out), None
-    if stage:
-        _, groups = stage_backward_input([at.out], [gradient], [at.received], part.parameters())
-    return at._replace(gradient=gradient, groups=groups)
+    gradient = torch.ones_like(waiting.out)
+    groups = None
+    if stage > 0:
+        _, groups = stage_backward_input(
+            [waiting.out], [gradient], [waiting.received], part.parameters()
+        )
+    return waiting._replace(gradient=gradient, groups=groups)
 
 
 def _gradients(config: CommonConfig, mesh: Mesh, parts: Sequence[nn.Module]) -> list[Tensor]:
-    """Return this rank's shards of all gradients; a parameter without one is an error, as in the
-    loop.
+    """Return this rank's shards of all gradients.
+
+    Raises RuntimeError: a trained parameter has none, as in the training step.
     """
-    found: list[Any] = []
+    gradients = []
     for part in parts:
         finish_gradients(part, mesh.dp_cp, config.data_parallel.strategy)
         for name, parameter in part.named_parameters():
-            if parameter.requires_grad and parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is not None:
+                gradients.append(getattr(gradient, "_local_tensor", gradient))
+            elif parameter.requires_grad:
                 raise RuntimeError(f"no gradient reached {name}: part of the model is not trained")
-            found += [] if parameter.grad is None else [parameter.grad]
-    return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
+    return gradients
 
 
 class _FusedNorm(torch.autograd.Function):
-    """torch.nn.functional.rms_norm in the shapes of a GPU's kernel, which keeps its input and a
-    number a token.
+    """torch.nn.functional.rms_norm with the memory of a GPU's kernel.
 
-    On a CPU torch composes it of operators, which keep four times as much.
+    The kernel keeps its input and one number per token. On a CPU torch composes the norm of
+    operators, which keep four times as much.
     """
 
     @staticmethod

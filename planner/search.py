@@ -1,4 +1,11 @@
-"""Enumerate the arrangements of a run, predict each, and rank those that fit."""
+"""Search over the arrangements of a run: enumerate, predict each, and rank those that fit.
+
+An arrangement is a mesh (tp x pp x cp, the rest dp), a method with its options, and settings that
+save memory. There are thousands, so that the order of the work matters: invalid ones are refused
+first; memory is counted next, which is cheap; only the time of those that fit is predicted. Leaner
+settings are tried only if nothing fits without them (`planner.levers.ladder`), and a plan of the
+attention is shared by all settings with the same method and lengths.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,9 +18,11 @@ from parallel.context import ContextConfig, Plan, make_plan
 from parallel.context.layout import BALANCED, PLACEMENTS
 from parallel.context.methods import METHODS, STATE_METHODS
 from planner.cluster import Cluster
+from planner.host_memory import pinned
 from planner.levers import MOMENTS, OFFLOAD, AnyConfig, described, ladder, untried_fields
 from planner.step_cost import Prediction, step_seconds
-from planner.step_memory import Arrangement, StepShape, memory_of, pinned
+from planner.step_memory import memory_of
+from planner.step_shape import Arrangement, StepShape
 from planner.workload import typical_documents, with_softmax_layers, workload_of
 from runtime.errors import UserError, divisors
 from runtime.progress import Progress
@@ -23,12 +32,12 @@ from train.config.sizes import validate_sizes
 
 C = TypeVar("C", bound=CommonConfig)
 ROOM = 0.9
-"""Share of the memory that varied settings take where some do: an allocator needs the rest."""
+"""Share of the memory that varied settings should fit in: allocators need the rest."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration and its prediction."""
+    """A configuration that fits, and its predicted time and memory."""
 
     config: Any
     prediction: Prediction
@@ -36,29 +45,31 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Configurations that fit, fastest first; refusals by reason; what does not fit in memory."""
+    """Configurations that fit, fastest first, and why the others do not."""
 
     candidates: list[Candidate]
     refused: Counter[str]
+    """Number of configurations by the reason for which they are not valid."""
     over_memory: list[float]
-    """Bytes that each of the others needs, in the settings that need least."""
+    """Bytes of each configuration that does not fit, in its leanest settings."""
     over_host_memory: list[float]
-    """Bytes that each of those that would fit moves to host memory, which has less."""
+    """Bytes in host memory of each configuration that only fits with more of it."""
     saving: tuple[str, ...] = ()
-    """Fields by which a configuration takes less memory, and which were not tried."""
+    """Fields by which a configuration would take less memory, and which were not tried."""
     moving: tuple[str, ...] = ()
-    """Fields by which all that was tried moves something to host memory."""
+    """Fields that move something to host memory in every configuration that was tried."""
 
 
-class Weighed(NamedTuple):
-    """A configuration as the cost model takes it, and the bytes of its busiest rank by cause, and
-    on the host.
-    """
+class MemoryEstimate(NamedTuple):
+    """A configuration with its memory, before its time is predicted, which takes far longer."""
 
     config: AnyConfig
     inputs: tuple[StepShape, Plan, Arrangement]
+    """The configuration in the cost model's numbers."""
     memory: dict[str, float]
+    """Bytes of the busiest rank by cause."""
     host: float
+    """Bytes in host memory."""
 
     @property
     def device(self) -> float:
@@ -66,49 +77,53 @@ class Weighed(NamedTuple):
         return sum(self.memory.values())
 
     def fits(self, cluster: Cluster) -> bool:
-        """Return whether a process has enough memory, and its host, where known, for what is moved
-        there.
-        """
-        known = bool(cluster.host_gb_per_s)
-        return self.device <= 1e9 * cluster.memory_gb and not (
-            known and self.host > 1e9 * cluster.host_memory_gb
-        )
+        """Return True if the memory of a process and, if known, of its host is enough."""
+        if self.device > 1e9 * cluster.memory_gb:
+            return False
+        is_host_known = bool(cluster.host_gb_per_s)
+        return not is_host_known or self.host <= 1e9 * cluster.host_memory_gb
 
     def predicted(self, cluster: Cluster) -> Prediction:
-        """Predict the time too, which takes far longer."""
-        work, plan, arranged = self.inputs
+        """Predict the time too."""
+        work, plan, arrangement = self.inputs
         cluster = cluster.running(self.config.context.attention_backend, self.config.packed)
-        seconds, links = step_seconds(
-            with_softmax_layers(work, self.config, cluster), plan, arranged, cluster
-        )
+        work = with_softmax_layers(work, self.config, cluster)
+        seconds, links = step_seconds(work, plan, arrangement, cluster)
         return Prediction(seconds, self.memory, links, self.host)
 
 
 def weigh(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
-) -> Weighed:
+) -> MemoryEstimate:
     """Count the memory of a validated configuration with a method, or of one rank without.
 
-    ``documents`` are those of a typical micro-batch, where documents attend apart.
+    ``documents`` are the cumulative lengths of a typical micro-batch's, if tokens attend inside
+    them only.
     """
     inputs = cost_inputs(config, world_size, cluster, documents)
-    return Weighed(config, inputs, memory_of(*inputs), pinned(*inputs))
+    return MemoryEstimate(config, inputs, memory_of(*inputs), pinned(*inputs))
 
 
 def predicted(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None = None
 ) -> Prediction:
-    """Predict time and memory of what ``weigh`` takes."""
+    """Predict time and memory of a configuration; the arguments are those of ``weigh``.
+
+    A search weighs first and predicts the time of those that fit; this is for a single one.
+    """
     return weigh(config, world_size, cluster, documents).predicted(cluster)
 
 
 def cost_inputs(
     config: AnyConfig, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> tuple[StepShape, Plan, Arrangement]:
-    """Return the configuration as the cost model takes it."""
+    """Return the configuration in the cost model's numbers.
+
+    They are the work of the model, the attention's plan over cp, and the division over ranks.
+    """
     recompute = config.recompute
     pp, cp, tp = config.mesh.sizes
-    arranged = Arrangement(
+    arrangement = Arrangement(
         pp=pp,
         dp=world_size // (cp * tp * pp),
         tp=tp,
@@ -124,13 +139,13 @@ def cost_inputs(
         compiled=config.train.compile,
     )
     method = config.context.context_parallel_method
-    if method == "none" and cp == 1:  # one rank runs every method alike
+    if method == "none" and cp == 1:  # all methods are the same on one rank
         method = next(contexts(config, 1)).context_parallel_method
     per_node = max(1, cluster.gpus_per_node // tp)
     plan = _plan_of(
         config.context, method, per_node, config.joined_length, cp, tp, config.causal, documents
     )
-    return workload_of(config, arranged.dp, cluster.device), plan, arranged
+    return workload_of(config, arrangement.dp, cluster.device), plan, arrangement
 
 
 @lru_cache(maxsize=512)
@@ -144,7 +159,7 @@ def _plan_of(
     causal: bool,
     documents: tuple[int, ...] | None,
 ) -> Plan:
-    """Return the attention's plan, the same for all settings that save other memory."""
+    """Return the attention's plan, which all settings of recomputation and sharding share."""
     options = context.plan_arguments(per_node)
     return make_plan(
         method, seq_len=seq_len, size=cp, multiple=tp, causal=causal, documents=documents, **options
@@ -158,51 +173,86 @@ def contexts(config: AnyConfig, gpus_per_node: int) -> Iterator[ContextConfig]:
     is zigzag, one node is no double ring, and a degree of all ranks is Ulysses alone.
     """
     size = config.mesh.context_parallel_size
-    inner = max(1, gpus_per_node // config.mesh.tensor_model_parallel_size)
-    delta = config.delta  # whose states pass along consecutive tokens
+    base_method = "ring"
+    if config.causal:
+        # States of a delta rule pass along consecutive tokens, which striped does not have.
+        base_method = "zigzag" if config.delta else "striped"
     base = type(config.context)(
-        attention_backend=config.context.attention_backend,
-        context_parallel_method=("zigzag" if delta else "striped") if config.causal else "ring",
+        attention_backend=config.context.attention_backend, context_parallel_method=base_method
     )
     if config.model.linear_attention:
-        for state_method in list(STATE_METHODS)[: None if size > 1 else 1]:
-            fields: dict[str, Any] = {"context_parallel_method": state_method}
-            yield replace(base, **fields)
+        state_methods = list(STATE_METHODS)
+        if size == 1:
+            state_methods = state_methods[:1]
+        for state_method in state_methods:
+            yield _with_method(base, state_method)
         return
     if size == 1:
         yield base
         return
-    degrees = divisors(size)[:-1]
+
+    ranks_per_node = max(1, gpus_per_node // config.mesh.tensor_model_parallel_size)
     for name, method in METHODS.items():
-        if method.needed_only and not config.packed:
-            continue  # of one document it brings nothing
-        if not config.causal and method.layout(causal=False) not in ("contiguous", BALANCED):
-            continue  # full attention needs no balance
-        if delta and method.layout(causal=True) == "striped":
+        if not _suits_mask(config, method):
             continue
         if method.splits_heads:
-            fields = {"context_parallel_method": name}
-            yield replace(base, **fields)
+            yield _with_method(base, name)
+        else:
+            yield from _variants(base, name, size, ranks_per_node)
+
+
+def _suits_mask(config: AnyConfig, method: Any) -> bool:
+    """Return True if a method may bring something for the model's mask, and has its layout."""
+    if method.needed_only and not config.packed:
+        return False  # every query sees all earlier tokens: all rows travel anyway
+    if not config.causal and method.layout(causal=False) not in ("contiguous", BALANCED):
+        return False  # full attention needs no balance
+    return not (config.delta and method.layout(causal=True) == "striped")
+
+
+def _variants(
+    base: ContextConfig, name: str, size: int, ranks_per_node: int
+) -> Iterator[ContextConfig]:
+    """Yield a method with every Ulysses degree, team size and placement that fits the ranks."""
+    method = METHODS[name]
+    team_sizes = [1]
+    placements = PLACEMENTS[:1]
+    if method.teams:
+        team_sizes = [team for team in range(2, size + 1) if size % team**2 == 0]
+        placements = PLACEMENTS
+
+    for degree, team, placement in product(divisors(size)[:-1], team_sizes, placements):
+        ring_size = size // degree
+        spans_nodes = method.nodes and degree < ranks_per_node < size
+        if ring_size % team**2:
             continue
-        teams = [c for c in range(2, size + 1) if size % c**2 == 0] if method.teams else [1]
-        for degree, team, placement in product(
-            degrees, teams, PLACEMENTS if method.teams else PLACEMENTS[:1]
-        ):
-            nodes = method.nodes and degree < inner < size
-            if size // degree % team**2 or (
-                method.nodes and not (nodes or (method.needed_only and inner >= size))
-            ):
+        if method.nodes and not spans_nodes:
+            in_one_node = method.needed_only and ranks_per_node >= size
+            if not in_one_node:
                 continue
-            if placement != PLACEMENTS[0] and size // degree == team**2:
-                continue  # there are no rings to place
-            fields = {"context_parallel_method": name, "ulysses_degree": degree}
-            fields |= {"context_parallel_team_size": team, "context_parallel_placement": placement}
-            fields |= {"context_parallel_ranks_per_node": inner} if nodes else {}
-            yield replace(base, **fields)
+        if placement != PLACEMENTS[0] and ring_size == team**2:
+            continue  # there are no rings to place
+
+        options: dict[str, Any] = {
+            "ulysses_degree": degree,
+            "context_parallel_team_size": team,
+            "context_parallel_placement": placement,
+        }
+        if spans_nodes:
+            options["context_parallel_ranks_per_node"] = ranks_per_node
+        yield _with_method(base, name, **options)
+
+
+def _with_method(base: ContextConfig, name: str, **options: Any) -> ContextConfig:
+    fields: dict[str, Any] = {"context_parallel_method": name, **options}
+    return replace(base, **fields)
 
 
 def arrangements(config: C, world_size: int) -> Iterator[C]:
-    """Yield every tp x pp x cp (the rest is dp), without a method."""
+    """Yield the configuration with every mesh: tp x pp x cp, the rest dp.
+
+    The method stays; ``contexts`` varies it.
+    """
     sizes = divisors(world_size)
     for tp, pp, cp in product(sizes, sizes, sizes):
         if world_size % (tp * pp * cp) == 0:
@@ -216,12 +266,15 @@ def arrangements(config: C, world_size: int) -> Iterator[C]:
 def candidates_of(
     configs: Iterable[AnyConfig], world_size: int, cluster: Cluster, refused: Counter[str]
 ) -> Iterator[Any]:
-    """Yield these configurations with every method that suits them; count the others' reasons in
-    ``refused``.
+    """Yield configurations with every method that suits them.
+
+    Contradictions of sizes, such as heads that do not divide, are counted in ``refused`` by their
+    message: if nothing is left, the first one is reported.
     """
-    for config in (with_joined_ranks(config, world_size) for config in configs):
-        for context in contexts(config, cluster.gpus_per_node):
-            candidate = replace(config, context=context)
+    for config in configs:
+        joined = with_joined_ranks(config, world_size)
+        for context in contexts(joined, cluster.gpus_per_node):
+            candidate = replace(joined, context=context)
             try:
                 validate_sizes(candidate, world_size)
             except UserError as error:
@@ -233,7 +286,7 @@ def candidates_of(
 def suits(
     config: AnyConfig, world_size: int, check: Callable[[Any, int], object] = validate_sizes
 ) -> bool:
-    """Return whether a configuration passes the check of its sizes."""
+    """Return True if a configuration passes the check of its sizes."""
     try:
         check(config, world_size)
     except UserError:
@@ -248,70 +301,100 @@ def rank(
     lengths: tuple[int, ...] = (),
     vary: Callable[[AnyConfig, Cluster], Iterable[AnyConfig]] | None = None,
 ) -> Ranking:
-    """Predict every method of these configurations on a cluster, each in the fastest of its
-    settings that fits.
+    """Predict every method of these configurations, each in its fastest settings that fit.
 
     Args:
-        lengths: of documents to draw from where these attend apart; by default those of the data.
-        vary: the settings to try, such as ``settings``; by default those that are given alone.
+        lengths: of documents to draw from, if tokens attend inside them only; by default those of
+            the data.
+        vary: yields the settings to try, such as ``settings``; by default the given ones only.
     """
     fitting: list[Candidate] = []
     over_memory: list[float] = []
     over_host_memory: list[float] = []
     refused = Counter[str]()
-    every = list(candidates_of(configs, world_size, cluster, refused))
+    candidates = list(candidates_of(configs, world_size, cluster, refused))
     with Progress() as progress:
-        for number, candidate in enumerate(every, 1):
+        for number, candidate in enumerate(candidates, 1):
+            estimates: list[MemoryEstimate] = []
             documents = typical_documents(candidate, lengths)
-            varied = vary(candidate, cluster) if vary else [candidate]
-            suiting = [
-                one
-                for one in varied
-                if one.mesh.pipeline_model_parallel_size == 1 or suits(one, world_size)
-            ]
-            tried: list[Weighed] = []
-            for more in ladder(suiting, cluster, moments=vary is not None):
-                for one in more:
-                    progress(f"searching: {described(one)}, candidate {number} of {len(every)}")
-                    tried.append(weigh(one, world_size, cluster, documents))
-                if fit := [one for one in tried if one.fits(cluster)]:
+            for configs_to_try in _ladder(candidate, world_size, cluster, vary):
+                for config in configs_to_try:
+                    progress(
+                        f"searching: {described(config)}, candidate {number} of {len(candidates)}"
+                    )
+                    estimates.append(weigh(config, world_size, cluster, documents))
+                if any(estimate.fits(cluster) for estimate in estimates):
                     break
-            if fit:
-                found = [Candidate(one.config, one.predicted(cluster)) for one in fit]
-                roomy = [
-                    one for one in found if one.prediction.bytes <= ROOM * 1e9 * cluster.memory_gb
-                ]
-                fitting.append(min(roomy or found, key=lambda one: one.prediction.time))
-            elif inside := [one.host for one in tried if one.device <= 1e9 * cluster.memory_gb]:
-                over_host_memory.append(min(inside))
+
+            fits = [estimate for estimate in estimates if estimate.fits(cluster)]
+            host_bytes = [
+                estimate.host
+                for estimate in estimates
+                if estimate.device <= 1e9 * cluster.memory_gb
+            ]
+            if fits:
+                fitting.append(_fastest(fits, cluster))
+            elif host_bytes:
+                over_host_memory.append(min(host_bytes))
             else:
-                over_memory.append(min(one.device for one in tried))
+                over_memory.append(min(estimate.device for estimate in estimates))
+
     fitting.sort(key=lambda candidate: candidate.prediction.time)
-    saving = untried_fields(configs[0], cluster) if configs and not vary else ()
-    on_host = (OFFLOAD, MOMENTS) if vary is None else (MOMENTS,)
-    moving = tuple(
-        lever.fields[0] for one in configs[:1] for lever in on_host if lever.of(one) == (True,)
-    )
-    return Ranking(fitting, refused, over_memory, over_host_memory, saving, moving)
+
+    # Fields for the message if nothing fits.
+    saving: tuple[str, ...] = ()
+    moving: list[str] = []
+    if configs:
+        if not vary:
+            saving = untried_fields(configs[0], cluster)
+        for lever in (MOMENTS,) if vary else (OFFLOAD, MOMENTS):
+            if lever.of(configs[0]) == (True,):
+                moving.append(lever.fields[0])
+    return Ranking(fitting, refused, over_memory, over_host_memory, saving, tuple(moving))
 
 
-def nothing_left(found: Ranking, cluster: Cluster) -> str:
-    """Say why there is no candidate, and what to do."""
-    if found.over_memory:
-        least = min(found.over_memory)
-        more = "".join(f", {name}" for name in found.saving)
-        asked = " (python -m tools.plan --fits says what brings most)" if found.saving else ""
+def _ladder(
+    candidate: AnyConfig,
+    world_size: int,
+    cluster: Cluster,
+    vary: Callable[[AnyConfig, Cluster], Iterable[AnyConfig]] | None,
+) -> Iterator[list[AnyConfig]]:
+    """Yield a candidate's valid settings, then ever leaner ones, to be tried until any fits."""
+    varied = vary(candidate, cluster) if vary else [candidate]
+    valid = [
+        config
+        for config in varied
+        if config.mesh.pipeline_model_parallel_size == 1 or suits(config, world_size)
+    ]
+    return ladder(valid, cluster, moments=vary is not None)
+
+
+def _fastest(fits: Sequence[MemoryEstimate], cluster: Cluster) -> Candidate:
+    """Return the fastest candidate that leaves an allocator room, or the fastest if none does."""
+    candidates = [Candidate(estimate.config, estimate.predicted(cluster)) for estimate in fits]
+    limit = ROOM * 1e9 * cluster.memory_gb
+    roomy = [candidate for candidate in candidates if candidate.prediction.bytes <= limit]
+    return min(roomy or candidates, key=lambda candidate: candidate.prediction.time)
+
+
+def nothing_left(ranking: Ranking, cluster: Cluster) -> str:
+    """Explain why there is no candidate, and what to do."""
+    if ranking.over_memory:
+        smallest = min(ranking.over_memory)
+        fields = "".join(f", {name}" for name in ranking.saving)
+        hint = " (python -m tools.plan --fits says what brings most)" if ranking.saving else ""
         return (
             f"memory_gb of {cluster.name} is {cluster.memory_gb:g} and the smallest of "
-            f"{len(found.over_memory)} tried takes {least / 1e9:.1f}; use more processes{more} or a lower seq_length"
-            f"{asked}"
+            f"{len(ranking.over_memory)} tried takes {smallest / 1e9:.1f}; "
+            f"use more processes{fields} or a lower seq_length{hint}"
         )
-    if found.over_host_memory:
-        without = f", or leave {' or '.join(found.moving)} out" if found.moving else ""
+    if ranking.over_host_memory:
+        without = f", or leave {' or '.join(ranking.moving)} out" if ranking.moving else ""
         return (
             f"host_memory_gb of {cluster.name} is {cluster.host_memory_gb:g} and the least of "
-            f"{len(found.over_host_memory)} tried moves there {min(found.over_host_memory) / 1e9:.1f}; "
+            f"{len(ranking.over_host_memory)} tried moves there "
+            f"{min(ranking.over_host_memory) / 1e9:.1f}; "
             f"use more processes or a lower seq_length{without}"
         )
-    reason = next(iter(found.refused), "there is no arrangement of these processes")
+    reason = next(iter(ranking.refused), "there is no arrangement of these processes")
     return f"context_parallel_method is auto, and no method suits: {reason}"

@@ -1,6 +1,15 @@
-"""Predict the time of a training step on a cluster. Needs no process.
+"""Predicted time of a training step on a cluster. Needs no process.
 
-A model is given by numbers: this package imports none.
+FLOPs are divided by the rate that the cluster's kernels reach, bytes by the rate of the link that
+carries them, and each message adds a latency. By cause:
+
+* attention: rounds of computing and transfers, the shorter of which is hidden (planner/layers);
+* linear: matrix products, and the pointwise work between them by the memory's rate;
+* recompute, tensor parallel, pipeline: added in full;
+* offload: copies that the layers of a pass do not hide;
+* data parallel: the exchange of weights and gradients that linear and attention do not hide.
+
+A model is described by numbers (`StepShape`): this file builds none.
 """
 
 from dataclasses import dataclass, replace
@@ -8,24 +17,22 @@ from functools import lru_cache
 
 from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes
-from planner.attention_cost import BACKWARD, FORWARD, GB, MICRO, AttentionCost, Links
-from planner.cluster import Cluster
-from planner.delta_cost import DeltaCost, fastest_schedule
-from planner.step_memory import (
-    Arrangement,
-    StepShape,
-    fetched_ahead,
-    memory_of,
-    moments,
-    offloaded,
-    own_sizes,
-    pinned,
-)
+from planner.cluster import GB, MICRO, Cluster
+from planner.host_memory import moments, offloaded, pinned
+from planner.layers.attention_cost import BACKWARD, FORWARD, AttentionCost, Links
+from planner.layers.delta_cost import DeltaCost, fastest_schedule
+from planner.step_memory import fetched_ahead, memory_of, rank_sizes
+from planner.step_shape import Arrangement, StepShape
 
-POINTWISE, COMPILED = 42.0, 28.0
-"""Times that a layer's forward reads or writes the residual stream and half the feed-forward's
-width between its matrix products, as it is and compiled; a backward does twice. Fitted to
-papers/tables/public_runs.csv, with memory by data sheets."""
+POINTWISE = 42.0
+"""Passes of a layer's forward over the residual stream and half the feed-forward's width.
+
+These are the reads and writes of norms, activations, rotations and sums between its matrix
+products; a backward has twice as many. Fitted to papers/tables/public_runs.csv, with memory rates
+by data sheets.
+"""
+COMPILED = 28.0
+"""The same of a compiled layer."""
 
 
 @dataclass(frozen=True)
@@ -49,114 +56,202 @@ class Prediction:
         return sum(self.memory.values())
 
 
-def predict(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster) -> Prediction:
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one layer for one micro-batch on a rank."""
+
+    products: float
+    """Its matrix products, forward."""
+    pointwise: float
+    """Its norms, activations, rotations and sums, forward."""
+    attention: float
+    attention_backward: float
+
+
+def predict(work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster) -> Prediction:
     """Predict time and memory of one step of ``work``, with the attention's ``plan`` over cp."""
-    seconds, links = step_seconds(work, plan, arranged, cluster)
-    return Prediction(seconds, memory_of(work, plan, arranged), links, pinned(work, plan, arranged))
+    seconds, links = step_seconds(work, plan, arrangement, cluster)
+    return Prediction(
+        seconds, memory_of(work, plan, arrangement), links, pinned(work, plan, arrangement)
+    )
 
 
 def step_seconds(
-    work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster
+    work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster
 ) -> tuple[dict[str, float], Links]:
-    """Return the seconds of a step by cause, and the bytes of a layer's attention."""
-    tp = arranged.tp
-    of = own_sizes(work, plan, tp)
-    layers = -(-work.layers // arranged.pp)
-    rows = work.micro_batch * plan.local_len
+    """Return the seconds of a step by cause, and the bytes of a layer's attention.
+
+    A pipeline takes ``micro_batches + pp - 1`` turns: it fills and drains. The exchange of weights
+    and gradients overlaps with computing, but for the cluster's ``exposed_share``.
+
+    Args:
+        work: the model and its micro-batches.
+        plan: the attention over cp, of one micro-batch.
+        arrangement: the other dimensions of the mesh, and the settings that save memory.
+        cluster: rates of computing and links.
+    """
+    tp = arrangement.tp
+    layers = arrangement.stage_layers(work)
+    tokens = work.tokens(plan)
+
+    # Seconds of a forward of a layer and of the output projection.
     rate = 1e12 * cluster.peak_tflops * cluster.matmul_fraction
     output = work.vocab * work.hidden
-    products = (
-        2 * rows * (work.matrix_weights - output) / work.layers / tp / rate
-    )  # a layer's seconds forward
-    head = 2 * rows * output / tp / rate
-    between = 0.0  # a layer's norms, activations, rotations and sums forward
-    if cluster.memory_gb_per_s:
-        passed = (
-            (COMPILED if arranged.compiled else POINTWISE) * rows * (work.hidden + work.ffn / 2)
-        )
-        between = passed * work.element_size / tp / (cluster.memory_gb_per_s * GB)
-    layer = products + between
-    forward, backward, links = _mean_attention(work, plan, of, cluster, tp)
-    passes = 2 + work.trained_share  # forward, and backward to the inputs and to the weights
-    linear = layers * (products * passes + 3 * between) + head * passes
-    again = layers * (layer if arranged.recompute in ("full", "attention_boundary") else 0.0)
-    again += layers * (forward if arranged.recompute in ("full", "selective") else 0.0)
-    inside = (
-        (3 if work.gated else 2)
-        * work.hidden
-        * work.ffn
-        * work.layers
-        / (work.matrix_weights - output)
-    )
-    again += layers * (
-        layer * inside if arranged.ffn_chunk else 0.0
-    )  # the share inside the feed-forward
-    # 4 all-gathers and reduce-scatters of a layer forward, and as many backward (sequence
-    # parallelism)
-    sent = rows * work.hidden * work.element_size * (tp - 1) / tp
-    shared = 8 * _ring_seconds(sent, tp, 1, cluster) if tp > 1 else 0.0
-    steps = work.micro_batches + arranged.pp - 1  # fills and drains the pipeline
+    products = 2 * tokens * (work.matrix_weights - output) / work.layers / tp / rate
+    head = 2 * tokens * output / tp / rate
+    pointwise = _pointwise_seconds(work, tokens, arrangement, cluster)
+    sizes = rank_sizes(work, plan, tp)
+    forward, backward, links = _mean_attention(work, plan, sizes, cluster, tp)
+    layer = LayerSeconds(products, pointwise, forward, backward)
+
+    # A micro-batch has a forward, and a backward to the inputs and to the trained weights.
+    passes = 2 + work.trained_share
+    linear = layers * (layer.products * passes + 3 * layer.pointwise) + head * passes
+    recompute = _recompute_seconds(work, layers, arrangement, layer)
+    turns = work.micro_batches + arrangement.pp - 1
     seconds = {
-        "attention": steps * layers * (forward + backward),
-        "linear": steps * linear,
-        "recompute": steps * again,
-        "tensor parallel": steps * layers * shared,
-        "pipeline": steps * _pipeline(work, plan, arranged, cluster),
+        "attention": turns * layers * (layer.attention + layer.attention_backward),
+        "linear": turns * linear,
+        "recompute": turns * recompute,
+        "tensor parallel": turns * layers * _tensor_seconds(work, tokens, tp, cluster),
+        "pipeline": turns * _pipeline_seconds(work, plan, arrangement, cluster),
     }
-    if arranged.offload and cluster.host_gb_per_s:
-        copy = offloaded(work, plan, arranged) / (
-            cluster.host_gb_per_s * GB
-        )  # each way, beside the computation
-        there = max(0.0, copy - layers * (layer + forward))
-        behind = layers * (products * (passes - 1) + 2 * between + backward) + again
-        back = max(0.0, copy - behind) if fetched_ahead(work, plan, arranged) else copy
-        seconds["offload"] = work.micro_batches * (there + back)
-    if arranged.moments_on_host and cluster.host_gb_per_s:
-        seconds["optimizer offload"] = moments(work, plan, arranged) / (
-            cluster.host_gb_per_s * GB
-        )  # each way, alone
-    exchanged = _data(work, plan, arranged, cluster)
-    hidden = 0.0 if arranged.strategy == "legacy_ddp" else seconds["linear"] + seconds["attention"]
-    seconds["data parallel"] = max(cluster.exposed_share * exchanged, exchanged - hidden)
+    if arrangement.offload and cluster.host_gb_per_s:
+        exposed_seconds = _offload_seconds(work, plan, arrangement, cluster, layer, recompute)
+        seconds["offload"] = work.micro_batches * exposed_seconds
+    if arrangement.moments_on_host and cluster.host_gb_per_s:
+        # Each way; nothing overlaps with it.
+        moment_bytes = moments(work, plan, arrangement)
+        seconds["optimizer offload"] = moment_bytes / cluster.host_bytes_per_s
+
+    exchange_seconds = _data_seconds(work, plan, arrangement, cluster)
+    overlap_seconds = seconds["linear"] + seconds["attention"]
+    if arrangement.strategy == "legacy_ddp":
+        overlap_seconds = 0.0
+    seconds["data parallel"] = max(
+        cluster.exposed_share * exchange_seconds, exchange_seconds - overlap_seconds
+    )
     return seconds, links
 
 
-def _mean_attention(
-    work: StepShape, plan: Plan, of: Sizes, cluster: Cluster, tp: int
-) -> tuple[float, float, Links]:
-    """Return the mean seconds of all layers, forward and backward, and the bytes of one, without a
-    window if any is.
+def _pointwise_seconds(
+    work: StepShape, tokens: int, arrangement: Arrangement, cluster: Cluster
+) -> float:
+    """Time a layer's forward between its matrix products; 0 if the memory's rate is unknown."""
+    if not cluster.memory_gb_per_s:
+        return 0.0
+    passes = COMPILED if arrangement.compiled else POINTWISE
+    elements = passes * tokens * (work.hidden + work.ffn / 2)
+    return elements * work.element_size / arrangement.tp / cluster.memory_bytes_per_s
+
+
+def _recompute_seconds(
+    work: StepShape, layers: int, arrangement: Arrangement, layer: LayerSeconds
+) -> float:
+    """Time the forwards that a stage's layers repeat in their backward."""
+    policy = arrangement.recompute
+    without_attention = layer.products + layer.pointwise
+    seconds = 0.0
+    if policy in ("full", "attention_boundary"):
+        seconds += layers * without_attention
+    if policy in ("full", "selective"):
+        seconds += layers * layer.attention
+    if arrangement.ffn_chunk:
+        matrices = 3 if work.gated else 2
+        all_products = work.matrix_weights - work.vocab * work.hidden
+        ffn_share = matrices * work.hidden * work.ffn * work.layers / all_products
+        seconds += layers * (without_attention * ffn_share)
+    return seconds
+
+
+def _tensor_seconds(work: StepShape, tokens: int, tp: int, cluster: Cluster) -> float:
+    """Time the collectives of tensor parallelism in a layer, with sequence parallelism.
+
+    They are 4 all-gathers and reduce-scatters forward, and as many backward.
     """
-    whole = _attention(plan, of, cluster, tp)
+    if tp == 1:
+        return 0.0
+    sent = tokens * work.hidden * work.element_size * (tp - 1) / tp
+    return 8 * _ring_seconds(sent, tp, 1, cluster)
+
+
+def _offload_seconds(
+    work: StepShape,
+    plan: Plan,
+    arrangement: Arrangement,
+    cluster: Cluster,
+    layer: LayerSeconds,
+    recompute: float,
+) -> float:
+    """Time the exposed copies of a micro-batch's activations, to the host and back."""
+    layers = arrangement.stage_layers(work)
+    copy = offloaded(work, plan, arrangement) / cluster.host_bytes_per_s
+    forward = layers * (layer.products + layer.pointwise + layer.attention)
+    to_host = max(0.0, copy - forward)
+    if not fetched_ahead(work, plan, arrangement):
+        return to_host + copy
+    passes = 2 + work.trained_share  # as in step_seconds
+    backward = (
+        layers * (layer.products * (passes - 1) + 2 * layer.pointwise + layer.attention_backward)
+        + recompute
+    )
+    return to_host + max(0.0, copy - backward)
+
+
+def _mean_attention(
+    work: StepShape, plan: Plan, sizes: Sizes, cluster: Cluster, tp: int
+) -> tuple[float, float, Links]:
+    """Return the mean seconds of all layers' attention, forward and backward, and a layer's bytes.
+
+    The bytes are those of a layer without a window, if there is one. A model has layers of one or
+    two kinds: softmax attention beside a delta rule, beside linear attention, or with and without a
+    window.
+    """
+    forward, backward, links = _attention(plan, sizes, cluster, tp)
+
+    # Softmax layers beside a delta rule have the same plan.
     if work.delta is not None:
-        others = replace(work, delta=None, layers=work.softmax_layers, softmax_layers=0)
-        ahead, back, links = _mean_attention(others, plan, of, cluster, tp)
+        softmax_only = replace(work, delta=None, layers=work.softmax_layers, softmax_layers=0)
+        forward, backward, links = _mean_attention(softmax_only, plan, sizes, cluster, tp)
         share = work.softmax_layers / work.layers
-        delta = _delta(delta_cost(work, plan, cluster, tp))
-        return share * ahead + (1 - share) * delta[0], share * back + (1 - share) * delta[1], links
+        delta_forward, delta_backward = _delta(delta_cost(work, plan, cluster, tp))
+        return (
+            share * forward + (1 - share) * delta_forward,
+            share * backward + (1 - share) * delta_backward,
+            links,
+        )
+
+    # Beside linear attention they have a layout of their own, whose seconds are given.
     if work.softmax_layers:
-        share, forward = work.softmax_layers / work.layers, FORWARD / (FORWARD + BACKWARD)
+        share = work.softmax_layers / work.layers
+        forward_share = FORWARD / (FORWARD + BACKWARD)
         softmax = share * work.softmax_seconds
-        ahead, back = ((1 - share) * seconds for seconds in whole[:2])
-        return ahead + forward * softmax, back + (1 - forward) * softmax, whole[2]
+        return (
+            (1 - share) * forward + forward_share * softmax,
+            (1 - share) * backward + (1 - forward_share) * softmax,
+            links,
+        )
+
     if work.window is None:
-        return whole
-    windowed, share = (
-        _attention(plan.windowed(work.window), of, cluster, tp),
-        work.windowed_layers / work.layers,
+        return forward, backward, links
+    share = work.windowed_layers / work.layers
+    windowed = _attention(plan.windowed(work.window), sizes, cluster, tp)
+    if work.windowed_layers == work.layers:
+        links = windowed[2]
+    return (
+        share * windowed[0] + (1 - share) * forward,
+        share * windowed[1] + (1 - share) * backward,
+        links,
     )
-    forward, backward = (
-        share * a + (1 - share) * b for a, b in zip(windowed[:2], whole[:2], strict=True)
-    )
-    return forward, backward, whole[2] if share < 1 else windowed[2]
 
 
 @lru_cache(maxsize=4096)
-def _attention(plan: Plan, of: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
-    """Return seconds forward and backward, and bytes; the same for all pipelines and recompute
-    policies.
+def _attention(plan: Plan, sizes: Sizes, cluster: Cluster, tp: int) -> tuple[float, float, Links]:
+    """Return seconds forward and backward, and bytes.
+
+    They are the same for all pipelines and recompute policies, and so are cached.
     """
-    cost = AttentionCost(plan, of, cluster, tp)
+    cost = AttentionCost(plan, sizes, cluster, tp)
     return cost.forward(), cost.backward(), cost.links()
 
 
@@ -174,39 +269,50 @@ def _delta(cost: DeltaCost) -> tuple[float, float]:
     return cost.forward(), cost.backward()
 
 
-def _pipeline(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster) -> float:
+def _pipeline_seconds(
+    work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster
+) -> float:
     """Time a micro-batch's activations to the next stage, and their gradients back."""
-    if arranged.pp == 1:
+    if arrangement.pp == 1:
         return 0.0
-    count = work.micro_batch * plan.local_len * work.hidden * work.element_size / arranged.tp
-    inside = arranged.pp * arranged.dp * plan.size * arranged.tp <= cluster.gpus_per_node
-    rate = cluster.inside_gb_per_s if inside else cluster.node_gb_per_s / cluster.gpus_per_node
-    latency = cluster.inside_latency_us if inside else cluster.between_latency_us
-    return 2 * (count / (rate * GB) + latency * MICRO)
+    num_bytes = work.micro_batch * plan.local_len * work.hidden * work.element_size / arrangement.tp
+
+    # Between nodes all ranks of a node share its links.
+    world_size = arrangement.pp * arrangement.dp * plan.size * arrangement.tp
+    rate = cluster.node_gb_per_s / cluster.gpus_per_node
+    latency = cluster.between_latency_us
+    if world_size <= cluster.gpus_per_node:
+        rate = cluster.inside_gb_per_s
+        latency = cluster.inside_latency_us
+    return 2 * (num_bytes / (rate * GB) + latency * MICRO)
 
 
-def _data(work: StepShape, plan: Plan, arranged: Arrangement, cluster: Cluster) -> float:
+def _data_seconds(work: StepShape, plan: Plan, arrangement: Arrangement, cluster: Cluster) -> float:
     """Time a step's weight gathers and gradient sums over dp x cp."""
-    ranks = arranged.dp * plan.size
-    if ranks == 1:
+    num_ranks = arrangement.dp * plan.size
+    if num_ranks == 1:
         return 0.0
-    share = work.parameters / (arranged.tp * arranged.pp) * (ranks - 1) / ranks
-    weights = _ring_seconds(share * work.element_size, ranks, arranged.tp, cluster)
-    gradients = _ring_seconds(share * 4 * work.trained_share, ranks, arranged.tp, cluster)
-    if arranged.strategy in ("ddp", "legacy_ddp"):
+    tp = arrangement.tp
+    sent = work.parameters / (tp * arrangement.pp) * (num_ranks - 1) / num_ranks
+    weights = _ring_seconds(sent * work.element_size, num_ranks, tp, cluster)
+    gradients = _ring_seconds(sent * 4 * work.trained_share, num_ranks, tp, cluster)
+
+    # An all-reduce sends as much as a reduce-scatter and a gather. zero3 gathers weights in every
+    # forward and backward, the others once after the update; zero1 sums gradients once a step.
+    if arrangement.strategy in ("ddp", "legacy_ddp"):
         return 2 * gradients
-    gathers = 2 * work.micro_batches if arranged.strategy == "zero3" else 1
-    sums = 1 if arranged.strategy == "zero1" else work.micro_batches
-    return gathers * weights + sums * gradients
+    num_gathers = 2 * work.micro_batches if arrangement.strategy == "zero3" else 1
+    num_sums = 1 if arrangement.strategy == "zero1" else work.micro_batches
+    return num_gathers * weights + num_sums * gradients
 
 
-def _ring_seconds(count: float, ranks: int, stride: int, cluster: Cluster) -> float:
-    """Time ``count`` bytes around a ring of every ``stride``-th rank; parallel groups share the
-    links.
-    """
-    if ranks * stride <= cluster.gpus_per_node:
-        return (
-            count / (cluster.inside_gb_per_s * GB) + (ranks - 1) * cluster.inside_latency_us * MICRO
-        )
-    rate = min(cluster.inside_gb_per_s, cluster.node_gb_per_s / min(stride, cluster.gpus_per_node))
-    return count / (rate * GB) + (ranks - 1) * cluster.between_latency_us * MICRO
+def _ring_seconds(num_bytes: float, num_ranks: int, stride: int, cluster: Cluster) -> float:
+    """Time bytes around a ring of every ``stride``-th rank; parallel groups share the links."""
+    if num_ranks * stride <= cluster.gpus_per_node:
+        rate = cluster.inside_gb_per_s
+        latency = cluster.inside_latency_us
+    else:
+        groups_per_node = min(stride, cluster.gpus_per_node)
+        rate = min(cluster.inside_gb_per_s, cluster.node_gb_per_s / groups_per_node)
+        latency = cluster.between_latency_us
+    return num_bytes / (rate * GB) + (num_ranks - 1) * latency * MICRO

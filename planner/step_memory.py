@@ -1,116 +1,33 @@
-"""Count a training step's memory, and what of it lies on the host, for a model that is given by
-numbers.
+"""Memory of a training step, for a model described by numbers.
+
+The memory may peak at five moments of a step (`Moments`). At each of them three kinds add up:
+
+* the weights with the optimizer's state, and the gradients that exist by then;
+* the activations that layers have kept, of all micro-batches in flight;
+* temporary tensors: gathered weights, gradients before their reduction, and the logits or a layer's
+  recomputed activations and inner gradients.
+
+All are counted in bytes of the busiest rank, which is the first or the last stage of a pipeline.
+tests/planner compares them with rehearsals (planner/rehearsal.py) and with real steps.
 """
 
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from math import ceil
+from dataclasses import replace
 from typing import NamedTuple
 
-from kernels.loss import LOSS_CHUNK
-from parallel.context.layout import Window
 from parallel.context.plan import Plan
 from parallel.context.traffic import Sizes, sizes
-from parallel.data import Strategy
-from parallel.offload import FETCH_AHEAD, SEVERAL, in_slabs
-from parallel.pipeline.stages import PipelineConfig
-from planner.attention_cost import backward_buffers
-from planner.delta_cost import DeltaShape
+from parallel.offload import FETCH_AHEAD
+from planner.layers.buffers import backward_buffers
+from planner.step_shape import Arrangement, StepShape
 from train.optimizers.host import PIECE
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """A model and one step of it, before tensor parallelism."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    gated: bool
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    parameters: int
-    outside: int
-    """Parameters in no layer: the output projection, where it has weights of its own, and tables of
-    embeddings.
-    """
-    matrix_weights: int
-    """Weights of all matrix products, the output projection included."""
-    element_size: int
-    micro_batch: int
-    micro_batches: int
-    window: Window | None = None
-    """Keys that a query of a layer with a window sees before and after its own."""
-    windowed_layers: int = 0
-    trained: int | None = None
-    """Parameters that are trained, besides which the others lie frozen in element_size bytes; None:
-    all.
-    """
-    softmax_layers: int = 0
-    """Layers of a hybrid with softmax attention, which the plan is not of but beside a delta rule.
-    """
-    softmax_seconds: float = 0.0
-    """Seconds of one of them forward and backward, in its own layout."""
-    delta: DeltaShape | None = None
-    """A gated delta rule, which all layers but the softmax ones have; their attention's plan is of
-    both then.
-    """
-    gate: float = 0.0
-    """Widths of the queries that softmax attention keeps more: an output gate's, and of norms in
-    float32.
-    """
-    residual: float = 6.0
-    """Widths of the residual stream that a layer keeps: residuals, inputs and outputs of norms and
-    projections.
-    """
-    normed: float = 0.0
-    """Widths of a delta rule's output that its norm keeps more, where it is no kernel."""
-    first_layer: float = 0.0
-    """Such widths that the first layer keeps more: queries and keys of twice the width."""
-    modulated: int = 0
-    """Widths of the residual stream that a layer looks up for every token: a DiT's shifts, scales
-    and gates.
-    """
-    replicated: int = 0
-    """Parameters that tensor parallelism does not divide."""
-    averages: int = 0
-    """Bytes per parameter of averages of the weights."""
-    wide_logits: int = LOSS_CHUNK["cuda"]
-    """Logits of a low precision that are there in float32 at once."""
-    workspaces: int = 0
-    """Bytes that libraries take to work in."""
-
-    @property
-    def trained_share(self) -> float:
-        """Return the share of the parameters that have gradients and an optimizer's state."""
-        return 1.0 if self.trained is None else self.trained / self.parameters
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrangement:
-    """Division of the work among ranks, besides the attention's plan."""
-
-    pp: int = 1
-    dp: int = 1
-    tp: int = 1
-    strategy: Strategy = "zero3"
-    copies: int = 1
-    recompute: str = "none"
-    offload: bool = False
-    state_bytes: int = 8
-    """Bytes of the optimizer's state for a trained parameter."""
-    moments_on_host: bool = False
-    loss_chunk: int = 0
-    ffn_chunk: int = 0
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    compiled: bool = False
-
-
 class Moments(NamedTuple):
-    """Bytes at the moments of a step at one of which its memory peaks; of a layer, in the midst of
-    its backward.
+    """Bytes at the moments of a step at which its memory may peak.
+
+    A layer's moment is in the middle of its backward. Which moment is the peak depends on the
+    model: logits are large for a large vocabulary; the last layer's backward sees all activations;
+    the first layers' see the gradients of all others; the optimizer sees all gradients.
     """
 
     loss: float
@@ -120,153 +37,257 @@ class Moments(NamedTuple):
     end: float
 
 
-def memory_of(work: StepShape, plan: Plan, arranged: Arrangement) -> dict[str, float]:
+def memory_of(work: StepShape, plan: Plan, arrangement: Arrangement) -> dict[str, float]:
     """Return the bytes of the busiest rank at the peak of a step, by cause.
 
     In a pipeline the loss is the last stage's and the rest the first one's.
+
+    Args:
+        work: the model and its micro-batches.
+        plan: the attention over cp, of one micro-batch.
+        arrangement: the other dimensions of the mesh, and the settings that save memory.
     """
-    states, gradients, passing = _weights(work, plan, arranged)
-    activations, inside = _activations(work, plan, arranged)
-    found = (
-        {
-            "weights, gradients, optimizer": states + there,
-            "activations": held,
-            "a layer's backward, or the logits": part + rest + work.workspaces,
-        }
-        for there, held, part, rest in zip(gradients, activations, passing, inside, strict=True)
-    )
-    return max(found, key=lambda memory: sum(memory.values()))
-
-
-def _weights(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float, Moments, Moments]:
-    """Count weights with the optimizer's state; at each moment gradients, and what is on its way to
-    them.
-
-    Gradients of one micro-batch come layer by layer; those of several are there from the second on.
-    In a pipeline the first stage has the tables, and the last the output.
-    """
-    tp, size, trained = arranged.tp, work.element_size, work.trained_share
-    output = work.vocab * work.hidden / tp
-    outside, layers = work.outside / tp, -(-work.layers // arranged.pp)
-    each = ((work.parameters - work.replicated) / tp + work.replicated - outside) / work.layers
-    if arranged.pp > 1:
-        outside = max(output, outside - output)
-    own, shards = layers * each + outside, _shards(plan, arranged)
-    moments_here = 0 if arranged.moments_on_host else arranged.state_bytes
-    states = (4 + moments_here + work.averages) * own * trained + size * own * (1 - trained)
-    copied = shards > 1 or size < 4
-    copies = (outside + each if arranged.strategy == "zero3" else own) * size * copied
-    gradients = (
-        4
-        * own
-        * trained
-        / (1 if arranged.strategy == "zero1" and work.micro_batches > 1 else shards)
-    )
-    there, waiting = Moments._make([gradients] * 5), 0.0
-    if work.micro_batches == 1:  # the output's waits for what else is in no layer
-        done = (0, 0, max(0, layers - 2), layers - 1)
-        there = Moments._make(
-            [*(4 * number * each * trained / shards for number in done), gradients]
+    states, gradients, temporary_weights = _weights(work, plan, arrangement)
+    activations, temporary = _activations(work, plan, arrangement)
+    memory_by_moment = []
+    for gradient, activation, passing, rest in zip(
+        gradients, activations, temporary_weights, temporary, strict=True
+    ):
+        memory_by_moment.append(
+            {
+                "weights, gradients, optimizer": states + gradient,
+                "activations": activation,
+                "a layer's backward, or the logits": passing + rest + work.workspaces,
+            }
         )
-        waiting = size * output * trained
-    summed = 4 * each * trained * copied  # of the layer after, until the next are summed over ranks
-    gathered = (
-        size * each * (arranged.strategy == "zero3" and shards > 1)
-    )  # of the layer before, ahead
-    last = 4 * (1 + 1 / shards) * outside * trained * copied
-    if arranged.strategy == "legacy_ddp":
-        last = 4 * own * trained  # all in one piece
-    pieces = min(2 * PIECE, own / shards) * arranged.state_bytes * arranged.moments_on_host
-    passing = Moments(
+    return max(memory_by_moment, key=lambda memory: sum(memory.values()))
+
+
+class _Stage(NamedTuple):
+    """Parameters of the busiest pipeline stage on a tensor-parallel rank."""
+
+    layers: int
+    per_layer: float
+    outside: float
+    """Parameters outside the layers: the first stage has the embeddings, the last the output."""
+    output: float
+    """Those of the output projection."""
+
+    @property
+    def total(self) -> float:
+        """Return all parameters of the stage."""
+        return self.layers * self.per_layer + self.outside
+
+
+def _stage(work: StepShape, arrangement: Arrangement) -> _Stage:
+    tp = arrangement.tp
+    output = work.vocab * work.hidden / tp
+    outside = work.outside / tp
+    split = (work.parameters - work.replicated) / tp
+    per_layer = (split + work.replicated - outside) / work.layers
+    if arrangement.pp > 1:
+        outside = max(output, outside - output)
+    return _Stage(arrangement.stage_layers(work), per_layer, outside, output)
+
+
+def _weights(
+    work: StepShape, plan: Plan, arrangement: Arrangement
+) -> tuple[float, Moments, Moments]:
+    """Count the weights with the optimizer's state, their gradients, and temporary copies of both.
+
+    Returns:
+        Bytes of weights and state; of gradients at each moment; of gathered weights and of
+        gradients that are not yet reduced at each moment.
+    """
+    size = work.element_size
+    trained_share = work.trained_share
+    stage = _stage(work, arrangement)
+    shards = num_shards(plan, arrangement)
+
+    # Trained weights are in float32, beside the optimizer's state and averages; frozen ones are in
+    # the dtype of the computation.
+    state_bytes = 0 if arrangement.moments_on_host else arrangement.state_bytes
+    trained_bytes = (4 + state_bytes + work.averages) * stage.total * trained_share
+    states = trained_bytes + size * stage.total * (1 - trained_share)
+
+    # Copies of the weights in the dtype of the computation, all gathered. With zero3 they are those
+    # of one layer and of the parameters outside, else of the stage, all the time.
+    is_copied = shards > 1 or size < 4
+    is_gathered = arrangement.strategy == "zero3"
+    copied_parameters = stage.total
+    if is_gathered:
+        copied_parameters = stage.outside + stage.per_layer
+    copies = copied_parameters * size * is_copied
+
+    gradients, waiting_bytes = _gradients(work, shards, arrangement, stage)
+
+    # In a backward: the gradient of the layer after, until the next ones are reduced over ranks,
+    # and the weights of the layer before, gathered ahead.
+    unreduced_bytes = 4 * stage.per_layer * trained_share * is_copied
+    gathered = size * stage.per_layer * (is_gathered and shards > 1)
+
+    # At the end: gradients of the parameters outside the layers, before and after their reduction
+    # (legacy_ddp reduces all in one piece), or pieces of the moments that come from the host.
+    last = 4 * (1 + 1 / shards) * stage.outside * trained_share * is_copied
+    if arrangement.strategy == "legacy_ddp":
+        last = 4 * stage.total * trained_share
+    moment_bytes = (
+        min(2 * PIECE, stage.total / shards) * arrangement.state_bytes * arrangement.moments_on_host
+    )
+
+    temporary = Moments(
         loss=0,
-        last_layer=waiting + gathered,
-        second_layer=waiting + gathered + summed,
-        first_layer=waiting + summed,
-        end=max(last, pieces) - copies,
+        last_layer=waiting_bytes + gathered,
+        second_layer=waiting_bytes + gathered + unreduced_bytes,
+        first_layer=waiting_bytes + unreduced_bytes,
+        end=max(last, moment_bytes) - copies,  # gathered weights are freed at the end
     )
-    return states / shards + copies, there, passing  # at the end the whole weights are let go of
+    return states / shards + copies, gradients, temporary
 
 
-def _activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[Moments, Moments]:
-    """Count what layers keep at each moment, and what the loss or a layer's backward takes besides."""
-    tokens, layers = work.micro_batch * plan.local_len, -(-work.layers // arranged.pp)
-    stream = tokens * work.hidden * work.element_size / arranged.tp
-    flying, ends = (
-        arranged.pipeline.in_flight(rank, arranged.pp, work.micro_batches)
-        for rank in (0, arranged.pp - 1)
-    )
-    sent = stream * flying * (arranged.pp > 1)
-    one, held = tokens * _kept(work, plan, arranged), layers
-    if arranged.offload:  # what is on its way; the layer that runs is counted with its inside
-        one, held = one * (layers > 1 and fetched_ahead(work, plan, arranged)), 1
-    every, again = one * held, stream * work.first_layer
-    two, first = one * min(2, held), one
-    if arranged.recompute in ("none", "selective"):
-        every, two, first, again = every + again, two + again, first + again, 0.0
-    waiting = (flying - 1) * every + sent
-    layer = max(_backward_bytes(kind, plan, arranged) for _, kind in _kinds(work))
-    others = every + _loss_kept(work, tokens, arranged) * (
-        arranged.pipeline.pipeline_schedule == "GPipe"
-    )
+def _gradients(
+    work: StepShape, shards: int, arrangement: Arrangement, stage: _Stage
+) -> tuple[Moments, float]:
+    """Count the gradients at each moment, and the output's while it waits for its reduction.
+
+    Gradients of one micro-batch come layer by layer; those of several exist from the second on.
+    zero1 keeps the sums of several whole.
+    """
+    trained_share = work.trained_share
+    if work.micro_batches > 1:
+        if arrangement.strategy == "zero1":
+            shards = 1
+        gradients = 4 * stage.total * trained_share / shards
+        return Moments._make([gradients] * 5), 0.0
+
+    # The output's gradient waits for those of the other parameters outside the layers.
+    waiting_bytes = work.element_size * stage.output * trained_share
+    num_done = (0, 0, max(0, stage.layers - 2), stage.layers - 1)
+    by_moment = [4 * layers * stage.per_layer * trained_share / shards for layers in num_done]
+    return Moments(*by_moment, end=4 * stage.total * trained_share / shards), waiting_bytes
+
+
+def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple[Moments, Moments]:
+    """Count kept activations at each moment, and temporary tensors of the loss or a backward.
+
+    In a pipeline with 1F1B the first stage has most micro-batches in flight, and the last has one.
+    GPipe runs all forwards first, so that every stage has all of them, with their logits.
+    """
+    pp = arrangement.pp
+    tokens = work.tokens(plan)
+    layers = arrangement.stage_layers(work)
+    stream = tokens * work.hidden * work.element_size / arrangement.tp
+    in_flight = arrangement.pipeline.in_flight(0, pp, work.micro_batches)
+    in_flight_last = arrangement.pipeline.in_flight(pp - 1, pp, work.micro_batches)
+    sent = stream * in_flight * (pp > 1)
+
+    # What the layers keep. With offload only the activations on their way count here; the running
+    # layer's are in its backward.
+    per_layer = tokens * kept_per_token(work, plan, arrangement)
+    kept_layers = layers
+    if arrangement.offload:
+        per_layer = per_layer * (layers > 1 and fetched_ahead(work, plan, arrangement))
+        kept_layers = 1
+
+    # The first layer keeps more, or recomputes more.
+    all_layers = per_layer * kept_layers
+    two_layers = per_layer * min(2, kept_layers)
+    first_layer = per_layer
+    recomputed_bytes = stream * work.first_layer
+    if arrangement.recompute in ("none", "selective"):
+        all_layers = all_layers + recomputed_bytes
+        two_layers = two_layers + recomputed_bytes
+        first_layer = first_layer + recomputed_bytes
+        recomputed_bytes = 0.0
+
+    # Other micro-batches in flight wait with all their layers, and with GPipe with their losses.
+    waiting_bytes = (in_flight - 1) * all_layers + sent
+    keeps_loss = arrangement.pipeline.pipeline_schedule == "GPipe"
+    other_micro_batches = all_layers + _loss_kept(work, tokens, arrangement) * keeps_loss
     activations = Moments(
-        loss=every + 2 * stream + (ends - 1) * others,
-        last_layer=every + waiting,
-        second_layer=waiting + two,
-        first_layer=waiting + first,
+        loss=all_layers + 2 * stream + (in_flight_last - 1) * other_micro_batches,
+        last_layer=all_layers + waiting_bytes,
+        second_layer=waiting_bytes + two_layers,
+        first_layer=waiting_bytes + first_layer,
         end=0,
     )
-    # The logits and their gradients, of a low precision in float32 a few rows at a time.
-    scores, size = min(tokens, arranged.loss_chunk or tokens), work.element_size
-    width = max(1, work.vocab / arranged.tp)
-    rows = min(scores, work.wide_logits / width)
-    loss = width * ((2 * size * scores + 8 * rows) if size < 4 else (size + 4) * scores)
-    loss += _loss_kept(work, tokens, arranged) if arranged.loss_chunk else 0
-    return activations, Moments(loss, layer, layer, layer + again, 0)
+
+    loss = _loss_bytes(work, tokens, arrangement)
+    layer = max(_backward_bytes(kind, plan, arrangement) for _, kind in kinds(work))
+    return activations, Moments(loss, layer, layer, layer + recomputed_bytes, 0)
 
 
-def _loss_kept(work: StepShape, tokens: int, arranged: Arrangement) -> float:
-    """Count what a loss keeps until its backward: logits, or the gradients that came with it."""
-    width = max(1, work.vocab / arranged.tp)
-    if arranged.loss_chunk:
-        return work.hidden * (4 * width + tokens * work.element_size / arranged.tp)
+def _loss_bytes(work: StepShape, tokens: int, arrangement: Arrangement) -> float:
+    """Count the logits and their gradients; low precisions are in float32 a few rows at a time."""
+    size = work.element_size
+    scored_tokens = min(tokens, arrangement.loss_chunk or tokens)
+    width = max(1, work.vocab / arrangement.tp)
+    float32_rows = min(scored_tokens, work.wide_logits / width)
+    if size < 4:
+        loss = width * (2 * size * scored_tokens + 8 * float32_rows)
+    else:
+        loss = width * ((size + 4) * scored_tokens)
+    if arrangement.loss_chunk:
+        loss += _loss_kept(work, tokens, arrangement)
+    return loss
+
+
+def _loss_kept(work: StepShape, tokens: int, arrangement: Arrangement) -> float:
+    """Count the tensors a loss keeps until its backward: logits, or gradients if in chunks.
+
+    A loss in chunks computes its gradients at once, in the forward.
+    """
+    width = max(1, work.vocab / arrangement.tp)
+    if arrangement.loss_chunk:
+        return work.hidden * (4 * width + tokens * work.element_size / arrangement.tp)
     return width * work.element_size * tokens
 
 
-def _backward_bytes(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Count what a layer's backward takes besides what is kept: what is computed again, and
-    gradients inside.
+def _backward_bytes(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
+    """Count the bytes of a layer's backward, besides those that its forward has kept.
 
-    It is most in the feed-forward, or in the attention, when what the feed-forward held is gone and
-    the gradients of its weights are there.
+    They are recomputed activations and inner gradients. The peak is in the feed-forward, or in the
+    attention, when the feed-forward's activations are freed and its weights' gradients exist.
     """
-    of, tokens = own_sizes(work, plan, arranged.tp), work.micro_batch * plan.local_len
-    size, split = work.element_size / arranged.tp, arranged.tp > 1
-    kept, inside = _layer_activations(work, plan, arranged)
-    matrices, rows = 3 if work.gated else 2, min(tokens, arranged.ffn_chunk or tokens)
-    stream, wide, matrix = (
-        tokens * work.hidden * size,
-        rows * work.ffn * size,
-        work.hidden * work.ffn * size,
-    )
-    ffn, gone = (matrices - 1) * wide + matrix + stream, work.residual / 2 * stream
-    whole = stream * arranged.tp  # of all tokens, where ranks share them
-    if arranged.ffn_chunk:  # its gradients of weights are summed in float32
-        ffn += matrices * (wide + matrix * (1 + 4 / work.element_size)) + (
-            2 * whole if split else stream
-        )
+    tp = arrangement.tp
+    tokens = work.tokens(plan)
+    size = work.element_size / tp
+    saved_bytes, needed_bytes = _layer_activations(work, plan, arrangement)
+    recomputed_bytes = tokens * (needed_bytes - saved_bytes * (not arrangement.offload))
+
+    # Sizes: hidden states of the tokens, a chunk's inner activations, a weight matrix.
+    num_matrices = 3 if work.gated else 2
+    rows = min(tokens, arrangement.ffn_chunk or tokens)
+    stream = tokens * work.hidden * size
+    inner = rows * work.ffn * size
+    matrix = work.hidden * work.ffn * size
+    all_tokens = stream * tp  # of all ranks, which are gathered
+
+    # The peak in the feed-forward, and what it has freed by the attention's backward.
+    ffn = (num_matrices - 1) * inner + matrix + stream
+    freed_bytes = work.residual / 2 * stream
+    if arrangement.ffn_chunk:  # gradients of its weights are summed in float32
+        weight_gradients = matrix * (1 + 4 / work.element_size)
+        gathered = stream
+        if tp > 1:
+            gathered = 2 * all_tokens
+        ffn += num_matrices * (inner + weight_gradients) + gathered
     else:
-        ffn, gone = ffn + whole * split, gone + matrices * wide
+        ffn = ffn + all_tokens * (tp > 1)
+        freed_bytes = freed_bytes + num_matrices * inner
+
+    # The peak in the attention.
     if work.delta is None:
-        buffers: float = backward_buffers(plan, of, plan.backward_moves(of))
+        sizes_of_rank = rank_sizes(work, plan, tp)
+        moves = plan.backward_moves(sizes_of_rank)
+        buffers: float = backward_buffers(plan, sizes_of_rank, moves)
     else:
-        buffers = work.delta.split(arranged.tp).buffers(
-            work.micro_batch, plan.local_len, work.element_size
-        )
-    attention = buffers + 2 * stream - gone + matrices * matrix
-    return tokens * (inside - kept * (not arranged.offload)) + max(attention, ffn)
+        buffers = work.delta.split(tp).buffers(work.micro_batch, plan.local_len, work.element_size)
+    attention = buffers + 2 * stream - freed_bytes + num_matrices * matrix
+    return recomputed_bytes + max(attention, ffn)
 
 
-def _kinds(work: StepShape) -> list[tuple[float, StepShape]]:
+def kinds(work: StepShape) -> list[tuple[float, StepShape]]:
     """Return the kinds of layers, each with its share of them."""
     if work.delta is None:
         return [(1.0, work)]
@@ -274,120 +295,79 @@ def _kinds(work: StepShape) -> list[tuple[float, StepShape]]:
     return [(share, replace(work, delta=None)), (1 - share, work)]
 
 
-def _kept(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes per token that a layer keeps for its backward, of all kinds on average."""
-    return sum(share * _layer_activations(kind, plan, arranged)[0] for share, kind in _kinds(work))
+def kept_per_token(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
+    """Return the bytes per token that a layer keeps for its backward, averaged over all kinds."""
+    return sum(
+        share * _layer_activations(kind, plan, arrangement)[0] for share, kind in kinds(work)
+    )
 
 
-def _layer_activations(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[float, float]:
-    """Return bytes per token that a layer keeps for its backward, and that it holds then.
+def _layer_activations(
+    work: StepShape, plan: Plan, arrangement: Arrangement
+) -> tuple[float, float]:
+    """Return bytes per token that a layer keeps for its backward, and that the backward needs.
 
     Counted module by module: residuals, inputs of norms and projections; queries, keys and values,
-    the output and its lse; gate, up and product of a gated feed-forward, input and activation of
+    the output and its LSE; gate, up and product of a gated feed-forward, input and activation of
     another.
     """
-    queries, keys = work.heads * work.head_dim, work.kv_heads * work.head_dim
-    ffn = 0 if arranged.ffn_chunk else (3 if work.gated else 2) * work.ffn
-    per_channel, lse = work.element_size / arranged.tp, 4 * work.heads / arranged.tp
-    gathered = 2 * (1 - 1 / arranged.tp) * work.hidden * work.element_size  # outputs of norms
-    outputs = queries * _outputs(plan)
+    tp = arrangement.tp
+    per_channel = work.element_size / tp
+
+    # The attention, and of it the results that attention_boundary keeps.
+    queries = work.heads * work.head_dim
+    keys = work.kv_heads * work.head_dim
+    lse = 4 * work.heads / tp
+    outputs = queries * num_outputs(plan)
     if work.delta is None:
         attention = (queries + outputs + 2 * keys + work.gate * queries) * per_channel + lse
         results = outputs * per_channel + lse
     else:
-        delta, of = work.delta.split(arranged.tp), (plan, work.micro_batch, work.element_size)
-        attention, results = delta.activations(*of, work.normed), sum(delta.results(*of))
-    everything = (
-        ((work.residual + work.modulated) * work.hidden + ffn) * per_channel + attention + gathered
-    )
-    if arranged.recompute == "full":
+        delta = work.delta.split(tp)
+        attention = delta.activations(plan, work.micro_batch, work.element_size, work.normed)
+        results = sum(delta.results(plan, work.micro_batch, work.element_size))
+
+    # The feed-forward, the residual stream, and the norms' outputs, which are gathered over tp.
+    ffn = 0
+    if not arrangement.ffn_chunk:
+        ffn = (3 if work.gated else 2) * work.ffn
+    norm_outputs = 2 * (1 - 1 / tp) * work.hidden * work.element_size
+    stream = (work.residual + work.modulated) * work.hidden
+    everything = (stream + ffn) * per_channel + attention + norm_outputs
+    if arrangement.recompute == "full":
         return work.hidden * per_channel, everything
-    if arranged.recompute == "attention_boundary":
+    if arrangement.recompute == "attention_boundary":
         return work.hidden * per_channel + results, everything
     return everything, everything
 
 
-def _outputs(plan: Plan) -> int:
-    """Return how often the attention's output is kept: by Ulysses before its exchange and after,
-    but in stages.
+def num_outputs(plan: Plan) -> int:
+    """Return the copies of the attention's output that are kept.
+
+    Ulysses keeps it before and after its exchange, except in stages of heads.
     """
-    return (
-        2
-        if plan.geometry.ulysses_degree > 1 and plan.geometry.options.ulysses_head_chunks == 1
-        else 1
-    )
+    geometry = plan.geometry
+    exchanges = geometry.ulysses_degree > 1 and geometry.options.ulysses_head_chunks == 1
+    if exchanges:
+        return 2
+    return 1
 
 
-def moments(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes of a rank's moments in host memory."""
-    own = (
-        work.trained_share * work.parameters / (arranged.tp * arranged.pp) / _shards(plan, arranged)
-    )
-    return arranged.state_bytes * own if arranged.moments_on_host else 0.0
+def num_shards(plan: Plan, arrangement: Arrangement) -> int:
+    """Return the ranks that share gradients and the optimizer's state."""
+    if arrangement.strategy in ("ddp", "legacy_ddp"):
+        return 1
+    return arrangement.dp * plan.size // arrangement.copies
 
 
-def _shards(plan: Plan, arranged: Arrangement) -> int:
-    return (
-        1
-        if arranged.strategy in ("ddp", "legacy_ddp")
-        else arranged.dp * plan.size // arranged.copies
-    )
+def fetched_ahead(work: StepShape, plan: Plan, arrangement: Arrangement) -> bool:
+    """Return True if offloaded activations come back while the layer after theirs runs."""
+    per_token = max(_layer_activations(kind, plan, arrangement)[0] for _, kind in kinds(work))
+    return work.tokens(plan) * per_token <= FETCH_AHEAD
 
 
-def offloaded(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes that a micro-batch keeps in host memory."""
-    kept = _kept(work, plan, arranged)
-    return (
-        work.micro_batch * plan.local_len * kept * -(-work.layers // arranged.pp)
-        if arranged.offload
-        else 0.0
-    )
-
-
-def pinned(work: StepShape, plan: Plan, arranged: Arrangement) -> float:
-    """Return the bytes of host memory that torch pins for both, but for what is left of the
-    moments' last slab.
-
-    Of a pipeline the first stage has most there: of all micro-batches in flight.
-    """
-    layers = -(-work.layers // arranged.pp)
-    flying = ceil(arranged.pipeline.in_flight(0, arranged.pp, work.micro_batches))
-    counts = [
-        (round(share * layers) * flying, _pinned_tensors(kind, plan, arranged))
-        for share, kind in _kinds(work)
-    ]
-    return sum(_in_slabs(tensors, times) for times, tensors in counts) + moments(
-        work, plan, arranged
-    )
-
-
-def _pinned_tensors(work: StepShape, plan: Plan, arranged: Arrangement) -> tuple[int, ...]:
-    """Return the bytes of each tensor that a layer keeps in host memory."""
-    tokens, part = work.micro_batch * plan.local_len, work.element_size / arranged.tp
-    kept = [work.hidden * part] if arranged.offload else []
-    if arranged.offload and arranged.recompute == "attention_boundary":
-        if work.delta is not None:
-            kept += work.delta.split(arranged.tp).results(plan, work.micro_batch, work.element_size)
-        else:
-            kept += [work.heads * work.head_dim * part] * _outputs(plan) + [
-                4 * work.heads / arranged.tp
-            ]
-    return tuple(round(tokens * count) for count in kept)
-
-
-@lru_cache(maxsize=1024)
-def _in_slabs(tensors: tuple[int, ...], times: int) -> int:
-    """Return the bytes of the slabs of tensors that are kept so many times."""
-    return in_slabs(tensors * times, SEVERAL)
-
-
-def fetched_ahead(work: StepShape, plan: Plan, arranged: Arrangement) -> bool:
-    """Return whether offloaded activations come back while the layer after theirs runs."""
-    kept = max(_layer_activations(kind, plan, arranged)[0] for _, kind in _kinds(work))
-    return work.micro_batch * plan.local_len * kept <= FETCH_AHEAD
-
-
-def own_sizes(work: StepShape, plan: Plan, tp: int) -> Sizes:
-    """Return the attention's sizes of a rank's heads."""
-    heads, kv_heads = work.heads // tp, max(1, work.kv_heads // tp)
+def rank_sizes(work: StepShape, plan: Plan, tp: int) -> Sizes:
+    """Return the sizes of the attention of one rank's heads."""
+    heads = work.heads // tp
+    kv_heads = max(1, work.kv_heads // tp)
     return sizes(plan.geometry, work.micro_batch, heads, kv_heads, work.head_dim, work.element_size)

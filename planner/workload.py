@@ -1,5 +1,8 @@
-"""A step in numbers, for the cost model: its work, the documents of a micro-batch, the layouts of a
-hybrid.
+"""A training step in numbers for the cost model: its work, documents, and a hybrid's layouts.
+
+Packed documents decide how unequal the ranks' work is, and a plan has to be made for concrete
+lengths. `typical_documents` draws them from the data's own lengths with a fixed seed, so that every
+rank and every start of a run plans for the same micro-batch.
 """
 
 from collections.abc import Sequence
@@ -31,39 +34,46 @@ from parallel.context.config import HybridLayout
 from parallel.context.linear.relayout import moved_tokens
 from parallel.context.plan import make_plan
 from parallel.context.traffic import sizes
-from planner.attention_cost import GB, AttentionCost
 from planner.cluster import Cluster
-from planner.delta_cost import DeltaShape
-from planner.step_memory import StepShape
+from planner.layers.attention_cost import AttentionCost
+from planner.layers.delta_cost import DeltaShape
+from planner.step_shape import StepShape
 from runtime.errors import UserError
 from train.config.common import CommonConfig
 from train.config.entries import Config, DiTRunConfig
 
 WORKSPACES = 2 * (32 << 20)
-"""Bytes that torch gives cuBLAS and cuBLASLt to work in, on Hopper; on older GPUs fewer."""
-MOST = 1 << 20
-"""Documents of a file to look at; of more, evenly spaced ones."""
-DRAWN = 1 << 16
+"""Bytes of torch's workspaces for cuBLAS and cuBLASLt, on Hopper; older GPUs have smaller ones."""
+MAX_READ = 1 << 20
+"""Documents of a file whose lengths are read; of a longer file, evenly spaced ones."""
+NUM_DRAWN = 1 << 16
 """Documents to draw from, of all files together."""
-FIRST = 32
-"""Micro-batches of a run to read for the one that takes most memory."""
+MAX_MICRO_BATCHES = 32
+"""Micro-batches of a run that are read for the one that takes most memory."""
 
 
 def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
-    """Return the work of a step. The vocabulary of a language model must be known."""
+    """Return the work of a step. The vocabulary of a language model must be known.
+
+    A CPU has no fused kernels for norms and the delta rule, so that layers keep more there.
+
+    Args:
+        dp: data-parallel ranks.
+        device: cuda or cpu.
+    """
     model = config.model
-    fields = {**_numbers(config)}
+    fields = dict(_model_numbers(config))
     if device == "cpu":
         fields["first_layer"] = 0.0
         fields["wide_logits"] = LOSS_CHUNK["cpu"]
-        fields["residual"] = (
-            10.0 if config.train.bf16 else StepShape.residual
-        )  # norms keep copies in float32
-        if delta := fields.get("delta"):
-            fields |= {
-                "delta": delta._replace(slab=CPU_CHUNKS),
-                "normed": 3.0 if config.train.bf16 else 1.0,
-            }
+        fields["residual"] = StepShape.residual
+        norm_copies = 1.0
+        if config.train.bf16:  # norms keep copies in float32
+            fields["residual"] = 10.0
+            norm_copies = 3.0
+        if "delta" in fields:
+            fields["delta"] = fields["delta"]._replace(slab=CPU_CHUNKS)
+            fields["normed"] = norm_copies
     else:
         fields["workspaces"] = WORKSPACES
     return StepShape(
@@ -81,28 +91,24 @@ def workload_of(config: CommonConfig, dp: int, device: str) -> StepShape:
 
 
 @singledispatch
-def _numbers(config: CommonConfig) -> dict[str, Any]:
-    """Return the numbers of a kind of model: the fields of ``StepShape`` that are not the same for
-    all.
-    """
+def _model_numbers(config: CommonConfig) -> dict[str, Any]:
+    """Return the fields of ``StepShape`` that depend on the kind of model."""
     raise TypeError(f"no numbers of {type(config)}")
 
 
-@_numbers.register
+@_model_numbers.register
 def _(config: Config) -> dict[str, Any]:
     return _language(config.model)
 
 
-@_numbers.register
+@_model_numbers.register
 def _(config: DiTRunConfig) -> dict[str, Any]:
-    more = {"modulated": 6 * config.packed, "averages": 4 if config.ema_decay else 0}
-    return _diffusion(config.model) | more
+    averages = 4 if config.ema_decay else 0
+    return {**_diffusion(config.model), "modulated": 6 * config.packed, "averages": averages}
 
 
 def with_softmax_layers(work: StepShape, config: CommonConfig, cluster: Cluster) -> StepShape:
-    """Return the work with the seconds of a hybrid's layers of softmax attention, in the faster of
-    its layouts.
-    """
+    """Return the work with the seconds of a hybrid's softmax layers, in the faster layout."""
     if not config.hybrid_layouts:
         return work
     seconds = min(layout_seconds(config, cluster).values())
@@ -113,120 +119,120 @@ def with_softmax_layers(work: StepShape, config: CommonConfig, cluster: Cluster)
 def _language(model: DecoderConfig) -> dict[str, Any]:
     """Return a language model's numbers; weights are counted on the meta device."""
     windows = [window for window in map(model.window, range(model.num_layers)) if window]
-    with _Undrawn():
-        delta = 3 * model.state_elements if model.delta_rule else 0  # counted apart, in chunks
-        products = (
-            int(flops_per_token(model.merged(), 0) / 6) - delta
-        )  # at length 0 there is no softmax attention
-        parameters, trained = num_parameters(model), num_trained(model)
-    found: dict[str, Any] = {
+    with _NoInitialization():
+        # The delta rule's products are counted by its own cost, in chunks.
+        delta_products = 3 * model.state_elements if model.delta_rule else 0
+        # At length 0 there is no softmax attention.
+        all_products = int(flops_per_token(model.merged(), 0) / 6)
+        parameters = num_parameters(model)
+        trained = num_trained(model)
+    num_tables = 1 + model.untie_embeddings_and_output_weights
+    table_entries = model.vocabulary * num_tables + (model.position_table or 0)
+    numbers: dict[str, Any] = {
         "gated": model.footprint.gated,
         "residual": model.footprint.fused_residual,
         "first_layer": model.footprint.first_layer,
         "vocab": model.vocabulary,
         "parameters": parameters,
-        "outside": (
-            model.vocabulary * (1 + model.untie_embeddings_and_output_weights)
-            + (model.position_table or 0)
-        )
-        * model.hidden_size,
+        "outside": table_entries * model.hidden_size,
         "trained": trained,
-        "matrix_weights": products,
+        "matrix_weights": all_products - delta_products,
         "window": windows[0] if windows else None,
         "windowed_layers": len(windows),
     }
     if not isinstance(model, DeltaConfig):
-        return found
+        return numbers
+
     heads = DeltaShape(
-        *(
-            model.key_heads,
-            model.value_heads,
-            model.key_dim,
-            model.value_dim,
-            model.linear_conv_kernel_dim,
-        ),
+        key_heads=model.key_heads,
+        heads=model.value_heads,
+        key_dim=model.key_dim,
+        value_dim=model.value_dim,
+        taps=model.linear_conv_kernel_dim,
         per_channel=model.linear_gate == "per_channel",
     )
     norms = (1 + model.query_groups / model.num_attention_heads) * model.footprint.qk_norms
     gate = model.footprint.output_gate + norms
-    return found | {"delta": heads, "softmax_layers": len(softmax_layers(model)), "gate": gate}
+    return numbers | {"delta": heads, "softmax_layers": len(softmax_layers(model)), "gate": gate}
 
 
-class _Undrawn(TorchFunctionMode):
-    """Leaves weights as they are: torch draws those of the meta device by operators that take a
-    second to import.
-    """
+class _NoInitialization(TorchFunctionMode):
+    """Skips the initialization of weights, whose meta operators take a second to import."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return kwargs["tensor"] if func is nn.init.normal_ else func(*args, **kwargs)
+        if func is nn.init.normal_:
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 @lru_cache
 def _diffusion(model: DiTConfig) -> dict[str, Any]:
-    """Return a diffusion transformer's numbers: a patch's prediction stands in the place of logits."""
+    """Return a diffusion transformer's numbers; a patch's prediction counts as its logits."""
     attention = 2 * model.num_layers * model.num_patches * model.hidden_size
+    modulation = 6 * model.num_layers * model.hidden_size**2  # makes shifts, scales and gates
     return {
         "gated": False,
         "vocab": model.out_width,
         "parameters": num_dit_parameters(model),
         "outside": 2 * model.out_width * model.hidden_size,
         "matrix_weights": multiply_adds(model) // model.num_patches - attention,
-        "replicated": 6
-        * model.num_layers
-        * model.hidden_size**2,  # which make shifts, scales and gates
+        "replicated": modulation,
     }
 
 
 def layout_seconds(config: Any, cluster: Cluster) -> dict[HybridLayout, float]:
-    """Return the seconds of a softmax layer, forward and backward, in each layout that a hybrid may
-    have.
+    """Return the seconds of a softmax layer, forward and backward, in each layout of a hybrid.
 
     An exchange moves q, k and v inward and the output outward, and their gradients in the backward:
-    2 x (2 heads + 2 kv_heads) x head_dim elements of each token that changes its rank. It is not
-    overlapped.
+    2 x (2 heads + 2 kv_heads) x head_dim elements of each token that changes its rank. It overlaps
+    with nothing.
     """
-    model, size, tp = (
-        config.model,
-        config.mesh.context_parallel_size,
-        config.mesh.tensor_model_parallel_size,
-    )
-    seq_len, batch = config.joined_length, 1 if config.packed else config.train.micro_batch_size
-    heads, kv_heads = model.num_attention_heads // tp, max(1, model.query_groups // tp)
+    model = config.model
+    size = config.mesh.context_parallel_size
+    tp = config.mesh.tensor_model_parallel_size
+    seq_len = config.joined_length
+    batch = 1 if config.packed else config.train.micro_batch_size
+    heads = model.num_attention_heads // tp
+    kv_heads = max(1, model.query_groups // tp)
     element_size = 2 if config.train.bf16 else 4
-    link = (
-        cluster.inside_gb_per_s if size * tp <= cluster.gpus_per_node else cluster.between_gb_per_s
-    )
+    link = cluster.between_bytes_per_s
+    if size * tp <= cluster.gpus_per_node:
+        link = cluster.inside_bytes_per_s
 
-    found = {}
-    linear = config.context.context_parallel_layout
-    for layout in config.hybrid.layouts(linear):
+    seconds = {}
+    linear_layout = config.context.context_parallel_layout
+    for layout in config.hybrid.layouts(linear_layout):
         method = config.hybrid.context(layout).context_parallel_method
         plan = make_plan(method, seq_len=seq_len, size=size, multiple=tp, layout=layout)
-        lies = "zigzag" if linear == "zigzag" else "auto"
-        outside = make_plan(
-            "lasp", seq_len=seq_len, size=size, multiple=plan.local_len, layout=lies
+        linear_plan = make_plan(
+            "lasp",
+            seq_len=seq_len,
+            size=size,
+            multiple=plan.local_len,
+            layout="zigzag" if linear_layout == "zigzag" else "auto",
         )
-        moved = moved_tokens(outside.geometry, plan.geometry)
-        exchanged = 2 * (2 * heads + 2 * kv_heads) * model.head_dim * element_size * batch * moved
-        of = sizes(plan.geometry, batch, heads, kv_heads, model.head_dim, element_size)
-        cost = AttentionCost(plan, of, cluster, tp)
-        found[layout] = cost.forward() + cost.backward() + exchanged / (link * GB)
-    return found
+        num_moved = moved_tokens(linear_plan.geometry, plan.geometry)
+        exchanged_bytes = (
+            2 * (2 * heads + 2 * kv_heads) * model.head_dim * element_size * batch * num_moved
+        )
+        rank_sizes = sizes(plan.geometry, batch, heads, kv_heads, model.head_dim, element_size)
+        cost = AttentionCost(plan, rank_sizes, cluster, tp)
+        seconds[layout] = cost.forward() + cost.backward() + exchanged_bytes / link
+    return seconds
 
 
 class DocumentsError(UserError):
-    """Lengths of documents that are not known, or are none."""
+    """Lengths of documents that are unknown, or below 1."""
 
 
 def typical_documents(
     config: CommonConfig, lengths: tuple[int, ...] = ()
 ) -> tuple[int, ...] | None:
-    """Return the cumulative lengths of the documents of one micro-batch; None if documents do not
-    attend apart.
+    """Return cu_seqlens of a typical micro-batch; None if tokens attend across documents.
 
     Drawn with a fixed seed as the dataset does: a shuffled stream of documents is cut into samples,
-    or whole ones are fitted into them.
+    or whole ones are packed into them.
 
     Args:
         lengths: tokens of documents to draw from; by default those of the data's .idx files, by
@@ -244,123 +250,143 @@ def typical_documents(
         raise DocumentsError(f"document_lengths has {min(lengths)}; a document has 1 token or more")
     if not lengths and not config.data.data_path:
         raise DocumentsError(
-            "reset_attention_mask is set and data_path is empty, so that the documents' lengths are not known; give "
-            "--data-path PREFIX, or state them: --document-lengths 300 2000 40000"
+            "reset_attention_mask is set and data_path is empty, so that the documents' lengths "
+            "are not known; give --data-path PREFIX, or state them: "
+            "--document-lengths 300 2000 40000"
         )
-    draw = (
-        np.array(lengths)
-        if lengths
-        else _lengths(config.data.data_path, config.data.blend_by_length)
-    )
-    fill = _fitted if config.data.pack_documents else _cut
+    if lengths:
+        population = np.array(lengths)
+    else:
+        population = _lengths(config.data.data_path, config.data.blend_by_length)
+    fill = _packed if config.data.pack_documents else _cut
     return fill(
         np.random.default_rng(0),
-        draw[draw > 0].astype(np.int64),
+        population[population > 0].astype(np.int64),
         config.sequence_length,
         config.joined_length,
     )
 
 
 def known_documents(config: CommonConfig) -> tuple[int, ...] | None:
-    """Return ``typical_documents``, or whole samples where this machine has no lengths of the
-    data's documents.
+    """Return ``typical_documents``, or whole samples if the data's lengths are not on this machine.
 
     Raises DataError: a file is broken.
     """
+    if not config.packed or config.sample_ends is not None:
+        return typical_documents(config)
     paths = config.data.data_path
-    if (
-        not config.packed
-        or config.sample_ends is not None
-        or (paths and Path(f"{blend(paths)[0][0]}.idx").exists())
-    ):
+    if paths and Path(f"{blend(paths)[0][0]}.idx").exists():
         return typical_documents(config)
     return tuple(range(0, config.joined_length + 1, config.sequence_length))
 
 
 def heaviest_documents(config: CommonConfig) -> tuple[int, ...] | None:
-    """Return the cumulative lengths of the run's own micro-batch with the longest documents, as
-    `typical_documents`.
+    """Return cu_seqlens of the run's own micro-batch with the longest documents.
 
-    It is the one of the run's first FIRST whose squared lengths add up to most: a long document's
-    rows travel farthest.
+    Of the run's first micro-batches it is the one with the largest sum of squared lengths: the rows
+    of a long document travel farthest. None as in `typical_documents`.
 
     Raises:
         DataError: data or tokenizer are missing or broken.
     """
     if not config.packed or config.sample_ends is not None:
         return typical_documents(config)
-    tokenizer, size = (
-        load_tokenizer(str(config.data.tokenizer_model)),
-        config.train.micro_batch_size,
-    )
+    tokenizer = load_tokenizer(str(config.data.tokenizer_model))
+    size = config.train.micro_batch_size
     samples, _, _ = build_datasets(
         config.data, config.sequence_length, config.train.seed, tokenizer, config.model.vocab_size
     )
-    reads = config.train.train_iters * (config.train.global_batch_size or size) // size
-    steps = batches(samples, Batching(global_batch_size=size, micro_batch_size=size), 0)
-    read = islice(steps, min(FIRST, reads))
-    ends = [tuple(cumulative_lengths(step[0]["starts"].view(-1))) for step in read]
-    return max(ends, key=lambda bounds: np.square(np.diff(bounds)).sum())
+    num_micro_batches = config.train.train_iters * (config.train.global_batch_size or size) // size
+    micro_batches = batches(samples, Batching(global_batch_size=size, micro_batch_size=size), 0)
+
+    all_cu_seqlens = []
+    for step in islice(micro_batches, min(MAX_MICRO_BATCHES, num_micro_batches)):
+        all_cu_seqlens.append(tuple(cumulative_lengths(step[0]["starts"].view(-1))))
+    return max(all_cu_seqlens, key=lambda cu_seqlens: np.square(np.diff(cu_seqlens)).sum())
 
 
 @lru_cache(maxsize=4)
 def _lengths(data_path: tuple[str, ...], blend_by_length: tuple[str, ...]) -> np.ndarray:
-    """Draw documents of every source, so many that their tokens are as its weight says; then of
-    every length.
-    """
-    generator, (prefixes, weights) = np.random.default_rng(0), blend(data_path)
-    lengths = [open_indexed(prefix).document_lengths for prefix in prefixes]
-    lengths = [found[:: -(-len(found) // MOST)] for found in lengths]
-    tokens = [float(found.sum(dtype=np.int64)) for found in lengths] if weights is None else weights
-    drawn = _by_share(generator, lengths, tokens)
+    """Draw documents whose tokens follow the sources' weights, then the shares of their lengths."""
+    generator = np.random.default_rng(0)
+    prefixes, weights = blend(data_path)
+
+    # Sources are mixed by their weights, by default by their tokens.
+    lengths_by_source = []
+    for prefix in prefixes:
+        lengths = open_indexed(prefix).document_lengths
+        stride = -(-len(lengths) // MAX_READ)
+        lengths_by_source.append(lengths[::stride])
+    if weights is None:
+        weights = [float(lengths.sum(dtype=np.int64)) for lengths in lengths_by_source]
+    drawn = _by_share(generator, lengths_by_source, weights)
     if not blend_by_length:
         return drawn
-    longer, shares = zip(*length_shares(blend_by_length), strict=True)
-    bounds = pairwise((*longer, np.inf))
-    return _by_share(generator, [drawn[(drawn >= a) & (drawn < b)] for a, b in bounds], shares)
+
+    # With blend_by_length the draw is repeated by groups of lengths.
+    min_lengths, shares = zip(*length_shares(blend_by_length), strict=True)
+    groups = []
+    for low, high in pairwise((*min_lengths, np.inf)):
+        in_group = (drawn >= low) & (drawn < high)
+        groups.append(drawn[in_group])
+    return _by_share(generator, groups, shares)
 
 
 def _by_share(
     generator: np.random.Generator, groups: Sequence[np.ndarray], shares: Sequence[float]
 ) -> np.ndarray:
-    """Draw documents of every group that has some, whose tokens are as its share says."""
-    found = [(share, group) for share, group in zip(shares, groups, strict=True) if len(group)]
-    often = np.array([share / group.mean() for share, group in found])
-    counts = np.ceil(DRAWN * often / often.sum()).astype(int)
-    return np.concatenate(
-        [generator.choice(group, count) for (_, group), count in zip(found, counts, strict=True)]
-    )
+    """Draw documents of every group that is not empty, so that tokens follow the shares."""
+    nonempty = []
+    for share, group in zip(shares, groups, strict=True):
+        if len(group):
+            nonempty.append((share, group))
+
+    # Shares are of tokens: a group of long documents takes fewer of them.
+    rates = np.array([share / group.mean() for share, group in nonempty])
+    counts = np.ceil(NUM_DRAWN * rates / rates.sum()).astype(int)
+
+    drawn = []
+    for (_, group), count in zip(nonempty, counts, strict=True):
+        drawn.append(generator.choice(group, count))
+    return np.concatenate(drawn)
 
 
 def _cut(
     generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int
 ) -> tuple[int, ...]:
     """Fill ``joined`` tokens from a point inside a document; samples end documents too."""
-    drawn = generator.choice(lengths, 8 + 2 * joined // int(lengths.mean()))
+    # Enough documents even if the first one is cut to nothing.
+    num_documents = 8 + 2 * joined // int(lengths.mean())
+    drawn = generator.choice(lengths, num_documents)
     while drawn[1:].sum() < joined:
         drawn = np.concatenate((drawn, generator.choice(lengths, len(drawn))))
+
     ends = np.cumsum(drawn) - generator.integers(drawn[0])
-    bounds = np.union1d(ends[ends < joined], np.arange(0, joined + 1, sample))
-    return tuple(bounds.tolist())
+    sample_ends = np.arange(0, joined + 1, sample)
+    cu_seqlens = np.union1d(ends[ends < joined], sample_ends)
+    return tuple(cu_seqlens.tolist())
 
 
-def _fitted(
+def _packed(
     generator: np.random.Generator, lengths: np.ndarray, sample: int, joined: int
 ) -> tuple[int, ...]:
-    """Take samples from 16 times as many, which whole documents fill as in a run of pack_documents,
-    and padding.
+    """Draw samples of whole documents and padding, as a run with pack_documents packs them.
+
+    They are drawn from 16 times as many, since a packing of few documents has more padding.
     """
-    drawn = generator.choice(lengths, 16 + 16 * joined // int(lengths.mean())).astype(np.int32)
+    num_documents = 16 + 16 * joined // int(lengths.mean())
+    drawn = generator.choice(lengths, num_documents).astype(np.int32)
     while drawn.sum(dtype=np.int64) < 16 * joined:
-        drawn = np.concatenate((drawn, generator.choice(lengths, len(drawn)).astype(np.int32)))
+        further = generator.choice(lengths, len(drawn)).astype(np.int32)
+        drawn = np.concatenate((drawn, further))
     fragments, bounds = packed_documents(drawn, np.arange(len(drawn)), sample, 0)
-    found = set[int]()
-    for place, number in enumerate(
-        generator.choice(len(bounds) - 1, joined // sample, replace=False)
-    ):
-        ends = np.cumsum(fragments["length"][bounds[number] : bounds[number + 1]]).tolist()
-        found |= {
-            place * sample + start
-            for start in (0, *ends, *range(ends[-1], sample, PADDING_DOCUMENT))
-        }
-    return tuple(sorted(found | {joined}))
+
+    # Every fragment of a drawn sample starts a document, and so does every stretch of padding.
+    starts = {joined}
+    numbers = generator.choice(len(bounds) - 1, joined // sample, replace=False)
+    for index, number in enumerate(numbers):
+        fragment_lengths = fragments["length"][bounds[number] : bounds[number + 1]]
+        ends = np.cumsum(fragment_lengths).tolist()
+        padding = range(ends[-1], sample, PADDING_DOCUMENT)
+        starts |= {index * sample + start for start in (0, *ends, *padding)}
+    return tuple(sorted(starts))

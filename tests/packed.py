@@ -20,7 +20,7 @@ from runtime.watchdog import Watchdog
 from tests.data.text.corpora import write_documents
 from tests.parallel.tiny import gradients_of
 from tools.common.training import Records, trainer_of
-from train.batches import summed
+from train.batches import sum_over_ranks
 from train.callbacks.validation import Validation
 from train.config.language import parse_args
 from train.tasks.language import LanguageTask
@@ -107,7 +107,7 @@ def _step(trainer, change):
         change(batch) for batch in next(batches(trainer.train_data, trainer.batches.batching, 0))
     ]
     taken = trainer.batches.take(iter([[trainer.task.objective.local(batch) for batch in step]]))
-    loss = summed(
+    loss = sum_over_ranks(
         trainer.runner.forward_backward(taken.micro_batches, taken.valid), trainer.mesh
     ).item()
     gradients = {name: x for part in trainer.runner.parts for name, x in gradients_of(part).items()}

@@ -89,7 +89,7 @@ def test_all_ranks_save_and_end_and_what_follows_is_the_undisturbed_run(
     save = tmp_path / "run"
     said, _ = run_ranks(told_on_rank, 2, flags(default_data, save), where, int(number))
     assert (
-        f"ended early after iteration 2: {number.name} to 1 of 2 processes; --load goes on\n"
+        f"ended early after iteration 2: {number.name} to 1 of 2 processes; resume with --load\n"
         in said
     )
     assert (save / POINTER).read_text() == "2\n"
@@ -146,7 +146,7 @@ def test_a_signal_to_a_rank_or_to_torchrun(whom, number, default_data, tmp_path)
     said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == (0 if whom == "rank" else 1), said
     of = 1 if whom == "rank" else 2
-    assert f": {number.name} to {of} of 2 processes; --load goes on\n" in said
+    assert f": {number.name} to {of} of 2 processes; resume with --load\n" in said
     assert (save / POINTER).read_text() == f"{curve(save, 'iteration')[-1][0]}\n"
     assert find_checkpoint(save) is not None
     assert not (save / ".lock").exists()

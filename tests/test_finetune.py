@@ -19,7 +19,7 @@ from tests.pretraining import differences, pretrain
 from tools.convert_hf import export_model, import_model
 from train.checkpoint.api import CheckpointConfig
 from train.config.language import load_config, parse_args
-from train.resume import find_start
+from train.resume.start import find_start
 
 BOUND = 2e-6
 STEPS = ("--train-iters", "3", "--seq-length", "128", "--micro-batch-size", "2")
@@ -120,7 +120,7 @@ def test_a_hugging_face_folder_does_what_its_import_does(
         1, default_data, save, imported[0], "--finetune", "--load", f"hf:{theirs}", *ALONE
     )
     assert differences(got, alone) == 0
-    assert f"weights from {theirs}; all else begins afresh" in capsys.readouterr().out
+    assert f"weights from {theirs}; everything else starts from scratch" in capsys.readouterr().out
     assert load_config(save / "config.toml").checkpoint == CheckpointConfig(save=str(save))
     exported(save, theirs, tmp_path / "out")
 

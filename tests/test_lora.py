@@ -28,7 +28,7 @@ from train.checkpoint.manifest import CheckpointError
 from train.checkpoint.search import find_checkpoint
 from train.config.flags import ConfigError
 from train.config.language import load_config, parse_args, validate
-from train.resume import find_start
+from train.resume.start import find_start
 
 SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 4099}
 KINDS = {

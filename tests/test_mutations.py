@@ -15,7 +15,7 @@ from runtime.files import LOCK, owned
 from tests.endings import end
 from tests.parallel.tiny import ARCHITECTURE, Tiny, build, rewrite_manifest, save, train
 from tools.plot import LOSSES, read_curves
-from train.callbacks.health import FAILURES, Health, HealthConfig, Progress
+from train.callbacks.health import FAILURES, Health, HealthConfig, RunProgress
 from train.callbacks.metrics import METRICS, LoggingConfig, RunLog
 from train.checkpoint.api import load_model
 from train.checkpoint.local import fingerprint
@@ -23,7 +23,7 @@ from train.checkpoint.manifest import STARTS, read_manifest
 from train.checkpoint.search import find_checkpoint
 from train.config.entries import Config
 from train.config.language import parse_args
-from train.resume import progress_of
+from train.resume.start import progress_of
 from train.run import FILES, claim_folder
 
 PROGRESS = {"iteration": 2, "consumed_samples": 8, "consumed_tokens": 64, "skipped_iterations": 0}
@@ -256,7 +256,7 @@ def test_a_manifest_with_a_wrong_extra(run):
         rewrite_manifest(run / "iter_0000002", extra=extra)
         iteration, (line,) = ended(lambda: resumed(run))
         assert iteration is None, extra
-        assert "iter_0000002/manifest.json does not say where its run stands" in line
+        assert "iter_0000002/manifest.json has no valid progress" in line
         assert "load another" in line
 
 
@@ -309,7 +309,7 @@ def test_what_a_run_notes_of_its_starts_and_failures(name, line, mutation, run, 
         assert fingerprint(run) is None or name == STARTS
         find_checkpoint(run, local=run)
         claim_folder(config)  # before starts.jsonl gets the line of this start
-        Health(HealthConfig(), str(run), [], Progress())
+        Health(HealthConfig(), str(run), [], RunProgress())
         return 1
 
     found, lines = ended(start)

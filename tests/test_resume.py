@@ -121,7 +121,7 @@ def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(
         in said
     )
     assert (
-        " and 2.318019E-04 by this configuration's (lr_decay_iters was 3 and is 5): it goes on with the che"
+        " and 2.318019E-04 by this configuration's (lr_decay_iters was 3 and is 5): the checkpoint's is kept"
         in said
     )
     assert "note: weight_decay was 0.1 and is 0.0; --weight-decay 0.1 keeps it\n" in said

@@ -35,7 +35,7 @@ from model.registry import architecture_of, num_parameters
 from parallel.context.config import ContextConfig
 from runtime.errors import UserError, with_article
 from tools.common.arguments import one_line_errors, parser_for, run_command
-from train.callbacks.health import Progress
+from train.callbacks.health import RunProgress
 from train.checkpoint.api import save_checkpoint, stored_weights
 from train.checkpoint.manifest import Manifest, checkpoint_folder, read_manifest
 from train.checkpoint.search import checkpoint_of, find_checkpoint
@@ -44,7 +44,7 @@ from train.config.diffusion import load_config as load_dit_config
 from train.config.entries import Config, DiTRunConfig
 from train.config.flags import config_file, write_toml
 from train.config.language import load_config
-from train.resume import AVERAGED
+from train.resume.settings import AVERAGED
 from train.run import HF_FOLDER
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -87,7 +87,7 @@ def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
             )
             files = {"tokenizer_model": digest(kept / name)}
         (draft / "config.toml").write_text(write_toml(config), encoding="utf-8")
-        extra = {"progress": asdict(Progress()), "contents": files, IMPORTED: str(source)}
+        extra = {"progress": asdict(RunProgress()), "contents": files, IMPORTED: str(source)}
         save_checkpoint(
             draft,
             0,
@@ -270,7 +270,7 @@ def import_dit(source: Path, run: Path) -> str:
     config, state = load_dit(source)
     with new_folder(run) as draft:
         (draft / "config.toml").write_text(write_toml(DiTRunConfig(model=config)), encoding="utf-8")
-        extra = {"progress": asdict(Progress()), IMPORTED: str(source)}
+        extra = {"progress": asdict(RunProgress()), IMPORTED: str(source)}
         weights = {name: weight.to("meta") for name, weight in state.items()}
         save_checkpoint(
             draft,

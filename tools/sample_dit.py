@@ -35,7 +35,7 @@ from train.config.entries import DiTRunConfig
 from train.config.flags import ConfigError, config_file
 from train.config.sizes import validate_mesh
 from train.float8 import Float8Config
-from train.resume import AVERAGED
+from train.resume.settings import AVERAGED
 from train.run import check_writable, run_entry
 from train.sampling import SamplingConfig, by_class, not_finite, write_grid
 from train.tasks.diffusion import DiffusionTask

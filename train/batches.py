@@ -1,6 +1,4 @@
-"""A rank's batches, made while the step before runs; with each the ranks agree on its size and on
-whether to go on.
-"""
+"""A rank's batches, prefetched by a thread; the ranks agree on each before its step."""
 
 import time
 from collections.abc import Iterator
@@ -27,15 +25,15 @@ T = TypeVar("T")
 
 
 class Prefetcher(Iterator[T], Generic[T]):
-    """The items of an iterator, each made in a thread while its predecessor is in use.
+    """Iterator that makes each item in a thread while the previous one is in use.
 
-    The first is made by the caller's thread, which then is the one that starts a loader's
-    processes. An error is raised where its item is taken. A context manager, which waits for the
-    thread to end.
+    The first item is made by the caller's thread, so that a loader's worker processes are started
+    by a thread that lives as long as the run. An error is raised where its item is taken. Used as
+    a context manager, it waits for the thread to end.
     """
 
     def __init__(self, items: Iterator[T], device: torch.device) -> None:
-        """``device`` is the one that items are made on."""
+        """Prefetch from ``items``, which are made on ``device``."""
         self._items = items
         start = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
         self._thread = ThreadPoolExecutor(1, "prefetch", *start)
@@ -58,27 +56,26 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._thread.shutdown()
 
 
-class Taken(NamedTuple):
-    """The micro-batches of a step on this rank, and what all ranks have of it."""
+class StepBatch(NamedTuple):
+    """This rank's micro-batches of a step, and the global token and FLOP counts."""
 
     micro_batches: list[Batch]
     valid: int
-    """Tokens with loss."""
+    """Tokens with loss, on all ranks together."""
     flops: float
+    """Training FLOPs of the whole step, on all ranks together."""
 
 
 class Clock:
-    """The time that this rank spends in parts of steps."""
+    """Measures the seconds that this rank spends in phases of its steps."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((DATA, UPDATE), 0.0)
-        """Since the ranks compared them."""
+        """Seconds by phase, since the ranks last compared them."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Mark a block as ``DATA``, ``UPDATE`` or ``SAVING`` for torch's profiler, and add its time
-        to ``seconds``.
-        """
+        """Mark a block for torch's profiler as ``DATA``, ``UPDATE`` or ``SAVING``, and time it."""
         start = time.perf_counter()
         try:
             with record_function(name):
@@ -89,16 +86,20 @@ class Clock:
 
 
 class StopAgreement(Callback):
-    """Ends the run before its next batch once a rank is asked to stop, or the run's time is over."""
+    """Ends the run before its next batch on a signal to any rank, or at its time limit.
+
+    A rank that stopped on its own would leave the others waiting in a collective. So each rank
+    only reports its requests, with the counts that all ranks sum for every batch, and all of them
+    see the same sums before the same step.
+    """
 
     def __init__(self, minutes: float | None) -> None:
-        """``minutes`` since the process began are the run's time; None is no limit."""
-        self.request, self._minutes = StopRequest(), minutes
+        """Limit the run to ``minutes`` since the process began; None is no limit."""
+        self.request = StopRequest()
+        self._minutes = minutes
         self._sums = [0] * (len(ASKING) + 1)
-        self._worked = False
-        """True once a step is done. Before, no time is over: a run too slow to start would go in
-        circles.
-        """
+        self._has_stepped = False
+        """True after a step; time is not over before, or a slow start would never advance."""
 
     @property
     def agreed(self) -> bool:
@@ -106,48 +107,50 @@ class StopAgreement(Callback):
         return any(self._sums)
 
     def requests(self) -> list[bool]:
-        """Return what asks this rank to stop: each signal of ASKING, and time, by the first rank's
-        clock.
+        """Return this rank's reasons to stop: one per signal of ASKING, then the time limit.
+
+        Only the first rank's clock counts, since clocks differ.
         """
-        over = (
+        is_over = (
             self._minutes is not None
             and time.monotonic() - self.request.started > 60 * self._minutes
         )
-        return [
-            *(self.request.signal is number for number in ASKING),
-            over and self._worked and is_first(),
-        ]
+        signals = [self.request.signal is number for number in ASKING]
+        return [*signals, is_over and self._has_stepped and is_first()]
 
     def agree(self, counts: list[float]) -> None:
-        """Take how many ranks each asks to stop."""
+        """Take the sums of all ranks' ``requests``."""
         self._sums = [int(count) for count in counts]
 
     def on_step_end(self, step: Step) -> None:
-        """Note that this start has done a step."""
-        self._worked = True
+        """Note that a step is done."""
+        self._has_stepped = True
 
     def why(self) -> str:
-        """Say which signals came to how many processes, and whether the time is over."""
-        *signals, over = self._sums
-        size = dist.get_world_size()
-        came = [
-            f"{number.name} to {of} of {size} processes"
-            for number, of in zip(ASKING, signals, strict=True)
-            if of
-        ]
-        return ", ".join(came + [f"exit_duration_in_mins {self._minutes} are over"] * bool(over))
+        """Describe the signals, with the number of processes that got each, and the time limit."""
+        *signal_counts, over = self._sums
+        world_size = dist.get_world_size()
+        reasons = []
+        for number, count in zip(ASKING, signal_counts, strict=True):
+            if count:
+                reasons.append(f"{number.name} to {count} of {world_size} processes")
+        if over:
+            reasons.append(f"exit_duration_in_mins {self._minutes} are over")
+        return ", ".join(reasons)
 
 
 class Batches:
-    """Takes the batches of steps on this rank, agreeing with the others."""
+    """Takes the batch of each step on this rank, and agrees on it with the other ranks."""
 
     def __init__(self, task: Task[Any], clock: Clock, saves: Saves | None) -> None:
-        """Set up for a run; ``saves`` are those that go on in the background."""
+        """Set up for a run; pass ``saves`` if checkpoints are saved in the background."""
         self.stop = StopAgreement(task.config.train.exit_duration_in_mins)
-        self._clock, self._saves = clock, saves
-        self._task, self._flops = task, cache(task.flops_per_token)
-        self._again = dist.get_world_size() // task.mesh.dp_cp.size()
-        """Ranks that count the same tokens."""
+        self._clock = clock
+        self._saves = saves
+        self._task = task
+        self._flops_per_token = cache(task.flops_per_token)
+        self._replicas = dist.get_world_size() // task.mesh.dp_cp.size()
+        """Ranks that count the same tokens: those of tensor and pipeline parallelism."""
         self.batching = Batching(
             global_batch_size=task.batch_samples,
             micro_batch_size=task.config.train.micro_batch_size,
@@ -159,45 +162,51 @@ class Batches:
         """The division of a global batch among the data-parallel ranks, and how it is read."""
 
     def prefetched(self, steps: Iterator[list[Batch]]) -> Prefetcher[list[Batch]]:
-        """Return this rank's parts of the micro-batches of each step, made while the step before
-        runs.
-        """
-        local = self._task.objective.local
-        return Prefetcher(
-            ([local(batch) for batch in step] for step in steps), self._task.mesh.device
-        )
+        """Return this rank's shard of each step's micro-batches, prefetched one step ahead."""
+        to_local = self._task.objective.local
+        local_steps = ([to_local(batch) for batch in step] for step in steps)
+        return Prefetcher(local_steps, self._task.mesh.device)
 
-    def take(self, steps: Iterator[list[Batch]]) -> Taken | None:
-        """Take a step's micro-batches, and agree on them; None at the end, on all ranks alike;
-        collective.
+    def take(self, steps: Iterator[list[Batch]]) -> StepBatch | None:
+        """Take a step's micro-batches and agree on them; None at the end of the run; collective.
 
-        A bad sample on one rank raises the same error on all: its flag travels with the count of
-        tokens, at no cost. So do requests to stop, after which there is no step to take, and
-        whether a save in the background can go on.
+        One all-reduce per step carries everything that ranks must agree on before it: the token
+        and FLOP counts, a failure (a bad sample on one rank raises the same error on all), requests
+        to stop (after which there is no step to take), and readiness for a background save. The
+        counts stay on the CPU: on the device they would wait for the queue of the step before. They
+        are summed over the tensor-parallel ranks too, since any single rank may fail, and divided
+        by the number of ranks that count the same tokens.
         """
-        objective, error = self._task.objective, None
+        objective = self._task.objective
+        error = None
         micro_batches: list[Batch] = []
         try:
             with self._clock.part(DATA):
                 micro_batches = next(steps, [])
-        except (
-            UserError,
-            RuntimeError,
-        ) as caught:  # a sample, its plan, or memory for its copy on the device
+        except (UserError, RuntimeError) as caught:
+            # A broken sample, a plan that fails, or no device memory for the copy.
             error = caught
-        lengths = [length for local in micro_batches for length in objective.lengths(local)]
-        flops = sum(length * self._flops(length) for length in lengths) / self._task.mesh.cp.size()
-        valid = sum(int(local["count"]) for local in micro_batches)
+
+        lengths: list[int] = []
+        for local in micro_batches:
+            lengths += objective.lengths(local)
+        documents_flops = sum(length * self._flops_per_token(length) for length in lengths)
+        local_flops = documents_flops / self._task.mesh.cp.size()
+        local_valid = sum(int(local["count"]) for local in micro_batches)
+
         can_save = self._saves is not None and self._saves.ready
-        counted = [valid, flops, error is not None, can_save, *self.stop.requests()]
-        counts = torch.tensor(
-            counted, dtype=torch.float64
-        )  # not on the device, whose queue it would wait for
-        dist.all_reduce(
-            counts
-        )  # over tp too: it counts the same tokens again, but one rank alone may fail
-        tokens, flops, failed, ready, *asked = counts.tolist()
-        self.stop.agree(asked)
+        local_counts = [
+            local_valid,
+            local_flops,
+            error is not None,
+            can_save,
+            *self.stop.requests(),
+        ]
+        counts = torch.tensor(local_counts, dtype=torch.float64)
+        dist.all_reduce(counts)
+        valid, flops, failed, ready, *stop_requests = counts.tolist()
+
+        self.stop.agree(stop_requests)
         if self._saves is not None:
             self._saves.agree(int(ready))
         if self.stop.agreed:
@@ -206,17 +215,13 @@ class Batches:
             with raise_together():
                 if error is not None:
                     raise error
-        return (
-            Taken(micro_batches, int(tokens) // self._again, flops / self._again)
-            if micro_batches
-            else None
-        )
+        if not micro_batches:
+            return None
+        return StepBatch(micro_batches, int(valid) // self._replicas, flops / self._replicas)
 
 
-def summed(share: Tensor, mesh: Mesh) -> Tensor:
-    """Sum a loss's shares over the ranks with different tokens; pipeline stages without a loss get
-    it too.
-    """
+def sum_over_ranks(local_loss: Tensor, mesh: Mesh) -> Tensor:
+    """Sum a loss over the ranks with different tokens, and send it to all pipeline stages."""
     for ranks in (mesh.dp_cp, mesh.pp):
-        dist.all_reduce(share, group=ranks.get_group())
-    return share
+        dist.all_reduce(local_loss, group=ranks.get_group())
+    return local_loss

@@ -1,4 +1,9 @@
-"""Context parallelism of a configuration, and the attention that its model calls."""
+"""Context parallelism of a configuration, and the attention function that its model calls.
+
+The model takes its attention as an argument and knows no ranks. The functions here choose that
+argument: a method's attention over the context-parallel ranks, a local kernel, or, for a hybrid of
+softmax and linear attention, both.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,34 +41,23 @@ def context_of(
     """Return the configuration's context parallelism and attention.
 
     Args:
-        like: what this returned for another length, whose groups are taken; without it they are
-            made, which is collective.
+        like: result for another sequence length, whose process groups are shared; without it they
+            are created, which is collective.
     """
-    outer = None if like is None else like[0].transport
+    links = None if like is None else like[0].transport
     if config.model.own_softmax_layout:
         return _hybrid_context_of(config, group, like)
     if config.model.delta_rule:
-        cp, softmax = softmax_context(config, group, sdpa, outer)
-        if config.mesh.context_parallel_size > 1:
-            return cp, HybridAttention(_uncompiled(cp.attend_delta, cp.convolve), softmax)
-        alone = OneDevice(
-            _documents, "reference" if config.context.attention_backend == "reference" else "auto"
-        )
-        compiled = config.packed and config.train.compile
-        return cp, HybridAttention(
-            _uncompiled(alone, alone.convolve) if compiled else alone, softmax
-        )
+        return _delta_context_of(config, group, links)
     if config.model.linear_attention:
-        return _linear_context_of(config, group, config.mesh.tensor_model_parallel_size, outer)
-    return softmax_context(config, group, sdpa, outer)
+        return _linear_context_of(config, group, config.mesh.tensor_model_parallel_size, links)
+    return softmax_context(config, group, sdpa, links)
 
 
 def diffusion_context(
     config: DiTRunConfig, group: dist.ProcessGroup | None
 ) -> tuple[ContextParallel, Attend]:
-    """Return a diffusion transformer's context parallelism, under the bounds of joined samples, and
-    its attention.
-    """
+    """Return a diffusion transformer's context parallelism and attention, inside each sample."""
     cp, attend = softmax_context(config, group, full_sdpa)
     if not config.packed:
         return cp, attend
@@ -71,78 +65,105 @@ def diffusion_context(
     return cp, cp.attend
 
 
+def _delta_context_of(
+    config: Config, group: dist.ProcessGroup | None, links: Transport | None
+) -> tuple[ContextParallel, HybridAttention]:
+    """Set up layers with a delta rule, beside softmax layers with the same layout of tokens."""
+    cp, softmax = softmax_context(config, group, sdpa, links)
+    if config.mesh.context_parallel_size > 1:
+        return cp, HybridAttention(_uncompiled(cp.attend_delta, cp.convolve), softmax)
+
+    backend = "reference" if config.context.attention_backend == "reference" else "auto"
+    local_rule = OneDevice(_cu_seqlens, backend)
+    if config.packed and config.train.compile:
+        return cp, HybridAttention(_uncompiled(local_rule, local_rule.convolve), softmax)
+    return cp, HybridAttention(local_rule, softmax)
+
+
 def _hybrid_context_of(
     config: Config, group: dist.ProcessGroup | None, like: Context | None
 ) -> tuple[ContextParallel, HybridAttention]:
-    """Set up a hybrid: tokens lie as linear attention needs them; softmax attention may have its
-    own layout.
+    """Set up a hybrid whose softmax layers may have another layout of tokens than its linear ones.
+
+    The residual stream has the layout of linear attention, which passes states from rank to rank.
+    Softmax layers exchange their queries, keys and values into their own layout and the output
+    back. Both layouts are padded to the same length, so that every token has a place in each.
     """
-    alone = config.mesh.context_parallel_size == 1
-    if alone:
-        method: Literal["ring", "none"] = (
-            "ring" if config.packed else "none"
-        )  # SDPA knows no documents
+    is_local = config.mesh.context_parallel_size == 1
+    if is_local:
+        # SDPA knows no documents.
+        method: Literal["ring", "none"] = "ring" if config.packed else "none"
         context = ContextConfig(context_parallel_method=method)
     else:
-        (layout,) = config.hybrid.layouts(
-            config.context.context_parallel_layout
-        )  # train.config.derive has left one
+        # train.config.derive has left one layout.
+        (layout,) = config.hybrid.layouts(config.context.context_parallel_layout)
         context = config.hybrid.context(layout)
         if config.context.attention_backend == "reference":
             context = replace(context, attention_backend="reference")
-    outer, inner = None, None
+
+    outer_links = None
+    inner_links = None
     if (
         like is not None
         and isinstance(like[1], HybridAttention)
         and isinstance(like[1].softmax, InsideAttention)
     ):
-        outer, inner = like[0].transport, like[1].softmax.inside.transport
-    inside, softmax = softmax_context(config, group, sdpa, inner, context)
-    # Padded to the same length, so that tokens can change layout.
-    outside, linear = _linear_context_of(config, group, inside.plan.local_len, outer)
-    return outside, HybridAttention(linear, softmax if alone else InsideAttention(inside, outside))
+        outer_links = like[0].transport
+        inner_links = like[1].softmax.inside.transport
+    inner, softmax = softmax_context(config, group, sdpa, inner_links, context)
+    outer, linear = _linear_context_of(config, group, inner.plan.local_len, outer_links)
+    return outer, HybridAttention(linear, softmax if is_local else InsideAttention(inner, outer))
 
 
 def _uncompiled(rule: Callable[..., Tensor], convolve: Callable[..., Tensor]) -> DeltaAttend:
-    """Return a delta rule with the convolution before it, neither of them compiled, as each mask is
-    another.
-    """
+    """Exclude a delta rule and its convolution from compilation, which every mask would repeat."""
     attend: Any = torch.compiler.disable(rule)
     attend.convolve = torch.compiler.disable(convolve)
     return attend
 
 
-def _documents(mask: PlanHandle | None) -> tuple[int, ...] | None:
-    """Return the cumulative lengths of a mask's documents, padding among them, on one process; None
-    without any.
+def _cu_seqlens(mask: PlanHandle | None) -> tuple[int, ...] | None:
+    """Return the cumulative lengths of a mask's documents on one process; None if it has none.
+
+    Padding counts as a document.
     """
-    plan = None if mask is None else PLANS[mask.tensor]
-    return (0, *plan.boundaries, plan.padded_len) if plan and plan.boundaries else None
+    if mask is None:
+        return None
+    plan = PLANS[mask.tensor]
+    if not plan.boundaries:
+        return None
+    return (0, *plan.boundaries, plan.padded_len)
 
 
 def _linear_context_of(
     config: Config, group: dist.ProcessGroup | None, multiple: int, links: Transport | None
 ) -> tuple[ContextParallel, LinearAttend]:
     """Set up linear attention by the method, or on one process with whole sequences."""
-    dtype = config.train.dtype
     backend = select_linear_backend(
-        config.context.attention_backend, config.mesh.device_type, dtype
+        config.context.attention_backend, config.mesh.device_type, config.train.dtype
     )
 
-    def attend(
+    def attend_locally(
         q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: PlanHandle | None = None
     ) -> Tensor:
-        return linear_attention(q, k, v, log_decay, documents=_documents(mask), backend=backend)[0]
+        return linear_attention(q, k, v, log_decay, documents=_cu_seqlens(mask), backend=backend)[0]
 
     length = config.joined_length
     if config.mesh.context_parallel_size == 1:
-        alone = torch.compiler.disable(attend) if config.packed and config.train.compile else attend
-        return context_parallel("ring", seq_len=length, multiple=multiple), alone
-    timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
-    method, layout = config.context.context_parallel_method, config.context.context_parallel_layout
-    ranks: dict[str, Any] = {"group": group, "timeout": timeout, "links": links}
+        attend: Any = attend_locally
+        if config.packed and config.train.compile:
+            attend = torch.compiler.disable(attend_locally)
+        return context_parallel("ring", seq_len=length, multiple=multiple), attend
+
     cp = context_parallel(
-        method, seq_len=length, multiple=multiple, layout=layout, backend=backend, **ranks
+        config.context.context_parallel_method,
+        seq_len=length,
+        multiple=multiple,
+        layout=config.context.context_parallel_layout,
+        backend=backend,
+        group=group,
+        timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
+        links=links,
     )
     return cp, cp.attend_linear
 
@@ -150,10 +171,10 @@ def _linear_context_of(
 def plan_ahead(
     config: Config, attend: Attend | LinearAttend | HybridAttention, cp: ContextParallel
 ) -> None:
-    """Make ahead all that this rank's layers will need under the mask of a micro-batch.
+    """Precompute this rank's attention plans for a micro-batch's mask.
 
     ``cp`` is the context parallelism of ``context_of`` under that mask; ``attend`` is the attention
-    from there.
+    that it returned.
     """
     softmax = attend.softmax if isinstance(attend, HybridAttention) else attend
     if isinstance(softmax, InsideAttention):
@@ -164,112 +185,133 @@ def plan_ahead(
 def softmax_context(
     config: CommonConfig,
     group: dist.ProcessGroup | None,
-    alone: Attend,
+    local_attend: Attend,
     links: Transport | None = None,
     context: ContextConfig | None = None,
 ) -> tuple[ContextParallel, Attend]:
     """Return context parallelism of softmax attention, and the attention that the model calls.
 
     Args:
-        alone: the attention of one process without a method.
+        local_attend: the attention of one process without a method.
         context: the method, by default the configuration's.
 
     Raises UserError if the backend cannot run here.
     """
     context = context or config.context
-    method, backend = context.context_parallel_method, context.attention_backend
-    length, tp = config.joined_length, config.mesh.tensor_model_parallel_size
+    method = context.context_parallel_method
+    backend = context.attention_backend
+    device_type = config.mesh.device_type
+    length = config.joined_length
+    tp = config.mesh.tensor_model_parallel_size
     if method == "none":
         cp = context_parallel("ring", seq_len=length, multiple=tp, causal=config.causal)
-        # Without a causal mask, tokens would attend to the padding that tp asks for.
-        return cp, alone if config.causal or cp.plan.padded_len == length else cp.attend
-    select_backend(backend, config.mesh.device_type, config.train.dtype)
-    width = config.model.head_dim
-    if config.mesh.device_type == "cuda" and backend != "reference" and width > 256:
+        return cp, local_attend if _ignores_padding(config, cp) else cp.attend
+
+    select_backend(backend, device_type, config.train.dtype)
+    head_dim = config.model.head_dim
+    if device_type == "cuda" and backend != "reference" and head_dim > 256:
         raise ConfigError(
-            f"the heads are {width} wide, and attention on cuda takes up to 256; change kv_channels or "
-            "num_attention_heads"
+            f"the heads are {head_dim} wide, and attention on cuda takes up to 256; "
+            "change kv_channels or num_attention_heads"
         )
-    recurrent = config.model.recurrent
+    # Recurrent layers see all tokens, and layers of different windows pass theirs with each call.
+    window = None
+    if len(config.windows) == 1 and not config.model.recurrent:
+        window = config.windows[0]
     cp = context_parallel(
         method,
         seq_len=length,
         group=group,
         causal=config.causal,
-        window=config.windows[0]
-        if len(config.windows) == 1 and not recurrent
-        else None,  # or layers that see all
+        window=window,
         multiple=tp,
         backend=backend,
         timeout=timedelta(minutes=config.mesh.distributed_timeout_minutes),
         links=links,
         **context.plan_arguments(config.mesh.context_ranks_per_node),
     )
-    if (
-        config.mesh.context_parallel_size > 1
-        or config.packed
-        or not takes_whole(backend, config.mesh.device_type, config.train.dtype)
-    ):
+
+    is_sharded = config.mesh.context_parallel_size > 1
+    local_kernel_fits = takes_whole(backend, device_type, config.train.dtype)
+    if is_sharded or config.packed or not local_kernel_fits or not _ignores_padding(config, cp):
         return cp, cp.attend
-    return cp, _whole(cp, alone) if config.causal or cp.plan.padded_len == length else cp.attend
+    return cp, _local_or_planned(cp, local_attend)
+
+
+def _ignores_padding(config: CommonConfig, cp: ContextParallel) -> bool:
+    """Return True if no token can attend to padding, so that attention needs no plan.
+
+    A causal mask hides the padding, which tensor parallelism asks for.
+    """
+    return config.causal or cp.plan.padded_len == config.joined_length
 
 
 def kernel_lines(config: CommonConfig) -> list[str]:
-    """Say in a line which attention kernel runs and, on a GPU, which cuDNN is loaded; in another,
-    if it is slow.
-    """
-    device, asked, model = config.mesh.device_type, config.context.attention_backend, config.model
+    """Return a line with the attention kernels (on a GPU with cuDNN's version), and any warning."""
+    device = config.mesh.device_type
     dtype = config.train.dtype
-    linear, own = model.linear_attention, model.own_softmax_layout
-    said = [f"{select_linear_backend(asked, device, dtype)} (linear attention)"] if linear else []
+    backend = config.context.attention_backend
+    model = config.model
+    kernels = []
+    warning = None
+
     if config.delta:
-        name, per_channel = (
-            "reference" if asked == "reference" else "auto",
-            model.linear_gate == "per_channel",
+        kernel = select_delta_backend(
+            "reference" if backend == "reference" else "auto",
+            device,
+            dtype,
+            per_channel=model.linear_gate == "per_channel",
+            width=model.key_dim,
         )
-        found = select_delta_backend(
-            name, device, dtype, per_channel=per_channel, width=model.key_dim
-        )
-        said = [f"{found} (delta rule)"]
-    warned, here = None, gpu()
-    if not linear or own:
-        softmax = (
-            asked if not own or asked == "reference" else "auto"
-        )  # a hybrid's backend is the linear one's
-        kernel = _softmax_kernel(config, softmax, dtype)
-        said.append(advice.describe_kernel(kernel, here) if device == "cuda" else kernel)
+        kernels.append(f"{kernel} (delta rule)")
+    elif model.linear_attention:
+        kernels.append(f"{select_linear_backend(backend, device, dtype)} (linear attention)")
+
+    if not model.linear_attention or model.own_softmax_layout:
+        # A hybrid's backend is the one of its linear attention.
+        if model.own_softmax_layout and backend != "reference":
+            backend = "auto"
+        kernel = _softmax_kernel(config, backend, dtype)
         if device == "cuda":
-            warned = advice.warning(
-                kernel, here, softmax, documents=config.packed, head_dim=model.head_dim
+            kernels.append(advice.describe_kernel(kernel, gpu()))
+            warning = advice.warning(
+                kernel, gpu(), backend, documents=config.packed, head_dim=model.head_dim
             )
-    return [f"attention kernel: {'; '.join(said)}", *([f"WARNING: {warned}"] if warned else [])]
+        else:
+            kernels.append(kernel)
+
+    lines = [f"attention kernel: {'; '.join(kernels)}"]
+    if warning:
+        lines.append(f"WARNING: {warning}")
+    return lines
 
 
 def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> str:
-    """Return the kernel that softmax attention's whole tiles run by, or torch's where it is called
-    without a method.
-    """
-    device, here = config.mesh.device_type, gpu()
-    hybrid_alone = config.model.own_softmax_layout and config.mesh.context_parallel_size == 1
-    if config.context.context_parallel_method != "none" and (config.packed or not hybrid_alone):
+    """Return the kernel of softmax attention's full tiles, or torch's if there is no method."""
+    device = config.mesh.device_type
+    is_local_hybrid = config.model.own_softmax_layout and config.mesh.context_parallel_size == 1
+    if config.context.context_parallel_method != "none" and (config.packed or not is_local_hybrid):
         kernel = select_backend(backend, device, dtype, config.packed).name
     elif device == "cuda" and dtype == torch.float32:
         kernel = "scaled_dot_product_attention"
+    elif device == "cuda" and cudnn.prefers_cudnn(gpu()):
+        kernel = "cudnn"
     else:
-        kernel = "cudnn" if device == "cuda" and cudnn.prefers_cudnn(here) else "aten"
-    return "aten" if kernel == "cudnn" and config.model.head_dim > cudnn.max_head_dim() else kernel
+        kernel = "aten"
+
+    if kernel == "cudnn" and config.model.head_dim > cudnn.max_head_dim():
+        return "aten"
+    return kernel
 
 
-def _whole(cp: ContextParallel, alone: Attend) -> Attend:
-    """Return the attention of one process: ``alone``'s kernel, or the method's tiles where there is
-    more to know.
-    """
+def _local_or_planned(cp: ContextParallel, local_attend: Attend) -> Attend:
+    """Return attention of one process that takes the method's tiles only for masks or options."""
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, mask: PlanHandle | None = None, **seen: Any
+        q: Tensor, k: Tensor, v: Tensor, mask: PlanHandle | None = None, **options: Any
     ) -> Tensor:
-        if mask is None and all(value is None for value in seen.values()):
-            return alone(q, k, v)
-        return cp.attend(q, k, v, mask, **seen)
+        if mask is None and all(value is None for value in options.values()):
+            return local_attend(q, k, v)
+        return cp.attend(q, k, v, mask, **options)
 
     return attend

@@ -1,4 +1,4 @@
-"""Averages of the weights over the iterations (EMA)."""
+"""Exponential moving averages of the weights (EMA)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ class EmaConfig:
     """Averages of the weights over the iterations."""
 
     ema_decay: float | None = None
-    """Share of the average that an iteration keeps, such as 0.9999; validation and samples take the
-    averages. 0 or none keeps none."""
+    """Share of the average that an iteration keeps, such as 0.9999; validation and samples use
+    the averages. 0 or none disables them."""
 
     def __post_init__(self) -> None:
         decay = self.ema_decay
@@ -26,11 +26,16 @@ class EmaConfig:
 
 
 class Ema:
-    """Averages of this rank's shards in float32; ranks do not communicate."""
+    """Averages of this rank's shards in float32.
+
+    Every rank averages its own shards, so that an update needs no communication. Layers on several
+    stages that share a parameter's name (tied embeddings) share one average too.
+    """
 
     def __init__(self, decay: float, parts: Sequence[nn.Module]) -> None:
         """Start from the weights of ``parts``, this rank's initialised parts of the model."""
-        self.decay, self._parts = decay, parts
+        self.decay = decay
+        self._parts = parts
         self._copies: dict[str, list[nn.Parameter]] = {}
         for part in parts:
             for name, parameter in part.named_parameters():
@@ -67,7 +72,8 @@ class Ema:
         for part in self._parts:
             reshard(part)  # weights still gathered after a forward would not be gathered again
         for name, copies in self._copies.items():
-            average, weight = to_local(self.weights[name]), to_local(copies[0]).clone()
+            average = to_local(self.weights[name])
+            weight = to_local(copies[0]).clone()
             for parameter in copies:
                 to_local(parameter).copy_(average)
             average.copy_(weight)

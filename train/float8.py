@@ -1,7 +1,7 @@
-"""Matrix products of the layers in 8 bits, by torchao where it is installed.
+"""Matrix products of the layers in 8 bits, computed by torchao.
 
-Weights, their gathering over ranks, gradients and the optimizer stay as they are: torchao scales
-and rounds what goes into each product (Micikevicius et al. 2022, arXiv:2209.05433).
+Only the operands of each product are scaled and rounded (Micikevicius et al. 2022,
+arXiv:2209.05433). Weights, gradients, their communication and the optimizer stay as with bf16.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from train.config.flags import ConfigError
 NAMES = ("wq", "wk", "wv", "wu", "wo", "gate", "up", "down")
 """The linear modules of attention and feed-forward, which have nearly all of a layer's products."""
 EMULATED = False
-"""If set, torchao computes in float32 what it has rounded; tests do so on a CPU."""
+"""If set, torchao rounds to 8 bits but computes in float32; tests do so on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,98 +24,111 @@ class Float8Config:
     """The layers' matrix products in 8 bits; all else is as with bf16."""
 
     fp8_format: Literal["e4m3", "hybrid"] | None = None
-    """Round what goes into the products of attention's and feed-forward's matrices to 8 bits: e4m3,
+    """Round the operands of attention's and feed-forward's matrix products to 8 bits: e4m3,
     with 3 bits of fraction, or hybrid, with 2 in gradients, which have the wider range. Takes
-    torchao and a GPU of compute capability 8.9 or newer; --compile makes one kernel of a layer's
-    roundings. Memory and MFU are counted as for bf16."""
+    torchao and a GPU of compute capability 8.9 or newer; --compile makes one kernel of a
+    layer's roundings. Memory and MFU are counted as for bf16."""
     fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """Unit with a scale of its own: a tensor, or, more exactly and more slowly, each row of it."""
+    """Granularity of the scales: one per tensor, or one per row, which is more exact and slower."""
 
     def __post_init__(self) -> None:
         if self.fp8_recipe == "rowwise" and self.fp8_format != "e4m3":
             raise ConfigError(
-                f"fp8_recipe is rowwise and fp8_format {self.fp8_format}; rows are rounded with --fp8-format e4m3 alone"
+                f"fp8_recipe is rowwise and fp8_format {self.fp8_format}; "
+                "rows are rounded with --fp8-format e4m3 alone"
             )
 
     def check(self, config: Any) -> None:
-        """Refuse what would not run, or would compute in 16 bits all the same. Raises ConfigError
-        with the fix.
+        """Refuse settings that would not run, or would silently compute in 16 bits.
+
+        Raises ConfigError with the fix.
         """
         if self.fp8_format is None:
             return
-        mesh, recompute, device = config.mesh, config.recompute, config.mesh.device_type
-        tp, lora = mesh.tensor_model_parallel_size, getattr(config.model, "lora_rank", None)
-        old = (
+        for is_refused, reason in self._refusals(config):
+            if is_refused:
+                raise ConfigError(f"fp8_format is {self.fp8_format}, and {reason}")
+
+    def _refusals(self, config: Any) -> list[tuple[Any, str]]:
+        """Return the reasons to refuse 8 bits, each with its condition."""
+        recompute = config.recompute
+        device = config.mesh.device_type
+        tp = config.mesh.tensor_model_parallel_size
+        lora_rank = getattr(config.model, "lora_rank", None)
+        is_old_gpu = (
             device == "cuda"
             and torch.cuda.is_available()
             and torch.cuda.get_device_capability() < (8, 9)
         )
-        widths = {
-            name: getattr(config.model, name) for name in ("hidden_size", "ffn_size", "head_dim")
-        }
-        odd = next((f"{name} is {width}" for name, width in widths.items() if width % 16), None)
-        refused = (
+        odd_width = ""
+        for name in ("hidden_size", "ffn_size", "head_dim"):
+            width = getattr(config.model, name)
+            if width % 16 and not odd_width:
+                odd_width = f"{name} is {width}"
+
+        return [
             (not config.train.bf16, "bf16 is not set, which all other tensors need; add --bf16"),
             (
                 tp > 1,
-                f"tensor_model_parallel_size is {tp}, whose products are not torchao's; share by other dimensions",
+                f"tensor_model_parallel_size is {tp}, whose products are not torchao's; "
+                "share by other dimensions",
             ),
             (
-                lora,
-                f"lora_rank is {lora}, and adapters need their products as they are; leave fp8_format out",
+                lora_rank,
+                f"lora_rank is {lora_rank}, and adapters need their products as they are; "
+                "leave fp8_format out",
             ),
             (
                 config.pipeline.pipeline_schedule == "InterleavedZeroBubble",
-                "pipeline_schedule InterleavedZeroBubble parts a backward that torchao has in one piece; use "
-                "Interleaved1F1B",
+                "pipeline_schedule InterleavedZeroBubble splits a backward that torchao has in one "
+                "piece; use Interleaved1F1B",
             ),
             (
                 recompute.recompute_offload
                 or recompute.recompute_granularity == "attention_boundary",
-                "recompute_offload and recompute_granularity attention_boundary choose among operators that torchao "
-                "replaces; use full or selective",
+                "recompute_offload and recompute_granularity attention_boundary choose among "
+                "operators that torchao replaces; use full or selective",
             ),
-            (odd, f"{odd}, and products of 8 bits take multiples of 16"),
+            (odd_width, f"{odd_width}, and products of 8 bits take multiples of 16"),
             (
                 config.dry.dry_run,
-                "dry_run has no shapes of torchao's tensors; leave fp8_format out, the memory is bf16's",
+                "dry_run has no shapes of torchao's tensors; "
+                "leave fp8_format out, the memory is bf16's",
             ),
             (
                 device == "cpu" and not EMULATED,
                 "device is cpu, which has no products of 8 bits; leave fp8_format out",
             ),
             (
-                old,
+                is_old_gpu,
                 "this GPU has no products of 8 bits (compute capability 8.9); leave fp8_format out",
             ),
             (
                 find_spec("torchao") is None,
                 "torchao is not installed; install it: pip install --no-deps torchao",
             ),
-        )
-        for found, words in refused:
-            if found:
-                raise ConfigError(f"fp8_format is {self.fp8_format}, and {words}")
+        ]
 
     def convert(self, layers: nn.ModuleList) -> None:
-        """Let torchao compute the products of the layers' matrices, which keep their names; before
-        they are sharded.
+        """Replace the layers' linear modules by torchao's, with the same parameter names.
+
+        Call it before the layers are sharded.
         """
         if self.fp8_format is None:
             return
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         recipe: Any = Float8LinearConfig.from_recipe_name(self.fp8_recipe)
-        recipe = replace(
-            recipe, emulate=EMULATED, pad_inner_dim=True
-        )  # a rank's tokens need not be a multiple of 16
+        # A rank's number of tokens need not be a multiple of 16.
+        recipe = replace(recipe, emulate=EMULATED, pad_inner_dim=True)
         if self.fp8_format == "e4m3":
-            casts = ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight")
-            fine = {
+            casts = {
                 name: replace(getattr(recipe, name), target_dtype=torch.float8_e4m3fn)
-                for name in casts
+                for name in ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight")
             }
-            recipe = replace(recipe, **fine)
-        convert_to_float8_training(
-            layers, config=recipe, module_filter_fn=lambda _, name: name.rpartition(".")[2] in NAMES
-        )
+            recipe = replace(recipe, **casts)
+
+        def is_converted(_: nn.Module, name: str) -> bool:
+            return name.rpartition(".")[2] in NAMES
+
+        convert_to_float8_training(layers, config=recipe, module_filter_fn=is_converted)

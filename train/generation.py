@@ -1,12 +1,12 @@
-"""Text from a trained run over a mesh: prompts are read under context parallelism, then one token
-at a time.
+"""Text generation with a trained run on a mesh: a prefill under context parallelism, then decoding.
 
-Reading the prompts is an ordinary forward under any method, whose ranks keep the keys and values of
-their own tokens. Afterwards all context-parallel ranks read each new token, attend to the rows that
-they keep, and merge the results; they keep the new rows in turn. States after the prompts are the
-same on all of them. Pipeline stages hand hidden states on, and the last one draws.
+The prefill is an ordinary forward under any method, in which each rank caches the keys and values
+of its own tokens. In decoding all context-parallel ranks read each new token, attend to their share
+of the cache, and merge the results by their LSE; they cache the new tokens in turn. States of
+recurrent layers are the same on all of them. Pipeline stages pass hidden states on, and the last
+one draws the next token.
 
-Shapes: B prompts, T new tokens of this rank, C width of the residual stream, V vocabulary entries.
+Shapes: B prompts, T new tokens of this rank, C hidden size, V vocabulary entries.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,8 +44,8 @@ from train.config.language import load_config
 from train.config.sizes import validate_entries
 from train.context_attention import Context, context_of
 
-MOST_CONTEXTS = 16
-"""Lengths of prompts whose plans are kept."""
+MAX_CONTEXTS = 16
+"""Prompt lengths whose attention plans are cached."""
 
 
 @contextmanager
@@ -59,41 +59,41 @@ def opened(
     dtype: torch.dtype | None = None,
     **sizes: int,
 ) -> Iterator["Writer"]:
-    """Join the launched processes and yield what writes with the weights of a run's folder;
-    collective.
+    """Join the launched processes and yield a writer with a run's weights; collective.
 
     Args:
-        ckpt_step: iteration of the checkpoint; by default the newest whole one.
-        context_parallel_method: by default the run's own on as many ranks, else striped; auto is
-            left to ``choose``.
-        replicas: let several times as many processes write, each replica of the model its own
+        ckpt_step: iteration of the checkpoint; by default the newest complete one.
+        context_parallel_method: by default the run's if the number of ranks is the same, else
+            striped; auto is left to ``choose``.
+        replicas: allow a multiple of the mesh's processes; each replica of the model writes its own
             texts.
         choose: chooses the method for auto.
-        dtype: of the weights; by default float32, and bfloat16 on cuda for a run in it or an
-            imported model.
-        sizes: those of the mesh, named as in ``parallel.mesh.SIZES``; by default 1.
+        dtype: of the weights; by default float32, or bfloat16 on cuda if the run trained in it or
+            its model was imported.
+        sizes: sizes of the mesh, named as in ``parallel.mesh.SIZES``; by default 1.
 
     Raises UserError: the folder holds no run or checkpoint, or the processes or the model do not
     fit the mesh.
     """
-    config, processes = load_config(config_file(run)), launched_world_size()
+    config = load_config(config_file(run))
+    num_processes = launched_world_size()
     sizes = dict.fromkeys(SIZES, 1) | sizes
     pp, cp, tp = (sizes[name] for name in SIZES)
-    if processes % (cp * tp * pp) or (processes > cp * tp * pp and not replicas):
+    mesh_size = cp * tp * pp
+    if num_processes % mesh_size or (num_processes > mesh_size and not replicas):
         fix = "a multiple of it" if replicas else "all of them write the same text"
         raise ConfigError(
-            f"context_parallel_size {cp} x tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} is not "
-            f"the {processes} processes started; {fix}: start {cp * tp * pp}"
+            f"context_parallel_size {cp} x tensor_model_parallel_size {tp} x "
+            f"pipeline_model_parallel_size {pp} is not the {num_processes} processes started; "
+            f"{fix}: start {mesh_size}"
         )
-    config = fitted(config, processes, context_parallel_method, **sizes)
-    with distributed_mesh(config.mesh) as joined:
-        yield Writer(config, joined, checkpoint_of(run, ckpt_step), dtype, choose)
+    config = fitted(config, num_processes, context_parallel_method, **sizes)
+    with distributed_mesh(config.mesh) as mesh:
+        yield Writer(config, mesh, checkpoint_of(run, ckpt_step), dtype, choose)
 
 
 class Writer:
-    """The weights of a checkpoint on the ranks of a mesh; they write together, and every rank gets
-    the text.
-    """
+    """Writes text with a checkpoint's weights on a mesh; all ranks get the same text."""
 
     def __init__(
         self,
@@ -103,73 +103,81 @@ class Writer:
         dtype: torch.dtype | None = None,
         choose: Method | None = None,
     ) -> None:
-        """Load a checkpoint; collective; ``dtype``, ``choose`` as in `opened`. Raises UserError if
-        it does not fit.
+        """Load a checkpoint; collective; ``dtype`` and ``choose`` are those of `opened`.
+
+        Raises UserError: it does not fit the mesh.
         """
         with raise_together():
             manifest = read_manifest(folder)
-            size = config.model.vocab_size or manifest.architecture["vocab_size"]
-            for entries in filter(None, (size, config.model.position_table)):
-                validate_entries(entries, mesh.tp.size())
-            config = config_as_trained(config.updated(vocab_size=size), manifest.extra)
+            vocab_size = config.model.vocab_size or manifest.architecture["vocab_size"]
+            for num_entries in (vocab_size, config.model.position_table):
+                if num_entries:
+                    validate_entries(num_entries, mesh.tp.size())
+            config = config_as_trained(config.updated(vocab_size=vocab_size), manifest.extra)
         if choose is not None:
-            config = replace(
-                config, checkpoint=CheckpointConfig()
-            )  # nothing is resumed, whatever the run began with
+            # Nothing is resumed here, wherever the run started from.
+            config = replace(config, checkpoint=CheckpointConfig())
             config = with_method(config, dist.get_world_size(), choose)
-        dtype = dtype or (
-            torch.bfloat16 if mesh.device.type == "cuda" and config.train.bf16 else torch.float32
-        )
-        # Of a hybrid's layouts the one that moves no tokens.
-        layout: HybridLayout = (
-            "zigzag" if config.context.context_parallel_layout == "zigzag" else "contiguous"
-        )
-        # Attention's backend is chosen for what is computed here, not for what the run computed in.
+        if dtype is None:
+            trained_in_bf16 = mesh.device.type == "cuda" and config.train.bf16
+            dtype = torch.bfloat16 if trained_in_bf16 else torch.float32
+        # The layout in which a hybrid's softmax layers move no tokens.
+        layout: HybridLayout = "contiguous"
+        if config.context.context_parallel_layout == "zigzag":
+            layout = "zigzag"
+        # The attention backend is chosen for the dtype of this computation, not the training's.
         config = config.updated(hybrid_softmax_layout=layout, bf16=dtype == torch.bfloat16)
-        self.config, self.folder, self.iteration = config, folder, manifest.iteration
-        self._mesh = mesh
-        self.replica, self.replicas = mesh.dp.get_local_rank(), mesh.dp.size()
-        """This rank's copy of the model, and how many there are; each writes on its own."""
-        self.group: dist.ProcessGroup | None = None
-        """The ranks of this copy, in order, which write together; None for all."""
-        if self.replicas > 1:
-            pp, inner = mesh.pp.size(), mesh.cp.size() * mesh.tp.size()
-            copies = (
-                torch.arange(pp * self.replicas * inner)
-                .view(pp, self.replicas, inner)
-                .transpose(0, 1)
-                .flatten(1)
-            )
-            timeout = timedelta(minutes=config.mesh.distributed_timeout_minutes)
-            self.group = [dist.new_group(ranks, timeout=timeout) for ranks in copies.tolist()][
-                self.replica
-            ]
-        model = config.model
-        with torch.device("meta"):
-            part = build_model(model)
-        part.keep(
-            stage_layers(config.pipeline, model.num_layers, mesh.pp.size())[
-                mesh.pp.get_local_rank()
-            ]
-        )
-        part.cast(dtype)
-        if mesh.tp.size() > 1:
-            from parallel.tensor.split import (
-                split_model,
-            )  # DTensor, which one process need not wait for
 
-            split_model(part, mesh.tp)
-        self._part = part.to_empty(device=mesh.device)
-        load_model(folder, part, architecture_of(model))
+        self.config = config
+        self.folder = folder
+        self.iteration = manifest.iteration
+        self._mesh = mesh
+        self.replica = mesh.dp.get_local_rank()
+        """Number of this rank's copy of the model; each copy writes its own texts."""
+        self.replicas = mesh.dp.size()
+        self.group = self._replica_group()
+        """The ranks of this copy, in order, which write together; None for all."""
+        self._part = self._build_part(dtype)
+        load_model(folder, self._part, architecture_of(config.model))
         self._contexts: dict[int, Context] = {}
 
+    def _replica_group(self) -> dist.ProcessGroup | None:
+        """Return the process group of this rank's copy of the model; collective."""
+        if self.replicas == 1:
+            return None
+        mesh = self._mesh
+        pp = mesh.pp.size()
+        inner = mesh.cp.size() * mesh.tp.size()
+        ranks = torch.arange(pp * self.replicas * inner).view(pp, self.replicas, inner)
+        ranks_by_replica = ranks.transpose(0, 1).flatten(1)  # [replicas, pp * inner]
+        timeout = timedelta(minutes=self.config.mesh.distributed_timeout_minutes)
+        groups = [dist.new_group(members, timeout=timeout) for members in ranks_by_replica.tolist()]
+        return groups[self.replica]
+
+    def _build_part(self, dtype: torch.dtype) -> Any:
+        """Build this rank's part of the model, with uninitialised weights."""
+        mesh = self._mesh
+        model = self.config.model
+        with torch.device("meta"):
+            part = build_model(model)
+        layers_by_stage = stage_layers(self.config.pipeline, model.num_layers, mesh.pp.size())
+        part.keep(layers_by_stage[mesh.pp.get_local_rank()])
+        part.cast(dtype)
+        if mesh.tp.size() > 1:
+            # Imported here: a single process need not wait for DTensor.
+            from parallel.tensor.split import split_model
+
+            split_model(part, mesh.tp)
+        return part.to_empty(device=mesh.device)
+
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Raise the UserErrors of ``write`` that are about these."""
+        """Raise the UserErrors of ``write`` about prompts and their lengths."""
         model = self.config.model
         check_lengths(prompts, max_new_tokens, model.position_table)
-        if unknown := {
-            token for prompt in prompts for token in prompt if not 0 <= token < model.vocabulary
-        }:
+        unknown = []
+        for prompt in prompts:
+            unknown += [token for token in prompt if not 0 <= token < model.vocabulary]
+        if unknown:
             raise ConfigError(
                 f"a prompt has token {min(unknown)}, and the model has 0 to {model.vocabulary - 1}"
             )
@@ -197,142 +205,173 @@ class Writer:
                 a table of learned positions has.
             DivergedError: the model overflows.
         """
-        model, device = self.config.model, self._mesh.device
+        model = self.config.model
+        device = self._mesh.device
         generator = torch.Generator(device).manual_seed(seed)
         draw = Draw(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         self.check(prompts, max_new_tokens)
         length = max(map(len, prompts), default=0)
-        # One length for all ranks and tokens: keys in the cache are turned once.
+        # One length for all ranks and tokens: keys in the cache are rotated once.
         self._part.config = model.with_rope_length(length + max_new_tokens)
-        alike = model.recurrent
         return write(
-            lambda: self.begin(length, draw), prompts, max_new_tokens, stop, device, alike=alike
+            lambda: self.begin(length, draw),
+            prompts,
+            max_new_tokens,
+            stop,
+            device,
+            alike=model.recurrent,
         )
 
     def begin(self, length: int, draw: Choose) -> Read:
-        """Return what reads prompts padded to ``length``, then any new tokens; ``draw`` chooses the
-        next ones.
+        """Return a function that reads prompts padded to ``length``, then new tokens.
+
+        Each call reads the tokens of one turn, and returns the next tokens that ``draw`` chooses.
         """
-        cp, tp = self._mesh.cp, self._mesh.tp.size()
-        layers = self.config.model.num_layers
+        cp = self._mesh.cp
+        cp_size = cp.size()
+        num_layers = self.config.model.num_layers
         turns = count()
 
-        def total(x: Tensor) -> Tensor:
+        def sum_over_cp(x: Tensor) -> Tensor:
             dist.all_reduce(x, group=cp.get_group())
             return x
 
-        states = States(layers, self._merge, total) if cp.size() > 1 else States(layers)
+        states = States(num_layers)
+        if cp_size > 1:
+            states = States(num_layers, self._merge, sum_over_cp)
 
         def read(tokens: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
             turn = next(turns)
-            prompts = turn == 0
-            if prompts and cp.size() > 1:
-                tokens, positions = self._share(tokens)
-            elif missing := -tokens.shape[1] % tp:
-                tokens = F.pad(tokens, (0, missing))
-                more = torch.arange(1, missing + 1, device=tokens.device)
-                positions = torch.cat(
-                    (positions, positions[:, -1:] + more), 1
-                )  # from the ends on: padding
-            keep = prompts or turn % cp.size() == cp.get_local_rank()
-            states.read(positions, ends, keep, shared=prompts and cp.size() > 1)
+            is_prefill = turn == 0
+            if is_prefill and cp_size > 1:
+                tokens, positions = self._shard_prompts(tokens)
+            else:
+                tokens, positions = self._pad_for_tp(tokens, positions)
+            caches = is_prefill or turn % cp_size == cp.get_local_rank()
+            states.read(positions, ends, caches, shared=is_prefill and cp_size > 1)
             hidden = self._through_stages(tokens, positions, ends, states)
-            return self._drawn(hidden, draw, len(ends), spread=prompts)
+            return self._next_tokens(hidden, draw, len(ends), is_scattered=is_prefill)
 
         return read
 
-    def _share(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's tokens [B, T] of prompts, with positions [1, T], and let attention go
-        over the ranks.
+    def _pad_for_tp(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Pad tokens [B, T] to a multiple of the tensor-parallel ranks."""
+        missing = -tokens.shape[1] % self._mesh.tp.size()
+        if not missing:
+            return tokens, positions
+        tokens = F.pad(tokens, (0, missing))
+        steps = torch.arange(1, missing + 1, device=tokens.device)
+        return tokens, torch.cat((positions, positions[:, -1:] + steps), 1)
+
+    def _shard_prompts(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's tokens [B, T] of prompts, with positions [1, T].
+
+        Also sets the layers' attention to the context-parallel one for this length.
         """
-        length, model = tokens.shape[1], self.config.model
-        # A few lengths for all prompts, since each has plans of its own: at most an eighth is
-        # padding. States end with the last token, so that their prompts have many lengths.
-        step = (
-            1
-            if model.recurrent
-            else max(1 << max(length.bit_length() - 4, 0), 2 * self._mesh.cp.size())
-        )
-        padded = -(-length // step) * step
-        padded = padded if model.position_table is None else min(padded, model.position_table)
-        if padded not in self._contexts:
-            config = self.config.updated(seq_length=padded)
-            like = next(iter(self._contexts.values()), None)
-            if len(self._contexts) == MOST_CONTEXTS:
-                del self._contexts[next(iter(self._contexts))]  # the oldest
-            self._contexts[padded] = context_of(config, self._mesh.cp.get_group(), like)
-        cp, attend = self._contexts[padded]
-        for module in self._part.modules():
-            own: Any = module
-            if isinstance(module, DeltaAttention):
-                own.attend, own.convolve = cp.delta, cp.convolve
-            elif isinstance(module, Attention | LinearCore):
-                own.attend = getattr(
-                    attend, "softmax" if isinstance(module, Attention) else "linear", attend
-                )
-        return cp.shard(F.pad(tokens, (0, padded - length)), 1), cp.positions[None].to(
-            tokens.device
-        )
+        length = tokens.shape[1]
+        padded_length = self._padded_length(length)
+        if padded_length not in self._contexts:
+            config = self.config.updated(seq_length=padded_length)
+            oldest_length = next(iter(self._contexts), None)
+            like = None if oldest_length is None else self._contexts[oldest_length]
+            if len(self._contexts) == MAX_CONTEXTS and oldest_length is not None:
+                del self._contexts[oldest_length]
+            self._contexts[padded_length] = context_of(config, self._mesh.cp.get_group(), like)
+
+        cp, attend = self._contexts[padded_length]
+        for layer in self._part.modules():
+            if isinstance(layer, DeltaAttention):
+                layer.attend = cp.delta
+                layer.convolve = cp.convolve
+            elif isinstance(layer, Attention):
+                layer.attend = getattr(attend, "softmax", attend)
+            elif isinstance(layer, LinearCore):
+                layer.attend = getattr(attend, "linear", attend)
+
+        padded_tokens = F.pad(tokens, (0, padded_length - length))
+        return cp.shard(padded_tokens, 1), cp.positions[None].to(tokens.device)
+
+    def _padded_length(self, length: int) -> int:
+        """Round a prompt's length up, so that a few lengths with their plans serve all prompts.
+
+        At most an eighth is padding. Recurrent states end with the last token, so that prompts of
+        models with them are not padded.
+        """
+        model = self.config.model
+        if model.recurrent:
+            return length
+        step = max(1 << max(length.bit_length() - 4, 0), 2 * self._mesh.cp.size())
+        padded_length = -(-length // step) * step
+        if model.position_table is not None:
+            padded_length = min(padded_length, model.position_table)
+        return padded_length
 
     def _merge(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge attention to the rows of this rank with the others'."""
-        mine = torch.cat((out, lse[..., None]), -1)
-        parts = [torch.empty_like(mine) for _ in range(self._mesh.cp.size())]
-        dist.all_gather(parts, mine, group=self._mesh.cp.get_group())
-        whole = torch.stack(parts)
-        return merged(whole[..., :-1], whole[..., -1])
+        """Merge attention to this rank's share of the cache with that of the other ranks."""
+        cp = self._mesh.cp
+        local = torch.cat((out, lse[..., None]), -1)  # [..., D + 1]
+        parts = [torch.empty_like(local) for _ in range(cp.size())]
+        dist.all_gather(parts, local, group=cp.get_group())
+        gathered = torch.stack(parts)  # [cp, ..., D + 1]
+        return merged(gathered[..., :-1], gathered[..., -1])
 
     def _through_stages(
         self, tokens: Tensor, positions: Tensor, ends: Tensor, states: States
     ) -> Tensor | None:
-        """Return the hidden states [B, C] before the ends on the last stage, 0 where other ranks of
-        cp have them.
+        """Return the hidden states [B, C] of the prompts' last tokens; None before the last stage.
+
+        They are 0 on the ranks that do not hold the token.
         """
-        pp, x = self._mesh.pp, tokens
-        rank, group, table = pp.get_local_rank(), pp.get_group(), self.config.model.position_table
-        if rank > 0:
+        pp = self._mesh.pp
+        stage = pp.get_local_rank()
+        tp_size = self._mesh.tp.size()
+        model = self.config.model
+
+        # Later stages take hidden states, [B, T of a tensor-parallel rank, C].
+        x = tokens
+        if stage > 0:
             weight = next(self._part.parameters())
-            shape = (
-                *tokens.shape[:1],
-                tokens.shape[1] // self._mesh.tp.size(),
-                self.config.model.hidden_size,
-            )
+            shape = (*tokens.shape[:1], tokens.shape[1] // tp_size, model.hidden_size)
             x = torch.empty(shape, dtype=weight.dtype, device=tokens.device)
-            dist.recv(x, group=group, group_src=rank - 1)
+            dist.recv(x, group=pp.get_group(), group_src=stage - 1)
 
         def head(hidden: Any, _: Tensor) -> Tensor:
-            whole: Tensor = hidden.to_local() if self._mesh.tp.size() > 1 else hidden
-            found, here = at_ends(whole, positions, ends)
-            return found.where(here[:, None], 0)
+            local_hidden: Tensor = hidden.to_local() if tp_size > 1 else hidden
+            last_hidden, is_local = at_ends(local_hidden, positions, ends)
+            return last_hidden.where(is_local[:, None], 0)
 
-        places = positions if table is None else positions.clamp(max=table - 1)
-        x = self._part(x, places, head, states=states)
-        if rank == pp.size() - 1:
+        position_ids = positions
+        if model.position_table is not None:
+            position_ids = positions.clamp(max=model.position_table - 1)
+        x = self._part(x, position_ids, head, states=states)
+        if stage == pp.size() - 1:
             return x
-        dist.send(x.contiguous(), group=group, group_dst=rank + 1)
+        dist.send(x.contiguous(), group=pp.get_group(), group_dst=stage + 1)
         return None
 
-    def _drawn(
-        self, hidden: Tensor | None, draw: Choose, sequences: int, *, spread: bool
+    def _next_tokens(
+        self, hidden: Tensor | None, draw: Choose, num_sequences: int, *, is_scattered: bool
     ) -> Tensor:
-        """Return the next tokens [B] on every rank, as the first rank of the last stage draws them.
+        """Return the next tokens [B] on every rank, drawn by the first rank of the last stage.
 
-        With ``spread`` the hidden states are on one rank of cp each.
+        If ``is_scattered``, each sequence's hidden state is on one context-parallel rank only.
         """
-        mesh, tp = self._mesh, self._mesh.tp.size()
-        source, error = (mesh.pp.size() - 1) * mesh.cp.size() * tp, None
-        ids = torch.full((sequences,), -1, device=mesh.device)
+        mesh = self._mesh
+        tp = mesh.tp.size()
+        source = (mesh.pp.size() - 1) * mesh.cp.size() * tp
+        error = None
+        ids = torch.full((num_sequences,), -1, device=mesh.device)
         if hidden is not None:
-            if spread and mesh.cp.size() > 1:
-                dist.all_reduce(hidden, group=mesh.cp.get_group())  # 0 but on one rank each
+            if is_scattered and mesh.cp.size() > 1:
+                dist.all_reduce(hidden, group=mesh.cp.get_group())
             weight = self._part.output_weight
             if tp == 1:
                 logits = F.linear(hidden, weight)  # [B, V]
             else:
                 from torch.distributed.tensor import DTensor, Replicate
 
-                whole = DTensor.from_local(hidden, mesh.tp, [Replicate()], run_check=False)
-                logits = F.linear(whole, weight).full_tensor()  # type: ignore[attr-defined]
+                replicated = DTensor.from_local(hidden, mesh.tp, [Replicate()], run_check=False)
+                logits = F.linear(replicated, weight).full_tensor()  # type: ignore[attr-defined]
             if dist.get_rank(self.group) == source:
                 try:
                     ids = draw(hidden, logits)

@@ -29,7 +29,7 @@ from runtime.together import (
     raise_together,
     report_unresponsive_ranks,
 )
-from train.callbacks.health import FAILURES, Progress, read_failures
+from train.callbacks.health import FAILURES, RunProgress, read_failures
 from train.callbacks.metrics import (
     METRICS,
     LoggingConfig,
@@ -47,17 +47,16 @@ from train.checkpoint.search import POINTER, saved_iterations
 from train.config.common import CommonConfig
 from train.config.flags import ConfigError, load, write_toml
 
-# How long failing ranks wait for the others, so that a launcher does not kill the one that reports
-# the error.
 SECONDS_TO_SPEAK = 5.0
-UNFLUSHED = 120  # Python's own status if output is lost at exit
-UNREAD = 141  # a shell's, of a program whose reader has enough
+"""Seconds that failing ranks wait, so that no launcher kills the one that reports the error."""
+UNFLUSHED = 120
+"""Exit status if output is lost at exit, as Python's own."""
+UNREAD = 141
+"""Exit status if the reader of standard output has closed the pipe, as in a shell."""
 FILES = ("config.toml", METRICS, STARTS, FAILURES, POINTER, "loss.png", "wandb_id.txt")
 """Files of a run's folder, besides its lock."""
 HF_FOLDER = "hf"
-"""Folder of a run with what came with an imported model: config.json, tokenizer, generation
-settings.
-"""
+"""Subfolder with an imported model's files: config.json, tokenizer, generation settings."""
 
 
 def exit_status(
@@ -65,27 +64,26 @@ def exit_status(
     arguments: list[str],
     seconds_to_speak: float = SECONDS_TO_SPEAK,
 ) -> int:
-    """Call ``main``; print a user's error as one line on stderr with its status, any other as its
-    traceback.
+    """Call ``main`` and return its exit status; print a user's error as one line on stderr.
 
-    However many ranks fail, only one prints: the error that all agreed on, or that of a rank that
-    failed alone.
+    Any other error is raised with its traceback. However many ranks fail, only one prints: the
+    error that all agreed on, or that of a rank that failed alone.
     """
     try:
         main(arguments)
     except LaunchError as error:
-        print(
-            f"error: {error}", file=sys.stderr, flush=True
-        )  # not through the ranks' agreement, which is what failed
+        # Printed directly: the ranks have not joined, so they cannot agree on one that reports.
+        print(f"error: {error}", file=sys.stderr, flush=True)
         leave_ending(AGAIN if error.again else 1, f"error: {error}")
         return 1
     except (UserError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno not in FULL:
             raise
-        leave_ending(AGAIN if getattr(error, "again", False) else 1, f"error: {_message(error)}")
-        with first_to_report(seconds_to_speak) as speaks:
-            if speaks:
-                print(f"error: {_message(error)}", file=sys.stderr, flush=True)
+        message = f"error: {_message(error)}"
+        leave_ending(AGAIN if getattr(error, "again", False) else 1, message)
+        with first_to_report(seconds_to_speak) as reports:
+            if reports:
+                print(message, file=sys.stderr, flush=True)
         return getattr(error, "status", 1)
     except RuntimeError as error:
         if not report_unresponsive_ranks(error, seconds_to_speak):
@@ -94,7 +92,7 @@ def exit_status(
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print(
-                "interrupted; with --load SAVE it goes on from its last checkpoint, if one was saved",
+                "interrupted; --load SAVE resumes from the last checkpoint, if one was saved",
                 file=sys.stderr,
             )
         return 130
@@ -102,8 +100,7 @@ def exit_status(
 
 
 def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
-    """Call ``main`` with the command line, and exit with its ``exit_status`` without finalising the
-    interpreter.
+    """Call ``main`` with the command line, and exit without finalising the interpreter.
 
     A gloo thread releases its collective's tensors some time after the collective has ended. If the
     interpreter is finalising by then, the thread cannot take the GIL and aborts a process whose
@@ -116,12 +113,14 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
         status = exit_status(main, sys.argv[1:])
     except Exception as error:
         leave_ending(1, f"{type(error).__name__}: {error}")
-        status = UNREAD if isinstance(error, BrokenPipeError) and _reader_has_gone() else 1
-        if status == 1:
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+            status = UNREAD
+        else:
+            status = 1
             sys.excepthook(*sys.exc_info())
+
     try:
-        # As multiprocessing does for its children: wait for non-daemon threads, then call the exit
-        # handlers.
+        # In multiprocessing's order for its children: non-daemon threads first, then exit handlers.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -133,24 +132,24 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
         os._exit(status)
 
 
-def _reader_has_gone() -> bool:
-    """Return whether nobody reads standard output any more: a pipe to a worker may break as well,
-    and is a defect.
+def _stdout_is_closed() -> bool:
+    """Return True if nobody reads standard output any more.
+
+    A broken pipe to a worker raises the same error, but is a defect.
     """
     poll = select.poll()
-    poll.register(1, 0)  # errors are told unasked
+    poll.register(1, 0)  # errors are reported without being requested
     return any(state & (select.POLLERR | select.POLLHUP) for _, state in poll.poll(0))
 
 
 def _message(error: Exception) -> str:
-    if isinstance(error, OSError):
-        fix = (
-            "free space there"
-            if error.errno in FULL
-            else "check that it is there and that you may use it"
-        )
-        return printable(f"{error.filename or 'a file'}: {error.strerror}; {fix}")
-    return str(error)
+    """Return an error's text, for errors of the system with the file and the fix."""
+    if not isinstance(error, OSError):
+        return str(error)
+    fix = "check that it is there and that you may use it"
+    if error.errno in FULL:
+        fix = "free space there"
+    return printable(f"{error.filename or 'a file'}: {error.strerror}; {fix}")
 
 
 @contextmanager
@@ -159,32 +158,36 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
 
     Raises:
         InUseError: another run writes there.
-        ConfigError: it is not writable, or as ``claim_folder``.
-        UserError: the optimizer's kernel is not here.
+        ConfigError: it is not writable, or ``claim_folder`` refuses it.
+        UserError: the optimizer's kernel is not installed.
     """
-    with ExitStack() as held:
+    with ExitStack() as reserved:
         with raise_together():
             config.optimizer.spec.require_available(config.optimizer)
             if is_first() and config.checkpoint.save is not None:
                 folder = Path(config.checkpoint.save)
                 check_writable(folder, "save")
                 try:
-                    held.enter_context(owned(folder))
+                    reserved.enter_context(owned(folder))
                 except InUseError as error:
                     raise type(error)(
                         f"save is {folder}, and {error}, or choose another --save"
                     ) from None
                 remove_drafts(folder)
-        if (local := config.checkpoint.non_persistent_local_ckpt_dir) is not None:
+
+        local_folder = config.checkpoint.non_persistent_local_ckpt_dir
+        if local_folder is not None:
             with raise_together():
-                check_writable(Path(local), "non_persistent_local_ckpt_dir")
+                check_writable(Path(local_folder), "non_persistent_local_ckpt_dir")
         from_first(lambda: claim_folder(config))
-        if is_first() and (warning := idle_gpus(config.mesh)):
-            print(warning, file=sys.stderr, flush=True)
-        if (
-            is_first() and (several := launched_world_size()) > 1
-        ):  # seconds go by until the next line
-            print(f"{several} processes have joined; data and model come next", flush=True)
+
+        if is_first():
+            warning = idle_gpus(config.mesh)
+            if warning:
+                print(warning, file=sys.stderr, flush=True)
+            world_size = launched_world_size()
+            if world_size > 1:  # the next line may take some seconds
+                print(f"{world_size} processes joined; building data and model", flush=True)
         yield
 
 
@@ -192,106 +195,150 @@ def claim_folder(config: CommonConfig) -> None:
     """Refuse to overwrite another run in ``--save``, or to start a run that could not be saved.
 
     Raises:
-        ConfigError: the folder holds a run that ``--load`` does not continue, or checkpoints later
-            than the requested one; it is not writable; something there, or to be taken over, is not
-            a regular file; or a logging service is not installed.
-        TrainingError: failures.jsonl there is not one that a run writes.
+        ConfigError: the folder holds a run that ``--load`` does not resume, or checkpoints later
+            than the requested one; it is not writable; something there, or in the files to copy, is
+            not a regular file; or a logging service is not installed.
+        TrainingError: failures.jsonl there was not written by a run.
     """
     check_services(config.logging)
     if config.checkpoint.save is None:
         return
     folder = Path(config.checkpoint.save)
     check_writable(folder, "save")
-    for path in (folder / name for name in FILES):
-        if kind := not_a_file(path):
+    _check_files(folder)
+    read_failures(folder / FAILURES)
+    if config.checkpoint.load and not (folder / HF_FOLDER).exists():
+        _check_hf_files(config.checkpoint.load)
+    _check_no_other_run(config, folder)
+
+
+def _check_files(folder: Path) -> None:
+    """Raise ConfigError if a name that the run writes is a folder, link or device there."""
+    for name in FILES:
+        path = folder / name
+        kind = not_a_file(path)
+        if kind:
             raise ConfigError(
                 f"save is {folder}, and {path.name} there is {kind}, not a file; remove it"
             )
-    read_failures(folder / FAILURES)
-    load = config.checkpoint.load
-    source = Path(load or "") / HF_FOLDER
-    for path in source.rglob("*") if load and not (folder / HF_FOLDER).exists() else ():
-        if (kind := not_a_file(path)) not in ("", "a folder"):
-            found = f"{HF_FOLDER}/{path.relative_to(source)} there is {kind}"
-            raise ConfigError(f"load is {load}, and {found}, not a file; remove it")
-    iterations = saved_iterations(folder)[::-1]
-    same = load is not None and os.path.realpath(load) == os.path.realpath(
-        folder
-    )  # Path.resolve fails on a loop
-    goes_on = same and not config.checkpoint.finetune
-    begun = iterations or ((folder / METRICS).exists() and not _begins_again(config, folder))
-    if not goes_on and begun:
-        name = fingerprint(folder)
-        held = (
-            f"with a checkpoint of iteration {iterations[-1]}"
-            if iterations
-            else "without a checkpoint"
-        )
-        held = f"a run {f'({name}) ' if name else ''}{held}"
-        how = f"go on with --load {folder}{' and without --finetune' * config.checkpoint.finetune}"
-        how = how if iterations or not config.checkpoint.finetune else "move it away"
-        raise ConfigError(f"save is {folder}, which holds {held}; {how}, or choose another --save")
-    step = config.checkpoint.ckpt_step
-    if goes_on and step is not None and iterations and iterations[-1] > step:
+
+
+def _check_hf_files(load: str) -> None:
+    """Raise ConfigError if an imported model's files, which the run copies, hold anything else."""
+    source = Path(load) / HF_FOLDER
+    for path in source.rglob("*"):
+        kind = not_a_file(path)
+        if kind not in ("", "a folder"):
+            raise ConfigError(
+                f"load is {load}, and {HF_FOLDER}/{path.relative_to(source)} there is {kind}, "
+                "not a file; remove it"
+            )
+
+
+def _check_no_other_run(config: CommonConfig, folder: Path) -> None:
+    """Raise ConfigError if a folder holds a run that this one would overwrite."""
+    checkpoint = config.checkpoint
+    iterations = saved_iterations(folder)  # newest first
+    # Path.resolve would fail on a loop of links.
+    resumes = (
+        checkpoint.load is not None
+        and os.path.realpath(checkpoint.load) == os.path.realpath(folder)
+        and not checkpoint.finetune
+    )
+    if not resumes:
+        if iterations or ((folder / METRICS).exists() and not _is_same_run(config, folder)):
+            raise ConfigError(_refusal(folder, iterations, checkpoint.finetune))
+        return
+
+    step = checkpoint.ckpt_step
+    if step is not None and iterations and iterations[0] > step:
         raise ConfigError(
-            f"ckpt_step is {step} and {folder} holds a checkpoint of iteration {iterations[-1]}, which going on from "
-            f"there would meet; choose another --save"
+            f"ckpt_step is {step} and {folder} holds a checkpoint of iteration {iterations[0]}, "
+            "which going on from there would meet; choose another --save"
         )
 
 
-def _begins_again(config: CommonConfig, folder: Path) -> bool:
-    """Return whether a folder is of an earlier start of this run, killed before its first
-    checkpoint.
+def _refusal(folder: Path, iterations: list[int], finetune: bool) -> str:
+    """Return the message that a folder holds another run, and the ways out."""
+    name = fingerprint(folder)
+    content = f"a run ({name}) " if name else "a run "
+    if iterations:
+        content += f"with a checkpoint of iteration {iterations[0]}"
+    else:
+        content += "without a checkpoint"
 
-    That is, of the same schedule, batches and steps.
+    remedy = f"go on with --load {folder}"
+    if finetune:
+        remedy += " and without --finetune"
+        if not iterations:
+            remedy = "move it away"
+    return f"save is {folder}, which holds {content}; {remedy}, or choose another --save"
+
+
+def _is_same_run(config: CommonConfig, folder: Path) -> bool:
+    """Return True if a folder is of an earlier start of this run that saved no checkpoint.
+
+    It is the same run if optimizer, schedule, batches and steps are the same.
     """
-    if not (file := folder / "config.toml").is_file():
+    file = folder / "config.toml"
+    if not file.is_file():
         return False
     before = load(type(config), file)
     return (before.optimizer, before.train) == (config.optimizer, config.train)
 
 
 def check_writable(folder: Path, name: str) -> None:
-    """Raise ConfigError, which names the folder as the argument ``name``, if it takes no files."""
-    if why := unwritable(folder, f"choose another --{name.replace('_', '-')}"):
-        raise ConfigError(f"{name} is {folder}, {why}")
+    """Raise ConfigError for the argument ``name`` if a folder cannot be written to."""
+    problem = unwritable(folder, f"choose another --{name.replace('_', '-')}")
+    if problem:
+        raise ConfigError(f"{name} is {folder}, {problem}")
 
 
-def open_log(config: CommonConfig, saved: CommonConfig, progress: Progress) -> RunLog | None:
-    """Write ``saved`` as config.toml and open the run's log on the first rank; return None on the
-    others. Collective.
+def open_log(config: CommonConfig, saved: CommonConfig, progress: RunProgress) -> RunLog | None:
+    """Write ``saved`` as config.toml and open the run's log; collective.
 
-    Nothing is written if nothing is left to do.
+    Returns None on all ranks but the first. Nothing is written if there is nothing left to do.
     """
     log: RunLog | None = None
     with raise_together():
         if is_first():
-            folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-            if (
-                progress.iteration >= config.train.train_iters
-            ):  # no steps, but perhaps a validation that is missing
-                file = None if folder is None else folder / METRICS
-                kept = read_metrics(file) if file is not None and file.exists() else []
-                kept = [record for record in kept if record["iteration"] <= progress.iteration]
-                if not (config.train.eval_iters and lacks_validation(kept, progress.iteration)):
-                    return RunLog(None, LoggingConfig(), {}, progress.iteration)
-            device = torch.cuda.get_device_name() if config.mesh.device_type == "cuda" else "cpu"
-            log = RunLog(folder, config.logging, asdict(saved), progress.iteration, device)
-            if folder is not None and progress.iteration < config.train.train_iters:
-                with disk_errors(folder):
-                    write_text(folder / "config.toml", write_toml(saved))
-                    _copy_hf_files(config.checkpoint, folder)
+            log = _open_log_here(config, saved, progress)
     return log
 
 
-def _copy_hf_files(given: CheckpointConfig, folder: Path) -> None:
-    """Copy the files that an imported model came with from this run's source, so that an export has
-    them.
-    """
-    source = given.hugging_face or Path(given.load or "") / HF_FOLDER
-    if given.load is not None and source.is_dir() and not (folder / HF_FOLDER).exists():
-        with new_folder(folder / HF_FOLDER) as draft:
-            if given.hugging_face is None:
-                shutil.copytree(source, draft, dirs_exist_ok=True)
-            else:
-                carry(source, draft, CONFIG)
+def _open_log_here(config: CommonConfig, saved: CommonConfig, progress: RunProgress) -> RunLog:
+    folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+    is_complete = progress.iteration >= config.train.train_iters
+    if is_complete and not _owes_validation(config, folder, progress.iteration):
+        return RunLog(None, LoggingConfig(), {}, progress.iteration)
+
+    device = "cpu"
+    if config.mesh.device_type == "cuda":
+        device = torch.cuda.get_device_name()
+    log = RunLog(folder, config.logging, asdict(saved), progress.iteration, device)
+    if folder is not None and not is_complete:
+        with disk_errors(folder):
+            write_text(folder / "config.toml", write_toml(saved))
+            _copy_hf_files(config.checkpoint, folder)
+    return log
+
+
+def _owes_validation(config: CommonConfig, folder: Path | None, iteration: int) -> bool:
+    """Return True if a complete run was ended before its last validation."""
+    records = []
+    if folder is not None and (folder / METRICS).exists():
+        records = read_metrics(folder / METRICS)
+    records = [record for record in records if record["iteration"] <= iteration]
+    return bool(config.train.eval_iters) and lacks_validation(records, iteration)
+
+
+def _copy_hf_files(checkpoint: CheckpointConfig, folder: Path) -> None:
+    """Copy an imported model's files from the run's source to its folder, for a later export."""
+    source = checkpoint.hugging_face or Path(checkpoint.load or "") / HF_FOLDER
+    if checkpoint.load is None or not source.is_dir() or (folder / HF_FOLDER).exists():
+        return
+    with new_folder(folder / HF_FOLDER) as draft:
+        if checkpoint.hugging_face is None:
+            shutil.copytree(source, draft, dirs_exist_ok=True)
+        else:
+            carry(source, draft, CONFIG)

@@ -1,8 +1,10 @@
-"""Draw samples of a diffusion transformer over the mesh that trains it, and write pictures of them.
+"""Samples of a diffusion transformer, drawn on the mesh that trains it, and pictures of them.
 
 Each data-parallel rank draws its own samples; the ranks of a context-parallel group share each.
 Noise is drawn for whole samples from the seed and the sample's number, so that every mesh draws the
 same ones.
+
+Shapes: b samples of this rank, T patches of this context-parallel rank, W elements of a patch.
 """
 
 import math
@@ -37,23 +39,21 @@ class SamplingConfig:
     """The samples that a run draws at each validation, into samples/iter_N.png of its folder."""
 
     samples_per_class: int = 4
-    """Samples of each class in the picture; 0 draws none. All are drawn anew at each validation,
-    sample_steps times through the model, twice as many with guidance; never more at once than
-    micro_batch_size."""
+    """Samples of each class in the picture; 0 draws none. All are drawn anew at each
+    validation, in sample_steps passes through the model, each with twice the samples with
+    guidance; never more at once than micro_batch_size."""
     sample_classes: int = 10
     """Classes in the picture: the first ones."""
     sample_steps: int = 50
-    """Times that the model is asked for a sample."""
+    """Passes through the model per sample."""
     sample_method: Literal["ddim", "ddpm", "euler"] | None = None
-    """ddim, without noise on the way, or ddpm, with; euler, for rectified_flow alone. By default
-    ddim or euler.
-    """
+    """ddim, without noise between the steps, or ddpm, with; euler, for rectified_flow only. By
+    default ddim or euler."""
     guidance: float = 4.0
-    """Weight of the class over none in classifier-free guidance; 1 is without."""
+    """Weight of the class over no class in classifier-free guidance; 1 is without."""
     guidance_channels: int | None = None
-    """Channels of the latents that guidance moves, the first ones; by default all; the original DiT
-    has 3.
-    """
+    """First channels of the latents, the only ones that guidance moves; by default all; the
+    original DiT has 3."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "samples_per_class")
@@ -66,38 +66,38 @@ class SamplingConfig:
         )
 
     def check(self, diffusion: Diffusion) -> None:
-        """Raise ConfigError for a method or steps that the objective lacks, or more channels than
-        there are.
-        """
-        method, objective = self.sample_method or diffusion.methods[0], diffusion.config.objective
+        """Raise ConfigError for a method, steps or channels that the objective does not have."""
+        objective = diffusion.config.objective
+        num_timesteps = diffusion.config.num_timesteps
+        method = self.sample_method or diffusion.methods[0]
         if method not in diffusion.methods:
             raise ConfigError(
-                f"sample_method is {method}, and objective {objective} has {' or '.join(diffusion.methods)}; "
-                "set one of these, or leave it out"
+                f"sample_method is {method}, and objective {objective} has "
+                f"{' or '.join(diffusion.methods)}; set one of these, or leave it out"
             )
-        if method != "euler" and self.sample_steps > diffusion.config.num_timesteps:
+        if method != "euler" and self.sample_steps > num_timesteps:
             raise ConfigError(
-                f"sample_steps is {self.sample_steps}, and there are num_timesteps {diffusion.config.num_timesteps} to "
-                "visit; set it to at most that"
+                f"sample_steps is {self.sample_steps}, and there are num_timesteps {num_timesteps} "
+                "to visit; set it to at most that"
             )
         if self.guidance_channels is not None and self.guidance_channels > diffusion.channels:
             raise ConfigError(
-                f"guidance_channels is {self.guidance_channels}, and latent_shape has {diffusion.channels}; set it to "
-                "at most that, or leave it out to guide all"
+                f"guidance_channels is {self.guidance_channels}, and latent_shape has "
+                f"{diffusion.channels}; set it to at most that, or leave it out to guide all"
             )
 
     def check_guidance(self, class_dropout_prob: float) -> None:
         """Raise ConfigError for guidance if training never drops labels."""
         if self.guidance != 1 and class_dropout_prob == 0:
             raise ConfigError(
-                f"guidance is {self.guidance} and class_dropout_prob is {class_dropout_prob}, so that training never "
-                "sees the embedding of no class that guidance extrapolates from; give --guidance 1, or train with a "
-                "class_dropout_prob above 0, such as 0.1"
+                f"guidance is {self.guidance} and class_dropout_prob is {class_dropout_prob}, so "
+                "that training never sees the embedding of no class that guidance extrapolates "
+                "from; give --guidance 1, or train with a class_dropout_prob above 0, such as 0.1"
             )
 
 
 class Sampler:
-    """Draw samples with the parts of a model on the ranks of a mesh."""
+    """Draws samples with the parts of a model on the ranks of a mesh."""
 
     def __init__(
         self,
@@ -108,45 +108,58 @@ class Sampler:
         diffusion: Diffusion,
         seed: int,
     ) -> None:
-        """Set up for a run's ``parts`` of a diffusion transformer; samples are joined as in its
-        training.
-        """
-        self._joined = config.train.micro_batch_size if config.packed else None
-        self._parts, self._mesh, self._cp, self._model = parts, mesh, cp, config.model
-        self._diffusion, self._sampling, self._seed = diffusion, config.sampling, seed
+        """Set up for a run's ``parts``; samples are joined if training joins them."""
+        self._num_joined = config.train.micro_batch_size if config.packed else None
+        self._parts = parts
+        self._mesh = mesh
+        self._cp = cp
+        self._model = config.model
+        self._diffusion = diffusion
+        self._sampling = config.sampling
+        self._seed = seed
         self._positions = cp.positions.to(mesh.device)  # [T]
 
     @torch.no_grad()
     def draw(self, labels: Sequence[int], batch_size: int = 64) -> Tensor:
-        """Return latents ``[N, C, (F,) H, W]``, float32 on the CPU, one per label; on every rank,
-        collective.
+        """Return one sample per label, ``[N, C, (F,) H, W]``, float32 on the CPU; collective.
 
-        Each data-parallel rank draws ``batch_size`` samples at once, with guidance by twice as many
-        in the model; joined ones go through it so many at a time as are joined.
+        Every rank gets all samples. Each data-parallel rank draws ``batch_size`` at once, which are
+        twice as many in the model with guidance; joined samples go through the model in groups of
+        the training's micro-batch.
         """
-        ranks, rank = self._mesh.dp.size(), self._mesh.dp.get_local_rank()
-        each = math.ceil(len(labels) / ranks)
+        dp_size = self._mesh.dp.size()
+        dp_rank = self._mesh.dp.get_local_rank()
         # All ranks draw equally many, since they gather the sharded model together: some samples
         # are drawn twice.
-        mine = [number % len(labels) for number in range(rank * each, (rank + 1) * each)]
-        drawn = [
-            self._draw(mine[begin : begin + batch_size], labels)
-            for begin in range(0, each, batch_size)
-        ]  # [b, T, W] each
-        found = torch.cat(drawn)
-        whole = found if self._joined else self._cp.unshard(found, dim=1)  # [each, all patches, W]
-        gathered = [torch.empty_like(whole) for _ in range(ranks)]
-        dist.all_gather(gathered, whole.contiguous(), group=self._mesh.dp.get_group())
+        per_rank = math.ceil(len(labels) / dp_size)
+        first = dp_rank * per_rank
+        numbers = [number % len(labels) for number in range(first, first + per_rank)]
+        draws = [
+            self._draw(numbers[begin : begin + batch_size], labels)
+            for begin in range(0, per_rank, batch_size)
+        ]
+        patches = torch.cat(draws)  # [b, T, W]
+        if not self._num_joined:
+            patches = self._cp.unshard(patches, dim=1)  # [b, all patches, W]
+
+        gathered = [torch.empty_like(patches) for _ in range(dp_size)]
+        dist.all_gather(gathered, patches.contiguous(), group=self._mesh.dp.get_group())
         return unpatchify(torch.cat(gathered)[: len(labels)], self._model).cpu()
 
     def _draw(self, numbers: list[int], labels: Sequence[int]) -> Tensor:
-        """Return this rank's patches ``[B, T, W]`` of the samples with these numbers, or all if
-        samples are joined.
-        """
+        """Return this rank's patches ``[b, T, W]`` of numbered samples, or all if joined."""
         sampling = self._sampling
-        asked = torch.tensor([labels[number] for number in numbers], device=self._mesh.device)
-        none, channels = self._model.num_classes, sampling.guidance_channels
-        denoise = guided(self._denoised, asked, none, sampling.guidance, self._diffusion, channels)
+        sample_labels = torch.tensor(
+            [labels[number] for number in numbers], device=self._mesh.device
+        )
+        denoise = guided(
+            self._denoised,
+            sample_labels,
+            self._model.num_classes,  # the label of no class
+            sampling.guidance,
+            self._diffusion,
+            sampling.guidance_channels,
+        )
         return draw(
             self._diffusion,
             denoise,
@@ -157,138 +170,154 @@ class Sampler:
         )
 
     def _noise(self, numbers: list[int], when: str) -> Tensor:
-        """Return this rank's patches ``[B, T, W]`` of the samples' noise, or all if samples are
-        joined.
-        """
-        noise = [
-            torch.randn(
-                self._model.latent_shape,
-                generator=generator_of(self._seed, f"drawn sample {number}, {when}"),
-            )
-            for number in numbers
-        ]
-        patches = patchify(torch.stack(noise), self._model)
-        return (patches if self._joined else self._cp.shard(patches, dim=1)).to(self._mesh.device)
+        """Return this rank's patches ``[b, T, W]`` of the samples' noise, or all if joined."""
+        noises = []
+        for number in numbers:
+            generator = generator_of(self._seed, f"drawn sample {number}, {when}")
+            noises.append(torch.randn(self._model.latent_shape, generator=generator))
+        patches = patchify(torch.stack(noises), self._model)  # [b, all patches, W]
+        if not self._num_joined:
+            patches = self._cp.shard(patches, dim=1)  # [b, T, W]
+        return patches.to(self._mesh.device)
 
     def _denoised(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """Return the model's output for patches as ``_noise`` returns them."""
-        if (count := self._joined) is None:
+        if self._num_joined is None:
             return self._through_stages(x, times, labels)
-        found = []
-        for given in zip(*(values.split(count) for values in (x, times, labels)), strict=True):
-            # The last sample fills the sequence.
-            full = [
-                torch.cat((part, part[-1:].expand(count - len(part), *part.shape[1:])))
-                for part in given
-            ]
-            out = self._through_stages(
-                self._cp.shard(full[0].flatten(0, 1)[None], dim=1), *full[1:]
+
+        group_size = self._num_joined
+        outputs = []
+        for begin in range(0, len(x), group_size):
+            group = slice(begin, begin + group_size)
+            num_samples = len(x[group])
+            sequence = _repeat_last(x[group], group_size).flatten(0, 1)[None]  # [1, all, W]
+            output = self._through_stages(
+                self._cp.shard(sequence, dim=1),
+                _repeat_last(times[group], group_size),
+                _repeat_last(labels[group], group_size),
             )
-            found.append(self._cp.unshard(out, dim=1).unflatten(1, (count, -1))[0][: len(given[0])])
-        return torch.cat(found)
+            samples = self._cp.unshard(output, dim=1).unflatten(1, (group_size, -1))[0]
+            outputs.append(samples[:num_samples])
+        return torch.cat(outputs)
 
     def _through_stages(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """Return the whole model's output; each pipeline stage in turn broadcasts its own."""
-        ranks, group = self._mesh.pp.size(), self._mesh.pp.get_group()
-        if ranks == 1 and len(self._parts) == 1:
+        pp_size = self._mesh.pp.size()
+        group = self._mesh.pp.get_group()
+        if pp_size == 1 and len(self._parts) == 1:
             return self._parts[0](x, self._positions, times, labels).float()
-        for stage in range(ranks * len(self._parts)):
-            part, owner = self._parts[stage // ranks], stage % ranks
+
+        for stage in range(pp_size * len(self._parts)):
+            part = self._parts[stage // pp_size]
+            owner = stage % pp_size
             if owner == self._mesh.pp.get_local_rank():
                 x = part(x, self._positions, times, labels).contiguous()
-            source, described = dist.get_global_rank(group, owner), [(x.shape, x.dtype)]
-            dist.broadcast_object_list(
-                described, src=source, group=group
-            )  # the others know neither shape nor dtype
+            source = dist.get_global_rank(group, owner)
+            # The other stages know neither shape nor dtype.
+            described = [(x.shape, x.dtype)]
+            dist.broadcast_object_list(described, src=source, group=group)
             shape, dtype = described[0]
-            x = x if dist.get_rank() == source else torch.empty(shape, dtype=dtype, device=x.device)
+            if dist.get_rank() != source:
+                x = torch.empty(shape, dtype=dtype, device=x.device)
             dist.broadcast(x, src=source, group=group)
         return x.float()
 
 
+def _repeat_last(values: Tensor, length: int) -> Tensor:
+    """Fill up the first dimension by repeating the last entry."""
+    missing = length - len(values)
+    return torch.cat((values, values[-1:].expand(missing, *values.shape[1:])))
+
+
 def write_grid(path: Path, latents: Tensor, columns: int) -> None:
-    """Write samples ``[N, C, (F,) H, W]`` as one picture, ``columns`` per row; of a video the first
-    frame.
+    """Write samples ``[N, C, (F,) H, W]`` as one picture, ``columns`` per row.
 
     One channel from -1 to 1 is grey, three are colours. Latents have no colours: their first three
-    channels are shown, or the first alone, from -3 to 3.
+    channels are shown, or the first alone, from -3 to 3. Of a video the first frame is shown.
     """
     from PIL import Image
 
+    # Values of -1 to 1 become 0 to 255, and small samples are enlarged.
     images = latents[:, :, 0] if latents.ndim == 5 else latents  # [N, C, H, W]
     if images.shape[1] not in (1, 3):
-        images = images[:, : 3 if images.shape[1] > 3 else 1] / 3
+        shown_channels = 3 if images.shape[1] > 3 else 1
+        images = images[:, :shown_channels] / 3
     pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     scale = math.ceil(SMALLEST_SIDE / min(pixels.shape[-2:]))
     pixels = pixels.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
+
+    # A white page with gaps between the samples.
     count, channels, height, width = pixels.shape
-    gap, rows = 2, math.ceil(count / columns)
-    page = torch.full(
-        (rows * (height + gap) + gap, columns * (width + gap) + gap, channels),
-        255,
-        dtype=torch.uint8,
-    )
+    gap = 2
+    rows = math.ceil(count / columns)
+    page_shape = (rows * (height + gap) + gap, columns * (width + gap) + gap, channels)
+    page = torch.full(page_shape, 255, dtype=torch.uint8)  # [height, width, C]
     for number, image in enumerate(pixels):
-        top, left = (
-            gap + place * (size + gap)
-            for place, size in zip(divmod(number, columns), (height, width), strict=True)
-        )
+        row, column = divmod(number, columns)
+        top = gap + row * (height + gap)
+        left = gap + column * (width + gap)
         page[top : top + height, left : left + width] = image.permute(1, 2, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(page.squeeze(-1).numpy()).save(path)
 
 
 def not_finite(samples: Tensor) -> int:
-    """Count the samples ``[N, ...]`` with a NaN or an infinity, which a picture would show as a
-    shade.
-    """
+    """Count the samples ``[N, ...]`` with a NaN or an infinity, which a picture would hide."""
     return int((~samples.isfinite()).flatten(1).any(1).sum())
 
 
 def by_class(classes: Sequence[int], per_class: int) -> list[int]:
-    """Return the label of every sample of a grid with a row of ``per_class`` for each class."""
+    """Return the labels of a grid of samples with a row of ``per_class`` for each class."""
     return [label for label in classes for _ in range(per_class)]
 
 
 def picture_writer(
     draw: Callable[[Sequence[int], int], Tensor], config: Any
 ) -> Callable[[int], None] | None:
-    """Return a function of the iteration that writes samples/iter_N.png, for all ranks; None if
-    there is none to write.
+    """Return a function that writes samples/iter_N.png, given N; None if no picture is requested.
 
-    ``draw`` is a ``Sampler``'s, and ``config`` the run's. No more samples are in the model at once
-    than in training. Collective: raises on all ranks if the first one cannot write there or make a
-    picture.
+    All ranks call it. No more samples are in the model at once than in training.
+
+    Args:
+        draw: a ``Sampler``'s method.
+        config: the run's.
+
+    Raises, on all ranks: the first one cannot write there or make a picture.
     """
-    sampling, folder, micro_batch_size = (
-        config.sampling,
-        config.checkpoint.save,
-        config.train.micro_batch_size,
-    )
+    sampling = config.sampling
+    folder = config.checkpoint.save
+    micro_batch_size = config.train.micro_batch_size
     if not sampling.samples_per_class or folder is None:
         return None
-    labels = by_class(
-        range(min(sampling.sample_classes, config.model.num_classes)), sampling.samples_per_class
-    )
-    at_once = micro_batch_size if sampling.guidance == 1 else max(1, micro_batch_size // 2)
+
+    num_classes = min(sampling.sample_classes, config.model.num_classes)
+    labels = by_class(range(num_classes), sampling.samples_per_class)
+    batch_size = micro_batch_size
+    if sampling.guidance != 1:  # each sample is in the model twice
+        batch_size = max(1, micro_batch_size // 2)
     pictures = Path(folder) / "samples"
     with raise_together():
         if is_first():
             import_module("PIL.Image")  # fail before training, not after the first validation
-            if why := unwritable(pictures, "choose another --save"):
-                raise ConfigError(f"pictures go to {pictures}, {why}")
+            problem = unwritable(pictures, "choose another --save")
+            if problem:
+                raise ConfigError(f"pictures go to {pictures}, {problem}")
 
     def write(iteration: int) -> None:
-        latents = draw(labels, at_once)
+        latents = draw(labels, batch_size)
         path = pictures / f"iter_{iteration:07d}.png"
         with raise_together():
-            if is_first() and (broken := not_finite(latents)):
+            if not is_first():
+                return
+            num_broken = not_finite(latents)
+            if num_broken:
                 print(
-                    f"note: {path.name} is not written: {broken} of {len(latents)} samples hold values that are not "
-                    f"finite; guidance {sampling.guidance} is too large, or training diverges",
+                    f"note: {path.name} is not written: {num_broken} of {len(latents)} samples "
+                    f"hold values that are not finite; guidance {sampling.guidance} is too large, "
+                    "or training diverges",
                     file=sys.stderr,
                 )
-            elif is_first():
+            else:
                 write_grid(path, latents, sampling.samples_per_class)
 
     return write

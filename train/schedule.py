@@ -1,4 +1,4 @@
-"""The learning rate of each iteration: its settings, and the curve that they make."""
+"""Learning rate schedules: their settings, and the rate of each iteration."""
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -22,23 +22,22 @@ class ScheduleConfig:
     """Shape after the warm-up: cosine or linear to min_lr, constant, inverse-square-root, or WSD,
     which is warm-up-stable-decay."""
     lr_warmup_iters: int = 0
-    """Iterations of linear warm-up; a run too short for them takes a tenth of its own."""
+    """Iterations of linear warm-up; a run too short for them takes a tenth of its iterations."""
     lr_warmup_fraction: float | None = None
     """Share of lr_decay_iters that is warm-up, in [0, 1), in place of lr_warmup_iters."""
     lr_warmup_init: float = 0.0
     """Learning rate from which the warm-up rises."""
     lr_decay_iters: int | None = None
-    """Iteration at which the decay ends; by default train_iters, and in a run that goes on what it
-    was there."""
+    """Iteration at which the decay ends; by default train_iters, and in a resumed run the first
+    start's value."""
     lr_wsd_decay_iters: int | None = None
     """Length of the final decay of WSD; by default a tenth of lr_decay_iters."""
     lr_wsd_decay_style: WsdDecayStyle = "linear"
     """Shape of that decay."""
     override_opt_param_scheduler: bool = False
-    """Going on from a checkpoint, take this configuration's schedule, even where train_iters alone
-    is another."""
+    """On resume, take this configuration's schedule, even if only train_iters differs."""
     use_checkpoint_opt_param_scheduler: bool = False
-    """Going on from a checkpoint, take its schedule, whatever this configuration says."""
+    """On resume, take the checkpoint's schedule, whatever this configuration says."""
 
     def __post_init__(self) -> None:
         require(self, self.lr > 0, "lr", "it must be above 0")
@@ -72,7 +71,7 @@ AnySchedule = TypeVar("AnySchedule", bound=ScheduleConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A learning rate's schedule in full: nothing in it depends on train_iters any more.
+    """A learning rate schedule with all defaults resolved: it no longer depends on train_iters.
 
     The formulas are those of ``megatron.core.optimizer_param_scheduler``, which counts completed
     iterations: its rate in iteration n + 1 is the one here in iteration n, so that a warm-up's
@@ -92,7 +91,9 @@ class Schedule:
 
     def rate(self, iteration: int) -> float:
         """Return the learning rate of ``iteration``; the first is 1."""
-        warmup, style, end = self.lr_warmup_iters, self.lr_decay_style, self.lr_decay_iters
+        warmup = self.lr_warmup_iters
+        style = self.lr_decay_style
+        end = self.lr_decay_iters
         if iteration <= warmup:
             return self.lr_warmup_init + (self.lr - self.lr_warmup_init) * iteration / warmup
         if style == "constant":
@@ -101,15 +102,17 @@ class Schedule:
             return self.min_lr
         if style == "inverse-square-root":
             return max(self.min_lr, self.lr * math.sqrt(max(warmup, 1) / iteration))
-        return self.min_lr + (self.lr - self.min_lr) * self._share(iteration)
+        return self.min_lr + (self.lr - self.min_lr) * self._decay_factor(iteration)
 
-    def _share(self, iteration: int) -> float:
-        """Return the share of the decay that is left: 1 where it begins, 0 where it ends."""
+    def _decay_factor(self, iteration: int) -> float:
+        """Return the factor on lr - min_lr: 1 until the decay begins, 0 at its end."""
         assert self.lr_decay_iters is not None
-        style, begin = self.lr_decay_style, self.lr_warmup_iters
+        style = self.lr_decay_style
+        begin = self.lr_warmup_iters
         if style == "WSD":
             assert self.lr_wsd_decay_iters is not None
-            style, begin = self.lr_wsd_decay_style, self.lr_decay_iters - self.lr_wsd_decay_iters
+            style = self.lr_wsd_decay_style
+            begin = self.lr_decay_iters - self.lr_wsd_decay_iters
         decay = self.lr_decay_iters - begin
         progress = max(0.0, (iteration - begin) / decay)
         if style == "cosine":
@@ -129,7 +132,8 @@ def schedule_of(config: ScheduleConfig, train_iters: int) -> Schedule:
     """Return the schedule of a run of ``train_iters`` iterations.
 
     If lr_decay_iters is not set, a run too short for its warm-up takes a tenth of its iterations
-    instead, and caps lr_wsd_decay_iters at the rest: a shorter run needs no other configuration.
+    instead, and caps lr_wsd_decay_iters at the rest: a short trial runs with the configuration of
+    a long run.
     The default of lr_wsd_decay_iters never reaches into the warm-up.
     """
     end = config.lr_decay_iters or train_iters
@@ -137,8 +141,8 @@ def schedule_of(config: ScheduleConfig, train_iters: int) -> Schedule:
     if config.lr_warmup_fraction is not None:
         warmup = min(round(config.lr_warmup_fraction * end), end - 1)
     decay = config.lr_wsd_decay_iters or max(1, end // 10)
-    if config.lr_decay_iters is None:
-        warmup = warmup if warmup < end else min(max(1, end // 10), end - 1)
+    if config.lr_decay_iters is None and warmup >= end:
+        warmup = min(max(1, end // 10), end - 1)
     if config.lr_decay_iters is None or config.lr_wsd_decay_iters is None:
         decay = max(1, min(decay, end - warmup))
 

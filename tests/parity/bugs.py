@@ -128,8 +128,8 @@ def stage_without_norm():
 
 def noise_of_ranks():
     """Make the noise depend on the rank that draws it."""
-    drawn = Denoising._drawn
-    Denoising._drawn = lambda self, sample: drawn(self, 1000 * dist.get_rank() + sample)
+    drawn = Denoising._draw
+    Denoising._draw = lambda self, sample: drawn(self, 1000 * dist.get_rank() + sample)
 
 
 def copies_left_alone():

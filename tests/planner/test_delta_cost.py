@@ -10,7 +10,7 @@ import pytest
 from bench.memory import measured
 from parallel.context import make_plan
 from planner.cluster import DELTA, load_cluster
-from planner.delta_cost import DeltaCost, DeltaShape, wide_share
+from planner.layers.delta_cost import DeltaCost, DeltaShape, wide_share
 from planner.rehearsal import rehearse
 from planner.search import candidates_of
 from runtime.ranks import run_ranks

@@ -6,8 +6,9 @@ import pytest
 
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
-from planner.attention_cost import AttentionCost, needed_of_all, slots
 from planner.cluster import load_cluster
+from planner.layers.attention_cost import AttentionCost
+from planner.layers.transfers import needed_of_all, slots
 from tests.parallel.context.sparse.packings import filled, lognormal
 
 H100 = "configs/clusters/h100_pod.toml"

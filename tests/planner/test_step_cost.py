@@ -8,10 +8,11 @@ import pytest
 
 from parallel.context import make_plan
 from parallel.context.traffic import sizes
-from planner.attention_cost import AttentionCost
 from planner.cluster import CLUSTERS, Cluster, load_cluster
+from planner.host_memory import moments, offloaded, pinned
+from planner.layers.attention_cost import AttentionCost
 from planner.step_cost import predict
-from planner.step_memory import Arrangement, StepShape, moments, offloaded, pinned
+from planner.step_shape import Arrangement, StepShape
 
 FREE = 1e15
 """So much of a rate that what it carries takes no time."""

@@ -25,7 +25,7 @@ from train.config.diffusion import load_config as load_dit_config
 from train.config.entries import DiTRunConfig
 from train.config.flags import write_toml
 from train.config.language import load_config
-from train.resume import AVERAGED
+from train.resume.settings import AVERAGED
 
 OTHERS = ("mistral", "ministral", "qwen2, tied, a window", "qwen3", "llama, dynamic")
 FAMILIES = ["llama, llama3", "gpt2", "qwen3_5", "qwen2, yarn", "granite", "smollm3"]

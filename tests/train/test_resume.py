@@ -22,8 +22,8 @@ from tests.parallel.tiny import (
 )
 from tests.train.optimizers.momentum import NAME, Momentum
 from tests.train.test_run import with_checkpoint
-from train import resume
-from train.callbacks.health import Progress
+from train.resume import schedule
+from train.callbacks.health import RunProgress
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import CheckpointError
 from train.config.derive import IMPORTED, config_as_trained
@@ -33,7 +33,8 @@ from train.config.flags import ConfigError
 from train.config.language import parse_args
 from train.optimizers import OPTIMIZERS
 from train.optimizers.config import OptimizerConfig
-from train.resume import _check_allowed, changes, checkpoint_extra, find_start
+from train.resume.settings import changes, check_allowed, checkpoint_extra
+from train.resume.start import find_start
 from train.run import claim_folder, open_log
 from train.schedule import schedule_of
 
@@ -53,7 +54,9 @@ def saved(before, contents=None):
 
 
 def continued(now, path, extra, iteration):
-    optimizer, note = resume.continued(now.optimizer, now.train.train_iters, path, extra, iteration)
+    optimizer, note = schedule.choose_schedule(
+        now.optimizer, now.train.train_iters, path, extra, iteration
+    )
     return replace(now, optimizer=optimizer), note or ""
 
 
@@ -109,7 +112,7 @@ def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_
         config(240, **change, use_checkpoint_opt_param_scheduler=True), PATH, saved(config(120)), 60
     )
     assert [rate(goes_on, n) for n in (61, 200)] == [rate(config(120), 61), 2e-4]
-    assert "goes on with the checkpoint's" in note
+    assert "the checkpoint's is kept" in note
 
 
 @pytest.mark.parametrize("iteration", [60, 120])
@@ -158,7 +161,7 @@ def test_a_schedule_that_is_overridden_or_not_kept_is_this_configurations():
     early = {"sample_order": config().named(Config.SAMPLE_ORDER), "trained_for": {}}
     assert continued(config(240), PATH, early, 120) == (config(240), "")
     _, note = continued(config(240, use_checkpoint_opt_param_scheduler=True), PATH, early, 120)
-    assert note == f"note: {PATH} keeps no schedule: this configuration's is taken"
+    assert note == f"note: {PATH} has no schedule: this configuration's is taken"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +178,7 @@ def test_a_schedule_that_is_overridden_or_not_kept_is_this_configurations():
 def test_a_schedule_that_makes_no_sense_is_refused_by_name(broken):
     extra = saved(config())
     extra["schedule"] = {**extra["schedule"], **broken} if broken else broken
-    with pytest.raises(CheckpointError, match=rf"^{PATH} keeps a schedule that makes no sense"):
+    with pytest.raises(CheckpointError, match=rf"^{PATH} has an invalid schedule"):
         continued(config(240), PATH, extra, 120)
 
 
@@ -228,7 +231,7 @@ def test_batches_are_compared_as_they_are_whatever_number_of_processes_makes_the
     assert changed == {
         "micro_batch_size": "micro_batch_size was 8 and is 4, of all data-parallel processes together"
     }
-    _check_allowed(PATH, changed, ())
+    check_allowed(PATH, changed, ())
 
 
 def test_files_that_hold_something_else_are_told_by_name(tmp_path):
@@ -242,19 +245,19 @@ def test_files_that_hold_something_else_are_told_by_name(tmp_path):
     (tmp_path / "t.model").write_text("other words")
     changed = changes(run, extra, run.contents())
     assert [line.partition(" (digest ")[0] for line in changed.values()] == [
-        "tokenizer_model holds something else than when the run began",
-        f"data_path {tmp_path}/d holds something else than when the run began",
+        "tokenizer_model has changed since the run began",
+        f"data_path {tmp_path}/d has changed since the run began",
     ]
     with pytest.raises(
         CheckpointError, match=r"\. Keep it, or give --allow-changed tokenizer_model data_path$"
     ):
-        _check_allowed(PATH, changed, ())
+        check_allowed(PATH, changed, ())
     with pytest.raises(
         CheckpointError, match=r" trained otherwise: data_path .* --allow-changed data_path$"
     ):
-        _check_allowed(PATH, changed, ("tokenizer_model",))
+        check_allowed(PATH, changed, ("tokenizer_model",))
     for allowed in (("all",), ("data_path", "tokenizer_model")):
-        _check_allowed(PATH, changed, allowed)
+        check_allowed(PATH, changed, allowed)
 
 
 def test_an_import_computes_in_bfloat16_on_cuda():
@@ -274,7 +277,7 @@ def test_a_start_after_one_that_was_killed_before_its_first_checkpoint_takes_the
         )
     )
     claim_folder(run)
-    log = open_log(run, config_to_save(run, run, 1), Progress())
+    log = open_log(run, config_to_save(run, run, 1), RunProgress())
     log.write({"iteration": 1, "lm_loss": 2.0})
     assert "allow_changed = []" in (save / "config.toml").read_text()
     claim_folder(run)
@@ -298,11 +301,11 @@ def test_nothing_to_load_starts_afresh_unless_it_must_be_there(tmp_path, capsys)
     model, optimizer = build(0, sharded=False)
     before = whole_tensors(model, optimizer)
     config = with_checkpoint()
-    assert resumed(config, model, optimizer, {}) == (config, Progress())
+    assert resumed(config, model, optimizer, {}) == (config, RunProgress())
     assert capsys.readouterr().out == ""
     load = str(tmp_path / "none")
     config = with_checkpoint(load=load)
-    assert resumed(config, model, optimizer, {}) == (config, Progress())
+    assert resumed(config, model, optimizer, {}) == (config, RunProgress())
     assert capsys.readouterr().out == f"no checkpoint in {load}: starting afresh\n"
     with pytest.raises(CheckpointError, match=f"load is {load}, which holds no checkpoint"):
         resumed(with_checkpoint(load=load, exit_on_missing_checkpoint=True), model, optimizer, {})
@@ -319,7 +322,7 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path, capsys):
     config = with_checkpoint(load=str(tmp_path), allow_changed=("seed",))
     same, progress = resumed(config, model, optimizer, {"data_path x": "1"})
     assert same == config
-    assert progress == Progress(iteration=2, consumed_samples=8)
+    assert progress == RunProgress(iteration=2, consumed_samples=8)
     said = capsys.readouterr().out
     assert f"resumed from {tmp_path}/iter_0000002, 8 samples consumed" in said
     assert (
@@ -331,7 +334,7 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path, capsys):
     named = with_checkpoint(load=str(tmp_path), ckpt_step=1, allow_changed=("all",))
     assert resumed(named, model, optimizer, {}) == (
         named,
-        Progress(iteration=1, consumed_samples=4),
+        RunProgress(iteration=1, consumed_samples=4),
     )
     assert not equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
 
@@ -350,7 +353,7 @@ def test_state_of_another_optimizer_is_refused_before_anything_is_loaded(tmp_pat
         (
             {"weight_decay": 0.1},
             momentum,
-            "state of optimizer adam, and optimizer is momentum, which cannot go on",
+            "state of optimizer adam, and optimizer is momentum, which cannot use it",
         ),
     ):
         extra = {"progress": {"iteration": 2, "consumed_samples": 8}, "settings": saved_by}
@@ -391,5 +394,5 @@ def test_another_objective_is_refused_and_what_else_changed_is_noted(tmp_path, c
     assert (
         "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it\n" in said
     )
-    assert "averages of the weights are left behind: ema_decay was 0.9 and is not set" in said
+    assert "averages of the weights are dropped: ema_decay was 0.9 and is not set" in said
     assert said.count("note:") == 2

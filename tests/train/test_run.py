@@ -15,7 +15,7 @@ from runtime.ranks import run_ranks
 from runtime.slurm import AGAIN, ENDINGS
 from tests.runtime.test_files import another_process
 from tests.starts import PATIENCE, ROOT, free_port
-from train.callbacks.health import Progress
+from train.callbacks.health import RunProgress
 from train.callbacks.metrics import METRICS
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import STARTS, CheckpointError
@@ -158,7 +158,7 @@ def test_what_can_be_no_folder_is_refused_before_any_work(save, said, tmp_path):
 def test_the_folder_tells_what_ran_and_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "s3cret")
     config = with_checkpoint(save=str(tmp_path / "run"), save_interval=5)
-    log = open_log(config, config, Progress())
+    log = open_log(config, config, RunProgress())
     assert log is not None
     assert load_config(tmp_path / "run" / "config.toml") == config
     assert all(b"s3cret" not in path.read_bytes() for path in (tmp_path / "run").iterdir())
@@ -180,7 +180,7 @@ def test_a_start_with_nothing_left_to_do_writes_nothing(evaluated, tmp_path):
     (tmp_path / "ended").mkdir()
     (tmp_path / "ended" / METRICS).write_text(json.dumps(record) + "\n")
     for config in (ended, new):
-        assert open_log(config, config, Progress(iteration=last)) is not None
+        assert open_log(config, config, RunProgress(iteration=last)) is not None
     kept = (
         [METRICS] if evaluated else [METRICS, STARTS]
     )  # a validation that the last start was ended in
@@ -196,7 +196,7 @@ def test_a_start_with_nothing_left_to_do_writes_nothing(evaluated, tmp_path):
 def test_the_folder_keeps_no_flag_that_is_for_one_start(flag, tmp_path):
     config = with_checkpoint(save=str(tmp_path))
     assert (
-        open_log(config, config_to_save(config.updated(**{flag: True}), config, 1), Progress())
+        open_log(config, config_to_save(config.updated(**{flag: True}), config, 1), RunProgress())
         is not None
     )
     assert load_config(tmp_path / "config.toml") == config

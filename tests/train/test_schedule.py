@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from train.optimizers.config import OptimizerConfig
-from train.resume import shortened
+from train.resume.schedule import shortened
 from train.schedule import schedule_of
 
 

@@ -27,15 +27,15 @@ from runtime.signals import StopRequest
 from tests.model.models import model_config
 from tests.starts import ROOT
 from tests.train.tiny import TinyTask
-from train.callbacks.health import Progress, TrainingError
+from train.callbacks.health import RunProgress, TrainingError
 from train.callbacks.metrics import METRICS, LoggingConfig, RunLog, read_metrics
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import read_manifest
 from train.config.entries import Config, TrainConfig
 from train.config.finalize import Final
 from train.optimizers.config import OptimizerConfig
-from train.resume import Start
-from train.trainer import Trainer, files_left
+from train.resume.start import Start
+from train.trainer import Trainer, describe_folder
 
 LENGTH, VOCABULARY = 8, 31
 MODEL = model_config(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)
@@ -92,7 +92,7 @@ def run_with(rank, world_size, config, folder=None, prepare=None, valid_data=Non
     with distributed_mesh(config.mesh) as mesh:
         cp = context_parallel("ring", seq_len=LENGTH)
         task = TinyTask(config, mesh, cp, train=train_data or Samples(), valid=valid_data)
-        progress = Progress()
+        progress = RunProgress()
         start = Start(config.checkpoint, config.optimizer, architecture_of(MODEL), {}, progress)
         try:
             trainer = Trainer(
@@ -182,7 +182,7 @@ def infinite_in(trainer, iterations):
 def test_a_step_whose_gradient_is_not_finite_changes_no_weight_on_any_rank(tmp_path):
     prepare = partial(infinite_in, iterations=(2, 3))
     ends = run_ranks(run_with, 2, settings(train_iters=5), tmp_path / "run", prepare)
-    assert ends == [(Progress(5, 20, 5 * 4 * LENGTH, 2, 0), "")] * 2
+    assert ends == [(RunProgress(5, 20, 5 * 4 * LENGTH, 2, 0), "")] * 2
     records = read_metrics(tmp_path / "run" / METRICS)
     assert [r["skipped_iterations"] for r in records] == [0, 1, 2, 2, 2]
     assert [r["grad_norm"] is not None for r in records] == [True, False, False, True, True]
@@ -264,7 +264,7 @@ def idle_weight(trainer, frozen=False):
 def test_a_weight_without_a_gradient_is_named():
     assert run_ranks(run_with, 1, settings(), None, idle_weight) == [
         (
-            Progress(iteration=1),
+            RunProgress(iteration=1),
             "RuntimeError: no gradient reached idle: part of the model is not trained",
         )
     ]
@@ -283,7 +283,7 @@ def test_saves_and_validations_come_at_their_intervals_and_at_the_end(tmp_path, 
     assert checkpoints(tmp_path / "run") == [2, 4, 6, 7]
     assert (tmp_path / "run" / "loss.png").is_file()
     left = "loss.png (the curve), metrics.jsonl (every iteration), 4 checkpoints, the newest of iteration 7"
-    assert files_left(tmp_path / "run") == f"{tmp_path}/run holds {left}"
+    assert describe_folder(tmp_path / "run") == f"{tmp_path}/run holds {left}"
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_told_to_end_before_a_step_it_saves_what_the_local_checkpoint_held(tmp_p
     ends = run_ranks(
         run_with, 1, config, tmp_path / "run", told_to_end_with_a_local_checkpoint_loaded
     )
-    assert ends == [(Progress(iteration=6), "")]
+    assert ends == [(RunProgress(iteration=6), "")]
     assert checkpoints(tmp_path / "run") == [6]
 
 

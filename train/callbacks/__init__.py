@@ -1,4 +1,4 @@
-"""Callbacks act beside the training step, at four moments of a run."""
+"""Callbacks act between training steps, at four moments of a run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,39 +7,41 @@ from typing import Any
 from data.loader import Batch
 from runtime.together import is_first
 
-DATA, UPDATE, SAVING = "longmesh: data", "longmesh: update", "longmesh: saving"
-"""Parts of a step whose time is taken apart: the wait for a batch, the optimizer's update, a save.
-"""
+DATA = "longmesh: data"
+"""Phase of a step in which a rank waits for its batch; the names appear in profiles."""
+UPDATE = "longmesh: update"
+"""Phase of a step in which the optimizer updates the weights."""
+SAVING = "longmesh: saving"
+"""Phase in which a checkpoint is saved."""
 
 
 @dataclass
 class Step:
-    """A finished step, as the moments after it see it."""
+    """A finished training step, as callbacks receive it."""
 
     micro_batches: list[Batch]
     valid: int
-    """All ranks' tokens with loss in them."""
+    """Tokens with loss, on all ranks together."""
     loss: float
-    """Their mean before the update."""
+    """Mean loss over those tokens, before the update."""
     record: dict[str, Any]
-    """A record of metrics.jsonl; moments add to it."""
+    """The step's record in metrics.jsonl; callbacks add fields to it."""
     wait: Callable[[], None]
-    """Waits until the next step's batch is made, so that no thread runs while processes are forked.
-    """
+    """Waits until the next batch is made, so that no thread runs while processes are forked."""
     last: bool
-    """True if the run ends after it."""
+    """True if the run ends after this step."""
 
     @property
     def iteration(self) -> int:
-        """Its number; the first is 1."""
+        """The iteration's number; the first is 1."""
         return int(self.record["iteration"])
 
 
 class Callback:
-    """Acts beside the training step. All ranks call its moments together: each may be collective."""
+    """Acts between training steps. All ranks call its methods together: each may be collective."""
 
     def on_train_begin(self, iteration: int) -> None:
-        """Act before the first step of this start, which goes on from ``iteration``."""
+        """Act before the first step of this start, which resumes after ``iteration``."""
 
     def on_step_begin(self, iteration: int) -> None:
         """Act before an iteration takes its batch."""

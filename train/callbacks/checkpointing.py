@@ -1,7 +1,7 @@
-"""Checkpoints of a run, at their intervals and at its end, and its way back to the newest of them."""
+"""Checkpoints of a run: saves at intervals and at the end, and rollbacks after bad steps."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.profiler import record_function
@@ -9,19 +9,20 @@ from torch.profiler import record_function
 from parallel.data import Runner, reshard
 from parallel.mesh import Mesh
 from runtime.watchdog import Watchdog
-from train.batches import StopAgreement, summed
+from train.batches import StopAgreement, sum_over_ranks
 from train.callbacks import SAVING, Callback, Step, say
 from train.callbacks.health import Health
 from train.callbacks.metrics import RunLog
 from train.checkpoint.saving import Saves
 from train.config.common import CommonConfig
 from train.ema import Ema
-from train.resume import AVERAGED, Start, checkpoint_extra, find_start
+from train.resume.settings import AVERAGED, checkpoint_extra
+from train.resume.start import Start, find_start
 
 
 @dataclass(kw_only=True)
 class Checkpointing(Callback):
-    """Saves a run, but for weights whose last update went wrong."""
+    """Saves a run's checkpoints, except of weights that their last update has broken."""
 
     config: CommonConfig
     mesh: Mesh
@@ -37,65 +38,77 @@ class Checkpointing(Callback):
 
     def __post_init__(self) -> None:
         self._progress = self.start.progress
-        self._saved = self._progress.iteration
-        """The iteration of the newest checkpoint, not counting local ones."""
-        self._step: Step | None = None
-        """The last one since this start, or since the run was rolled back."""
+        self._saved_iteration = self._progress.iteration
+        """Iteration of the newest checkpoint, not counting local ones."""
+        self._last_step: Step | None = None
+        """The newest step since this start, or since the rollback."""
 
     def on_train_begin(self, iteration: int) -> None:
-        """Find out whether the run goes on from a local checkpoint, which its end then replaces."""
+        """Note if the run resumes from a local checkpoint, which its end then has to replace."""
         if self.config.checkpoint.non_persistent_save_interval and not self.saves.holds(iteration):
-            self._saved = 0
+            self._saved_iteration = 0
 
     def on_step_end(self, step: Step) -> None:
-        """Save where an interval has come, but not after a skipped step, unless it is the last."""
-        self._step = step
+        """Save if an interval ends here; after a skipped step only if it is the last."""
+        self._last_step = step
         tier = self.saves.due(step.iteration, step.last)
         if tier is None or (self._progress.skipped_in_a_row and not step.last):
             return
-        if not self.health.update_went_wrong(step, self._loss_of):
+        if not self.health.update_went_wrong(step, self._loss_after_update):
             self._save(tier)
 
     def on_train_end(self, iteration: int) -> None:
-        """Save where the run was told to stop between two saves, and finish the one under way."""
-        owed = self.stop.agreed and self.config.checkpoint.save and iteration > self._saved
-        if owed and not (self._step and self.health.update_went_wrong(self._step, self._loss_of)):
+        """Save if the run was stopped between two saves, and finish a save in the background."""
+        if self._stopped_unsaved(iteration) and not self._last_update_went_wrong():
             self._save("shared")
         with self.watchdog.paused():
             self.saves.end(iteration)
 
+    def _stopped_unsaved(self, iteration: int) -> bool:
+        has_folder = bool(self.config.checkpoint.save)
+        return self.stop.agreed and has_folder and iteration > self._saved_iteration
+
+    def _last_update_went_wrong(self) -> bool:
+        if self._last_step is None:
+            return False
+        return self.health.update_went_wrong(self._last_step, self._loss_after_update)
+
     def roll_back(self) -> None:
-        """Go on from the newest checkpoint of ``--save`` with samples that no step has had, and say
-        so; collective.
+        """Return to the newest checkpoint of ``--save`` and report it; collective.
+
+        The position in the data does not go back: the run continues with samples that no step has
+        used, since those before the failure may have caused it.
         """
-        parts, start, progress, checkpoint = (
-            self.runner.parts,
-            self.start,
-            self._progress,
-            self.config.checkpoint,
-        )
-        self._step = None
+        start = self.start
+        progress = self._progress
+        checkpoint = self.config.checkpoint
+        self._last_step = None
+
         newest = replace(checkpoint, load=checkpoint.save, ckpt_step=None, finetune=False)
         with self.watchdog.paused():
             self.saves.wait()
-            for part in parts:
+            for part in self.runner.parts:
                 reshard(part)
             earlier = find_start(self.config, start.architecture, start.contents, newest)
-            earlier.load(parts, self.optimizer, self.ema)
-        left = progress.consumed_samples - earlier.progress.consumed_samples
+            earlier.load(self.runner.parts, self.optimizer, self.ema)
+        skipped_samples = progress.consumed_samples - earlier.progress.consumed_samples
         say(
-            f"rolled back from iteration {progress.iteration}; the {left} samples since are left out"
+            f"rolled back from iteration {progress.iteration}; "
+            f"the {skipped_samples} samples since are left out"
         )
-        progress.iteration, progress.skipped_in_a_row = earlier.progress.iteration, 0
-        self._saved = progress.iteration if self.saves.holds(progress.iteration) else 0
+
+        progress.iteration = earlier.progress.iteration
+        progress.skipped_in_a_row = 0
+        is_persistent = self.saves.holds(progress.iteration)
+        self._saved_iteration = progress.iteration if is_persistent else 0
         if self.log is not None:
             self.log.rewind(progress.iteration)
         self.health.rolls_back = False
 
     @torch.no_grad()
-    def _loss_of(self, step: Step) -> float:
-        """Return the mean loss of a step's samples with the weights of now; collective."""
-        total = summed(self.runner.forward(step.micro_batches), self.mesh)
+    def _loss_after_update(self, step: Step) -> float:
+        """Return the mean loss of a step's samples with the updated weights; collective."""
+        total = sum_over_ranks(self.runner.forward(step.micro_batches), self.mesh)
         for part in self.runner.parts:
             reshard(part)
         return total.item() / max(step.valid, 1)
@@ -103,12 +116,17 @@ class Checkpointing(Callback):
     def _save(self, tier: Literal["shared", "local"]) -> None:
         if self.log is not None:
             self.log.sync(draw=tier == "shared")
-        start, ema = self.start, self.ema
-        extra = {
+        start = self.start
+        extra: dict[str, Any] = {
             "progress": asdict(self._progress),
             **checkpoint_extra(self.config, start.contents),
             **start.recorded,
         }
+        more_tensors = {}
+        if self.ema is not None:
+            extra[AVERAGED] = self.ema.decay
+            more_tensors["ema"] = self.ema.weights
+
         with record_function(SAVING), self.watchdog.paused():
             self.saves.save(
                 tier,
@@ -116,8 +134,8 @@ class Checkpointing(Callback):
                 self.runner.parts,
                 self.optimizer,
                 architecture=start.architecture,
-                extra=extra if ema is None else extra | {AVERAGED: ema.decay},
-                sections={} if ema is None else {"ema": ema.weights},
+                extra=extra,
+                sections=more_tensors,
             )
         if tier == "shared":
-            self._saved = self._progress.iteration
+            self._saved_iteration = self._progress.iteration

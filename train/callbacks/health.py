@@ -1,6 +1,4 @@
-"""Steps that went wrong: found alike on all ranks before the update, answered by a policy, counted
-over restarts.
-"""
+"""Bad steps: detected on all ranks before the update, and answered by a policy across restarts."""
 
 import json
 import math
@@ -22,36 +20,42 @@ from train.callbacks import Callback, Step
 from train.checkpoint.manifest import is_count
 from train.checkpoint.search import saved_iterations
 
-MOST_SKIPPED_IN_A_ROW = 10
-MOST_FAILURES = 3
-"""Failures after one checkpoint, over restarts: a fault of a device is gone by then, a divergence
-is not.
+MAX_SKIPPED_IN_A_ROW = 10
+MAX_FAILURES = 3
+"""Failures after one checkpoint that end a run, counted over restarts.
+
+A device's fault rarely comes three times at the same place; a divergence always does.
 """
-WINDOW, LEAST = 100, 20
-"""Good steps whose median a spike is measured against, and how many there must be."""
+WINDOW = 100
+"""Good steps in the median that defines a spike."""
+MIN_GOOD_STEPS = 20
+"""Good steps before any step is called a spike."""
 FAILURES = "failures.jsonl"
-"""In a run's folder: an object per failure, ``iteration``, ``checkpoint`` (the newest one then) and
-``why``.
+"""File in a run's folder with an object per failure.
+
+Its fields are ``iteration``, ``checkpoint`` (the newest at that time) and ``why``.
 """
 
 
 class TrainingError(UserError):
-    """A run that cannot go on; the message says what to do about it."""
+    """A run that cannot continue; the message says what to do about it."""
 
 
 def read_failures(path: Path) -> list[dict[str, Any]]:
-    """Read a file of failures without a last line that a crash cut. Raises TrainingError if it is
-    not a run's.
+    """Read a file of failures; an incomplete last line, cut by a crash, is ignored.
+
+    Raises TrainingError: a line is not a failure that a run has written.
     """
-    *lines, _ = read_regular(path).split("\n") if path.exists() else [""]
+    if not path.exists():
+        return []
+    failures = []
     try:
-        failures = [json.loads(line) for line in lines]
-        for failure in failures:
-            if (
-                not (is_count(failure["iteration"]) and is_count(failure["checkpoint"]))
-                or type(failure["why"]) is not str
-            ):
+        for line in read_regular(path).split("\n")[:-1]:
+            failure = json.loads(line)
+            has_counts = is_count(failure["iteration"]) and is_count(failure["checkpoint"])
+            if not has_counts or type(failure["why"]) is not str:
                 raise TypeError(f"{failure!r:.80}")
+            failures.append(failure)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise TrainingError(
             f"{path} is no list of failures ({type(error).__name__}: {error}); remove it"
@@ -60,43 +64,43 @@ def read_failures(path: Path) -> list[dict[str, Any]]:
 
 
 @dataclass
-class Progress:
-    """The progress of a run, kept in its checkpoints."""
+class RunProgress:
+    """A run's position in its iterations and data, saved in its checkpoints."""
 
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped_iterations: int = 0
     skipped_in_a_row: int = 0
-    """Consecutive ones at the end; kept so that a run that is restarted again and again, and only
-    skips, ends too.
+    """Skipped iterations since the last good one.
+
+    It is saved, so that a run that only skips steps ends although it is restarted every time.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """The answer of a run to a step that goes wrong, and to ranks that no longer make steps."""
+    """Reaction of a run to bad steps, and to ranks that make no more steps."""
 
     bad_step_policy: Literal["skip", "rollback", "stop"] = "skip"
-    """After a step whose loss or gradient norm is not finite, or a spike, and which changes no
-    weight: skip goes on, and ends the run at ten in a row; rollback goes on from the last
-    checkpoint, with the samples behind the bad ones; stop ends the run. A run that fails three
-    times after one checkpoint, restarts counted in, ends."""
+    """Reaction to a bad step: one whose loss or gradient norm is not finite, or a spike. It
+    changes no weight. skip continues, and ends the run at ten in a row; rollback resumes from
+    the last checkpoint, with the samples after the bad ones; stop ends the run. A run that
+    fails three times after one checkpoint, counted over restarts, ends."""
     check_for_spiky_loss: bool = False
-    """Take a loss above spike_factor times the median of the last 100 good steps for a spike."""
+    """Treat a loss above spike_factor times the median of the last 100 good steps as a spike."""
     check_for_large_grads: bool = False
-    """Take a gradient norm above spike_factor times the median of the last 100 good steps for a
-    spike.
-    """
+    """Treat a gradient norm above spike_factor times the median of the last 100 good steps as a
+    spike."""
     spike_factor: float = 10.0
-    """Multiple of the median from which on it is a spike; and of the loss before an update, from
-    which on nothing is saved after it."""
+    """Multiple of the median above which a step is a spike. It also limits the loss after an
+    update, relative to the loss before: above it nothing is saved."""
 
     watchdog_factor: float = 20.0
-    """End all ranks, with their stacks written, when no step is made in this many times the median
-    of the last 100; 0 never does."""
+    """End all ranks, with their stacks written, if no step is done in this many times the
+    median of the last 100; 0 never does."""
     watchdog_min_seconds: float = 120.0
-    """Seconds without a step that the watchdog waits in any case."""
+    """Minimum seconds without a step before the watchdog ends all ranks."""
 
     def __post_init__(self) -> None:
         require(self, self.spike_factor > 1, "spike_factor", "it must be above 1")
@@ -106,28 +110,34 @@ class HealthConfig:
 
 
 class Heartbeat(Callback):
-    """Tells a rank's watchdog of every step: if no other comes for long, it ends all ranks."""
+    """Reports every step to this rank's watchdog, which ends all ranks if no other step follows."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
 
     def on_step_end(self, step: Step) -> None:
-        """Tell that a step is made, and its seconds, by which the next is waited for."""
+        """Report a step and its seconds, from which the watchdog computes its patience."""
         self._watchdog.beat(step.record["iteration_time_ms"] / 1e3)
 
 
 class Health:
-    """Judges the steps of a run. All methods are collective, and alike on all ranks."""
+    """Judges the steps of a run. All methods are collective, and agree on all ranks.
+
+    Two checks protect a run. `judge` looks at loss and gradient norm before the update, so that a
+    bad step changes no weight. `update_went_wrong` runs before a save and computes the loss again
+    with the updated weights: a checkpoint of broken weights would make every rollback useless.
+    Failures are written to the run's folder, so that restarts are counted together.
+    """
 
     rolls_back = False
-    """True if the run is to go on from its newest checkpoint instead of the next step."""
+    """True if the run has to resume from its newest checkpoint instead of taking the next step."""
 
     def __init__(
         self,
         config: HealthConfig,
         save: str | None,
         records: list[tuple[Any, Any]],
-        progress: Progress,
+        progress: RunProgress,
     ) -> None:
         """Begin a start of a run.
 
@@ -138,136 +148,153 @@ class Health:
         Raises TrainingError: the run has failed too often after its newest checkpoint, not counting
         local ones.
         """
-        self._config, self._progress = config, progress
+        self._config = config
+        self._progress = progress
         self._folder = Path(save) if save else None
-        past, newest, failures = from_first(
-            lambda: (records[-WINDOW:], self._newest(), self._failures())
+        good_steps, newest, failures = from_first(
+            lambda: (records[-WINDOW:], self._newest_checkpoint(), self._read_failures())
         )
-        self._good = deque[tuple[float, float]](past, WINDOW)
-        before = [failure for failure in failures if failure["checkpoint"] == newest]
-        if len(before) >= MOST_FAILURES:
-            raise TrainingError(self._too_often(len(before), newest, before[-1]["why"]))
+        self._good_steps = deque[tuple[float, float]](good_steps, WINDOW)
+        since_newest = [failure for failure in failures if failure["checkpoint"] == newest]
+        if len(since_newest) >= MAX_FAILURES:
+            why = since_newest[-1]["why"]
+            raise TrainingError(self._too_often(len(since_newest), newest, why))
 
     def judge(self, loss: float, norm: float) -> str:
-        """Say why a step is bad, and count it; empty if it is good. Raises TrainingError: the
-        policy ends the run.
+        """Count a step, and return why it is bad; empty if it is good.
+
+        Raises TrainingError: the policy ends the run.
         """
-        config, words = self._config, []
-        limits = [math.inf, math.inf]
-        if len(self._good) >= LEAST:
-            limits = [
-                config.spike_factor * statistics.median(values)
-                for values in zip(*self._good, strict=True)
-            ]
-        checked = (config.check_for_spiky_loss, config.check_for_large_grads)
-        for name, value, limit, spikes in zip(
-            ("loss", "gradient norm"), (loss, norm), limits, checked, strict=True
-        ):
-            words += [(not math.isfinite(value), f"the {name} was not finite")]
-            words += [
-                (
-                    spikes and value > limit,
-                    f"the {name} was {value:.4g}, above {limit:.4g}, a spike",
-                )
-            ]
-        why = self._agreed(words)
-        progress, skips = self._progress, config.bad_step_policy == "skip"
-        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if why else 0
+        config = self._config
+        progress = self._progress
+        why = self._first_agreed(self._problems(loss, norm))
         if not why:
-            self._good.append((loss, norm))
+            progress.skipped_in_a_row = 0
+            self._good_steps.append((loss, norm))
             return ""
+
+        progress.skipped_in_a_row += 1
         progress.skipped_iterations += 1
-        if not skips or progress.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
-            times = (
-                f"{progress.skipped_in_a_row} steps in a row were bad, the last one"
-                if skips
-                else "a step was bad,"
+        skips = config.bad_step_policy == "skip"
+        if not skips or progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            subject = "a step was bad,"
+            if skips:
+                subject = f"{progress.skipped_in_a_row} steps in a row were bad, the last one"
+            last_good = progress.iteration - progress.skipped_in_a_row
+            self._fail(
+                progress.iteration, last_good, f"{subject} iteration {progress.iteration}: {why}"
             )
-            good = progress.iteration - progress.skipped_in_a_row
-            self._fail(progress.iteration, good, f"{times} iteration {progress.iteration}: {why}")
         return why
 
-    def update_went_wrong(self, step: Step, loss_of: Callable[[Step], float]) -> bool:
-        """Return whether the last update made weights that are not to be saved: then the run is to
-        roll back.
+    def _problems(self, loss: float, norm: float) -> list[tuple[bool, str]]:
+        """Return the possible problems of a step's loss and gradient norm, and if it has them."""
+        config = self._config
+        loss_limit = math.inf
+        norm_limit = math.inf
+        if len(self._good_steps) >= MIN_GOOD_STEPS:
+            good_losses, good_norms = zip(*self._good_steps, strict=True)
+            loss_limit = config.spike_factor * statistics.median(good_losses)
+            norm_limit = config.spike_factor * statistics.median(good_norms)
 
-        ``loss_of`` computes the loss of a step's samples again, with the weights of now;
+        # All ranks have to list the same problems in the same order: their flags are summed.
+        problems = []
+        for name, value, limit, is_checked in (
+            ("loss", loss, loss_limit, config.check_for_spiky_loss),
+            ("gradient norm", norm, norm_limit, config.check_for_large_grads),
+        ):
+            spike = f"the {name} was {value:.4g}, above {limit:.4g}, a spike"
+            problems.append((not math.isfinite(value), f"the {name} was not finite"))
+            problems.append((is_checked and value > limit, spike))
+        return problems
+
+    def update_went_wrong(self, step: Step, loss_of: Callable[[Step], float]) -> bool:
+        """Return True if the last update broke the weights: the run then has to roll back.
+
+        ``loss_of`` computes the loss of a step's samples again, with the updated weights;
         collective. Raises TrainingError: the policy ends the run.
         """
         if self._progress.skipped_in_a_row or not step.micro_batches:
-            return False  # the weights are those before it
-        before, after, factor = step.loss, loss_of(step), self._config.spike_factor
-        grown = after > factor * before and after > before + 1
-        words = [
-            (
-                not math.isfinite(after),
-                "after its update the loss of its own samples was not finite",
-            )
-        ]
-        why = self._agreed(
-            [*words, (grown, f"its update took their loss from {before:.4g} to {after:.4g}")]
+            return False  # the weights have not changed
+
+        before = step.loss
+        after = loss_of(step)
+        has_grown = after > self._config.spike_factor * before and after > before + 1
+        why = self._first_agreed(
+            [
+                (
+                    not math.isfinite(after),
+                    "after its update the loss of its own samples was not finite",
+                ),
+                (has_grown, f"its update took their loss from {before:.4g} to {after:.4g}"),
+            ]
         )
-        at = step.iteration
         if why:
-            self._fail(at, at - 1, f"iteration {at} is not saved: {why}")
+            iteration = step.iteration
+            self._fail(iteration, iteration - 1, f"iteration {iteration} is not saved: {why}")
         return bool(why)
 
-    def _agreed(self, words: list[tuple[bool, str]]) -> str:
-        """Return the first text that is true on any rank, and on how many; one small sum over all
-        ranks.
+    def _first_agreed(self, problems: list[tuple[bool, str]]) -> str:
+        """Return the first problem that any rank has, and on how many; empty if none has one.
+
+        One small all-reduce over all ranks, of tensors on the CPU, so that no device has to wait.
         """
-        found = torch.tensor(
-            [float(true) for true, _ in words]
-        )  # the hosts', whom no device makes wait
-        dist.all_reduce(found)
-        size = dist.get_world_size()
-        for count, (_, text) in zip(found.tolist(), words, strict=True):
+        flags = torch.tensor([float(is_present) for is_present, _ in problems])
+        dist.all_reduce(flags)
+        world_size = dist.get_world_size()
+        for count, (_, text) in zip(flags.tolist(), problems, strict=True):
+            if count == world_size:
+                return text
             if count:
-                return text if count == size else f"{text} on {count:.0f} of {size} ranks"
+                return f"{text} on {count:.0f} of {world_size} ranks"
         return ""
 
-    def _fail(self, iteration: int, good: int, why: str) -> None:
-        """Note a failure in the run's folder, from which the run is to roll back; ``good`` was the
-        last good iteration.
+    def _fail(self, iteration: int, last_good: int, why: str) -> None:
+        """Record a failure in the run's folder, and request a rollback.
 
-        Raises TrainingError: it is not to, cannot, or has done so too often.
+        Raises TrainingError: the policy is no rollback, there is nothing to roll back to, or the
+        run has failed too often.
         """
-        from_first(lambda: self._note(iteration, good, why))
+        from_first(lambda: self._record_failure(iteration, last_good, why))
         self.rolls_back = True
 
-    def _note(self, iteration: int, good: int, why: str) -> None:
-        newest, times, again = self._newest(), 1, ""
+    def _record_failure(self, iteration: int, last_good: int, why: str) -> None:
+        newest = self._newest_checkpoint()
+        times = 1
+        remedy = ""
         if self._folder is not None:
-            failures = [
-                *self._failures(),
-                {"iteration": iteration, "checkpoint": newest, "why": why},
-            ]
-            write_text(
-                self._folder / FAILURES, "".join(json.dumps(failure) + "\n" for failure in failures)
-            )
+            failures = self._read_failures()
+            failures.append({"iteration": iteration, "checkpoint": newest, "why": why})
+            lines = [json.dumps(failure) + "\n" for failure in failures]
+            write_text(self._folder / FAILURES, "".join(lines))
             times = sum(failure["checkpoint"] == newest for failure in failures)
-            if (
-                old := next(
-                    (saved for saved in saved_iterations(self._folder) if saved <= good), None
+
+            earlier = [saved for saved in saved_iterations(self._folder) if saved <= last_good]
+            if earlier:
+                remedy = (
+                    f"; go on from before with --load {self._folder} --ckpt-step {earlier[0]} "
+                    "and another --save"
                 )
-            ) is not None:
-                again = f"; go on from before with --load {self._folder} --ckpt-step {old} and another --save"
         if self._config.bad_step_policy != "rollback" or not newest:
             raise TrainingError(
-                f"{why}; the last good one was {good}; lower lr, lengthen lr_warmup_iters, or look at the data{again}"
+                f"{why}; the last good one was {last_good}; lower lr, lengthen lr_warmup_iters, "
+                f"or look at the data{remedy}"
             )
-        if times >= MOST_FAILURES:
+        if times >= MAX_FAILURES:
             raise TrainingError(self._too_often(times, newest, why))
 
-    def _newest(self) -> int:
-        return next(iter(saved_iterations(self._folder)), 0) if self._folder else 0
+    def _newest_checkpoint(self) -> int:
+        """Return the newest checkpoint's iteration; 0 if there is none."""
+        if self._folder is None:
+            return 0
+        iterations = saved_iterations(self._folder)
+        return iterations[0] if iterations else 0
 
-    def _failures(self) -> list[dict[str, Any]]:
+    def _read_failures(self) -> list[dict[str, Any]]:
         return read_failures(self._folder / FAILURES) if self._folder else []
 
     def _too_often(self, times: int, checkpoint: int, why: str) -> str:
         return (
-            f"the run failed {times} times after iteration {checkpoint}, the last time as {why}; lower lr, lengthen "
-            f"lr_warmup_iters, or look at the data, and remove {self._folder}/{FAILURES} to go on from iteration "
-            f"{checkpoint}"
+            f"the run failed {times} times after iteration {checkpoint}, the last time as {why}; "
+            "lower lr, lengthen lr_warmup_iters, or look at the data, "
+            f"and remove {self._folder}/{FAILURES} to go on from iteration {checkpoint}"
         )

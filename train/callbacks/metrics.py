@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, the loss curve, wandb and TensorBoard."""
+"""Metrics of a run: metrics.jsonl, the loss curve, Weights & Biases and TensorBoard."""
 
 import json
 import math
@@ -14,23 +14,22 @@ from typing import Any
 
 from runtime.errors import at_least
 from runtime.files import read_regular, reason, replacing, write_text
-from train.callbacks.profile import PHASES
+from train.callbacks.stragglers import PHASES
 from train.checkpoint.manifest import STARTS, is_count
 from train.config.flags import ConfigError
 
 METRICS = "metrics.jsonl"
 LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
-"""Name of the training loss in records, an objective's ``loss_name``, and its unit."""
+"""Unit of the training loss by its name in records, an objective's ``loss_name``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """The places that the numbers of a run go to, besides metrics.jsonl."""
+    """Destinations of a run's numbers, besides metrics.jsonl."""
 
     log_interval: int = 10
-    """Iterations between lines on the screen, whose losses are means since the line before; the
-    first has its own.
-    """
+    """Iterations between lines on the screen, whose losses are means since the previous line;
+    the first has its own."""
     tensorboard_dir: str | None = None
     """Folder of TensorBoard events."""
     wandb_project: str | None = None
@@ -46,17 +45,16 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class Service:
-    """A service that receives the numbers of records."""
+    """A logging service that receives the numbers of records."""
 
     write: Callable[[dict[str, Any]], None]
     """Takes a record, or figures that are added to one, with its ``iteration``."""
     rewind: Callable[[int], None]
-    """Takes the iteration from which the run goes on, after a rollback."""
+    """Takes the last iteration that stays after a rollback."""
 
 
 class RunLog:
-    """Write one object per iteration to ``metrics.jsonl``, and the same numbers to the other
-    services.
+    """Writes one object per iteration to ``metrics.jsonl``, and its numbers to the services.
 
     Only the first rank has one. With ``folder`` None nothing is kept on disk.
     """
@@ -69,38 +67,38 @@ class RunLog:
         iteration: int,
         device: str = "cpu",
     ) -> None:
-        """Start after ``iteration``; drop later records of metrics.jsonl, and a last line that a
-        crash cut.
+        """Start after ``iteration``; later records of metrics.jsonl are dropped.
 
-        ``settings`` is the resolved configuration, for the services to show; ``device`` the name of
-        the GPU.
+        Args:
+            settings: the resolved configuration, for the services to show.
+            device: the name of the GPU.
         """
         self._folder = folder
         self.records: list[dict[str, Any]] = []
-        """Every iteration's, including those before a resume."""
+        """Records of all iterations, including those before a resume."""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         # Services first: if one refuses, the records stay untouched.
         self._services = [*_tensorboard(config, iteration), *_wandb(config, folder, settings)]
-        if folder is not None:
-            with disk_errors(folder):
-                self.records = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
-                self._cut_back(iteration)
-                with (folder / STARTS).open("a") as starts:
-                    starts.write(
-                        json.dumps({"time": time.time(), "iteration": iteration, "device": device})
-                        + "\n"
-                    )
+        if folder is None:
+            return
+        with disk_errors(folder):
+            if (folder / METRICS).exists():
+                self.records = read_metrics(folder / METRICS)
+            self._truncate(iteration)
+            start = {"time": time.time(), "iteration": iteration, "device": device}
+            with (folder / STARTS).open("a") as starts:
+                starts.write(json.dumps(start) + "\n")
 
     def rewind(self, iteration: int) -> None:
-        """Drop the records after an iteration, from which the run goes on."""
-        self._cut_back(iteration)
+        """Drop the records after an iteration, to which the run has rolled back."""
+        self._truncate(iteration)
         for service in self._services:
             service.rewind(iteration)
 
-    def _cut_back(self, iteration: int) -> None:
+    def _truncate(self, iteration: int) -> None:
         self.records = [record for record in self.records if record["iteration"] <= iteration]
-        self._write_again()
+        self._rewrite()
 
     def write(self, record: dict[str, Any]) -> None:
         """Add an iteration's record; numbers that are not finite become null, as JSON has none."""
@@ -108,33 +106,38 @@ class RunLog:
         self.records.append(record)
         if self._folder is not None:
             with disk_errors(self._folder):
-                end, left = self._file.tell(), (json.dumps(record) + "\n").encode()
-                try:
-                    while left:
-                        left = left[self._file.write(left) :]
-                except OSError:
-                    self._file.truncate(end)  # on a full disk a line is written whole or not at all
-                    raise
+                self._append(json.dumps(record) + "\n")
         for service in self._services:
             service.write(record)
 
-    def amend(self, more: dict[str, Any]) -> dict[str, Any]:
+    def _append(self, line: str) -> None:
+        """Append a line to the file, whole or not at all, even on a full disk."""
+        end = self._file.tell()
+        remaining = line.encode()
+        try:
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
+        except OSError:
+            self._file.truncate(end)
+            raise
+
+    def amend(self, figures: dict[str, Any]) -> dict[str, Any]:
         """Add figures to the last record, and return it."""
-        more = _finite(more)
-        self.records[-1] |= more
-        self._write_again()
+        figures = _finite(figures)
+        self.records[-1] |= figures
+        self._rewrite()
         for service in self._services:
-            service.write({"iteration": self.records[-1]["iteration"], **more})
+            service.write({"iteration": self.records[-1]["iteration"], **figures})
         return self.records[-1]
 
-    def _write_again(self) -> None:
-        if self._folder is not None:
-            with disk_errors(self._folder):
-                write_text(
-                    self._folder / METRICS,
-                    "".join(json.dumps(record) + "\n" for record in self.records),
-                )
-                self._file = (self._folder / METRICS).open("ab", buffering=0)
+    def _rewrite(self) -> None:
+        """Replace the file by the current records, and open it to append more."""
+        if self._folder is None:
+            return
+        with disk_errors(self._folder):
+            lines = [json.dumps(record) + "\n" for record in self.records]
+            write_text(self._folder / METRICS, "".join(lines))
+            self._file = (self._folder / METRICS).open("ab", buffering=0)
 
     def sync(self, draw: bool = True) -> None:
         """Flush everything to disk and redraw the curve."""
@@ -147,26 +150,29 @@ class RunLog:
 
 
 def lacks_validation(records: Sequence[dict[str, Any]], iteration: int) -> bool:
-    """Return whether the last record is this iteration's and has no validation loss."""
+    """Return True if the last record is this iteration's and has no validation loss."""
     last = records[-1] if records else {}
     return last.get("iteration") == iteration and "validation_loss" not in last
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    return {n: v if isinstance(v, list) or math.isfinite(v) else None for n, v in record.items()}
+    """Replace numbers that are not finite by None."""
+    values = {}
+    for name, value in record.items():
+        is_finite = isinstance(value, list) or math.isfinite(value)
+        values[name] = value if is_finite else None
+    return values
 
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of ``--save``'s disk into a ConfigError of one line; for a full disk it says how
-    full.
-    """
+    """Turn disk errors under ``--save`` into a ConfigError of one line, with the free space."""
     try:
         yield
     except OSError as error:
-        said = reason(error, folder)
         raise ConfigError(
-            f"save is {folder}, which cannot be written to ({said}); make room there"
+            f"save is {folder}, which cannot be written to ({reason(error, folder)}); "
+            "make room there"
         ) from error
 
 
@@ -175,33 +181,42 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises ConfigError: a line before the last is not a record of an iteration.
     """
-    *lines, _ = read_regular(path, 1 << 34).split("\n")
+    lines = read_regular(path, 1 << 34).split("\n")[:-1]
     records = []
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            if not is_count(record["iteration"]):
-                raise TypeError(f"iteration is {record['iteration']!r:.40}")
-            if not any(name in record for name in LOSSES):
-                raise KeyError(" or ".join(LOSSES))
-            for name, value in record.items():
-                numbers = value if isinstance(value, list) and name in PHASES else [value]
-                if not all(
-                    n is None or is_count(n) or (type(n) is float and abs(n) < 1e40)
-                    for n in numbers
-                ):
-                    raise TypeError(f"{name} is {value!r:.40}")
+            _check_record(record)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
-                f"{path}, line {number} is no record of an iteration ({type(error).__name__}: {error}); "
-                f"remove the line or the file"
+                f"{path}, line {number} is no record of an iteration "
+                f"({type(error).__name__}: {error}); remove the line or the file"
             ) from error
         records.append(record)
     return records
 
 
+def _check_record(record: Any) -> None:
+    """Raise TypeError or KeyError if an object is not a record of an iteration."""
+    if not is_count(record["iteration"]):
+        raise TypeError(f"iteration is {record['iteration']!r:.40}")
+    if not any(name in record for name in LOSSES):
+        raise KeyError(" or ".join(LOSSES))
+    for name, value in record.items():
+        is_list_by_rank = isinstance(value, list) and name in PHASES
+        numbers = value if is_list_by_rank else [value]
+        if not all(map(_is_number_or_null, numbers)):
+            raise TypeError(f"{name} is {value!r:.40}")
+
+
+def _is_number_or_null(value: Any) -> bool:
+    if value is None or is_count(value):
+        return True
+    return type(value) is float and abs(value) < 1e40
+
+
 def loss_name(record: dict[str, Any]) -> str:
-    """Return the one of ``LOSSES`` that a record has."""
+    """Return the name of a record's training loss, one of ``LOSSES``."""
     return next(name for name in LOSSES if name in record)
 
 
@@ -216,21 +231,25 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     name = loss_name(records[-1])
-    axes.plot(
-        [r["iteration"] for r in records], [r[name] for r in records], label="training", linewidth=1
-    )
-    validated = [r for r in records if "validation_loss" in r]
+    iterations = [record["iteration"] for record in records]
+    losses = [record[name] for record in records]
+    axes.plot(iterations, losses, label="training", linewidth=1)
+
+    validated = [record for record in records if "validation_loss" in record]
     if validated:
-        points = [r["iteration"] for r in validated], [r["validation_loss"] for r in validated]
-        axes.plot(*points, "o-", markersize=4, label="validation")
-    if validated and (entropy := validated[-1].get("unigram_entropy")) is not None:
-        axes.axhline(
-            entropy,
-            color="grey",
-            linestyle="--",
-            linewidth=1,
-            label="unigram entropy of the corpus",
-        )
+        iterations = [record["iteration"] for record in validated]
+        losses = [record["validation_loss"] for record in validated]
+        axes.plot(iterations, losses, "o-", markersize=4, label="validation")
+        entropy = validated[-1].get("unigram_entropy")
+        if entropy is not None:
+            axes.axhline(
+                entropy,
+                color="grey",
+                linestyle="--",
+                linewidth=1,
+                label="unigram entropy of the corpus",
+            )
+
     axes.set(xlabel="iteration", ylabel=f"loss ({LOSSES[name]})", title=path.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -240,17 +259,18 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in record.items()
-        if name != "iteration" and isinstance(value, int | float)
-    }
+    """Return the plain numbers of a record, without its iteration and its lists by rank."""
+    numbers = {}
+    for name, value in record.items():
+        if name != "iteration" and isinstance(value, int | float):
+            numbers[name] = value
+    return numbers
 
 
 def check_services(config: LoggingConfig) -> None:
     """Import the packages of the requested services. Raises ConfigError if one is not installed."""
-    wanted = {"tensorboard_dir": "torch.utils.tensorboard", "wandb_project": "wandb"}
-    for field, module in wanted.items():
+    modules = {"tensorboard_dir": "torch.utils.tensorboard", "wandb_project": "wandb"}
+    for field, module in modules.items():
         if getattr(config, field) is None:
             continue
         try:
@@ -258,8 +278,8 @@ def check_services(config: LoggingConfig) -> None:
         except ImportError as error:
             package = module.rpartition(".")[2]
             raise ConfigError(
-                f"{field} is set and {package} cannot be imported ({error}): pip install {package} "
-                f"(make venv EXTRAS=logging), or leave {field} out"
+                f"{field} is set and {package} cannot be imported ({error}): "
+                f"pip install {package} (make venv EXTRAS=logging), or leave {field} out"
             ) from error
 
 
@@ -277,8 +297,8 @@ def _tensorboard(config: LoggingConfig, iteration: int) -> list[Service]:
         events.flush()
 
     def rewind(iteration: int) -> None:
-        # As a start with purge_step does, but in the same file: two files of one second have no
-        # sure order.
+        # The same event as a new writer's purge_step, but in this file: TensorBoard orders files by
+        # their second, so that the order of two files of one second is not defined.
         start = Event(step=iteration + 1, session_log=SessionLog(status=SessionLog.START))
         assert events.file_writer is not None
         events.file_writer.add_event(start, iteration + 1)
@@ -291,27 +311,31 @@ def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any])
         return []
     import wandb
 
-    os.environ.pop(
-        "SLURM_JWT", None
-    )  # wandb keeps Slurm's variables with the run, and this one is a token
-    name = (
-        None if folder is None else folder / "wandb_id.txt"
-    )  # has the id under which it continues a resumed run
-    if name is not None and not name.exists():
-        name.write_text(uuid.uuid4().hex[:16])
-    kept: dict[str, Any] = {"dir": folder, "id": name and name.read_text(), "resume": "allow"}
+    # wandb records Slurm's variables with the run, and this one is a token.
+    os.environ.pop("SLURM_JWT", None)
+    run_id = None
+    if folder is not None:
+        id_file = folder / "wandb_id.txt"  # the id under which a resumed run continues
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:16])
+        run_id = id_file.read_text()
     try:
         run = wandb.init(
-            project=config.wandb_project, name=config.wandb_exp_name, config=settings, **kept
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            config=settings,
+            dir=folder,
+            id=run_id,
+            resume="allow",
         )
     except wandb.Error as error:
         raise ConfigError(
-            f"wandb_project is {config.wandb_project} and wandb cannot begin ({error}); set WANDB_API_KEY, or "
-            f"WANDB_MODE=offline"
+            f"wandb_project is {config.wandb_project} and wandb cannot begin ({error}); "
+            "set WANDB_API_KEY, or WANDB_MODE=offline"
         ) from error
-    # wandb drops what is logged at one of its own steps that it has already, as after a rollback or
-    # a resume from an earlier checkpoint. So its steps count rows, and iterations are an axis; it
-    # cannot take rows back.
+    # wandb drops rows of a step that it already has, as after a rollback or a resume from an
+    # earlier checkpoint, and it cannot remove rows. So its own steps count rows, and iterations are
+    # a metric that serves as the axis.
     run.define_metric("iteration")
     run.define_metric("*", step_metric="iteration")
 

@@ -1,6 +1,4 @@
-"""Progress of a run: its records, its lines on the screen, and the peak that its rate is measured
-against.
-"""
+"""Progress lines on the screen, records in the log, and the peak FLOP/s for MFU."""
 
 import math
 import time
@@ -21,12 +19,11 @@ COLUMNS = 110
 """Maximum width of a training line."""
 
 
-class Report(Callback):
-    """Writes each step's record to the log; prints a line after the first, every log_interval, and
-    at the end.
+class ProgressReport(Callback):
+    """Writes each step's record to the log, and prints a line every log_interval iterations.
 
-    The first line is for a person who waits: it shows that the run is alive and how long it will
-    take.
+    The first step gets a line too, for somebody who waits for it: it shows that the run is alive
+    and how long it will take.
     """
 
     def __init__(
@@ -37,16 +34,19 @@ class Report(Callback):
         log_interval: int,
         device_type: str,
     ) -> None:
-        """``log`` is there on the first rank."""
-        self._log, self._objective = log, objective
-        self._train_iters, self._log_interval = train_iters, log_interval
+        """Report to ``log``, which only the first rank has."""
+        self._log = log
+        self._objective = objective
+        self._train_iters = train_iters
+        self._log_interval = log_interval
         self._processor = "GPU" if device_type == "cuda" else "process"
         self._unprinted: list[dict[str, Any]] = []
-        self._started: tuple[int, float] | None = None
-        self._machine_told = False
+        self._first_step: tuple[int, float] | None = None
+        """Iteration of the first step of this start, and the time at which it was done."""
+        self._machine_printed = False
 
     def on_step_end(self, step: Step) -> None:
-        """Write a step's record, and print its lines where they are due."""
+        """Write a step's record, and print the lines that are due."""
         if self._log is None:
             return
         self._log.write(step.record)
@@ -57,37 +57,52 @@ class Report(Callback):
             self._log.sync()
 
     def lines(self, record: dict[str, Any], now: float, last: bool = False) -> list[str]:
-        """Return the lines to print after an iteration, if any. ``now`` is a clock's time in
-        seconds.
-        """
-        first = self._started is None
-        iteration, started = self._started = self._started or (record["iteration"], now)
+        """Return the lines to print after an iteration; ``now`` is a clock's time in seconds."""
+        iteration = record["iteration"]
+        is_first_step = self._first_step is None
+        if self._first_step is None:
+            self._first_step = (iteration, now)
         self._unprinted.append(record)
-        if not (first or last or record["iteration"] % self._log_interval == 0):
+        if not (is_first_step or last or iteration % self._log_interval == 0):
             return []
-        # From all iterations after this start's first one, including validations and checkpoints.
-        done = record["iteration"] - iteration
-        each = (now - started) / done if done else record["iteration_time_ms"] / 1e3
-        left = each * (self._train_iters - record["iteration"])
-        lines = [progress_line(type(self._objective), self._unprinted, self._train_iters, left)]
-        if last or (not first and not self._machine_told):
+
+        # All time since the first step of this start counts, with validations and checkpoints.
+        first_iteration, first_time = self._first_step
+        num_timed = iteration - first_iteration
+        if num_timed:
+            seconds = (now - first_time) / num_timed
+        else:
+            seconds = record["iteration_time_ms"] / 1e3
+        seconds_left = seconds * (self._train_iters - iteration)
+
+        lines = [
+            progress_line(type(self._objective), self._unprinted, self._train_iters, seconds_left)
+        ]
+        if last or (not is_first_step and not self._machine_printed):
             lines.append(machine_line(self._unprinted, self._processor))
-            self._machine_told = True
+            self._machine_printed = True
         self._unprinted = []
         return lines
 
 
-def few_samples(at: int, train: LoopConfig, there: int | None, wanted: int) -> str:
-    """Say where there is less to do than asked for: training from iteration ``at``, or validation
-    samples.
+def shortage_note(iteration: int, train: LoopConfig, available: int | None, requested: int) -> str:
+    """Return a note if no iterations are left to train, or validation samples are too few.
+
+    Args:
+        iteration: the last one that is done.
+        available: samples of the validation data; None if the run has none.
+        requested: samples that a validation takes.
     """
-    if at >= train.train_iters:
+    if iteration >= train.train_iters:
         return (
-            f"iteration {at} of {train.train_iters}: nothing left to train; --train-iters N goes on"
+            f"iteration {iteration} of {train.train_iters}: nothing left to train; "
+            "a larger --train-iters continues"
         )
-    if there is not None and there < wanted:
-        asked = f"note: eval_iters {train.eval_iters} asks for {wanted} validation samples"
-        return f"{asked}; there are {there}, and all are used"
+    if available is not None and available < requested:
+        return (
+            f"note: eval_iters {train.eval_iters} asks for {requested} validation samples; "
+            f"there are {available}, and all are used"
+        )
     return ""
 
 
@@ -97,90 +112,98 @@ def progress_line(
     train_iters: int,
     seconds_left: float,
 ) -> str:
-    """Return one line on the iterations since the last line: means of losses and rates, the latest
-    of the rest.
+    """Return one line on the iterations since the last line.
 
-    To fit ``COLUMNS`` it drops the learning rate, then the rate; metrics.jsonl has all.
+    Losses and rates are means, all other figures the last iteration's. To fit ``COLUMNS`` it drops
+    the learning rate, then the rate; metrics.jsonl has all.
     """
-    last, unit = records[-1], objective.unit
-    value = _mean(records, objective.loss_name)
-    skipped = sum(not math.isfinite(record["grad_norm"]) for record in records)
+    last = records[-1]
+    unit = objective.unit
+    loss = _mean(records, objective.loss_name)
+    num_skipped = sum(not math.isfinite(record["grad_norm"]) for record in records)
+    rate = _mean(records, f"{unit}_per_second", "iteration_time_ms")
     fields = {
         "iteration": f"iteration {last['iteration']}/{train_iters}",
-        "loss": f"loss {value:.4f}" if value < 100 else f"loss {value:.4g}",
+        "loss": f"loss {loss:.4f}" if loss < 100 else f"loss {loss:.4g}",
         "norm": f"grad norm {last['grad_norm']:.3g}",
         "lr": f"lr {last['learning_rate']:.2e}",
         "time": f"{_mean(records, 'iteration_time_ms'):.0f} ms",
-        "rate": f"{_short(_mean(records, f'{unit}_per_second', 'iteration_time_ms'))} {unit}/s",
-        "skipped": f"{skipped} skipped" if skipped else "",
-        "left": f"{clock_time(seconds_left)} left" if last["iteration"] < train_iters else "",
+        "rate": f"{_with_prefix(rate)} {unit}/s",
     }
-    for name in ("", "lr", "rate"):
-        fields.pop(name, None)
-        line = " | ".join(filter(None, fields.values()))
-        if len(line) <= COLUMNS:
-            break
+    if num_skipped:
+        fields["skipped"] = f"{num_skipped} skipped"
+    if last["iteration"] < train_iters:
+        fields["left"] = f"{clock_time(seconds_left)} left"
+
+    line = " | ".join(fields.values())
+    for name in ("lr", "rate"):
+        if len(line) > COLUMNS:
+            del fields[name]
+            line = " | ".join(fields.values())
     return line
 
 
 def machine_line(records: Sequence[dict[str, Any]], processor: str) -> str:
     """Return one line on the rate, MFU and memory of the iterations since the last line."""
-    tflops, mfu = (_mean(records, name, "iteration_time_ms") for name in ("tflops_per_gpu", "mfu"))
-    return f"per {processor}: {flops_rate(tflops)}, MFU {mfu:.1%}, {records[-1]['memory_gb']:.2f} GB of memory at most"
+    tflops = _mean(records, "tflops_per_gpu", "iteration_time_ms")
+    mfu = _mean(records, "mfu", "iteration_time_ms")
+    return (
+        f"per {processor}: {flops_rate(tflops)}, MFU {mfu:.1%}, "
+        f"{records[-1]['memory_gb']:.2f} GB of memory at most"
+    )
 
 
 def flops_rate(tflops: float) -> str:
-    """Format a rate with three digits in TFLOP/s or, where it is less than one, in GFLOP/s."""
+    """Format a rate with three digits, in TFLOP/s or, below one, in GFLOP/s."""
     return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
 
 
 def _mean(records: Sequence[dict[str, Any]], name: str, weight: str | None = None) -> float:
-    """Average over the iterations: rates weighted by time, losses without skipped iterations."""
-    pairs = [
-        (record[name], record[weight] if weight else 1.0)
-        for record in records
-        if math.isfinite(record[name])
-    ]
-    return (
-        sum(value * share for value, share in pairs) / sum(share for _, share in pairs)
-        if pairs
-        else math.nan
-    )
+    """Average a field over the iterations in which it is finite, weighted by another field."""
+    values = []
+    weights = []
+    for record in records:
+        if math.isfinite(record[name]):
+            values.append(record[name])
+            weights.append(record[weight] if weight else 1.0)
+    if not values:
+        return math.nan
+    weighted = (value * factor for value, factor in zip(values, weights, strict=True))
+    return sum(weighted) / sum(weights)
 
 
-def _short(value: float) -> str:
-    """Format with four digits; above 9,999 with three and k, M or G."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+def _with_prefix(value: float) -> str:
+    """Format with four digits; from 10,000 on with three and k, M or G."""
+    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= max(size, 1e4):
-            return f"{value / size:.3g}{unit}"
+            return f"{value / size:.3g}{prefix}"
     return f"{value:.4g}"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s that one process can reach: a GPU's bfloat16 data sheet figure, else
-    measured now.
+    """Return a process's peak FLOP/s: a GPU's bfloat16 data sheet figure, or measured now.
 
-    Square matrix products are measured for about 0.3 s after a warm-up. Call it on all ranks at
-    once: on a shared CPU each then measures its share.
+    The measurement times square matrix products for about 0.3 s after a warm-up. Call it on all
+    ranks at once: on a shared CPU each then measures its share.
     """
-    if (
-        device.type == "cuda"
-        and dtype is torch.bfloat16
-        and (card := card_of(torch.cuda.get_device_name(device)))
-    ):
-        return card.flops
-    side = 4096 if device.type == "cuda" else 768
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    if device.type == "cuda" and dtype is torch.bfloat16:
+        card = card_of(torch.cuda.get_device_name(device))
+        if card:
+            return card.flops
 
-    def products(count: int) -> float:
+    side = 4096 if device.type == "cuda" else 768
+    a = torch.randn(side, side, device=device).to(dtype)
+    b = torch.randn(side, side, device=device).to(dtype)
+
+    def seconds_of(num_products: int) -> float:
         start = time.perf_counter()
-        for _ in range(count):
+        for _ in range(num_products):
             linear(a, b)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
-    products(3)
-    count = max(1, int(0.1 / max(products(3) / 3, 1e-6)))
-    # best of three: a shared machine has slow moments, and the peak is what it can do
-    return 2 * side**3 * count / min(products(count) for _ in range(3))
+    seconds_of(3)
+    num_products = max(1, int(0.1 / max(seconds_of(3) / 3, 1e-6)))
+    # Best of three: a shared machine has slow moments, and the peak is the rate it can reach.
+    return 2 * side**3 * num_products / min(seconds_of(num_products) for _ in range(3))

@@ -1,9 +1,9 @@
-"""A small curve of RULER during training: how many needles are found at each length.
+"""A small RULER curve during training: the share of needles retrieved at each context length.
 
 Nothing is generated. The model reads each prompt with its answer in one forward over the run's own
-mesh, as in a validation, and an answer counts if each of its tokens is the likeliest after those
-before. That is so exactly where greedy writing begins with the answer, which is what ``python -m
-tools.ruler`` asks for.
+mesh, as in a validation, and an answer counts if each of its tokens is the likeliest one after the
+tokens before it. Greedy decoding would begin with the answer in exactly these cases, and that is
+the condition of ``python -m tools.ruler``.
 """
 
 import torch
@@ -29,7 +29,7 @@ SEED = 1
 
 
 def _template(config: Config, tokenizer: str) -> ChatTemplate:
-    """Return the template that the run's conversations were prepared with, or the tokenizer's."""
+    """Return the chat template of the run's prepared conversations, or the tokenizer's."""
     chat = config.recorded().get(CHAT)
     if chat is None or chat["chat_template"] is None:
         return load_template(tokenizer, None)
@@ -39,66 +39,88 @@ def _template(config: Config, tokenizer: str) -> ChatTemplate:
 
 
 class Curve:
-    """The examples of all lengths, and which of them the model answers."""
+    """RULER examples of several lengths, and the share that the model answers."""
 
     def __init__(
         self, config: Config, objective: NextToken, mesh: Mesh, tokenizer: Tokenizer | MockTokenizer
     ) -> None:
-        """Make the examples, the same on all ranks. Raises UserError: a task or its answer does not
-        fit a length.
+        """Make the examples, the same on all ranks.
+
+        Raises UserError: a task, or its answer, does not fit a length.
         """
         assert not isinstance(tokenizer, MockTokenizer)  # or validate would have refused it
-        asked, length = config.ruler, config.train.seq_length
+        seq_length = config.train.seq_length
         template = _template(config, tokenizer.path) if config.data.sft else None
         prompts = Prompts(tokenizer, template, tokenizer.begin())
-        self.interval = asked.ruler_interval or 1
-        self._train, self._objective, self._mesh = config.train, objective, mesh
-        self.lengths, self._rows = asked.lengths(length), list[Batch]()
-        for most in self.lengths:
-            try:
-                makes = makers(
-                    asked.ruler_tasks, [most], SEED, prompts, Sources(), flag="--ruler-tasks"
-                )
-            except DataError as error:
+        self.interval = config.ruler.ruler_interval or 1
+        self.lengths = config.ruler.lengths(seq_length)
+        self._train = config.train
+        self._objective = objective
+        self._mesh = mesh
+        self._examples: list[Batch] = []
+        for length in self.lengths:
+            self._add_examples(config, prompts, tokenizer, length)
+
+    def _add_examples(
+        self, config: Config, prompts: Prompts, tokenizer: Tokenizer, max_tokens: int
+    ) -> None:
+        """Make ruler_samples examples of at most ``max_tokens``, the tasks in turn."""
+        ruler = config.ruler
+        try:
+            task_makers = makers(
+                ruler.ruler_tasks, [max_tokens], SEED, prompts, Sources(), flag="--ruler-tasks"
+            )
+        except DataError as error:
+            raise DataError(
+                f"ruler_lengths has {max_tokens}, for each of ruler_tasks: {error}"
+            ) from None
+
+        for number in range(ruler.ruler_samples):
+            turn, index = divmod(number, len(task_makers))
+            maker = task_makers[index]
+            ids, prompt_length = prompts.with_answer(maker.make(turn).question)
+            if len(ids) > max_tokens:
                 raise DataError(
-                    f"ruler_lengths has {most}, for each of ruler_tasks: {error}"
-                ) from None
-            for number in range(asked.ruler_samples):
-                turn, place = divmod(number, len(makes))
-                ids, prompt = prompts.with_answer(makes[place].make(turn).question)
-                if len(ids) > most:
-                    raise DataError(
-                        f"ruler_tasks names {makes[place].name}, whose answer takes {len(ids) - prompt} tokens with "
-                        f"{tokenizer.path}, more than are kept for it; leave the task out"
-                    )
-                self._rows.append(_row(ids, prompt, length, len(self._rows)))
+                    f"ruler_tasks names {maker.name}, whose answer takes "
+                    f"{len(ids) - prompt_length} tokens with {tokenizer.path}, more than are kept "
+                    "for it; leave the task out"
+                )
+            self._examples.append(
+                _example(ids, prompt_length, config.train.seq_length, len(self._examples))
+            )
 
     @torch.no_grad()
     def measure(self, runner: Runner) -> dict[str, float]:
         """Return the percentage of right answers by ``ruler_LENGTH``; collective."""
-        objective, mesh = self._objective, self._mesh
-        size, rank, ranks = self._train.micro_batch_size, mesh.dp.get_local_rank(), mesh.dp.size()
-        batch = self._train.batch_size(ranks)
-        objective.wrong = wrong = torch.zeros(
-            len(self._rows), dtype=torch.int64, device=mesh.device
-        )
-        blank = _row([0, 0], 2, self._train.seq_length, 0)
-        for begin in range(0, len(self._rows), batch):
-            # All ranks take equally many, since they gather the model together.
-            firsts = range(begin + rank * size, begin + batch, ranks * size)
-            batches = [
-                [self._rows[n] if n < len(self._rows) else blank for n in range(f, f + size)]
-                for f in firsts
-            ]
-            micro_batches = (
-                {name: torch.stack([row[name] for row in rows]) for name in blank}
-                for rows in batches
+        mesh = self._mesh
+        micro_batch_size = self._train.micro_batch_size
+        dp_rank = mesh.dp.get_local_rank()
+        dp_size = mesh.dp.size()
+        batch_size = self._train.batch_size(dp_size)
+
+        num_examples = len(self._examples)
+        wrong = torch.zeros(num_examples, dtype=torch.int64, device=mesh.device)
+        self._objective.wrong = wrong
+        # Blank examples fill the last batch: all ranks gather the sharded model together, so they
+        # must run the same number of micro-batches.
+        blank = _example([0, 0], 2, self._train.seq_length, 0)
+        for begin in range(0, num_examples, batch_size):
+            micro_batches = []
+            firsts = range(
+                begin + dp_rank * micro_batch_size, begin + batch_size, dp_size * micro_batch_size
             )
-            runner.forward(list(map(objective.local, micro_batches)))
-        dist.all_reduce(
-            wrong
-        )  # also over ranks that count the same tokens: only 0 is told from more
-        right = (wrong == 0).double().view(len(self.lengths), -1).mean(1) * 100
+            for first in firsts:
+                examples = self._examples[first : first + micro_batch_size]
+                examples += [blank] * (micro_batch_size - len(examples))
+                stacked = {
+                    name: torch.stack([example[name] for example in examples]) for name in blank
+                }
+                micro_batches.append(self._objective.local(stacked))
+            runner.forward(micro_batches)
+
+        # Ranks that hold the same tokens are summed too: only 0 differs from more than 0.
+        dist.all_reduce(wrong)
+        right = (wrong == 0).double().view(len(self.lengths), -1).mean(1) * 100  # [lengths]
         return {
             f"ruler_{length}": share
             for length, share in zip(self.lengths, right.tolist(), strict=True)
@@ -106,37 +128,36 @@ class Curve:
 
 
 class Ruler(Callback):
-    """Adds a point of the curve to the records of its iterations."""
+    """Adds a point of the RULER curve to the records, every ruler_interval iterations."""
 
     def __init__(self, curve: Curve, runner: Runner, watchdog: Watchdog) -> None:
-        self._curve, self._runner, self._watchdog = curve, runner, watchdog
+        self._curve = curve
+        self._runner = runner
+        self._watchdog = watchdog
 
     def on_step_end(self, step: Step) -> None:
-        """Measure every so many iterations, and after the last one."""
-        if step.last or step.iteration % self._curve.interval == 0:
-            step.wait()
-            with self._watchdog.paused():
-                found = self._curve.measure(self._runner)
-            step.record |= found
-            shares = ", ".join(
-                f"{name.removeprefix('ruler_')}: {share:.1f}" for name, share in found.items()
-            )
-            say(
-                f"RULER at iteration {step.iteration}, percent of right answers by tokens: {shares}"
-            )
+        """Measure every ruler_interval iterations, and after the last one."""
+        if not step.last and step.iteration % self._curve.interval:
+            return
+        step.wait()
+        with self._watchdog.paused():
+            scores = self._curve.measure(self._runner)
+        step.record |= scores
+        shares = ", ".join(
+            f"{name.removeprefix('ruler_')}: {share:.1f}" for name, share in scores.items()
+        )
+        say(f"RULER at iteration {step.iteration}, percent of right answers by tokens: {shares}")
 
 
-def _row(ids: list[int], prompt: int, length: int, number: int) -> Batch:
-    """Return tokens [S], the labels of all after the prompt, and the example's number at each."""
-    tokens, labels = torch.zeros(length, dtype=torch.int64), torch.full((length,), IGNORE_INDEX)
-    tokens[: len(ids) - 1], labels[prompt - 1 : len(ids) - 1] = (
-        torch.tensor(ids[:-1]),
-        torch.tensor(ids[prompt:]),
-    )
-    starts = torch.arange(length) == 0
+def _example(ids: list[int], prompt_length: int, seq_length: int, number: int) -> Batch:
+    """Return a sample [S] with labels on the answer's tokens only, and its example's number."""
+    tokens = torch.zeros(seq_length, dtype=torch.int64)
+    labels = torch.full((seq_length,), IGNORE_INDEX)
+    tokens[: len(ids) - 1] = torch.tensor(ids[:-1])
+    labels[prompt_length - 1 : len(ids) - 1] = torch.tensor(ids[prompt_length:])
     return {
         "tokens": tokens,
         "labels": labels,
-        "starts": starts,
-        "examples": torch.full((length,), number),
+        "starts": torch.arange(seq_length) == 0,
+        "examples": torch.full((seq_length,), number),
     }

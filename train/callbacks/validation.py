@@ -1,4 +1,4 @@
-"""The validation loss every so many iterations, and after the last one."""
+"""Validation loss, computed every eval_interval iterations and after the last one."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -11,7 +11,7 @@ from data.loader import Samples, evaluation_batches
 from parallel.data import Runner
 from runtime.together import from_first
 from runtime.watchdog import Watchdog
-from train.batches import Batches, summed
+from train.batches import Batches, sum_over_ranks
 from train.callbacks import Callback, Step, say
 from train.callbacks.metrics import RunLog, lacks_validation
 from train.ema import Ema
@@ -20,30 +20,30 @@ from train.tasks.task import Task
 
 @dataclass(kw_only=True)
 class Validation(Callback):
-    """Adds a validation's figures to the records of its iterations."""
+    """Adds the validation loss to the records of its iterations."""
 
     task: Task[Any]
     runner: Runner
     ema: Ema | None
-    """Averages of the weights, which are validated in their place."""
+    """Averages of the weights; if there are any, they are validated instead of the weights."""
     batches: Batches
     data: Samples
     log: RunLog | None
     watchdog: Watchdog
     constants: Mapping[str, float] = field(default_factory=dict)
     """Figures recorded with each loss, such as the corpus's unigram entropy."""
-    then: Callable[[int], None] | None = None
+    after_validation: Callable[[int], None] | None = None
     """Called with the iteration after a validation, while the averages are in place; collective."""
 
     def on_train_begin(self, iteration: int) -> None:
-        """Validate the last iteration before this start if it was ended meanwhile."""
+        """Validate the last iteration before this start, if the run ended during its validation."""
         log = self.log
         if self._is_due(iteration) and from_first(
             lambda: log is not None and lacks_validation(log.records, iteration)
         ):
-            found = self.validate(iteration)
-            if found and log is not None:
-                say(self.task.objective.validation_line(log.amend(found)))
+            figures = self.validate(iteration)
+            if figures and log is not None:
+                say(self.task.objective.validation_line(log.amend(figures)))
 
     def on_step_end(self, step: Step) -> None:
         """Validate every eval_interval iterations, and after the last one."""
@@ -53,37 +53,34 @@ class Validation(Callback):
 
     def _is_due(self, iteration: int) -> bool:
         train = self.task.config.train
-        return iteration > 0 and (
-            iteration % train.eval_interval == 0 or iteration == train.train_iters
-        )
+        if iteration == 0:
+            return False
+        return iteration % train.eval_interval == 0 or iteration == train.train_iters
 
     @torch.no_grad()
     def validate(self, iteration: int) -> dict[str, float]:
-        """Return the validation loss, of the averages of the weights where they are kept, and the
-        constants.
+        """Return the validation loss, of the averaged weights if there are any, and the constants.
 
-        Nothing where the run was told to end before it was over.
+        Empty if the run was asked to stop before the validation was complete.
         """
         with nullcontext() if self.ema is None else self.ema.in_place():
             loss = self._loss()
             if self.batches.stop.agreed:
                 return {}
-            if self.then is not None:
+            if self.after_validation is not None:
                 with self.watchdog.paused():
-                    self.then(iteration)
+                    self.after_validation(iteration)
         return {"validation_loss": loss, **self.constants}
 
     def _loss(self) -> float:
-        """Return the mean loss over the first eval_iters global batches of the validation data,
-        always the same.
-        """
-        mesh, wanted = self.task.mesh, self.task.validation_samples
-        total, tokens = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
-        with self.batches.prefetched(
-            evaluation_batches(self.data, self.batches.batching, wanted)
-        ) as steps:
-            while (batch := self.batches.take(steps)) is not None:
+        """Return the mean loss over the first eval_iters batches, the same ones every time."""
+        mesh = self.task.mesh
+        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        num_tokens = 0
+        steps = evaluation_batches(self.data, self.batches.batching, self.task.validation_samples)
+        with self.batches.prefetched(steps) as prefetched:
+            while (batch := self.batches.take(prefetched)) is not None:
                 self.watchdog.beat()
                 total += self.runner.forward(batch.micro_batches)
-                tokens += batch.valid
-        return summed(total, mesh).item() / max(tokens, 1)
+                num_tokens += batch.valid
+        return sum_over_ranks(total, mesh).item() / max(num_tokens, 1)

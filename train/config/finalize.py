@@ -29,7 +29,7 @@ from train.config.derive import (
 from train.config.fields import config_fields
 from train.config.flags import ConfigError, load, read_toml, value_of
 from train.config.sizes import validate_hybrid
-from train.resume import Start, find_start
+from train.resume.start import Start, find_start
 from train.tasks.task import Task
 
 C = TypeVar("C", bound=CommonConfig)

@@ -1,4 +1,4 @@
-"""The training objective, as the loop, the runners and the progress lines use it."""
+"""Interface of a training objective: sharded batches, their loss and its name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,30 +10,32 @@ from data.loader import Batch
 
 
 class Objective(ABC):
-    """The way from a batch to its loss: sharding, loss, and its name in records and progress lines."""
+    """Shards a batch over ranks and computes its loss, without knowing the training loop.
+
+    A loss is returned as a sum over this rank's tokens: the mean over all ranks needs the global
+    token count, which is known only when all ranks have their batches.
+    """
 
     loss_name: ClassVar[str]
     """A record's field for the training loss, one of ``train.callbacks.metrics.LOSSES``."""
     unit: ClassVar[str]
-    """The unit that the rate counts; a record has it as ``UNIT_per_second``."""
+    """Unit of the rate in progress lines; a record has it as ``UNIT_per_second``."""
 
     @abstractmethod
     def local(self, batch: Batch) -> Batch:
-        """Return this rank's part of a batch, on its device.
+        """Return this rank's shard of a batch, on its device.
 
-        ``count`` in it is the tokens of that part that carry loss, int64 [1] on the CPU, so that
-        none waits.
+        Its ``count`` is the number of tokens with loss in the shard, int64 [1] on the CPU, so that
+        reading it does not wait for the device.
         """
 
     @abstractmethod
     def lengths(self, local: Batch) -> Sequence[int]:
-        """Return the lengths of whole documents, or of samples, that the context-parallel ranks
-        share there.
-        """
+        """Return the full lengths of a shard's documents, or of its samples, for FLOP counts."""
 
     @abstractmethod
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """Return the sum of their losses, float32: a ``parallel.data.LossSum``."""
+        """Return the sum of a shard's losses, float32: a ``parallel.data.LossSum``."""
 
     def validation_line(self, record: dict[str, Any]) -> str:
         """Describe a record's validation in one line."""
@@ -41,20 +43,19 @@ class Objective(ABC):
             f"validation loss at iteration {record['iteration']}: {record['validation_loss']:.4f}"
         )
 
-    # The rest is for pipelines, and for runs without data.
+    # The methods below are for pipelines, and for runs without data.
 
     @abstractmethod
     def blank(self, micro_batch_size: int) -> Batch:
-        """Return a micro-batch as the data's, of zeros; each sample is one document."""
+        """Return a micro-batch of zeros in the data's format; each sample is one document."""
 
     @abstractmethod
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Return the name of the first stage's input in a part, and a tensor like it on the meta
-        device.
-        """
+        """Return the name of the first stage's input in a shard, and a meta tensor like it."""
 
     @abstractmethod
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
-        """Map parameters that several of the ``stages`` hold to those stages; ``part`` is any
-        stage's.
+        """Map the parameters that several pipeline stages hold to those stages.
+
+        ``part`` is the model's part of any stage, ``stages`` the number of all.
         """

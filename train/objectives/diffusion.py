@@ -17,15 +17,18 @@ from runtime.tensors import generator_of, to_device
 from train.objectives import Objective
 
 CONDITIONING = ("t_embedder.", "y_embedder.")
-"""Modules of every pipeline stage, since only hidden states pass between stages."""
+"""Prefixes of the modules that every pipeline stage has: stages exchange hidden states only."""
 
 
 class Denoising(Objective):
-    """Add noise to a batch, shard it over the context-parallel ranks and sum the loss of this
-    rank's patches.
+    """Adds noise to a batch, shards it over the context-parallel ranks and sums the local loss.
 
     Noise, time and label dropout are drawn on the CPU for whole samples, from the seed and the
     sample's number alone: every mesh and every resumed run draws the same ones.
+
+    With ``joined`` the samples of a micro-batch form one sequence ``[1, T, W]``, each sample a
+    document. A rank then holds patches of several samples, and times and weights are looked up per
+    patch.
     """
 
     loss_name = "diffusion_loss"
@@ -41,120 +44,124 @@ class Denoising(Objective):
         *,
         joined: bool = False,
     ) -> None:
-        """Set up for ``cp``, made for the patches of a sample or, with ``joined``, of a
-        micro-batch's, as documents.
-        """
-        self._cp, self._device, self._model, self._diffusion, self._seed = (
-            cp,
-            device,
-            model,
-            diffusion,
-            seed,
-        )
+        """Set up for a ``cp`` of one sample's patches or, with ``joined``, a micro-batch's."""
+        self._cp = cp
+        self._device = device
+        self._model = model
+        self._diffusion = diffusion
+        self._seed = seed
         self._positions = cp.positions.to(device)  # [T]
-        self._real = (cp.positions < cp.plan.seq_len).float()  # [T]; 0 for padding
-        self._real_there = self._real.to(device)
-        self._sample = (
-            (cp.positions.clamp(max=cp.plan.seq_len - 1) // model.num_patches) if joined else None
-        )  # [T]
-        self._sample_there = None if self._sample is None else self._sample.to(device)
+        self._is_patch = (cp.positions < cp.plan.seq_len).float()  # [T]; 0 for padding
+        self._is_patch_on_device = self._is_patch.to(device)
+        self._sample_index: Tensor | None = None
+        """Each patch's sample in the micro-batch, int64 [T]; None if samples are not joined."""
+        self._sample_index_on_device: Tensor | None = None
+        if joined:
+            positions = cp.positions.clamp(max=cp.plan.seq_len - 1)
+            self._sample_index = positions // model.num_patches
+            self._sample_index_on_device = self._sample_index.to(device)
 
     def blank(self, micro_batch_size: int) -> Batch:
-        """Return a micro-batch as the data's, of zeros."""
+        """Return a micro-batch of zeros in the data's format."""
         numbers = torch.zeros(micro_batch_size, dtype=torch.int64)
         latents = torch.zeros(micro_batch_size, *self._model.latent_shape)
         return {"latents": latents, "labels": numbers, "sample": numbers}
 
     def local(self, batch: Batch) -> Batch:
-        """Return this rank's patches [B, T, W] of latents [B, C, (F,) H, W], with noise, times and
-        labels.
+        """Return this rank's patches [B, T, W] of latents [B, C, (F,) H, W], and their noise.
 
-        Joined samples are [1, T, W]. A sample with a negative number is a filler and carries no
-        loss.
+        The shard also has the times and labels of the samples. Joined samples are [1, T, W]. A
+        sample with a negative number is a filler without loss.
         """
-        drawn = [self._drawn(int(sample)) for sample in batch["sample"]]
-        chance, uniform, normal, noise = (
-            torch.stack(values) for values in zip(*drawn, strict=True)
-        )
-        times = self._diffusion.times(uniform, normal)
-        labels = batch["labels"].where(
-            chance >= self._model.class_dropout_prob, self._model.num_classes
-        )
-        whole = (
-            patchify(x, self._model) for x in (batch["latents"], noise)
-        )  # [B, all patches, W] each
-        joined = (x if self._sample is None else x.flatten(0, 1)[None] for x in whole)
-        latents, noise = (self._cp.shard(x, dim=1) for x in joined)
+        draws = [self._draw(int(sample)) for sample in batch["sample"]]
+        chances, uniforms, normals, noises = zip(*draws, strict=True)
+        times = self._diffusion.times(torch.stack(uniforms), torch.stack(normals))  # [B]
+        keeps_label = torch.stack(chances) >= self._model.class_dropout_prob
+        labels = batch["labels"].where(keeps_label, self._model.num_classes)
+
+        latents = self._local_patches(batch["latents"])
+        noise = self._local_patches(torch.stack(noises))
         noised = self._diffusion.noised(
-            self._by_time(latents), self._by_time(noise), self._of_rows(times)
+            self._time_first(latents), self._time_first(noise), self._per_row(times)
         )
+        is_real_sample = batch["sample"] >= 0
         local = {
-            "patches": self._by_time(noised),
+            "patches": self._time_first(noised),
             "latents": latents,
             "noise": noise,
             "times": times,
             "labels": labels,
-            "valid": batch["sample"] >= 0,
+            "valid": is_real_sample,
         }
-        count = self._weights(local["valid"], self._real).sum(dtype=torch.int64)[None]
-        return {name: to_device(value, self._device) for name, value in local.items()} | {
-            "count": count
-        }
+        local = {name: to_device(value, self._device) for name, value in local.items()}
+        weights = self._weights(is_real_sample, self._is_patch)
+        local["count"] = weights.sum(dtype=torch.int64)[None]
+        return local
 
-    def _by_time(self, patches: Tensor) -> Tensor:
-        """Return patches [B, T, W] with a row for each time: joined ones, [1, T, W], as [T, 1, W];
-        its own inverse.
+    def _local_patches(self, latents: Tensor) -> Tensor:
+        """Return this rank's patches [B, T, W], or [1, T, W] of joined samples."""
+        patches = patchify(latents, self._model)  # [B, all patches, W]
+        if self._sample_index is not None:
+            patches = patches.flatten(0, 1)[None]  # [1, B * all patches, W]
+        return self._cp.shard(patches, dim=1)
+
+    def _time_first(self, patches: Tensor) -> Tensor:
+        """Return patches with one time per row: [1, T, W] of joined samples as [T, 1, W].
+
+        Applied twice, it returns its argument.
         """
-        return patches if self._sample is None else patches.transpose(0, 1)
+        return patches if self._sample_index is None else patches.transpose(0, 1)
 
-    def _of_rows(self, values: Tensor) -> Tensor:
-        """Return a value for each row of ``_by_time``, given one for each sample, [B]."""
-        index = self._sample if values.device.type == "cpu" else self._sample_there
+    def _per_row(self, values: Tensor) -> Tensor:
+        """Return a value for each row of ``_time_first``, given one for each sample, [B]."""
+        on_cpu = values.device.type == "cpu"
+        index = self._sample_index if on_cpu else self._sample_index_on_device
         return values if index is None else values[index]
 
-    def _drawn(self, sample: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draw for one sample: label chance, uniform and normal for its time, noise of the latents'
-        shape.
-        """
+    def _draw(self, sample: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draw one sample's label chance, uniform and normal for its time, and its noise."""
         generator = generator_of(self._seed, f"noise of sample {sample}")
         chance, uniform = torch.rand(2, generator=generator)
         normal = torch.randn((), generator=generator)
         return chance, uniform, normal, torch.randn(self._model.latent_shape, generator=generator)
 
     def lengths(self, local: Batch) -> list[int]:
-        """Return the patches of each sample."""
+        """Return the number of patches of each sample."""
         return [self._model.num_patches] * len(local["times"])
 
-    def _weights(self, valid: Tensor, real: Tensor) -> Tensor:
-        """Return 1 for each patch that carries loss and else 0, shaped as ``_by_time`` without W.
+    def _weights(self, is_real_sample: Tensor, is_patch: Tensor) -> Tensor:
+        """Return 1 for patches with loss and 0 for others, shaped as ``_time_first`` without W.
 
-        Given whether a sample carries loss [B], and 1 for each patch that is no padding [T].
+        Args:
+            is_real_sample: False for fillers, [B].
+            is_patch: 0 for padding, [T].
         """
-        return self._of_rows(valid)[:, None] * (real if self._sample is None else real[:, None])
+        if self._sample_index is not None:
+            is_patch = is_patch[:, None]
+        return self._per_row(is_real_sample)[:, None] * is_patch
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """Return the sum over this rank's patches of their elements' mean loss, float32.
 
-        A stage other than the last returns hidden states; one other than the first takes them in
-        place of patches.
+        Every pipeline stage but the last returns hidden states; every one but the first takes
+        hidden states as patches.
         """
         output = model(local["patches"], self._positions, local["times"], local["labels"])
         if model.final_layer is None:
             return output
-        latents, noise, output = map(self._by_time, (local["latents"], local["noise"], output))
-        times = self._of_rows(local["times"])
+        latents = self._time_first(local["latents"])
+        noise = self._time_first(local["noise"])
+        output = self._time_first(output)
+        times = self._per_row(local["times"])
         noised = self._diffusion.noised(latents, noise, times)
         loss = self._diffusion.loss(output, latents, noise, noised, times).mean(-1)
-        return (loss * self._weights(local["valid"], self._real_there)).sum()
+        return (loss * self._weights(local["valid"], self._is_patch_on_device)).sum()
 
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Return the name and a meta tensor of patches ``[B, T, W]``, or ``[1, T, W]`` of joined
-        samples.
-        """
-        rows = micro_batch_size if self._sample is None else 1
-        return "patches", torch.empty(
-            (rows, len(self._positions), self._model.patch_width), device="meta"
-        )
+        """Return the name and a meta tensor of patches, ``[B, T, W]`` or, joined, ``[1, T, W]``."""
+        num_sequences = micro_batch_size if self._sample_index is None else 1
+        shape = (num_sequences, len(self._positions), self._model.patch_width)
+        return "patches", torch.empty(shape, device="meta")
 
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
         """Tie the conditioning modules of all stages."""

@@ -1,5 +1,6 @@
-"""Next-token prediction, the objective of language models. B samples of S tokens, T tokens of this
-rank.
+"""Next-token prediction, the objective of language models.
+
+Shapes: B samples of S tokens, T tokens of this context-parallel rank, C hidden size, V vocabulary.
 """
 
 import math
@@ -23,11 +24,16 @@ from runtime.tensors import to_device
 from train.objectives import Objective
 
 PADDING = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0, "examples": 0}
-"""Values of padding, by what a rank holds of a batch."""
+"""Padding values of the tensors in a batch."""
 
 
 class NextToken(Objective):
-    """Shard a batch over the context-parallel ranks and sum the loss of this rank's tokens."""
+    """Shards a batch over the context-parallel ranks and sums the loss of this rank's tokens.
+
+    If tokens attend inside their document only, the samples of a micro-batch are joined into one
+    sequence ``[1, B * S]``: a sample's end is then one more document boundary, and the attention's
+    plan covers the whole micro-batch.
+    """
 
     loss_name = "lm_loss"
     unit = "tokens"
@@ -42,31 +48,29 @@ class NextToken(Objective):
         reset_attention_mask: bool = False,
         prepare: Callable[[ContextParallel], None] = lambda cp: None,
     ) -> None:
-        """Set up for ``cp``, made for sequences of S tokens or, with ``reset_attention_mask``, of B
-        * S.
+        """Set up for a ``cp`` of sequences of S tokens, or B * S with ``reset_attention_mask``.
 
         Args:
             loss_chunk_size: tokens whose logits exist at once; 0 for all.
             reset_position_ids: positions count from 0 in each document.
-            reset_attention_mask: tokens attend inside their document alone.
-            prepare: called with ``cp`` under the documents of each micro-batch, to make ahead what
-                layers will need.
+            reset_attention_mask: tokens attend inside their document only.
+            prepare: called with ``cp`` under the documents of each micro-batch, to precompute the
+                plans of the layers.
         """
-        self._cp, self._length = cp, cp.plan.seq_len
+        self._cp = cp
+        self._length = cp.plan.seq_len
         self._loss_chunk_size = loss_chunk_size
         self._device = device
-        self._reset_positions, self._reset_attention = reset_position_ids, reset_attention_mask
+        self._reset_positions = reset_position_ids
+        self._reset_attention = reset_attention_mask
         self._prepare = prepare
         self.wrong: Tensor | None = None
-        """Tokens of each example, int64 [N], that were not the likeliest: counted in batches with
-        ``examples``.
-        """
-        # Padding takes the last position: a table of learned positions may have none beyond the
-        # sequence.
+        """Wrong tokens of each example, int64 [N]; batches with ``examples`` add to it."""
+        # Padding takes the last position: a table of learned positions may end with the sequence.
         self._positions = cp.positions.clamp(max=cp.plan.seq_len - 1).to(device)  # [T]
 
     def blank(self, micro_batch_size: int) -> Batch:
-        """Return a micro-batch as the data's, of zeros; each sample is one document."""
+        """Return a micro-batch of zeros in the data's format; each sample is one document."""
         length = self._cp.plan.seq_len // (micro_batch_size if self._reset_attention else 1)
         tokens = torch.zeros(micro_batch_size, length, dtype=torch.int64)
         starts = torch.zeros(micro_batch_size, length, dtype=torch.bool)
@@ -74,40 +78,40 @@ class NextToken(Objective):
         return {"tokens": tokens, "labels": tokens, "starts": starts}
 
     def local(self, batch: Batch) -> Batch:
-        """Return this rank's tokens and labels ``[B, T]`` of sequences ``[B, S]``; padding carries
-        no loss.
+        """Return this rank's tokens and labels ``[B, T]`` of sequences ``[B, S]``.
 
-        Where documents are told apart, there are ``positions`` [B, T] too. Where tokens attend
-        inside them alone, the samples are joined, in order, into one sequence whose attention needs
-        no rows: tokens, labels and positions are ``[1, T]``, and ``plan`` is the number of its plan
-        in ``PLANS``, int64 [1] on the CPU, which keeps it alive.
+        Padding has no loss. If documents have positions or attention of their own, the shard has
+        ``positions`` [B, T] too. If tokens attend inside their document only, the joined samples
+        are ``[1, T]``, and ``plan``, int64 [1] on the CPU, is the number of the attention's plan in
+        ``PLANS``; the tensor keeps that plan alive.
         """
-        cp, plan = self._cp, {}
+        cp = self._cp
         if self._reset_positions or self._reset_attention:
             starts = batch["starts"]
-            apart = self._reset_positions
-            positions = (
-                positions_in_documents(starts)
-                if apart
-                else torch.arange(starts.shape[1]).expand(starts.shape)
-            )
+            if self._reset_positions:
+                positions = positions_in_documents(starts)
+            else:
+                positions = torch.arange(starts.shape[1]).expand(starts.shape)
             batch = batch | {"positions": positions}
         if self._reset_attention:
-            batch = {name: rows.reshape(1, -1) for name, rows in batch.items()}  # [1, B * S]
-            cp = cp.under(
-                documents=cumulative_lengths(batch["starts"][0]), window=cp.plan.mask.window
-            )
+            batch = {name: values.reshape(1, -1) for name, values in batch.items()}  # [1, B * S]
+            cu_seqlens = cumulative_lengths(batch["starts"][0])
+            cp = cp.under(documents=cu_seqlens, window=cp.plan.mask.window)
             self._prepare(cp)
-            plan = {"plan": PLANS.tensor(cp.plan, shape=(1,))}
-        names = [name for name in PADDING if name in batch]
-        own = {name: cp.shard(batch[name], dim=1, pad_value=PADDING[name]) for name in names}
-        count = (own["labels"] != IGNORE_INDEX).sum()[None]
-        return (
-            {name: to_device(x, self._device) for name, x in own.items()} | plan | {"count": count}
-        )
+
+        local = {}
+        for name, pad_value in PADDING.items():
+            if name in batch:
+                local[name] = cp.shard(batch[name], dim=1, pad_value=pad_value)  # [B, T]
+        count = (local["labels"] != IGNORE_INDEX).sum()[None]
+        local = {name: to_device(values, self._device) for name, values in local.items()}
+        if self._reset_attention:
+            local["plan"] = PLANS.tensor(cp.plan, shape=(1,))
+        local["count"] = count
+        return local
 
     def lengths(self, local: Batch) -> list[int]:
-        """Return the lengths of documents where they attend apart, else of sequences."""
+        """Return the lengths of documents if tokens attend inside them only, else of sequences."""
         if "plan" not in local:
             return [self._length] * len(local["tokens"])
         plan = PLANS[local["plan"]]
@@ -116,44 +120,43 @@ class NextToken(Objective):
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
         """Return the sum of this rank's token losses, float32.
 
-        A stage other than the last returns hidden states; one other than the first takes them in
-        place of tokens. Of a batch with ``examples``, the number of each token's, it is how many
-        tokens with labels are not the likeliest.
+        Every pipeline stage but the last returns hidden states; every one but the first takes
+        hidden states as ``tokens``. For a batch with ``examples`` (each token's example number) the
+        result is the number of tokens with labels that are not the likeliest.
         """
-        labels, size = local["labels"], self._loss_chunk_size
+        labels = local["labels"]
+        chunk_size = self._loss_chunk_size
 
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
             if "examples" in local:
                 assert self.wrong is not None
                 return count_wrong(hidden, weight, labels, local["examples"], self.wrong)
-            if size:
-                return chunked_cross_entropy_sum(hidden, weight, labels, size, IGNORE_INDEX)
+            if chunk_size:
+                return chunked_cross_entropy_sum(hidden, weight, labels, chunk_size, IGNORE_INDEX)
             return cross_entropy_sum(linear(hidden, weight), labels, IGNORE_INDEX)[0]
 
         mask = {"mask": PlanHandle(local["plan"])} if "plan" in local else {}
         return model(local["tokens"], local.get("positions", self._positions), head, **mask)
 
     def first_input(self, micro_batch_size: int) -> tuple[str, Tensor]:
-        """Return the name and a meta tensor of tokens ``[B, T]``, or ``[1, T]`` of joined samples."""
-        sequences = 1 if self._reset_attention else micro_batch_size
-        return "tokens", torch.empty(
-            (sequences, len(self._positions)), dtype=torch.int64, device="meta"
-        )
+        """Return the name and a meta tensor of tokens ``[B, T]``, or ``[1, T]`` if joined."""
+        num_sequences = 1 if self._reset_attention else micro_batch_size
+        shape = (num_sequences, len(self._positions))
+        return "tokens", torch.empty(shape, dtype=torch.int64, device="meta")
 
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
         """Tie the embedding of the first stage and the last if it is also the output projection."""
         assert isinstance(part, Decoder)
-        apart = (
-            part.config.untie_embeddings_and_output_weights or part.config.lora_rank is not None
-        )  # frozen copies
-        return {} if apart else {"embedding.weight": (0, stages - 1)}
+        config = part.config
+        # Under adapters the two copies are frozen, and stay equal without being tied.
+        if config.untie_embeddings_and_output_weights or config.lora_rank is not None:
+            return {}
+        return {"embedding.weight": (0, stages - 1)}
 
     def validation_line(self, record: dict[str, Any]) -> str:
         """Describe a validation in one line, with the corpus's unigram entropy if known."""
-        line = (
-            super().validation_line(record)
-            + f" | perplexity: {math.exp(min(record['validation_loss'], 99)):.2f}"
-        )
+        perplexity = math.exp(min(record["validation_loss"], 99))
+        line = super().validation_line(record) + f" | perplexity: {perplexity:.2f}"
         if "unigram_entropy" in record:
             line += f" | unigram entropy of the corpus: {record['unigram_entropy']:.4f}"
         return line
@@ -162,41 +165,44 @@ class NextToken(Objective):
 def count_wrong(
     hidden: Tensor, weight: Tensor, labels: Tensor, examples: Tensor, wrong: Tensor
 ) -> Tensor:
-    """Add to ``wrong`` [N] how many of each example's labels are not the likeliest tokens; return
-    their sum, float32.
+    """Add each example's wrong tokens to ``wrong`` [N]; return their total, float32.
 
-    Takes hidden [B, T, C] and the output weights [V, C], as ``chunked_cross_entropy_sum``: DTensors
-    of the tensor parallel ranks are collective. Logits exist for the labelled tokens alone, which
-    are few.
+    A token with a label is wrong if another token is likelier. Logits are computed for these tokens
+    only, which are few. DTensors of tensor-parallel ranks make it collective.
+
+    Args:
+        hidden: [B, T, C].
+        weight: the output weights [V, C].
+        labels: [B, T].
+        examples: each token's example number, [B, T].
     """
-    there = labels != IGNORE_INDEX
-    whole: Any = hidden
+    has_label = labels != IGNORE_INDEX
+    hidden_states: Any = hidden
     if hasattr(weight, "full_tensor"):
         from torch.distributed.tensor import DTensor, Replicate
 
-        picked = whole.to_local()[there]  # [n, C]
-        logits: Any = linear(
-            DTensor.from_local(picked, whole.device_mesh, [Replicate()], run_check=False), weight
+        labelled = hidden_states.to_local()[has_label]  # [n, C]
+        replicated = DTensor.from_local(
+            labelled, hidden_states.device_mesh, [Replicate()], run_check=False
         )
+        logits: Any = linear(replicated, weight)
         likeliest = logits.full_tensor().argmax(-1)
     else:
-        likeliest = linear(whole[there], weight).argmax(-1)
-    misses = (likeliest != labels[there]).to(wrong.dtype)  # [n]
-    wrong.index_add_(0, examples[there], misses)
+        likeliest = linear(hidden_states[has_label], weight).argmax(-1)
+    misses = (likeliest != labels[has_label]).to(wrong.dtype)  # [n]
+    wrong.index_add_(0, examples[has_label], misses)
     return misses.sum().float()
 
 
 def corpus_entropy(data: DataConfig) -> dict[str, float]:
     """Return the unigram entropy of the corpus (nats per token), to print beside a validation loss.
 
-    Returns nothing for a blend, whose token frequencies depend on its weights, for conversations,
-    of which not all is predicted, and for mock_data.
+    Empty for a blend, whose token frequencies depend on its weights, for conversations, in which
+    only some tokens are predicted, and for mock_data.
     """
     if data.mock_data:
         return {}
     prefixes, _ = blend(data.data_path)
-    return (
-        {"unigram_entropy": entropy(token_counts(prefixes[0]))}
-        if len(prefixes) == 1 and not data.sft
-        else {}
-    )
+    if len(prefixes) > 1 or data.sft:
+        return {}
+    return {"unigram_entropy": entropy(token_counts(prefixes[0]))}

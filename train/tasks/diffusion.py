@@ -1,4 +1,4 @@
-"""Diffusion transformers on latents of images or videos, over patches that ranks share."""
+"""Diffusion transformers on latents of images or videos, with patches sharded over ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,13 +27,17 @@ class DiffusionTask(Task[DiTRunConfig]):
     validate = staticmethod(diffusion.validate)
 
     def set_up(self) -> None:
-        """Make context parallelism with its attention, and the loss; collective."""
+        """Set up context parallelism, the attention and the loss; collective."""
         config = self.config
         with raise_together():
             self.cp, self._attend = diffusion_context(config, self.mesh.cp.get_group())
-        process, seed = diffusion_of(config), config.train.seed
         self.objective = Denoising(
-            self.cp, self.mesh.device, config.model, process, seed, joined=config.packed
+            self.cp,
+            self.mesh.device,
+            config.model,
+            diffusion_of(config),
+            config.train.seed,
+            joined=config.packed,
         )
 
     def build_model(self) -> nn.Module:
@@ -42,7 +46,8 @@ class DiffusionTask(Task[DiTRunConfig]):
 
     def load_data(self, tokenizer: None) -> Data:
         """Open the latents; collective."""
-        config, model = self.config, self.config.model
+        config = self.config
+        model = config.model
         train, valid = build_latent_datasets(
             config.data, model.latent_shape, model.num_classes, config.train.seed
         )
@@ -53,19 +58,19 @@ class DiffusionTask(Task[DiTRunConfig]):
         return dit_flops_per_patch(self.config.model)
 
     def after_validation(self, parts: Sequence[Any]) -> Callable[[int], None] | None:
-        """Return what draws samples after each validation."""
+        """Return a function that writes a picture of samples after each validation."""
         return picture_writer(self.sampler(parts).draw, self.config)
 
     def sampler(self, parts: Sequence[Any], seed: int | None = None) -> Sampler:
-        """Return what draws samples as the run is configured; ``seed`` is the run's by default."""
-        seed = self.config.train.seed if seed is None else seed
+        """Return a sampler with the run's settings; ``seed`` is the run's by default."""
+        if seed is None:
+            seed = self.config.train.seed
         return Sampler(self.config, self.mesh, self.cp, parts, diffusion_of(self.config), seed)
 
     def description(self, data: Data) -> str:
         """Describe the run in one line: the model, the mesh and the data."""
         model = self.config.model
-        latents = (
-            f"latents of {' x '.join(map(str, model.latent_shape))} in {model.num_patches} patches"
-        )
+        shape = " x ".join(map(str, model.latent_shape))
+        latents = f"latents of {shape} in {model.num_patches} patches"
         title = f"DiT of {num_dit_parameters(model):,} parameters"
         return self._summary(title, self.config.context.title, latents)

@@ -1,4 +1,4 @@
-"""Language models on text: next tokens over sequences that context-parallel ranks share."""
+"""Language models on text, trained on sequences sharded over context-parallel ranks."""
 
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ class LanguageTask(Task[Config]):
     objective: NextToken
 
     def set_up(self) -> None:
-        """Make context parallelism with its attention, and the loss; collective."""
+        """Set up context parallelism, the attention and the loss; collective."""
         config = self.config
         with raise_together():
             self.cp, self._attend = context_of(config, self.mesh.cp.get_group())
@@ -60,10 +60,11 @@ class LanguageTask(Task[Config]):
         return load_tokenizer(str(config.data.tokenizer_model))
 
     def build_model(self) -> nn.Module:
-        """Build the whole model; with bf16, frozen weights beside adapters are in 16 bits."""
+        """Build the whole model; with bf16, weights frozen under adapters are in 16 bits."""
         model = build_model(self.config.model, self._attend)
         if self.config.model.lora_rank is not None and self.config.train.bf16:
-            model.cast(torch.bfloat16, frozen=True)  # no step adds to them what 16 bits would lose
+            # No update adds to frozen weights, so that 16 bits lose nothing.
+            model.cast(torch.bfloat16, frozen=True)
         return model
 
     def load_data(self, tokenizer: Any) -> Data:
@@ -76,12 +77,10 @@ class LanguageTask(Task[Config]):
             tokenizer,
             config.model.vocab_size,
         )
+        curve = None
         with raise_together():
-            curve = (
-                Curve(config, self.objective, self.mesh, tokenizer)
-                if config.ruler.ruler_interval
-                else None
-            )
+            if config.ruler.ruler_interval:
+                curve = Curve(config, self.objective, self.mesh, tokenizer)
         constants = corpus_entropy(config.data) if is_first() else {}
         return Data(train, valid if config.train.eval_iters else None, constants, curve)
 
@@ -91,18 +90,27 @@ class LanguageTask(Task[Config]):
 
     def description(self, data: Data) -> str:
         """Describe the run in one line: the model, the mesh and the data."""
-        config, model = self.config, self.config.model
+        config = self.config
+        model = config.model
         title = f"{model.title} of {num_parameters(model):,} parameters"
         if model.lora_rank is not None:
-            title += f", of which {num_trained(model):,} in adapters of rank {model.lora_rank} are trained"
-        if (attention := attention_title(model)) is not None:
+            title += (
+                f", of which {num_trained(model):,} in adapters of rank {model.lora_rank} "
+                "are trained"
+            )
+        attention = attention_title(model)
+        if attention is not None:
             title += f", {attention}"
 
-        alone = model.linear_attention and self.mesh.cp.size() == 1
-        method = "linear attention" if alone else config.context.title
-        if model.own_softmax_layout and not alone:
+        method = config.context.title
+        if model.linear_attention and self.mesh.cp.size() == 1:
+            method = "linear attention"
+        elif model.own_softmax_layout:
             hybrid = config.hybrid
-            method += f", softmax layers by {hybrid.hybrid_softmax_method}, {hybrid.hybrid_softmax_layout}"
+            method += (
+                f", softmax layers by {hybrid.hybrid_softmax_method}, "
+                f"{hybrid.hybrid_softmax_layout}"
+            )
         schedule = config.context.delta_rule_schedule
         if config.delta and self.mesh.cp.size() > 1 and schedule != "auto":
             method += f", states of the delta rule by {schedule}"

@@ -1,4 +1,4 @@
-"""The tasks, by the programs that train them and by their configurations."""
+"""Registry of the tasks, by configuration class and by the program that trains them."""
 
 from typing import Any
 
@@ -16,5 +16,5 @@ ENTRIES: dict[str, type[Task[Any]]] = {task.entry: task for task in TASKS.values
 
 
 def task_of(config: CommonConfig) -> Any:
-    """Return the class of a configuration's task: call it with the configuration and a mesh."""
+    """Return the class of a configuration's task, which takes the configuration and a mesh."""
     return TASKS[type(config)]

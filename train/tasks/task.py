@@ -1,4 +1,4 @@
-"""The interface of a task: a configuration on a mesh becomes a model, an objective and data."""
+"""Interface of a task: the model, objective and data of a configuration on a mesh."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ from parallel.apply import parallelize
 from parallel.context import ContextParallel
 from parallel.data import Runner
 from parallel.mesh import Mesh
+from runtime.progress import counted
 from runtime.tensors import Part
 from runtime.together import is_first
 from train.callbacks.ruler import Curve
@@ -26,7 +27,7 @@ C = TypeVar("C", bound=CommonConfig)
 
 @dataclass(frozen=True)
 class Data:
-    """The samples of a run, and what is known of them."""
+    """The datasets of a run, and figures about them."""
 
     train: Samples
     valid: Samples | None
@@ -34,11 +35,15 @@ class Data:
     constants: Mapping[str, float] = field(default_factory=dict)
     """Figures recorded with each validation loss, such as the corpus's unigram entropy."""
     curve: Curve | None = None
-    """The small curve of RULER that a language model's run draws."""
+    """A RULER curve to measure during training, for language models."""
 
 
 class Task(ABC, Generic[C]):
-    """The model, the objective and the data of a run. Making one builds no model."""
+    """The model, the objective and the data of a run.
+
+    The trainer, the planner's rehearsals and the parity tool all build from it. Its constructor
+    joins process groups, but allocates no weights: `build_parts` does.
+    """
 
     entry: ClassVar[str]
     """The program that trains it."""
@@ -52,16 +57,17 @@ class Task(ABC, Generic[C]):
 
     def __init__(self, config: C, mesh: Mesh) -> None:
         """Set up a complete and valid configuration on a mesh; collective."""
-        self.config, self.mesh = config, mesh
+        self.config = config
+        self.mesh = mesh
         self.set_up()
         self.batch_samples = config.train.batch_size(mesh.dp.size())
-        """The sequences, or samples, per iteration."""
+        """Sequences, or samples, per iteration."""
         self.batch_tokens = self.batch_samples * config.sequence_length
-        """The tokens per iteration."""
+        """Tokens, or patches, per iteration."""
 
     @abstractmethod
     def set_up(self) -> None:
-        """Make ``cp``, which shares sequences over ranks, and ``objective``; collective."""
+        """Set ``cp``, which shards sequences over ranks, and ``objective``; collective."""
 
     @staticmethod
     @abstractmethod
@@ -75,7 +81,7 @@ class Task(ABC, Generic[C]):
 
     @staticmethod
     def load_tokenizer(config: Any) -> Any:
-        """Load the tokenizer of the data; None if they are no text."""
+        """Load the tokenizer of the data; None if the data are not text."""
         return None
 
     @abstractmethod
@@ -83,7 +89,7 @@ class Task(ABC, Generic[C]):
         """Build the whole model on torch's default device."""
 
     def initial_weight(self, name: str, shape: Sequence[int], part: Part) -> Tensor:
-        """Return a part of a parameter's initial value."""
+        """Return a shard of a parameter's initial value."""
         return initial_weight(self.config.model, name, shape, self.config.train.seed, part)
 
     @abstractmethod
@@ -99,13 +105,13 @@ class Task(ABC, Generic[C]):
         """Describe the run in one line: the model, the mesh and the data."""
 
     def after_validation(self, parts: Sequence[Any]) -> Callable[[int], None] | None:
-        """Return what all ranks call with the iteration after each validation, if anything."""
+        """Return a function to call on all ranks after each validation, given the iteration."""
         return None
 
     def build_parts(self, *, initialize: bool = True) -> list[Any]:
         """Build this rank's parts of the model, one for each of its pipeline stages; collective.
 
-        Without ``initialize`` weights are what the memory holds.
+        Without ``initialize`` the weights are uninitialised memory, to be loaded.
         """
         weight_of = self.initial_weight if initialize else None
         return parallelize(self.build_model, self.mesh, self.config, weight_of)
@@ -115,27 +121,26 @@ class Task(ABC, Generic[C]):
 
         ``micro_batches`` is their number on this rank, by default the configuration's.
         """
-        mesh, objective, pipeline, train = (
-            self.mesh,
-            self.objective,
-            self.config.pipeline,
-            self.config.train,
-        )
-        strategy, ranks = self.config.data_parallel.strategy, mesh.pp.size()
-        if ranks == 1:
+        mesh = self.mesh
+        objective = self.objective
+        pipeline = self.config.pipeline
+        train = self.config.train
+        strategy = self.config.data_parallel.strategy
+        pp_size = mesh.pp.size()
+        if pp_size == 1:
             return Runner(parts, objective.loss_sum, strategy)
+
         schedule = pipeline.pipeline_schedule
-        if (
-            is_first()
-            and schedule == "Interleaved1F1B"
-            and pipeline.num_virtual_stages_per_pipeline_rank == 1
-        ):
+        virtual_stages = pipeline.num_virtual_stages_per_pipeline_rank
+        if is_first() and schedule == "Interleaved1F1B" and virtual_stages == 1:
             print(
-                f"note: pipeline_schedule {schedule} with 1 virtual stage per process interleaves nothing: it is 1F1B; "
+                f"note: pipeline_schedule {schedule} with 1 virtual stage per process interleaves "
+                "nothing: it is 1F1B; "
                 "--num-virtual-stages-per-pipeline-rank 2 shortens the bubbles",
                 flush=True,
             )
-        from parallel.pipeline.schedule import PipelineRunner  # takes a second, for torch.compile
+        # Imported here: it takes a second, because of torch.compile.
+        from parallel.pipeline.schedule import PipelineRunner
 
         return PipelineRunner(
             parts,
@@ -147,17 +152,17 @@ class Task(ABC, Generic[C]):
             micro_batches=micro_batches or train.micro_batches(mesh.dp.size()),
             first_input=objective.first_input(train.micro_batch_size),
             hidden=self.hidden_states,
-            tied=objective.tied(parts[0], pipeline.stages(ranks)),
+            tied=objective.tied(parts[0], pipeline.stages(pp_size)),
         )
 
     @property
     def validation_samples(self) -> int:
-        """The samples of a validation, if there are as many."""
+        """Samples of a validation, if the data have as many."""
         return self.config.train.eval_iters * self.batch_samples
 
     @property
     def hidden_states(self) -> Tensor:
-        """A meta tensor like what a micro-batch's pipeline stages send each other, [B, T, C]."""
+        """A meta tensor like the hidden states that pipeline stages exchange, [B, T, C]."""
         train = self.config.train
         sequences, tokens = self.objective.first_input(train.micro_batch_size)[1].shape[:2]
         shape = (sequences, tokens // self.mesh.tp.size(), self.config.model.hidden_size)
@@ -165,12 +170,15 @@ class Task(ABC, Generic[C]):
 
     def _summary(self, model: str, method: str, samples: str) -> str:
         """Describe in one line the model, the mesh and the data."""
-        shape, mesh = self.config.model, self.mesh
+        mesh = self.mesh
+        world_size = dist.get_world_size()
+        layers = counted(self.config.model.num_layers, "layer")
+        processes = "process" if world_size == 1 else "processes"
         pipeline = f"pipeline parallel {mesh.pp.size()} x " if mesh.pp.size() > 1 else ""
         tensor = f" x tensor parallel {mesh.tp.size()}" if mesh.tp.size() > 1 else ""
-        layers = f"{shape.num_layers} layer{'s' * (shape.num_layers > 1)} of {shape.hidden_size}"
-        processes = f"{mesh.device.type} process{'es' * (dist.get_world_size() > 1)}"
         return (
-            f"{model} ({layers}) on {dist.get_world_size()} {processes}: {pipeline}data parallel {mesh.dp.size()} x "
+            f"{model} ({layers} of {self.config.model.hidden_size}) "
+            f"on {world_size} {mesh.device.type} {processes}: "
+            f"{pipeline}data parallel {mesh.dp.size()} x "
             f"context parallel {mesh.cp.size()} ({method}){tensor}, {samples}"
         )

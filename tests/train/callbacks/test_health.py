@@ -12,7 +12,14 @@ import torch
 
 from runtime.ranks import run_ranks
 from tests.train.test_trainer import checkpoints, infinite_in, run_with, settings
-from train.callbacks.health import FAILURES, LEAST, Health, HealthConfig, Progress, TrainingError
+from train.callbacks.health import (
+    FAILURES,
+    MIN_GOOD_STEPS,
+    Health,
+    HealthConfig,
+    RunProgress,
+    TrainingError,
+)
 from train.callbacks.metrics import METRICS, read_metrics
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.search import find_checkpoint
@@ -29,15 +36,18 @@ def health(policy="skip", save_interval=None, **more):
 
 
 def judged(rank, world_size):
-    """The verdicts on a step after LEAST good ones, of which one rank alone sees a high loss."""
+    """The verdicts on a step after MIN_GOOD_STEPS good ones, of which one rank alone sees a high loss."""
     config = HealthConfig(check_for_spiky_loss=True, spike_factor=3.0)
     said = []
     for loss, norm in ((6.1, 0.5), (5.9, 50.0), (math.nan, 0.5), (2.0, math.inf)):
-        of_run = Health(config, None, [(2.0, 0.5)] * LEAST, Progress())
+        of_run = Health(config, None, [(2.0, 0.5)] * MIN_GOOD_STEPS, RunProgress())
         said.append(of_run.judge(loss if rank == 0 else 2.0, norm))
-    young = Health(config, None, [(2.0, 0.5)] * (LEAST - 1), Progress())
+    young = Health(config, None, [(2.0, 0.5)] * (MIN_GOOD_STEPS - 1), RunProgress())
     large = Health(
-        replace(config, check_for_large_grads=True), None, [(2.0, 0.5)] * LEAST, Progress()
+        replace(config, check_for_large_grads=True),
+        None,
+        [(2.0, 0.5)] * MIN_GOOD_STEPS,
+        RunProgress(),
     )
     return [*said, young.judge(6.1, 0.5), large.judge(2.0, 1.6)]
 
@@ -115,13 +125,13 @@ def test_failures_after_a_local_checkpoint_are_counted_and_a_cut_line_is_left_ou
     (tmp_path / "iter_0000002").mkdir()
     (tmp_path / FAILURES).write_text('{"iteration": 1, "checkpoint": 0, "why": "old"}\n{"iter')
     for start in range(3):
-        of_start = Health(HealthConfig(), str(tmp_path), [], Progress())
+        of_start = Health(HealthConfig(), str(tmp_path), [], RunProgress())
         with pytest.raises(TrainingError, match=r"^bad"):
             of_start._fail(4 + 2 * start, 3, "bad")
     with pytest.raises(
         TrainingError, match="the run failed 3 times after iteration 2, the last time as bad"
     ):
-        Health(HealthConfig(), str(tmp_path), [], Progress())
+        Health(HealthConfig(), str(tmp_path), [], RunProgress())
     assert [
         json.loads(line)["iteration"] for line in (tmp_path / FAILURES).read_text().splitlines()
     ] == [1, 4, 6, 8]

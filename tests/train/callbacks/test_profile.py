@@ -20,7 +20,8 @@ from tests.starts import PATIENCE
 from tests.train.test_trainer import run_with, settings
 from train.callbacks import DATA, SAVING
 from train.callbacks.metrics import METRICS, LoggingConfig, read_metrics
-from train.callbacks.profile import PHASES, ProfileConfig, covered, slowest, spent, table
+from train.callbacks.profile import ProfileConfig, covered, rank_times, table
+from train.callbacks.stragglers import PHASES, slowest
 
 
 def event(name, start, length, where="DeviceType.CPU", size=0, annotation=False):
@@ -60,7 +61,7 @@ def test_time_by_hand():
         event("gloo:all_reduce", 4 * second, 3 * second),  # a second of it behind mm
         event(SAVING, 8 * second, 2 * second),
     ]
-    found = spent(events, 0, 2)
+    found = rank_times(events, 0, 2)
     assert (found.data, found.compute, found.communication, found.exposed, found.saving) == (
         0.5,
         2.0,
@@ -84,7 +85,7 @@ def test_on_a_gpu_kernels_count_and_not_what_launched_them():
         ),  # as offload's, beside what computes or not
         event("Memcpy DtoH (Device -> Pinned)", 0, 9, "DeviceType.CUDA"),
     ]
-    found = spent(events, 0, 1)
+    found = rank_times(events, 0, 1)
     assert [round(1e9 * x) for x in (found.compute, found.communication, found.exposed)] == [
         4,
         5,
@@ -97,9 +98,11 @@ def test_memory_is_the_most_at_once_of_the_device_that_computes():
         return [event("[memory]", start, 0, where, size) for start, size in enumerate(sizes)]
 
     late, early = memory("DeviceType.CPU", 3, 4, -3, 2, -6)[::-1], [event("aten::mm", 0, 9)]
-    assert spent([*late, *early], 0, 1).memory == 7  # whatever the order in which they are told
+    assert (
+        rank_times([*late, *early], 0, 1).memory == 7
+    )  # whatever the order in which they are told
     on_gpu = [*memory("DeviceType.CUDA", 50, -50, 20), event("gemm", 0, 9, "DeviceType.CUDA")]
-    found = spent([*late, *early, *on_gpu], 0, 1)
+    found = rank_times([*late, *early, *on_gpu], 0, 1)
     assert found.memory == 50
     assert "| MB |" in table([found])
 
@@ -109,7 +112,10 @@ def test_the_slowest_rank_is_the_one_that_waits_least():
         return [event("aten::mm", 0, 100 - exposed), event("gloo:send", 100 - exposed, exposed)]
 
     shown = table(
-        [spent(rank(number, exposed), number, 1) for number, exposed in enumerate((40, 10, 40))]
+        [
+            rank_times(rank(number, exposed), number, 1)
+            for number, exposed in enumerate((40, 10, 40))
+        ]
     )
     assert "Slowest: rank 1 on " in shown
     assert "busy 50% longer" in shown

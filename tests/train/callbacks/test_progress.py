@@ -10,7 +10,7 @@ from parallel.context import context_parallel
 from runtime.ranks import run_ranks
 from tests.train.callbacks.test_metrics import record
 from tests.train.test_trainer import run_with, settings
-from train.callbacks.progress import COLUMNS, Report, machine_line, progress_line
+from train.callbacks.progress import COLUMNS, ProgressReport, machine_line, progress_line
 from train.objectives.diffusion import Denoising
 from train.objectives.language import NextToken
 
@@ -90,7 +90,7 @@ def test_the_first_iteration_of_a_run_has_a_line_and_every_tenth_and_the_last():
     is none of theirs.
     """
     objective = NextToken(context_parallel("ring", seq_len=8), torch.device("cpu"))
-    report = Report(None, objective, train_iters=34, log_interval=10, device_type="cuda")
+    report = ProgressReport(None, objective, train_iters=34, log_interval=10, device_type="cuda")
     printed = {}
     for i in range(7, 35):
         now = 5000.0 + 2.0 * (i - 7)

@@ -97,7 +97,7 @@ def answered(rank, world_size, runs, labels=None):
     found = []
     for flags in runs:
         with trainer_of(LanguageTask, flags, Records()) as trainer:
-            rows = trainer.data.curve._rows
+            rows = trainer.data.curve._examples
             for row, tokens in zip(rows, labels or [], strict=labels is not None):
                 learned = row["labels"] != IGNORE_INDEX
                 row["tokens"][learned.nonzero()[1:].flatten()], row["labels"][learned] = (

@@ -1,0 +1,66 @@
+"""Host memory of a training step: offloaded activations and the optimizer's moments."""
+
+from functools import lru_cache
+from math import ceil
+
+from parallel.context.plan import Plan
+from parallel.offload import SEVERAL, in_slabs
+from planner.step_memory import kept_per_token, kinds, num_outputs, num_shards
+from planner.step_shape import Arrangement, StepShape
+
+
+def moments(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
+    """Return the bytes of a rank's optimizer moments in host memory."""
+    if not arrangement.moments_on_host:
+        return 0.0
+    parameters = work.trained_share * work.parameters / (arrangement.tp * arrangement.pp)
+    return arrangement.state_bytes * (parameters / num_shards(plan, arrangement))
+
+
+def offloaded(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
+    """Return the bytes that a micro-batch keeps in host memory."""
+    if not arrangement.offload:
+        return 0.0
+    layers = arrangement.stage_layers(work)
+    return work.tokens(plan) * kept_per_token(work, plan, arrangement) * layers
+
+
+def pinned(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
+    """Return the bytes of host memory that torch pins for activations and moments.
+
+    The unused end of the moments' last slab does not count. In a pipeline the first stage pins
+    most: the activations of all micro-batches in flight.
+    """
+    layers = arrangement.stage_layers(work)
+    in_flight = ceil(arrangement.pipeline.in_flight(0, arrangement.pp, work.micro_batches))
+    activations = 0
+    for share, kind in kinds(work):
+        tensors = _pinned_tensors(kind, plan, arrangement)
+        activations += _in_slabs(tensors, round(share * layers) * in_flight)
+    return activations + moments(work, plan, arrangement)
+
+
+def _pinned_tensors(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple[int, ...]:
+    """Return the bytes of each tensor that a layer keeps in host memory."""
+    if not arrangement.offload:
+        return ()
+
+    # The layer's input and, if only the rest is recomputed, the results of its attention.
+    tokens = work.tokens(plan)
+    per_channel = work.element_size / arrangement.tp
+    bytes_per_token = [work.hidden * per_channel]
+    if arrangement.recompute == "attention_boundary":
+        if work.delta is not None:
+            delta = work.delta.split(arrangement.tp)
+            bytes_per_token += delta.results(plan, work.micro_batch, work.element_size)
+        else:
+            output = work.heads * work.head_dim * per_channel
+            bytes_per_token += [output] * num_outputs(plan)
+            bytes_per_token.append(4 * work.heads / arrangement.tp)  # the LSE
+    return tuple(round(tokens * count) for count in bytes_per_token)
+
+
+@lru_cache(maxsize=1024)
+def _in_slabs(tensors: tuple[int, ...], times: int) -> int:
+    """Return the bytes of the slabs for ``times`` copies of these tensors."""
+    return in_slabs(tensors * times, SEVERAL)

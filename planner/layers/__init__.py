@@ -1,0 +1,1 @@
+"""Predicted cost of one layer's attention: seconds, bytes sent and buffers."""

@@ -1,0 +1,228 @@
+"""Predicted time of one layer's attention on a cluster. Needs no process.
+
+Ranks run in lockstep: a round of attention takes as long as its slowest rank computes or its
+busiest link transfers, plus the part of the shorter that the cluster's ``posted_overlap`` leaves.
+Collectives, and transfers after the last round, overlap with no computing except that of ranks
+which share a processor (``shared_overlap``). A rank of cp and its neighbours of tp fill nodes in
+order.
+
+So the time of a softmax attention is
+
+    sum over rounds of (computing + transfers)
+      - posted_overlap * sum over rounds of min(computing, transfers)
+      + collectives
+
+with the computing of the slowest rank and the transfers of the busiest link in each round. Linear
+attention has no rounds of tiles: it scans its tokens, and passes or gathers states.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parallel.context.plan import Plan
+from parallel.context.traffic import (
+    Message,
+    Moves,
+    Sizes,
+    bytes_of_all,
+    collectives,
+    messages,
+)
+from planner.cluster import MICRO, Cluster
+from planner.layers.transfers import (
+    Sent,
+    collective_messages,
+    needed_of_all,
+    slots,
+    transfer_seconds,
+)
+
+FORWARD = 4
+"""FLOPs per (query, key) pair and channel in a forward: 2 matrix products (Dao 2023)."""
+BACKWARD = 10
+"""FLOPs per (query, key) pair and channel in a backward: 5 matrix products."""
+SCAN = 4
+"""FLOPs per token and element of a state, to write and read it; a backward has 3 scans."""
+STATE = 2
+"""FLOPs per token and element of a state, to write it only."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes that all ranks of a cp group send in one layer's attention, forward and backward."""
+
+    inside: int
+    """Bytes within nodes."""
+    between: int
+    """Bytes between nodes."""
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Cost of one layer's attention over all ranks of cp."""
+
+    plan: Plan
+    sizes: Sizes
+    """Heads, tokens and bytes of one rank."""
+    cluster: Cluster
+    tp: int = 1
+    """Tensor-parallel ranks, each of which has a cp group of its own."""
+
+    def forward(self) -> float:
+        """Return the seconds of a forward."""
+        return self._seconds(None, FORWARD, SCAN)
+
+    def backward(self) -> float:
+        """Return the seconds of a backward, without recomputing its forward."""
+        return self._seconds(self.plan.backward_moves(self.sizes), BACKWARD, 3 * SCAN)
+
+    def links(self) -> Links:
+        """Return the bytes on each kind of link, forward and backward, as the plan counts them."""
+        plan = self.plan
+        per_node = max(1, self.cluster.gpus_per_node // self.tp)
+        sends_needed_rows = plan.sparse and not plan.geometry.method.states
+        inside = 0
+        between = 0
+        for moves in (None, plan.backward_moves(self.sizes)):
+            if sends_needed_rows:
+                sent = needed_of_all(plan, self.sizes, moves, per_node)
+            else:
+                sent = bytes_of_all(plan.geometry, self.sizes, moves, per_node, plan.boundaries)
+            inside += sent[0]
+            between += sent[1]
+        return Links(inside, between)
+
+    def _seconds(self, moves: Moves | None, operations: int, scan: int) -> float:
+        """Time a backward that moves KV or queries, or (None) a forward.
+
+        Rounds of softmax attention overlap with what is in transit meanwhile; collectives are
+        waited for. With a method that keeps local KV in place, ranks need not keep step: the
+        busiest rank or link decides. Linear attention takes the ``scan``'s operations.
+        """
+        plan = self.plan
+        if plan.geometry.method.states:
+            return self._state_seconds(scan, reverse=moves is not None)
+
+        busy = self._busy(moves, operations)  # [rounds, positions]
+        joint = collectives(plan.geometry, self.sizes, moves, holders_join=not plan.sparse)
+        waited_seconds = sum(
+            self._transfer(collective_messages(collective)) for collective in joint
+        )
+        if plan.geometry.method.needed_only:
+            sent = slots(plan, self.sizes, moves or "kv", gradients=moves is not None)
+            busiest = float(busy.sum(axis=0).max())
+            return self._overlapped([(busiest, self._transfer(*sent))], waited_seconds)
+
+        # Nothing is computed after the last round.
+        computing = [*busy.max(axis=1).tolist(), 0.0]
+        rounds = list(zip(computing, self._in_transit(moves), strict=True))
+        return self._overlapped(rounds, waited_seconds)
+
+    def _in_transit(self, moves: Moves | None) -> list[float]:
+        """Return the seconds that transfers take in every round, and after the last.
+
+        They are those of all messages under way in the round, which share the links.
+        """
+        if self.plan.sparse:
+            sent = slots(self.plan, self.sizes, moves or "kv", gradients=moves is not None)
+            return [self._transfer(one_round) for one_round in sent]
+
+        # A message is in transit from the round that posts it to the one before its use, and spread
+        # evenly over them: an entry has the id of its peers, its bytes, and its part of a message.
+        num_slots = len(self.plan.geometry.rounds) + 1
+        entries: list[list[tuple[int, float, float]]] = [[] for _ in range(num_slots)]
+        peers_by_id = {}
+        for message in self._messages(moves):
+            peers = id(message.to)
+            peers_by_id[peers] = message.to
+            num_rounds = message.last + 1 - message.first
+            size = message.size / num_rounds
+            for index in range(message.first, message.last + 1):
+                entries[index].append((peers, size, 1 / num_rounds))
+
+        # All rounds of a ring have equal entries, so that their seconds are computed once.
+        ranks = np.arange(self.plan.size)
+        seconds: dict[tuple[tuple[int, float, float], ...], float] = {}
+        in_transit = []
+        for entry in map(tuple, entries):
+            if entry not in seconds:
+                sent = [
+                    Sent(ranks, peers_by_id[peers], size, count) for peers, size, count in entry
+                ]
+                seconds[entry] = self._transfer(*sent)
+            in_transit.append(seconds[entry])
+        return in_transit
+
+    def _overlapped(self, rounds: Sequence[tuple[float, float]], waited_seconds: float) -> float:
+        """Return the seconds of overlapping computing and transfers, and of waiting.
+
+        Args:
+            rounds: seconds of computing and of transfers in each round.
+            waited_seconds: seconds of transfers that are waited for.
+        """
+        cluster = self.cluster
+        total = waited_seconds + sum(busy + sent for busy, sent in rounds)
+        overlap = cluster.posted_overlap * sum(min(busy, sent) for busy, sent in rounds)
+
+        # Ranks on one processor: while one waits for a transfer, another computes.
+        exposed_seconds = waited_seconds + sum(sent for busy, sent in rounds if not busy)
+        computing_alone = sum(busy for busy, _ in rounds) - overlap
+        return total - overlap - cluster.shared_overlap * min(exposed_seconds, computing_alone)
+
+    def _busy(self, moves: Moves | None, operations: int) -> np.ndarray:
+        """Return the seconds that ranks compute in every round, float64 ``[rounds, positions]``.
+
+        A position is a rank's place in the method's layout.
+        """
+        work = self.plan.work(moves or "kv")
+        sizes = self.sizes
+        cluster = self.cluster
+
+        # A kernel computes part of the pairs that the mask hides inside its tiles.
+        computed_pairs = work.pairs + cluster.masked_share * work.hidden
+        flops_per_pair = operations * sizes.batch * sizes.heads * sizes.head_dim
+        launches = work.tiles * sizes.stages
+        return computed_pairs * flops_per_pair / self._rate + launches * cluster.launch_us * MICRO
+
+    def _state_seconds(self, operations: int, *, reverse: bool) -> float:
+        """Time linear attention: states wait for their neighbours', or gathers overlap the scan."""
+        geometry = self.plan.geometry
+        sizes = self.sizes
+        state = sizes.head_dim**2
+        elements = sizes.batch * sizes.tokens * sizes.heads * state
+        scan = operations * elements / self._rate
+        if geometry.method.states == "gather":
+            # The local state comes first; then the scan runs while all states are gathered.
+            local_state = STATE * elements / self._rate
+            gathers = 0.0
+            for collective in collectives(geometry, sizes, None):
+                gathers += self._transfer(collective_messages(collective))
+            return local_state + max(scan, gathers)
+
+        # States pass from rank to rank: each waits for the one before.
+        chain_seconds = 0.0
+        moves: Moves | None = "kv" if reverse else None
+        for message in list(self._messages(moves))[-geometry.slots :]:
+            for rank in range(geometry.size):
+                sent = Sent(np.array([rank]), message.to[[rank]], sizes.state, 1)
+                chain_seconds += self._transfer(sent)
+        return scan + chain_seconds
+
+    def _messages(self, moves: Moves | None) -> Iterator[Message]:
+        return messages(
+            self.plan.geometry,
+            self.sizes,
+            moves or "kv",
+            gradients=moves is not None,
+            boundaries=self.plan.boundaries,
+        )
+
+    @property
+    def _rate(self) -> float:
+        """FLOP/s of the attention kernel."""
+        return 1e12 * self.cluster.peak_tflops * self.cluster.attention_fraction
+
+    def _transfer(self, *together: Sent) -> float:
+        return transfer_seconds(together, self.plan.size, self.cluster, self.tp)

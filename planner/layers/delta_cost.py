@@ -1,0 +1,261 @@
+"""Predicted time and memory of a layer's gated delta rule, with the convolution before it.
+
+Ranks compute their tokens at once and pass states along each document that several ranks share, in
+the rounds of parallel/context/linear. A document on one rank sends nothing, in any layout.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kernels.delta.chunks import CHUNK
+from kernels.delta.rule import GPU_CHUNKS
+from parallel.context.linear import segments as schedules
+from parallel.context.linear.halo import halo_traffic
+from parallel.context.linear.segments import parts
+from parallel.context.plan import Plan
+from planner.cluster import MICRO, Cluster
+from planner.layers.attention_cost import Sent, transfer_seconds
+
+BACKWARD = 2.5
+"""Products of a backward relative to a forward's, part of which it recomputes."""
+PER_CHANNEL = 1.6
+"""Time with a gate per channel relative to one per head; measured on a CPU only."""
+PASSES = 10.0
+"""Reads and writes of the channels of q, k, v and the output gate in a forward.
+
+They are the concatenation, convolution, activation, norms and gate, counted by operators; a
+backward has twice as many.
+"""
+
+
+class DeltaShape(NamedTuple):
+    """Heads of a layer with a gated delta rule."""
+
+    key_heads: int
+    """Heads of queries and keys, each of which several value heads share."""
+    heads: int
+    """Heads of values, and of states [key_dim, value_dim]."""
+    key_dim: int
+    value_dim: int
+    taps: int
+    """Tokens in the window of the convolution."""
+    per_channel: bool = False
+    """True if the gate has a value per key channel, not per head."""
+    slab: int = GPU_CHUNKS
+    """Chunks of all heads that kernels process at once."""
+
+    def split(self, tp: int) -> "DeltaShape":
+        """Return the heads of one of ``tp`` ranks."""
+        return self._replace(key_heads=self.key_heads // tp, heads=self.heads // tp)
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of q, k and v, which the convolution takes."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def outputs(self) -> int:
+        """Return the channels of the output."""
+        return self.heads * self.value_dim
+
+    @property
+    def state(self) -> int:
+        """Return the elements of the states of all heads."""
+        return self.heads * self.key_dim * self.value_dim
+
+    def results(self, plan: Plan, batch: int, element_size: int) -> list[float]:
+        """Return the bytes per token of the operator's outputs: states, Q and the output.
+
+        States are those before each slab of chunks, and the last. Tokens do not wait for the state
+        of an earlier rank: Q times that state is added to their outputs when it arrives.
+        """
+        slab_tokens = CHUNK * max(1, self.slab // (batch * self.heads))
+        num_states = 1 + -(-plan.local_len // slab_tokens)
+        states = 4 * num_states * batch * self.state / (batch * plan.local_len)
+        q = 4 * wide_share(plan) * self.heads * self.key_dim
+        return [states, q, element_size * self.outputs]
+
+    def activations(self, plan: Plan, batch: int, element_size: int, normed: float) -> float:
+        """Return the bytes per token that the rule and the modules around it keep for a backward.
+
+        These are q, k and v before and after the convolution and the activation; normalised queries
+        and keys in float32 and in their dtype; the output before and after its norm, which keeps
+        ``normed`` copies, its gate, and both together; gates; states and Q.
+        """
+        states, q, _ = self.results(plan, batch, element_size)
+        queries_and_keys = 2 * self.key_heads * self.key_dim
+        gate_width = self.key_dim if self.per_channel else 1
+        gates = 4 * self.heads * (3 + 4 * gate_width)
+        channels = 3 * self.channels + queries_and_keys + (4 + normed) * self.outputs
+        in_float32 = 4 * queries_and_keys * (element_size < 4)
+        return states + q + element_size * channels + in_float32 + gates
+
+    def buffers(self, batch: int, tokens: int, element_size: int) -> float:
+        """Return the bytes of a backward: gradients of q, k and v, and the kernels' workspace.
+
+        The gradients exist in float32 and in their dtype.
+        """
+        gradients = batch * tokens * self.channels * (max(4, element_size) + element_size)
+        return gradients + self.workspace(batch, tokens)
+
+    def workspace(self, batch: int, tokens: int) -> int:
+        """Return the bytes of the kernels' workspace: a slab's chunks, in float32."""
+        key_dim = self.key_dim
+        value_dim = self.value_dim
+        chunk_elements = CHUNK * (3 * CHUNK + key_dim + 2 * value_dim) + 2 * key_dim * value_dim
+        sequences = batch * self.heads
+        num_chunks = min(max(self.slab, sequences), sequences * -(-tokens // CHUNK))
+        return 4 * num_chunks * chunk_elements
+
+
+def wide_share(plan: Plan) -> float:
+    """Return the largest share of a rank's positions that do not wait for their state."""
+    most_tokens = max(_num_tokens(parts(plan, rank).eager) for rank in range(plan.size))
+    return most_tokens / plan.local_len
+
+
+def _num_tokens(groups: Iterable[Any]) -> int:
+    """Count the tokens of a rank's parts of documents."""
+    return sum(segment.length for part in groups for segment in part.segments)
+
+
+@dataclass(frozen=True)
+class DeltaCost:
+    """Cost of one layer's convolution and delta rule over all ranks of cp."""
+
+    plan: Plan
+    shape: DeltaShape
+    """Heads of one rank."""
+    batch: int
+    element_size: int
+    cluster: Cluster
+    tp: int = 1
+    schedule: schedules.Schedule | None = None
+    """Value of ``--delta-rule-schedule``, by default the plan's."""
+
+    def forward(self) -> float:
+        """Return the seconds of a forward."""
+        return self._seconds(reverse=False)
+
+    def backward(self) -> float:
+        """Return the seconds of a backward, without recomputing its forward."""
+        return self._seconds(reverse=True)
+
+    def rounds(self, *, reverse: bool) -> list[list[tuple[int, int, int]]]:
+        """Return (rank, peer, bytes) of the halos, then of the states of each round.
+
+        In ``reverse`` they are the gradients.
+        """
+        shape = self.shape
+        gradient_size = max(4, self.element_size)
+        row_size = gradient_size if reverse else self.element_size
+        row = self.batch * shape.channels * row_size
+        halos = []
+        for rank in range(self.plan.size):
+            sent = halo_traffic(self.plan, rank, shape.taps, row, gradient=reverse).p2p
+            halos += [(rank, peer, num_bytes) for peer, num_bytes in sent.items()]
+
+        # A message is a map of states, S to M S + U, or U alone from a document's beginning on.
+        state = self.batch * shape.heads * shape.key_dim * shape.value_dim * gradient_size
+        square = self.batch * shape.heads * shape.key_dim * shape.key_dim * gradient_size
+        rounds = [halos]
+        for messages in self._messages(reverse=reverse):
+            sent_states = []
+            for message in messages:
+                rank = message.source.rank
+                if rank != message.peer:
+                    num_bytes = state + square * (not message.state)
+                    sent_states.append((rank, message.peer, num_bytes))
+            rounds.append(sent_states)
+        return rounds
+
+    def _messages(self, *, reverse: bool) -> Iterable[Sequence[Any]]:
+        """Return the messages of each round."""
+        return schedules.rounds(self.plan, gradient=reverse, schedule=self.schedule)
+
+    def _seconds(self, *, reverse: bool) -> float:
+        sent_seconds = 0.0
+        for messages in self.rounds(reverse=reverse):
+            if messages:
+                ranks, peers, size = np.array(messages).T
+                together = [Sent(ranks, peers, size.astype(np.float64), 1)]
+                sent_seconds += float(
+                    transfer_seconds(together, self.plan.size, self.cluster, self.tp)
+                )
+        busy = self._busy(reverse=reverse)
+        return float(busy + sent_seconds + self._composing(reverse=reverse))
+
+    def _composing(self, *, reverse: bool) -> float:
+        """Time the busiest rank of each round that composes arriving maps, M S + U or M [U | M]."""
+        shape = self.shape
+        cluster = self.cluster
+        seconds = 0.0
+        for messages in self._messages(reverse=reverse):
+            # By rank: its products of square matrices with those columns, and its launches.
+            multiply_adds = Counter[int]()
+            num_joined = Counter[int]()
+            for message in messages:
+                columns = shape.value_dim + shape.key_dim * (not message.state)
+                elements = self.batch * shape.heads * shape.key_dim**2
+                multiply_adds[message.peer] += elements * columns
+                num_joined[message.peer] += 1
+
+            products = 2 * max(multiply_adds.values(), default=0) / self._rate
+            launches = max(num_joined.values(), default=0) * cluster.launch_us * MICRO
+            seconds += products + launches
+        return seconds
+
+    @property
+    def _rate(self) -> float:
+        """FLOP/s of the delta rule's kernels."""
+        return 1e12 * self.cluster.peak_tflops * self.cluster.delta_share
+
+    def _busy(self, *, reverse: bool) -> float:
+        """Time the busiest rank's products, and all channels' passes through memory."""
+        shape = self.shape
+        cluster = self.cluster
+
+        # Multiply-adds of a token and head; then those of Q, M and Q S, for a token whose state
+        # arrives later.
+        d = shape.key_dim
+        e = shape.value_dim
+        per_token = 3 * d * e + CHUNK * (3 * d + 2 * e)
+        per_wide_token = 3 * d * d + CHUNK * d + d * e
+        passes = 1.0
+        if reverse:
+            per_wide_token = d * e
+            passes = BACKWARD
+
+        multiply_adds = 0.0
+        for rank in range(self.plan.size):
+            local = parts(self.plan, rank)
+            of_rank = passes * per_token * _num_tokens(local.all) + per_wide_token * _num_tokens(
+                local.eager
+            )
+            multiply_adds = max(multiply_adds, of_rank)
+
+        # Products by the kernels' rate, and channels by the memory's.
+        slowdown = 1.0
+        if shape.per_channel:
+            slowdown = PER_CHANNEL
+        products = slowdown * 2 * self.batch * shape.heads * multiply_adds
+        seconds = products / self._rate + cluster.launch_us * MICRO
+        if cluster.memory_gb_per_s:
+            channels = (1 + reverse) * PASSES * (shape.channels + shape.outputs)
+            num_bytes = channels * self.element_size
+            seconds += num_bytes * self.batch * self.plan.local_len / cluster.memory_bytes_per_s
+        return seconds
+
+
+def fastest_schedule(cost: DeltaCost) -> schedules.Schedule:
+    """Return the schedule with the fewest seconds, forward and backward; among equals the chain."""
+
+    def seconds(name: schedules.Schedule) -> float:
+        with_schedule = replace(cost, schedule=name)
+        return with_schedule.forward() + with_schedule.backward()
+
+    return min(schedules.SCHEDULES, key=seconds)

@@ -1,0 +1,94 @@
+"""A model, one step of it, and its division over ranks, in numbers for the cost model."""
+
+from dataclasses import dataclass, field
+
+from kernels.loss import LOSS_CHUNK
+from parallel.context.layout import Window
+from parallel.context.plan import Plan
+from parallel.data import Strategy
+from parallel.pipeline.stages import PipelineConfig
+from planner.layers.delta_cost import DeltaShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """Sizes of a model and of one training step, before tensor parallelism."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    gated: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    parameters: int
+    outside: int
+    """Parameters outside the layers: embeddings, and an output projection with its own weights."""
+    matrix_weights: int
+    """Weights of all matrix products, the output projection included."""
+    element_size: int
+    micro_batch: int
+    micro_batches: int
+    window: Window | None = None
+    """Keys that a query sees before and after its own, in layers with a window."""
+    windowed_layers: int = 0
+    trained: int | None = None
+    """Trained parameters; the others are frozen in element_size bytes. None: all are trained."""
+    softmax_layers: int = 0
+    """Softmax layers of a hybrid. The plan describes them only if the others have a delta rule."""
+    softmax_seconds: float = 0.0
+    """Seconds of a softmax layer's attention forward and backward, in its own layout."""
+    delta: DeltaShape | None = None
+    """Gated delta rule of all layers but the softmax ones; the plan then describes both kinds."""
+    gate: float = 0.0
+    """Further copies of the queries that softmax attention keeps: an output gate's, and norms'."""
+    residual: float = 6.0
+    """Copies of the residual stream that a layer keeps: residuals, inputs of norms and products."""
+    normed: float = 0.0
+    """Further copies of a delta rule's output that its norm keeps, if it is no fused kernel."""
+    first_layer: float = 0.0
+    """Further copies that the first layer keeps: its queries and keys have twice the width."""
+    modulated: int = 0
+    """Copies of the residual stream looked up per token: a DiT's shifts, scales and gates."""
+    replicated: int = 0
+    """Parameters that tensor parallelism does not split."""
+    averages: int = 0
+    """Bytes per parameter of averages of the weights."""
+    wide_logits: int = LOSS_CHUNK["cuda"]
+    """Logits in low precision that exist in float32 at once."""
+    workspaces: int = 0
+    """Bytes of libraries' workspaces."""
+
+    def tokens(self, plan: Plan) -> int:
+        """Return the tokens of a micro-batch on a context-parallel rank."""
+        return self.micro_batch * plan.local_len
+
+    @property
+    def trained_share(self) -> float:
+        """Return the share of the parameters that have gradients and an optimizer's state."""
+        return 1.0 if self.trained is None else self.trained / self.parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """Division of the work over ranks, besides the attention's plan."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    strategy: Strategy = "zero3"
+    copies: int = 1
+    recompute: str = "none"
+    offload: bool = False
+    state_bytes: int = 8
+    """Bytes of the optimizer's state for a trained parameter."""
+    moments_on_host: bool = False
+    loss_chunk: int = 0
+    ffn_chunk: int = 0
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    compiled: bool = False
+
+    def stage_layers(self, work: StepShape) -> int:
+        """Return the layers of a pipeline stage, of the largest if they differ."""
+        return -(-work.layers // self.pp)

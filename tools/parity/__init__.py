@@ -1,1 +1,1 @@
-"""A run on its mesh equals one process: the proof on a small one of its kind."""
+"""The proof that a run on its mesh equals one process, on a small run of the same kind."""

@@ -286,7 +286,7 @@ def _with_heads(requested: CommonConfig, old: Values, new: Values, ranks: int) -
     old_tp = old[TP]
     refusals: list[UserError] = []
     for key_heads in NUM_HEADS:
-        # One head stays apart from several: it takes other paths through the code.
+        # A single key head stays single, and several stay several.
         same_kind = (key_heads == 1) == (num_groups == 1 or num_groups < old_tp)
         same_sharing = (key_heads < new[TP]) == (num_groups < old_tp)
         if not (same_kind and same_sharing):

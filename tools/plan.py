@@ -65,7 +65,6 @@ from train.config.entries import Config
 from train.config.flags import MODELS, ConfigError, model_file, write_toml
 from train.config.language import validate
 from train.run import exit_status
-from train.tasks.registry import task_of
 
 DEFAULT_TOP = 10
 DEFAULT_CLUSTER = "h100"

@@ -98,10 +98,10 @@ def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tup
                 curve.append((x, record[field]))
 
     if not any(curves.values()):
-        last_record = by_iteration[max(by_iteration)] if by_iteration else ["no iteration"]
-        raise UserError(
-            f"{path} holds no {' and no '.join(fields)}; it has {', '.join(last_record)}"
-        )
+        present = "no iteration"
+        if by_iteration:
+            present = ", ".join(by_iteration[max(by_iteration)])
+        raise UserError(f"{path} holds no {' and no '.join(fields)}; it has {present}")
     return curves
 
 

@@ -79,10 +79,13 @@ def package(name: str = PACKAGE, namespace: str | None = None) -> dict[str, byte
     files["__init__.py"] = init.encode()
     files["LICENSE"] = (ROOT / "LICENSE").read_bytes()
 
-    folder_names = {path.parent.name for path in ROOT.glob("*/*.py")}
-    program_names = {path.stem for path in ROOT.glob("*.py")}
-    _check_imports(files, folder_names | program_names, name)
+    programs = {path.stem for path in ROOT.glob("*.py")}
+    _check_imports(files, _our_packages() | programs, name)
     return with_origin(files, commit)
+
+
+def _our_packages() -> set[str]:
+    return {path.parent.name for path in ROOT.glob("*/*.py")}
 
 
 def _public_names(path: Path) -> list[str]:
@@ -305,8 +308,8 @@ def _name(text: str) -> str:
 
     Raises UserError: no module can have it, or a module of Python's or ours has it.
     """
-    ours = {path.parent.name for path in ROOT.glob("*/*.py")} | {"transformers", "torch", "numpy"}
-    if not text.isidentifier() or iskeyword(text) or text in sys.stdlib_module_names | ours:
+    others = {"transformers", "torch", "numpy"} | sys.stdlib_module_names
+    if not text.isidentifier() or iskeyword(text) or text in _our_packages() | others:
         raise UserError(
             f"--package is {text!r}; give a name that an import can have and no other module has"
         )

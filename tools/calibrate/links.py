@@ -22,21 +22,32 @@ its sender: such a time would say nothing about the link.
 
 def measure_inside(device: torch.device, local_size: int) -> Figures:
     """Measure the link inside a node."""
-    node, local_rank = divmod(dist.get_rank(), local_size)
-    ring = [node * local_size + (local_rank + step) % local_size for step in (1, -1)]
-    latency, rate, _ = measure_link("inside a node", device, ring)
+    latency, rate, _ = measure_link("inside a node", device, _node_ring(local_size))
     about = f"{local_size} ranks of a node at once, each to the next"
     return {"inside_gb_per_s": (rate / 1e9, about), "inside_latency_us": (1e6 * latency, about)}
 
 
-def measure_between(device: torch.device, local_size: int) -> Figures:
-    """Measure the link between nodes, and whether the ranks of a node share it."""
+def _node_ring(local_size: int) -> list[int]:
+    """Return the next and the previous rank of this node."""
+    rank = dist.get_rank()
+    first = rank - rank % local_size
+    return [first + (rank + 1) % local_size, first + (rank - 1) % local_size]
+
+
+def _ring(distance: int) -> list[int]:
+    """Return the ranks at a distance after and before this one."""
     rank = dist.get_rank()
     size = dist.get_world_size()
-    across = [(rank + step * local_size) % size for step in (1, -1)]
+    return [(rank + distance) % size, (rank - distance) % size]
+
+
+def measure_between(device: torch.device, local_size: int) -> Figures:
+    """Measure the link between nodes, and whether the ranks of a node share it."""
+    across = _ring(local_size)
     latency, together, largest = measure_link("between nodes", device, across)
 
-    peers = across if rank % local_size == 0 else []
+    is_node_first = dist.get_rank() % local_size == 0
+    peers = across if is_node_first else []
     smaller_seconds = exchange_seconds(device, peers, largest // GROWTH)
     larger_seconds = exchange_seconds(device, peers, largest)
     alone = rate_of(largest, smaller_seconds, larger_seconds)
@@ -62,10 +73,8 @@ def measure_overlaps(device: torch.device, work: AttentionShape, local_size: int
 
     The exchange is posted before the computing, or waited for first while neighbours compute.
     """
-    rank = dist.get_rank()
-    size = dist.get_world_size()
-    distance = local_size if size > local_size else 1
-    peers = [(rank + step * distance) % size for step in (1, -1)]
+    has_nodes = dist.get_world_size() > local_size
+    peers = _ring(local_size if has_nodes else 1)
     attend, _ = rank_step(device, work)
     repeats = max(1, round(LONG_ENOUGH / slowest(attend, device.type, PROBES)))
 
@@ -82,11 +91,8 @@ def measure_overlaps(device: torch.device, work: AttentionShape, local_size: int
         exchange = exchange_seconds(device, peers, num_bytes)
 
     post = posting(device, peers[:1], peers[1:], num_bytes)
-    first = rank - rank % local_size
-    neighbours = {first + (rank + step) % local_size for step in (1, -1)} - {rank}
-    meet = None
-    if neighbours:
-        meet = posting(device, sorted(neighbours), sorted(neighbours), 1)
+    neighbours = sorted(set(_node_ring(local_size)) - {dist.get_rank()})
+    meet = posting(device, neighbours, neighbours, 1) if neighbours else None
 
     def posted_before() -> None:
         wait = post()

@@ -61,15 +61,19 @@ class Case:
     @property
     def title(self) -> str:
         """The mesh in a few words, with its data-parallel mode if dp x cp > 1."""
-        sizes = [f"{name} {getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) > 1]
+        sizes = []
+        for name in DIMENSIONS:
+            if getattr(self, name) > 1:
+                sizes.append(f"{name} {getattr(self, name)}")
         parts = [" x ".join(sizes) or "one process"]
         if self.method == "none":
             parts.append("plain SDPA")
         elif self.cp > 1:
             parts.append(self._method_words())
         if self.dp * self.cp > 1:
-            copies = f", {self.copies} copies" if self.copies > 1 else ""
-            parts.append(self.mode + copies)
+            parts.append(self.mode)
+            if self.copies > 1:
+                parts.append(f"{self.copies} copies")
         if self.schedule != "1F1B":
             parts.append(self.schedule)
         if self.layers:
@@ -126,7 +130,10 @@ def _literals(annotation: Any) -> list[str]:
     """Return the strings of a Literal, also inside a union."""
     literals = []
     for part in get_args(annotation):
-        literals += [part] if isinstance(part, str) else _literals(part)
+        if isinstance(part, str):
+            literals.append(part)
+        else:
+            literals += _literals(part)
     return literals
 
 

@@ -5,6 +5,7 @@ Squares are queries x keys in global positions, as the papers draw them.
 
 from itertools import pairwise
 from pathlib import Path
+from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,10 +83,13 @@ def draw(drawings: list[Drawing]) -> "Figure":
 def _headline(drawing: Drawing) -> str:
     """Return the title of a figure: the sequence, the ranks and the mask."""
     plan = drawing.plan
-    packed = f" in {len(plan.documents) - 1} documents" if plan.documents else ""
-    padding = f" (padded to {plan.padded_len})" if plan.padded_len != plan.seq_len else ""
+    tokens = f"{plan.seq_len} tokens"
+    if plan.documents:
+        tokens += f" in {len(plan.documents) - 1} documents"
+    if plan.padded_len != plan.seq_len:
+        tokens += f" (padded to {plan.padded_len})"
 
-    window = ""
+    mask = "causal mask" if plan.causal else "full mask"
     if plan.mask.window:
         left, right = plan.mask.window
         neighbours = []
@@ -93,12 +97,8 @@ def _headline(drawing: Drawing) -> str:
             neighbours.append(f"{left} before")
         if right > 0:
             neighbours.append(f"{right} behind")
-        window = f", each sees itself and {' and '.join(neighbours)}"
-    kind = "causal" if plan.causal else "full"
-    return (
-        f"Who owns which token, who computes what when: {plan.seq_len} tokens{packed}{padding}, "
-        f"{plan.size} ranks, {kind} mask{window}"
-    )
+        mask += f", each sees itself and {' and '.join(neighbours)}"
+    return f"Who owns which token, who computes what when: {tokens}, {plan.size} ranks, {mask}"
 
 
 def _legend(drawing: Drawing) -> list["Patch"]:
@@ -147,7 +147,9 @@ def _token_strip(axes: "Axes", drawing: Drawing) -> None:
     num_tokens = len(drawing.owners)
     ranks = colours(drawing.plan.size)
     numbered = num_tokens <= NUMBERED_TOKENS
-    edges: Any = {"edgecolors": "white", "linewidth": 0.8} if numbered else {}
+    edges: Any = {}
+    if numbered:
+        edges = {"edgecolors": "white", "linewidth": 0.8}
     cells = (np.arange(num_tokens + 1) - 0.5, (-0.5, 0.5), drawing.owners[None])
     axes.pcolormesh(*cells, cmap=ListedColormap(ranks), vmin=-0.5, vmax=len(ranks) - 0.5, **edges)
     if numbered:
@@ -159,8 +161,11 @@ def _token_strip(axes: "Axes", drawing: Drawing) -> None:
     axes.set_ylim(-0.5, 0.5)
     documents = drawing.plan.documents
     if documents:
-        centres = [(first + end - 1) / 2 for first, end in pairwise(documents)]
-        letters = [chr(ord("A") + index % 26) for index in range(len(centres))]
+        centres = []
+        letters = []
+        for index, (first, end) in enumerate(pairwise(documents)):
+            centres.append((first + end - 1) / 2)
+            letters.append(ascii_uppercase[index % 26])
         axes.set_xticks(centres, letters, size=8.5, color=INK)
         bounds = np.array(documents[1:-1]) - 0.5
         axes.vlines(bounds, -0.8, 0.65, color=INK, linewidth=1.2, clip_on=False)
@@ -209,9 +214,12 @@ def _square(axes: "Axes", drawing: Drawing, index: int) -> None:
 def _round_title(drawing: Drawing, index: int) -> str:
     """Return the title of a round, with the KV that the ranks hold if one rule says it for all."""
     size = drawing.plan.size
-    holds = [drawing.plan.rounds(rank)[index].holds for rank in range(size)]
-    steps = {(rank - sources[0]) % size for rank, sources in enumerate(holds)}
-    if len(holds[0]) == size > 1:
+    steps = set()
+    for rank in range(size):
+        sources = drawing.plan.rounds(rank)[index].holds
+        steps.add((rank - sources[0]) % size)
+
+    if len(drawing.plan.rounds(0)[index].holds) == size > 1:
         return f"round {index}: every rank has all KV"
     if steps == {0}:
         return f"round {index}: rank r has its own KV"

@@ -37,7 +37,9 @@ def cell(column: Column, row: Record) -> str:
     """Return a row's cell of a column; empty if the row lacks a field, or has None there."""
     if callable(column):
         value = column(row)
-        return "" if value is None else str(value)
+        if value is None:
+            return ""
+        return str(value)
 
     for _, name, _, _ in Formatter().parse(column):
         if not name:
@@ -61,7 +63,11 @@ class Table:
     @property
     def cells(self) -> list[list[str]]:
         """Return the text of every row."""
-        return [[cell(column, row) for column in self.columns.values()] for row in self.rows]
+        return [self.row_cells(row) for row in self.rows]
+
+    def row_cells(self, row: Record) -> list[str]:
+        """Return the text of a row."""
+        return [cell(column, row) for column in self.columns.values()]
 
     def text(self) -> list[str]:
         """Return lines in aligned columns."""
@@ -74,23 +80,21 @@ class Table:
     def line(self, row: Record) -> str:
         """Return one row with a head before each cell, to print as it is measured."""
         heads = [*self.columns]
-        words = [cell(column, row) for column in self.columns.values()]
-        title = " ".join(word for word in words[: self.left] if word)
+        words = self.row_cells(row)
+        title = " ".join(filter(None, words[: self.left]))
 
         numbers = []
         for head, word in zip(heads[self.left :], words[self.left :], strict=True):
             numbers.append(f"{head} {word}")
-        parts = [title, ", ".join(numbers)]
-        return ": ".join(part for part in parts if part)
+        return ": ".join(filter(None, [title, ", ".join(numbers)]))
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---") -> list[str]:
     """Return the lines of a Markdown table; ``align`` is ``---:`` for columns of numbers."""
-    return [
-        f"| {' | '.join(head)} |",
-        f"| {align} " * len(head) + "|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
+    lines = [f"| {' | '.join(head)} |", f"| {align} " * len(head) + "|"]
+    for row in rows:
+        lines.append(f"| {' | '.join(row)} |")
+    return lines
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
@@ -98,8 +102,10 @@ def aligned(lines: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list
     formats = []
     for index, column in enumerate(zip(*lines, strict=True)):
         width = max(map(len, column))
-        side = "<" if index in left else ">"
-        formats.append(f"{{:{side}{width}}}")
+        if index in left:
+            formats.append(f"{{:<{width}}}")
+        else:
+            formats.append(f"{{:>{width}}}")
     line_format = "  ".join(formats)
     return [line_format.format(*line).rstrip() for line in lines]
 
@@ -110,7 +116,12 @@ def as_csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(head)
     for row in rows:
-        writer.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in row])
+        cells = []
+        for value in row:
+            if isinstance(value, float):
+                value = f"{value:.6g}"
+            cells.append(value)
+        writer.writerow(cells)
     return out.getvalue()
 
 

@@ -150,10 +150,10 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     config = config_as_trained(with_vocabulary(config, tokenizer.vocab_size), manifest.extra)
     imported = IMPORTED in manifest.extra
     if imported:  # the config.toml of an import has a default sequence length
-        positions = config.model.max_position_embeddings or 0
-        rope = config.model.rope
-        scaled = 0 if rope is None else rope.scaled_length
-        length = max(positions, scaled) or None
+        lengths = [config.model.max_position_embeddings or 0]
+        if config.model.rope is not None:
+            lengths.append(config.model.rope.scaled_length)
+        length = max(lengths) or None
     else:
         length = config.train.seq_length
     return Run(

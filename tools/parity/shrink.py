@@ -77,7 +77,9 @@ def _one_process(config: CommonConfig, new: Values, sections: dict[str, str]) ->
     plain = not config.packed
     values["device"] = "cpu"
     values["micro_batch_size"] = 1
-    values["attention_backend"] = "auto" if plain and not linear else "reference"
+    values["attention_backend"] = "reference"
+    if plain and not linear:
+        values["attention_backend"] = "auto"
     if not linear:
         values["context_parallel_method"] = "none" if plain else "ring"
     return _built(config, values)
@@ -174,9 +176,10 @@ def _shrink_text(requested: Config, old: Values, new: Values) -> int:
         if old.get(name) is not None:
             new[name] = max(8 * new[TP], math.ceil(old[name] * short / length))
 
-    windows = [window for window in requested.windows if window]
-    if windows:
-        new["window_size"] = f"{max(4, windows[0][0] * short // length)},0"
+    for window in requested.windows:
+        if window:
+            new["window_size"] = f"{max(4, window[0] * short // length)},0"
+            break
     if old["lora_rank"] is not None:
         new["lora_rank"] = min(old["lora_rank"], 4)
         alpha = old["lora_alpha"]
@@ -202,8 +205,10 @@ def _shrink_latents(requested: DiTRunConfig, old: Values, new: Values) -> int:
     grid += [min(height, max_height), min(width, 8)]
 
     patch = requested.model.patch_shape[-len(grid) :]
-    axes = [count * size for count, size in zip(grid, patch, strict=True)]
-    new["latent_shape"] = (min(old["latent_shape"][0], 4), *axes)
+    latent_shape = [min(old["latent_shape"][0], 4)]
+    for count, size in zip(grid, patch, strict=True):
+        latent_shape.append(count * size)
+    new["latent_shape"] = tuple(latent_shape)
     new["num_classes"] = min(old["num_classes"], 10)
     new["data_path"] = ("own",)
     return math.prod(grid)
@@ -318,14 +323,17 @@ def _widths(requested: CommonConfig, old: Values, key_heads: int) -> Values:
 
     other_dim = 3 * HEAD_DIM // 2
     if old.get("kv_channels") is not None:
-        same = old["kv_channels"] * shape.num_attention_heads == shape.hidden_size
-        widths["kv_channels"] = HEAD_DIM if same else other_dim
+        widths["kv_channels"] = other_dim
+        if old["kv_channels"] * shape.num_attention_heads == shape.hidden_size:
+            widths["kv_channels"] = HEAD_DIM
     if old["ffn_hidden_size"] is not None:
         eighths = hidden_size * shape.ffn_size / shape.hidden_size / 8
         widths["ffn_hidden_size"] = 8 * math.ceil(eighths)
     if requested.delta:
         value_heads = num_heads * shape.value_heads // shape.key_heads
-        value_dim = HEAD_DIM if shape.value_dim == shape.key_dim else other_dim
+        value_dim = other_dim
+        if shape.value_dim == shape.key_dim:
+            value_dim = HEAD_DIM
         sizes = (num_heads, value_heads, HEAD_DIM, value_dim)
         widths |= dict(zip(DELTA_SIZES, sizes, strict=True))
     return widths

@@ -47,9 +47,14 @@ class Cell:
     answers: Sequence[Answer]
 
     @property
+    def shares(self) -> list[float]:
+        """The share of each answer that is right."""
+        return [share for share, _ in self.answers]
+
+    @property
     def share(self) -> float:
         """The mean share of right answers."""
-        return fmean(share for share, _ in self.answers)
+        return fmean(self.shares)
 
     def entry(self) -> dict[str, Any]:
         """Return the cell as its file has it."""
@@ -57,7 +62,7 @@ class Cell:
         return {
             "task": self.task,
             "length": self.length,
-            "scores": [share for share, _ in self.answers],
+            "scores": self.shares,
             "wrong": wrong[:SHOWN_WRONG],
             "score": 100 * self.share,
         }
@@ -178,14 +183,15 @@ def _ask(
 
 def _write(args: argparse.Namespace, run: Run, cells: Sequence[Cell]) -> None:
     """Write a table, a picture, and the figures of all cells."""
+    tasks = {cell.task for cell in cells}
     settings: dict[str, Any] = {"seed": args.seed}
     parts = [f"{args.samples} examples of each task and length"]
-    if any(cell.task in TASKS for cell in cells):
+    if tasks & TASKS.keys():
         haystack = Essays(args.essays).title
         settings |= {"chat": args.chat, "haystack": haystack}
         manner = "by the chat template" if args.chat else "as of a base model"
         parts.append(f"RULER's prompts {manner}, haystack of {haystack}")
-    if any(cell.task not in TASKS for cell in cells):
+    if tasks - TASKS.keys():
         settings |= {"form": args.form, "vocabulary": args.vocabulary}
         parts.append(f"{NAME} of {args.form} in the {args.vocabulary} vocabulary")
 
@@ -206,13 +212,14 @@ def _folder(args: argparse.Namespace) -> Path:
 
 def _grid(cells: Sequence[Cell]) -> tuple[list[str], list[int], list[list[float]]]:
     """Return the tasks in their order, ascending lengths, and the shares [task][length]."""
-    share_of = {(cell.task, cell.length): cell.share for cell in cells}
-    tasks = list(dict.fromkeys(cell.task for cell in cells))
+    by_task: dict[str, dict[int, float]] = {}
+    for cell in cells:
+        by_task.setdefault(cell.task, {})[cell.length] = cell.share
     lengths = sorted({cell.length for cell in cells})
     shares = []
-    for task in tasks:
-        shares.append([share_of[task, length] for length in lengths])
-    return tasks, lengths, shares
+    for by_length in by_task.values():
+        shares.append([by_length[length] for length in lengths])
+    return list(by_task), lengths, shares
 
 
 def table(cells: Sequence[Cell]) -> list[str]:
@@ -227,11 +234,11 @@ def table(cells: Sequence[Cell]) -> list[str]:
     for name, row in zip([*tasks, "average"], [*scores, means], strict=True):
         rows.append([name, *(f"{score:.1f}" for score in row), f"{fmean(row):.1f}"])
     lines = markdown(["task", *map(str, lengths), "all"], rows, "---:")
-    if any(task not in TASKS for task in tasks):
+    if set(tasks) - TASKS.keys():
         return lines
 
     effective = [length for length, mean in zip(lengths, means, strict=True) if mean > THRESHOLD]
-    longest = max(effective) if effective else "less than all of these"
+    longest = str(max(effective, default="less than all of these"))
     rule = (
         f"the longest whose average is above {THRESHOLD}, Llama-2-7b-chat's at 4K, as in the paper"
     )

@@ -230,7 +230,9 @@ class LineMaker:
 
     def _filler(self, draw: str, line: int) -> str:
         text = FILLERS[below(draw, len(FILLERS), "filler", line)]
-        return f"{text}\n" if self.task.vocabulary == "small" else f"{text.capitalize()}.\n"
+        if self.task.vocabulary == "small":
+            return f"{text}\n"
+        return f"{text.capitalize()}.\n"
 
 
 def _num_names(words: int) -> int:
@@ -243,4 +245,7 @@ def _words_for(lines: int) -> int:
 
     A sixth of the names stays unused, so that drawing another one is quick.
     """
-    return next(words for words in count(2) if _num_names(words) > 1.2 * lines)
+    words = 2
+    while _num_names(words) <= 1.2 * lines:
+        words += 1
+    return words

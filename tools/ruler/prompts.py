@@ -1,11 +1,14 @@
 """Prompts of RULER's questions: from a question to a model's tokens, and back."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from data.chat.template import ChatTemplate
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from tools.ruler.tasks import Question
+
+CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,15 @@ class Prompts:
         Tokens that pad the vocabulary have no text.
         """
         in_vocabulary = [token for token in ids if token < self.tokenizer.vocab_size]
-        text = self.tokenizer.detokenize(in_vocabulary)
-        return "".join(character if character >= " " else "\n" for character in text).strip()
+        return CONTROL.sub("\n", self.tokenizer.detokenize(in_vocabulary)).strip()
 
 
 def answer_of(question: Question) -> str:
     """Return the text of all answers, as it follows the prefix."""
-    space = "" if question.prefix.endswith(" ") else " "
-    return space + " ".join(question.answers)
+    answers = " ".join(question.answers)
+    if question.prefix.endswith(" "):
+        return answers
+    return f" {answers}"
 
 
 def fill(room: int, tokens: Callable[[int], int], min_size: int, guess: int, each: float) -> int:

@@ -143,21 +143,20 @@ def niah(
 
     queried = distinct(draw, queries, num_keys, "asked")
     *others, last = [all_keys[n] for n in queried]
-    query = f"{', '.join(others)}, and {last}" if others else last
-    answers = tuple(all_values[n * values + v] for n in queried for v in range(values))
+    query = last
+    if others:
+        query = f"{', '.join(others)}, and {last}"
+    answers: list[str] = []
+    for n in queried:
+        answers += all_values[n * values : (n + 1) * values]
 
-    singular = queries * values == 1
-    kind = value.removesuffix("s") if singular else value
-    are = "is" if singular else "are"
-    text = NIAH_TEXT.format(
-        some="A" if singular else "Some",
-        kind=kind,
-        are=are,
-        context=context,
-        all="is" if singular else "are all",
-        query=query,
-    )
-    return Question(text, NIAH_PREFIX.format(kind=kind, query=query, are=are), answers)
+    if queries * values == 1:
+        wording = {"some": "A", "kind": value.removesuffix("s"), "are": "is", "all": "is"}
+    else:
+        wording = {"some": "Some", "kind": value, "are": "are", "all": "are all"}
+    wording["query"] = query
+    text = NIAH_TEXT.format(context=context, **wording)
+    return Question(text, NIAH_PREFIX.format(**wording), tuple(answers))
 
 
 def variable_tracking(case: RulerCase, size: int) -> Question:
@@ -206,8 +205,7 @@ def common_words(case: RulerCase, size: int) -> Question:
     else:
         example = _listed(f"{case.draw}:shown", 30, 10, 3)
         question = _listed(case.draw, size, 30, 3)
-    answer = " ".join(f"{n}. {word}" for n, word in enumerate(example.answers, 1))
-    solved = f"{example.text}{example.prefix} {answer}"
+    solved = f"{example.text}{example.prefix} {_numbered(example.answers)}"
     return Question(f"{solved}\n{question.text}", question.prefix, question.answers)
 
 
@@ -221,14 +219,17 @@ def _listed(draw: str, size: int, often: int, seldom: int) -> Question:
         words = _drawn(draw, "words", COMMON + size, "word")
 
     listed = shuffled(draw, words[:COMMON] * often + words[COMMON:] * seldom, "order")
-    context = " ".join(f"{n}. {word}" for n, word in enumerate(listed, 1))
     return Question(
         "Below is a numbered list of words. In these words, some appear more often than others. "
-        f"Memorize the ones that appear most often.\n{context}\nQuestion: What are the {COMMON} "
-        "most common words in the above list?",
+        f"Memorize the ones that appear most often.\n{_numbered(listed)}\nQuestion: What are the "
+        f"{COMMON} most common words in the above list?",
         f" Answer: The top {COMMON} words that appear most often in the list are:",
         tuple(words[:COMMON]),
     )
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
 def frequent_words(case: RulerCase, size: int) -> Question:
@@ -255,7 +256,10 @@ def coded_words(case: RulerCase, size: int) -> dict[str, int]:
     """
     num_words = max(8, (case.length - TASKS["fwe"].new_tokens) // 50)
     words = ["...", *_codes(case.draw, num_words)[1:]]
-    return {word: int(size / (rank**2.0 * math.pi**2 / 6)) for rank, word in enumerate(words, 1)}
+    counts = {}
+    for rank, word in enumerate(words, 1):
+        counts[word] = int(size / (rank**2.0 * math.pi**2 / 6))
+    return counts
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ answer, are no tokens. Either way the answer follows its key in the text, which 
 learn.
 """
 
+import string
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -139,24 +140,28 @@ def tokenizer_of_needles() -> Any:
 
 def _needle_texts() -> list[str]:
     """Return texts that together have every token of the needle tasks."""
-    sentences = [NOISE]
-    for shape in SENTENCES:
-        sentences.append(shape.replace("{", "").replace("}", ""))
-    texts = [*sentences, *(f" {sentence}" for sentence in sentences)]  # after another sentence
+    texts = []
+    for shape in (NOISE, *SENTENCES):
+        sentence = shape.replace("{", "").replace("}", "")
+        texts += [sentence, f" {sentence}"]  # also after another sentence
 
     adjectives, nouns, verbs = wordlists()
     texts += nouns
-    texts += [f" {word}" for word in (*adjectives, *nouns, *verbs)]
-    texts += [f" {word}-" for word in adjectives]
+    for word in (*adjectives, *nouns, *verbs):
+        texts.append(f" {word}")
+    for word in adjectives:
+        texts.append(f" {word}-")
     for task in LEARNED:
         question = TASKS[task].make(RulerCase("words", 0, 1024, Sources()), 1)
         texts.append(question.text + question.prefix)
     texts.append("\n")
 
     # The pieces of a number: its first three digits, three further ones, the last one.
-    texts += [f" {n}" for n in range(100, 1000)]
-    texts += [f"{n:03}" for n in range(1000)]
-    texts += [str(n) for n in range(10)]
+    for number in range(1000):
+        texts.append(f"{number:03}")
+        if number >= 100:
+            texts.append(f" {number}")
+    texts += string.digits
     return texts
 
 

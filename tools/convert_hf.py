@@ -85,10 +85,12 @@ def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
             config, note = _with_tokenizer(config, hf_folder / name, path)
             contents = {"tokenizer_model": digest(hf_folder / name)}
             tokenizer_text = f"tokenizer {path}{note}"
+
         (draft / "config.toml").write_text(write_toml(config), encoding="utf-8")
         extra = {"progress": asdict(Progress()), "contents": contents, IMPORTED: str(source)}
         shape = architecture_of(config.model)
         save_checkpoint(draft, 0, weights, None, architecture=shape, extra=extra, read=read)
+
     return (
         f"imported {source}{with_adapters} into {run}: {num_parameters(model):,} parameters of "
         f"{', '.join(_dtypes(weights))}, {tokenizer_text}"
@@ -121,6 +123,7 @@ def _with_tokenizer(config: Config, file: Path, path: Path) -> tuple[Config, str
     if lacking is not None:
         extra_entries = tokenizer.vocab_size - size
         note = f"\nnote: {extra_entries} entries are the tokenizer's alone: {lacking}"
+
     data = DataConfig(tokenizer_model=str(path.absolute()))
     return replace(config, data=data), note
 
@@ -162,6 +165,7 @@ def export_model(
     if config.model.vocab_size is None:
         tokenizer = load_tokenizer(str(config.data.tokenizer_model))
         config = with_vocabulary(config, tokenizer.vocab_size)
+
     config = config_as_trained(config, extra)
     hf_folder = _hf_folder(run, config)
     contents = {} if hf_folder is None else read_json(hf_folder / CONFIG)
@@ -173,6 +177,7 @@ def export_model(
     if model.lora_rank is not None and not adapter:
         weights, read = merge(weights, read, model.lora_scale)
         model = model.merged()
+
     weights, read = _cast(weights, read, DTYPES.get(str(dtype)))
 
     if adapter:
@@ -188,6 +193,7 @@ def export_model(
                     f"; transformers generates by the base's {GENERATION} unless it is given this "
                     "folder's"
                 )
+
         return (
             f"exported {count} adapters of {checkpoint} to {target}, as PEFT reads them{chat_text}"
         )
@@ -202,6 +208,7 @@ def export_model(
                 f"; max_position_embeddings is {trained_on:,}, the length trained on, "
                 f"and was {before:,}"
             )
+
     hf_weights, read_hf = their_weights(weights, read, model)
     dtypes = _dtypes(hf_weights)
     settings = config_to_hf(model, contents) | {"torch_dtype": dtypes[0]}
@@ -219,6 +226,7 @@ def export_model(
     if hf_folder is not None:
         parts = "tokenizer and settings" if has_tokenizer else "settings"
         origin = f", with the {parts} of {hf_folder}"
+
     return (
         f"exported {checkpoint} to {target}: {kind} of {', '.join(dtypes)} in {number}"
         f"{origin}{notes}"
@@ -277,6 +285,7 @@ def _write_chat(
         return (
             f"{text}, whose turns end with no token of their own, so that generation may not stop"
         )
+
     return f"{text}, whose turns end with {', '.join(map(str, chat['ends']))}"
 
 
@@ -294,6 +303,7 @@ def _length_trained_on(run: Path, config: Config) -> int:
         visited.add(run)
         config = load_config(run / "config.toml")
         longest = max(longest, config.train.seq_length)
+
     return longest
 
 
@@ -302,11 +312,13 @@ def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
     hf_model = config.checkpoint.hugging_face
     if hf_model is not None:
         return str(hf_model)
+
     source = None
     if config.checkpoint.load:
         imported = checkpoint_folder(config.checkpoint.load, 0)
         if imported.is_dir():
             source = read_manifest(imported).extra.get(IMPORTED)
+
     return source or contents.get("_name_or_path")
 
 
@@ -323,6 +335,7 @@ def import_dit(source: Path, run: Path) -> str:
         shape = architecture_of(config)
         read = state.__getitem__
         save_checkpoint(draft, 0, weights, None, architecture=shape, extra=extra, read=read)
+
     count = sum(weight.numel() for weight in state.values())
     return f"imported {source} into {run}: a diffusion transformer of {count:,} parameters"
 
@@ -371,6 +384,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--adapter is {args.adapter}, and {args.source} is a diffusion transformer; "
             "leave it out"
         )
+
     print(text)
 
 

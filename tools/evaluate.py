@@ -102,6 +102,7 @@ class LossByPosition(NextToken):
                     )
                     self.sums[number] += loss
                     total = total + loss
+
             return total
 
         return model(local["tokens"], self._positions, head)
@@ -170,6 +171,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             f"--last-tokens is {args.last_tokens} and --seq-length {args.seq_length}; "
             "give at most that"
         )
+
     return args
 
 
@@ -213,6 +215,7 @@ def _indexed_documents(
         if not indexed.holds_conversations:  # a document of the index may hold several texts
             text_ends = document_ends(whole, tokenizer.eod, begins_document=True)
             cuts = (text_ends.nonzero().flatten() + 1).tolist()
+
         for document in whole.tensor_split(cuts):
             if len(document) > length:
                 yield document[: length + 1].numpy()
@@ -271,9 +274,11 @@ def losses(
             if number >= len(rows):
                 labels = torch.full_like(labels, IGNORE_INDEX)
             batches.append(objective.local({"tokens": row[:, :-1], "labels": labels}))
+
         runner.forward(batches)
         done = min(begin + rows_per_step, len(rows))
         say(f"{done} of {len(rows)} documents, {time.monotonic() - start_time:.1f} s")
+
     dist.all_reduce(objective.sums)
     return (objective.sums / mesh.tp.size()).tolist()  # tensor-parallel ranks have the same tokens
 
@@ -337,6 +342,7 @@ def curve(results: Sequence[Bucket], trained_length: int | None) -> "Figure":
         label = f"trained on {trained_length} tokens"
         axes.axvline(trained_length, color=FAINT, linestyle="--", label=label)
         axes.legend(frameon=False)
+
     axes.set_xscale("log", base=2)
     axes.set(xlabel="position", ylabel="perplexity")
     plain(axes)

@@ -61,6 +61,7 @@ def main(argv: list[str]) -> None:
     nproc = os.environ.get("NPROC", "")
     if nproc and not (nproc.isdigit() and int(nproc)):
         raise ConfigError(f"NPROC is {nproc!r}; it must be a whole number from 1")
+
     size, added_flags = fit(entry, flags, int(nproc) if nproc else None)
     print(size, *added_flags)
     if added_flags:
@@ -101,6 +102,7 @@ def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[
         if ranks != configured:
             added_flags += ["--context-parallel-size", str(ranks)]
         break
+
     return size, added_flags
 
 

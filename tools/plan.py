@@ -114,6 +114,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
     if argv and not argv[0].startswith("-"):
         model = str(model_file(argv[0]))
         argv = argv[1:]
+
     args, run_flags = build_parser().parse_known_args(argv)
     args.model = model
     refuse_folder("--write", args.write)
@@ -151,6 +152,7 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
                 "tools.plan llama3_8b, name the model with --config FILE, or give --vocab-size N"
             )
         config = with_vocabulary(config, vocabulary(config.data.tokenizer_model, model))
+
     return args, config, world_size, cluster
 
 
@@ -161,17 +163,20 @@ def _check_flags(args: argparse.Namespace, run_flags: list[str], is_language: bo
         raise ConfigError(
             f"fewest finds the number of processes, and {flag} names it; leave one of them out"
         )
+
     for name in ("write", "profile", "top"):
         if args.fits and getattr(args, name):
             raise ConfigError(
                 f"--{name} is given, and --fits is of one configuration and ranks none; "
                 "leave it out"
             )
+
     for name in ("longest", "profile"):
         if getattr(args, name) and not is_language:
             raise ConfigError(
                 f"{name} is for language models; leave it out, or change latent_shape"
             )
+
     flags = [word.partition("=")[0].replace("_", "-") for word in run_flags]
     if args.longest and "--seq-length" in flags:
         raise ConfigError(
@@ -188,6 +193,7 @@ def _check_profile(config: Config, world_size: int) -> None:
             f"profile needs {processes}, as planned for, and finds {started}; use torchrun with "
             f"{processes} in all, or leave --profile out to predict alone"
         )
+
     validate(config.updated(context_parallel_method="auto", cluster=None), world_size)
 
 
@@ -274,10 +280,12 @@ def plan(argv: list[str]) -> None:
     ranking, note = _ranked(args, config, world_size, cluster)
     if not ranking.candidates:
         raise ConfigError(nothing_left(ranking, cluster))
+
     rows = []
     for candidate in ranking.candidates:
         dp = world_size // math.prod(candidate.config.mesh.sizes)
         rows.append(PlanRow(candidate, dp))
+
     if args.profile:
         rows = _profiled(args, rows)
     if os.environ.get("RANK", "0") != "0":  # profiling has ended the process group

@@ -52,6 +52,7 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
             )
     else:
         length = 32 if args.seq_length is None else args.seq_length
+
     if length > MAX_TOKENS or args.size > length:
         raise UserError(
             f"--seq-length is {length} and --size {args.size}; a picture shows up to {MAX_TOKENS} "
@@ -65,6 +66,7 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
     drawings = []
     for method in methods:
         drawings.append(drawing(method, length, args.size, args.causal, documents, window))
+
     return draw(drawings)
 
 
@@ -102,6 +104,7 @@ def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tup
         if by_iteration:
             present = ", ".join(by_iteration[max(by_iteration)])
         raise UserError(f"{path} holds no {' and no '.join(fields)}; it has {present}")
+
     return curves
 
 
@@ -117,6 +120,7 @@ def smoothed(points: Sequence[tuple[float, float]], share: float) -> list[tuple[
         mean = share * mean + (1 - share) * value
         weight = share * weight + 1 - share
         means.append((x, mean / weight))
+
     return means
 
 
@@ -131,6 +135,7 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
 
     if not 0 <= smooth < 1:
         raise UserError(f"--smooth is {smooth}; it must be 0 to below 1")
+
     requested = metrics or list(LOSSES)
     losses = tuple(field for field in requested if field in LOSSES)
     panels: dict[tuple[str, ...], None] = {}  # in order, each once
@@ -147,12 +152,14 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
             title = f"{folder.resolve().name}, " if len(runs) > 1 else ""
             curves = read_curves(run, fields, by)
             units |= _draw_curves(axes, curves, smooth, colour, title)
+
         label = fields[0].replace("_", " ")
         if units:
             label = f"loss ({' or '.join(sorted(units))})"
         axes.set(ylabel=label)
         plain(axes)
         axes.legend(frameon=False)
+
     axes.set(xlabel=BY[by])
     return figure
 
@@ -177,6 +184,7 @@ def _draw_curves(
         if field != "validation_loss":
             style = "-"
             points = smoothed(points, smooth)
+
         axes.plot(
             *zip(*points, strict=True),
             style,
@@ -185,6 +193,7 @@ def _draw_curves(
             linewidth=1.2,
             markersize=4,
         )
+
     return units
 
 
@@ -204,6 +213,7 @@ def main(argv: list[str] | None = None) -> None:
         figure = layout_figure(args)
     else:
         figure = losses_figure(args.runs, args.metric, args.by, args.smooth)
+
     save(figure, args.output, "--output")
 
 

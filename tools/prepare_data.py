@@ -130,6 +130,7 @@ def _check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             f"--json-keys names {len(args.json_keys)} fields, and a prefix holds one corpus; "
             "prepare each on its own"
         )
+
     if args.inspect and not args.check:
         parser.error("--inspect goes with --check PREFIX: what to show")
     if args.whole and not args.inspect:
@@ -175,6 +176,7 @@ def _prepare(args: argparse.Namespace) -> int:
             skip_refused=args.skip_refused,
             strict=args.strict,
         )
+
     vocab_size = None
     if not args.tokenizer_model:
         vocab_size = args.vocab_size or DEFAULT_VOCAB_SIZE
@@ -214,13 +216,16 @@ def _print_notes(prepared: "Prepared", prefix: Path, is_chat: bool) -> None:
             f"{share:.2%} of {prepared.tokens:,} tokens, which are lost; take a tokenizer that "
             f"fits the text, or look at it with --check {prefix} --inspect 2"
         )
+
     if prepared.skipped_files:
         print(f"skipped {prepared.skipped_files} files that are not UTF-8")
     if prepared.conversations and prepared.conversations["refused"]:
         refused = prepared.conversations["refused"]
         print(f"refused {refused:,} conversations, listed in {prefix}.refused.txt")
+
     for key, count in (prepared.unread or {}).items():
         print(f"note: {count:,} conversations have {key}; --strict refuses them")
+
     if is_chat and not prepared.turn_ends:
         print(
             "note: no token of its own ends the assistant's turns, so that generation may not "
@@ -254,6 +259,7 @@ def _check(args: argparse.Namespace) -> int:
     if not file:
         trained = Path(f"{args.check}{TOKENIZER}/tokenizer.json")
         file = trained if trained.exists() else f"{args.check}.model"
+
     tokenizer = load_tokenizer(file)
 
     print(check_prefix(args.check, tokenizer))
@@ -265,6 +271,7 @@ def _check(args: argparse.Namespace) -> int:
             shares_text = share_lines(indexed.document_lengths, "document")
         for line in chain(texts, shares_text):
             print(line)
+
     return 0
 
 

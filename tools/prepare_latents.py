@@ -127,6 +127,7 @@ def _image_folder(folder: Path) -> Any:
             f"input is {folder}, which is no folder with anything in it; name one with a folder "
             "per class"
         )
+
     splits, endings = _load_splits(folder)
     if set(splits) != {"train"} or _named_as_split(folder):
         raise DataError(
@@ -165,6 +166,7 @@ def _load_splits(folder: Path) -> tuple[Any, set[str]]:
             "input is a folder of images, which takes datasets: pip install datasets "
             "(make venv EXTRAS=images)"
         ) from error
+
     disable_progress_bars()  # they would write into an error's line
     try:
         splits = load_dataset("imagefolder", data_dir=str(folder), drop_labels=False)
@@ -172,6 +174,7 @@ def _load_splits(folder: Path) -> tuple[Any, set[str]]:
         cause = error.__cause__ or error  # datasets' own line says only that something went wrong
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise DataError(f"input {folder} cannot be read as images ({reason:.200})") from error
+
     return splits, set(ImageFolder.EXTENSIONS)
 
 
@@ -198,11 +201,13 @@ def _check_classes(folders: set[Path]) -> None:
                     f"{parent} holds images, and folders with images such as {folder}: each would "
                     "be a class; move the images into a folder for each class"
                 )
+
         other = by_name.get(folder.name)
         if other:
             raise DataError(
                 f"{other} and {folder} have one name, and would be one class; rename one"
             )
+
         by_name[folder.name] = folder
 
 
@@ -227,6 +232,7 @@ def _check_whole(folder: Path, read: set[Path], endings: set[str]) -> None:
             f"that datasets reads (the first: {others[0]})",
             file=sys.stderr,
         )
+
     if len(images) > len(read):
         resolved = {path.resolve() for path in read}
         unread = [path for path in images if path.resolve() not in resolved]

@@ -83,6 +83,7 @@ class Session:
                 if is_first():
                     print(f"error: {error}", file=sys.stderr)
                 continue
+
             (ids,) = self.write([prompt])
             text = _continuation(self.run.tokenizer, prompt, ids).strip()
             if is_first():
@@ -106,6 +107,7 @@ class Session:
         lacking = tokenizer.missing(self.run.config.model.vocabulary, largest)
         if lacking is not None:
             raise DataError(f"a prompt has a token that the model lacks: {lacking}")
+
         self.writer.check(prompts, args.num_tokens)
         if is_first():
             self._announce(texts, max(map(len, prompts)))
@@ -113,6 +115,7 @@ class Session:
         written = self.write(prompts)
         if not is_first():
             return
+
         for prompt, ids in zip(prompts, written, strict=True):
             print("-" * 80)
             shown = prompt[len(begin) :]
@@ -133,6 +136,7 @@ class Session:
             begin = self.run.begin(self.args.add_bos_token)
         if begin or all(text_ids):
             return list(begin)
+
         return [self.run.tokenizer.eod]
 
     def _announce(self, texts: Sequence[str], longest_prompt: int) -> None:
@@ -228,6 +232,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             "--num-samples goes with --prompt or --prompt-file; "
             "a conversation goes on with one answer"
         )
+
     if args.by_line and args.prompt_file is None:
         parser.error("--by-line takes the lines of --prompt-file; give one")
     args.num_samples = args.num_samples or (1 if args.chat else 2)
@@ -279,6 +284,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     """Return the texts to continue."""
     if args.prompt_file is None:
         return [args.prompt or ""]
+
     refuse_folder("--prompt-file", args.prompt_file)
     try:
         text = args.prompt_file.read_text(encoding="utf-8")
@@ -288,6 +294,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         ) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{args.prompt_file} is not UTF-8 ({error}); convert it") from error
+
     if not args.by_line:
         return [text]
 
@@ -296,6 +303,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         raise DataError(
             f"{args.prompt_file} has no line that is not empty; write a prompt per line"
         )
+
     return prompts
 
 
@@ -307,11 +315,13 @@ def _token(tokenizer: Tokenizer, text: str) -> int:
         ids = tokenizer.tokenize_special(text)[0]
     else:
         ids = tokenizer.tokenize(text)
+
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
         raise ConfigError(
             f"stop names {text!r}, which is not one token of {tokenizer.path} but {ids}; name a "
             f"token of it by its text or number, 0 to {tokenizer.vocab_size - 1}"
         )
+
     return ids[0]
 
 

@@ -111,6 +111,7 @@ def _classes(args: argparse.Namespace, num_classes: int) -> list[int]:
     """
     if args.classes is None:
         return list(range(min(num_classes, DEFAULT_CLASSES)))
+
     for index, label in enumerate(args.classes):
         if label in args.classes[:index]:
             raise ConfigError(
@@ -120,6 +121,7 @@ def _classes(args: argparse.Namespace, num_classes: int) -> list[int]:
             raise ConfigError(
                 f"classes names {label}, and the model has classes 0 to {num_classes - 1}"
             )
+
     return args.classes
 
 
@@ -222,8 +224,10 @@ def _write(folder: Path, pictures: Tensor, classes: Sequence[int], samples: int)
         for draft, grid in zip(class_drafts, pictures.split(samples), strict=True):
             write_grid(draft, grid, math.ceil(math.sqrt(samples)))
         write_grid(all_draft, pictures, samples)
+
     for path in set(older) - set(paths):
         path.unlink()
+
     if older:
         print(f"replaced {len(older)} pictures of an earlier drawing in {folder}")
     print(f"{len(pictures)} samples of {len(classes)} classes in {folder}")

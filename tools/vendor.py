@@ -136,6 +136,7 @@ def renamed(source: bytes, path: Path, name: str = PACKAGE, namespace: str | Non
         line = lines[edit.row]
         end = edit.column + len(edit.old.encode())
         lines[edit.row] = line[: edit.column] + edit.new.encode() + line[end:]
+
     return b"".join(lines)
 
 
@@ -147,6 +148,7 @@ def _import_from_edit(node: ast.ImportFrom, lines: list[bytes], path: Path, name
             f"{path}:{node.lineno} imports {module}, relative to its folder; "
             "give the module's full name"
         )
+
     row = node.lineno - 1
     column = lines[row].index(module.encode(), node.col_offset + len("from "))
     return Edit(row, column, module, _moved(module, name))
@@ -230,6 +232,7 @@ def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Pa
     why = unwritable(destination, "name another folder")
     if why:
         raise UserError(f"DEST is {destination}, {why}")
+
     with owned(destination, name):
         _check_target(target)
         draft = destination / f".{name}.{uuid.uuid4().hex}"
@@ -238,6 +241,7 @@ def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Pa
             for path, content in files.items():
                 (draft / path).parent.mkdir(parents=True, exist_ok=True)
                 (draft / path).write_bytes(content)
+
             for written in (*draft.rglob("*"), draft):
                 fsync(written)
             # Nothing runs between the two renames: a kill there would leave no package at all.
@@ -250,6 +254,7 @@ def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Pa
                 old.rename(target)
             for leftover in (draft, old):
                 shutil.rmtree(leftover, ignore_errors=True)
+
     return target
 
 
@@ -268,10 +273,12 @@ def _check_target(target: Path) -> None:
         raise UserError(
             f"{target} was not written by this command (no valid {ORIGIN} in it); {fix}"
         ) from None
+
     for name in list(written):
         for parent in Path(name).parents:
             if parent.name:
                 written[parent.as_posix()] = "folder"
+
     written[ORIGIN] = sha256(target / ORIGIN)
 
     present = _contents(target)
@@ -283,6 +290,7 @@ def _check_target(target: Path) -> None:
             how = "added"
         elif name not in present:
             how = "removed"
+
         raise UserError(f"{target / name} was {how} since; {fix}")
 
 
@@ -300,6 +308,7 @@ def _contents(folder: Path) -> dict[str, str]:
         else:
             kind = "folder" if path.is_dir() else "device"
         contents[relative.as_posix()] = kind
+
     return contents
 
 
@@ -313,6 +322,7 @@ def _name(text: str) -> str:
         raise UserError(
             f"--package is {text!r}; give a name that an import can have and no other module has"
         )
+
     return text
 
 
@@ -321,6 +331,7 @@ def project(name: str, package: dict[str, bytes], commit: str) -> dict[str, byte
     files = {f"src/{name}/{path}": content for path, content in package.items()}
     for file in ("pyproject.toml", "README.md"):
         files[file] = template(file, name=name, commit=commit).encode()
+
     files["LICENSE"] = package["LICENSE"]
 
     inits = {}
@@ -330,6 +341,7 @@ def project(name: str, package: dict[str, bytes], commit: str) -> dict[str, byte
         for parent in test.parents:
             if parent.name:
                 inits[f"{parent.as_posix()}/__init__.py"] = b""
+
     return files | inits
 
 
@@ -343,6 +355,7 @@ def wheel(destination: Path, files: dict[str, bytes]) -> Path:
         for path, content in files.items():
             (source / path).parent.mkdir(parents=True, exist_ok=True)
             (source / path).write_bytes(content)
+
         pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
         command = [*pip, "-w", folder, str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -351,9 +364,11 @@ def wheel(destination: Path, files: dict[str, bytes]) -> Path:
                 "the wheel could not be built; install pip and setuptools 77 or later here, or "
                 f"leave --package out: {' '.join(done.stderr.split()[-60:])}"
             )
+
         (built,) = Path(folder).glob("*.whl")
         target = destination / built.name
         target.write_bytes(built.read_bytes())
+
     return target
 
 

@@ -57,9 +57,11 @@ def checked(args: argparse.Namespace) -> Cluster | None:
         raise UserError(
             f"--out is {args.out}, which exists; give --force to replace it, or another --out"
         )
+
     why = unwritable(args.out.parent, "give another --out")
     if why:
         raise UserError(f"--out is {args.out}, in {args.out.parent}, {why}")
+
     return load_cluster(args.links) if args.links else None
 
 
@@ -85,6 +87,7 @@ def text_of(
             lines.append(
                 f"# {entry.name} is missing: not measured by the processes started; add it"
             )
+
     return "\n".join(lines) + "\n"
 
 

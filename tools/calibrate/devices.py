@@ -84,6 +84,7 @@ def measure_tiles(device: torch.device, work: AttentionShape, lengths: tuple[int
     for length in lengths:
         tile = replace(work, seq_length=length)
         whole_seconds = attention_seconds(device, tile, causal=False)
+
     rate = tile.flops(tile.seq_length**2) / whole_seconds
 
     visible = tile.pairs / tile.seq_length**2
@@ -140,6 +141,7 @@ def attention_seconds(device: torch.device, work: AttentionShape, causal: bool) 
         raise UserError(
             f"attention cannot be measured at {work.seq_length} positions: {why}"
         ) from error
+
     kind = "a causal tile" if causal else "a whole tile"
     rate = work.flops(pairs) / seconds / 1e12
     say(

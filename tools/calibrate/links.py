@@ -119,6 +119,7 @@ def measure_overlaps(device: torch.device, work: AttentionShape, local_size: int
         )
         say(f"{about}: {1e3 * together:.4g} ms")
         figures[name] = (share, about)
+
     return figures
 
 

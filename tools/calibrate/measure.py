@@ -45,6 +45,7 @@ def measure(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]
         figures["gpus_per_node"] = (devices, "those here")
     else:
         figures["gpus_per_node"] = (local_size, "processes started on each node")
+
     figures |= measure_memory(device, figures["gpus_per_node"][0])
     if local_size > 1:
         figures |= measure_inside(device, local_size)

@@ -48,10 +48,12 @@ class Parser(argparse.ArgumentParser):
             unknown = self._misspelt(words, candidates)
             if not unknown:
                 raise
+
         if unknown:
             raise UsageError(
                 unknown_argument(unknown[0], lambda flag: did_you_mean(flag, candidates))
             )
+
         return parsed
 
     def _misspelt(self, words: Sequence[str], missing: Sequence[str]) -> list[str]:
@@ -82,6 +84,7 @@ def _flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
         for name, command in action.choices.items():
             if name in words:
                 flags += _flags(command, words)
+
     return flags
 
 

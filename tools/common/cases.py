@@ -65,6 +65,7 @@ class Case:
         for name in DIMENSIONS:
             if getattr(self, name) > 1:
                 sizes.append(f"{name} {getattr(self, name)}")
+
         parts = [" x ".join(sizes) or "one process"]
         if self.method == "none":
             parts.append("plain SDPA")
@@ -112,6 +113,7 @@ class Case:
                 continue
             values = value if isinstance(value, tuple) else (value,)
             flags += [f"--{flag}", *map(str, values)]
+
         return [*flags, *self.more]
 
 
@@ -164,6 +166,7 @@ def case_of(line: str) -> Case:
             numbers = [f"{name}=N" for name in (*DIMENSIONS, *FLAGS) if name not in CHOICES]
             accepted = dict.fromkeys([*numbers, *WORDS])
             raise UserError(f"{line!r} has the word {word!r}; use {', '.join(accepted)}")
+
     return Case(**values, more=tuple((mark + flags).split()))
 
 
@@ -178,6 +181,7 @@ def cases_of(lines: str) -> list[Case]:
             continue
         for words in product(*map(_choices, line.split())):
             cases[case_of(" ".join(words))] = None
+
     return list(cases)
 
 
@@ -190,4 +194,5 @@ def _choices(word: str) -> list[str]:
         if equals and "=" not in other:
             other = f"{name}={other}"
         choices.append(other)
+
     return choices

@@ -76,6 +76,7 @@ def print_ceilings(requested: str) -> dict[str, Any]:
     print(f"{machine['device']}\n  copy {result['copy_gb_per_s']:22.1f} GB/s")
     for name, rate in result["matmul_tflops"].items():
         print(f"  matmul {name:12}{rate:8.3f} TFLOP/s")
+
     return {"machine": machine, "ceilings": result}
 
 
@@ -92,6 +93,7 @@ def exchange_seconds(device: torch.device, peers: list[int], size: int) -> float
 
     if size > FIRST_BYTES:
         return slowest(exchange, device.type, PROBES, median)
+
     return slowest(exchange, device.type, FIRST_PROBES, mean)
 
 

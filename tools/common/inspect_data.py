@@ -69,9 +69,11 @@ def _ends(indexed: "Indexed", eod: int) -> str:
             f"{indexed.prefix}.bin holds {without_end:,} documents that do not end with the "
             f"tokenizer's end-of-document token, {eod}; prepare the text with this tokenizer"
         )
+
     lumped = ", which its .idx has as sequences of one document" if indexed.is_lumped else ""
     if not without_end:
         return lumped
+
     return (
         f"{lumped}; {without_end:,} of them do not end with the tokenizer's end-of-document token, "
         f"{eod}: the .idx tells them apart in training, but a model does not learn from them to "
@@ -114,6 +116,7 @@ def shown(
             if loss_mask is not None:
                 yield f"--- conversation {index} of {len(lengths)}: {length:,} tokens"
                 mask = loss_mask[begin:end] > 0
+
             text = _marked_text(tokenizer, ids[begin:end], mask)
             if not whole:
                 text = _shortened(text)
@@ -135,6 +138,7 @@ def _marked_text(
     for first, end in pairwise(cuts):
         for character in tokenizer.detokenize(ids[first:end].tolist(), special=True):
             characters.append((character, bool(mask[first])))
+
     return characters
 
 

@@ -77,6 +77,7 @@ def draw(drawings: list[Drawing]) -> "Figure":
         )
         # Lay it out here: the caller saves it outside of this style.
         figure.draw_without_rendering()
+
     return figure
 
 
@@ -98,6 +99,7 @@ def _headline(drawing: Drawing) -> str:
         if right > 0:
             neighbours.append(f"{right} behind")
         mask += f", each sees itself and {' and '.join(neighbours)}"
+
     return f"Who owns which token, who computes what when: {tokens}, {plan.size} ranks, {mask}"
 
 
@@ -110,6 +112,7 @@ def _legend(drawing: Drawing) -> list["Patch"]:
     handles = []
     for rank, colour in enumerate(ranks[:8]):
         handles.append(Patch(color=colour, label=f"rank {rank}"))
+
     handles.append(Patch(facecolor=to_rgba(ranks[0], PALE), label="done in an earlier round"))
     handles.append(Patch(facecolor="white", edgecolor=MASKED, label="still to come"))
     if np.max(drawing.rounds, axis=0).min() < 0:
@@ -133,10 +136,12 @@ def _band(band: "SubFigure", drawing: Drawing, columns: int, longest: int) -> No
     _token_strip(band.add_subplot(grid[0, :columns]), drawing)
     for index in range(len(drawing.rounds)):
         _square(band.add_subplot(grid[1, index]), drawing, index)
+
     if columns > len(drawing.rounds) == 1:
         axes = band.add_subplot(grid[1, 1])
         axes.axis("off")
         axes.text(0, 0.5, "no further rounds", size=9, color=FAINT)
+
     _time_line(band.add_subplot(grid[1, columns:]), drawing, longest)
 
 
@@ -166,11 +171,13 @@ def _token_strip(axes: "Axes", drawing: Drawing) -> None:
         for index, (first, end) in enumerate(pairwise(documents)):
             centres.append((first + end - 1) / 2)
             letters.append(ascii_uppercase[index % 26])
+
         axes.set_xticks(centres, letters, size=8.5, color=INK)
         bounds = np.array(documents[1:-1]) - 0.5
         axes.vlines(bounds, -0.8, 0.65, color=INK, linewidth=1.2, clip_on=False)
     else:
         axes.locator_params("x", nbins=5, integer=True)
+
     axes.spines[:].set_visible(False)
 
 
@@ -225,6 +232,7 @@ def _round_title(drawing: Drawing, index: int) -> str:
         return f"round {index}: rank r has its own KV"
     if len(steps) == 1:
         return f"round {index}: rank r has KV of r-{min(steps)}"
+
     return f"round {index}"
 
 
@@ -260,6 +268,7 @@ def _time_line(axes: "Axes", drawing: Drawing, longest: int) -> None:
         for index, middle in enumerate((starts[:, 0] + ends[:, 0]) / 2):
             name = f"round {index}" if len(starts) <= 5 else str(index)
             axes.text(middle, -0.62, name, ha="center", va="center", size=7.5, color=FAINT)
+
     # Behind bars and numbers.
     axes.vlines(drawing.even, -0.42, bottom, color=INK, linewidth=1.4, zorder=0)
 
@@ -280,6 +289,7 @@ def _time_title(drawing: Drawing) -> str:
     )
     if not plan.sparse:
         return title
+
     ring_rows = max((plan.size - 1) * plan.padded_len, 1)
     share = drawing.rows / ring_rows
     return f"Rows of KV sent: {drawing.rows}, {share:.0%} of what a plain ring sends\n{title}"

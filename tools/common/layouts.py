@@ -80,6 +80,7 @@ def drawing(
         for index, step in enumerate(plan.rounds(rank)):
             _mark_pairs(rounds[index], plan, rank, index)
             work[index, rank] = step.pairs
+
     return Drawing(plan, owners, tuple(rounds), work)
 
 
@@ -94,5 +95,6 @@ def _mark_pairs(computed: np.ndarray, plan: Plan, rank: int, index: int) -> None
             visible = np.tril(visible)
         elif tile.kind != FULL:
             visible = np.triu(visible)
+
         rows, columns = np.nonzero(visible)
         computed[queries[tile.q][rows], keys[tile.k][columns]] = rank

@@ -83,6 +83,7 @@ def print_memory(args: argparse.Namespace, config: Any, world_size: int, cluster
             origin = "of the run's first micro-batches, the heaviest"
         number = counted(len(documents) - 1, "document")
         print(f"{origin}: {number}, the longest of {longest} tokens")
+
     print(bars(parts, busiest.host, cluster))
     print(message)
     if fits:
@@ -92,6 +93,7 @@ def print_memory(args: argparse.Namespace, config: Any, world_size: int, cluster
         advice = "use more (--fewest says how many) or shorter sequences"
         print(f"no arrangement of these processes fits by the search; {advice}")
         return
+
     order = "change, in the order of docs/tasks/long_context.md"
     print(f"{order}, for {duration(seconds)} a step:")
     for change in needed_changes:
@@ -108,4 +110,5 @@ def _fastest_method(
         candidates = rank([config], world_size, endless(cluster), lengths).candidates
     if not candidates:
         raise ConfigError(nothing_left(ranking, cluster))
+
     return candidates[0].config

@@ -105,6 +105,7 @@ def table(rows: Sequence[PlanRow], columns: Sequence[str] = tuple(COLUMNS), firs
     lines = [["", *used]]
     for number, row_cells in enumerate(zip(*used.values(), strict=True), first):
         lines.append([str(number), *row_cells])
+
     return "\n".join(aligned(lines, range(1, 4)))
 
 
@@ -124,6 +125,7 @@ def bars(
     for name, count in {**parts, "together": total}.items():
         if count:
             shown[name] = (count, device_bytes)
+
     if total <= device_bytes:
         shown["left for fragmentation"] = (device_bytes - total, device_bytes)
     if host:
@@ -138,6 +140,7 @@ def bars(
         filled = min(BAR, round(BAR * count / room))
         over = "+" if count > room else ""
         lines.append(f"  {name:{width}}  {'#' * filled:.<{BAR}}{over:1} {amount(count):>9}")
+
     return "\n".join(lines)
 
 
@@ -152,12 +155,14 @@ def discarded(ranking: Ranking, cluster: Cluster, top: int) -> str:
     lines = [f"{counted(num_candidates, 'candidate')}{shown}; {sums}"]
     for example, count in grouped(ranking.refused):
         lines.append(f"  refused {count}{example}")
+
     if ranking.over_memory:
         smallest = min(ranking.over_memory) / 1e9
         lines.append(
             f"  too large {len(ranking.over_memory)}: {cluster.memory_gb:g} GB, and these take "
             f"{smallest:.1f} or more"
         )
+
     return "\n".join(lines)
 
 
@@ -177,6 +182,7 @@ def grouped(refused: Counter[str]) -> list[tuple[str, int]]:
     for words, reason in first_reasons.items():
         lead = ", such as: " if words in several else ": "
         groups.append((lead + reason, counts[words]))
+
     return sorted(groups, key=lambda group: -group[1])
 
 
@@ -205,6 +211,7 @@ def answer(
     for seconds, name in slowest_first:
         if seconds > 0.005 * prediction.time:
             spent.append(f"{name} {duration(seconds)}")
+
     step = duration(prediction.time)
 
     lines = [
@@ -217,11 +224,13 @@ def answer(
         lines.append("next:")
         lines.append(table(rows[1 : 1 + OTHERS], columns=SHORT, first=2))
         lines += alike(rows[: 1 + OTHERS])
+
     lines += ["start it:", *command(best, config, world_size, cluster, file)]
     if best.checkpoint.load is None:
         lines.append(
             "  it trains from random weights; add --finetune --load RUN to begin with another run's"
         )
+
     return "\n".join([*lines, *notes(best, scaled=True), *sources(best, cluster)])
 
 
@@ -235,8 +244,10 @@ def alike(rows: Sequence[PlanRow]) -> list[str]:
     for number, row in enumerate(rows[1:], 2):
         if row.candidate.prediction.time < (1 + ALIKE) * fastest:
             numbers.append(str(number))
+
     if not numbers:
         return []
+
     return [f"equal to 1, as far as predictions tell (to {ALIKE:.0%}): {', '.join(numbers)}"]
 
 
@@ -252,6 +263,7 @@ def notes(config: Any, scaled: bool = False) -> list[str]:
             "the command scales rope to them; set --max-position-embeddings in its place",
             note,
         )
+
     return textwrap.wrap(note or "", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
@@ -274,6 +286,7 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
             value = getattr(planned, entry.name)
             if value != getattr(base, entry.name):
                 flags.append(spelled(entry.name, value))
+
     flags += rope_flags(best)
 
     launch = f"torchrun --nproc-per-node {world_size // nodes}"
@@ -287,6 +300,7 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
         if len(lines[-1]) + len(word) > WIDTH - 4:
             lines.append("     ")
         lines[-1] += f" {word}"
+
     return [" " + " \\\n ".join(lines)]
 
 
@@ -313,6 +327,7 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
     if recurrent and best.model.delta_rule:
         assumed = "" if cluster.delta_fraction else " (assumed)"
         rule = f", the delta rule at {cluster.delta_share:.1%}{assumed}"
+
     return [
         "where this comes from:",
         f"  time: products at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "

@@ -49,6 +49,7 @@ def cell(column: Column, row: Record) -> str:
             return ""
         if subfield and Formatter().get_field(name, (), row)[0] is None:
             return ""
+
     return column.format_map(row)
 
 
@@ -86,6 +87,7 @@ class Table:
         numbers = []
         for head, word in zip(heads[self.left :], words[self.left :], strict=True):
             numbers.append(f"{head} {word}")
+
         return ": ".join(filter(None, [title, ", ".join(numbers)]))
 
 
@@ -106,6 +108,7 @@ def aligned(lines: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list
             formats.append(f"{{:<{width}}}")
         else:
             formats.append(f"{{:>{width}}}")
+
     line_format = "  ".join(formats)
     return [line_format.format(*line).rstrip() for line in lines]
 
@@ -122,6 +125,7 @@ def as_csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
                 value = f"{value:.6g}"
             cells.append(value)
         writer.writerow(cells)
+
     return out.getvalue()
 
 
@@ -142,10 +146,12 @@ def lines_of(result: dict[str, Any]) -> list[str]:
                 raise UserError(
                     f"a row of {name} has a field {min(clash)!r}, which the file needs; rename it"
                 )
+
             labels = {"of": name}
             if key is not None:
                 labels["key"] = key
             rows.append({**labels, **row})
+
     return [json.dumps(line) for line in (first, *rows)]
 
 
@@ -180,6 +186,7 @@ def read_records(path: Path) -> dict[str, Any]:
             result.setdefault(line.pop("of"), {})[line.pop("key")] = line
         else:
             result.setdefault(line.pop("of"), []).append(line)
+
     return result
 
 
@@ -198,6 +205,7 @@ def write_results(
         data.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         text.write_text("\n".join((title, "", *table, "")), encoding="utf-8")
         figure.savefig(picture, dpi=120, format="png")
+
     print(f"written: {', '.join(map(str, paths))}", flush=True)
 
 
@@ -218,6 +226,7 @@ def save(figure: "Figure", path: Path, flag: str) -> None:
             f"{flag} is {path}, which names no picture format; end it in one of "
             f"{', '.join(formats)}"
         )
+
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     print(f"written: {path}")
@@ -232,6 +241,7 @@ def _rows(value: Any) -> list[tuple[str | None, dict[str, Any]]]:
         rows = [(None, row) for row in value]
     if not all(isinstance(row, dict) for _, row in rows):
         return []
+
     return rows
 
 

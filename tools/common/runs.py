@@ -52,6 +52,7 @@ class Run:
             if recorded == self.tokenizer.before:
                 return "auto"
             return "always" if recorded else "never"
+
         return "auto"
 
     def begin(self, requested: "AddBos | None" = None) -> tuple[int, ...]:
@@ -81,6 +82,7 @@ class Run:
         path = str(self.tokenizer.path)
         if file is not None or self.chat is None or self.chat["chat_template"] is None:
             return load_template(path, file)
+
         return recorded_template(
             path, f"of {self.folder}", self.chat["chat_template"], self.chat["tool_use"]
         )
@@ -94,6 +96,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     for name, shared in (("tensor", "each layer's matrices"), ("pipeline", "the layers")):
         help = f"processes that share {shared} (default: %(default)s)"
         add(f"--{name}-model-parallel-size", type=positive, default=1, metavar="N", help=help)
+
     size = "that share each sequence (default: all others)"
     add("--context-parallel-size", type=positive, metavar="N", help=size)
     method = "how they do, or auto (default: the run's)"
@@ -156,6 +159,7 @@ def open_run(folder: Path, step: int | None = None) -> Run:
         length = max(lengths) or None
     else:
         length = config.train.seq_length
+
     return Run(
         folder,
         checkpoint,
@@ -185,16 +189,19 @@ def _load_text_config(folder: Path, toml: Path) -> "Config":
             f"{folder} is a run of a diffusion transformer, which writes no text; "
             f"python -m tools.sample_dit --load {folder} draws its pictures"
         ) from error
+
     if config.data.mock_data:
         raise ConfigError(
             f"{toml}: mock_data is set: its tokens were drawn, so that no tokenizer reads or "
             "writes text for it; name a run on text, trained with --data-path and "
             "--tokenizer-model (python -m tools.prepare_data writes both)"
         )
+
     if config.data.tokenizer_model is None:
         raise ConfigError(
             f"{toml}: tokenizer_model is not set; name the run's tokenizer there, under [data]"
         )
+
     return config
 
 

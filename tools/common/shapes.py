@@ -34,6 +34,7 @@ class AttentionShape:
         for name in ("seq_length", "batch", "num_heads", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+
         if self.num_heads % self.kv_heads:
             raise UserError(
                 f"kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}"

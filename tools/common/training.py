@@ -114,6 +114,7 @@ def measure(
                 torch.cuda.empty_cache()
             if prints:
                 print(f"  {duration(seconds[-1])} per iteration", flush=True)
+
     return seconds
 
 
@@ -172,4 +173,5 @@ def released_groups(number: int) -> Iterator[None]:
     created = [group for group in groups if group not in before]
     for group in created:
         dist.destroy_process_group(group)
+
     _clear_sharding_prop_cache()  # its meshes hold these groups and compare equal to later ones

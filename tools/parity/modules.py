@@ -99,6 +99,7 @@ class Notes:
         )
         if is_partial:
             return  # the sum is another module's result
+
         values = to_local(values).detach().clone()
         if values.ndim == 2 and values.is_floating_point():  # of positions: the same in all samples
             values = values.expand(len(numbers), *values.shape)
@@ -132,6 +133,7 @@ def furthest_of_modules(
         for rank_pieces in got:
             for piece in rank_pieces.get(name, ()):
                 distances.append(_distance(name, *piece, whole))
+
         largest = max(distances, default=0.0)
         if not name.startswith(GRADIENT) and _token_set(name, got) != expected:
             largest = torch.inf
@@ -144,6 +146,7 @@ def _whole(pieces: list[Piece]) -> Tensor:
     rows = []
     for piece_numbers, values, _ in pieces:
         rows.append(values.reshape(piece_numbers.numel(), -1))
+
     all_values = torch.cat(rows).double()
     whole = all_values.new_zeros(int(numbers.max()) + 1, all_values.shape[1])
     whole[numbers[numbers >= 0]] = all_values[numbers >= 0]
@@ -179,5 +182,6 @@ def _distance(
     shards = whole.shape[1] // values.shape[1]  # fewer than ranks if these share key heads
     if shards < ranks and name.startswith(GRADIENT) and name.endswith(SHARED_HEADS):
         return 0.0
+
     expected = whole[numbers[valid]].chunk(shards, 1)[rank * shards // ranks]
     return (values[valid] - expected).abs().max().nan_to_num(torch.inf).item()

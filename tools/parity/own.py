@@ -73,6 +73,7 @@ def merged(ranks: list[RankResult]) -> MergedRun:
     for (moment, name), copies in digests.items():
         if len(copies) > 1:
             differing.append(f"{name} ({moment})")
+
     return MergedRun(
         records=ranks[0].records,
         tensors=tensors,
@@ -136,6 +137,7 @@ def compared(
 
         one_process = trained(alone, 1, None)
         on_mesh = trained(small, ranks, sabotage)
+
     return list(_differences(on_mesh, one_process))
 
 
@@ -186,6 +188,7 @@ def _differences(got: MergedRun, want: MergedRun) -> Iterator[Difference]:
     for name, size, largest in furthest_of_modules(got.pieces, want.pieces[0]):
         group = output_gradients if name.startswith(GRADIENT) else outputs
         group.append(Difference(name, size, largest, MODULES))
+
     yield from outputs
     yield of_step(0, loss, LOSS)
     yield from output_gradients
@@ -198,6 +201,7 @@ def _differences(got: MergedRun, want: MergedRun) -> Iterator[Difference]:
         scale = max(scales[name], min_scale)
         size = distance("gradients", name)
         yield Difference(f"gradient of the parameter {name}", size, scale, PARAMETERS)
+
     yield of_step(0, "grad_norm", NORM)
 
     # From here on the bounds are wider: Adam has divided by the roots of tiny gradients.

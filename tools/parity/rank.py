@@ -63,8 +63,10 @@ def samples_of(requested: Any, small: Any, number: int) -> tuple[list[Sample], s
         for index in range(number):
             whole = None if run_samples is None else run_samples[index]
             samples.append(_shrunk_sample(small, whole, index))
+
     if run_samples is None:
         return samples, "made-up samples, as there are no data yet"
+
     return samples, " ".join(requested.data.data_path)
 
 
@@ -121,6 +123,7 @@ def _text(small: Config, whole: Sample | None, number: int) -> Sample:
     for name, values in whole.items():
         rows = values[: step * length].view(length, step)
         sample[name] = rows.any(1) if name == "starts" else rows[:, 0].clone()
+
     if "starts" in sample:
         sample["starts"][0] = True
     for name in ("tokens", "labels"):
@@ -164,6 +167,7 @@ def feed(path: Path, notes: Notes) -> None:
     for task in (text, latents):
         task.load_data = load_data
         task.validate = staticmethod(lambda *_: None)  # done as the run was shrunk
+
     Config.contents = DiTRunConfig.contents = CommonConfig.contents  # type: ignore[method-assign]
 
     language.PADDING["place"] = -1
@@ -215,6 +219,7 @@ class RankResult:
         for name, tensor in whole.items():
             content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
             self.digests[moment][name] = sha256(content)
+
         self.tensors[moment] = whole if send else {}
 
 
@@ -253,12 +258,14 @@ def train(
             trainer.train_data = wrap(trainer.train_data)
         else:
             notes.watch(trainer.runner.parts, (mesh.tp.get_local_rank(), mesh.tp.size()))
+
         send = mesh.dp_cp.get_local_rank() == mesh.tp.get_local_rank() == 0
         moment = "loaded" if trainer.progress.iteration else "initial"
         result.keep(moment, state(trainer), send)
         _watch(trainer, result, send, notes)
         trainer.train()
         result.keep("final", weights(trainer), send)
+
     return result
 
 
@@ -312,6 +319,7 @@ def _watch(trainer: Trainer, result: RankResult, send: bool, notes: Notes) -> No
                     if parameter.grad is not None:
                         by_name[name] = parameter.grad
             result.keep("gradients", by_name, send)
+
         clip(parameters, norm, max_norm)
 
     def noting_save(*args: Any, **kwargs: Any) -> Any:

@@ -100,6 +100,7 @@ def _mesh(old: Values, new: Values, world_size: int | None) -> int:
             f"world_size is {world_size}, and the mesh takes multiples of {model_size}; "
             "give one of them"
         )
+
     if world_size is None and old["global_batch_size"]:
         num_micro_batches = old["global_batch_size"] // old["micro_batch_size"]
         if num_micro_batches % 2:
@@ -110,6 +111,7 @@ def _mesh(old: Values, new: Values, world_size: int | None) -> int:
         requested_dp = 1 if world_size is None else sizes["dp"]
         room = MAX_PROCESSES // (sizes["pp"] * sizes["tp"] * requested_dp)
         sizes["cp"] = _context_ranks(old, new, cp, room)
+
     for name in ("dp", "pp", "tp"):
         if math.prod(sizes.values()) > MAX_PROCESSES:
             sizes[name] = 1
@@ -144,12 +146,14 @@ def _context_ranks(old: Values, new: Values, cp: int, room: int) -> int:
         min_ranks = heads * team**2
     else:
         min_ranks = heads * 2
+
     if old["context_parallel_method"] == "double_ring" and cp >= 2 * min_ranks:
         min_ranks = 2 * min_ranks
         new["context_parallel_ranks_per_node"] = 2
 
     if min_ranks < 4 <= min(cp, room) or cp == 3 <= room:
         return max(min_ranks, min(cp, room, 4))
+
     return min_ranks
 
 
@@ -180,6 +184,7 @@ def _shrink_text(requested: Config, old: Values, new: Values) -> int:
         if window:
             new["window_size"] = f"{max(4, window[0] * short // length)},0"
             break
+
     if old["lora_rank"] is not None:
         new["lora_rank"] = min(old["lora_rank"], 4)
         alpha = old["lora_alpha"]
@@ -208,6 +213,7 @@ def _shrink_latents(requested: DiTRunConfig, old: Values, new: Values) -> int:
     latent_shape = [min(old["latent_shape"][0], 4)]
     for count, size in zip(grid, patch, strict=True):
         latent_shape.append(count * size)
+
     new["latent_shape"] = tuple(latent_shape)
     new["num_classes"] = min(old["num_classes"], 10)
     new["data_path"] = ("own",)
@@ -220,6 +226,7 @@ def _shrink_layers(requested: CommonConfig, old: Values, new: Values) -> None:
     if pp == 1:
         for name in PipelineConfig.__dataclass_fields__:
             new[name] = getattr(PipelineConfig, name)
+
     virtual = min(new["num_virtual_stages_per_pipeline_rank"], 2)
     new["num_virtual_stages_per_pipeline_rank"] = virtual
     stages = pp * virtual
@@ -263,9 +270,11 @@ def _shrink_run(old: Values, new: Values, ranks: int, rank_ratio: float) -> None
 
     for name in ("loss_chunk_size", "ffn_chunk_size"):
         new[name] = old[name] and max(8, math.ceil(old[name] * rank_ratio))
+
     compared = ("lr", *OPTIMIZERS[old["optimizer"]].compared_settings)
     for name in OptimizerConfig.__dataclass_fields__.keys() - compared:
         del new[name]
+
     new |= {
         "micro_batch_size": micro_batch_size,
         "global_batch_size": micro_batch_size * dp * num_micro_batches,
@@ -305,6 +314,7 @@ def _with_heads(requested: CommonConfig, old: Values, new: Values, ranks: int) -
             refusals.append(error)
         else:
             return config
+
     raise UserError(
         "no small model is of this one's kind; change what its smallest one is refused for: "
         f"{refusals[0]}"
@@ -336,4 +346,5 @@ def _widths(requested: CommonConfig, old: Values, key_heads: int) -> Values:
             value_dim = HEAD_DIM
         sizes = (num_heads, value_heads, HEAD_DIM, value_dim)
         widths |= dict(zip(DELTA_SIZES, sizes, strict=True))
+
     return widths

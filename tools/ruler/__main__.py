@@ -76,6 +76,7 @@ def make(args: argparse.Namespace) -> None:
             f"{args.output} does not end in .jsonl, by which tools.prepare_data knows rows; "
             "rename it"
         )
+
     tokenizer = load_tokenizer(args.tokenizer_model)
     makers = makers_of(
         args,
@@ -163,6 +164,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
                 "--questions and --form repeat go with --messages: conversations to train on"
             )
         args.chat |= args.messages
+
     return args
 
 

@@ -90,6 +90,7 @@ def score_run(args: argparse.Namespace) -> None:
         with raise_together():
             if is_first():
                 check_writable(_folder(args), "save")
+
         note = beyond_rope(run.config.updated(seq_length=lengths[-1]))
         if note:
             say(note)
@@ -102,6 +103,7 @@ def score_run(args: argparse.Namespace) -> None:
             seconds = time.monotonic() - start_time
             say(f"{cell.length} tokens, {cell.task}: {score:.1f}, {seconds:.1f} s")
             cells.append(cell)
+
     if is_first():
         _write(args, run, cells)
 
@@ -112,6 +114,7 @@ def _check_longest(length: int, positions: int | None) -> None:
             f"lengths names {length}, and the model has max_position_embeddings {positions}, so "
             "that prompts would be cut; give at most that"
         )
+
     if length > MAX_LENGTH:
         raise ConfigError(
             f"lengths names {length}, and texts of up to {MAX_LENGTH} tokens are made; "
@@ -151,9 +154,11 @@ def ask_all(
     by_batch: dict[int, list[Answer]] = {}
     for replica_answers in gather_results(result):
         by_batch |= replica_answers
+
     answers = []
     for index in range(len(batches)):
         answers += by_batch[index]
+
     return Cell(maker.name, maker.length, answers)
 
 
@@ -167,6 +172,7 @@ def _ask(
         new_tokens = max(example.new_tokens for example in examples)
         if positions is not None:
             new_tokens = min(new_tokens, positions + 1 - max(map(len, prompts)))
+
     written = writer.write(prompts, new_tokens, stop=sorted(maker.prompts.ends))
 
     answers: list[Answer] = []
@@ -178,6 +184,7 @@ def _ask(
             "written": text,
         }
         answers.append((example.score(text), record))
+
     return answers
 
 
@@ -191,6 +198,7 @@ def _write(args: argparse.Namespace, run: Run, cells: Sequence[Cell]) -> None:
         settings |= {"chat": args.chat, "haystack": haystack}
         manner = "by the chat template" if args.chat else "as of a base model"
         parts.append(f"RULER's prompts {manner}, haystack of {haystack}")
+
     if tasks - TASKS.keys():
         settings |= {"form": args.form, "vocabulary": args.vocabulary}
         parts.append(f"{NAME} of {args.form} in the {args.vocabulary} vocabulary")
@@ -215,10 +223,12 @@ def _grid(cells: Sequence[Cell]) -> tuple[list[str], list[int], list[list[float]
     by_task: dict[str, dict[int, float]] = {}
     for cell in cells:
         by_task.setdefault(cell.task, {})[cell.length] = cell.share
+
     lengths = sorted({cell.length for cell in cells})
     shares = []
     for by_length in by_task.values():
         shares.append([by_length[length] for length in lengths])
+
     return list(by_task), lengths, shares
 
 
@@ -233,6 +243,7 @@ def table(cells: Sequence[Cell]) -> list[str]:
     rows = []
     for name, row in zip([*tasks, "average"], [*scores, means], strict=True):
         rows.append([name, *(f"{score:.1f}" for score in row), f"{fmean(row):.1f}"])
+
     lines = markdown(["task", *map(str, lengths), "all"], rows, "---:")
     if set(tasks) - TASKS.keys():
         return lines
@@ -258,6 +269,7 @@ def heat_map(cells: Sequence[Cell]) -> "Figure":
         for x, share in enumerate(row):
             ink = "white" if share < 0.5 else "black"
             axes.text(x, y, f"{share:.0%}", ha="center", va="center", color=ink)
+
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(tasks)), tasks)
     axes.set(xlabel="tokens", ylabel="task")

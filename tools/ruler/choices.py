@@ -46,9 +46,11 @@ def makers_of(
         )
         print_notes(left_out(ruler_makers))
         chosen += ruler_makers
+
     if lines.NAME in tasks:
         # Whatever --chat says: a record is asked about in turns.
         chosen += _line_makers(args, lengths, Prompts(tokenizer, template()), purpose)
+
     return chosen
 
 
@@ -69,6 +71,7 @@ def _line_makers(
         )
         for depth in range(max(1, depths)):
             makers.append(LineMaker(task, prompts, depth, depths))
+
     return makers
 
 
@@ -111,6 +114,7 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
                 f"tasks names {task}, whose questions come from a file; give --{flag} FILE, "
                 f"{kind} JSON"
             )
+
     return list(dict.fromkeys(args.tasks))
 
 

@@ -61,6 +61,7 @@ class RulerConfig:
         unknown = f"there are {', '.join(without_file)}; name some of these"
         for task in self.ruler_tasks:
             require(self, task in without_file, "ruler_tasks", unknown)
+
         num_tasks = len(self.ruler_tasks)
         none = "name at least one, such as niah_single_1"
         require(self, num_tasks > 0, "ruler_tasks", none)
@@ -91,12 +92,14 @@ class RulerConfig:
         else:
             parts = (seq_length // 4, seq_length // 2)
             lengths = [*(part for part in parts if part >= MIN_LENGTH), seq_length]
+
         if lengths[-1] > seq_length:
             raise UserError(
                 f"ruler_lengths names {lengths[-1]} and seq_length is {seq_length}, so that "
                 "prompts would be cut; give at most that, and ask for longer ones with "
                 "python -m tools.ruler"
             )
+
         return lengths
 
 
@@ -173,6 +176,7 @@ class ExampleMaker:
                 f"{task} has words that {prompts.tokenizer.path} has no token for; take a run of "
                 "another tokenizer, or leave the task out"
             )
+
         self._each, self._guess, self._other_tokens = self._estimated(first)
         self._first = self._fill(0)
         self._guess = self._first.size
@@ -219,6 +223,7 @@ class ExampleMaker:
             # A better guess for this example, from the tokens of a few hundred words alone.
             words_room = self._room - self._other_tokens
             guess = fill(words_room, self._word_counter(case), task.min_size, guess, self._each)
+
         size = fill(self._room, lambda size: len(ids(size)), task.min_size, guess, self._each)
 
         question = make(size)
@@ -246,6 +251,7 @@ class ExampleMaker:
         words = self.task.words
         if words is None:
             return lambda size: 0
+
         word_tokens = cache(lambda word: len(self.prompts.tokenizer.tokenize(f" {word}")))
 
         def tokens(size: int) -> int:
@@ -279,6 +285,7 @@ class ExampleMaker:
                 self._tried = candidate + 1
                 self._fitting.append(candidate)
                 return
+
             number = candidate % self._num_questions if self._num_questions else candidate
             self.left_out[number] = question
 
@@ -318,12 +325,14 @@ def makers(
                 ready.append(maker)
             except DataError as error:
                 errors.setdefault(task, error)
+
     if errors:
         first_error = str(next(iter(errors.values())))
         fitting = [task for task in tasks if task not in errors]
         if fitting:
             first_error += f": {flag} {' '.join(fitting)}"
         raise DataError(first_error)
+
     return ready
 
 
@@ -338,4 +347,5 @@ def left_out(makers: Sequence[ExampleMaker]) -> list[str]:
             f"{maker.name} at {maker.length} tokens leaves out {len(maker.left_out):,} questions "
             f"that do not fit; the first: {first!r:.80}"
         )
+
     return notes

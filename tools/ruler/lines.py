@@ -92,6 +92,7 @@ class LineMaker:
                 f"vocabulary is {task.vocabulary}, and the tokenizer does not know all of its "
                 "words; a model of the small vocabulary's words takes --vocabulary small"
             )
+
         smallest = self._tokens(self._turns(0, min_lines, None))
         if smallest > task.tokens:
             raise DataError(
@@ -99,6 +100,7 @@ class LineMaker:
                 f"questions, and a length is {task.tokens}; give longer --lengths, or ask fewer "
                 "questions"
             )
+
         self._per_line = max(1.0, (self._tokens(probe) - smallest) / _PROBE)
         self._guess = min_lines + int((task.tokens - smallest) / self._per_line)
         self._words = max(self._words, _words_for(self._guess))
@@ -156,6 +158,7 @@ class LineMaker:
             queried = self._queried_lines(draw, lines)
         else:
             queried = [round(depth * (lines - 1))]
+
         named = sorted(queried) if self.task.form == "needle" else range(lines)
         numbers = distinct(draw, len(named), _num_names(self._words), "key")
         keys: dict[int, str] = {}
@@ -172,6 +175,7 @@ class LineMaker:
             else:
                 text = self._filler(draw, line)
             record_lines.append(text)
+
         record = wording["intro"] + "".join(record_lines) + wording["outro"]
 
         turns: list[Turn] = []
@@ -182,6 +186,7 @@ class LineMaker:
             answer = wording["answer"].format(value=values[line])
             turns.append({"role": "user", "content": question})
             turns.append({"role": "assistant", "content": answer})
+
         return turns
 
     def _record_to_repeat(self, draw: str, lines: int) -> str:

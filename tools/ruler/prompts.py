@@ -43,6 +43,7 @@ class Prompts:
         for index, (a, b) in enumerate(zip(prompt, with_answers, strict=False)):
             if a != b:
                 return with_answers, index
+
         return with_answers, len(prompt)
 
     @property
@@ -50,6 +51,7 @@ class Prompts:
         """The tokens that end an answer."""
         if self.template is None:
             return {self.tokenizer.eod}
+
         assert isinstance(self.tokenizer, HuggingFaceTokenizer)
         turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
         prompt = self.template.render(turns[:1], prompt=True)
@@ -96,10 +98,12 @@ def fill(room: int, tokens: Callable[[int], int], min_size: int, guess: int, eac
         else:
             high = size
             size -= int(-slack / each) + 1
+
         if high is None:
             size = max(low + 1, size)
             continue
         if steps > 6:
             size = (low + high) // 2
         size = max(low + 1, min(high - 1, size))
+
     return max(low, min_size)

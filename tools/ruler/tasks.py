@@ -154,6 +154,7 @@ def niah(
         wording = {"some": "A", "kind": value.removesuffix("s"), "are": "is", "all": "is"}
     else:
         wording = {"some": "Some", "kind": value, "are": "are", "all": "are all"}
+
     wording["query"] = query
     text = NIAH_TEXT.format(context=context, **wording)
     return Question(text, NIAH_PREFIX.format(**wording), tuple(answers))
@@ -177,6 +178,7 @@ def _chain(draw: str, size: int, letters: int) -> tuple[str, str, tuple[str, ...
     links = [f"VAR {variables[0]} = {value}"]
     for previous, variable in pairwise(variables):
         links.append(f"VAR {variable} = VAR {previous} ")
+
     positions = _line_positions(draw, len(links), size)
     context = "\n".join(_inserted([NOISE] * size, positions, links))
     return (
@@ -205,6 +207,7 @@ def common_words(case: RulerCase, size: int) -> Question:
     else:
         example = _listed(f"{case.draw}:shown", 30, 10, 3)
         question = _listed(case.draw, size, 30, 3)
+
     solved = f"{example.text}{example.prefix} {_numbered(example.answers)}"
     return Question(f"{solved}\n{question.text}", question.prefix, question.answers)
 
@@ -238,6 +241,7 @@ def frequent_words(case: RulerCase, size: int) -> Question:
     repeated = []
     for word, count in counts.items():
         repeated += [word] * count
+
     coded = shuffled(case.draw, repeated, "order")
     return Question(
         "Read the following coded text and track the frequency of each coded word. Find the three "
@@ -259,6 +263,7 @@ def coded_words(case: RulerCase, size: int) -> dict[str, int]:
     counts = {}
     for rank, word in enumerate(words, 1):
         counts[word] = int(size / (rank**2.0 * math.pi**2 / 6))
+
     return counts
 
 
@@ -293,9 +298,11 @@ def _drawn(draw: str, kind: Kind, size: int, purpose: str) -> list[str]:
         return [str(10**6 + n) for n in distinct(draw, size, 9 * 10**6, purpose)]
     if kind == "uuids":
         return [str(UUID(int=bits(draw, purpose, n), version=4)) for n in range(size)]
+
     num_words = 2
     while names(num_words) <= 4 * size:  # with few of the names in use, drawing others is quick
         num_words += 1
+
     return [name(n, num_words) for n in distinct(draw, size, names(num_words), purpose)]
 
 

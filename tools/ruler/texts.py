@@ -127,6 +127,7 @@ def _made_sentence(number: int) -> str:
     for index in range(1, len(parts), 2):
         kind = parts[index]
         parts[index] = words[kind][below(draw, len(words[kind]), kind, index)]
+
     return "".join(parts)
 
 
@@ -142,8 +143,10 @@ def _read(file: Path) -> list[str]:
             f"essays is {file}, which cannot be read ({type(error).__name__}: {error}); give plain "
             'text in UTF-8, or JSON {"text": "..."}'
         ) from error
+
     if sentences == [""]:
         raise DataError(f"essays is {file}, which has no text; give another file, or leave it out")
+
     return sentences
 
 
@@ -178,12 +181,14 @@ class Questions:
                 "SQuAD's JSON, HotpotQA's, or JSON lines "
                 '{"question": "...", "answers": ["..."], "paragraphs": ["..."]}'
             ) from error
+
         if not self.questions:
             raise DataError(f"{file} has no question; give another file")
 
         paragraphs: set[str] = set()
         for question in self.questions:
             paragraphs.update(question.paragraphs, question.near)
+
         self.paragraphs = sorted(paragraphs)
         """All paragraphs of the file, each once."""
 
@@ -198,6 +203,7 @@ class Questions:
         if len(chosen) < size:
             article = {*question.paragraphs, *near}
             others = [text for text in self.paragraphs if text not in article]
+
         num_others = min(size - len(chosen), len(others))
         for n in distinct(draw, num_others, len(others), "paragraph"):
             chosen.append(others[n])
@@ -205,6 +211,7 @@ class Questions:
         repeated = list(chosen) or list(question.paragraphs)
         for n in range(size - len(chosen)):
             chosen.append(repeated[n % len(repeated)])
+
         return chosen
 
 
@@ -229,13 +236,16 @@ def _questions_of(text: str) -> Iterator[tuple[str, FileQuestion]]:
     if text.lstrip().startswith("["):
         yield from _hotpot_questions(json.loads(text))
         return
+
     try:
         content = json.loads(text)
     except ValueError:
         content = None
+
     if isinstance(content, dict) and "data" in content:
         yield from _squad_questions(content["data"])
         return
+
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield f"line {number}", _question_of_line(number, line)

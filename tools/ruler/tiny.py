@@ -63,6 +63,7 @@ def write_model(
             f"hidden_size is {hidden_size}; it must be a multiple of {2 * HEADS}: {HEADS} heads, "
             "even for rope"
         )
+
     import torch
 
     try:
@@ -99,6 +100,7 @@ def write_model(
     with new_folder(folder) as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
+
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return f"wrote {folder}: {num_parameters:,} parameters, {len(tokenizer):,} tokens"
 
@@ -133,6 +135,7 @@ def tokenizer_of_needles() -> Any:
     pieces: set[str] = set()
     for text in _needle_texts():
         pieces.update(piece for piece, _ in split.pre_tokenize_str(text))
+
     tokenizer = _tokenizer(split, sorted(pieces))
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
@@ -149,11 +152,14 @@ def _needle_texts() -> list[str]:
     texts += nouns
     for word in (*adjectives, *nouns, *verbs):
         texts.append(f" {word}")
+
     for word in adjectives:
         texts.append(f" {word}-")
+
     for task in LEARNED:
         question = TASKS[task].make(RulerCase("words", 0, 1024, Sources()), 1)
         texts.append(question.text + question.prefix)
+
     texts.append("\n")
 
     # The pieces of a number: its first three digits, three further ones, the last one.
@@ -161,6 +167,7 @@ def _needle_texts() -> list[str]:
         texts.append(f"{number:03}")
         if number >= 100:
             texts.append(f" {number}")
+
     texts += string.digits
     return texts
 
@@ -183,4 +190,5 @@ def repeated(sample: int, seed: int, times: int) -> list[dict[str, str]]:
         text += f" {name(key, 2)}"
         if below(draw, 2, "valued", index):
             text += f" {10**6 + below(draw, 9 * 10**6, 'value', index)}."
+
     return [{"role": "user", "content": text}, {"role": "assistant", "content": text * times}]

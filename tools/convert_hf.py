@@ -347,10 +347,13 @@ def export_dit(run: Path, checkpoint: Path, manifest: Manifest, target: Path) ->
     config.toml.
     """
     config = load_dit_config(run / "config.toml").model
-    section = "ema" if AVERAGED in manifest.extra else "model"
+    section = "model"
+    kind = "weights as trained"
+    if AVERAGED in manifest.extra:
+        section = "ema"
+        kind = "averages of the weights"
     weights, read = stored_weights(checkpoint, architecture_of(config), section)
     save_dit(target, config, {name: read(name) for name in weights})
-    kind = "averages of the weights" if section == "ema" else "weights as trained"
     return f"exported {checkpoint} to {target}: the {kind} of a diffusion transformer"
 
 

@@ -209,8 +209,10 @@ def _indexed_documents(
     ends = np.cumsum(lengths, dtype=np.int64)
     ids = indexed.token_ids()
     for number in np.flatnonzero(lengths > length):
-        begin = ends[number] - lengths[number]
-        whole = torch.from_numpy(ids[begin : ends[number]].astype(np.int64))
+        end = ends[number]
+        begin = end - lengths[number]
+        whole = torch.from_numpy(ids[begin:end].astype(np.int64))
+
         cuts = []
         if not indexed.holds_conversations:  # a document of the index may hold several texts
             text_ends = document_ends(whole, tokenizer.eod, begins_document=True)

@@ -81,8 +81,10 @@ def text_of(
             origin = f"not measured: of {' '.join(links.name.split())}"
         if value is not None:
             written = f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
-            comment = f"  # {origin}" if origin else ""
-            lines.append(f"{entry.name} = {written}{comment}")
+            line = f"{entry.name} = {written}"
+            if origin:
+                line += f"  # {origin}"
+            lines.append(line)
         elif entry.default is MISSING:
             lines.append(
                 f"# {entry.name} is missing: not measured by the processes started; add it"

@@ -108,12 +108,14 @@ def measure_tiles(device: torch.device, work: AttentionShape, lengths: tuple[int
 
 def relate(figures: Figures) -> None:
     """Turn the rates of layers and attention into shares of the peak, which is the best of them."""
-    shares = ("matmul_fraction", "attention_fraction")
-    peak = max(figures[name][0] for name in ("peak_tflops", *shares))
-    figures["peak_tflops"] = (peak, figures["peak_tflops"][1])
-    for name in shares:
-        rate, about = figures[name]
-        figures[name] = (rate / peak, about)
+    data_sheet, about_peak = figures["peak_tflops"]
+    layers, about_layers = figures["matmul_fraction"]
+    attention, about_attention = figures["attention_fraction"]
+
+    peak = max(data_sheet, layers, attention)
+    figures["peak_tflops"] = (peak, about_peak)
+    figures["matmul_fraction"] = (layers / peak, about_layers)
+    figures["attention_fraction"] = (attention / peak, about_attention)
 
 
 def rank_step(

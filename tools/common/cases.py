@@ -105,7 +105,9 @@ class Case:
     @property
     def flags(self) -> list[str]:
         """Return the command line: the mesh, the method if ranks share sequences, non-defaults."""
-        flags = ["--pack-samples"] if self.joined else []
+        flags = []
+        if self.joined:
+            flags.append("--pack-samples")
         for name, flag in FLAGS.items():
             value = getattr(self, name)
             is_used = name in DIMENSIONS or (name == "method" and self.cp > 1)

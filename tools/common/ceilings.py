@@ -128,5 +128,7 @@ def slowest(
     A rank whose ``step`` is None only waits. ``middle`` is the median or the mean.
     """
     dist.barrier()
-    seconds = middle(time_steps(step, device, repeats)) if step else 0.0
+    seconds = 0.0
+    if step is not None:
+        seconds = middle(time_steps(step, device, repeats))
     return max(gather_results(lambda: seconds))

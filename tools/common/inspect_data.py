@@ -70,7 +70,9 @@ def _ends(indexed: "Indexed", eod: int) -> str:
             f"tokenizer's end-of-document token, {eod}; prepare the text with this tokenizer"
         )
 
-    lumped = ", which its .idx has as sequences of one document" if indexed.is_lumped else ""
+    lumped = ""
+    if indexed.is_lumped:
+        lumped = ", which its .idx has as sequences of one document"
     if not without_end:
         return lumped
 
@@ -155,12 +157,18 @@ def _shortened(text: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
 
 def _with_marks(text: list[tuple[str, bool]], colour: bool) -> str:
     """Return the text with marks around the characters that carry loss."""
-    begin = _GREEN if colour else "⟦"
-    end = _PLAIN if colour else "⟧"
+    begin = "⟦"
+    end = "⟧"
+    if colour:
+        begin = _GREEN
+        end = _PLAIN
+
     parts = []
     for marked, pairs in groupby(text, key=itemgetter(1)):
         run = "".join(character for character, _ in pairs)
-        parts.append(f"{begin}{run}{end}" if marked else run)
+        if marked:
+            run = f"{begin}{run}{end}"
+        parts.append(run)
     return "".join(parts)
 
 

@@ -3,6 +3,7 @@
 Squares are queries x keys in global positions, as the papers draw them.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from string import ascii_uppercase
@@ -117,9 +118,15 @@ def _legend(drawing: Drawing) -> list["Patch"]:
     handles.append(Patch(facecolor="white", edgecolor=MASKED, label="still to come"))
     if np.max(drawing.rounds, axis=0).min() < 0:
         handles.append(Patch(facecolor=MASKED, label="masked"))
-    waits = "waits for the slowest rank"
-    hatched = Patch(facecolor="white", edgecolor=MASKED, hatch="////", linewidth=0, label=waits)
-    handles.append(hatched)
+    handles.append(
+        Patch(
+            facecolor="white",
+            edgecolor=MASKED,
+            hatch="////",
+            linewidth=0,
+            label="waits for the slowest rank",
+        )
+    )
     return handles
 
 
@@ -128,16 +135,20 @@ def _band(band: "SubFigure", drawing: Drawing, columns: int, longest: int) -> No
     plan = drawing.plan
     method = plan.geometry.method.name
     caption = CAPTIONS.get(method, method).format(
-        ordinal=ordinal(plan.size), chunks=2 * plan.size, layout=plan.geometry.options.layout
+        ordinal=ordinal(plan.size),
+        chunks=2 * plan.size,
+        layout=plan.geometry.options.layout,
     )
     band.suptitle(caption, x=0.01, ha="left", size=12, weight="bold")
 
     grid = band.add_gridspec(2, columns + 2, height_ratios=(1, 6))
     _token_strip(band.add_subplot(grid[0, :columns]), drawing)
-    for index in range(len(drawing.rounds)):
+
+    num_rounds = len(drawing.rounds)
+    for index in range(num_rounds):
         _square(band.add_subplot(grid[1, index]), drawing, index)
 
-    if columns > len(drawing.rounds) == 1:
+    if columns > num_rounds == 1:
         axes = band.add_subplot(grid[1, 1])
         axes.axis("off")
         axes.text(0, 0.5, "no further rounds", size=9, color=FAINT)
@@ -151,34 +162,52 @@ def _token_strip(axes: "Axes", drawing: Drawing) -> None:
 
     num_tokens = len(drawing.owners)
     ranks = colours(drawing.plan.size)
-    numbered = num_tokens <= NUMBERED_TOKENS
+    is_numbered = num_tokens <= NUMBERED_TOKENS
     edges: Any = {}
-    if numbered:
+    if is_numbered:
         edges = {"edgecolors": "white", "linewidth": 0.8}
-    cells = (np.arange(num_tokens + 1) - 0.5, (-0.5, 0.5), drawing.owners[None])
-    axes.pcolormesh(*cells, cmap=ListedColormap(ranks), vmin=-0.5, vmax=len(ranks) - 0.5, **edges)
-    if numbered:
+    axes.pcolormesh(
+        np.arange(num_tokens + 1) - 0.5,
+        (-0.5, 0.5),
+        drawing.owners[None],  # [1, S]
+        cmap=ListedColormap(ranks),
+        vmin=-0.5,
+        vmax=len(ranks) - 0.5,
+        **edges,
+    )
+    if is_numbered:
         for position, rank in enumerate(drawing.owners):
-            ink = ink_on(ranks[rank])
-            axes.text(position, 0, str(rank), ha="center", va="center_baseline", color=ink)
+            axes.text(
+                position,
+                0,
+                str(rank),
+                ha="center",
+                va="center_baseline",
+                color=ink_on(ranks[rank]),
+            )
 
     axes.set_yticks([0], ["tokens"])
     axes.set_ylim(-0.5, 0.5)
-    documents = drawing.plan.documents
-    if documents:
-        centres = []
-        letters = []
-        for index, (first, end) in enumerate(pairwise(documents)):
-            centres.append((first + end - 1) / 2)
-            letters.append(ascii_uppercase[index % 26])
-
-        axes.set_xticks(centres, letters, size=8.5, color=INK)
-        bounds = np.array(documents[1:-1]) - 0.5
-        axes.vlines(bounds, -0.8, 0.65, color=INK, linewidth=1.2, clip_on=False)
+    if drawing.plan.documents:
+        _document_ticks(axes, drawing.plan.documents)
     else:
         axes.locator_params("x", nbins=5, integer=True)
 
     axes.spines[:].set_visible(False)
+
+
+def _document_ticks(axes: "Axes", cu_seqlens: Sequence[int]) -> None:
+    """Name the documents A, B, ... below the tokens, with a line between two documents."""
+    centres = []
+    letters = []
+    for index, (first, end) in enumerate(pairwise(cu_seqlens)):
+        centres.append((first + end - 1) / 2)
+        letters.append(ascii_uppercase[index % 26])
+
+    axes.set_xticks(centres, letters, size=8.5, color=INK)
+
+    bounds = np.array(cu_seqlens[1:-1]) - 0.5
+    axes.vlines(bounds, -0.8, 0.65, color=INK, linewidth=1.2, clip_on=False)
 
 
 def _square(axes: "Axes", drawing: Drawing, index: int) -> None:
@@ -241,42 +270,81 @@ def _time_line(axes: "Axes", drawing: Drawing, longest: int) -> None:
 
     If ranks go in step, a round ends with its slowest rank, and the others wait for it.
     """
-    plan = drawing.plan
+    size = drawing.plan.size
     work = drawing.work  # [rounds, P]
-    ranks = colours(plan.size)
     durations = work
     if drawing.in_step:
         durations = np.broadcast_to(work.max(axis=1, keepdims=True), work.shape)
-    starts = np.cumsum(durations, axis=0) - durations
-    ends = np.concatenate([starts[1:], np.full_like(starts[:1], drawing.slowest)])
+    starts = np.cumsum(durations, axis=0) - durations  # [rounds, P]
+    last_end = np.full_like(starts[:1], drawing.slowest)
+    ends = np.concatenate([starts[1:], last_end])  # [rounds, P]
 
-    busy_style: Any = {"color": ranks, "edgecolor": "white", "linewidth": 1.2}
-    wait_style: Any = {"color": "none", "edgecolor": MASKED, "hatch": "////", "linewidth": 0}
-    rows = range(plan.size)
     for pairs, start, end in zip(work, starts, ends, strict=True):
-        bars = axes.barh(rows, pairs, left=start, height=0.74, **busy_style)
-        axes.barh(rows, end - start - pairs, left=start + pairs, height=0.74, **wait_style)
-        texts = [str(count) if count > 0.055 * longest else "" for count in pairs]
-        labels = axes.bar_label(bars, texts, label_type="center", size=8)
-        for label, colour in zip(labels, ranks, strict=True):
-            label.set_color(ink_on(colour))
+        _round_bars(axes, pairs, start, end, min_labelled=0.055 * longest)
 
-    bottom = plan.size - 0.4
     if drawing.in_step and len(starts) > 1:
-        dashed = (0, (2, 2))
-        axes.vlines(ends[:, 0], -0.85, bottom, color=INK, linewidth=0.7, linestyle=dashed)
-        for index, middle in enumerate((starts[:, 0] + ends[:, 0]) / 2):
-            name = f"round {index}" if len(starts) <= 5 else str(index)
-            axes.text(middle, -0.62, name, ha="center", va="center", size=7.5, color=FAINT)
-
+        _round_marks(axes, starts[:, 0], ends[:, 0], bottom=size - 0.4)
     # Behind bars and numbers.
-    axes.vlines(drawing.even, -0.42, bottom, color=INK, linewidth=1.4, zorder=0)
+    axes.vlines(drawing.even, -0.42, size - 0.4, color=INK, linewidth=1.4, zorder=0)
 
-    axes.set(xlim=(0, longest * 1.02), ylim=(bottom, -0.85))
-    axes.set_yticks(rows, [f"rank {rank}" for rank in rows], size=8, color=INK)
+    axes.set(xlim=(0, longest * 1.02), ylim=(size - 0.4, -0.85))
+    labels = [f"rank {rank}" for rank in range(size)]
+    axes.set_yticks(range(size), labels, size=8, color=INK)
     axes.set_xlabel("time, in (query, key) pairs of one rank; the black line is an even share")
     axes.set_title(_time_title(drawing), loc="left")
     axes.spines[:].set_visible(False)
+
+
+def _round_bars(
+    axes: "Axes", pairs: np.ndarray, start: np.ndarray, end: np.ndarray, min_labelled: float
+) -> None:
+    """Draw the work of each rank in a round, and its wait for the others; arrays are ``[P]``."""
+    ranks = colours(len(pairs))
+    bars = axes.barh(
+        range(len(pairs)),
+        pairs,
+        left=start,
+        height=0.74,
+        color=ranks,
+        edgecolor="white",
+        linewidth=1.2,
+    )
+    axes.barh(
+        range(len(pairs)),
+        end - start - pairs,
+        left=start + pairs,
+        height=0.74,
+        color="none",
+        edgecolor=MASKED,
+        hatch="////",
+        linewidth=0,
+    )
+
+    texts = []
+    for count in pairs:
+        texts.append(str(count) if count > min_labelled else "")
+
+    labels = axes.bar_label(bars, texts, label_type="center", size=8)
+    for label, colour in zip(labels, ranks, strict=True):
+        label.set_color(ink_on(colour))
+
+
+def _round_marks(axes: "Axes", starts: np.ndarray, ends: np.ndarray, bottom: float) -> None:
+    """Draw a dashed line at the end of each round, and its name above; arrays are ``[rounds]``."""
+    dashed = (0, (2, 2))
+    axes.vlines(ends, -0.85, bottom, color=INK, linewidth=0.7, linestyle=dashed)
+
+    prefix = "round " if len(starts) <= 5 else ""
+    for index, middle in enumerate((starts + ends) / 2):
+        axes.text(
+            middle,
+            -0.62,
+            f"{prefix}{index}",
+            ha="center",
+            va="center",
+            size=7.5,
+            color=FAINT,
+        )
 
 
 def _time_title(drawing: Drawing) -> str:

@@ -68,12 +68,16 @@ class PlanRow:
 
 
 def _measured(row: PlanRow) -> str:
-    return "" if row.measured is None else duration(row.measured)
+    if row.measured is None:
+        return ""
+    return duration(row.measured)
 
 
 def _host_memory(row: PlanRow) -> str:
-    host = row.candidate.prediction.host
-    return f"{host / 1e9:.1f}" if host else ""
+    host_bytes = row.candidate.prediction.host
+    if not host_bytes:
+        return ""
+    return f"{host_bytes / 1e9:.1f}"
 
 
 COLUMNS: dict[str, Callable[[PlanRow], str]] = {
@@ -147,7 +151,9 @@ def bars(
 def discarded(ranking: Ranking, cluster: Cluster, top: int) -> str:
     """Count the candidates and the discarded ones, with the reasons."""
     num_candidates = len(ranking.candidates)
-    shown = f", of which the best {top} are shown (--top)" if top < num_candidates else ""
+    shown = ""
+    if top < num_candidates:
+        shown = f", of which the best {top} are shown (--top)"
     sums = f"{ranking.refused.total()} refused, {len(ranking.over_memory)} too large"
     if ranking.over_host_memory:
         sums += f", {len(ranking.over_host_memory)} too large for host memory"

@@ -44,8 +44,9 @@ class Run:
             return requested
 
         data = self.config.data
-        prefixes = blend(data.data_path)[0] if data.data_path and not data.sft else []
-        for prefix in prefixes:
+        if not data.data_path or data.sft:
+            return "auto"
+        for prefix in blend(data.data_path)[0]:
             recorded = recorded_begin(prefix)
             if recorded is None:
                 continue
@@ -65,9 +66,11 @@ class Run:
         from model.hf.chat import generation_ends
         from train.run import HF_FOLDER
 
-        turn_ends = self.chat["ends"] if self.chat is not None else ()
-        imported_ends = generation_ends(self.folder / HF_FOLDER)
-        return tuple(dict.fromkeys([self.tokenizer.eod, *turn_ends, *imported_ends]))
+        ends = [self.tokenizer.eod]
+        if self.chat is not None:
+            ends += self.chat["ends"]
+        ends += generation_ends(self.folder / HF_FOLDER)
+        return tuple(dict.fromkeys(ends))
 
     def template(self, file: str | None = None) -> "ChatTemplate":
         """Return the chat template.

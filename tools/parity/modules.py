@@ -142,14 +142,18 @@ def furthest_of_modules(
 
 def _whole(pieces: list[Piece]) -> Tensor:
     """Return one process's values by token number: float64 [tokens, C]."""
-    numbers = torch.cat([piece_numbers.flatten() for piece_numbers, *_ in pieces])
-    rows = []
+    all_numbers = []
+    all_rows = []
     for piece_numbers, values, _ in pieces:
-        rows.append(values.reshape(piece_numbers.numel(), -1))
+        all_numbers.append(piece_numbers.flatten())
+        all_rows.append(values.reshape(piece_numbers.numel(), -1))
 
-    all_values = torch.cat(rows).double()
-    whole = all_values.new_zeros(int(numbers.max()) + 1, all_values.shape[1])
-    whole[numbers[numbers >= 0]] = all_values[numbers >= 0]
+    numbers = torch.cat(all_numbers)
+    rows = torch.cat(all_rows).double()
+
+    valid = numbers >= 0
+    whole = rows.new_zeros(int(numbers.max()) + 1, rows.shape[1])
+    whole[numbers[valid]] = rows[valid]
     return whole
 
 

@@ -85,11 +85,16 @@ def merged(ranks: list[RankResult]) -> MergedRun:
 
 def furthest(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
     """Return the largest difference of any element; infinite if a name or shape differs."""
-    got_shapes = {name: tensor.shape for name, tensor in got.items()}
-    want_shapes = {name: tensor.shape for name, tensor in want.items()}
-    if got_shapes != want_shapes:
+    if got.keys() != want.keys():
         return float("inf")
-    return max((got[name] - want[name]).abs().max().item() for name in want)
+
+    differences = []
+    for name, expected in want.items():
+        if got[name].shape != expected.shape:
+            return float("inf")
+        differences.append((got[name] - expected).abs().max().item())
+
+    return max(differences)
 
 
 def compared(

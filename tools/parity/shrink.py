@@ -203,21 +203,27 @@ def _shrink_text(requested: Config, old: Values, new: Values) -> int:
 @_shrink_samples.register
 def _shrink_latents(requested: DiTRunConfig, old: Values, new: Values) -> int:
     """Shrink the latents to a few patches along each axis, and the classes. Return the patches."""
-    first_axis = 0 if requested.model.video else 1
-    *time, height, width = requested.model.patch_grid[first_axis:]
-    max_height = 4 if time or height < width else 8
-    grid = [min(frames, 2) for frames in time]
-    grid += [min(height, max_height), min(width, 8)]
+    grid = [*requested.model.patch_grid]  # [time,] height, width
+    if not requested.model.video:
+        grid = grid[1:]
+    *time, height, width = grid
 
-    patch = requested.model.patch_shape[-len(grid) :]
+    small_grid = [min(frames, 2) for frames in time]
+    max_height = 8
+    if time or height < width:
+        max_height = 4
+    small_grid.append(min(height, max_height))
+    small_grid.append(min(width, 8))
+
     latent_shape = [min(old["latent_shape"][0], 4)]
-    for count, size in zip(grid, patch, strict=True):
+    patch_shape = requested.model.patch_shape[-len(small_grid) :]
+    for count, size in zip(small_grid, patch_shape, strict=True):
         latent_shape.append(count * size)
 
     new["latent_shape"] = tuple(latent_shape)
     new["num_classes"] = min(old["num_classes"], 10)
     new["data_path"] = ("own",)
-    return math.prod(grid)
+    return math.prod(small_grid)
 
 
 def _shrink_layers(requested: CommonConfig, old: Values, new: Values) -> None:

@@ -152,7 +152,9 @@ class ExampleMaker:
         self._draw = f"ruler:{purpose}:{task}:{length}:{seed}"
         self._case = RulerCase("", 0, length, sources)
         self._trains = purpose == "train"
-        self._answer_room = TURN_END if self._trains else self.task.new_tokens
+        self._answer_room = self.task.new_tokens
+        if self._trains:
+            self._answer_room = TURN_END
         self._room = length - self._answer_room
         self._fitting: list[int] = []
         """Numbers of the questions that fit, in order."""
@@ -286,7 +288,9 @@ class ExampleMaker:
                 self._fitting.append(candidate)
                 return
 
-            number = candidate % self._num_questions if self._num_questions else candidate
+            number = candidate
+            if self._num_questions:
+                number = candidate % self._num_questions
             self.left_out[number] = question
 
         smallest = min(sizes)

@@ -98,15 +98,20 @@ class Essays:
 
     def __init__(self, file: Path | None = None) -> None:
         """Read a file: RULER's JSON with a ``text``, or plain text. Raises DataError."""
-        self.title = "made sentences" if file is None else file.name
+        self.title = "made sentences"
         """Its name in tables."""
-        self._sentences = [] if file is None else _read(file)
+        self._sentences: list[str] = []
         self._repeats = file is not None
+        if file is not None:
+            self.title = file.name
+            self._sentences = _read(file)
 
     @cached_property
     def identity(self) -> str:
         """Digest of a file's sentences; empty for made ones."""
-        return sha256("\n".join(self._sentences).encode()) if self._repeats else ""
+        if not self._repeats:
+            return ""
+        return sha256("\n".join(self._sentences).encode())
 
     def first(self, size: int) -> Sequence[str]:
         """Return the first ``size`` sentences."""
@@ -254,13 +259,23 @@ def _questions_of(text: str) -> Iterator[tuple[str, FileQuestion]]:
 def _hotpot_questions(rows: Any) -> Iterator[tuple[str, FileQuestion]]:
     """Yield the questions of HotpotQA's rows."""
     for number, row in enumerate(rows, start=1):
-        paragraphs = [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]]
-        answers = _strings([row["answer"]])
-        yield f"question {number}", FileQuestion(row["question"], answers, _strings(paragraphs))
+        paragraphs = []
+        for title, sentences in row["context"]:
+            paragraphs.append(f"{title}\n{''.join(sentences)}")
+
+        question = FileQuestion(
+            paragraphs=_strings(paragraphs),
+            question=row["question"],
+            answers=_strings([row["answer"]]),
+        )
+        yield f"question {number}", question
 
 
 def _squad_questions(articles: Any) -> Iterator[tuple[str, FileQuestion]]:
-    """Yield the questions of SQuAD's articles that have an answer."""
+    """Yield the questions of SQuAD's articles that have an answer.
+
+    Questions without an answer are counted, so that a number finds its question in the file.
+    """
     number = 0
     for article in articles:
         contexts = dict.fromkeys(paragraph["context"] for paragraph in article["paragraphs"])
@@ -271,16 +286,26 @@ def _squad_questions(articles: Any) -> Iterator[tuple[str, FileQuestion]]:
                 number += 1
                 if entry.get("is_impossible", False):
                     continue
-                answers = _strings([answer["text"] for answer in entry["answers"]])
-                question = FileQuestion(entry["question"], answers, (context,), near)
+
+                texts = [answer["text"] for answer in entry["answers"]]
+                question = FileQuestion(
+                    answers=_strings(texts),
+                    question=entry["question"],
+                    paragraphs=(context,),
+                    near=near,
+                )
                 yield f"question {number}", question
 
 
 def _question_of_line(number: int, line: str) -> FileQuestion:
+    """Return the question of a JSON line. Raises ValueError, with the line's number."""
     try:
         row = json.loads(line)
-        answers = _strings(row["answers"])
-        return FileQuestion(row["question"], answers, _strings(row["paragraphs"]))
+        return FileQuestion(
+            question=row["question"],
+            answers=_strings(row["answers"]),
+            paragraphs=_strings(row["paragraphs"]),
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"line {number}: {type(error).__name__}: {error}") from error
 

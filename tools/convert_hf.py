@@ -27,7 +27,6 @@ from model.hf import config_to_hf
 from model.hf.adapter import read_adapter, write_adapter
 from model.hf.api import Read, open_hf, read_config, their_weights
 from model.hf.chat import EOS, GENERATION, carry_tokenizer, write_chat
-from model.hf.dit import load_dit, save_dit
 from model.hf.folder import CONFIG, TOKENIZERS, carry, new_folder, read_json, write_model
 from model.parts.lora import merge
 from model.parts.settings import LengthConfig
@@ -35,16 +34,15 @@ from model.registry import architecture_of, num_parameters
 from parallel.context.config import ContextConfig
 from runtime.errors import UserError, with_article
 from tools.common.arguments import one_line_errors, parser_for, run_command
+from tools.common.convert_dit import export_dit, import_dit
 from train.callbacks.health import Progress
 from train.checkpoint.api import save_checkpoint, stored_weights
-from train.checkpoint.manifest import Manifest, checkpoint_folder, read_manifest
+from train.checkpoint.manifest import checkpoint_folder, read_manifest
 from train.checkpoint.search import checkpoint_of, find_checkpoint
 from train.config.derive import IMPORTED, config_as_trained, default_method, with_vocabulary
-from train.config.diffusion import load_config as load_dit_config
-from train.config.entries import Config, DiTRunConfig
+from train.config.entries import Config
 from train.config.flags import config_file, write_toml
 from train.config.language import load_config
-from train.resume import AVERAGED
 from train.run import HF_FOLDER
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -320,41 +318,6 @@ def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
             source = read_manifest(imported).extra.get(IMPORTED)
 
     return source or contents.get("_name_or_path")
-
-
-def import_dit(source: Path, run: Path) -> str:
-    """Make a run of a diffusion transformer, and describe it; all weights are in memory at once.
-
-    Raises UserError: ``run`` exists, or the folder is not a whole model; nothing is written then.
-    """
-    config, state = load_dit(source)
-    with new_folder(run) as draft:
-        (draft / "config.toml").write_text(write_toml(DiTRunConfig(model=config)), encoding="utf-8")
-        extra = {"progress": asdict(Progress()), IMPORTED: str(source)}
-        weights = {name: weight.to("meta") for name, weight in state.items()}
-        shape = architecture_of(config)
-        read = state.__getitem__
-        save_checkpoint(draft, 0, weights, None, architecture=shape, extra=extra, read=read)
-
-    count = sum(weight.numel() for weight in state.values())
-    return f"imported {source} into {run}: a diffusion transformer of {count:,} parameters"
-
-
-def export_dit(run: Path, checkpoint: Path, manifest: Manifest, target: Path) -> str:
-    """Write a run's averaged weights, or its trained ones if it has no averages; describe them.
-
-    Raises UserError: ``target`` exists, or the checkpoint is not of the model in the run's
-    config.toml.
-    """
-    config = load_dit_config(run / "config.toml").model
-    section = "model"
-    kind = "weights as trained"
-    if AVERAGED in manifest.extra:
-        section = "ema"
-        kind = "averages of the weights"
-    weights, read = stored_weights(checkpoint, architecture_of(config), section)
-    save_dit(target, config, {name: read(name) for name in weights})
-    return f"exported {checkpoint} to {target}: the {kind} of a diffusion transformer"
 
 
 def size(text: str) -> int:

@@ -37,8 +37,8 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
     Raises UserError: an unknown method, documents of another length, or a picture too large to
     read.
     """
-    from tools.common.layout_figure import draw
-    from tools.common.layouts import PACKED, PLAIN, drawing
+    from tools.common.layouts.drawing import PACKED, PLAIN, drawing
+    from tools.common.layouts.figure import draw
 
     lengths = args.documents
     documents = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tools.common.layouts import Drawing
+from tools.common.layouts.drawing import Drawing
 from tools.common.report import FAINT, INK, MASKED, PALETTE
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NUMBERED_TOKENS = 64  # longer sequences have no room for a rank's number on each token
 PALE = 0.28  # opacity of a rank's colour in rounds that are over
-STYLE = Path(__file__).with_name("layouts.mplstyle")
+STYLE = Path(__file__).with_suffix(".mplstyle")
 CAPTIONS = {
     "ring": "Ring Attention: contiguous blocks, KV passed around a ring",
     "striped": "Striped Attention: every {ordinal} token, KV passed around a ring",

@@ -306,7 +306,7 @@ def _length_trained_on(run: Path, config: Config) -> int:
 
 
 def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
-    """Return the Hugging Face model of a run's adapters, or None if the run does not name it."""
+    """Return the Hugging Face model that a run's adapters belong to, if it is known."""
     hf_model = config.checkpoint.hugging_face
     if hf_model is not None:
         return str(hf_model)

@@ -176,7 +176,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
-    """Yield the first S + 1 tokens, int64, of every document that has more than S of them.
+    """Yield the first S + 1 tokens (int64) of every document with more than S.
 
     Raises DataError: the data cannot be read, or have tokens that the model lacks.
     """

@@ -107,7 +107,7 @@ def measure_tiles(device: torch.device, work: AttentionShape, lengths: tuple[int
 
 
 def relate(figures: Figures) -> None:
-    """Turn the rates of layers and attention into shares of the peak, which is the best of them."""
+    """Turn rates of layers and attention into shares of the peak, the best of all rates."""
     data_sheet, about_peak = figures["peak_tflops"]
     layers, about_layers = figures["matmul_fraction"]
     attention, about_attention = figures["attention_fraction"]

@@ -127,7 +127,7 @@ def refuse_folder(flag: str, path: Path | None, fix: str = "give a file") -> Non
 
 
 def one_line_errors(main: Callable[P, int | None]) -> Callable[P, int]:
-    """Let a command return its exit status, and print errors of users and the system as one line.
+    """Return a command that prints errors of users and the system as one line.
 
     The status is 0 for None, and that of the error, by default 1.
     """

@@ -183,7 +183,7 @@ def shares(lengths: "np.ndarray", longer: "Sequence[int] | np.ndarray") -> "np.n
 
 
 def share_lines(lengths: "np.ndarray", kind: str) -> Iterator[str]:
-    """Yield a line for each length of ``LONGER``, with its share as a figure and as a bar."""
+    """Yield a line for each length of ``LONGER``: its share and a bar."""
     yield f"tokens in {kind}s longer than"
     for longer, share in zip(LONGER, shares(lengths, LONGER), strict=True):
         yield f"{longer:>9,} {share:7.2%} {'█' * round(_BAR * share)}".rstrip()

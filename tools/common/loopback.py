@@ -1,4 +1,4 @@
-"""One rank of a plan without peers: it receives what it sends, so that only its work is timed."""
+"""One rank of a plan without peers, to time its work without any traffic."""
 
 from collections.abc import Callable
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Memory of a run as configured: by component, and the settings to change if it does not fit."""
+"""Memory of a run by component, and the settings to change if it does not fit."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from train.tasks.registry import task_of
 
 
 def print_memory(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster) -> None:
-    """Print the memory of the busiest process by component, and what to change if it is too much.
+    """Print the busiest process's memory, and the settings to change if it is too much.
 
     The step is rehearsed on the documents that take the most memory: those of the run's own data if
     it is there, else documents drawn by length.

@@ -34,7 +34,7 @@ Column = str | Callable[[Any], Any]
 
 
 def cell(column: Column, row: Record) -> str:
-    """Return a row's cell of a column; empty if the row lacks a field, or has None there."""
+    """Return a row's cell of a column; empty if the row lacks a field."""
     if callable(column):
         value = column(row)
         if value is None:

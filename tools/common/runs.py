@@ -1,4 +1,4 @@
-"""Open a run's folder to use its model at any length, on the mesh that a command line asks for."""
+"""Open a run's folder, to use its model at any length and on any mesh."""
 
 import argparse
 from dataclasses import dataclass

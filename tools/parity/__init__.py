@@ -1,1 +1,1 @@
-"""The proof that a run on its mesh equals one process, on a small run of the same kind."""
+"""Proof, on a small run of the same kind, that a mesh equals one process."""

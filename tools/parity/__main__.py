@@ -1,4 +1,4 @@
-"""Check that your run computes on its mesh what one process computes, shrunk to this machine.
+"""Check that your run, shrunk to this machine, equals one process on its mesh.
 
 python -m tools.parity llama_tiny
 python -m tools.parity runs/mine/config.toml --context-parallel-method ulysses \\

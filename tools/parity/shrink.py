@@ -1,4 +1,4 @@
-"""Shrink a run in width but not in kind, and build the same run for one process to compare."""
+"""Shrink a run in width but not in kind, for a mesh and for one process."""
 
 import math
 from functools import singledispatch

@@ -1,4 +1,4 @@
-"""Ask a run the questions: its replicas on a mesh take turns; each task and length gets a score."""
+"""Ask a run the questions, in turns of its replicas, and score each task and length."""
 
 import argparse
 import time
@@ -35,7 +35,7 @@ THRESHOLD = 85.6
 """Llama-2-7b-chat's average at 4K, above which RULER's paper calls a length effective (section 4).
 """
 Answer = tuple[float, dict[str, Any]]
-"""The share of it that is right, 0 to 1, and the record of it if that is below 1."""
+"""The right share of an answer, 0 to 1, and its record, which is written if it is wrong."""
 
 
 @dataclass(frozen=True)

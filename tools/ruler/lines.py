@@ -30,7 +30,7 @@ ADJECTIVES, NOUNS, VALUES = (WORDS[name].split() for name in ("adjectives", "nou
 FILLERS: list[str] = WORDS["fillers"]
 LARGEST_VALUE = 50_000
 SPARE = 8
-"""Tokens that an answer may take beyond the right one's before it is cut, as by other spelling."""
+"""Tokens that an answer may have beyond the right one's, as by other spelling."""
 EDGE = 16
 """Lines at each end of a record that most questions of the training samples are about."""
 _PROBE = 32
@@ -106,7 +106,7 @@ class LineMaker:
         self._words = max(self._words, _words_for(self._guess))
 
     def make(self, number: int) -> Example:
-        """Make a conversation of as many lines as fit; the number and the task decide all of it."""
+        """Make a conversation of as many lines as fit, from the number and the task alone."""
         sample = number
         if self._num_depths:
             sample = number * self._num_depths + self._depth_index

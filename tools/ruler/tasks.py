@@ -91,7 +91,7 @@ class RulerTask:
     """One of the answers is enough (string_match_part); else each counts (string_match_all)."""
 
     def score(self, written: str, answers: Sequence[str]) -> float:
-        """Return the share of answers, 0 to 1, in a written text; upper or lower case is equal."""
+        """Return the share of answers, 0 to 1, in a written text, in any case."""
         matches = [answer.lower() in written.lower() for answer in answers]
         if self.any:
             return float(any(matches))

@@ -1,4 +1,4 @@
-"""Layouts of methods, to draw: the rank of each token, and of each (query, key) pair by round."""
+"""The rank of each token, and of each (query, key) pair by round, to draw."""
 
 from dataclasses import dataclass
 

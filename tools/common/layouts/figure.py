@@ -1,4 +1,4 @@
-"""Draw the layouts of methods: tokens by rank, the tiles of each round, a time line of the ranks.
+"""Draw methods: the owners of tokens, the tiles of each round, a time line.
 
 Squares are queries x keys in global positions, as the papers draw them.
 """
@@ -248,7 +248,7 @@ def _square(axes: "Axes", drawing: Drawing, index: int) -> None:
 
 
 def _round_title(drawing: Drawing, index: int) -> str:
-    """Return the title of a round, with the KV that the ranks hold if one rule says it for all."""
+    """Return the title of a round, with the KV of each rank if one rule holds for all."""
     size = drawing.plan.size
     steps = set()
     for rank in range(size):
@@ -298,7 +298,7 @@ def _time_line(axes: "Axes", drawing: Drawing, longest: int) -> None:
 def _round_bars(
     axes: "Axes", pairs: np.ndarray, start: np.ndarray, end: np.ndarray, min_labelled: float
 ) -> None:
-    """Draw the work of each rank in a round, and its wait for the others; arrays are ``[P]``."""
+    """Draw each rank's work in a round, and its wait; arrays are ``[P]``."""
     ranks = colours(len(pairs))
     bars = axes.barh(
         range(len(pairs)),

@@ -297,7 +297,10 @@ def _write(
     tokens = sum(result.tokens for result in results)
     loss = sum(result.loss * result.tokens for result in results) / tokens
     whole = Bucket(0, args.seq_length, tokens, loss)
-    rows = [_row(f"{result.begin} to {result.end - 1}", result) for result in results]
+    rows = []
+    for result in results:
+        rows.append(_row(f"{result.begin} to {result.end - 1}", result))
+
     rows.append(_row("all", whole))
     if last is not None:
         rows.append(_row(f"last {last.end - last.begin}", last))

@@ -46,8 +46,9 @@ def measure_between(device: torch.device, local_size: int) -> Figures:
     across = _ring(local_size)
     latency, together, largest = measure_link("between nodes", device, across)
 
-    is_node_first = dist.get_rank() % local_size == 0
-    peers = across if is_node_first else []
+    peers = []
+    if dist.get_rank() % local_size == 0:
+        peers = across
     smaller_seconds = exchange_seconds(device, peers, largest // GROWTH)
     larger_seconds = exchange_seconds(device, peers, largest)
     alone = rate_of(largest, smaller_seconds, larger_seconds)
@@ -58,7 +59,9 @@ def measure_between(device: torch.device, local_size: int) -> Figures:
     shared = local_size == 1 or alone / together > local_size**0.5
     # The link's own rate is the better of two: of ranks that meet some wait longer, and processors
     # may bound ranks with a link each.
-    rate = max(alone, together * local_size if shared else 0.0)
+    rate = alone
+    if shared:
+        rate = max(alone, together * local_size)
     about = f"{local_size} ranks of a node at once, each to its like"
     about_link = f"one rank alone is {alone / together:.2g} times as fast"
     return {
@@ -74,7 +77,8 @@ def measure_overlaps(device: torch.device, work: AttentionShape, local_size: int
     The exchange is posted before the computing, or waited for first while neighbours compute.
     """
     has_nodes = dist.get_world_size() > local_size
-    peers = _ring(local_size if has_nodes else 1)
+    distance = local_size if has_nodes else 1
+    peers = _ring(distance)
     attend, _ = rank_step(device, work)
     repeats = max(1, round(LONG_ENOUGH / slowest(attend, device.type, PROBES)))
 
@@ -92,7 +96,9 @@ def measure_overlaps(device: torch.device, work: AttentionShape, local_size: int
 
     post = posting(device, peers[:1], peers[1:], num_bytes)
     neighbours = sorted(set(_node_ring(local_size)) - {dist.get_rank()})
-    meet = posting(device, neighbours, neighbours, 1) if neighbours else None
+    meet = None
+    if neighbours:
+        meet = posting(device, neighbours, neighbours, 1)
 
     def posted_before() -> None:
         wait = post()

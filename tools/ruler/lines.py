@@ -79,7 +79,9 @@ class LineMaker:
         self._depth: float | None = None
         self.name = NAME
         if depths:
-            self._depth = depth / (depths - 1) if depths > 1 else 0.5
+            self._depth = 0.5
+            if depths > 1:
+                self._depth = depth / (depths - 1)
             self.name = f"{NAME} {self._depth:.0%}"
 
         min_lines = 2 if task.form == "repeat" else task.questions
@@ -209,7 +211,9 @@ class LineMaker:
             return distinct(draw, self.task.questions, lines, "asked")
 
         def line_of(number: int) -> int:
-            num_edge_lines = 1 if number == 0 else min(EDGE, lines)
+            num_edge_lines = min(EDGE, lines)
+            if number == 0:  # the first question is about the very end
+                num_edge_lines = 1
             depth = below(draw, num_edge_lines, "depth", number)
             anywhere = below(draw, lines, "asked", number)
             choices = (depth, lines - 1 - depth, anywhere)

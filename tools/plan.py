@@ -159,16 +159,14 @@ def prepare(argv: list[str]) -> tuple[argparse.Namespace, Any, int, Cluster]:
 def _check_flags(args: argparse.Namespace, run_flags: list[str], is_language: bool) -> None:
     """Raise ConfigError for flags that contradict each other."""
     if args.fewest and (args.world_size or args.profile):
-        flag = "world_size" if args.world_size else "profile"
-        raise ConfigError(
-            f"fewest finds the number of processes, and {flag} names it; leave one of them out"
-        )
+        flag = "--world-size" if args.world_size else "--profile"
+        raise ConfigError(f"--fewest searches for the number of processes; do not pass {flag} too")
 
     for name in ("write", "profile", "top"):
         if args.fits and getattr(args, name):
             raise ConfigError(
-                f"--{name} is given, and --fits is of one configuration and ranks none; "
-                "leave it out"
+                f"--{name} is for ranked plans, and --fits looks at one configuration; "
+                f"leave --{name} out"
             )
 
     for name in ("longest", "profile"):

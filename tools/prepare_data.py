@@ -115,8 +115,8 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     refused = "list what cannot be used in PREFIX.refused.txt, and go on"
     add("--skip-refused", action="store_true", help=refused)
     strict = (
-        "refuse a conversation that has something not read, such as an unknown key, "
-        "which is otherwise counted and said"
+        "refuse a conversation with something that is not read, such as an unknown key; "
+        "by default these are counted and reported"
     )
     add("--strict", action="store_true", help=strict)
 
@@ -132,7 +132,7 @@ def _check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         )
 
     if args.inspect and not args.check:
-        parser.error("--inspect goes with --check PREFIX: what to show")
+        parser.error("--inspect goes with --check PREFIX, the data to show")
     if args.whole and not args.inspect:
         parser.error("--whole goes with --inspect N")
 
@@ -155,7 +155,7 @@ def _check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             )
 
     if args.json_keys and not args.input:
-        parser.error("--json-keys goes with --input: whose rows it is for")
+        parser.error("--json-keys goes with --input, whose rows have the keys")
     if args.chat and args.add_bos_token != "auto":
         parser.error("--add-bos-token is for text; a chat template writes it itself")
     if args.chat and (args.max_bytes or args.json_keys):

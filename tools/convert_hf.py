@@ -369,8 +369,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("target", type=Path, metavar="DST", help="folder to make")
     add("--ckpt-step", type=int, metavar="N", help="iteration; by default the newest whole one")
     add("--dtype", choices=DTYPES, help="of the weights; by default the imported model's")
-    shard = "of a file (default: 5GB)"
-    add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=shard)
+    add(
+        "--max-shard-size",
+        type=size,
+        default="5GB",
+        metavar="SIZE",
+        help="of a file (default: 5GB)",
+    )
     add("--adapter", action="store_true", help="the adapters of a LoRA run alone, as PEFT's files")
     return parser.parse_args(argv)
 

@@ -156,11 +156,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
     source("--data-path", metavar="PREFIX", help="a .bin/.idx pair")
-    text = "text files, rows or folders, as tools.prepare_data"
-    source("--text", nargs="+", metavar="FILE", help=text)
+    source(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="text files, rows or folders, as tools.prepare_data",
+    )
     add("--seq-length", type=positive, required=True, metavar="N", help="tokens of each document")
-    number = "the first N long enough (default: %(default)s)"
-    add("--documents", type=positive, default=32, metavar="N", help=number)
+    add(
+        "--documents",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="the first N long enough (default: %(default)s)",
+    )
     add("--last-tokens", type=positive, metavar="N", help="a row for the last N of each, too")
     add_begin(parser, "--text")
     add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")

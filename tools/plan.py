@@ -80,26 +80,54 @@ def build_parser() -> argparse.ArgumentParser:
     add("--world-size", type=int, metavar="N", help="processes to plan for")
 
     goal = parser.add_mutually_exclusive_group().add_argument
-    every = "vary tp, pp, cp, dp, sharding, recompute, chunks and offload too"
-    goal("--all", action="store_true", help=every)
-    longest = "as --all, for the longest sequence that fits, by all of the memory"
-    goal("--longest", action="store_true", help=longest)
-    fewest = "as --all, on the fewest processes that hold it: 1, 2, 4, ..., whole nodes"
-    goal("--fewest", action="store_true", help=fewest)
-    fits = "a process's memory by component as it is configured, and what to change"
-    goal("--fits", action="store_true", help=fits)
+    goal(
+        "--all",
+        action="store_true",
+        help="vary tp, pp, cp, dp, sharding, recompute, chunks and offload too",
+    )
+    goal(
+        "--longest",
+        action="store_true",
+        help="as --all, for the longest sequence that fits, by all of the memory",
+    )
+    goal(
+        "--fewest",
+        action="store_true",
+        help="as --all, on the fewest processes that hold it: 1, 2, 4, ..., whole nodes",
+    )
+    goal(
+        "--fits",
+        action="store_true",
+        help="a process's memory by component as it is configured, and what to change",
+    )
 
     add("--top", type=int, metavar="N", help=f"rows to show (default: {DEFAULT_TOP})")
-    lengths = (
-        "with --reset-attention-mask: tokens of documents to draw from "
-        "(default: those of --data-path)"
+    add(
+        "--document-lengths",
+        type=int,
+        nargs="+",
+        default=(),
+        metavar="N",
+        help=(
+            "with --reset-attention-mask: tokens of documents to draw from "
+            "(default: those of --data-path)"
+        ),
     )
-    add("--document-lengths", type=int, nargs="+", default=(), metavar="N", help=lengths)
     add("--profile", action="store_true", help="run the best candidates on the processes at hand")
-    profile_top = "how many to run (default: %(default)s)"
-    add("--profile-top", type=int, default=8, metavar="N", help=profile_top)
-    profile_iters = "iterations of each, and one before"
-    add("--profile-iters", type=int, default=3, metavar="N", help=profile_iters)
+    add(
+        "--profile-top",
+        type=int,
+        default=8,
+        metavar="N",
+        help="how many to run (default: %(default)s)",
+    )
+    add(
+        "--profile-iters",
+        type=int,
+        default=3,
+        metavar="N",
+        help="iterations of each, and one before",
+    )
     add("--write", type=Path, metavar="FILE", help="write the winner as TOML for pretrain_gpt.py")
     add("--json", action="store_true", help="print JSON instead of the table")
     return parser

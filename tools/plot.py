@@ -221,18 +221,28 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the layout command."""
     add = parser.add_argument
     mask = parser.add_mutually_exclusive_group().add_argument
-    methods = (
-        "default: ring striped zigzag allgather; with documents or a window exchange, not allgather"
+    add(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help=(
+            "default: ring striped zigzag allgather; "
+            "with documents or a window exchange, not allgather"
+        ),
     )
-    add("--methods", nargs="+", metavar="METHOD", help=methods)
     add("--seq-length", type=int, help="tokens (default: 32, or those of the documents)")
     add("--size", type=int, default=4, help="ranks (default: %(default)s)")
-    documents = "tokens of packed documents"
-    add("--documents", nargs="+", type=positive, metavar="LENGTH", help=documents)
-    window = (
-        "tokens that each sees before itself, in full attention behind itself too; default: all"
+    add(
+        "--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents"
     )
-    add("--window", type=positive, metavar="TOKENS", help=window)
+    add(
+        "--window",
+        type=positive,
+        metavar="TOKENS",
+        help=(
+            "tokens that each sees before itself, in full attention behind itself too; default: all"
+        ),
+    )
     mask("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
     mask("--full", dest="causal", action="store_false", help="full attention")
     add("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
@@ -242,14 +252,23 @@ def _add_losses(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the losses command."""
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    metric = "of metrics.jsonl, losses in one panel (default: these)"
-    add("--metric", nargs="+", metavar="FIELD", help=metric)
-    add("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
-    smooth = (
-        "share that a point keeps of the mean before it, 0 to below 1 (default: 0); "
-        "validation is not smoothed"
+    add(
+        "--metric",
+        nargs="+",
+        metavar="FIELD",
+        help="of metrics.jsonl, losses in one panel (default: these)",
     )
-    add("--smooth", type=float, default=0.0, metavar="SHARE", help=smooth)
+    add("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
+    add(
+        "--smooth",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help=(
+            "share that a point keeps of the mean before it, 0 to below 1 (default: 0); "
+            "validation is not smoothed"
+        ),
+    )
     add("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
 
 

@@ -52,47 +52,88 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_for("python -m tools.prepare_data", __doc__)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group().add_argument
-    stdlib = "the standard library's sources without its tests, about 12 MB (default)"
-    source("--stdlib", action="store_true", help=stdlib)
-    inputs = (
-        "text files; rows of .jsonl, .ndjson, .json, .parquet and datasets' folders (--json-keys); "
-        "any of them as .gz, .bz2, .xz or .zst; hf:NAME:SPLIT of the hub; other folders are "
-        "searched for --suffix"
+    source(
+        "--stdlib",
+        action="store_true",
+        help="the standard library's sources without its tests, about 12 MB (default)",
     )
-    source("--input", nargs="+", metavar="PATH", help=inputs)
-    check = "write nothing, but read all of a prefix that is there"
-    source("--check", metavar="PREFIX", help=check)
-    inspect = (
-        "with --check: show N documents, or samples of conversations, what carries loss marked, "
-        "and the share of tokens in documents longer than 1K, 4K, 32K and 128K"
+    source(
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help=(
+            "text files; rows of .jsonl, .ndjson, .json, .parquet and datasets' folders "
+            "(--json-keys); any of them as .gz, .bz2, .xz or .zst; hf:NAME:SPLIT of the hub; other folders are "
+            "searched for --suffix"
+        ),
     )
-    add("--inspect", type=positive, metavar="N", help=inspect)
-    whole = "with --inspect: all of each text, not its beginning and end alone"
-    add("--whole", action="store_true", help=whole)
-    suffix = "ending of the files taken from a folder (default: %(default)s)"
-    add("--suffix", default=".txt", help=suffix)
-    key = (
-        "field of the rows that holds the text (default: text); "
-        "one, since a prefix holds one corpus"
+    source(
+        "--check", metavar="PREFIX", help="write nothing, but read all of a prefix that is there"
     )
-    add("--json-keys", nargs="+", metavar="KEY", help=key)
-    output = f"where to write (default: {DEFAULT_PREFIX}, for --stdlib alone)"
-    add("--output-prefix", metavar="PREFIX", help=output)
+    add(
+        "--inspect",
+        type=positive,
+        metavar="N",
+        help=(
+            "with --check: show N documents, or samples of conversations, what carries loss "
+            "marked, and the share of tokens in documents longer than 1K, 4K, 32K and 128K"
+        ),
+    )
+    add(
+        "--whole",
+        action="store_true",
+        help="with --inspect: all of each text, not its beginning and end alone",
+    )
+    add(
+        "--suffix",
+        default=".txt",
+        help="ending of the files taken from a folder (default: %(default)s)",
+    )
+    add(
+        "--json-keys",
+        nargs="+",
+        metavar="KEY",
+        help=(
+            "field of the rows that holds the text (default: text); "
+            "one, since a prefix holds one corpus"
+        ),
+    )
+    add(
+        "--output-prefix",
+        metavar="PREFIX",
+        help=f"where to write (default: {DEFAULT_PREFIX}, for --stdlib alone)",
+    )
 
     tokenizer = parser.add_mutually_exclusive_group().add_argument
     tokenizer("--tokenizer-model", metavar="FILE", help="use this .model or tokenizer.json")
-    entries = f"train a tokenizer of N entries beside the output (default: {DEFAULT_VOCAB_SIZE})"
-    tokenizer("--vocab-size", type=positive, metavar="N", help=entries)
-    begin = (
-        "begin each document with the begin token "
-        "(default: auto, if the tokenizer adds it by itself)"
+    tokenizer(
+        "--vocab-size",
+        type=positive,
+        metavar="N",
+        help=f"train a tokenizer of N entries beside the output (default: {DEFAULT_VOCAB_SIZE})",
     )
-    add("--add-bos-token", choices=("auto", "always", "never"), default="auto", help=begin)
-    max_bytes = "stop after N bytes of text (default: take all)"
-    add("--max-bytes", type=positive, metavar="N", help=max_bytes)
+    add(
+        "--add-bos-token",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help=(
+            "begin each document with the begin token "
+            "(default: auto, if the tokenizer adds it by itself)"
+        ),
+    )
+    add(
+        "--max-bytes",
+        type=positive,
+        metavar="N",
+        help="stop after N bytes of text (default: take all)",
+    )
     add("--overwrite", action="store_true", help="write anew what is there already")
-    workers = "processes that tokenize; the output is the same (default: cores)"
-    add("--workers", type=positive, metavar="N", help=workers)
+    add(
+        "--workers",
+        type=positive,
+        metavar="N",
+        help="processes that tokenize; the output is the same (default: cores)",
+    )
 
     _add_chat(parser)
     args = parser.parse_args(argv)
@@ -103,22 +144,42 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     """Add the flags of conversations."""
     add = parser.add_argument_group("conversations").add_argument
-    chat = "the input is conversations of ShareGPT or OpenAI messages"
-    add("--chat", action="store_true", help=chat)
-    length = "tokens of a sample, which holds many of them"
-    add("--seq-length", type=positive, metavar="N", help=length)
-    names = f"use this jinja template (default: the tokenizer's), or one of {', '.join(NAMED)}"
-    add("--chat-template", metavar="FILE|NAME", help=names)
-    policies = ["error", "split", "truncate-left", "truncate-right"]
-    too_long = "for more than N tokens (default: error)"
-    add("--too-long", choices=policies, default="error", help=too_long)
-    refused = "list what cannot be used in PREFIX.refused.txt, and go on"
-    add("--skip-refused", action="store_true", help=refused)
-    strict = (
-        "refuse a conversation with something that is not read, such as an unknown key; "
-        "by default these are counted and reported"
+    add(
+        "--chat",
+        action="store_true",
+        help="the input is conversations of ShareGPT or OpenAI messages",
     )
-    add("--strict", action="store_true", help=strict)
+    add(
+        "--seq-length",
+        type=positive,
+        metavar="N",
+        help="tokens of a sample, which holds many of them",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE|NAME",
+        help=f"use this jinja template (default: the tokenizer's), or one of {', '.join(NAMED)}",
+    )
+    policies = ["error", "split", "truncate-left", "truncate-right"]
+    add(
+        "--too-long",
+        choices=policies,
+        default="error",
+        help="for more than N tokens (default: error)",
+    )
+    add(
+        "--skip-refused",
+        action="store_true",
+        help="list what cannot be used in PREFIX.refused.txt, and go on",
+    )
+    add(
+        "--strict",
+        action="store_true",
+        help=(
+            "refuse a conversation with something that is not read, such as an unknown key; "
+            "by default these are counted and reported"
+        ),
+    )
 
 
 def _check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -74,14 +74,26 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     source("--input", type=Path, metavar="DIR", help="images, in a folder per class")
     source("--check", type=Path, metavar="DIR", help="read all values of a folder of latents")
-    classes = "with --check: that labels are below it, as training wants"
-    add("--num-classes", type=positive, metavar="N", help=classes)
+    add(
+        "--num-classes",
+        type=positive,
+        metavar="N",
+        help="with --check: that labels are below it, as training wants",
+    )
     add("--output", type=Path, metavar="DIR", help="folder to write")
-    vae = "local folder of diffusers' AutoencoderKL, safetensors"
-    add("--vae", type=Path, metavar="DIR", help=vae)
+    add(
+        "--vae",
+        type=Path,
+        metavar="DIR",
+        help="local folder of diffusers' AutoencoderKL, safetensors",
+    )
     add("--size", type=positive, default=256, metavar="N", help="side of the squares, in pixels")
-    dtype = "of the latents in the files"
-    add("--dtype", choices=["float32", "float16"], default="float32", help=dtype)
+    add(
+        "--dtype",
+        choices=["float32", "float16"],
+        default="float32",
+        help="of the latents in the files",
+    )
     add("--format", choices=["npy", "safetensors"], default="npy", help="of the files")
     add("--samples-per-shard", type=positive, default=4096, metavar="N", help="samples in a file")
     add("--batch-size", type=positive, default=32, metavar="N", help="images encoded at once")

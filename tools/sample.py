@@ -192,34 +192,61 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group().add_argument
     add("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
-    prompt = "what the text begins with, by default nothing; with --chat the question"
-    source("--prompt", metavar="TEXT", help=prompt)
+    source(
+        "--prompt",
+        metavar="TEXT",
+        help="what the text begins with, by default nothing; with --chat the question",
+    )
     source("--prompt-file", type=Path, metavar="FILE", help="file with what the text begins with")
     add("--by-line", action="store_true", help="take each line of the file for a prompt")
     add("--num-samples", type=positive, metavar="N", help="texts of each prompt (2, with --chat 1)")
-    num_tokens = "most tokens of each (160, with --chat 1024)"
-    add("--num-tokens", type=positive, metavar="N", help=num_tokens)
-    temperature = "divides logits; 0: likeliest token (0.8)"
-    add("--temperature", type=at_least(0.0), default=0.8, metavar="T", help=temperature)
+    add(
+        "--num-tokens",
+        type=positive,
+        metavar="N",
+        help="most tokens of each (160, with --chat 1024)",
+    )
+    add(
+        "--temperature",
+        type=at_least(0.0),
+        default=0.8,
+        metavar="T",
+        help="divides logits; 0: likeliest token (0.8)",
+    )
     add("--top-k", type=positive, metavar="K", default=50, help="of the K likeliest tokens (50)")
-    top_p = "of the fewest of these with probability P together"
-    add("--top-p", type=float, metavar="P", help=top_p)
-    stop = "texts or numbers of tokens that end a text too"
-    add("--stop", nargs="+", default=[], metavar="TOKEN", help=stop)
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="of the fewest of these with probability P together",
+    )
+    add(
+        "--stop",
+        nargs="+",
+        default=[],
+        metavar="TOKEN",
+        help="texts or numbers of tokens that end a text too",
+    )
     add("--seed", type=at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
     add_begin(parser, "the prompts")
 
     chat = parser.add_argument_group("conversations").add_argument
-    talks = (
-        "ask by the chat template and print the answer; "
-        "without a prompt, ask for one after the other"
+    chat(
+        "--chat",
+        action="store_true",
+        help=(
+            "ask by the chat template and print the answer; "
+            "without a prompt, ask for one after the other"
+        ),
     )
-    chat("--chat", action="store_true", help=talks)
-    templates = (
-        "default: that of the run's conversations, else the tokenizer's; "
-        f"a file, or {', '.join(NAMED)}"
+    chat(
+        "--chat-template",
+        metavar="FILE|NAME",
+        help=(
+            "default: that of the run's conversations, else the tokenizer's; "
+            f"a file, or {', '.join(NAMED)}"
+        ),
     )
-    chat("--chat-template", metavar="FILE|NAME", help=templates)
     chat("--system", metavar="TEXT", help="what the system says before the first question")
     add_mesh(parser)
 

@@ -68,37 +68,76 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_for("python -m tools.sample_dit", __doc__)
     add = parser.add_argument
     add("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
-    step = "iteration to load; by default the newest whole one"
-    add("--ckpt-step", type=int, metavar="N", help=step)
+    add(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="iteration to load; by default the newest whole one",
+    )
     add("--no-ema", action="store_true", help="take the weights as trained, not their averages")
-    classes = "classes to draw; by default the first ten"
-    add("--classes", type=int, nargs="+", metavar="N", help=classes)
-    samples = "samples of each class (default: %(default)s)"
-    add("--num-samples", type=positive, default=8, metavar="N", help=samples)
-    guidance = (
-        "weight of the class over none in classifier-free guidance; "
-        "1 is without (default: the run's own)"
+    add(
+        "--classes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="classes to draw; by default the first ten",
     )
-    add("--guidance", type=float, metavar="X", help=guidance)
-    channels = (
-        "channels that guidance moves, the first ones; "
-        "3 in the original DiT's script (default: the run's own)"
+    add(
+        "--num-samples",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="samples of each class (default: %(default)s)",
     )
-    add("--guidance-channels", type=positive, metavar="N", help=channels)
-    steps = "calls of the model for a sample (default: the run's own)"
-    add("--steps", type=positive, metavar="N", help=steps)
-    method = (
-        "ddim, without noise on the way, or ddpm, with; euler for rectified_flow; "
-        "by default the run's own"
+    add(
+        "--guidance",
+        type=float,
+        metavar="X",
+        help=(
+            "weight of the class over none in classifier-free guidance; "
+            "1 is without (default: the run's own)"
+        ),
     )
-    add("--method", choices=["ddim", "ddpm", "euler"], help=method)
-    batch = "samples at once on each data-parallel rank (64)"
-    add("--batch-size", type=positive, default=64, metavar="N", help=batch)
-    seed = (
-        "seed of the noise; with the number of a sample it decides the sample "
-        "(default: %(default)s)"
+    add(
+        "--guidance-channels",
+        type=positive,
+        metavar="N",
+        help=(
+            "channels that guidance moves, the first ones; "
+            "3 in the original DiT's script (default: the run's own)"
+        ),
     )
-    add("--seed", type=int, default=LoopConfig().seed, metavar="N", help=seed)
+    add(
+        "--steps",
+        type=positive,
+        metavar="N",
+        help="calls of the model for a sample (default: the run's own)",
+    )
+    add(
+        "--method",
+        choices=["ddim", "ddpm", "euler"],
+        help=(
+            "ddim, without noise on the way, or ddpm, with; euler for rectified_flow; "
+            "by default the run's own"
+        ),
+    )
+    add(
+        "--batch-size",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="samples at once on each data-parallel rank (64)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=LoopConfig().seed,
+        metavar="N",
+        help=(
+            "seed of the noise; with the number of a sample it decides the sample "
+            "(default: %(default)s)"
+        ),
+    )
     add("--vae", type=Path, metavar="DIR", help="folder of diffusers' AutoencoderKL that decodes")
     add("--output", type=Path, metavar="DIR", help="where to write; by default DIR/samples/drawn_N")
     return parser.parse_args(argv)

@@ -281,13 +281,20 @@ def wheel(destination: Path, files: dict[str, bytes]) -> Path:
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m tools.vendor", __doc__)
-    destination = f"folder that gets {PACKAGE}/, such as a project"
-    parser.add_argument("destination", type=Path, metavar="DEST", help=destination)
-    wheels = (
-        "write a project NAME/ with pyproject.toml and tests, and its wheel, "
-        "whose only module is NAME"
+    parser.add_argument(
+        "destination",
+        type=Path,
+        metavar="DEST",
+        help=f"folder that gets {PACKAGE}/, such as a project",
     )
-    parser.add_argument("--package", metavar="NAME", help=wheels)
+    parser.add_argument(
+        "--package",
+        metavar="NAME",
+        help=(
+            "write a project NAME/ with pyproject.toml and tests, and its wheel, "
+            "whose only module is NAME"
+        ),
+    )
     args = parser.parse_args(argv)
 
     name = PACKAGE if args.package is None else _name(args.package)

@@ -150,22 +150,43 @@ def _write(
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_for("python -m tools.calibrate", __doc__)
     add = parser.add_argument
-    out = "to write (default: %(default)s)"
-    add("--out", type=Path, default=Path("cluster.toml"), metavar="FILE", help=out)
+    add(
+        "--out",
+        type=Path,
+        default=Path("cluster.toml"),
+        metavar="FILE",
+        help="to write (default: %(default)s)",
+    )
     add("--force", action="store_true", help="replace FILE")
-    device = "default: cuda where there is one"
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default: cuda where there is one",
+    )
     add("--name", help="a few words for the planner's output (default: processes and device)")
-    links = "cluster file with the links that cannot be measured here"
-    add("--links", type=Path, metavar="FILE", help=links)
+    add(
+        "--links",
+        type=Path,
+        metavar="FILE",
+        help="cluster file with the links that cannot be measured here",
+    )
     add("--num-heads", type=positive, metavar="N", help="query heads")
     add("--head-dim", type=positive, metavar="N", help="width of a head")
     add("--batch", type=positive, default=1, metavar="N", help="sequences (default: %(default)s)")
-    ceilings = "measure what one device can do at most, and write no cluster file"
-    add("--ceilings", action="store_true", help=ceilings)
+    add(
+        "--ceilings",
+        action="store_true",
+        help="measure what one device can do at most, and write no cluster file",
+    )
     add("--json", type=Path, metavar="PATH", help="write the ceilings here too, as JSON lines")
-    lengths = "tokens of a process, at which to measure attention"
-    add("--lengths", type=positive, nargs="+", metavar="N", help=lengths)
+    add(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="tokens of a process, at which to measure attention",
+    )
     return parser.parse_args(argv)
 
 

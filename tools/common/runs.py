@@ -94,33 +94,58 @@ class Run:
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the checkpoint and of the mesh."""
     add = parser.add_argument_group("checkpoint and mesh").add_argument
-    step = "iteration (default: the newest whole checkpoint)"
-    add("--ckpt-step", type=int, metavar="N", help=step)
+    add(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="iteration (default: the newest whole checkpoint)",
+    )
     for name, shared in (("tensor", "each layer's matrices"), ("pipeline", "the layers")):
-        help = f"processes that share {shared} (default: %(default)s)"
-        add(f"--{name}-model-parallel-size", type=positive, default=1, metavar="N", help=help)
+        add(
+            f"--{name}-model-parallel-size",
+            type=positive,
+            default=1,
+            metavar="N",
+            help=f"processes that share {shared} (default: %(default)s)",
+        )
 
-    size = "that share each sequence (default: all others)"
-    add("--context-parallel-size", type=positive, metavar="N", help=size)
-    method = "how they do, or auto (default: the run's)"
-    add("--context-parallel-method", metavar="METHOD", help=method)
+    add(
+        "--context-parallel-size",
+        type=positive,
+        metavar="N",
+        help="that share each sequence (default: all others)",
+    )
+    add(
+        "--context-parallel-method",
+        metavar="METHOD",
+        help="how they do, or auto (default: the run's)",
+    )
 
 
 def add_begin(parser: argparse.ArgumentParser, texts: str) -> None:
     """Add the flag for the tokenizer's begin token before texts."""
-    help = (
-        f"begin {texts} with the begin token "
-        "(default: as the run's documents, or if the tokenizer adds it)"
+    parser.add_argument(
+        "--add-bos-token",
+        choices=("auto", "always", "never"),
+        help=(
+            f"begin {texts} with the begin token "
+            "(default: as the run's documents, or if the tokenizer adds it)"
+        ),
     )
-    parser.add_argument("--add-bos-token", choices=("auto", "always", "never"), help=help)
 
 
 def add_scoring(parser: argparse.ArgumentParser, groups: str) -> None:
     """Add the flags that score a run: lengths, samples of each of the ``groups``, the mesh."""
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
-    lengths = "tokens of prompt and answer"
-    add("--lengths", type=positive, nargs="+", required=True, metavar="N", help=lengths)
+    add(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        required=True,
+        metavar="N",
+        help="tokens of prompt and answer",
+    )
     add("--samples", type=positive, default=20, help=f"of {groups} (default: %(default)s)")
     add("--batch-size", type=positive, default=1, help="at once (default: %(default)s)")
     add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")

@@ -41,10 +41,18 @@ def parity(argv: list[str]) -> None:
     Raises UserError: the run cannot be shrunk or started.
     """
     parser = parser_for("python -m tools.parity", __doc__)
-    run = "a model's name, a configuration's file, or a run's folder"
-    parser.add_argument("run", type=Path, metavar="RUN", help=run)
-    world_size = "processes of the run (default: dp 2, if it fits)"
-    parser.add_argument("--world-size", type=positive, metavar="N", help=world_size)
+    parser.add_argument(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="a model's name, a configuration's file, or a run's folder",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="processes of the run (default: dp 2, if it fits)",
+    )
     words = [word.removeprefix("--config=") for word in argv if word != "--config"]
     args, flags = parser.parse_known_args(words)
 

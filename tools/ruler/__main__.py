@@ -178,48 +178,88 @@ def _add_repeat(parser: argparse.ArgumentParser) -> None:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
-    tasks = (
-        "whose words its tokenizer has: RULER's needles, or the small vocabulary "
-        "(default: %(default)s)"
+    add(
+        "--task",
+        choices=("niah", "line_retrieval"),
+        default="niah",
+        help=(
+            "whose words its tokenizer has: RULER's needles, or the small vocabulary "
+            "(default: %(default)s)"
+        ),
     )
-    add("--task", choices=("niah", "line_retrieval"), default="niah", help=tasks)
     add("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
-    family = "its family, of those in tools/ruler/tiny.toml (default: the first)"
-    add("--model-type", metavar="NAME", help=family)
+    add(
+        "--model-type",
+        metavar="NAME",
+        help="its family, of those in tools/ruler/tiny.toml (default: the first)",
+    )
 
 
 def _add_make(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("output", type=Path, metavar="OUT.jsonl", help="a row for each example")
     add("--tokenizer-model", required=True, metavar="FILE", help="tokenizer.json or .model")
-    lengths = "tokens of prompt and answer"
-    add("--lengths", type=positive, nargs="+", required=True, metavar="N", help=lengths)
-    samples = "of each task and length (default: %(default)s)"
-    add("--samples", type=positive, default=100, help=samples)
-    messages = "conversations to train on, for tools.prepare_data --chat"
-    add("--messages", action="store_true", help=messages)
-    questions = "asked of each record of line_retrieval (default: %(default)s)"
-    add("--questions", type=positive, default=1, help=questions)
+    add(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        required=True,
+        metavar="N",
+        help="tokens of prompt and answer",
+    )
+    add(
+        "--samples",
+        type=positive,
+        default=100,
+        help="of each task and length (default: %(default)s)",
+    )
+    add(
+        "--messages",
+        action="store_true",
+        help="conversations to train on, for tools.prepare_data --chat",
+    )
+    add(
+        "--questions",
+        type=positive,
+        default=1,
+        help="asked of each record of line_retrieval (default: %(default)s)",
+    )
 
 
 def _add_tasks(parser: argparse.ArgumentParser, forms: list[str]) -> None:
     add = parser.add_argument
-    tasks = (
-        "line_retrieval, or of RULER; default: all 13 of RULER, those of questions with their files"
+    add(
+        "--tasks",
+        nargs="+",
+        metavar="TASK",
+        help=(
+            "line_retrieval, or of RULER; default: all 13 of RULER, "
+            "those of questions with their files"
+        ),
     )
-    add("--tasks", nargs="+", metavar="TASK", help=tasks)
     add("--chat", action="store_true", help="prompts by the chat template; else as of a base model")
-    template = "default: that of the run's conversations, or the tokenizer's"
-    add("--chat-template", metavar="FILE", help=template)
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="default: that of the run's conversations, or the tokenizer's",
+    )
     add_begin(parser, "prompts of a base model")
     add("--essays", type=Path, metavar="FILE", help="haystack (default: made sentences)")
-    squad = "SQuAD's JSON, or lines of question, answers, paragraphs"
-    add("--qa-1", type=Path, metavar="FILE", help=squad)
+    add(
+        "--qa-1",
+        type=Path,
+        metavar="FILE",
+        help="SQuAD's JSON, or lines of question, answers, paragraphs",
+    )
     add("--qa-2", type=Path, metavar="FILE", help="HotpotQA's JSON, or lines likewise")
 
     add = parser.add_argument_group("line_retrieval").add_argument
-    depths = "places of the asked line (default: %(default)s)"
-    add("--depths", type=positive, default=LINE_DEFAULTS["depths"], help=depths)
+    add(
+        "--depths",
+        type=positive,
+        default=LINE_DEFAULTS["depths"],
+        help="places of the asked line (default: %(default)s)",
+    )
     see = "see above (default: %(default)s)"
     add("--form", choices=forms, default=LINE_DEFAULTS["form"], help=see)
     add("--vocabulary", choices=["small", "full"], default=LINE_DEFAULTS["vocabulary"], help=see)

@@ -63,8 +63,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help=(
             "text files; rows of .jsonl, .ndjson, .json, .parquet and datasets' folders "
-            "(--json-keys); any of them as .gz, .bz2, .xz or .zst; hf:NAME:SPLIT of the hub; other folders are "
-            "searched for --suffix"
+            "(--json-keys); any of them as .gz, .bz2, .xz or .zst; hf:NAME:SPLIT of the hub; "
+            "other folders are searched for --suffix"
         ),
     )
     source(

@@ -119,15 +119,13 @@ class Case:
         return [*flags, *self.more]
 
 
-FLAGS: dict[str, str] = {}
+SPELLED = [entry for entry in fields(Case) if entry.metadata]
+FLAGS: dict[str, str] = {entry.name: entry.metadata["flag"] for entry in SPELLED}
 """Flag of each field."""
-CHOICES: dict[str, type] = {}
+CHOICES: dict[str, type] = {
+    entry.name: entry.metadata["words"] for entry in SPELLED if entry.metadata["words"]
+}
 """Configuration of each field whose values are words by themselves."""
-for entry in fields(Case):
-    if entry.metadata:
-        FLAGS[entry.name] = entry.metadata["flag"]
-        if entry.metadata["words"]:
-            CHOICES[entry.name] = entry.metadata["words"]
 
 
 def _literals(annotation: Any) -> list[str]:
@@ -141,12 +139,18 @@ def _literals(annotation: Any) -> list[str]:
     return literals
 
 
-WORDS: dict[str, str] = {}
+def _words() -> dict[str, str]:
+    """Return the field of each choice; the method, the first field, decides on "none"."""
+    words = {}
+    for name, config in reversed(CHOICES.items()):
+        annotation = get_type_hints(config)[FLAGS[name].replace("-", "_")]
+        for literal in _literals(annotation):
+            words[literal] = name
+    return words
+
+
+WORDS = _words()
 """Field of each word without a value; ``none`` is a method."""
-for name, config in reversed(CHOICES.items()):  # so that the method has the last say on "none"
-    annotation = get_type_hints(config)[FLAGS[name].replace("-", "_")]
-    for literal in _literals(annotation):
-        WORDS[literal] = name
 
 
 def case_of(line: str) -> Case:

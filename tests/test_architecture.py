@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIBRARY = "model data parallel parallel/context kernels runtime"
 BELOW = "tools/common tools/common/arguments tools/common/report"
-RULER = "tools/ruler/examples tools/ruler/tasks tools/ruler/texts"
+RULER = "tools/ruler/examples tools/ruler/prompts tools/ruler/tasks tools/ruler/texts"
 PROGRAMS = f"{LIBRARY} train train/checkpoint planner entry {BELOW}"
 FOLDERS = {
     "entry": ("the two programs that train", f"{LIBRARY} train planner"),
@@ -41,7 +41,11 @@ FOLDERS = {
     "tools/common": ("what programs share: cases, a run opened or measured", PROGRAMS),
     "tools/parity": ("every mesh equals one process", f"{PROGRAMS} tools"),
     "tools/ruler": ("RULER: scores by task and length", f"{PROGRAMS} {RULER}"),
-    "tools/ruler/examples": ("RULER's examples for a tokenizer", "data runtime tools/ruler/tasks"),
+    "tools/ruler/examples": (
+        "RULER's examples for a tokenizer",
+        "data runtime tools/ruler/prompts tools/ruler/tasks",
+    ),
+    "tools/ruler/prompts": ("RULER's prompts as tokens", "data tools/ruler/tasks"),
     "tools/ruler/tasks": ("RULER's tasks", "runtime tools/ruler/texts"),
     "tools/ruler/texts": ("RULER's texts and draws", "runtime"),
     "bench": ("benchmarks", f"{PROGRAMS} tools tools/calibrate"),

@@ -1,5 +1,7 @@
-"""Hugging Face models to runs and back, tensor by tensor: python -m tools.convert_hf import SRC
-RUN; export RUN DST.
+"""Convert Hugging Face models to runs and back, tensor by tensor.
+
+  python -m tools.convert_hf import SRC RUN
+  python -m tools.convert_hf export RUN DST
 
 A model of any size needs memory for a few of its tensors. A run made so begins at iteration 0:
 
@@ -9,12 +11,13 @@ A model of any size needs memory for a few of its tensors. A run made so begins 
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from data.fingerprint import digest
 from data.text.config import DataConfig
@@ -25,7 +28,6 @@ from model.hf.adapter import read_adapter, write_adapter
 from model.hf.api import open_hf, their_weights
 from model.hf.chat import EOS, GENERATION, carry_tokenizer, write_chat
 from model.hf.configs import read_config
-from model.hf.dit import load_dit, save_dit
 from model.hf.entries import CONFIG, read_json
 from model.hf.folder import TOKENIZERS, carry, new_folder
 from model.hf.tensors import Read, write_model
@@ -35,16 +37,15 @@ from model.registry import architecture_of, num_parameters
 from parallel.context.config import ContextConfig
 from runtime.errors import UserError, with_article
 from tools.common.arguments import one_line_errors, parser_for, run_command
+from tools.common.convert_dit import export_dit, import_dit
 from train.callbacks.health import RunProgress
 from train.checkpoint.api import save_checkpoint, stored_weights
-from train.checkpoint.manifest import Manifest, checkpoint_folder, read_manifest
+from train.checkpoint.manifest import checkpoint_folder, read_manifest
 from train.checkpoint.search import checkpoint_of, find_checkpoint
 from train.config.derive import IMPORTED, config_as_trained, default_method, with_vocabulary
-from train.config.diffusion import load_config as load_dit_config
-from train.config.entries import Config, DiTRunConfig
+from train.config.entries import Config
 from train.config.flags import config_file, write_toml
 from train.config.language import load_config
-from train.resume.settings import AVERAGED
 from train.run import HF_FOLDER
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -52,62 +53,85 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def import_model(source: Path, run: Path, adapter: Path | None = None) -> str:
-    """Make a run of a Hugging Face folder, and say what it is.
+    """Make a run of a Hugging Face folder, and describe it.
 
     ``run`` gets config.toml, a checkpoint of iteration 0 with the dtypes as stored, and the folder
-    ``hf`` with what the model came with. Code of the model's repository is neither run nor copied.
-    ``adapter`` is a folder of PEFT's adapters (LoRA), which the run has beside the weights, as one
-    of ``--lora-rank`` has.
+    ``hf`` with the other files of the model. Code of the model's repository is neither run nor
+    copied. ``adapter`` is a folder of PEFT's adapters (LoRA), stored next to the weights as in a
+    run with ``--lora-rank``.
 
     Raises UserError: ``run`` exists, or the folder is not a whole model that we have; nothing is
     written then.
     """
-    model, weights, read_base = open_hf(source, print)
-    read, beside = read_base, ""
+    model, weights, read = open_hf(source, print)
+    with_adapters = ""
     if adapter is not None:
         model, adapters, read_adapters = read_adapter(adapter, model, print)
-        weights, beside = weights | adapters, f" with {len(adapters) // 2} adapters of {adapter}"
-        read = lambda name: (read_adapters if name in adapters else read_base)(name)  # noqa: E731
+        weights = weights | adapters
+        with_adapters = f" with {len(adapters) // 2} adapters of {adapter}"
+        read = _either(adapters, read_adapters, read)
+
     with new_folder(run) as draft:
-        kept = draft / HF_FOLDER
-        kept.mkdir()
-        carry(source, kept, CONFIG)
+        hf_folder = draft / HF_FOLDER
+        hf_folder.mkdir()
+        carry(source, hf_folder, CONFIG)
         context = ContextConfig(context_parallel_method=default_method(model))
-        config, files, note = Config(model=model, context=context), {}, ""
-        if (
-            name := next((name for name in TOKENIZERS if (kept / name).exists()), None)
-        ) is not None:
-            tokenizer = load_tokenizer(kept / name)
-            config = with_vocabulary(config, tokenizer.vocab_size)
-            size = config.model.vocabulary
-            if (lacking := tokenizer.missing(size, size)) is not None:
-                note = f"\nnote: {tokenizer.vocab_size - size} entries are the tokenizer's alone: {lacking}"
-            config = replace(
-                config, data=DataConfig(tokenizer_model=str((run / HF_FOLDER / name).absolute()))
-            )
-            files = {"tokenizer_model": digest(kept / name)}
+        config = Config(model=model, context=context)
+        contents = {}
+        tokenizer_text = "without a tokenizer: give --tokenizer-model"
+        tokenizer_files = [name for name in TOKENIZERS if (hf_folder / name).exists()]
+        if tokenizer_files:
+            name = tokenizer_files[0]
+            path = run / HF_FOLDER / name
+            config, note = _with_tokenizer(config, hf_folder / name, path)
+            contents = {"tokenizer_model": digest(hf_folder / name)}
+            tokenizer_text = f"tokenizer {path}{note}"
+
         (draft / "config.toml").write_text(write_toml(config), encoding="utf-8")
-        extra = {"progress": asdict(RunProgress()), "contents": files, IMPORTED: str(source)}
-        save_checkpoint(
-            draft,
-            0,
-            weights,
-            None,
-            architecture=architecture_of(config.model),
-            extra=extra,
-            read=read,
-        )
-    dtypes = ", ".join(
-        sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
-    )
+        extra = {"progress": asdict(RunProgress()), "contents": contents, IMPORTED: str(source)}
+        shape = architecture_of(config.model)
+        save_checkpoint(draft, 0, weights, None, architecture=shape, extra=extra, read=read)
+
     return (
-        f"imported {source}{beside} into {run}: {num_parameters(model):,} parameters of {dtypes}, "
-        + (
-            f"tokenizer {run / HF_FOLDER / name}{note}"
-            if name
-            else "without a tokenizer: give --tokenizer-model"
-        )
+        f"imported {source}{with_adapters} into {run}: {num_parameters(model):,} parameters of "
+        f"{', '.join(_dtypes(weights))}, {tokenizer_text}"
     )
+
+
+def _either(adapters: Mapping[str, Tensor], read_adapters: Read, read_base: Read) -> Read:
+    """Return a function that reads a tensor of the adapters or of the base model."""
+
+    def read(name: str) -> Tensor:
+        if name in adapters:
+            return read_adapters(name)
+        return read_base(name)
+
+    return read
+
+
+def _with_tokenizer(config: Config, file: Path, path: Path) -> tuple[Config, str]:
+    """Return the configuration with a tokenizer, and a note if the model lacks some of its tokens.
+
+    Args:
+        file: the tokenizer in the draft of the run.
+        path: its path once the run is in place.
+    """
+    tokenizer = load_tokenizer(file)
+    config = with_vocabulary(config, tokenizer.vocab_size)
+    size = config.model.vocabulary
+    note = ""
+    lacking = tokenizer.missing(size, size)
+    if lacking is not None:
+        extra_entries = tokenizer.vocab_size - size
+        note = f"\nnote: {extra_entries} entries are the tokenizer's alone: {lacking}"
+
+    data = DataConfig(tokenizer_model=str(path.absolute()))
+    return replace(config, data=data), note
+
+
+def _dtypes(weights: Mapping[str, Tensor]) -> list[str]:
+    """Return the sorted names of the dtypes of weights."""
+    return sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
 
 
 def export_model(
@@ -115,16 +139,15 @@ def export_model(
     target: Path,
     step: int | None,
     dtype: str | None,
-    most_bytes: int,
+    max_bytes: int,
     *,
     adapter: bool = False,
 ) -> str:
-    """Write a run's weights as a Hugging Face folder, with what an imported model came with, and
-    say what it is.
+    """Write a run's weights as a Hugging Face folder, and describe it.
 
-    A model with rope is said to be meant for sequences as long as before, or as those that it was
-    trained on if longer, which the line says then. Adapters (LoRA) are merged into the weights;
-    with ``adapter`` they alone are written, as PEFT's files.
+    The folder gets the other files of an imported model. The model's maximum length is as before,
+    or the length of training if that is longer; the returned text says so. Adapters (LoRA) are
+    merged into the weights; with ``adapter`` they alone are written, as PEFT's files.
 
     The dtype is by default that of the imported config.json, and of a run without one that of its
     checkpoint; an import that was not trained keeps each tensor's, and so do adapters alone.
@@ -132,74 +155,103 @@ def export_model(
     Raises UserError: ``target`` exists, the run has no whole checkpoint, or transformers cannot
     express the model; nothing is written then.
     """
-    named, folder = config_file(run), checkpoint_of(run, step)
-    manifest = read_manifest(folder)
+    toml = config_file(run)
+    checkpoint = checkpoint_of(run, step)
+    manifest = read_manifest(checkpoint)
     if manifest.architecture.get("model_type") == "dit":
-        return export_dit(run, folder, manifest, target)
-    config, extra = load_config(named), manifest.extra
+        return export_dit(run, checkpoint, manifest, target)
+
+    config = load_config(toml)
+    extra = manifest.extra
     if config.model.vocab_size is None:
-        config = with_vocabulary(
-            config, load_tokenizer(str(config.data.tokenizer_model)).vocab_size
-        )
+        tokenizer = load_tokenizer(str(config.data.tokenizer_model))
+        config = with_vocabulary(config, tokenizer.vocab_size)
+
     config = config_as_trained(config, extra)
-    model, load = config.model, config.checkpoint.load
-    kept = [
-        run / HF_FOLDER,
-        *([Path(load) / HF_FOLDER] if load else []),
-    ]  # of an import, or of what began with one
-    came_with = next((folder for folder in kept if (folder / CONFIG).is_file()), None)
-    contents = {} if came_with is None else read_json(came_with / CONFIG)
-    ours, read_ours = stored_weights(folder, architecture_of(model))
-    said = (
-        None
-        if adapter or IMPORTED in extra
-        else contents.get("dtype") or contents.get("torch_dtype")
-    )
-    wanted = DTYPES.get(str(dtype or said))
+    hf_folder = _hf_folder(run, config)
+    contents = {} if hf_folder is None else read_json(hf_folder / CONFIG)
+
+    model = config.model
+    weights, read = stored_weights(checkpoint, architecture_of(model))
+    if dtype is None and not adapter and IMPORTED not in extra:
+        dtype = contents.get("dtype") or contents.get("torch_dtype")
     if model.lora_rank is not None and not adapter:
-        ours, read_ours = merge(ours, read_ours, model.lora_scale)
+        weights, read = merge(weights, read, model.lora_scale)
         model = model.merged()
-    ours = {name: weight.to(wanted or weight.dtype) for name, weight in ours.items()}
-    read_cast: Read = lambda name: read_ours(name).to(ours[name].dtype)  # noqa: E731
+
+    weights, read = _cast(weights, read, DTYPES.get(str(dtype)))
+
     if adapter:
-        told = ""
+        base = extra.get(IMPORTED) or _base_of(config, contents)
+        chat_text = ""
         with new_folder(target) as draft:
-            count = write_adapter(
-                draft, ours, read_cast, model, extra.get(IMPORTED) or _base_of(config, contents)
-            )
+            count = write_adapter(draft, weights, read, model, base)
             if CHAT in extra:
-                if came_with is not None:
-                    carry(came_with, draft)
-                told = _write_chat(draft, extra[CHAT], config, extra, dict(contents))
-                told += f"; transformers generates by the base's {GENERATION} unless it is given this folder's"
-        return f"exported {count} adapters of {folder} to {target}, as PEFT reads them{told}"
-    longer = ""
-    if IMPORTED not in extra and model.rope is not None and isinstance(model, LengthConfig):
-        before, trained_on = (
-            model.max_position_embeddings or model.rope.scaled_length,
-            _length_trained_on(run, config),
+                if hf_folder is not None:
+                    carry(hf_folder, draft)
+                chat_text = _write_chat(draft, extra[CHAT], config, extra, dict(contents))
+                chat_text += (
+                    f"; transformers generates by the base's {GENERATION} unless it is given this "
+                    "folder's"
+                )
+
+        return (
+            f"exported {count} adapters of {checkpoint} to {target}, as PEFT reads them{chat_text}"
         )
+
+    notes = ""
+    if IMPORTED not in extra and model.rope is not None and isinstance(model, LengthConfig):
+        before = model.max_position_embeddings or model.rope.scaled_length
+        trained_on = _length_trained_on(run, config)
         model = replace(model, max_position_embeddings=max(before, trained_on))
         if trained_on > before > 0:
-            longer = f"; max_position_embeddings is {trained_on:,}, the length trained on, and was {before:,}"
-    theirs, read = their_weights(ours, read_cast, model)
-    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in theirs.values()})
+            notes = (
+                f"; max_position_embeddings is {trained_on:,}, the length trained on, "
+                f"and was {before:,}"
+            )
+
+    hf_weights, read_hf = their_weights(weights, read, model)
+    dtypes = _dtypes(hf_weights)
     settings = config_to_hf(model, contents) | {"torch_dtype": dtypes[0]}
-    chat = extra.get(CHAT)
     with new_folder(target) as draft:
-        if came_with is not None:
-            carry(came_with, draft)
-        tokenizer = any((draft / name).exists() for name in TOKENIZERS)
-        if chat is not None:
-            longer += _write_chat(draft, chat, config, extra, settings)
-        files = write_model(draft, theirs, settings, read, most_bytes)
-    kind, many = with_article(settings["model_type"]), f"{len(files)} file{'s' * (len(files) > 1)}"
-    taken = (
-        f", with the {'tokenizer and ' * tokenizer}settings of {came_with}"
-        if came_with is not None
-        else ""
+        if hf_folder is not None:
+            carry(hf_folder, draft)
+        has_tokenizer = any((draft / name).exists() for name in TOKENIZERS)
+        if extra.get(CHAT) is not None:
+            notes += _write_chat(draft, extra[CHAT], config, extra, settings)
+        files = write_model(draft, hf_weights, settings, read_hf, max_bytes)
+
+    kind = with_article(settings["model_type"])
+    number = f"{len(files)} file{'s' if len(files) > 1 else ''}"
+    origin = ""
+    if hf_folder is not None:
+        parts = "tokenizer and settings" if has_tokenizer else "settings"
+        origin = f", with the {parts} of {hf_folder}"
+
+    return (
+        f"exported {checkpoint} to {target}: {kind} of {', '.join(dtypes)} in {number}"
+        f"{origin}{notes}"
     )
-    return f"exported {folder} to {target}: {kind} of {', '.join(dtypes)} in {many}{taken}{longer}"
+
+
+def _hf_folder(run: Path, config: Config) -> Path | None:
+    """Return this run's folder with a Hugging Face config.json, else that of its first weights."""
+    for folder in (run, config.checkpoint.load):
+        if folder and (Path(folder) / HF_FOLDER / CONFIG).is_file():
+            return Path(folder) / HF_FOLDER
+    return None
+
+
+def _cast(
+    weights: Mapping[str, Tensor], read: Read, dtype: torch.dtype | None
+) -> tuple[dict[str, Tensor], Read]:
+    """Return the weights in a dtype (None: each its own), and a function that reads them so."""
+    cast = {name: weight.to(dtype or weight.dtype) for name, weight in weights.items()}
+
+    def read_cast(name: str) -> Tensor:
+        return read(name).to(cast[name].dtype)
+
+    return cast, read_cast
 
 
 def _write_chat(
@@ -209,95 +261,66 @@ def _write_chat(
     extra: dict[str, Any],
     settings: dict[str, Any],
 ) -> str:
-    """Write what a model of conversations needs beside its weights, and return a line's part that
-    says so.
+    """Write the chat template and the turn-end tokens; return the text that says so.
 
-    The tokenizer is the one of training, where the model came with another one or with none.
+    The tokenizer of training is written too, if the model came with another one or with none.
     """
-    tokenizer, told = Path(str(config.data.tokenizer_model)), ""
+    tokenizer = Path(str(config.data.tokenizer_model))
+    text = ""
     if tokenizer.suffix == ".json" and tokenizer.is_file():
         trained = extra.get("contents", {}).get("tokenizer_model")
-        there = draft / tokenizer.name
-        if trained == digest(tokenizer) and not (there.is_file() and digest(there) == trained):
+        present = draft / tokenizer.name
+        is_present = present.is_file() and digest(present) == trained
+        if trained == digest(tokenizer) and not is_present:
             carry_tokenizer(tokenizer.parent, draft)
-            told = f"; the tokenizer of {tokenizer.parent}"
+            text = f"; the tokenizer of {tokenizer.parent}"
+
     ends = write_chat(draft, chat, settings)
     if len(ends) > 0:
         settings[EOS] = ends[0] if len(ends) == 1 else ends
     if chat["chat_template"] is None:
-        told += "; without a chat template, since its conversations were prepared with several"
+        text += "; without a chat template, since its conversations were prepared with several"
     else:
-        told += "; the chat template of its conversations"
+        text += "; the chat template of its conversations"
     if not chat["ends"]:
         return (
-            f"{told}, whose turns end with no token of their own, so that generation may not stop"
+            f"{text}, whose turns end with no token of their own, so that generation may not stop"
         )
-    return f"{told}, whose turns end with {', '.join(map(str, chat['ends']))}"
+
+    return f"{text}, whose turns end with {', '.join(map(str, chat['ends']))}"
 
 
 def _length_trained_on(run: Path, config: Config) -> int:
-    """Return the longest sequence of a run, and of those before it whose weights it began with."""
-    longest, seen = config.train.seq_length, {run}
-    while (
-        (load := config.checkpoint.load)
-        and (run := Path(load)) not in seen
-        and (run / "config.toml").is_file()
-    ):
-        folder = find_checkpoint(run)
-        if folder is None or IMPORTED in read_manifest(folder).extra:
+    """Return the longest sequence of a run, and of the runs whose weights it began with."""
+    longest = config.train.seq_length
+    visited = {run}
+    while config.checkpoint.load:
+        run = Path(config.checkpoint.load)
+        if run in visited or not (run / "config.toml").is_file():
             break
-        seen.add(run)
+        checkpoint = find_checkpoint(run)
+        if checkpoint is None or IMPORTED in read_manifest(checkpoint).extra:
+            break
+        visited.add(run)
         config = load_config(run / "config.toml")
         longest = max(longest, config.train.seq_length)
+
     return longest
 
 
 def _base_of(config: Config, contents: dict[str, Any]) -> str | None:
-    """Name the Hugging Face model that a run's adapters belong to; None if the run does not know."""
-    if (folder := config.checkpoint.hugging_face) is not None:
-        return str(folder)
-    imported = checkpoint_folder(config.checkpoint.load, 0) if config.checkpoint.load else None
-    read = read_manifest(imported).extra.get(IMPORTED) if imported and imported.is_dir() else None
-    return read or contents.get("_name_or_path")
+    """Return the Hugging Face model that a run's adapters belong to, if it is known."""
+    hf_model = config.checkpoint.hugging_face
+    if hf_model is not None:
+        return str(hf_model)
 
+    source = None
+    if config.checkpoint.load:
+        imported = checkpoint_folder(config.checkpoint.load, 0)
+        if imported.is_dir():
+            source = read_manifest(imported).extra.get(IMPORTED)
 
-def import_dit(source: Path, run: Path) -> str:
-    """Make a run of iteration 0 of a diffusion transformer, and say what it is; its weights are in
-    memory at once.
-
-    Raises UserError: ``run`` exists, or the folder is not a whole model; nothing is written then.
-    """
-    config, state = load_dit(source)
-    with new_folder(run) as draft:
-        (draft / "config.toml").write_text(write_toml(DiTRunConfig(model=config)), encoding="utf-8")
-        extra = {"progress": asdict(RunProgress()), IMPORTED: str(source)}
-        weights = {name: weight.to("meta") for name, weight in state.items()}
-        save_checkpoint(
-            draft,
-            0,
-            weights,
-            None,
-            architecture=architecture_of(config),
-            extra=extra,
-            read=state.__getitem__,
-        )
-    count = sum(weight.numel() for weight in state.values())
-    return f"imported {source} into {run}: a diffusion transformer of {count:,} parameters"
-
-
-def export_dit(run: Path, checkpoint: Path, manifest: Manifest, target: Path) -> str:
-    """Write a run's averaged weights, or those as trained where there are no averages, and say what
-    they are.
-
-    Raises UserError: ``target`` exists, or the checkpoint is not of the model in the run's
-    config.toml.
-    """
-    config = load_dit_config(run / "config.toml").model
-    section = "ema" if AVERAGED in manifest.extra else "model"
-    weights, read = stored_weights(checkpoint, architecture_of(config), section)
-    save_dit(target, config, {name: read(name) for name in weights})
-    which = "averages of the weights" if section == "ema" else "weights as trained"
-    return f"exported {checkpoint} to {target}: the {which} of a diffusion transformer"
+    return source or contents.get("_name_or_path")
 
 
 def size(text: str) -> int:
@@ -311,19 +334,40 @@ def size(text: str) -> int:
 @one_line_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
+    args = _parse(argv)
+    if args.command == "export":
+        text = export_model(
+            args.run,
+            args.target,
+            args.ckpt_step,
+            args.dtype,
+            args.max_shard_size,
+            adapter=args.adapter,
+        )
+    elif read_config(args.source).get("model_type") != "dit":
+        text = import_model(args.source, args.run, args.adapter)
+    elif args.adapter is None:
+        text = import_dit(args.source, args.run)
+    else:
+        raise UserError(
+            f"--adapter is {args.adapter}, and {args.source} is a diffusion transformer; "
+            "leave it out"
+        )
+
+    print(text)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_for("python -m tools.convert_hf", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    reading = commands.add_parser(
-        "import", allow_abbrev=False, help="a Hugging Face folder to a run of iteration 0"
-    )
-    add = reading.add_argument
+    import_help = "a Hugging Face folder to a run of iteration 0"
+    add = commands.add_parser("import", allow_abbrev=False, help=import_help).add_argument
     add("source", type=Path, metavar="SRC", help="folder with config.json and safetensors")
     add("run", type=Path, metavar="RUN", help="folder to make")
     add("--adapter", type=Path, metavar="FOLDER", help="of PEFT's adapters (LoRA) of the model")
-    writing = commands.add_parser(
-        "export", allow_abbrev=False, help="a run's checkpoint to a Hugging Face folder"
-    )
-    add = writing.add_argument
+
+    export_help = "a run's checkpoint to a Hugging Face folder"
+    add = commands.add_parser("export", allow_abbrev=False, help=export_help).add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
     add("target", type=Path, metavar="DST", help="folder to make")
     add("--ckpt-step", type=int, metavar="N", help="iteration; by default the newest whole one")
@@ -336,19 +380,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="of a file (default: 5GB)",
     )
     add("--adapter", action="store_true", help="the adapters of a LoRA run alone, as PEFT's files")
-    args = parser.parse_args(argv)
-    if args.command == "import":
-        if read_config(args.source).get("model_type") != "dit":
-            print(import_model(args.source, args.run, args.adapter))
-        elif args.adapter is None:
-            print(import_dit(args.source, args.run))
-        else:
-            raise UserError(
-                f"--adapter is {args.adapter}, and {args.source} is a diffusion transformer; leave it out"
-            )
-    else:
-        step, dtype, most = args.ckpt_step, args.dtype, args.max_shard_size
-        print(export_model(args.run, args.target, step, dtype, most, adapter=args.adapter))
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

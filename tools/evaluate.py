@@ -1,7 +1,8 @@
-"""Loss and perplexity by position, on documents that are longer than a length.
+"""Measure loss and perplexity by position, on documents that are longer than a length.
 
-    python -m tools.evaluate runs/long --data-path runs/data/books --seq-length 65536 torchrun
-    --standalone --nproc-per-node 4 -m tools.evaluate runs/long --text book.txt --seq-length 65536
+    python -m tools.evaluate runs/long --data-path runs/data/books --seq-length 65536
+    torchrun --standalone --nproc-per-node 4 -m tools.evaluate runs/long --text book.txt \\
+        --seq-length 65536
 
 The beginning of each document is one sequence, which the context-parallel ranks share: by default
 all processes. The numbers are those of one process, whatever the mesh. --last-tokens N adds the
@@ -11,7 +12,7 @@ loss of its last N predictions, which see the most context.
 import argparse
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 SMALLEST_BUCKET = 64
 CHUNK = 1024
-"""Tokens whose logits exist at once, where the run does not say."""
+"""Tokens whose logits exist at once, if the run sets no loss chunk size."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,7 @@ class Bucket:
 
 
 class LossByPosition(NextToken):
-    """Next-token prediction whose losses are summed by position, on this rank and of its tokens,
-    over all calls.
-    """
+    """Next-token prediction whose losses are summed by position, for this rank's tokens."""
 
     def __init__(
         self, cp: ContextParallel, device: torch.device, chunk: int, bounds: Sequence[int]
@@ -90,9 +89,7 @@ class LossByPosition(NextToken):
         self.sums = torch.zeros(len(bounds) - 1, dtype=torch.float64, device=device)
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """Return the sum of this rank's token losses, float32, and add those of each bucket to
-        ``sums``.
-        """
+        """Return the float32 sum of this rank's losses, and add each bucket's to ``sums``."""
         labels = local["labels"]
 
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -105,6 +102,7 @@ class LossByPosition(NextToken):
                     )
                     self.sums[number] += loss
                     total = total + loss
+
             return total
 
         return model(local["tokens"], self._positions, head)
@@ -112,11 +110,50 @@ class LossByPosition(NextToken):
 
 def main(argv: list[str]) -> None:
     """Run the command."""
+    args = _parse(argv)
+    length = args.seq_length
+    run = open_run(args.run, args.ckpt_step)
+    processes = launched_world_size()
+    mesh_sizes = mesh_of(args)
+    method = mesh_sizes.pop("context_parallel_method")
+    config = fitted(run.config, processes, method, length, **mesh_sizes)
+    validate_sizes(config, processes)
+
+    folder = args.save or args.run / "evaluation"
+    with distributed_mesh(config.mesh) as mesh:
+        with raise_together():
+            if is_first():
+                check_writable(folder, "save")
+            rows = list(islice(documents(args, run), args.documents))
+            if not rows:
+                raise DataError(
+                    f"{args.data_path or ' '.join(args.text)} has no document of more than "
+                    f"{length} tokens; give longer ones, or a smaller --seq-length"
+                )
+
+        config = complete(config, run.tokenizer.vocab_size, READER)
+        bounds = buckets(length)
+        first = length - (args.last_tokens or 0)
+        cuts = sorted({*bounds, first})
+        sums = losses(run, config, mesh, rows, cuts)
+        results = []
+        for begin, end in pairwise(bounds):
+            results.append(bucket(begin, end, cuts, sums, len(rows)))
+        last = None
+        if args.last_tokens:
+            last = bucket(first, length, cuts, sums, len(rows))
+        if not all(math.isfinite(result.loss) for result in results):
+            raise CheckpointError(
+                f"{run.checkpoint} has losses that are not finite: its training diverged"
+            )
+        if is_first():
+            _write(folder, run, args, len(rows), results, last)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_for("python -m tools.evaluate", __doc__)
-    add, source = (
-        parser.add_argument,
-        parser.add_mutually_exclusive_group(required=True).add_argument,
-    )
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True).add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
     source("--data-path", metavar="PREFIX", help="a .bin/.idx pair")
     source(
@@ -139,127 +176,120 @@ def main(argv: list[str]) -> None:
     add_mesh(parser)
     args = parser.parse_args(argv)
     if (args.last_tokens or 0) > args.seq_length:
-        most = f"--last-tokens is {args.last_tokens} and --seq-length {args.seq_length}; give at most that"
-        raise ConfigError(most)
-    run = open_run(args.run, args.ckpt_step)
-    processes = launched_world_size()
-    asked = mesh_of(args)
-    config = fitted(
-        run.config, processes, asked.pop("context_parallel_method"), args.seq_length, **asked
-    )
-    validate_sizes(config, processes)
-    folder = args.save or args.run / "evaluation"
-    with distributed_mesh(config.mesh) as mesh:
-        with raise_together():
-            if is_first():
-                check_writable(folder, "save")
-            rows = list(islice(documents(args, run), args.documents))
-            if not rows:
-                raise DataError(
-                    f"{args.data_path or ' '.join(args.text)} has no document of more than {args.seq_length} tokens; "
-                    "give longer ones, or a smaller --seq-length"
-                )
-        config = complete(config, run.tokenizer.vocab_size, READER)
-        bounds, first = buckets(args.seq_length), args.seq_length - (args.last_tokens or 0)
-        cuts = sorted({*bounds, first})
-        sums = losses(run, config, mesh, rows, cuts)
-        found = [bucket(*at, cuts, sums, len(rows)) for at in pairwise(bounds)]
-        last = bucket(first, args.seq_length, cuts, sums, len(rows)) if args.last_tokens else None
-        if not all(math.isfinite(bucket.loss) for bucket in found):
-            raise CheckpointError(
-                f"{run.checkpoint} has losses that are not finite: its training diverged"
-            )
-        if is_first():
-            _write(folder, run, args, len(rows), found, last)
+        raise ConfigError(
+            f"--last-tokens is {args.last_tokens} and --seq-length {args.seq_length}; "
+            "give at most that"
+        )
+
+    return args
 
 
 def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
-    """Yield the first S + 1 tokens, int64, of every document that has more than S of them. Raises
-    DataError.
+    """Yield the first S + 1 tokens (int64) of every document with more than S.
+
+    Raises DataError: the data cannot be read, or have tokens that the model lacks.
     """
-    length, tokenizer = args.seq_length, run.tokenizer
-    entries = min(tokenizer.vocab_size, run.config.model.vocabulary)
-    missing = partial(tokenizer.missing, entries)
-    add_bos_token = run.add_bos_token(args.add_bos_token)
+    entries = min(run.tokenizer.vocab_size, run.config.model.vocabulary)
+    missing = partial(run.tokenizer.missing, entries)
     if args.data_path:
-        indexed = check_indexed(args.data_path, entries, missing=missing)
-        indexed.check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
-        lengths = indexed.document_lengths
-        ends, ids = np.cumsum(lengths, dtype=np.int64), indexed.token_ids()
-        for number in np.flatnonzero(lengths > length):
-            whole = torch.from_numpy(
-                ids[ends[number] - lengths[number] : ends[number]].astype(np.int64)
-            )
-            text_ends = document_ends(whole, tokenizer.eod, begins_document=True)
-            cuts = (
-                [] if indexed.holds_conversations else (text_ends.nonzero().flatten() + 1).tolist()
-            )
-            for document in whole.tensor_split(cuts):
-                if len(document) > length:
-                    yield document[: length + 1].numpy()
+        yield from _indexed_documents(args, run, entries, missing)
         return
+
+    length = args.seq_length
+    add_bos_token = run.add_bos_token(args.add_bos_token)
     for text in Corpus(input_files(args.text, ".txt")):
-        tokens = tokenizer.document(text, add_bos_token)
+        tokens = run.tokenizer.document(text, add_bos_token)
         if len(tokens) > length:
-            if (lacking := missing(max(tokens[: length + 1]))) is not None:
+            lacking = missing(max(tokens[: length + 1]))
+            if lacking is not None:
                 raise DataError(f"{' '.join(args.text)}: {lacking}")
             yield np.array(tokens[: length + 1])
 
 
+def _indexed_documents(
+    args: argparse.Namespace, run: Run, entries: int, missing: Callable[[int], str | None]
+) -> Iterator[np.ndarray]:
+    """Yield the beginnings of the long documents of a .bin/.idx pair."""
+    length = args.seq_length
+    tokenizer = run.tokenizer
+    indexed = check_indexed(args.data_path, entries, missing=missing)
+    indexed.check_tokenizer(tokenizer.path, tokenizer.sha256, tokenizer.settings)
+    lengths = indexed.document_lengths
+    ends = np.cumsum(lengths, dtype=np.int64)
+    ids = indexed.token_ids()
+    for number in np.flatnonzero(lengths > length):
+        end = ends[number]
+        begin = end - lengths[number]
+        whole = torch.from_numpy(ids[begin:end].astype(np.int64))
+
+        cuts = []
+        if not indexed.holds_conversations:  # a document of the index may hold several texts
+            text_ends = document_ends(whole, tokenizer.eod, begins_document=True)
+            cuts = (text_ends.nonzero().flatten() + 1).tolist()
+
+        for document in whole.tensor_split(cuts):
+            if len(document) > length:
+                yield document[: length + 1].numpy()
+
+
 def buckets(length: int) -> list[int]:
     """Return the bounds of buckets of [0, length), which double from ``SMALLEST_BUCKET`` on."""
-    powers = [
-        SMALLEST_BUCKET << n for n in range(length.bit_length()) if SMALLEST_BUCKET << n < length
-    ]
-    return [0, *powers, length]
+    bounds = [0]
+    power = SMALLEST_BUCKET
+    while power < length:
+        bounds.append(power)
+        power *= 2
+    return [*bounds, length]
 
 
 def bucket(
-    begin: int, end: int, cuts: Sequence[int], sums: Sequence[float], documents: int
+    begin: int, end: int, cuts: Sequence[int], sums: Sequence[float], num_documents: int
 ) -> Bucket:
-    """Return a bucket of so many documents, whose losses ``sums`` has for each [cuts[n], cuts[n +
-    1]).
+    """Return the bucket of positions [begin, end).
+
+    ``sums`` are the summed losses of all documents in each [cuts[n], cuts[n + 1]).
     """
-    tokens = documents * (end - begin)
-    loss = sum(loss for at, loss in zip(cuts[:-1], sums, strict=True) if begin <= at < end)
+    tokens = num_documents * (end - begin)
+    inside = [loss for cut, loss in zip(cuts[:-1], sums, strict=True) if begin <= cut < end]
+    loss = sum(inside)
     return Bucket(begin, end, tokens, loss / tokens)
 
 
 def losses(
     run: Run, config: Config, mesh: Mesh, rows: Sequence[np.ndarray], bounds: Sequence[int]
 ) -> list[float]:
-    """Return the sums of the losses of all rows, each [S + 1], in each bucket of positions;
-    collective.
+    """Return the summed losses of all rows, each [S + 1], in each bucket of positions; collective.
+
+    All data-parallel ranks take the same number of micro-batches, since they gather the model
+    together: past the last row a rank repeats rows, whose labels it ignores.
     """
     task = LanguageTask(config, mesh)
-    objective = LossByPosition(
-        task.cp, mesh.device, config.recompute.loss_chunk_size or CHUNK, bounds
-    )
+    chunk = config.recompute.loss_chunk_size or CHUNK
+    objective = LossByPosition(task.cp, mesh.device, chunk, bounds)
     task.objective = objective
     parts = task.build_parts()
     load_model(run.checkpoint, parts, architecture_of(config.model))
     runner = task.build_runner(parts)
-    each, ranks, rank = (
-        config.train.micro_batches(mesh.dp.size()),
-        mesh.dp.size(),
-        mesh.dp.get_local_rank(),
-    )
-    started = time.monotonic()
-    for begin in range(0, len(rows), each * ranks):
-        # All ranks take equally many, since they gather the model together.
-        mine = [begin + rank + number * ranks for number in range(each)]
+
+    ranks = mesh.dp.size()
+    rank = mesh.dp.get_local_rank()
+    num_micro_batches = config.train.micro_batches(ranks)
+    rows_per_step = num_micro_batches * ranks
+    start_time = time.monotonic()
+    for begin in range(0, len(rows), rows_per_step):
         batches = []
-        for number in mine:
-            tokens = torch.from_numpy(rows[number % len(rows)])[None]
-            labels = (
-                tokens[:, 1:]
-                if number < len(rows)
-                else torch.full_like(tokens[:, 1:], IGNORE_INDEX)
-            )
-            batches.append(objective.local({"tokens": tokens[:, :-1], "labels": labels}))
+        for index in range(num_micro_batches):
+            number = begin + rank + index * ranks
+            row = torch.from_numpy(rows[number % len(rows)])[None]  # [1, S + 1]
+            labels = row[:, 1:]
+            if number >= len(rows):
+                labels = torch.full_like(labels, IGNORE_INDEX)
+            batches.append(objective.local({"tokens": row[:, :-1], "labels": labels}))
+
         runner.forward(batches)
-        done, seconds = min(begin + each * ranks, len(rows)), time.monotonic() - started
-        say(f"{done} of {len(rows)} documents, {seconds:.1f} s")
+        done = min(begin + rows_per_step, len(rows))
+        say(f"{done} of {len(rows)} documents, {time.monotonic() - start_time:.1f} s")
+
     dist.all_reduce(objective.sums)
     return (objective.sums / mesh.tp.size()).tolist()  # tensor-parallel ranks have the same tokens
 
@@ -268,48 +298,65 @@ def _write(
     folder: Path,
     run: Run,
     args: argparse.Namespace,
-    count: int,
-    found: Sequence[Bucket],
+    num_documents: int,
+    results: Sequence[Bucket],
     last: Bucket | None,
 ) -> None:
-    tokens = sum(bucket.tokens for bucket in found)
-    whole = Bucket(
-        0, args.seq_length, tokens, sum(bucket.loss * bucket.tokens for bucket in found) / tokens
+    """Write the table, the figures and the curve."""
+    tokens = sum(result.tokens for result in results)
+    loss = sum(result.loss * result.tokens for result in results) / tokens
+    whole = Bucket(0, args.seq_length, tokens, loss)
+    rows = []
+    for result in results:
+        rows.append(_row(f"{result.begin} to {result.end - 1}", result))
+
+    rows.append(_row("all", whole))
+    if last is not None:
+        rows.append(_row(f"last {last.end - last.begin}", last))
+    table = markdown(("positions", "tokens", "loss", "perplexity"), rows, "---:")
+
+    title = (
+        f"{run.folder}, iteration {run.iteration}, {num_documents} documents of more than "
+        f"{args.seq_length} tokens"
     )
-    named = [*((f"{bucket.begin} to {bucket.end - 1}", bucket) for bucket in found), ("all", whole)]
-    named += [] if last is None else [(f"last {last.end - last.begin}", last)]
-    rows = [[name, f"{b.tokens:,}", f"{b.loss:.4f}", f"{b.perplexity:.2f}"] for name, b in named]
-    title = f"{run.folder}, iteration {run.iteration}, {count} documents of more than {args.seq_length} tokens"
-    result: dict[str, Any] = {
+    record: dict[str, Any] = {
         "run": str(run.folder),
         "iteration": run.iteration,
         "data": args.data_path or args.text,
-    }
-    result |= {
         "seq_length": args.seq_length,
         "trained_seq_length": run.trained_length,
-        "documents": count,
+        "documents": num_documents,
+        "loss": whole.loss,
+        "perplexity": whole.perplexity,
+        "buckets": [_entry(result) for result in results],
+        "last": None if last is None else _entry(last),
     }
-    result |= {"loss": whole.loss, "perplexity": whole.perplexity}
-    result["buckets"] = [asdict(bucket) | {"perplexity": bucket.perplexity} for bucket in found]
-    result["last"] = None if last is None else asdict(last) | {"perplexity": last.perplexity}
-    table = markdown(("positions", "tokens", "loss", "perplexity"), rows, "---:")
-    write_results(folder, "perplexity", title, table, result, curve(found, run.trained_length))
+    write_results(folder, "perplexity", title, table, record, curve(results, run.trained_length))
 
 
-def curve(found: Sequence[Bucket], trained: int | None) -> "Figure":
-    """Draw perplexity over position, and where training ended, if that is known."""
+def _row(name: str, result: Bucket) -> list[str]:
+    return [name, f"{result.tokens:,}", f"{result.loss:.4f}", f"{result.perplexity:.2f}"]
+
+
+def _entry(result: Bucket) -> dict[str, Any]:
+    return asdict(result) | {"perplexity": result.perplexity}
+
+
+def curve(results: Sequence[Bucket], trained_length: int | None) -> "Figure":
+    """Draw perplexity over position, and the trained length if it is known."""
     from matplotlib.figure import Figure
 
     from tools.common.report import FAINT, PALETTE, plain
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    edges = [max(1, found[0].begin), *(bucket.end for bucket in found)]
-    axes.stairs([bucket.perplexity for bucket in found], edges, baseline=None, color=PALETTE[0])
-    if trained is not None:
-        axes.axvline(trained, color=FAINT, linestyle="--", label=f"trained on {trained} tokens")
+    edges = [max(1, results[0].begin), *(result.end for result in results)]
+    axes.stairs([result.perplexity for result in results], edges, baseline=None, color=PALETTE[0])
+    if trained_length is not None:
+        label = f"trained on {trained_length} tokens"
+        axes.axvline(trained_length, color=FAINT, linestyle="--", label=label)
         axes.legend(frameon=False)
+
     axes.set_xscale("log", base=2)
     axes.set(xlabel="position", ylabel="perplexity")
     plain(axes)

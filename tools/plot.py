@@ -1,4 +1,4 @@
-"""Pictures: who owns which token and each round's tiles of a method, and the loss of runs.
+"""Pictures: layouts of methods, with the tiles of each round, and losses of runs.
 
 python -m tools.plot layout --size 4 --seq-length 32 --output layouts.png
 python -m tools.plot layout --methods ring striped --full --output full.png
@@ -22,11 +22,13 @@ from tools.common.arguments import one_line_errors, parser_for, positive, refuse
 from tools.common.report import PALETTE, plain, save
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LOSSES = {"lm_loss": "training", "diffusion_loss": "training", "validation_loss": "validation"}
 BY = {"iteration": "iteration", "tokens": "tokens", "hours": "hours of training"}
-LARGEST_PICTURE = 512
+MAX_TOKENS = 512
+"""Tokens of a sequence that a picture can show."""
 
 
 def layout_figure(args: argparse.Namespace) -> "Figure":
@@ -35,30 +37,43 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
     Raises UserError: an unknown method, documents of another length, or a picture too large to
     read.
     """
-    from tools.common.layouts import PACKED, PLAIN, draw, drawing
+    from tools.common.layouts.drawing import PACKED, PLAIN, drawing
+    from tools.common.layouts.figure import draw
 
-    lengths, length = args.documents, args.seq_length
-    if lengths and length not in (None, sum(lengths)):
+    lengths = args.documents
+    documents = None
+    if lengths:
+        length = sum(lengths)
+        documents = (0, *accumulate(lengths))
+        if args.seq_length not in (None, length):
+            raise UserError(
+                f"--seq-length is {args.seq_length} and --documents have {length} tokens; "
+                "leave --seq-length out"
+            )
+    else:
+        length = 32 if args.seq_length is None else args.seq_length
+
+    if length > MAX_TOKENS or args.size > length:
         raise UserError(
-            f"--seq-length is {length} and --documents have {sum(lengths)} tokens; leave --seq-length out"
+            f"--seq-length is {length} and --size {args.size}; a picture shows up to {MAX_TOKENS} "
+            "tokens, and at least one for each rank"
         )
-    length = sum(lengths) if lengths else 32 if length is None else length
-    documents = (0, *accumulate(lengths)) if lengths else None
-    if length > LARGEST_PICTURE or args.size > length:
-        raise UserError(
-            f"--seq-length is {length} and --size {args.size}; a picture shows up to {LARGEST_PICTURE} tokens, and at "
-            "least one for each rank"
-        )
-    window = (args.window, 0 if args.causal else args.window) if args.window else None
+
+    window = None
+    if args.window:
+        window = (args.window, 0 if args.causal else args.window)
     methods = args.methods or (PACKED if documents or window else PLAIN)
-    return draw(
-        [drawing(method, length, args.size, args.causal, documents, window) for method in methods]
-    )
+    drawings = []
+    for method in methods:
+        drawings.append(drawing(method, length, args.size, args.causal, documents, window))
+
+    return draw(drawings)
 
 
 def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tuple[float, float]]]:
-    """Read a run's (place, value) pairs by field; a repeated iteration, as after a resume, counts
-    as last written.
+    """Read the curves of a run's fields: pairs of x, in the units of ``by``, and value.
+
+    A repeated iteration, as after a resume, counts as last written.
 
     Raises UserError: the file is missing, a line is not the record of an iteration, or none has the
     fields.
@@ -68,78 +83,118 @@ def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tup
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.exists():
         raise UserError(f"{path} does not exist; name the folder of a run, or its metrics.jsonl")
-    records = sorted({record["iteration"]: record for record in read_metrics(path)}.items())
-    hours = accumulate((record.get("iteration_time_ms") or 0) / 3.6e6 for _, record in records)
-    found: dict[str, list[tuple[float, float]]] = {field: [] for field in fields}
-    for (iteration, record), hour in zip(records, hours, strict=True):
-        place = {"iteration": iteration, "hours": hour}.get(by, record.get("consumed_tokens", 0))
-        for field, values in found.items():
+
+    by_iteration = {record["iteration"]: record for record in read_metrics(path)}
+    curves: dict[str, list[tuple[float, float]]] = {field: [] for field in fields}
+    hours = 0.0
+    for iteration, record in sorted(by_iteration.items()):
+        hours += (record.get("iteration_time_ms") or 0) / 3.6e6
+        if by == "iteration":
+            x = iteration
+        elif by == "hours":
+            x = hours
+        else:
+            x = record.get("consumed_tokens", 0)
+        for field, curve in curves.items():
             if isinstance(record.get(field), int | float):
-                values.append((place, record[field]))
-    if not any(found.values()):
-        held = ", ".join(records[-1][1]) if records else "no iteration"
-        raise UserError(f"{path} holds no {' and no '.join(fields)}; it has {held}")
-    return found
+                curve.append((x, record[field]))
+
+    if not any(curves.values()):
+        present = "no iteration"
+        if by_iteration:
+            present = ", ".join(by_iteration[max(by_iteration)])
+        raise UserError(f"{path} holds no {' and no '.join(fields)}; it has {present}")
+
+    return curves
 
 
-def smoothed(values: Sequence[tuple[float, float]], share: float) -> list[tuple[float, float]]:
-    """Average the values exponentially, each point with ``share`` of the mean before it, without
-    pull to the start.
+def smoothed(points: Sequence[tuple[float, float]], share: float) -> list[tuple[float, float]]:
+    """Average the values exponentially; each keeps ``share`` of the mean before it.
+
+    Dividing by the weights' sum removes the pull of the zero that the mean begins with.
     """
-    mean, weight, found = 0.0, 0.0, []
-    for place, value in values:
-        mean, weight = share * mean + (1 - share) * value, share * weight + 1 - share
-        found.append((place, mean / weight))
-    return found
+    mean = 0.0
+    weight = 0.0
+    means = []
+    for x, value in points:
+        mean = share * mean + (1 - share) * value
+        weight = share * weight + 1 - share
+        means.append((x, mean / weight))
+
+    return means
 
 
 def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: float) -> "Figure":
-    """Draw training loss as a line and validation loss as marks, a colour per run; and other
-    fields, a panel each.
+    """Draw training loss as a line and validation loss as marks, a colour per run.
+
+    Other fields get a panel each.
 
     Raises UserError: ``smooth`` is out of range, or as ``read_curves``.
     """
     from matplotlib.figure import Figure
 
-    from train.callbacks.metrics import LOSSES as UNITS
-
     if not 0 <= smooth < 1:
         raise UserError(f"--smooth is {smooth}; it must be 0 to below 1")
-    wanted = metrics or list(LOSSES)
-    losses = tuple(field for field in wanted if field in LOSSES)
-    panels = list(dict.fromkeys(losses if field in LOSSES else (field,) for field in wanted))
+
+    requested = metrics or list(LOSSES)
+    losses = tuple(field for field in requested if field in LOSSES)
+    panels: dict[tuple[str, ...], None] = {}  # in order, each once
+    for field in requested:
+        panels[losses if field in LOSSES else (field,)] = None
+
     figure = Figure(figsize=(8, 4.5 + 2 * (len(panels) - 1)), layout="constrained")
-    for axes, fields in zip(
-        figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels, strict=True
-    ):
-        units = set[str]()
+    all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for axes, fields in zip(all_axes, panels, strict=True):
+        units: set[str] = set()
         for index, run in enumerate(runs):
-            colour, name = (
-                PALETTE[index % len(PALETTE)],
-                (run if run.is_dir() else run.parent).resolve().name,
-            )
-            for field, values in read_curves(run, fields, by).items():
-                checks = field == "validation_loss"
-                kind = LOSSES.get(field, field)
-                label = f"{name}, {kind}" if len(runs) > 1 else kind
-                if values:
-                    units |= {UNITS[field]} if field in UNITS else set()
-                    style, drawn = ("o--", values) if checks else ("-", smoothed(values, smooth))
-                    axes.plot(
-                        *zip(*drawn, strict=True),
-                        style,
-                        color=colour,
-                        label=label,
-                        linewidth=1.2,
-                        markersize=4,
-                    )
-        axes.set(
-            ylabel=f"loss ({' or '.join(sorted(units))})" if units else fields[0].replace("_", " ")
-        )
+            colour = PALETTE[index % len(PALETTE)]
+            folder = run if run.is_dir() else run.parent
+            title = f"{folder.resolve().name}, " if len(runs) > 1 else ""
+            curves = read_curves(run, fields, by)
+            units |= _draw_curves(axes, curves, smooth, colour, title)
+
+        label = fields[0].replace("_", " ")
+        if units:
+            label = f"loss ({' or '.join(sorted(units))})"
+        axes.set(ylabel=label)
         plain(axes)
         axes.legend(frameon=False)
+
     axes.set(xlabel=BY[by])
     return figure
+
+
+def _draw_curves(
+    axes: "Axes",
+    curves: dict[str, list[tuple[float, float]]],
+    smooth: float,
+    colour: str,
+    title: str,
+) -> set[str]:
+    """Draw a run's curves in a panel; return the units of its losses."""
+    from train.callbacks.metrics import LOSSES as UNITS
+
+    units = set()
+    for field, points in curves.items():
+        if not points:
+            continue
+        if field in UNITS:
+            units.add(UNITS[field])
+        style = "o--"
+        if field != "validation_loss":
+            style = "-"
+            points = smoothed(points, smooth)
+
+        axes.plot(
+            *zip(*points, strict=True),
+            style,
+            color=colour,
+            label=title + LOSSES.get(field, field),
+            linewidth=1.2,
+            markersize=4,
+        )
+
+    return units
 
 
 @one_line_errors
@@ -147,28 +202,55 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m tools.plot", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    layout = commands.add_parser(
-        "layout", help="who owns which token, and each round's tiles", allow_abbrev=False
+    layout_help = "who owns which token, and each round's tiles"
+    _add_layout(commands.add_parser("layout", help=layout_help, allow_abbrev=False))
+    losses_help = "training and validation loss of runs, or other fields of metrics.jsonl"
+    _add_losses(commands.add_parser("losses", help=losses_help, allow_abbrev=False))
+    args = parser.parse_args(argv)
+
+    refuse_folder("--output", args.output)
+    if args.command == "layout":
+        figure = layout_figure(args)
+    else:
+        figure = losses_figure(args.runs, args.metric, args.by, args.smooth)
+
+    save(figure, args.output, "--output")
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the layout command."""
+    add = parser.add_argument
+    mask = parser.add_mutually_exclusive_group().add_argument
+    add(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help=(
+            "default: ring striped zigzag allgather; "
+            "with documents or a window exchange, not allgather"
+        ),
     )
-    add, mask = layout.add_argument, layout.add_mutually_exclusive_group().add_argument
-    methods = (
-        "default: ring striped zigzag allgather; with documents or a window exchange, not allgather"
-    )
-    add("--methods", nargs="+", metavar="METHOD", help=methods)
     add("--seq-length", type=int, help="tokens (default: 32, or those of the documents)")
     add("--size", type=int, default=4, help="ranks (default: %(default)s)")
     add(
         "--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents"
     )
-    window = (
-        "tokens that each sees before itself, in full attention behind itself too; default: all"
+    add(
+        "--window",
+        type=positive,
+        metavar="TOKENS",
+        help=(
+            "tokens that each sees before itself, in full attention behind itself too; default: all"
+        ),
     )
-    add("--window", type=positive, metavar="TOKENS", help=window)
     mask("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
     mask("--full", dest="causal", action="store_false", help="full attention")
     add("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
-    losses = "training and validation loss of runs, or other fields of metrics.jsonl"
-    add = commands.add_parser("losses", help=losses, allow_abbrev=False).add_argument
+
+
+def _add_losses(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the losses command."""
+    add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     add(
         "--metric",
@@ -177,18 +259,17 @@ def main(argv: list[str] | None = None) -> None:
         help="of metrics.jsonl, losses in one panel (default: these)",
     )
     add("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
-    smooth = "share that a point keeps of the mean before it, 0 to below 1 (default: 0); validation is not smoothed"
-    add("--smooth", type=float, default=0.0, metavar="SHARE", help=smooth)
-    add("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
-    args = parser.parse_args(argv)
-    refuse_folder("--output", args.output)
-    layout = args.command == "layout"
-    figure = (
-        layout_figure(args)
-        if layout
-        else losses_figure(args.runs, args.metric, args.by, args.smooth)
+    add(
+        "--smooth",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help=(
+            "share that a point keeps of the mean before it, 0 to below 1 (default: 0); "
+            "validation is not smoothed"
+        ),
     )
-    save(figure, args.output, "--output")
+    add("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""Turn a folder of images into what pretrain_dit.py reads: shards of latents and their index.
+"""Turn a folder of images into training data of pretrain_dit.py: shards of latents and an index.
 
 Images are found as the imagefolder builder of datasets finds them, a folder per class, its classes
 numbered in the order of their names; each is cut to its middle square and resized. With --vae, the
 folder of a diffusers AutoencoderKL, its latents are written, the means without noise; without one,
 the colours themselves, from -1 to 1.
 
-    python -m tools.prepare_latents --input imagenet/train --vae sd-vae-ft-mse --size 256 --output
-    latents python -m tools.prepare_latents --input photographs --size 32 --output pixels python -m
-    tools.prepare_latents --check latents      # reads all values and labels, before a long run
-    would
+    python -m tools.prepare_latents --input imagenet/train --vae sd-vae-ft-mse --size 256 \\
+        --output latents
+    python -m tools.prepare_latents --input photographs --size 32 --output pixels
+    python -m tools.prepare_latents --check latents   # reads all of it, before a long run would
 
 Then: pretrain_dit.py --data-path FOLDER --latent-shape C H W --num-classes N
 """
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,12 +35,52 @@ from tools.common.arguments import one_line_errors, parser_for, positive, run_co
 @one_line_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
+    args = _parse(argv)
+    if args.check is not None:
+        folder = LatentFolder(args.check)
+        folder.check_labels(args.num_classes)
+        folder.check_finite()
+    else:
+        pictures = Pictures()
+        batches = _batches(args.input, pictures, args.size, args.vae, args.batch_size)
+        write_latents(
+            args.output,
+            batches,
+            dtype=args.dtype,
+            samples_per_shard=args.samples_per_shard,
+            kind=args.format,
+        )
+        folder = LatentFolder(args.output)
+        for note in pictures.notes():
+            print(f"note: {note}", file=sys.stderr)
+
+    shape = " ".join(map(str, folder.shape))
+    classes = args.num_classes or int(folder.labels.max()) + 1
+    absent = classes - len(np.unique(folder.labels))
+    if absent:
+        print(f"note: {absent:,} of {classes:,} classes have no sample", file=sys.stderr)
+    print(
+        f"{folder.folder}: {len(folder):,} samples of {shape} in {len(folder.shards)} shards, "
+        f"{classes} classes"
+    )
+    print(
+        f"train on it with --data-path {folder.folder} --latent-shape {shape} "
+        f"--num-classes {classes}"
+    )
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_for("python -m tools.prepare_latents", __doc__)
-    add, what = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
-    what("--input", type=Path, metavar="DIR", help="images, in a folder per class")
-    what("--check", type=Path, metavar="DIR", help="read all values of a folder of latents")
-    below = "with --check: that labels are below it, as training wants"
-    add("--num-classes", type=positive, metavar="N", help=below)
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True).add_argument
+    source("--input", type=Path, metavar="DIR", help="images, in a folder per class")
+    source("--check", type=Path, metavar="DIR", help="read all values of a folder of latents")
+    add(
+        "--num-classes",
+        type=positive,
+        metavar="N",
+        help="with --check: that labels are below it, as training wants",
+    )
     add("--output", type=Path, metavar="DIR", help="folder to write")
     add(
         "--vae",
@@ -62,159 +103,162 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--input needs --output: where to write")
     if args.input is not None and args.num_classes is not None:
         parser.error("--num-classes goes with --check; classes of --input are its folders")
-    if args.check is not None:
-        folder = LatentFolder(args.check)
-        folder.check_labels(args.num_classes)
-        folder.check_finite()
-    else:
-        pictures = Pictures()
-        batches = _batches(args.input, pictures, args.size, args.vae, args.batch_size)
-        form = {
-            "dtype": args.dtype,
-            "samples_per_shard": args.samples_per_shard,
-            "kind": args.format,
-        }
-        write_latents(args.output, batches, **form)
-        folder = LatentFolder(args.output)
-        for note in pictures.notes():
-            print(f"note: {note}", file=sys.stderr)
-    shape, classes = (
-        " ".join(map(str, folder.shape)),
-        args.num_classes or int(folder.labels.max()) + 1,
-    )
-    if absent := classes - len(np.unique(folder.labels)):
-        print(f"note: {absent:,} of {classes:,} classes have no sample", file=sys.stderr)
-    print(
-        f"{folder.folder}: {len(folder):,} samples of {shape} in {len(folder.shards)} shards, {classes} classes"
-    )
-    print(
-        f"train on it with --data-path {folder.folder} --latent-shape {shape} --num-classes {classes}"
-    )
+    return args
 
 
 def _batches(
     images: Path, pictures: Pictures, size: int, vae: Path | None, batch_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield latents [n, C, h, w] and labels [n] of a folder's images."""
-    rows, encode = _image_folder(images), None
+    rows = _image_folder(images)
+    encode = None
     if vae is not None:
         import torch
 
         from data.latents.dataset import Vae
 
         encode = Vae(vae, torch.device("cuda" if torch.cuda.is_available() else "cpu")).encode
+
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
-        pixels = np.stack(
-            [pictures.square(image["path"], image["bytes"], size) for image in batch["image"]]
-        )
-        yield (
-            pixels if encode is None else encode(pixels),
-            np.asarray(batch["label"], dtype=np.int64),
-        )
+        squares = []
+        for image in batch["image"]:
+            squares.append(pictures.square(image["path"], image["bytes"], size))
+        latents = np.stack(squares)
+        if encode is not None:
+            latents = encode(latents)
+        yield latents, np.asarray(batch["label"], dtype=np.int64)
 
 
 def _image_folder(folder: Path) -> Any:
-    """Return a local folder's images, undecoded, with labels; files that are none are told.
+    """Return a local folder's images, undecoded, with labels; print the files that are no images.
 
     Uses datasets' own builder: no download, no remote code.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         raise DataError(
-            f"input is {folder}, which is no folder with anything in it; name one with a folder per class"
+            f"input is {folder}, which is no folder with anything in it; name one with a folder "
+            "per class"
         )
+
+    splits, endings = _load_splits(folder)
+    if set(splits) != {"train"} or _named_as_split(folder):
+        raise DataError(
+            f"input {folder} holds a folder that is called train, test, validation or the like, "
+            "which is taken as a split, so that others would be left out; name it as the input, "
+            f"such as {folder / 'train'}, or rename it"
+        )
+
+    rows = splits["train"]
+    if not {"image", "label"} <= set(rows.column_names):
+        metadata = sorted(folder.rglob("metadata.*"))
+        why = f"; {metadata[0]} takes the place of their classes: move it away" if metadata else ""
+        raise DataError(f"input {folder} holds no images in folders, one for each class{why}")
+
+    from datasets import Image
+
+    images = rows.cast_column("image", Image(decode=False))
+    column = images.data.column("image").combine_chunks().field("path")
+    paths = {Path(path) for path in column.to_pylist()}
+    _check_classes({path.parent for path in paths})
+    _check_whole(folder, paths, endings)
+    return images
+
+
+def _load_splits(folder: Path) -> tuple[Any, set[str]]:
+    """Load a folder by datasets' imagefolder; return its splits and the endings of images.
+
+    Raises DataError: datasets is not installed, or cannot read the folder.
+    """
     try:
-        from datasets import Image, disable_progress_bars, load_dataset
+        from datasets import disable_progress_bars, load_dataset
         from datasets.exceptions import DatasetGenerationError
         from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
     except ImportError as error:
         raise DataError(
-            "input is a folder of images, which takes datasets: pip install datasets (make venv EXTRAS=images)"
+            "input is a folder of images, which takes datasets: pip install datasets "
+            "(make venv EXTRAS=images)"
         ) from error
+
     disable_progress_bars()  # they would write into an error's line
     try:
         splits = load_dataset("imagefolder", data_dir=str(folder), drop_labels=False)
     except (OSError, ValueError, DatasetGenerationError, BadZipFile) as error:
-        cause = error.__cause__ or error  # datasets' own line says that something went wrong
+        cause = error.__cause__ or error  # datasets' own line says only that something went wrong
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise DataError(f"input {folder} cannot be read as images ({reason:.200})") from error
-    if set(splits) != {"train"} or _named_as_split(folder):
-        raise DataError(
-            f"input {folder} holds a folder that is called train, test, validation or the like, which is taken as a "
-            f"split, so that others would be left out; name it as the input, such as {folder / 'train'}, or rename it"
-        )
-    found = splits["train"]
-    if not {"image", "label"} <= set(found.column_names):
-        metadata = sorted(folder.rglob("metadata.*"))
-        why = f"; {metadata[0]} takes the place of their classes: move it away" if metadata else ""
-        raise DataError(f"input {folder} holds no images in folders, one for each class{why}")
-    images = found.cast_column("image", Image(decode=False))
-    paths = [
-        Path(path)
-        for path in images.data.column("image").combine_chunks().field("path").to_pylist()
-    ]
-    _check_classes({path.parent for path in paths})
-    _check_whole(folder, set(paths), set(ImageFolder.EXTENSIONS))
-    return images
+
+    return splits, set(ImageFolder.EXTENSIONS)
 
 
 def _named_as_split(folder: Path) -> bool:
-    """Return whether datasets takes a folder inside as its training split, and would leave out all
-    others.
+    """Return True if datasets takes a folder inside as its training split.
+
+    It would leave out all other folders then.
     """
     folders = [path for path in folder.iterdir() if path.is_dir()]
     return len(folders) > 1 and any(path.name.lower() in ("train", "training") for path in folders)
 
 
 def _check_classes(folders: set[Path]) -> None:
-    """Raise DataError for folders that datasets would make a class of, or join to one, by their
-    names alone.
+    """Raise DataError for nested folders of images, and for folders of one name.
+
+    datasets makes classes of folders by their names alone: it would join two folders of one name,
+    and make two classes of nested ones.
     """
     by_name: dict[str, Path] = {}
     for folder in sorted(folders):
-        if outer := next((parent for parent in folder.parents if parent in folders), None):
-            raise DataError(
-                f"{outer} holds images, and folders with images such as {folder}: each would be a class; move the "
-                "images into a folder for each class"
-            )
-        if other := by_name.get(folder.name):
+        for parent in folder.parents:
+            if parent in folders:
+                raise DataError(
+                    f"{parent} holds images, and folders with images such as {folder}: each would "
+                    "be a class; move the images into a folder for each class"
+                )
+
+        other = by_name.get(folder.name)
+        if other:
             raise DataError(
                 f"{other} and {folder} have one name, and would be one class; rename one"
             )
+
         by_name[folder.name] = folder
 
 
 def _check_whole(folder: Path, read: set[Path], endings: set[str]) -> None:
-    """Tell files that are no images by their endings, such as a .heic.
+    """Print a note of files whose ending is no image's, such as a .heic.
 
     Raises DataError: images that datasets leaves out, since others are named like a split of data.
     """
-    files = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not _is_hidden(path.relative_to(folder))
-    ]
-    others = [
-        path for path in files if path.suffix.lower() not in endings and path.stem != "metadata"
-    ]
+    images = []
+    others = []
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file() or _is_hidden(path.relative_to(folder)):
+            continue
+        if path.suffix.lower() in endings:
+            images.append(path)
+        elif path.stem != "metadata":
+            others.append(path)
+
     if others:
         print(
-            f"note: {len(others):,} files are not read, since their ending is of no kind of image that datasets reads "
-            f"(the first: {others[0]})",
+            f"note: {len(others):,} files are not read, since their ending is of no kind of image "
+            f"that datasets reads (the first: {others[0]})",
             file=sys.stderr,
         )
-    images = [path for path in files if path.suffix.lower() in endings]
+
     if len(images) > len(read):
-        read = {path.resolve() for path in read}
-        first = next((path for path in images if path.resolve() not in read), images[0])
+        resolved = {path.resolve() for path in read}
+        unread = [path for path in images if path.resolve() not in resolved]
+        example = unread[0] if unread else images[0]
         raise DataError(
-            f"{len(images) - len(read):,} of {len(images):,} images of {folder} would be left out, such as {first}: "
-            "others have train, test, validation or the like in their names, which is taken for a split; rename them"
+            f"{len(images) - len(read):,} of {len(images):,} images of {folder} would be left out, "
+            f"such as {example}: others have train, test, validation or the like in their names, "
+            "which is taken for a split; rename them"
         )
 
 
 def _is_hidden(path: Path) -> bool:
-    """Return whether a path has a part that datasets passes over."""
+    """Return True if datasets passes over a part of the path."""
     return any(part.startswith((".", "__")) for part in path.parts)
 
 

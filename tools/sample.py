@@ -3,8 +3,8 @@
     python -m tools.sample --load runs/llama_tiny --prompt "def "
     torchrun --standalone --nproc-per-node 4 -m tools.sample --load runs/llama_512k \\
         --prompt-file book.txt --num-samples 1 --temperature 0
-    python -m tools.sample --load runs/chats --chat                    # asks for a line, answers,
-    and so on python -m tools.sample --load runs/chats --chat --prompt "2 + 2?"
+    python -m tools.sample --load runs/chats --chat            # asks for a line, answers, and so on
+    python -m tools.sample --load runs/chats --chat --prompt "2 + 2?"
 
 Processes share the prompts (context parallelism), unless flags let them share the matrices or the
 layers.
@@ -15,10 +15,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from data.chat.conversations import NAMED
-from data.chat.rows import conversation_of_turns
 from data.chat.template import ChatTemplate
 from data.chat.turns import Turn
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -36,7 +34,7 @@ from train.run import run_entry
 
 @dataclass(frozen=True)
 class Session:
-    """A run's model, and how texts are drawn from it; collective."""
+    """A run's model and the settings to draw texts from it; collective."""
 
     writer: Writer
     run: Run
@@ -45,30 +43,37 @@ class Session:
     template: ChatTemplate | None
 
     def write(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Return the new tokens of each prompt. Raises CheckpointError for a model that overflows."""
+        """Return the new tokens of each prompt.
+
+        Raises CheckpointError: the model's numbers overflow.
+        """
         args = self.args
-        draw: dict[str, Any] = {
-            "temperature": args.temperature,
-            "top_k": args.top_k,
-            "top_p": args.top_p,
-        }
         try:
             return self.writer.write(
-                prompts, args.num_tokens, stop=self.stop, seed=args.seed, **draw
+                prompts,
+                args.num_tokens,
+                stop=self.stop,
+                seed=args.seed,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                top_p=args.top_p,
             )
         except DivergedError as error:
             raise CheckpointError(
-                f"{self.writer.folder} cannot be drawn from: {error}; its training diverged, so take an earlier one "
-                "with --ckpt-step, or train with a lower lr"
+                f"{self.writer.folder} cannot be drawn from: {error}; its training diverged, so "
+                "take an earlier one with --ckpt-step, or train with a lower lr"
             ) from error
 
     def talk(self) -> None:
-        """Read questions from the terminal of the first rank, a line each, and print the answers.
+        """Answer questions from the first rank's terminal, a line each, until the input ends.
 
-        Ends with the input. The model is given all that was said before.
+        The model sees the whole conversation.
         """
         turns = _system(self.args)
-        while (line := from_first(_line)) is not None:
+        while True:
+            line = from_first(_line)
+            if line is None:
+                return
             if not line.strip():
                 continue
             question = [*turns, {"role": "user", "content": line}]
@@ -78,47 +83,80 @@ class Session:
                 if is_first():
                     print(f"error: {error}", file=sys.stderr)
                 continue
+
             (ids,) = self.write([prompt])
             text = _continuation(self.run.tokenizer, prompt, ids).strip()
             if is_first():
                 print(text, flush=True)
             turns = [*question, {"role": "assistant", "content": text}]
 
-    def sample(self, texts: Sequence[str], begun: Sequence[list[int]]) -> None:
-        """Write, and print on the first rank, what follows each text, whose tokens are ``begun``."""
-        args, run, tokenizer = self.args, self.run, self.run.tokenizer
-        # The template writes its begin token itself. An empty prompt needs one: the end token that
-        # documents follow.
-        begin = () if args.chat else run.begin(args.add_bos_token)
-        first = list(begin) if begin or all(begun) else [tokenizer.eod]
-        prompts = [[*first, *prompt] for prompt in begun for _ in range(args.num_samples)]
-        longest = max(map(len, prompts))
-        if (
-            lacking := tokenizer.missing(run.config.model.vocabulary, max(map(max, prompts)))
-        ) is not None:
+    def sample(self, texts: Sequence[str], text_ids: Sequence[list[int]]) -> None:
+        """Write the continuations of texts, and print them on the first rank.
+
+        ``text_ids`` are the tokens of the texts.
+        """
+        args = self.args
+        begin = self._begin(text_ids)
+        prompts = []
+        for ids in text_ids:
+            for _ in range(args.num_samples):
+                prompts.append([*begin, *ids])
+
+        tokenizer = self.run.tokenizer
+        largest = max(map(max, prompts))
+        lacking = tokenizer.missing(self.run.config.model.vocabulary, largest)
+        if lacking is not None:
             raise DataError(f"a prompt has a token that the model lacks: {lacking}")
+
         self.writer.check(prompts, args.num_tokens)
         if is_first():
-            named = f"prompt {texts[0]!r:.200}" if len(texts) == 1 else f"{len(texts)} prompts"
-            each = f"{args.num_samples} x {args.num_tokens} tokens"
-            print(f"{args.load}, iteration {self.writer.iteration}, {named}, {each}")
-            if (
-                run.trained_length is not None
-                and longest + args.num_tokens > run.trained_length
-                and not args.chat
-            ):
-                note = f"prompt and tokens are more than the {run.trained_length} the model was trained on at a time"
-                print(f"note: {note}", file=sys.stderr)
+            self._announce(texts, max(map(len, prompts)))
+
         written = self.write(prompts)
         if not is_first():
             return
+
         for prompt, ids in zip(prompts, written, strict=True):
             print("-" * 80)
-            shown = prompt[len(first) :]
+            shown = prompt[len(begin) :]
             if args.chat or args.prompt_file is not None:
                 print(_continuation(tokenizer, shown, ids))
             else:  # one call for both parts: a piece's text can depend on the piece before
                 print(tokenizer.detokenize([*shown, *_in_vocabulary(tokenizer, ids)]))
+
+    def _begin(self, text_ids: Sequence[list[int]]) -> list[int]:
+        """Return the tokens before each text.
+
+        A chat template writes its begin token itself. An empty prompt needs a token: the end token,
+        which documents follow in training.
+        """
+        if self.args.chat:
+            begin = ()
+        else:
+            begin = self.run.begin(self.args.add_bos_token)
+        if begin or all(text_ids):
+            return list(begin)
+
+        return [self.run.tokenizer.eod]
+
+    def _announce(self, texts: Sequence[str], longest_prompt: int) -> None:
+        """Print the run and the prompts, and a note if texts are longer than in training."""
+        args = self.args
+        prompts = f"{len(texts)} prompts"
+        if len(texts) == 1:
+            prompts = f"prompt {texts[0]!r:.200}"
+        samples = f"{args.num_samples} x {args.num_tokens} tokens"
+        print(f"{args.load}, iteration {self.writer.iteration}, {prompts}, {samples}")
+
+        trained = self.run.trained_length
+        if args.chat or trained is None:
+            return
+        if longest_prompt + args.num_tokens > trained:
+            print(
+                f"note: prompt and tokens are more than the {trained} the model was trained on at "
+                "a time",
+                file=sys.stderr,
+            )
 
 
 def main(argv: list[str]) -> None:
@@ -127,14 +165,19 @@ def main(argv: list[str]) -> None:
     Draw(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     run = open_run(args.load, args.ckpt_step)
     tokenizer = run.tokenizer
-    stop = list(dict.fromkeys([*run.ends, *(_token(tokenizer, text) for text in args.stop)]))
+    stop_tokens = [_token(tokenizer, text) for text in args.stop]
+    stop = list(dict.fromkeys([*run.ends, *stop_tokens]))
     template = run.template(args.chat_template) if args.chat else None
+
     texts = [] if args.talks else _prompts(args)
-    if template is None:
-        prompts = [tokenizer.tokenize(text) for text in texts]
-    else:
-        questions = ([*_system(args), {"role": "user", "content": text}] for text in texts)
-        prompts = [_question(tokenizer, template, turns) for turns in questions]
+    prompts = []
+    for text in texts:
+        if template is None:
+            prompts.append(tokenizer.tokenize(text))
+        else:
+            turns = [*_system(args), {"role": "user", "content": text}]
+            prompts.append(_question(tokenizer, template, turns))
+
     with opened(args.load, args.ckpt_step, choose=method_to_read, **mesh_of(args)) as writer:
         session = Session(writer, run, args, stop, template)
         if args.talks:
@@ -144,12 +187,17 @@ def main(argv: list[str]) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line, and set the defaults that depend on --chat."""
     parser = parser_for("python -m tools.sample", __doc__)
-    add, given = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group().add_argument
     add("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
-    begins = "what the text begins with, by default nothing; with --chat the question"
-    given("--prompt", metavar="TEXT", help=begins)
-    given("--prompt-file", type=Path, metavar="FILE", help="file with what the text begins with")
+    source(
+        "--prompt",
+        metavar="TEXT",
+        help="what the text begins with, by default nothing; with --chat the question",
+    )
+    source("--prompt-file", type=Path, metavar="FILE", help="file with what the text begins with")
     add("--by-line", action="store_true", help="take each line of the file for a prompt")
     add("--num-samples", type=positive, metavar="N", help="texts of each prompt (2, with --chat 1)")
     add(
@@ -158,8 +206,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar="N",
         help="most tokens of each (160, with --chat 1024)",
     )
-    temperature = "divides logits; 0: likeliest token (0.8)"
-    add("--temperature", type=at_least(0.0), default=0.8, metavar="T", help=temperature)
+    add(
+        "--temperature",
+        type=at_least(0.0),
+        default=0.8,
+        metavar="T",
+        help="divides logits; 0: likeliest token (0.8)",
+    )
     add("--top-k", type=positive, metavar="K", default=50, help="of the K likeliest tokens (50)")
     add(
         "--top-p",
@@ -176,21 +229,37 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     add("--seed", type=at_least(0), default=1234, metavar="N", help="seed of the draws (1234)")
     add_begin(parser, "the prompts")
+
     chat = parser.add_argument_group("conversations").add_argument
-    talks = "ask by the chat template and print the answer; without a prompt, ask for one after the other"
-    chat("--chat", action="store_true", help=talks)
-    templates = f"default: that of the run's conversations, else the tokenizer's; a file, or {', '.join(NAMED)}"
-    chat("--chat-template", metavar="FILE|NAME", help=templates)
+    chat(
+        "--chat",
+        action="store_true",
+        help=(
+            "ask by the chat template and print the answer; "
+            "without a prompt, ask for one after the other"
+        ),
+    )
+    chat(
+        "--chat-template",
+        metavar="FILE|NAME",
+        help=(
+            "default: that of the run's conversations, else the tokenizer's; "
+            f"a file, or {', '.join(NAMED)}"
+        ),
+    )
     chat("--system", metavar="TEXT", help="what the system says before the first question")
     add_mesh(parser)
+
     args = parser.parse_args(argv)
     args.talks = args.chat and args.prompt is None and args.prompt_file is None
     if (args.chat_template or args.system) and not args.chat:
         parser.error("--chat-template and --system go with --chat")
     if args.talks and args.num_samples not in (None, 1):
         parser.error(
-            "--num-samples goes with --prompt or --prompt-file; a conversation goes on with one answer"
+            "--num-samples goes with --prompt or --prompt-file; "
+            "a conversation goes on with one answer"
         )
+
     if args.by_line and args.prompt_file is None:
         parser.error("--by-line takes the lines of --prompt-file; give one")
     args.num_samples = args.num_samples or (1 if args.chat else 2)
@@ -201,14 +270,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _question(
     tokenizer: Tokenizer, template: ChatTemplate | None, turns: Sequence[Turn]
 ) -> list[int]:
-    """Return the tokens of a conversation with what precedes the answer.
+    """Return the tokens of a conversation up to the beginning of the answer.
 
     Raises DataError: a turn spells a special token, or the template fails.
     """
     assert template is not None
     assert isinstance(tokenizer, HuggingFaceTokenizer)  # or there would be no template
-    questions = [turn for turn in turns if turn["role"] != "assistant"]
-    template.refuse_spelled(tokenizer, conversation_of_turns(questions))
+    from_user = [turn for turn in turns if turn["role"] != "assistant"]
+    template.refuse_spelled(tokenizer, said(from_user))
     return tokenizer.tokenize_special(template.render(turns, prompt=True))[0]
 
 
@@ -224,22 +293,25 @@ def _line() -> str | None:
 
 
 def _in_vocabulary(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
-    return [
-        token for token in ids if token < tokenizer.vocab_size
-    ]  # padding of the vocabulary has no text
+    """Drop the tokens that pad the model's vocabulary, which have no text."""
+    return [token for token in ids if token < tokenizer.vocab_size]
 
 
 def _continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text of new tokens, which can depend on the piece before."""
-    return tokenizer.detokenize([*prompt, *_in_vocabulary(tokenizer, ids)])[
-        len(tokenizer.detokenize(prompt)) :
-    ]
+    """Return the text of new tokens.
+
+    It is cut from the text of prompt and new tokens together: a piece's text can depend on the
+    piece before.
+    """
+    whole = tokenizer.detokenize([*prompt, *_in_vocabulary(tokenizer, ids)])
+    return whole[len(tokenizer.detokenize(prompt)) :]
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
     """Return the texts to continue."""
     if args.prompt_file is None:
         return [args.prompt or ""]
+
     refuse_folder("--prompt-file", args.prompt_file)
     try:
         text = args.prompt_file.read_text(encoding="utf-8")
@@ -249,12 +321,17 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         ) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{args.prompt_file} is not UTF-8 ({error}); convert it") from error
-    found = [line for line in text.split("\n") if line.strip()] if args.by_line else [text]
-    if not found:
+
+    if not args.by_line:
+        return [text]
+
+    prompts = [line for line in text.split("\n") if line.strip()]
+    if not prompts:
         raise DataError(
             f"{args.prompt_file} has no line that is not empty; write a prompt per line"
         )
-    return found
+
+    return prompts
 
 
 def _token(tokenizer: Tokenizer, text: str) -> int:
@@ -265,11 +342,13 @@ def _token(tokenizer: Tokenizer, text: str) -> int:
         ids = tokenizer.tokenize_special(text)[0]
     else:
         ids = tokenizer.tokenize(text)
+
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
         raise ConfigError(
-            f"stop names {text!r}, which is not one token of {tokenizer.path} but {ids}; name a token of it by its "
-            f"text or number, 0 to {tokenizer.vocab_size - 1}"
+            f"stop names {text!r}, which is not one token of {tokenizer.path} but {ids}; name a "
+            f"token of it by its text or number, 0 to {tokenizer.vocab_size - 1}"
         )
+
     return ids[0]
 
 

@@ -1,7 +1,8 @@
 """Draw pictures with a trained diffusion transformer: a PNG grid for each class, and one of all.
 
-    python -m tools.sample_dit --load runs/dit_tiny --classes 3 7 torchrun --standalone
-    --nproc-per-node 4 -m tools.sample_dit --load runs/dit_tiny --guidance 2 --steps 100
+    python -m tools.sample_dit --load runs/dit_tiny --classes 3 7
+    torchrun --standalone --nproc-per-node 4 -m tools.sample_dit --load runs/dit_tiny \\
+        --guidance 2 --steps 100
 
 Started by torchrun, the processes form the run's mesh where their number allows it, else data
 parallelism alone: every data-parallel rank draws other samples, context and tensor parallel ranks
@@ -40,12 +41,30 @@ from train.run import check_writable, run_entry
 from train.sampling import SamplingConfig, by_class, not_finite, write_grid
 from train.tasks.diffusion import DiffusionTask
 
-MOST_CLASSES = 10
-"""Number of classes drawn if none are named."""
+DEFAULT_CLASSES = 10
+"""Classes to draw if the command names none."""
 
 
 def main(argv: list[str]) -> None:
     """Run the command."""
+    args = _parse(argv)
+    config = fitted(config_of(args.load), launched_world_size())
+    classes = _classes(args, config.model.num_classes)
+    requested = {
+        "sample_steps": args.steps,
+        "sample_method": args.method,
+        "guidance": args.guidance,
+        "guidance_channels": args.guidance_channels,
+    }
+    changes = {name: value for name, value in requested.items() if value is not None}
+    sampling = replace(config.sampling, **changes)
+    sampling.check(diffusion_of(config))
+    sampling.check_guidance(config.model.class_dropout_prob)
+    with distributed_mesh(config.mesh) as mesh:
+        _draw(config, mesh, args, sampling, classes)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_for("python -m tools.sample_dit", __doc__)
     add = parser.add_argument
     add("--load", type=Path, required=True, metavar="DIR", help="folder of the run")
@@ -70,18 +89,38 @@ def main(argv: list[str]) -> None:
         metavar="N",
         help="samples of each class (default: %(default)s)",
     )
-    guidance = "weight of the class over none in classifier-free guidance; 1 is without (default: the run's own)"
-    add("--guidance", type=float, metavar="X", help=guidance)
-    channels = "channels that guidance moves, the first ones; 3 in the original DiT's script (default: the run's own)"
-    add("--guidance-channels", type=positive, metavar="N", help=channels)
+    add(
+        "--guidance",
+        type=float,
+        metavar="X",
+        help=(
+            "weight of the class over none in classifier-free guidance; "
+            "1 is without (default: the run's own)"
+        ),
+    )
+    add(
+        "--guidance-channels",
+        type=positive,
+        metavar="N",
+        help=(
+            "channels that guidance moves, the first ones; "
+            "3 in the original DiT's script (default: the run's own)"
+        ),
+    )
     add(
         "--steps",
         type=positive,
         metavar="N",
         help="calls of the model for a sample (default: the run's own)",
     )
-    method = "ddim, without noise on the way, or ddpm, with; euler for rectified_flow; by default the run's own"
-    add("--method", choices=["ddim", "ddpm", "euler"], help=method)
+    add(
+        "--method",
+        choices=["ddim", "ddpm", "euler"],
+        help=(
+            "ddim, without noise on the way, or ddpm, with; euler for rectified_flow; "
+            "by default the run's own"
+        ),
+    )
     add(
         "--batch-size",
         type=positive,
@@ -89,30 +128,40 @@ def main(argv: list[str]) -> None:
         metavar="N",
         help="samples at once on each data-parallel rank (64)",
     )
-    seed = "seed of the noise; with the number of a sample it decides the sample (default: %(default)s)"
-    add("--seed", type=int, default=LoopConfig().seed, metavar="N", help=seed)
+    add(
+        "--seed",
+        type=int,
+        default=LoopConfig().seed,
+        metavar="N",
+        help=(
+            "seed of the noise; with the number of a sample it decides the sample "
+            "(default: %(default)s)"
+        ),
+    )
     add("--vae", type=Path, metavar="DIR", help="folder of diffusers' AutoencoderKL that decodes")
     add("--output", type=Path, metavar="DIR", help="where to write; by default DIR/samples/drawn_N")
-    args = parser.parse_args(argv)
-    config = fitted(config_of(args.load), launched_world_size())
-    known = config.model.num_classes
-    classes = list(range(min(known, MOST_CLASSES))) if args.classes is None else args.classes
-    for number, label in enumerate(classes):
-        if label in classes[:number]:
+    return parser.parse_args(argv)
+
+
+def _classes(args: argparse.Namespace, num_classes: int) -> list[int]:
+    """Return the classes to draw.
+
+    Raises ConfigError: the model lacks one, or one is named twice.
+    """
+    if args.classes is None:
+        return list(range(min(num_classes, DEFAULT_CLASSES)))
+
+    for index, label in enumerate(args.classes):
+        if label in args.classes[:index]:
             raise ConfigError(
                 f"classes names {label} twice, whose pictures are one file; name each class once"
             )
-        if not 0 <= label < known:
-            raise ConfigError(f"classes names {label}, and the model has classes 0 to {known - 1}")
-    asked = {"sample_steps": args.steps, "sample_method": args.method, "guidance": args.guidance}
-    asked["guidance_channels"] = args.guidance_channels
-    sampling = replace(
-        config.sampling, **{name: value for name, value in asked.items() if value is not None}
-    )
-    sampling.check(diffusion_of(config))
-    sampling.check_guidance(config.model.class_dropout_prob)
-    with distributed_mesh(config.mesh) as mesh:
-        _draw(config, mesh, args, sampling, classes)
+        if not 0 <= label < num_classes:
+            raise ConfigError(
+                f"classes names {label}, and the model has classes 0 to {num_classes - 1}"
+            )
+
+    return args.classes
 
 
 def _draw(
@@ -122,25 +171,28 @@ def _draw(
     sampling: SamplingConfig,
     classes: Sequence[int],
 ) -> None:
-    """Load averaged weights, or trained ones where asked or where there are no averages, draw and
-    write; collective.
+    """Load the weights, draw and write; collective.
 
-    Nothing of the model outlives the call. Raises CheckpointError: there is no such checkpoint, or
-    its samples hold NaN or infinity.
+    The weights are the averages, or the trained ones with --no-ema or if the run has no averages.
+    Nothing of the model outlives the call.
+
+    Raises CheckpointError: there is no such checkpoint, or its samples hold NaN or infinity.
     """
     checkpoint = checkpoint_of(args.load, args.ckpt_step)
     averaged = bool(config.ema.ema_decay) and not args.no_ema
     with raise_together():
         if averaged and AVERAGED not in read_manifest(checkpoint).extra:
-            fix = "give --no-ema to take these as trained"
-            raise CheckpointError(f"{checkpoint} keeps no averages of the weights; {fix}")
-    task, section = (
-        DiffusionTask(replace(config, sampling=sampling), mesh),
-        "ema" if averaged else "model",
-    )
+            raise CheckpointError(
+                f"{checkpoint} keeps no averages of the weights; "
+                "give --no-ema to take these as trained"
+            )
+
+    task = DiffusionTask(replace(config, sampling=sampling), mesh)
     parts = task.build_parts()
+    section = "ema" if averaged else "model"
     loaded = load_model(checkpoint, parts[0], architecture_of(config.model), section=section)
     sampler = task.sampler(parts, args.seed)
+
     folder = args.output or args.load / "samples" / f"drawn_{loaded.iteration:07d}"
     with raise_together():
         if is_first():
@@ -148,46 +200,50 @@ def _draw(
         vae = Vae(args.vae, mesh.device) if args.vae and is_first() else None
         if vae is not None:
             vae.check(config.model.latent_shape)
+
     latents = sampler.draw(by_class(classes, args.num_samples), args.batch_size)
     with raise_together():
-        if broken := not_finite(latents):
+        broken = not_finite(latents)
+        if broken:
             raise CheckpointError(
-                f"{checkpoint} draws values that are not finite in {broken} of {len(latents)} samples: its training "
-                f"diverged, or guidance {sampling.guidance} is too large; take an earlier checkpoint or a smaller "
-                "--guidance"
+                f"{checkpoint} draws values that are not finite in {broken} of {len(latents)} "
+                f"samples: its training diverged, or guidance {sampling.guidance} is too large; "
+                "take an earlier checkpoint or a smaller --guidance"
             )
         if is_first():
-            _write(
-                folder, latents if vae is None else vae.decode(latents), classes, args.num_samples
-            )
+            pictures = latents if vae is None else vae.decode(latents)
+            _write(folder, pictures, classes, args.num_samples)
 
 
 def config_of(run: Path) -> DiTRunConfig:
-    """Load the configuration of the run in a folder, for bf16 or float32. Raises ConfigError."""
+    """Load the configuration of a run, without float8. Raises ConfigError."""
     return replace(load_config(config_file(run)), float8=Float8Config())
 
 
 def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
-    """Fit the run's configuration to ``processes``, without pipeline stages, which would wait for
-    each other.
+    """Fit the run's configuration to a number of processes.
+
+    Pipeline stages would wait for each other, so there are none. Sampling needs no copies of shards
+    and no global batch, which would have to fit the number of processes.
     """
-    sizes, context = config.mesh, config.context
-    if processes % (sizes.tensor_model_parallel_size * sizes.context_parallel_size):
-        sizes = MeshConfig()
-    if context.context_parallel_method == "auto":  # which is about training steps
+    mesh = config.mesh
+    if processes % (mesh.tensor_model_parallel_size * mesh.context_parallel_size):
+        mesh = MeshConfig()
+    context = config.context
+    if context.context_parallel_method == "auto":  # it is chosen for training steps
         context = FullContextConfig()
-    if sizes.context_parallel_size == 1:
+    if mesh.context_parallel_size == 1:
         context = FullContextConfig(context_parallel_method="none")
-    # Sampling needs no copies of shards and no global batch, which would have to fit the number of
-    # processes.
+
+    device = config.mesh.device
+    if device == "cuda" and not torch.cuda.is_available():
+        device = "auto"
     fitting = replace(config, context=context, pipeline=PipelineConfig()).updated(
-        tensor_model_parallel_size=sizes.tensor_model_parallel_size,
-        context_parallel_size=sizes.context_parallel_size,
+        tensor_model_parallel_size=mesh.tensor_model_parallel_size,
+        context_parallel_size=mesh.context_parallel_size,
         pipeline_model_parallel_size=1,
         balance_over="cp",
-        device="auto"
-        if config.mesh.device == "cuda" and not torch.cuda.is_available()
-        else config.mesh.device,
+        device=device,
         num_distributed_optimizer_instances=1,
         pack_samples=False,
         global_batch_size=None,
@@ -196,18 +252,21 @@ def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     return fitting
 
 
-def _write(folder: Path, pictures: Tensor, classes: Sequence[int], each: int) -> None:
-    """Write a nearly square grid of every class, and one with a row per class; then remove older
-    grids.
+def _write(folder: Path, pictures: Tensor, classes: Sequence[int], samples: int) -> None:
+    """Write a nearly square grid of every class, and one with a row per class.
+
+    Grids of an earlier drawing are removed only after all new ones are written.
     """
     paths = [*(folder / f"class_{label:04d}.png" for label in classes), folder / "all.png"]
     older = [path for path in (*folder.glob("class_*.png"), folder / "all.png") if path.exists()]
-    with replacing(*paths) as (*own, whole):
-        for draft, grid in zip(own, pictures.split(each), strict=True):
-            write_grid(draft, grid, math.ceil(math.sqrt(each)))
-        write_grid(whole, pictures, each)
+    with replacing(*paths) as (*class_drafts, all_draft):
+        for draft, grid in zip(class_drafts, pictures.split(samples), strict=True):
+            write_grid(draft, grid, math.ceil(math.sqrt(samples)))
+        write_grid(all_draft, pictures, samples)
+
     for path in set(older) - set(paths):
         path.unlink()
+
     if older:
         print(f"replaced {len(older)} pictures of an earlier drawing in {folder}")
     print(f"{len(pictures)} samples of {len(classes)} classes in {folder}")

@@ -1,23 +1,21 @@
-"""Write the attention alone, as one package `longmesh_attention` that another project keeps in its
-own tree.
+"""Write the attention alone as a package `longmesh_attention`, for another project's own tree.
 
 The package holds parallel/context, parallel/transformers, kernels and runtime, with their imports
 and the namespace of their custom operators renamed, so that a project with folders of these names
 can import it, even beside a checkout.
 
-    python -m tools.vendor ../mine                   # writes ../mine/longmesh_attention, or brings
-    it up to date python -m tools.vendor wheels --package my_ring  # writes wheels/my_ring, a
-    project, and its wheel beside it
+    python -m tools.vendor ../mine                   # writes or updates ../mine/longmesh_attention
+    python -m tools.vendor wheels --package my_ring  # writes a project wheels/my_ring and its wheel
 """
 
 import ast
 import json
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from keyword import iskeyword
 from pathlib import Path
 
@@ -29,19 +27,8 @@ from runtime.errors import UserError
 from runtime.files import fsync, owned, sha256, unwritable
 from runtime.machine import ROOT, commit_of
 from tools.common.arguments import one_line_errors, parser_for, run_command
+from tools.common.renaming import PACKAGE, PARTS, renamed
 
-PACKAGE = "longmesh_attention"
-PARTS = {
-    "parallel.context": "context",
-    "parallel.transformers": "transformers",
-    "kernels": "kernels",
-    "runtime": "runtime",
-}
-"""Our packages, and their names inside the package."""
-OURS = re.compile(rf"({'|'.join(map(re.escape, PARTS))})\b")
-NAMESPACE = "longmesh"
-"""Namespace of our custom operators; a second library of the same name would silently replace them.
-"""
 ORIGIN = "ORIGIN.json"
 TEMPLATES = ROOT / "tools/templates"
 TESTS = (
@@ -69,102 +56,75 @@ def package(name: str = PACKAGE, namespace: str | None = None) -> dict[str, byte
     for module, part in PARTS.items():
         folder = ROOT.joinpath(*module.split("."))
         for path in sorted(folder.rglob("*.py")):
-            inside = (Path(part) / path.relative_to(folder)).as_posix()
-            files[inside] = renamed(path.read_bytes(), path.relative_to(ROOT), name, namespace)
-    tree = ast.parse((ROOT / "parallel/context/__init__.py").read_text(encoding="utf-8"))
-    listed = next(
-        x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__"
-    )
-    names = sorted(ast.literal_eval(listed.value))
+            target = (Path(part) / path.relative_to(folder)).as_posix()
+            files[target] = renamed(path.read_bytes(), path.relative_to(ROOT), name, namespace)
+
+    names = _public_names(ROOT / "parallel/context/__init__.py")
     imported = "".join(f"    {public},\n" for public in names)
     listing = "".join(f'    "{public}",\n' for public in sorted([*names, "process_group"]))
-    face = template("__init__.py", name=name, commit=commit, imported=imported, listing=listing)
-    files["__init__.py"] = face.encode()
+    init = template("__init__.py", name=name, commit=commit, imported=imported, listing=listing)
+    files["__init__.py"] = init.encode()
     files["LICENSE"] = (ROOT / "LICENSE").read_bytes()
-    ours = {path.parent.name for path in ROOT.glob("*/*.py")} | {
-        path.stem for path in ROOT.glob("*.py")
-    }
-    _check_imports(files, ours, name)
+
+    programs = {path.stem for path in ROOT.glob("*.py")}
+    _check_imports(files, _our_packages() | programs, name)
     return with_origin(files, commit)
 
 
+def _our_packages() -> set[str]:
+    return {path.parent.name for path in ROOT.glob("*/*.py")}
+
+
+def _public_names(path: Path) -> list[str]:
+    """Return the sorted names of a module's ``__all__``."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            return sorted(ast.literal_eval(statement.value))
+    raise AssertionError(f"{path} has no __all__")
+
+
 def with_origin(files: dict[str, bytes], commit: str) -> dict[str, bytes]:
-    """Add a file that says where the others are from, and what they were when they were written."""
+    """Add a file with the origin of the others, and their digests as they were written."""
     digests = {name: sha256(files[name]) for name in sorted(files)}
     origin = {"project": "longmesh", "version": __version__, "commit": commit, "files": digests}
     return {**files, ORIGIN: (json.dumps(origin, indent=1) + "\n").encode()}
 
 
-def renamed(source: bytes, path: Path, name: str = PACKAGE, namespace: str | None = None) -> bytes:
-    """Rename our packages and operators in a source file; every other byte stays as it is.
-
-    Packages become parts of ``name``, and operators' namespace ``namespace``, by default the same.
-
-    Raises UserError: a relative import, or an ``import a.b`` without ``as``, whose name is used all
-    over the file.
-    """
-    lines, namespace = source.splitlines(keepends=True), namespace or name
-    edits: set[tuple[int, int, str, str]] = set()  # row, column in bytes, old text and new text
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            module = "." * node.level + (node.module or "")
-            if node.level:
-                where = f"{path}:{node.lineno} imports {module}, relative to its folder"
-                raise UserError(f"{where}; give the module's full name")
-            column = lines[node.lineno - 1].index(module.encode(), node.col_offset + len("from "))
-            edits.add((node.lineno - 1, column, module, _moved(module, name)))
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if (moved := _moved(alias.name, name)) != alias.name and not alias.asname:
-                    raise UserError(
-                        f"{path}:{node.lineno} imports {alias.name} by its full name; use from ... import"
-                    )
-                edits.add((alias.lineno - 1, alias.col_offset, alias.name, moved))
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == f"torch.ops.{NAMESPACE}":
-            assert node.end_lineno is not None
-            assert node.end_col_offset is not None
-            edits.add(
-                (node.end_lineno - 1, node.end_col_offset - len(NAMESPACE), NAMESPACE, namespace)
-            )
-        elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{NAMESPACE}::"):
-            column = lines[node.lineno - 1].index(f"{NAMESPACE}::".encode(), node.col_offset)
-            edits.add((node.lineno - 1, column, NAMESPACE, namespace))
-    for row, column, old, new in sorted(edits, reverse=True):
-        line = lines[row]
-        lines[row] = line[:column] + new.encode() + line[column + len(old.encode()) :]
-    return b"".join(lines)
-
-
-def _moved(module: str, name: str) -> str:
-    ours = OURS.match(module)
-    return f"{name}.{PARTS[ours[0]]}{module[ours.end() :]}" if ours else module
-
-
-def template(of: str, **values: str) -> str:
-    """Return a file of the package or of its project, by ``of``, its name."""
-    return (
-        (TEMPLATES / f"{of}.in").read_text(encoding="utf-8").format(version=__version__, **values)
-    )
+def template(file: str, **values: str) -> str:
+    """Return a file of the package or of its project, filled in."""
+    text = (TEMPLATES / f"{file}.in").read_text(encoding="utf-8")
+    return text.format(version=__version__, **values)
 
 
 def _check_imports(files: dict[str, bytes], ours: set[str], package: str = PACKAGE) -> None:
     """Raise UserError if a file imports something of ours that the package lacks."""
-    modules = {
-        f"{package}/{name}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for name in files
-    }
+    modules = set()
+    for name in files:
+        path = f"{package}/{name}".removesuffix(".py").removesuffix("/__init__")
+        modules.add(path.replace("/", "."))
+
     for name, content in files.items():
-        for node in ast.walk(ast.parse(content)) if name.endswith(".py") else ():
-            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for module in (
-                [node.module] if isinstance(node, ast.ImportFrom) and node.module else found
-            ):
-                if (top := module.split(".")[0]) in ours - {package} or (
-                    top == package and module not in modules
-                ):
-                    raise UserError(
-                        f"{name} of the package imports {module}, which is not in it; move what it needs"
-                    )
+        if not name.endswith(".py"):
+            continue
+        for module in _imported_modules(content):
+            top = module.split(".")[0]
+            is_ours = top in ours - {package}
+            is_missing = top == package and module not in modules
+            if is_ours or is_missing:
+                raise UserError(
+                    f"{name} of the package imports {module}, which is not in it; "
+                    "move what it needs"
+                )
+
+
+def _imported_modules(source: bytes) -> Iterator[str]:
+    """Yield the modules that a file imports, also inside functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Path:
@@ -174,19 +134,22 @@ def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Pa
     was changed since; InUseError: another process writes there; OSError: a file cannot be written.
     """
     target = destination / name
-    if why := unwritable(destination, "name another folder"):
+    why = unwritable(destination, "name another folder")
+    if why:
         raise UserError(f"DEST is {destination}, {why}")
+
     with owned(destination, name):
         _check_target(target)
-        draft, old = (destination / f".{name}.{uuid.uuid4().hex}" for _ in range(2))
+        draft = destination / f".{name}.{uuid.uuid4().hex}"
+        old = destination / f".{name}.{uuid.uuid4().hex}"
         try:
-            for inside, content in files.items():
-                (draft / inside).parent.mkdir(parents=True, exist_ok=True)
-                (draft / inside).write_bytes(content)
-            for path in (*draft.rglob("*"), draft):
-                fsync(path)
-            # Nothing is between the two renames, so that a kill hardly leaves none of the two
-            # packages.
+            for path, content in files.items():
+                (draft / path).parent.mkdir(parents=True, exist_ok=True)
+                (draft / path).write_bytes(content)
+
+            for written in (*draft.rglob("*"), draft):
+                fsync(written)
+            # Nothing runs between the two renames: a kill there would leave no package at all.
             if target.exists():
                 target.rename(old)
             draft.rename(target)
@@ -194,8 +157,9 @@ def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Pa
         finally:
             if old.exists() and not target.exists():
                 old.rename(target)
-            for left in (draft, old):
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in (draft, old):
+                shutil.rmtree(leftover, ignore_errors=True)
+
     return target
 
 
@@ -206,58 +170,84 @@ def _check_target(target: Path) -> None:
         raise UserError(f"{target} is a symlink, which this command does not write; {fix}")
     if not target.exists():
         return
+
     try:
         files = json.loads((target / ORIGIN).read_text(encoding="utf-8"))["files"]
-        kept = {str(name): str(digest) for name, digest in files.items()}
+        written = {str(name): str(digest) for name, digest in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
             f"{target} was not written by this command (no valid {ORIGIN} in it); {fix}"
         ) from None
-    kept |= {
-        parent.as_posix(): "folder" for name in kept for parent in Path(name).parents if parent.name
-    }
-    kept[ORIGIN] = sha256(target / ORIGIN)
-    found = {}
-    for path in target.rglob("*"):
+
+    for name in list(written):
+        for parent in Path(name).parents:
+            if parent.name:
+                written[parent.as_posix()] = "folder"
+
+    written[ORIGIN] = sha256(target / ORIGIN)
+
+    present = _contents(target)
+    for name in sorted(present.keys() | written.keys()):
+        if present.get(name) == written.get(name):
+            continue
+        how = "changed"
+        if name not in written:
+            how = "added"
+        elif name not in present:
+            how = "removed"
+
+        raise UserError(f"{target / name} was {how} since; {fix}")
+
+
+def _contents(folder: Path) -> dict[str, str]:
+    """Return the digest of each file of a folder, or its kind, without Python's caches."""
+    contents = {}
+    for path in folder.rglob("*"):
+        relative = path.relative_to(folder)
         if path.is_symlink():
             kind = "link"
-        elif "__pycache__" in path.relative_to(target).parts:
+        elif "__pycache__" in relative.parts:
             continue
+        elif path.is_file():
+            kind = sha256(path)
         else:
-            kind = sha256(path) if path.is_file() else "folder" if path.is_dir() else "device"
-        found[path.relative_to(target).as_posix()] = kind
-    for name in sorted(found.keys() | kept.keys()):
-        if found.get(name) != kept.get(name):
-            how = "added" if name not in kept else "removed" if name not in found else "changed"
-            raise UserError(f"{target / name} was {how} since; {fix}")
+            kind = "folder" if path.is_dir() else "device"
+        contents[relative.as_posix()] = kind
+
+    return contents
 
 
 def _name(text: str) -> str:
-    """Return a package's name. Raises UserError: no module can have it, or one of Python's or ours
-    has.
+    """Return a package's name.
+
+    Raises UserError: no module can have it, or a module of Python's or ours has it.
     """
-    ours = {path.parent.name for path in ROOT.glob("*/*.py")} | {"transformers", "torch", "numpy"}
-    if not text.isidentifier() or iskeyword(text) or text in sys.stdlib_module_names | ours:
+    others = {"transformers", "torch", "numpy"} | sys.stdlib_module_names
+    if not text.isidentifier() or iskeyword(text) or text in _our_packages() | others:
         raise UserError(
             f"--package is {text!r}; give a name that an import can have and no other module has"
         )
+
     return text
 
 
 def project(name: str, package: dict[str, bytes], commit: str) -> dict[str, bytes]:
     """Return the files of a project around the package by relative path, with its tests."""
     files = {f"src/{name}/{path}": content for path, content in package.items()}
-    files |= {
-        made: template(made, name=name, commit=commit).encode()
-        for made in ("pyproject.toml", "README.md")
-    }
+    for file in ("pyproject.toml", "README.md"):
+        files[file] = template(file, name=name, commit=commit).encode()
+
     files["LICENSE"] = package["LICENSE"]
+
+    inits = {}
     for path in TESTS:
-        files[f"tests/{path}"] = renamed(
-            (ROOT / "tests" / path).read_bytes(), Path("tests", path), name
-        )
-    folders = {parent for path in TESTS for parent in Path("tests", path).parents if parent.name}
-    return files | {f"{folder.as_posix()}/__init__.py": b"" for folder in folders}
+        test = Path("tests", path)
+        files[test.as_posix()] = renamed((ROOT / test).read_bytes(), test, name)
+        for parent in test.parents:
+            if parent.name:
+                inits[f"{parent.as_posix()}/__init__.py"] = b""
+
+    return files | inits
 
 
 def wheel(destination: Path, files: dict[str, bytes]) -> Path:
@@ -266,30 +256,24 @@ def wheel(destination: Path, files: dict[str, bytes]) -> Path:
     Raises UserError: it cannot be built; the message quotes pip's last lines.
     """
     with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "project")
         for path, content in files.items():
-            (Path(folder, "project") / path).parent.mkdir(parents=True, exist_ok=True)
-            (Path(folder, "project") / path).write_bytes(content)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--no-deps",
-            "--no-build-isolation",
-            "-w",
-            folder,
-        ]
-        done = subprocess.run(
-            [*command, f"{folder}/project"], capture_output=True, text=True, check=False
-        )
+            (source / path).parent.mkdir(parents=True, exist_ok=True)
+            (source / path).write_bytes(content)
+
+        pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+        command = [*pip, "-w", folder, str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise UserError(
-                "the wheel could not be built; install pip and setuptools 77 or later here, or leave --package out: "
-                f"{' '.join(done.stderr.split()[-60:])}"
+                "the wheel could not be built; install pip and setuptools 77 or later here, or "
+                f"leave --package out: {' '.join(done.stderr.split()[-60:])}"
             )
+
         (built,) = Path(folder).glob("*.whl")
         target = destination / built.name
         target.write_bytes(built.read_bytes())
+
     return target
 
 
@@ -297,28 +281,38 @@ def wheel(destination: Path, files: dict[str, bytes]) -> Path:
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m tools.vendor", __doc__)
-    where = f"folder that gets {PACKAGE}/, such as a project"
-    parser.add_argument("destination", type=Path, metavar="DEST", help=where)
-    wheels = "write a project NAME/ with pyproject.toml and tests, and its wheel, whose only module is NAME"
-    parser.add_argument("--package", metavar="NAME", help=wheels)
+    parser.add_argument(
+        "destination",
+        type=Path,
+        metavar="DEST",
+        help=f"folder that gets {PACKAGE}/, such as a project",
+    )
+    parser.add_argument(
+        "--package",
+        metavar="NAME",
+        help=(
+            "write a project NAME/ with pyproject.toml and tests, and its wheel, "
+            "whose only module is NAME"
+        ),
+    )
     args = parser.parse_args(argv)
+
     name = PACKAGE if args.package is None else _name(args.package)
-    before = commit_of()
+    commit_before = commit_of()
     files = package(name)
     origin = json.loads(files[ORIGIN])
+    commit = origin["commit"]
     if args.package is not None:
-        files = with_origin(project(name, files, origin["commit"]), origin["commit"])
+        files = with_origin(project(name, files, commit), commit)
     target = write(args.destination, files, name)
-    print(
-        f"wrote {target}: {len(files)} files of longmesh {origin['version']}, commit {origin['commit']}"
-    )
+    print(f"wrote {target}: {len(files)} files of longmesh {origin['version']}, commit {commit}")
     if args.package is not None:
         built = wheel(args.destination, files)
         print(f"built {built}: {built.stat().st_size / 1000:.0f} KB; pip install {built}")
-    if before != commit_of():
+    if commit_before != commit_of():
         print(
-            f"note: {args.destination} lies in this checkout, where git sees it: figures made from now on are called "
-            '"with changes"; move it, or write it to runs/ or outside'
+            f"note: {args.destination} lies in this checkout, where git sees it: figures made from "
+            'now on are called "with changes"; move it, or write it to runs/ or outside'
         )
 
 

@@ -23,8 +23,8 @@ from parallel.mesh import MeshConfig, distributed_mesh
 from runtime.errors import UserError
 from runtime.machine import describe, results_file
 from runtime.ranks import messages, receive, send, started
-from tools.calibrate import Figures
-from tools.calibrate import measure as calibrate
+from tools.calibrate.devices import Figures
+from tools.calibrate.measure import measure as calibrate
 from tools.common.arguments import positive
 from tools.common.report import Column, write_tables
 from tools.common.shapes import AttentionShape

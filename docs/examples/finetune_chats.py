@@ -1,8 +1,9 @@
-"""Fine-tune on packed chats by TRL's SFTTrainer, each sequence on two ranks; answers alone have a
-loss.
+"""Fine-tune on packed chats by TRL's SFTTrainer, each sequence on two ranks.
 
-torchrun --nproc-per-node 4 -m docs.examples.finetune_chats       # 2 ranks for a sequence, 2 groups
-of them torchrun --nproc-per-node 1 -m docs.examples.finetune_chats       # the same losses
+torchrun --nproc-per-node 4 -m docs.examples.finetune_chats  # 2 groups of 2 ranks for a sequence
+torchrun --nproc-per-node 1 -m docs.examples.finetune_chats  # the same losses
+
+Only the tokens of answers have a loss.
 """
 
 import os
@@ -31,30 +32,31 @@ class LongTrainer(ContextParallelTrainer, SFTTrainer):
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return one whose tokens are words."""
-    words = {
-        word: i
-        for i, word in enumerate(["<unknown>", "<end>", "u", "a", "after", "comes", *NUMBERS])
-    }
-    made = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    found = PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unknown>", eos_token="<end>", pad_token="<unknown>"
+    """Return a tokenizer whose tokens are words."""
+    words = ["<unknown>", "<end>", "u", "a", "after", "comes", *NUMBERS]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    word_level = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    word_level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=word_level,
+        unk_token="<unknown>",
+        eos_token="<end>",
+        pad_token="<unknown>",
     )
-    found.chat_template = TEMPLATE
-    return found
+    fast.chat_template = TEMPLATE
+    return fast
 
 
 def chats(count: int) -> Dataset:
     """Return chats in which a user counts and the assistant goes on."""
     rows = []
     for i in range(count):
-        asked = [NUMBERS[(i + j) % 10] for j in range(2 + i % 5)]
-        told = [NUMBERS[(i + len(asked) + j) % 10] for j in range(1 + i % 7)]
+        user = [NUMBERS[(i + j) % 10] for j in range(2 + i % 5)]
+        assistant = [NUMBERS[(i + len(user) + j) % 10] for j in range(1 + i % 7)]
         rows.append(
             [
-                {"role": "user", "content": " ".join(asked)},
-                {"role": "assistant", "content": " ".join(told)},
+                {"role": "user", "content": " ".join(user)},
+                {"role": "assistant", "content": " ".join(assistant)},
             ]
         )
     return Dataset.from_dict({"messages": rows})
@@ -68,10 +70,10 @@ def trained(
     steps: int = 20,
     **others: Any,
 ) -> SFTTrainer:
-    """Return the trainer after steps of 8 packs of chats in two halves, each on ``ranks`` of the
-    processes.
+    """Return the trainer after steps of 8 packs of chats, each pack on ``ranks`` processes.
 
-    ``others`` go to the trainer, such as the ``peft_config`` of adapters.
+    A step accumulates two halves. ``others`` go to the trainer, such as the ``peft_config`` of
+    adapters.
     """
     arguments = SFTConfig(
         output_dir=folder,
@@ -103,7 +105,6 @@ def trained(
 
 
 if __name__ == "__main__":
-    world = int(os.environ["WORLD_SIZE"])
-    trained(
-        sys.argv[1] if sys.argv[1:] else "runs/finetune_chats", world, 2 if world > 1 else 1
-    ).end()
+    world_size = int(os.environ["WORLD_SIZE"])
+    folder = sys.argv[1] if sys.argv[1:] else "runs/finetune_chats"
+    trained(folder, world_size, ranks=2 if world_size > 1 else 1).end()

@@ -1,7 +1,7 @@
 """Fine-tune a model of transformers on packed text, each sequence on two ranks.
 
-torchrun --nproc-per-node 4 -m docs.examples.finetune_text        # 2 ranks for a sequence, 2 groups
-of them torchrun --nproc-per-node 1 -m docs.examples.finetune_text        # the same losses
+torchrun --nproc-per-node 4 -m docs.examples.finetune_text  # 2 groups of 2 ranks for a sequence
+torchrun --nproc-per-node 1 -m docs.examples.finetune_text  # the same losses
 
 With the installed package, its name stands for `parallel`. The model and its text are made on the
 spot, and small.
@@ -25,7 +25,10 @@ from transformers import (
 from parallel.transformers import ContextParallelTrainer
 
 LETTERS = 128
-TEXT = "A rank has its own tokens of every sequence, and attention brings it what it needs of the others. "
+TEXT = (
+    "A rank has its own tokens of every sequence, "
+    "and attention brings it what it needs of the others. "
+)
 
 
 class LongTrainer(ContextParallelTrainer, Trainer):
@@ -50,10 +53,12 @@ def made_model() -> PreTrainedModel:
 
 def documents(count: int) -> list[dict[str, list[int]]]:
     """Return documents of several lengths, a letter a token."""
-    return [
-        {"input_ids": [ord(x) for x in (TEXT[5 * i :] + TEXT)[: 16 + 8 * (i % 3)]]}
-        for i in range(count)
-    ]
+    samples = []
+    for index in range(count):
+        text = TEXT[5 * index :] + TEXT
+        length = 16 + 8 * (index % 3)
+        samples.append({"input_ids": [ord(letter) for letter in text[:length]]})
+    return samples
 
 
 def trained(
@@ -64,10 +69,10 @@ def trained(
     resume: str | None = None,
     **others: Any,
 ) -> Trainer:
-    """Return the trainer after 6 steps of 8 documents in two halves, each sequence on ``ranks`` of
-    the processes.
+    """Return the trainer after 6 steps of 8 documents, each sequence on ``ranks`` processes.
 
-    ``others`` are more arguments of training, such as ``fsdp=True`` on GPUs.
+    A step accumulates two halves. ``others`` are more arguments of training, such as ``fsdp=True``
+    on GPUs.
     """
     arguments = TrainingArguments(
         folder,
@@ -100,8 +105,6 @@ def trained(
 
 
 if __name__ == "__main__":
-    world = int(os.environ["WORLD_SIZE"])
-    trainer = trained(
-        sys.argv[1] if sys.argv[1:] else "runs/finetune_text", world, 2 if world > 1 else 1
-    )
-    trainer.end()
+    world_size = int(os.environ["WORLD_SIZE"])
+    folder = sys.argv[1] if sys.argv[1:] else "runs/finetune_text"
+    trained(folder, world_size, ranks=2 if world_size > 1 else 1).end()

@@ -128,7 +128,10 @@ def test_perfect_variances_make_few_steps_exact():
         index = chosen.index(int(times[0]))
         kept = schedule.alpha_bars[index]
         unsaid = 1 / (1 / std**2 + kept / (1 - kept))
-        variance = schedule.posterior_variances[index] * (index > 0) + schedule.from_data[index] ** 2 * unsaid
+        variance = (
+            schedule.posterior_variances[index] * (index > 0)
+            + schedule.from_data[index] ** 2 * unsaid
+        )
         least, most = schedule.posterior_variances[index].log(), schedule.betas[index].log()
         share = (variance.log() - least) / (most - least) if index else 0.0
         return learned.join(predict(x, times), torch.full_like(x, 2 * share - 1))

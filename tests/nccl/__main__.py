@@ -38,7 +38,7 @@ from tests.parity.run import compare
 from tests.steps import Step, asked, check, launched
 from tools.common.arguments import one_line_errors, parser_for, positive, run_command
 from tools.common.cases import Case
-from tools.parity.own import Run, merged
+from tools.parity.own import MergedRun, merged
 
 BOUNDS = {"cuda": 10.0, "cpu": 1.0}
 """Times the bounds of `make parity`; a GPU adds up in other orders, by how much is not measured."""
@@ -153,11 +153,13 @@ def flags_of(kind: str, case: Case, data: Path, processes: int, device: str) -> 
     ]
 
 
-def trained(processes: int, cases: dict[str, list[str]], folder: Path) -> dict[str, Run | str]:
+def trained(
+    processes: int, cases: dict[str, list[str]], folder: Path
+) -> dict[str, MergedRun | str]:
     """Train cases one after another; return a run of each, or why there is none. After a failure
     all start anew.
     """
-    found: dict[str, Run | str] = {}
+    found: dict[str, MergedRun | str] = {}
     while left := {name: flags for name, flags in cases.items() if name not in found}:
         (folder / CASES).write_text(json.dumps(left))
         status, said = launched(processes, "-m", "tests.nccl.rank", "train", str(folder))

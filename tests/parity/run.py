@@ -39,7 +39,7 @@ from runtime.ranks import run_ranks
 from tests.parity.cases import DIFFUSION, KINDS, chosen_cases, flags_of, reference_of
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.cases import Case
-from tools.parity.own import LOSS, NORM, Run, furthest, merged
+from tools.parity.own import LOSS, NORM, MergedRun, furthest, merged
 from tools.parity.rank import RankResult, train
 from train.callbacks.metrics import loss_name
 from train.tasks.diffusion import DiffusionTask
@@ -143,7 +143,7 @@ def trained(
     sabotage: Callable[[], None] | None = None,
     *more: str,
     iterations: int = 3,
-) -> Run:
+) -> MergedRun:
     """Train a kind of model on a mesh, in fresh processes."""
     flags: list[str] = flags_of(kind, case, data, iterations)
     task: type[Task[Any]] = DiffusionTask
@@ -154,7 +154,7 @@ def trained(
     return merged(ranks)
 
 
-def compare(got: Run, want: Run) -> Row:
+def compare(got: MergedRun, want: MergedRun) -> Row:
     """Return how far a run is from the reference."""
     pairs, loss = list(zip(got.records, want.records, strict=True)), loss_name(want.records[0])
     moved = {name for name in want.tensors["final"] if not name.endswith(ZERO_GRADIENT)}

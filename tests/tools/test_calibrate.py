@@ -11,8 +11,10 @@ import torch
 from planner.cluster import CLUSTERS, ClusterError, load_cluster
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
-from tools import calibrate as calibration
-from tools.calibrate import ABOUT_LINKS, calibrate
+from tools.calibrate import __main__ as calibration
+from tools.calibrate import devices
+from tools.calibrate import links as link_figures
+from tools.calibrate.__main__ import ABOUT_LINKS, calibrate
 from tools.common import ceilings
 from tools.common.report import read_records
 from tools.common.shapes import AttentionShape
@@ -22,8 +24,8 @@ SMALL = ("--device", "cpu", "--num-heads", "2", "--head-dim", "16", "--lengths",
 
 def _calibrated(rank, size, local, argv):
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
-    calibration.peak_flops = lambda device, dtype: 1e9
-    calibration.MOST_BYTES, ceilings.COPY_BYTES["cpu"] = 1 << 18, 1 << 16
+    devices.peak_flops = lambda device, dtype: 1e9
+    link_figures.MAX_BYTES, ceilings.COPY_BYTES["cpu"] = 1 << 18, 1 << 16
     calibrate([*SMALL, *argv])
 
 
@@ -85,12 +87,11 @@ def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch, rails):
         sizes.extend([] if inside else [size])
         return 1e-4 + (1 if inside or rails or alone else 4) * size / 1e7
 
-    monkeypatch.setattr(calibration, "exchange_seconds", exchange)
-    monkeypatch.setattr(calibration.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 8)
-    found = calibration._link_inside(torch.device("cpu"), 4) | calibration._link_between(
-        torch.device("cpu"), 4
-    )
+    monkeypatch.setattr(link_figures, "exchange_seconds", exchange)
+    monkeypatch.setattr(link_figures.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(link_figures.dist, "get_world_size", lambda: 8)
+    inside = link_figures.measure_inside(torch.device("cpu"), 4)
+    found = inside | link_figures.measure_between(torch.device("cpu"), 4)
     assert found["between_link"][0] == ("rank" if rails else "node")
     assert found["between_gb_per_s"][0] == pytest.approx(
         0.01, rel=0.02
@@ -99,23 +100,24 @@ def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch, rails):
 
 
 def test_a_disturbed_exchange_makes_no_link_of_any_speed(monkeypatch):
-    assert calibration._rate(1 << 20, less=3e-3, more=1e-3) == pytest.approx(1.5 * (1 << 20) / 1e-3)
+    rate = link_figures.rate_of(1 << 20, smaller_seconds=3e-3, larger_seconds=1e-3)
+    assert rate == pytest.approx(1.5 * (1 << 20) / 1e-3)
     monkeypatch.setattr(
-        calibration, "exchange_seconds", lambda device, peers, size: 0.06 + size / 1e8
+        link_figures, "exchange_seconds", lambda device, peers, size: 0.06 + size / 1e8
     )  # far away
-    latency, rate, _ = calibration._link("far", torch.device("cpu"), [1])
+    latency, rate, _ = link_figures.measure_link("far", torch.device("cpu"), [1])
     assert latency == pytest.approx(0.06, rel=0.01)
     assert rate == pytest.approx(1e8, rel=0.1)
 
 
 def test_attention_without_a_kernel_says_why(monkeypatch):
-    monkeypatch.setattr(calibration, "_middle", lambda measured: measured())
-    monkeypatch.setattr(calibration, "step_of", lambda *_: torch.linalg.cholesky(-torch.ones(1, 1)))
+    monkeypatch.setattr(devices, "middle_of_ranks", lambda measured: measured())
+    monkeypatch.setattr(devices, "step_of", lambda *_: torch.linalg.cholesky(-torch.ones(1, 1)))
     work = AttentionShape(seq_length=16, num_heads=1, kv_heads=1, head_dim=8)
     with pytest.raises(
         UserError, match=r"attention cannot be measured at 16 positions: .*cholesky"
     ):
-        calibration._attention(torch.device("cpu"), work, True)
+        devices.attention_seconds(torch.device("cpu"), work, True)
 
 
 def test_ceilings_are_printed_and_written(tmp_path, monkeypatch, capsys):

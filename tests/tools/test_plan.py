@@ -234,10 +234,10 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path):
         ),
         (
             "--fewest --world-size 4",
-            "fewest finds the number of processes, and world_size names it",
+            "--fewest searches for the number of processes; do not pass --world-size too",
         ),
         ("--cluster none.toml", "none.toml: cannot be read"),
-        ("--fits --top 3", "--top is given, and --fits is of one configuration and ranks none"),
+        ("--fits --top 3", "--top is for ranked plans, and --fits looks at one configuration"),
         (
             "--fits --context-parallel-method auto --tensor-model-parallel-size 3 --world-size 3",
             "context_parallel_method is auto, and no method suits",

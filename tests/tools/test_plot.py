@@ -10,7 +10,8 @@ import pytest
 
 from parallel.context import METHODS
 from tools import plot
-from tools.common import layouts
+from tools.common.layouts import drawing as layouts
+from tools.common.layouts import figure
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -178,6 +179,6 @@ def test_what_cannot_be_drawn_is_said_once_and_nothing_written(
 
 
 def test_captions_count_as_one_says_it():
-    assert [layouts.ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111, 113)] == [
+    assert [figure.ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111, 113)] == [
         "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th", "113th",
     ]  # fmt: skip

@@ -11,7 +11,8 @@ from data.tokenizer import load_tokenizer
 from tests.data.chat.templates import TEMPLATES, TURNS, write_tokenizer
 from tests.data.text.corpora import write_pair
 from tests.starts import ended
-from tools.prepare_data import LONGER, main, share_lines, shares
+from tools.common.inspect_data import LONGER, share_lines, shares
+from tools.prepare_data import main
 
 
 def write_text(folder, documents=20):

@@ -17,6 +17,7 @@ import torch
 from parallel.context import context_parallel
 from tests.starts import PATIENCE, ended, free_port
 from tools import vendor
+from tools.common import renaming
 from tools.vendor import TESTS
 
 PROJECT = """
@@ -107,7 +108,7 @@ def test_package_and_checkout_share_a_process(tmp_path, monkeypatch):
     """Each has its own operators; under one name, the later would silently take the place of the
     earlier.
     """
-    vendor.write(tmp_path / "same", vendor.package(namespace=vendor.NAMESPACE))
+    vendor.write(tmp_path / "same", vendor.package(namespace=renaming.NAMESPACE))
     broken = started(BESIDE, tmp_path / "same", PYTHONPATH=str(vendor.ROOT))
     vendor.write(tmp_path, vendor.package())
     monkeypatch.syspath_prepend(str(tmp_path))

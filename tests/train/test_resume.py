@@ -22,7 +22,6 @@ from tests.parallel.tiny import (
 )
 from tests.train.optimizers.momentum import NAME, Momentum
 from tests.train.test_run import with_checkpoint
-from train.resume import schedule
 from train.callbacks.health import RunProgress
 from train.checkpoint.api import CheckpointConfig
 from train.checkpoint.manifest import CheckpointError
@@ -33,6 +32,7 @@ from train.config.flags import ConfigError
 from train.config.language import parse_args
 from train.optimizers import OPTIMIZERS
 from train.optimizers.config import OptimizerConfig
+from train.resume import schedule
 from train.resume.settings import changes, check_allowed, checkpoint_extra
 from train.resume.start import find_start
 from train.run import claim_folder, open_log

@@ -18,65 +18,80 @@ P = ParamSpec("P")
 
 
 class UsageError(UserError):
-    """Arguments that a command does not take; one of a launcher's ranks tells them, as it does
-    other errors.
-    """
+    """Arguments that a command does not take; printed by one rank only, as other user errors."""
 
     status = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises its errors, for whoever called the command to print one line and exit."""
+    """A parser that raises its errors, so that the command prints one line and exits."""
 
     def error(self, message: str) -> NoReturn:
         for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction) and message.endswith(
-                f"required: {action.dest}"
-            ):
+            is_command = isinstance(action, argparse._SubParsersAction)
+            if is_command and message.endswith(f"required: {action.dest}"):
                 message = f"a command is missing; give one of {', '.join(action.choices)}"
         raise UsageError(f"{message}; --help lists the arguments")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, and ask for the nearest flag where one is unknown, or misspelt
-        and so missing.
+        """Parse as argparse does, and suggest the nearest flag for an unknown one.
+
+        A misspelt flag of a required argument is reported by argparse as a missing argument. So if
+        parsing fails, an unknown word that resembles a missing flag is named instead.
         """
         words = sys.argv[1:] if args is None else [*args]
         try:
-            found, unknown = self.parse_known_args(words, namespace)
-            known = _flags(self, words)
+            parsed, unknown = self.parse_known_args(words, namespace)
+            candidates = _flags(self, words)
         except UsageError as error:
-            message, _, _ = str(error).partition(";")
-            known = (
-                re.findall(r"--[\w-]+", message)
-                if message.endswith("required") or "required: " in message
-                else []
-            )
-            given = {word: word.partition("=")[0] for word in words if word.startswith("--")}
-            others = {*given.values()} - {*_flags(self, words)}
-            unknown = [
-                word for word, flag in given.items() if flag in others and did_you_mean(flag, known)
-            ]
+            candidates = _missing_flags(str(error))
+            unknown = self._misspelt(words, candidates)
             if not unknown:
                 raise
+
         if unknown:
-            raise UsageError(unknown_argument(unknown[0], lambda flag: did_you_mean(flag, known)))
-        return found
+            raise UsageError(
+                unknown_argument(unknown[0], lambda flag: did_you_mean(flag, candidates))
+            )
+
+        return parsed
+
+    def _misspelt(self, words: Sequence[str], missing: Sequence[str]) -> list[str]:
+        """Return the words that are no flag of this parser but resemble a missing one."""
+        accepted = _flags(self, words)
+        misspelt = []
+        for word in words:
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and flag not in accepted and did_you_mean(flag, missing):
+                misspelt.append(word)
+        return misspelt
+
+
+def _missing_flags(error: str) -> list[str]:
+    """Return the flags that argparse's message says are required."""
+    message, _, _ = error.partition(";")
+    if message.endswith("required") or "required: " in message:
+        return re.findall(r"--[\w-]+", message)
+    return []
 
 
 def _flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """Return the flags of a parser and of its commands that are among the words."""
+    """Return the flags of a parser, and of the commands among the words."""
     flags = list(parser._option_string_actions)
     for action in parser._actions:
-        for name, command in (
-            action.choices.items() if isinstance(action, argparse._SubParsersAction) else ()
-        ):
-            flags += _flags(command, words) if name in words else []
+        if not isinstance(action, argparse._SubParsersAction):
+            continue
+        for name, command in action.choices.items():
+            if name in words:
+                flags += _flags(command, words)
+
     return flags
 
 
 def parser_for(prog: str, description: str | None) -> Parser:
-    """Return a parser that knows ``--version``, refuses abbreviated flags and keeps the
-    description's line breaks.
+    """Return a parser with ``--version``, without abbreviated flags.
+
+    The description is a program's docstring, whose line breaks stay.
     """
     parser = Parser(
         prog=prog,
@@ -88,16 +103,16 @@ def parser_for(prog: str, description: str | None) -> Parser:
     return parser
 
 
-def at_least(least: int | float) -> Callable[[str], Any]:
-    """Return an argparse type: a number of ``least``'s type that is not below it, in 64 bits."""
-    kind = "an integer" if isinstance(least, int) else "a number"
+def at_least(minimum: int | float) -> Callable[[str], Any]:
+    """Return an argparse type: a number of the minimum's type, not below it, in 64 bits."""
+    kind = "an integer" if isinstance(minimum, int) else "a number"
 
     def number(text: str) -> int | float:
         with suppress(ValueError):
-            value = type(least)(text)
-            if least <= value < 1 << 63:
+            value = type(minimum)(text)
+            if minimum <= value < 1 << 63:
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} of {least} or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} of {minimum} or more")
 
     return number
 
@@ -106,14 +121,15 @@ positive = at_least(1)
 
 
 def refuse_folder(flag: str, path: Path | None, fix: str = "give a file") -> None:
-    """Raise UserError if what a flag names, where a file is to be, is a folder."""
+    """Raise UserError if a flag that names a file names a folder."""
     if path is not None and path.is_dir():
         raise UserError(f"{flag} is {path}, which is a folder; {fix}")
 
 
 def one_line_errors(main: Callable[P, int | None]) -> Callable[P, int]:
-    """Let a command return its status, 0 for None; a user's error, or the system's, is one line and
-    its status.
+    """Return a command that prints errors of users and the system as one line.
+
+    The status is 0 for None, and that of the error, by default 1.
     """
 
     @wraps(main)
@@ -140,10 +156,9 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         try:
             sys.exit(main())
         finally:
-            print(
-                end="", flush=True
-            )  # or the interpreter would, and tell of a reader that has gone
-    except BrokenPipeError:  # whoever reads the output has enough
+            # Flush here: the interpreter would do it at exit, and print that the reader is gone.
+            print(end="", flush=True)
+    except BrokenPipeError:  # the reader of the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except KeyboardInterrupt:

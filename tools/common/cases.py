@@ -1,5 +1,4 @@
-"""Configurations in a line of words, as "llama cp=4 zigzag zero3": what meshes, benches and stubs
-call their cases.
+"""Meshes and their settings in a line of words, such as "llama cp=4 zigzag zero3".
 
 A word is the name of a method, a sharding strategy, a pipeline's schedule or what is recomputed, or
 NAME=VALUE for a field of ``Case``. Flags may follow, from the first that begins with "--".
@@ -19,18 +18,19 @@ DIMENSIONS = ("pp", "dp", "cp", "tp")
 
 
 def _flag(flag: str, default: Any, words: type | None = None) -> Any:
-    """Return a field of a case with its flag, and the configuration whose choices for it are words
-    of a line.
+    """Return a field of a case, with its flag.
+
+    ``words`` is the configuration whose choices for this flag are words of a line by themselves.
     """
     return field(default=default, metadata={"flag": flag, "words": words})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A mesh, how each of its dimensions is used, and what it spares of memory."""
+    """A mesh, the method of each dimension, and the memory savings."""
 
     dp: int = 1
-    """Data parallelism has no flag: it is what is left of the processes."""
+    """Data parallelism has no flag: it takes the processes that the other dimensions leave."""
     pp: int = _flag("pipeline-model-parallel-size", 1)
     cp: int = _flag("context-parallel-size", 1)
     tp: int = _flag("tensor-model-parallel-size", 1)
@@ -61,23 +61,20 @@ class Case:
     @property
     def title(self) -> str:
         """The mesh in a few words, with its data-parallel mode if dp x cp > 1."""
-        sizes = [f"{name} {getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) > 1]
+        sizes = []
+        for name in DIMENSIONS:
+            if getattr(self, name) > 1:
+                sizes.append(f"{name} {getattr(self, name)}")
+
         parts = [" x ".join(sizes) or "one process"]
-        if self.cp > 1 or self.method == "none":
-            shaped = (
-                ("in teams of", self.team, self.team > 1),
-                ("on nodes of", self.per_node, self.per_node),
-                ("with rings as neighbours", "", self.placement == "p2p_intra"),
-                ("with heads among", self.degree, self.degree > 1),
-                ("heads in stages:", self.chunks, self.chunks > 1),
-            )
-            words = [
-                self.method,
-                *(f"{words} {value}".rstrip() for words, value, there in shaped if there),
-            ]
-            parts.append("plain SDPA" if self.method == "none" else " ".join(words))
+        if self.method == "none":
+            parts.append("plain SDPA")
+        elif self.cp > 1:
+            parts.append(self._method_words())
         if self.dp * self.cp > 1:
-            parts.append(self.mode + (f", {self.copies} copies" if self.copies > 1 else ""))
+            parts.append(self.mode)
+            if self.copies > 1:
+                parts.append(f"{self.copies} copies")
         if self.schedule != "1F1B":
             parts.append(self.schedule)
         if self.layers:
@@ -90,84 +87,118 @@ class Case:
             parts.append(" ".join(self.more))
         return ", ".join(parts)
 
+    def _method_words(self) -> str:
+        """Return the context-parallel method and its settings that are not the default."""
+        words = [self.method]
+        if self.team > 1:
+            words.append(f"in teams of {self.team}")
+        if self.per_node:
+            words.append(f"on nodes of {self.per_node}")
+        if self.placement == "p2p_intra":
+            words.append("with rings as neighbours")
+        if self.degree > 1:
+            words.append(f"with heads among {self.degree}")
+        if self.chunks > 1:
+            words.append(f"heads in stages: {self.chunks}")
+        return " ".join(words)
+
     @property
     def flags(self) -> list[str]:
-        """Return its command line: the mesh, the method of a shared sequence, and what is not the
-        default.
-        """
-        found = ["--pack-samples"] if self.joined else []
+        """Return the command line: the mesh, the method if ranks share sequences, non-defaults."""
+        flags = []
+        if self.joined:
+            flags.append("--pack-samples")
         for name, flag in FLAGS.items():
             value = getattr(self, name)
-            if (
-                name in DIMENSIONS
-                or value != getattr(Case, name)
-                or (name == "method" and self.cp > 1)
-            ):
-                found += [
-                    f"--{flag}",
-                    *(map(str, value) if isinstance(value, tuple) else [str(value)]),
-                ]
-        return [*found, *self.more]
+            is_used = name in DIMENSIONS or (name == "method" and self.cp > 1)
+            if not is_used and value == getattr(Case, name):
+                continue
+            values = value if isinstance(value, tuple) else (value,)
+            flags += [f"--{flag}", *map(str, values)]
+
+        return [*flags, *self.more]
 
 
-FLAGS: dict[str, str] = {one.name: one.metadata["flag"] for one in fields(Case) if one.metadata}
+SPELLED = [entry for entry in fields(Case) if entry.metadata]
+FLAGS: dict[str, str] = {entry.name: entry.metadata["flag"] for entry in SPELLED}
+"""Flag of each field."""
 CHOICES: dict[str, type] = {
-    one.name: one.metadata["words"] for one in fields(Case) if one.metadata.get("words")
+    entry.name: entry.metadata["words"] for entry in SPELLED if entry.metadata["words"]
 }
+"""Configuration of each field whose values are words by themselves."""
 
 
 def _literals(annotation: Any) -> list[str]:
-    parts = get_args(annotation)
-    return [
-        word for part in parts for word in ([part] if isinstance(part, str) else _literals(part))
-    ]
+    """Return the strings of a Literal, also inside a union."""
+    literals = []
+    for part in get_args(annotation):
+        if isinstance(part, str):
+            literals.append(part)
+        else:
+            literals += _literals(part)
+    return literals
 
 
-WORDS = {
-    word: name
-    for name, config in reversed(CHOICES.items())
-    for word in _literals(get_type_hints(config)[FLAGS[name].replace("-", "_")])
-}
-"""Field of each word that has no value; ``none`` is the method's."""
+def _words() -> dict[str, str]:
+    """Return the field of each choice; the method, the first field, decides on "none"."""
+    words = {}
+    for name, config in reversed(CHOICES.items()):
+        annotation = get_type_hints(config)[FLAGS[name].replace("-", "_")]
+        for literal in _literals(annotation):
+            words[literal] = name
+    return words
+
+
+WORDS = _words()
+"""Field of each word without a value; ``none`` is a method."""
 
 
 def case_of(line: str) -> Case:
-    """Read a case. Raises UserError: a word that is none, with those that are."""
-    fields: dict[str, Any] = {}
-    words, mark, more = line.partition("--")
+    """Read a case.
+
+    Raises UserError: an unknown word; the message lists the known ones.
+    """
+    values: dict[str, Any] = {}
+    words, mark, flags = line.partition("--")
     for word in words.split():
         name, equals, value = word.partition("=")
         if not equals and word in WORDS:
-            fields[WORDS[word]] = word
+            values[WORDS[word]] = word
         elif equals and name == "layers":
-            fields[name] = tuple(map(int, value.split("+")))
+            values[name] = tuple(map(int, value.split("+")))
         elif equals and name in {*FLAGS, "dp"} - {*CHOICES} and value.isdigit():
-            fields[name] = int(value)
+            values[name] = int(value)
         else:
-            known = [
-                *(f"{name}=N" for name in (*DIMENSIONS, *FLAGS) if name not in CHOICES),
-                *WORDS,
-            ]
-            raise UserError(
-                f"{line!r} has the word {word!r}; use {', '.join(dict.fromkeys(known))}"
-            )
-    return Case(**fields, more=tuple((mark + more).split()))
+            numbers = [f"{name}=N" for name in (*DIMENSIONS, *FLAGS) if name not in CHOICES]
+            accepted = dict.fromkeys([*numbers, *WORDS])
+            raise UserError(f"{line!r} has the word {word!r}; use {', '.join(accepted)}")
+
+    return Case(**values, more=tuple((mark + flags).split()))
 
 
 def cases_of(lines: str) -> list[Case]:
-    """Read a case from each line, each once; ``A|B`` in a word stands for two lines, and so does
-    ``cp=2|4``.
+    """Read the cases of some lines, each once.
+
+    ``A|B`` in a word stands for two lines, and so does ``cp=2|4``.
     """
-    one_each = (
-        words
-        for line in lines.splitlines()
-        if line.strip()
-        for words in product(*map(_choices, line.split()))
-    )
-    return list(dict.fromkeys(case_of(" ".join(words)) for words in one_each))
+    cases: dict[Case, None] = {}
+    for line in lines.splitlines():
+        if not line.strip():
+            continue
+        for words in product(*map(_choices, line.split())):
+            cases[case_of(" ".join(words))] = None
+
+    return list(cases)
 
 
 def _choices(word: str) -> list[str]:
+    """Return the words that a word with ``|`` stands for."""
     first, *others = word.split("|")
     name, equals, _ = first.partition("=")
-    return [first, *(one if "=" in one or not equals else f"{name}={one}" for one in others)]
+    choices = [first]
+    for other in others:
+        if equals and "=" not in other:
+            other = f"{name}={other}"
+        choices.append(other)
+
+    return choices

@@ -1,6 +1,4 @@
-"""Rates of a device, copies inside its memory and products of matrices, and exchanges between
-ranks, timed.
-"""
+"""Measured rates of a device and its links: copies, matrix products, exchanges between ranks."""
 
 from collections.abc import Callable, Sequence
 from statistics import mean, median
@@ -17,99 +15,107 @@ from runtime.together import gather_results
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}
 REPEATS = {"cpu": 5, "cuda": 20}
-"""Times that a copy or a product is repeated."""
+"""Repetitions of a copy or a product."""
 FIRST_BYTES = 1 << 10
-PROBES, FIRST_PROBES = 5, 50
-"""Exchanges that count, after two; of what is short, more."""
+PROBES = 5
+FIRST_PROBES = 50
+"""Exchanges that count, after two to warm up: more of the short ones."""
 Step = Callable[[], object]
 
 
 def copy_bandwidth(device: str) -> float:
-    """Measure a copy inside the device's memory in GB/s (10^9 bytes), counting bytes read and
-    written.
-    """
+    """Measure a copy inside device memory in GB/s (10^9 bytes), counting bytes read and written."""
     source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return (
-        2
-        * source.numel()
-        / median(time_steps(lambda: target.copy_(source), device, REPEATS[device]))
-        / 1e9
-    )
+    seconds = time_steps(lambda: target.copy_(source), device, REPEATS[device])
+    return 2 * source.numel() / median(seconds) / 1e9
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
     """Measure the product of two square matrices in TFLOP/s, at the fastest size."""
-    times = {
-        n: product_times(device, dtype, n, n, n, REPEATS[device]) for n in MATMUL_SIZES[device]
-    }
-    return max(2 * n**3 / median(seconds) / 1e12 for n, seconds in times.items())
+    rates = []
+    for n in MATMUL_SIZES[device]:
+        seconds = product_times(device, dtype, n, n, n, REPEATS[device])
+        rates.append(2 * n**3 / median(seconds) / 1e12)
+    return max(rates)
 
 
 def product_times(
     device: str, dtype: torch.dtype, rows: int, inner: int, columns: int, repeats: int
 ) -> list[float]:
-    """Time products of matrices ``[rows, inner]`` and ``[inner, columns]``, as a layer's forward
-    does them.
-    """
-    a, b = (
-        torch.randn(rows, inner, device=device).to(dtype),
-        torch.randn(columns, inner, device=device).to(dtype),
-    )
-    return time_steps(lambda: linear(a, b), device, repeats)
+    """Time products ``[rows, inner] x [inner, columns]``, computed as in a layer's forward."""
+    x = torch.randn(rows, inner, device=device).to(dtype)
+    weight = torch.randn(columns, inner, device=device).to(dtype)
+    return time_steps(lambda: linear(x, weight), device, repeats)
 
 
 def ceilings(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
-    """Measure a device's ceilings: ``copy_gb_per_s``, ``matmul_tflops`` by dtype and, on a CPU,
-    ``threads``.
+    """Measure a device's ceilings.
+
+    Returns ``copy_gb_per_s``, ``matmul_tflops`` by dtype and, on a CPU, ``threads``.
     """
-    found: dict[str, Any] = {"copy_gb_per_s": copy_bandwidth(device)}
-    found["matmul_tflops"] = {name: matmul_rate(device, getattr(torch, name)) for name in dtypes}
+    result: dict[str, Any] = {"copy_gb_per_s": copy_bandwidth(device)}
+    result["matmul_tflops"] = {name: matmul_rate(device, getattr(torch, name)) for name in dtypes}
     if device == "cpu":
-        found["threads"] = torch.get_num_threads()
-    return found
+        result["threads"] = torch.get_num_threads()
+    return result
 
 
-def print_ceilings(asked: str) -> dict[str, Any]:
-    """Measure the ceilings of a device, with all cores of a CPU; ``auto`` is a GPU where there is
-    one. Print them.
+def print_ceilings(requested: str) -> dict[str, Any]:
+    """Measure and print the ceilings of a device, with all cores of a CPU.
+
+    ``auto`` is a GPU if there is one.
     """
-    device = asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = requested
+    if requested == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(len(usable_cores()))
-    machine, found = describe(device), ceilings(device, ("bfloat16", "float32"))
-    print(f"{machine['device']}\n  copy {found['copy_gb_per_s']:22.1f} GB/s")
-    for name, rate in found["matmul_tflops"].items():
+    machine = describe(device)
+    result = ceilings(device, ("bfloat16", "float32"))
+
+    print(f"{machine['device']}\n  copy {result['copy_gb_per_s']:22.1f} GB/s")
+    for name, rate in result["matmul_tflops"].items():
         print(f"  matmul {name:12}{rate:8.3f} TFLOP/s")
-    return {"machine": machine, "ceilings": found}
+
+    return {"machine": machine, "ceilings": result}
 
 
 def exchange_seconds(device: torch.device, peers: list[int], size: int) -> float:
-    """Time the slowest rank that sends ``size`` bytes to the first of ``peers`` and receives as
-    many from the last.
+    """Time the slowest rank of an exchange, or nothing on a rank without peers; collective.
+
+    Each rank sends ``size`` bytes to the first of ``peers`` and receives as many from the last.
     """
     post = posting(device, peers[:1], peers[-1:], size)
-    probes, middle = (PROBES, median) if size > FIRST_BYTES else (FIRST_PROBES, mean)
-    return slowest(lambda: post()() if peers else None, device.type, probes, middle)
+
+    def exchange() -> None:
+        if peers:
+            post()()
+
+    if size > FIRST_BYTES:
+        return slowest(exchange, device.type, PROBES, median)
+
+    return slowest(exchange, device.type, FIRST_PROBES, mean)
 
 
 def posting(
-    device: torch.device, to: Sequence[int], of: Sequence[int], size: int
+    device: torch.device, to: Sequence[int], sources: Sequence[int], size: int
 ) -> Callable[[], Step]:
-    """Return what posts ``size`` bytes to each of some ranks and as many of each of others, and
-    returns what waits.
+    """Return a function that posts sends and receives of ``size`` bytes.
+
+    It sends to each rank of ``to`` and receives from each of ``sources``; it returns the function
+    that waits for all of them.
     """
-    sent, *received = (
-        torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(1 + len(of))
-    )
+    outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
+    incoming = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in sources]
 
     def post() -> Step:
-        operations = [
-            dist.P2POp(dist.irecv, into, peer) for into, peer in zip(received, of, strict=True)
-        ]
-        under_way = dist.batch_isend_irecv(
-            [*operations, *(dist.P2POp(dist.isend, sent, peer) for peer in to)]
-        )
-        return lambda: [one.wait() for one in under_way]
+        operations = []
+        for buffer, peer in zip(incoming, sources, strict=True):
+            operations.append(dist.P2POp(dist.irecv, buffer, peer))
+        for peer in to:
+            operations.append(dist.P2POp(dist.isend, outgoing, peer))
+        requests = dist.batch_isend_irecv(operations)
+        return lambda: [request.wait() for request in requests]
 
     return post
 
@@ -117,9 +123,12 @@ def posting(
 def slowest(
     step: Step | None, device: str, repeats: int, middle: Callable[[list[float]], float] = median
 ) -> float:
-    """Time a step that ranks make at once, or not at all, by the middle of each; return the
-    slowest's. Collective.
+    """Time a step on all ranks at once; return the slowest rank's middle time. Collective.
+
+    A rank whose ``step`` is None only waits. ``middle`` is the median or the mean.
     """
     dist.barrier()
-    mine = middle(time_steps(step, device, repeats)) if step else 0.0
-    return max(gather_results(lambda: mine))
+    seconds = 0.0
+    if step is not None:
+        seconds = middle(time_steps(step, device, repeats))
+    return max(gather_results(lambda: seconds))

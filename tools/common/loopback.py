@@ -1,6 +1,4 @@
-"""One rank of a plan without peers: what it would send, it receives, so that its computing alone is
-timed.
-"""
+"""One rank of a plan without peers, to time its work without any traffic."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +14,7 @@ from parallel.context.transport import Arrival, Tensors, Transport
 
 
 class LoopbackTransport(Transport):
-    """One rank's links without peers: it receives what it would send."""
+    """Links of one rank without peers: every exchange returns the tensors that were sent."""
 
     def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
         return None
@@ -24,7 +22,10 @@ class LoopbackTransport(Transport):
     def isend_irecv(
         self, sends: list[tuple[int, Tensors]], receives: list[tuple[int, Tensors]], far: bool
     ) -> tuple[list[Arrival], Callable[[], object]]:
-        return [lambda tensors=tensors: tensors for _, tensors in receives], lambda: None  # type: ignore[misc]
+        arrivals: list[Arrival] = []
+        for _, tensors in receives:
+            arrivals.append(lambda tensors=tensors: tensors)  # type: ignore[misc]
+        return arrivals, lambda: None
 
     def send_recv(self, tensors: Tensors, send: Send, far: bool) -> Arrival:
         return lambda: tensors
@@ -39,7 +40,7 @@ class LoopbackTransport(Transport):
 def step_of(
     plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> Callable[[], None]:
-    """Return a forward + backward of one rank of a plan."""
+    """Return a function that runs one rank's forward and backward of a plan."""
     scale = q.shape[-1] ** -0.5
 
     def step() -> None:

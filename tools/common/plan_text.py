@@ -1,6 +1,4 @@
-"""Plans as text: rows of a table, memory as bars, what was discarded, and the first answer about a
-named model.
-"""
+"""Text of plans: the table of candidates, memory bars, discarded candidates, the first answer."""
 
 import math
 import re
@@ -22,16 +20,18 @@ from train.config.derive import beyond_rope, rope_flags
 from train.config.flags import spelled
 from train.tasks.registry import task_of
 
-BAR, WIDTH = 40, 116
+BAR = 40
+"""Characters of a full memory bar."""
+WIDTH = 116
 NUMBER = re.compile(r"\d[\d,.]*(?<=\d)")
 OTHERS = 3
 """Plans to show after the first."""
 ALIKE = 0.01
-"""Share by which predicted seconds differ without a meaning."""
+"""Relative difference of predicted times below which two plans count as equal."""
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """A candidate, with its seconds per iteration if it was profiled."""
 
     candidate: Candidate
@@ -40,162 +40,227 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the tokens, or patches, of all processes in a second, as predicted."""
+        """Return the predicted tokens, or patches, per second of all processes."""
         config = self.candidate.config
         tokens = config.train.batch_size(self.dp) * config.sequence_length
         return float(tokens / self.candidate.prediction.time)
 
     def entry(self) -> dict[str, Any]:
         """Return the row as --json writes it."""
-        config, found = self.candidate.config, self.candidate.prediction
+        config = self.candidate.config
+        prediction = self.candidate.prediction
         return {
             "context": asdict(config.context),
             "mesh": {name: getattr(config.mesh, name) for name in SIZES},
             "recompute": asdict(config.recompute),
             "sharding": config.data_parallel.strategy,
             "seq_length": config.sequence_length,
-            "predicted_seconds": found.time,
-            "predicted_seconds_by_part": found.seconds,
+            "predicted_seconds": prediction.time,
+            "predicted_seconds_by_part": prediction.seconds,
             "predicted_tokens_per_second": self.tokens_per_second,
             "measured_seconds": self.measured,
-            "memory_bytes": found.bytes,
-            "memory_bytes_by_part": found.memory,
-            "host_bytes": found.host,
-            "attention_bytes_inside_nodes": found.links.inside,
-            "attention_bytes_between_nodes": found.links.between,
+            "memory_bytes": prediction.bytes,
+            "memory_bytes_by_part": prediction.memory,
+            "host_bytes": prediction.host,
+            "attention_bytes_inside_nodes": prediction.links.inside,
+            "attention_bytes_between_nodes": prediction.links.between,
         }
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
+def _measured(row: PlanRow) -> str:
+    if row.measured is None:
+        return ""
+    return duration(row.measured)
+
+
+def _host_memory(row: PlanRow) -> str:
+    host_bytes = row.candidate.prediction.host
+    if not host_bytes:
+        return ""
+    return f"{host_bytes / 1e9:.1f}"
+
+
+COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "method": lambda row: method_of(row.candidate.config),
     "mesh": lambda row: mesh_of(row.candidate.config),
     "memory by": lambda row: memory_of(row.candidate.config),
     "predicted": lambda row: duration(row.candidate.prediction.time),
-    "measured": lambda row: "" if row.measured is None else duration(row.measured),
+    "measured": _measured,
     "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
     "inside nodes GB": lambda row: f"{row.candidate.prediction.links.inside / 1e9:.3f}",
     "between GB": lambda row: f"{row.candidate.prediction.links.between / 1e9:.3f}",
     "memory GB": lambda row: f"{row.candidate.prediction.bytes / 1e9:.1f}",
-    "host GB": lambda row: f"{host / 1e9:.1f}" if (host := row.candidate.prediction.host) else "",
+    "host GB": _host_memory,
 }
-"""Cells of the table; the first three are words, which stand to the left."""
+"""Cells of the table; the first three are words, aligned to the left."""
 
 
 SHORT = ("method", "mesh", "memory by", "predicted", "memory GB", "host GB")
 
 
-def table(rows: Sequence[Row], columns: Sequence[str] = tuple(COLUMNS), first: int = 1) -> str:
-    """Format the rows in aligned columns; measured times and host memory have one if there are any."""
-    used = {head: cells for head in columns if any(cells := [*map(COLUMNS[head], rows)])}
-    lines = [
-        [str(number), *cells]
-        for number, cells in enumerate(zip(*used.values(), strict=True), first)
-    ]
-    return "\n".join(aligned([["", *used], *lines], range(1, 4)))
+def table(rows: Sequence[PlanRow], columns: Sequence[str] = tuple(COLUMNS), first: int = 1) -> str:
+    """Format the rows in aligned columns, without the columns that are empty in every row."""
+    used: dict[str, list[str]] = {}
+    for head in columns:
+        cells = [COLUMNS[head](row) for row in rows]
+        if any(cells):
+            used[head] = cells
+
+    lines = [["", *used]]
+    for number, row_cells in enumerate(zip(*used.values(), strict=True), first):
+        lines.append([str(number), *row_cells])
+
+    return "\n".join(aligned(lines, range(1, 4)))
 
 
-def bars(parts: Mapping[str, float], host: float, cluster: Cluster, of: str = "a process") -> str:
-    """Draw the memory of a process by cause, as shares of what it has, and what that leaves the
-    allocator.
+def bars(
+    parts: Mapping[str, float], host: float, cluster: Cluster, owner: str = "a process"
+) -> str:
+    """Draw a process's memory by cause, as shares of its device memory.
 
-    Beside it stands what it moves to host memory, as a share of what is there for it.
+    The rest of the device memory is shown as left for the allocator's fragmentation. Pinned host
+    memory gets a bar as a share of the host memory that the process may use.
     """
-    total, most, there = sum(parts.values()), 1e9 * cluster.memory_gb, 1e9 * cluster.host_memory_gb
-    shown = {name: (count, most) for name, count in {**parts, "together": total}.items() if count}
-    if total <= most:
-        shown["left for fragmentation"] = most - total, most
+    total = sum(parts.values())
+    device_bytes = 1e9 * cluster.memory_gb
+    host_bytes = 1e9 * cluster.host_memory_gb
+
+    shown: dict[str, tuple[float, float]] = {}  # name -> bytes, and the bytes of a full bar
+    for name, count in {**parts, "together": total}.items():
+        if count:
+            shown[name] = (count, device_bytes)
+
+    if total <= device_bytes:
+        shown["left for fragmentation"] = (device_bytes - total, device_bytes)
     if host:
-        shown["on the host, pinned"] = host, there or math.inf
-    beside = f", and {cluster.host_memory_gb:g} GB of the host's" if host and there else ""
-    lines, width = (
-        [f"memory of {of}, which has {cluster.memory_gb:g} GB{beside}:"],
-        max(map(len, shown)),
-    )
+        shown["on the host, pinned"] = (host, host_bytes or math.inf)
+
+    host_note = ""
+    if host and host_bytes:
+        host_note = f", and {cluster.host_memory_gb:g} GB of the host's"
+    lines = [f"memory of {owner}, which has {cluster.memory_gb:g} GB{host_note}:"]
+    width = max(map(len, shown))
     for name, (count, room) in shown.items():
         filled = min(BAR, round(BAR * count / room))
         over = "+" if count > room else ""
         lines.append(f"  {name:{width}}  {'#' * filled:.<{BAR}}{over:1} {amount(count):>9}")
+
     return "\n".join(lines)
 
 
-def discarded(found: Ranking, cluster: Cluster, top: int) -> str:
-    """Say how many candidates there are, how many were discarded, and why."""
-    shown = f", of which the best {top} are shown (--top)" if top < len(found.candidates) else ""
-    sums = f"{found.refused.total()} refused, {len(found.over_memory)} too large"
-    sums += (
-        f", {len(found.over_host_memory)} too large for host memory"
-        if found.over_host_memory
-        else ""
-    )
-    lines = [f"{counted(len(found.candidates), 'candidate')}{shown}; {sums}"]
-    lines += [f"  refused {count}{example}" for example, count in grouped(found.refused)]
-    if found.over_memory:
-        least = min(found.over_memory) / 1e9
+def discarded(ranking: Ranking, cluster: Cluster, top: int) -> str:
+    """Count the candidates and the discarded ones, with the reasons."""
+    num_candidates = len(ranking.candidates)
+    shown = ""
+    if top < num_candidates:
+        shown = f", of which the best {top} are shown (--top)"
+    sums = f"{ranking.refused.total()} refused, {len(ranking.over_memory)} too large"
+    if ranking.over_host_memory:
+        sums += f", {len(ranking.over_host_memory)} too large for host memory"
+
+    lines = [f"{counted(num_candidates, 'candidate')}{shown}; {sums}"]
+    for example, count in grouped(ranking.refused):
+        lines.append(f"  refused {count}{example}")
+
+    if ranking.over_memory:
+        smallest = min(ranking.over_memory) / 1e9
         lines.append(
-            f"  too large {len(found.over_memory)}: {cluster.memory_gb:g} GB, and these take {least:.1f} or more"
+            f"  too large {len(ranking.over_memory)}: {cluster.memory_gb:g} GB, and these take "
+            f"{smallest:.1f} or more"
         )
+
     return "\n".join(lines)
 
 
 def grouped(refused: Counter[str]) -> list[tuple[str, int]]:
-    """Return of reasons that differ in numbers alone the first as an example, and their count; most
-    common first.
-    """
-    groups: dict[str, tuple[str, int]] = {}
+    """Group reasons that differ only in numbers; return an example and a count, largest first."""
+    first_reasons: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    several: set[str] = set()
     for reason, count in refused.items():
-        example, before = groups.get(words := NUMBER.sub("", reason), (f": {reason}", 0))
-        groups[words] = (
-            (f", such as{example.removeprefix(', such as')}" if before else example),
-            before + count,
-        )
-    return sorted(groups.values(), key=lambda group: -group[1])
+        words = NUMBER.sub("", reason)
+        if words in first_reasons:
+            several.add(words)
+        first_reasons.setdefault(words, reason)
+        counts[words] += count
+
+    groups = []
+    for words, reason in first_reasons.items():
+        lead = ", such as: " if words in several else ": "
+        groups.append((lead + reason, counts[words]))
+
+    return sorted(groups, key=lambda group: -group[1])
 
 
-def asked(world_size: int, cluster: Cluster, config: Any) -> str:
-    return f"{counted(world_size, 'process')} on {cluster.name}, sequences of {config.sequence_length} tokens"
+def headline(world_size: int, cluster: Cluster, config: Any) -> str:
+    """Return the processes, the cluster and the sequence length that a plan is for."""
+    processes = counted(world_size, "process")
+    return f"{processes} on {cluster.name}, sequences of {config.sequence_length} tokens"
 
 
-def answer(rows: Sequence[Row], config: Any, world_size: int, cluster: Cluster, file: str) -> str:
-    """Say what a named model takes: the fastest plan that fits, its memory, the next ones, its
-    command, its sources.
+def answer(
+    rows: Sequence[PlanRow], config: Any, world_size: int, cluster: Cluster, file: str
+) -> str:
+    """Describe the fastest plan of a named model that fits.
+
+    The text has its time by part, its memory, the next plans, the command that starts it and the
+    sources of the numbers.
     """
     first = rows[0]
-    found, best = first.candidate.prediction, first.candidate.config
-    parts = sorted(((seconds, name) for name, seconds in found.seconds.items()), reverse=True)
-    spent = ", ".join(
-        f"{name} {duration(seconds)}" for seconds, name in parts if seconds > 0.005 * found.time
+    prediction = first.candidate.prediction
+    best = first.candidate.config
+
+    slowest_first = sorted(
+        ((seconds, name) for name, seconds in prediction.seconds.items()), reverse=True
     )
+    spent = []
+    for seconds, name in slowest_first:
+        if seconds > 0.005 * prediction.time:
+            spent.append(f"{name} {duration(seconds)}")
+
+    step = duration(prediction.time)
+
     lines = [
-        f"{asked(world_size, cluster, best)}: fits{tightly(found.bytes, cluster)}",
-        f"  {duration(found.time)} a step, {first.tokens_per_second:,.0f} tokens/s: {spent}",
+        f"{headline(world_size, cluster, best)}: fits{tightly(prediction.bytes, cluster)}",
+        f"  {step} a step, {first.tokens_per_second:,.0f} tokens/s: {', '.join(spent)}",
         f"  {described(best)}",
-        bars(found.memory, found.host, cluster),
+        bars(prediction.memory, prediction.host, cluster),
     ]
     if len(rows) > 1:
-        lines += [
-            "next:",
-            table(rows[1 : 1 + OTHERS], columns=SHORT, first=2),
-            *alike(rows[: 1 + OTHERS]),
-        ]
+        lines.append("next:")
+        lines.append(table(rows[1 : 1 + OTHERS], columns=SHORT, first=2))
+        lines += alike(rows[: 1 + OTHERS])
+
     lines += ["start it:", *command(best, config, world_size, cluster, file)]
     if best.checkpoint.load is None:
         lines.append(
             "  it trains from random weights; add --finetune --load RUN to begin with another run's"
         )
+
     return "\n".join([*lines, *notes(best, scaled=True), *sources(best, cluster)])
 
 
-def alike(rows: Sequence[Row]) -> list[str]:
-    """Name the rows that predictions do not tell from the first."""
-    first, *others = (row.candidate.prediction.time for row in rows)
-    near = [str(number) for number, time in enumerate(others, 2) if time < (1 + ALIKE) * first]
-    told = bool(near) and rows[0].measured is None
-    return [f"equal to 1, as far as predictions tell (to {ALIKE:.0%}): {', '.join(near)}"] * told
+def alike(rows: Sequence[PlanRow]) -> list[str]:
+    """Name the rows whose predicted times cannot be told from the first row's."""
+    if rows[0].measured is not None:
+        return []
+
+    fastest = rows[0].candidate.prediction.time
+    numbers = []
+    for number, row in enumerate(rows[1:], 2):
+        if row.candidate.prediction.time < (1 + ALIKE) * fastest:
+            numbers.append(str(number))
+
+    if not numbers:
+        return []
+
+    return [f"equal to 1, as far as predictions tell (to {ALIKE:.0%}): {', '.join(numbers)}"]
 
 
 def notes(config: Any, scaled: bool = False) -> list[str]:
-    """Say where sequences are longer than the model's positions; ``scaled`` if a command above
-    scales rope to them.
+    """Warn of sequences longer than the model's positions.
+
+    ``scaled`` says that the command printed above already scales rope to them.
     """
     note = beyond_rope(config)
     if note and scaled:
@@ -204,61 +269,78 @@ def notes(config: Any, scaled: bool = False) -> list[str]:
             "the command scales rope to them; set --max-position-embeddings in its place",
             note,
         )
+
     return textwrap.wrap(note or "", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str) -> list[str]:
-    """Return the lines of the command that starts a plan of a file's model, with the flags that the
-    file has not.
+    """Return the lines of the command that starts a plan.
+
+    Only the settings that differ from the model's file become flags.
     """
-    least = -(-world_size // cluster.gpus_per_node)
-    nodes = next(count for count in range(least, world_size + 1) if world_size % count == 0)
+    nodes = -(-world_size // cluster.gpus_per_node)
+    while world_size % nodes:  # torchrun starts equally many processes on every node
+        nodes += 1
+
     flags = []
     for section in fields(best):
-        own, base = getattr(best, section.name), getattr(config, section.name)
-        names = [entry.name for entry in fields(own)] if own != base else []
-        flags += [
-            spelled(name, getattr(own, name))
-            for name in names
-            if getattr(own, name) != getattr(base, name)
-        ]
+        planned = getattr(best, section.name)
+        base = getattr(config, section.name)
+        if planned == base:
+            continue
+        for entry in fields(planned):
+            value = getattr(planned, entry.name)
+            if value != getattr(base, entry.name):
+                flags.append(spelled(entry.name, value))
+
     flags += rope_flags(best)
-    several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" * (nodes > 1)
-    launch = f"torchrun --nproc-per-node {world_size // nodes}{several}"
+
+    launch = f"torchrun --nproc-per-node {world_size // nodes}"
+    if nodes > 1:
+        launch += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     task = task_of(best)
     words = [launch, f"{task.entry} --config {file}", *flags, *task.data_flags, "--save runs/NAME"]
+
     lines = [""]
     for word in words:
         if len(lines[-1]) + len(word) > WIDTH - 4:
             lines.append("     ")
         lines[-1] += f" {word}"
+
     return [" " + " \\\n ".join(lines)]
 
 
 def sources(best: Any, cluster: Cluster) -> list[str]:
-    """Say where the numbers of a plan come from, and how far predictions were off elsewhere."""
+    """Return where a plan's numbers come from, and the error of predictions on published runs."""
     cluster = cluster.running(best.context.attention_backend, best.packed)
     kernel = "attention"
     if cluster.attention_kernel:
         kernel = RATED[cluster.attention_kernel].title or cluster.attention_kernel
-    known = f"unknown: no published run of such a model on this card by {kernel} is there to compare with"
+
     recurrent = best.model.recurrent
-    delta = recurrent and best.model.delta_rule
     if cluster.public_error and best.causal and not recurrent:
-        known = (
-            f"at most {cluster.public_error:.0%} on published runs of this card, to which nothing was fitted; over all "
-            f"cards {largest_public_error():.0%}"
+        error = (
+            f"at most {cluster.public_error:.0%} on published runs of this card, to which nothing "
+            f"was fitted; over all cards {largest_public_error():.0%}"
         )
-    rule = (
-        f", the delta rule at {cluster.delta_share:.1%}{' (assumed)' * (not cluster.delta_fraction)}"
-        * delta
-    )
+    else:
+        error = (
+            f"unknown: no published run of such a model on this card by {kernel} is there to "
+            "compare with"
+        )
+
+    rule = ""
+    if recurrent and best.model.delta_rule:
+        assumed = "" if cluster.delta_fraction else " (assumed)"
+        rule = f", the delta rule at {cluster.delta_share:.1%}{assumed}"
+
     return [
         "where this comes from:",
         f"  time: products at {cluster.matmul_fraction:.0%} of {cluster.peak_tflops:,g} TFLOP/s, "
         f"{kernel} at {cluster.attention_fraction:.0%}{rule}; the cluster's file has their sources",
-        f"  error: {known}",
+        f"  error: {error}",
         "         (python -m papers.records --table public compares them all)",
-        "  memory: counted by the plan that runs, allocator's reserve left out; --dry-run counts the run's own code",
+        "  memory: counted by the plan that runs, allocator's reserve left out; "
+        "--dry-run counts the run's own code",
         "  no run of this program on a GPU has been made yet",
     ]

@@ -1,6 +1,4 @@
-"""Imports of the server that all ranks are forked from; a process has one server, whoever asks
-first.
-"""
+"""Imports of the server that ranks are forked from; a process has one server for all callers."""
 
 import gc
 

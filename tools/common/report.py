@@ -1,5 +1,4 @@
-"""Results: tables whose columns are data, as text, Markdown or CSV, figures kept as JSON lines, and
-pictures.
+"""Results: tables as text, Markdown or CSV, figures saved as JSON lines, and pictures.
 
 A result is a dictionary. In its file, values that are lists of rows, or rows by name, become a line
 per row, with the value's name under "of" and the row's under "key"; all other values go on the
@@ -24,42 +23,52 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#4D4D4D")
-MASKED, INK, FAINT = "#C9CCD1", "#22262B", "#6B7280"
+MASKED = "#C9CCD1"
+INK = "#22262B"
+FAINT = "#6B7280"
 DIGITS = 12
-"""Significant digits of a float: more than any figure quotes, and enough for four digits of
-differences of losses.
-"""
-Row = Mapping[str, Any]
+"""Significant digits of a saved float: enough for four digits of the difference of two losses."""
+Record = Mapping[str, Any]
 Column = str | Callable[[Any], Any]
 """A format of a row's fields, as ``"{seconds:.3f}"``, or a function of the row."""
 
 
-def cell(column: Column, row: Row) -> str:
-    """Return a row's cell of a column; empty where the row lacks a field, or has None."""
+def cell(column: Column, row: Record) -> str:
+    """Return a row's cell of a column; empty if the row lacks a field."""
     if callable(column):
         value = column(row)
-        return "" if value is None else str(value)
+        if value is None:
+            return ""
+        return str(value)
+
     for _, name, _, _ in Formatter().parse(column):
-        if name:
-            first, _, more = name.partition("[")
-            held = row.get(first)
-            if held is None or (more and Formatter().get_field(name, (), row)[0] is None):
-                return ""
+        if not name:
+            continue
+        field, _, subfield = name.partition("[")
+        if row.get(field) is None:
+            return ""
+        if subfield and Formatter().get_field(name, (), row)[0] is None:
+            return ""
+
     return column.format_map(row)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns by their heads; the first ``left`` columns hold words."""
+    """Rows under named columns; the first ``left`` columns hold words."""
 
     columns: Mapping[str, Column]
-    rows: Sequence[Row] = ()
+    rows: Sequence[Record] = ()
     left: int = 1
 
     @property
     def cells(self) -> list[list[str]]:
         """Return the text of every row."""
-        return [[cell(column, row) for column in self.columns.values()] for row in self.rows]
+        return [self.row_cells(row) for row in self.rows]
+
+    def row_cells(self, row: Record) -> list[str]:
+        """Return the text of a row."""
+        return [cell(column, row) for column in self.columns.values()]
 
     def text(self) -> list[str]:
         """Return lines in aligned columns."""
@@ -69,80 +78,97 @@ class Table:
         """Return lines of Markdown; ``align`` is ``---:`` for columns of numbers."""
         return markdown([*self.columns], self.cells, align)
 
-    def line(self, row: Row) -> str:
-        """Return a row by itself, each cell with its head: for what is printed as it is measured."""
-        words = [cell(column, row) for column in self.columns.values()]
-        named = (
-            f"{head} {word}"
-            for head, word in zip([*self.columns][self.left :], words[self.left :], strict=True)
-        )
-        return ": ".join(
-            filter(None, [" ".join(filter(None, words[: self.left])), ", ".join(named)])
-        )
+    def line(self, row: Record) -> str:
+        """Return one row with a head before each cell, to print as it is measured."""
+        heads = [*self.columns]
+        words = self.row_cells(row)
+        title = " ".join(filter(None, words[: self.left]))
+
+        numbers = []
+        for head, word in zip(heads[self.left :], words[self.left :], strict=True):
+            numbers.append(f"{head} {word}")
+
+        return ": ".join(filter(None, [title, ", ".join(numbers)]))
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---") -> list[str]:
     """Return the lines of a Markdown table; ``align`` is ``---:`` for columns of numbers."""
-    return [
-        f"| {' | '.join(head)} |",
-        f"| {align} " * len(head) + "|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
+    lines = [f"| {' | '.join(head)} |", f"| {align} " * len(head) + "|"]
+    for row in rows:
+        lines.append(f"| {' | '.join(row)} |")
+    return lines
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
-    """Return the lines of a table in aligned columns, those of ``left`` to the left and numbers to
-    the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shape = "  ".join(
-        f"{{:{'<' if place in left else '>'}{width}}}" for place, width in enumerate(widths)
-    )
-    return [shape.format(*line).rstrip() for line in lines]
+    """Return the lines of a table in aligned columns: ``left`` to the left, others to the right."""
+    formats = []
+    for index, column in enumerate(zip(*lines, strict=True)):
+        width = max(map(len, column))
+        if index in left:
+            formats.append(f"{{:<{width}}}")
+        else:
+            formats.append(f"{{:>{width}}}")
+
+    line_format = "  ".join(formats)
+    return [line_format.format(*line).rstrip() for line in lines]
 
 
 def as_csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table with a line for each row; floats have 6 digits."""
+    """Return a table as CSV, a line per row; floats have 6 digits."""
     out = io.StringIO()
-    lines = (
-        [f"{value:.6g}" if isinstance(value, float) else value for value in row] for row in rows
-    )
-    csv.writer(out, lineterminator="\n").writerows([head, *lines])
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(head)
+    for row in rows:
+        cells = []
+        for value in row:
+            if isinstance(value, float):
+                value = f"{value:.6g}"
+            cells.append(value)
+        writer.writerow(cells)
+
     return out.getvalue()
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
-    """Return the lines of a result's file. Raises UserError: a row has a field named "of" or "key"."""
-    first, rows = dict[str, Any](), list[dict[str, Any]]()
+    """Return the lines of a result's file.
+
+    Raises UserError: a row has a field named "of" or "key".
+    """
+    first: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     for name, value in _short(result).items():
-        if not (table := _rows(value)):
+        table = _rows(value)
+        if not table:
             first[name] = value
         for key, row in table:
-            if clash := row.keys() & {"of", "key"}:
+            clash = row.keys() & {"of", "key"}
+            if clash:
                 raise UserError(
                     f"a row of {name} has a field {min(clash)!r}, which the file needs; rename it"
                 )
-            rows.append({"of": name, **({} if key is None else {"key": key}), **row})
+
+            labels = {"of": name}
+            if key is not None:
+                labels["key"] = key
+            rows.append({**labels, **row})
+
     return [json.dumps(line) for line in (first, *rows)]
 
 
 def write_records(path: Path, result: dict[str, Any]) -> None:
-    """Write a result whole or not at all, and make its folder."""
+    """Write a result atomically, and create its folder."""
     write_text(path, "\n".join(lines_of(result)) + "\n")
 
 
 def write_tables(path: Path, result: dict[str, Any], text: str) -> Path:
-    """Write a result as JSON lines, and its tables as Markdown beside them; return the Markdown's
-    path.
-    """
+    """Write a result as JSON lines and its tables as Markdown; return the Markdown's path."""
     write_records(path, result)
     write_text(path.with_suffix(".md"), text)
     return path.with_suffix(".md")
 
 
 def read_records(path: Path) -> dict[str, Any]:
-    """Read the result that ``write_records`` wrote; digits of floats and the order of fields may
-    differ.
+    """Read a result of ``write_records``; float digits and the order of fields may differ.
 
     Raises OSError: the file cannot be read; UserError: a line is not JSON, or not an object.
     """
@@ -160,6 +186,7 @@ def read_records(path: Path) -> dict[str, Any]:
             result.setdefault(line.pop("of"), {})[line.pop("key")] = line
         else:
             result.setdefault(line.pop("of"), []).append(line)
+
     return result
 
 
@@ -168,54 +195,62 @@ def write_results(
     name: str,
     title: str,
     table: Sequence[str],
-    found: dict[str, Any],
+    result: dict[str, Any],
     figure: "Figure",
 ) -> None:
-    """Print a title and a table, and write them as NAME.md, the figures as NAME.json, and a picture
-    as NAME.png.
-    """
+    """Print a title and a table, and write NAME.md, the figures as NAME.json and NAME.png."""
     print("\n".join((title, *table)), flush=True)
     paths = [folder / f"{name}.{ending}" for ending in ("json", "md", "png")]
     with replacing(*paths) as (data, text, picture):
-        data.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        data.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         text.write_text("\n".join((title, "", *table, "")), encoding="utf-8")
         figure.savefig(picture, dpi=120, format="png")
+
     print(f"written: {', '.join(map(str, paths))}", flush=True)
 
 
 def plain(axes: "Axes") -> None:
-    """Draw a light grid, and of the frame the left and the lower line alone."""
+    """Draw a light grid, and only the left and the lower line of the frame."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def save(figure: "Figure", path: Path, flag: str) -> None:
-    """Write a picture in the format of its name, and say so. Raises UserError, naming ``flag``: no
-    such format.
+    """Write a picture in the format of its file name, and print the path.
+
+    Raises UserError, naming ``flag``: there is no such format.
     """
-    known = figure.canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".").lower() not in known:
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in formats:
         raise UserError(
-            f"{flag} is {path}, which names no picture format; end it in one of {', '.join(known)}"
+            f"{flag} is {path}, which names no picture format; end it in one of "
+            f"{', '.join(formats)}"
         )
+
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     print(f"written: {path}")
 
 
 def _rows(value: Any) -> list[tuple[str | None, dict[str, Any]]]:
-    """Return a table's rows with their keys, None in a list; an empty list if ``value`` is no
-    table.
-    """
-    found = list(value.items()) if isinstance(value, dict) else []
-    found = [(None, row) for row in value] if isinstance(value, list) else found
-    return found if all(isinstance(row, dict) for _, row in found) else []
+    """Return a table's rows with their keys (None in a list), or nothing for any other value."""
+    rows: list[tuple[str | None, Any]] = []
+    if isinstance(value, dict):
+        rows = list(value.items())
+    elif isinstance(value, list):
+        rows = [(None, row) for row in value]
+    if not all(isinstance(row, dict) for _, row in rows):
+        return []
+
+    return rows
 
 
 def _short(value: Any) -> Any:
-    """Return a value with ``DIGITS`` significant digits of each float."""
+    """Round every float in a value to ``DIGITS`` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
         return {name: _short(item) for name, item in value.items()}
-    return [_short(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_short(item) for item in value]
+    return value

@@ -1,5 +1,4 @@
-"""The shape of one causal self-attention: its tensors, (query, key) pairs and floating-point
-operations.
+"""The shape of one causal self-attention: its tensors, (query, key) pairs and FLOPs.
 
 Shapes: B batch, S positions, H query heads, K key/value heads, D head width; tensors ``[B, S,
 heads, D]``.
@@ -16,7 +15,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Matrix products per (query, key) pair and head, 2 D operations each: Q K^T and P V forward; Q K^T
 # again, dO V^T, dV, dQ and dK backward.
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+FORWARD_PRODUCTS = 2
+BACKWARD_PRODUCTS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class AttentionShape:
         for name in ("seq_length", "batch", "num_heads", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+
         if self.num_heads % self.kv_heads:
             raise UserError(
                 f"kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}"
@@ -47,22 +48,23 @@ class AttentionShape:
         return self.seq_length * (self.seq_length + 1) // 2
 
     def flops(self, pairs: int, products: int = FORWARD_PRODUCTS + BACKWARD_PRODUCTS) -> int:
-        """Count the floating-point operations of that many pairs: matrix products only, a
-        multiply-add as two.
+        """Count the floating-point operations of the matrix products for a number of pairs.
+
+        A multiply-add counts as two.
         """
         return 2 * products * pairs * self.batch * self.num_heads * self.head_dim
 
     def tensors(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v and the gradient of the output: the same numbers in every process and on
-        every device.
-        """
+        """Return q, k, v and the output's gradient, equal in every process and on every device."""
         generator = torch.Generator().manual_seed(0)
 
-        def drawn(heads: int) -> Tensor:
-            tensor = torch.randn(
-                self.batch, self.seq_length, heads, self.head_dim, generator=generator
-            )
+        def random(heads: int) -> Tensor:
+            shape = (self.batch, self.seq_length, heads, self.head_dim)
+            tensor = torch.randn(shape, generator=generator)
             return tensor.to(device, DTYPES[self.dtype])
 
-        q, k, v = drawn(self.num_heads), drawn(self.kv_heads), drawn(self.kv_heads)
-        return q, k, v, drawn(self.num_heads)
+        q = random(self.num_heads)
+        k = random(self.kv_heads)
+        v = random(self.kv_heads)
+        dout = random(self.num_heads)
+        return q, k, v, dout

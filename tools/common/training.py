@@ -1,6 +1,4 @@
-"""Runs that are measured: a trainer whose records stay in memory, and a few iterations of many
-configurations.
-"""
+"""Measured runs: trainers with records in memory, and a few iterations of many configurations."""
 
 import gc
 import logging
@@ -31,12 +29,13 @@ from train.tasks.task import Task
 from train.trainer import Trainer
 
 PEAK = 1e9
-"""MFU is not needed, and measuring the peak takes longer than these steps."""
+"""A peak for runs whose MFU nobody reads: measuring the real one takes longer than their steps."""
 
 
 class Records(RunLog):
-    """Keep a run's records in memory only, unchanged, and tell each to ``on_record``: a NaN loss
-    stays NaN.
+    """Save a run's records in memory only, unchanged, and pass each to ``on_record``.
+
+    A NaN loss stays NaN.
     """
 
     def __init__(self, on_record: Callable[[dict[str, Any]], object] = lambda record: None) -> None:
@@ -44,7 +43,7 @@ class Records(RunLog):
         self._on_record = on_record
 
     def write(self, record: dict[str, Any]) -> None:
-        """Keep a record."""
+        """Append a record."""
         self.records.append(record)
         self._on_record(record)
 
@@ -58,16 +57,18 @@ def trainer_of(task: type[Task[Any]], flags: Sequence[str], log: RunLog) -> Iter
 
     Progress lines are discarded; the mesh lasts as long as the context. Collective.
     """
-    logging.getLogger("torch.distributed.tensor").setLevel(
-        logging.ERROR
-    )  # no warning that gathering is slow
-    warnings.filterwarnings(
-        "ignore", message="FSDP2-wrapped module .* returned a view"
-    )  # nothing writes to it
+    # No warning that gathering is slow.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    # Nothing writes to the views of FSDP2.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+
+    def open_memory_log(*args: Any) -> RunLog | None:
+        return log if open_log(*args) else None
+
     config = task.parse_args(list(flags))
     task.validate(config, launched_world_size())
     with redirect_stdout(StringIO()), distributed_mesh(config.mesh) as mesh:
-        yield build_trainer(config, mesh, PEAK, lambda *given: log if open_log(*given) else None)
+        yield build_trainer(config, mesh, PEAK, open_memory_log)
 
 
 def build_trainer(
@@ -76,9 +77,10 @@ def build_trainer(
     peak_flops: float | None = None,
     open_log: Callable[..., RunLog | None] = open_log,
 ) -> Trainer:
-    """Build and load everything for training on a mesh of a validated configuration; collective.
+    """Build and load everything for training a validated configuration on a mesh; collective.
 
-    The mesh is there: ``allow_resize`` chooses no other. Other arguments are those of ``Trainer``.
+    The mesh exists already, so that ``allow_resize`` is switched off. Other arguments are those of
+    ``Trainer``.
     """
     task = task_of(config)
     final = finalize(config.updated(allow_resize=False), task, PLANNER)
@@ -92,53 +94,61 @@ def measure(
     quiet: bool = False,
     peak_flops: float | None = None,
 ) -> list[float]:
-    """Return the median seconds of ``iterations`` of each, from the same seed, after one warm-up.
-    Collective.
+    """Return each configuration's median seconds per iteration, after one warm-up. Collective.
 
     Args:
+        iterations: iterations to time of each; all configurations begin with the same seed.
         peak_flops: FLOP/s that MFU is relative to; by default a process's peak.
     """
-    found = []
+    seconds = []
     with distributed_mesh(configs[0].mesh):
+        prints = is_first() and not quiet
         for number, config in enumerate(configs, 1):
-            whole = max(config.optimizer.lr_decay_iters or config.train.train_iters, iterations + 1)
-            # The run saves nothing, with the learning rates of the whole one.
-            short = replace(config, checkpoint=CheckpointConfig()).updated(
-                train_iters=iterations + 1,
-                eval_iters=0,
-                exit_interval=None,
-                exit_duration_in_mins=None,
-                lr_decay_iters=whole,
-                tensorboard_dir=None,
-                wandb_project=None,
-                wandb_exp_name=None,
-            )
-            if is_first() and not quiet:
+            short = _shortened(config, iterations + 1)
+            if prints:
                 print(f"profiling {number} of {len(configs)}: {config.context.title}", flush=True)
             with released_groups(number):
-                found.append(_seconds(short, quiet, peak_flops))
+                seconds.append(_seconds(short, quiet, peak_flops))
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            if is_first() and not quiet:
-                print(f"  {duration(found[-1])} per iteration", flush=True)
-    return found
+            if prints:
+                print(f"  {duration(seconds[-1])} per iteration", flush=True)
+
+    return seconds
+
+
+def _shortened(config: Config, iterations: int) -> Config:
+    """Return a run of a few iterations that saves nothing, with the whole run's learning rates."""
+    decay = max(config.optimizer.lr_decay_iters or config.train.train_iters, iterations)
+    return replace(config, checkpoint=CheckpointConfig()).updated(
+        train_iters=iterations,
+        eval_iters=0,
+        exit_interval=None,
+        exit_duration_in_mins=None,
+        lr_decay_iters=decay,
+        tensorboard_dir=None,
+        wandb_project=None,
+        wandb_exp_name=None,
+    )
 
 
 def _seconds(config: Config, quiet: bool, peak_flops: float | None) -> float:
-    """Return the median seconds of a run's iterations but the first; nothing of it outlives the
-    call.
+    """Return the median seconds of a run's iterations but the first.
+
+    Everything that the run builds is local, so that nothing of it outlives the call.
     """
-    with (
-        distributed_mesh(config.mesh) as mesh,
-        redirect_stdout(StringIO()) if quiet else nullcontext(),
-    ):
+    output = redirect_stdout(StringIO()) if quiet else nullcontext()
+    with distributed_mesh(config.mesh) as mesh, output:
         trainer = build_trainer(config, mesh, peak_flops)
         trainer.train()
         log: Any = trainer.log  # of the first rank
-        return from_first(
-            lambda: statistics.median(one["iteration_time_ms"] for one in log.records[1:]) / 1e3
-        )
+
+        def median_seconds() -> float:
+            times = [record["iteration_time_ms"] for record in log.records[1:]]
+            return statistics.median(times) / 1e3
+
+        return from_first(median_seconds)
 
 
 @contextmanager
@@ -149,16 +159,19 @@ def released_groups(number: int) -> Iterator[None]:
     one's name and find its dead addresses in the store: each ``number`` has its own part of the
     store.
     """
-    from torch.distributed.tensor.debug import (
-        _clear_sharding_prop_cache,
-    )  # private: a torch without it fails only here
+    # Private: a torch without it fails only here.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     groups = dist.distributed_c10d._world.pg_map
-    before, everyone = set(groups), dist.distributed_c10d._get_default_group()
-    backend, store = groups[everyone]
-    groups[everyone] = backend, dist.PrefixStore(f"profile {number}", store)
+    before = set(groups)
+    default_group = dist.distributed_c10d._get_default_group()
+    backend, store = groups[default_group]
+    groups[default_group] = backend, dist.PrefixStore(f"profile {number}", store)
     yield
-    groups[everyone] = backend, store
-    for group in [group for group in groups if group not in before]:
+    groups[default_group] = backend, store
+
+    created = [group for group in groups if group not in before]
+    for group in created:
         dist.destroy_process_group(group)
+
     _clear_sharding_prop_cache()  # its meshes hold these groups and compare equal to later ones

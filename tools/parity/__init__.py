@@ -1,1 +1,1 @@
-"""A run on its mesh equals one process: the proof on a small one of its kind."""
+"""Proof, on a small run of the same kind, that a mesh equals one process."""

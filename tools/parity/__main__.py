@@ -1,9 +1,10 @@
-"""Does a run compute on its mesh what one process computes? Yours, shrunk in width but not in kind,
-on this machine.
+"""Check that your run, shrunk to this machine, equals one process on its mesh.
 
-python -m tools.parity llama_tiny python -m tools.parity runs/mine/config.toml
---context-parallel-method ulysses --recompute-granularity full python -m tools.parity llama3_8b
---pipeline-model-parallel-size 2 --global-batch-size 64 --world-size 64
+python -m tools.parity llama_tiny
+python -m tools.parity runs/mine/config.toml --context-parallel-method ulysses \\
+    --recompute-granularity full
+python -m tools.parity llama3_8b --pipeline-model-parallel-size 2 --global-batch-size 64 \\
+    --world-size 64
 
 RUN is the name of a model of configs/models, a configuration's file, or a run's folder, and
 --config may name it as in training; flags override it. The run gets the fewest layers of every
@@ -26,15 +27,18 @@ from train.run import exit_status
 
 
 def configured(path: Path, flags: list[str]) -> CommonConfig:
-    """Read a configuration of either entry, or of a run's folder, and override it by flags. Raises
-    UserError.
+    """Read a configuration of either entry, or a run's, and override it by flags.
+
+    Raises UserError: the file cannot be read, or a flag does not suit it.
     """
-    return parsed(["--config", str(path / "config.toml" if path.is_dir() else path), *flags])
+    file = path / "config.toml" if path.is_dir() else path
+    return parsed(["--config", str(file), *flags])
 
 
 def parity(argv: list[str]) -> None:
-    """Compare and print; exit with status 1 where something differs. Raises UserError for what
-    cannot run.
+    """Compare and print; exit with status 1 if anything differs.
+
+    Raises UserError: the run cannot be shrunk or started.
     """
     parser = parser_for("python -m tools.parity", __doc__)
     parser.add_argument(
@@ -51,11 +55,14 @@ def parity(argv: list[str]) -> None:
     )
     words = [word.removeprefix("--config=") for word in argv if word != "--config"]
     args, flags = parser.parse_known_args(words)
-    found = compared(
-        configured(args.run, flags), args.world_size, say=lambda line: print(line, flush=True)
-    )
-    print(report(found), flush=True)
-    if not all(one.within for one in found):
+
+    def print_progress(line: str) -> None:
+        print(line, flush=True)
+
+    config = configured(args.run, flags)
+    differences = compared(config, args.world_size, say=print_progress)
+    print(report(differences), flush=True)
+    if not all(difference.within for difference in differences):
         raise SystemExit(1)
 
 

@@ -1,15 +1,15 @@
-"""Outputs of modules and their gradients, in a step on any mesh: noted in pieces, compared in their
-order.
+"""Outputs of modules and their gradients in one step: recorded on any mesh, compared in order.
 
-A piece is what one rank has of one micro-batch: ``places`` [B, T], the numbers of its tokens among
-all of the step's (sample x length + position, -1 for padding), and values [B, T, C] or, under
+A piece is the part of a micro-batch that one rank has: the numbers of its tokens [B, T] among all
+tokens of the step (sample x length + position, -1 for padding), and values [B, T, C] or, under
 tensor parallelism, some of the tokens or channels. Nothing is gathered on the ranks: each piece is
-compared with what one process has at its places.
+compared with the values that one process has for the same tokens.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,139 +24,168 @@ INSIDE = r"(attention|mlp)(_post)?_norm|mlp|attention|attention\.(wq|wk|wv|wu|q_
 WATCHED = re.compile(
     rf"x_embedder|(position_)?embedding|sinusoids|norm|final_layer|layers\.\d+(\.({INSIDE}))?"
 )
-GRADIENT, BATCH = "gradient of ", "batch: "
+GRADIENT = "gradient of "
+BATCH = "batch: "
+SHARED_HEADS = (".wk", ".wv", ".k_norm")
+"""Modules of key heads, which ranks of tensor parallelism may share."""
 
 
 Piece = tuple[Tensor, Tensor, tuple[int, int]]
-"""Places, values there, and the rank and the number of ranks of tensor parallelism."""
+"""Token numbers, their values, and the tensor-parallel rank and size."""
 
 
 @dataclass
 class Notes:
-    """Pieces of one rank's first step, by the names of their modules, in the order in which these
-    ran.
-    """
+    """Pieces of one rank's first step, by module name, in the order in which the modules ran."""
 
     share: tuple[int, int] = (0, 1)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     on: bool = False
-    places: Tensor | None = None
-    """Places of the micro-batch whose forward runs, [B, T]."""
+    token_numbers: Tensor | None = None
+    """Token numbers [B, T] of the micro-batch in the forward that runs."""
 
     def watch(self, parts: Sequence[nn.Module], share: tuple[int, int]) -> None:
-        """Note what the parts' modules return while ``on``, in forwards of ``noted``."""
-        self.on, self.share = True, share
+        """Record the outputs of the parts' modules while ``on``, in forwards of ``noted``."""
+        self.on = True
+        self.share = share
         modules = {name: module for part in parts for name, module in part.named_modules()}
         for name, module in modules.items():
             layer, _, last = name.rpartition("attention.")
-            if layer and last == (
-                "norm" if f"{layer}attention.norm" in modules else "wo"
-            ):  # what takes the core's out
-                core = f"{layer}attention.attend"
+            # The module that takes the attention core's output: wo, or a norm before it.
+            consumer = "norm" if f"{layer}attention.norm" in modules else "wo"
+            if layer and last == consumer:
                 module.register_forward_pre_hook(
-                    lambda _, inputs, core=core: self._note(core, inputs[0])
+                    partial(self._note_input, f"{layer}attention.attend")
                 )
             if WATCHED.fullmatch(name):
-                module.register_forward_hook(
-                    lambda _, inputs, out, name=name: self._note(name, out)
-                )
+                module.register_forward_hook(partial(self._note_output, name))
 
     def noted(self, loss_sum: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return ``loss_sum`` of an objective, noting a first stage's micro-batches and all
-        modules.
+        """Return an objective's ``loss_sum`` that records the batch of the first stage.
+
+        It also sets the micro-batch of the modules' hooks.
         """
 
         def noting(objective: Objective, model: Any, local: Batch) -> Tensor:
-            self.places = places = local["place"] if self.on else None
-            if places is not None and hasattr(model.layers, "0"):
-                whole = {
-                    name: values
-                    for name, values in local.items()
-                    if values.shape[:2] == places.shape
-                }
-                for name, values in whole.items():
-                    self._add(BATCH + name, places, values)
+            numbers = local["place"] if self.on else None
+            self.token_numbers = numbers
+            if numbers is not None and hasattr(model.layers, "0"):
+                for name, values in local.items():
+                    if values.shape[:2] == numbers.shape:
+                        self._add(BATCH + name, numbers, values)
             return loss_sum(objective, model, local)
 
         return noting
 
-    def _note(self, name: str, values: Any) -> None:
-        places, again = (
-            self.places,
-            torch._C._current_graph_task_id() != -1,
-        )  # a recomputation, in the backward
-        if places is not None and self.on and not again:
-            self._add(name, places, values)
-            if values.requires_grad and values.ndim > 2:
-                values.register_hook(lambda gradient: self._add(GRADIENT + name, places, gradient))
+    def _note_input(self, name: str, _: nn.Module, inputs: Any) -> None:
+        self._note(name, inputs[0])
 
-    def _add(self, name: str, places: Tensor, values: Any) -> None:
-        if isinstance(values, DTensor) and any(
+    def _note_output(self, name: str, _: nn.Module, inputs: Any, output: Any) -> None:
+        self._note(name, output)
+
+    def _note(self, name: str, values: Any) -> None:
+        """Record values, and their gradient when the backward computes it."""
+        numbers = self.token_numbers
+        is_recompute = torch._C._current_graph_task_id() != -1  # a forward inside the backward
+        if numbers is None or not self.on or is_recompute:
+            return
+        self._add(name, numbers, values)
+        if values.requires_grad and values.ndim > 2:
+            values.register_hook(lambda gradient: self._add(GRADIENT + name, numbers, gradient))
+
+    def _add(self, name: str, numbers: Tensor, values: Any) -> None:
+        is_partial = isinstance(values, DTensor) and any(
             placement.is_partial() for placement in values.placements
-        ):
+        )
+        if is_partial:
             return  # the sum is another module's result
+
         values = to_local(values).detach().clone()
-        if values.ndim == 2 and values.is_floating_point():  # of positions, the same in all samples
-            values = values.expand(len(places), *values.shape)
-        self.pieces.setdefault(name, []).append((places, values, self.share))
+        if values.ndim == 2 and values.is_floating_point():  # of positions: the same in all samples
+            values = values.expand(len(numbers), *values.shape)
+        self.pieces.setdefault(name, []).append((numbers, values, self.share))
 
 
 def furthest_of_modules(
     got: list[dict[str, list[Piece]]], want: dict[str, list[Piece]]
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield each tensor's name, largest difference on any rank, and largest value: forward, then
-    backward, in order.
+    """Yield each tensor's name, largest difference on any rank, and largest value.
 
-    Where other samples are read, that is all there is to compare. Infinite where no rank has a
-    token, and for NaN.
+    Outputs come first, then gradients, each in the order of the step. If the ranks read other
+    samples than one process, only that is yielded. The difference is infinite for NaN, and if no
+    rank has a token.
+
+    Args:
+        got: the pieces of every rank of the mesh.
+        want: the pieces of one process.
     """
-    read, wanted = (_read(f"{BATCH}place", ranks) for ranks in (got, [want]))
-    if read != wanted:
-        yield (
-            f"data: {len(read - wanted)} other tokens, {len(wanted - read)} missing",
-            torch.inf,
-            1.0,
-        )
+    read = _token_set(f"{BATCH}place", got)
+    expected = _token_set(f"{BATCH}place", [want])
+    if read != expected:
+        other = len(read - expected)
+        missing = len(expected - read)
+        yield f"data: {other} other tokens, {missing} missing", torch.inf, 1.0
         return
+
     for name in sorted(want, key=lambda name: name.startswith(GRADIENT)):
-        places = torch.cat([at.flatten() for at, *_ in want[name]])
-        values = torch.cat([part.reshape(at.numel(), -1) for at, part, _ in want[name]]).double()
-        whole = values.new_zeros(int(places.max()) + 1, values.shape[1])
-        whole[places[places >= 0]] = values[places >= 0]
-        parts = [_apart(name, *piece, whole) for ranks in got for piece in ranks.get(name, ())]
-        missing = not name.startswith(GRADIENT) and _read(name, got) != wanted
-        yield name, torch.inf if missing else max(parts, default=0.0), whole.abs().max().item()
+        whole = _whole(want[name])
+        distances = []
+        for rank_pieces in got:
+            for piece in rank_pieces.get(name, ()):
+                distances.append(_distance(name, *piece, whole))
+
+        largest = max(distances, default=0.0)
+        if not name.startswith(GRADIENT) and _token_set(name, got) != expected:
+            largest = torch.inf
+        yield name, largest, whole.abs().max().item()
 
 
-def _read(name: str, ranks: list[dict[str, list[Piece]]]) -> set[int]:
-    """Return the places of all pieces."""
-    return {
-        place
-        for rank in ranks
-        for piece in rank.get(name, ())
-        for place in piece[0].flatten().tolist()
-    } - {-1}
+def _whole(pieces: list[Piece]) -> Tensor:
+    """Return one process's values by token number: float64 [tokens, C]."""
+    all_numbers = []
+    all_rows = []
+    for piece_numbers, values, _ in pieces:
+        all_numbers.append(piece_numbers.flatten())
+        all_rows.append(values.reshape(piece_numbers.numel(), -1))
+
+    numbers = torch.cat(all_numbers)
+    rows = torch.cat(all_rows).double()
+
+    valid = numbers >= 0
+    whole = rows.new_zeros(int(numbers.max()) + 1, rows.shape[1])
+    whole[numbers[valid]] = rows[valid]
+    return whole
 
 
-def _apart(
-    name: str, places: Tensor, values: Tensor, share: tuple[int, int], whole: Tensor
+def _token_set(name: str, ranks: list[dict[str, list[Piece]]]) -> set[int]:
+    """Return the token numbers of all pieces of a module, without padding."""
+    numbers: set[int] = set()
+    for rank in ranks:
+        for piece in rank.get(name, ()):
+            numbers.update(piece[0].flatten().tolist())
+    return numbers - {-1}
+
+
+def _distance(
+    name: str, numbers: Tensor, values: Tensor, share: tuple[int, int], whole: Tensor
 ) -> float:
-    """Return how far a piece is from the whole, padding left out.
+    """Return the largest difference of a piece from one process, without padding.
 
-    A gradient of key heads that ranks of tensor parallelism share is left out too: each has its own
-    part of the sum.
+    A gradient of key heads that ranks of tensor parallelism share is left out too: each rank has
+    its own part of the sum.
     """
     rank, ranks = share
-    if values.shape[1] != places.shape[1]:
-        places = places.chunk(ranks, 1)[rank]
-    values, places = values.reshape(places.numel(), -1).double(), places.flatten()
-    shards, there = (
-        whole.shape[1] // values.shape[1],
-        places >= 0,
-    )  # fewer than ranks where these share key heads
-    if not there.any() or (
-        shards < ranks and name.startswith(GRADIENT) and name.endswith((".wk", ".wv", ".k_norm"))
-    ):
+    if values.shape[1] != numbers.shape[1]:  # sequence parallelism: a share of the tokens
+        numbers = numbers.chunk(ranks, 1)[rank]
+    values = values.reshape(numbers.numel(), -1).double()
+    numbers = numbers.flatten()
+    valid = numbers >= 0
+    if not valid.any():
         return 0.0
-    apart = values[there] - whole[places[there]].chunk(shards, 1)[rank * shards // ranks]
-    return apart.abs().max().nan_to_num(torch.inf).item()
+
+    shards = whole.shape[1] // values.shape[1]  # fewer than ranks if these share key heads
+    if shards < ranks and name.startswith(GRADIENT) and name.endswith(SHARED_HEADS):
+        return 0.0
+
+    expected = whole[numbers[valid]].chunk(shards, 1)[rank * shards // ranks]
+    return (values[valid] - expected).abs().max().nan_to_num(torch.inf).item()

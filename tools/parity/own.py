@@ -1,6 +1,4 @@
-"""A run on its mesh against the same in one process, both shrunk: everything compared in the order
-of a step.
-"""
+"""A shrunk run on its mesh against one process: everything compared in the order of a step."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,17 +17,19 @@ from train.config.common import CommonConfig
 from train.config.flags import write_toml
 from train.tasks.registry import task_of
 
-LOSS, NORM = 2e-6, 1e-6
-"""Bounds on the loss, and relative on the gradient norm."""
-MODULES, PARAMETERS = 1e-4, 2e-5
-"""Bounds on what modules return and its gradients, and on parameters' gradients; rounding makes
-some 1e-6.
-"""
-SECONDS = 900.0
+LOSS = 2e-6
+"""Bound on the difference of losses."""
+NORM = 1e-6
+"""Relative bound on the gradient norm."""
+MODULES = 1e-4
+"""Bound on outputs of modules and their gradients; rounding makes some differ by 1e-6."""
+PARAMETERS = 2e-5
+"""Bound on gradients of parameters."""
+TIMEOUT_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
-class Run:
+class MergedRun:
     """A finished run, merged from its ranks."""
 
     records: list[dict[str, Any]]
@@ -38,13 +38,11 @@ class Run:
     copies_differ: tuple[str, ...]
     """Tensors of which two ranks hold different copies."""
     pieces: list[dict[str, list[Piece]]]
-    """Notes of each rank on its modules."""
+    """Pieces of each rank's modules."""
 
 
 class Difference(NamedTuple):
-    """A difference from one process, the largest value there, and the bound on the one by the
-    other.
-    """
+    """A difference from one process, the largest value there, and the relative bound."""
 
     what: str
     size: float
@@ -53,14 +51,14 @@ class Difference(NamedTuple):
 
     @property
     def within(self) -> bool:
-        """True where the bound holds; it does not for NaN."""
+        """True if the bound holds; it does not for NaN."""
         return self.size <= self.bound * self.largest
 
     def __str__(self) -> str:
         return f"{self.what}, by {self.size:.1e} of {self.largest:.1e}"
 
 
-def merged(ranks: list[RankResult]) -> Run:
+def merged(ranks: list[RankResult]) -> MergedRun:
     """Merge the results of a run's ranks."""
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     digests: dict[tuple[str, str], set[str]] = {}
@@ -70,118 +68,150 @@ def merged(ranks: list[RankResult]) -> Run:
         for moment, names in rank.digests.items():
             for name, digest in names.items():
                 digests.setdefault((moment, name), set()).add(digest)
-    differing = tuple(
-        f"{name} ({moment})" for (moment, name), seen in digests.items() if len(seen) > 1
+
+    differing = []
+    for (moment, name), copies in digests.items():
+        if len(copies) > 1:
+            differing.append(f"{name} ({moment})")
+
+    return MergedRun(
+        records=ranks[0].records,
+        tensors=tensors,
+        memory_mb=max(rank.memory_mb for rank in ranks),
+        copies_differ=tuple(differing),
+        pieces=[rank.pieces for rank in ranks],
     )
-    memory, pieces = max(rank.memory_mb for rank in ranks), [rank.pieces for rank in ranks]
-    return Run(ranks[0].records, tensors, memory, differing, pieces)
 
 
 def furthest(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
     """Return the largest difference of any element; infinite if a name or shape differs."""
-    if {n: t.shape for n, t in got.items()} != {n: t.shape for n, t in want.items()}:
+    if got.keys() != want.keys():
         return float("inf")
-    return max((got[name] - want[name]).abs().max().item() for name in want)
+
+    differences = []
+    for name, expected in want.items():
+        if got[name].shape != expected.shape:
+            return float("inf")
+        differences.append((got[name] - expected).abs().max().item())
+
+    return max(differences)
 
 
 def compared(
-    asked: CommonConfig,
+    requested: CommonConfig,
     world_size: int | None = None,
     sabotage: Callable[[], None] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Difference]:
-    """Train a run of ``world_size`` processes, shrunk, on its mesh and in one process; return all
-    differences in order.
+    """Train a shrunk run on its mesh and in one process; return all differences in order.
 
     Args:
+        world_size: processes of the run before it is shrunk.
         sabotage: breaks something in each process of the mesh.
-        say: takes lines about the progress.
+        say: receives progress text.
 
     Raises UserError: the run cannot be shrunk, or its data cannot be read; RuntimeError: a process
     failed, with its traceback.
     """
-    small, alone, ranks = shrunk(asked, world_size)
-    shape, batch = small.model, small.train.batch_size(1)
+    small, alone, ranks = shrunk(requested, world_size)
+    shape = small.model
     pp, cp, tp = small.mesh.sizes
     say(
-        f"{shape.num_layers} layers of {shape.hidden_size} channels, {shape.num_attention_heads} heads in "
-        f"{shape.query_groups} groups, sequences of {small.sequence_length}, {small.context.title}; {ranks} processes: "
+        f"{shape.num_layers} layers of {shape.hidden_size} channels, "
+        f"{shape.num_attention_heads} heads in {shape.query_groups} groups, "
+        f"sequences of {small.sequence_length}, {small.context.title}; {ranks} processes: "
         f"pp {pp} x dp {ranks // (pp * cp * tp)} x cp {cp} x tp {tp}"
     )
-    samples, source = samples_of(asked, small, 3 * batch)
+    samples, source = samples_of(requested, small, 3 * small.train.batch_size(1))
     say(f"samples: {source}")
-    runs = []
+
     with tempfile.TemporaryDirectory() as folder:
-        file, toml = Path(folder) / "samples.pt", Path(folder) / "small.toml"
+        file = Path(folder) / "samples.pt"
         torch.save(samples, file)
-        for config, size, broken in ((alone, 1, None), (small, ranks, sabotage)):
+
+        def trained(
+            config: CommonConfig, size: int, broken: Callable[[], None] | None
+        ) -> MergedRun:
             say(f"two steps and a validation, processes: {size} ...")
+            toml = Path(folder) / "small.toml"
             toml.write_text(write_toml(config), encoding="utf-8")
             flags = ["--config", str(toml)]
-            runs.append(
-                merged(
-                    run_ranks(train, size, flags, broken, task_of(config), file, timeout=SECONDS)
-                )
-            )
-    return list(_differences(runs[1], runs[0]))
+            task = task_of(config)
+            results = run_ranks(train, size, flags, broken, task, file, timeout=TIMEOUT_SECONDS)
+            return merged(results)
+
+        one_process = trained(alone, 1, None)
+        on_mesh = trained(small, ranks, sabotage)
+
+    return list(_differences(on_mesh, one_process))
 
 
-def report(found: list[Difference]) -> str:
-    """Say what differs first and what then, or what is nearest to its bound."""
-    wrong = [str(one) for one in found if not one.within]
+def report(differences: list[Difference]) -> str:
+    """Name the first differences, or the one nearest to its bound if all are within."""
+    wrong = [str(difference) for difference in differences if not difference.within]
     if wrong:
         first = "\n  then: ".join(wrong[:5])
-        return f"differs first: {first}\n{len(wrong)} of {len(found)} comparisons differ"
-    nearest = max(found, key=lambda one: one.size / (one.bound * one.largest or 1))
-    return f"equal to one process in {len(found)} comparisons; the nearest to its bound, {nearest.bound:.0e}: {nearest}"
+        return f"differs first: {first}\n{len(wrong)} of {len(differences)} comparisons differ"
 
-
-def _differences(got: Run, want: Run) -> Iterator[Difference]:
-    """Yield every comparison.
-
-    Initial weights; the first batch, and what modules return; the loss; gradients of that; those of
-    parameters, last layer first; their norm; loss and norm of the second step; the validation after
-    it; copies of weights on ranks.
-    """
-    start, gradients, loss = (
-        want.tensors["initial"],
-        want.tensors["gradients"],
-        loss_name(want.records[0]),
+    nearest = max(
+        differences,
+        key=lambda difference: difference.size / (difference.bound * difference.largest or 1),
     )
+    return (
+        f"equal to one process in {len(differences)} comparisons; "
+        f"the nearest to its bound, {nearest.bound:.0e}: {nearest}"
+    )
+
+
+def _differences(got: MergedRun, want: MergedRun) -> Iterator[Difference]:
+    """Yield every comparison, in the order of a step.
+
+    Initial weights; the first batch and the outputs of modules; the loss; gradients of the outputs;
+    gradients of parameters, last layer first; their norm; loss and norm of the second step; the
+    validation after it; copies of weights on ranks.
+    """
+    initial = want.tensors["initial"]
+    gradients = want.tensors["gradients"]
+    loss = loss_name(want.records[0])
 
     def of_step(step: int, name: str, bound: float) -> Difference:
-        a, b = (run.records[step][name] for run in (got, want))
-        return Difference(f"{name} of step {step + 1}", abs(a - b), abs(b), bound)
+        value = got.records[step][name]
+        expected = want.records[step][name]
+        return Difference(f"{name} of step {step + 1}", abs(value - expected), abs(expected), bound)
 
-    def away(moment: str, name: str) -> float:
-        one, other = ({name: run.tensors[moment].get(name, torch.empty(0))} for run in (got, want))
-        return furthest(one, other)
+    def distance(moment: str, name: str) -> float:
+        missing = torch.empty(0)
+        value = got.tensors[moment].get(name, missing)
+        expected = want.tensors[moment].get(name, missing)
+        return furthest({name: value}, {name: expected})
 
-    yield from (
-        Difference(f"initial weight {name}", away("initial", name), 1.0, 0.0) for name in start
-    )
-    modules = [
-        Difference(*found, MODULES) for found in furthest_of_modules(got.pieces, want.pieces[0])
-    ]
-    yield from (one for one in modules if not one.what.startswith(GRADIENT))
+    for name in initial:
+        yield Difference(f"initial weight {name}", distance("initial", name), 1.0, 0.0)
+
+    outputs = []
+    output_gradients = []
+    for name, size, largest in furthest_of_modules(got.pieces, want.pieces[0]):
+        group = output_gradients if name.startswith(GRADIENT) else outputs
+        group.append(Difference(name, size, largest, MODULES))
+
+    yield from outputs
     yield of_step(0, loss, LOSS)
-    yield from (one for one in modules if one.what.startswith(GRADIENT))
-    largest = {name: whole.abs().max().item() for name, whole in gradients.items()}
-    least = max(largest.values()) / 1000
-    for name in reversed([name for name in start if name in gradients]):
-        size = away("gradients", name)
-        yield Difference(
-            f"gradient of the parameter {name}", size, max(largest[name], least), PARAMETERS
-        )
+    yield from output_gradients
+
+    # Tiny gradients are measured against a thousandth of the largest gradient.
+    scales = {name: gradient.abs().max().item() for name, gradient in gradients.items()}
+    min_scale = max(scales.values()) / 1000
+    with_gradient = [name for name in initial if name in gradients]
+    for name in reversed(with_gradient):
+        scale = max(scales[name], min_scale)
+        size = distance("gradients", name)
+        yield Difference(f"gradient of the parameter {name}", size, scale, PARAMETERS)
+
     yield of_step(0, "grad_norm", NORM)
-    # From here on Adam has divided by the roots of tiny gradients.
-    for name, bound in (
-        (loss, 10 * LOSS),
-        ("grad_norm", 100 * NORM),
-        ("validation_loss", 10 * LOSS),
-    ):
-        yield of_step(1, name, bound)
-    yield from (
-        Difference(f"copies of {name} on two ranks", float("inf"), 1.0, 0.0)
-        for name in got.copies_differ
-    )
+
+    # From here on the bounds are wider: Adam has divided by the roots of tiny gradients.
+    yield of_step(1, loss, 10 * LOSS)
+    yield of_step(1, "grad_norm", 100 * NORM)
+    yield of_step(1, "validation_loss", 10 * LOSS)
+    for name in got.copies_differ:
+        yield Difference(f"copies of {name} on two ranks", float("inf"), 1.0, 0.0)

@@ -1,6 +1,4 @@
-"""One process that is compared with others: its samples, a training as by an entry script, and the
-results.
-"""
+"""One process of a comparison: its samples, its training as by an entry script, its results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,129 +37,160 @@ Sample = dict[str, Tensor]
 
 
 class OwnSamples(list[Sample]):
-    """Samples in memory, as a data set."""
+    """Samples in memory, used as a data set."""
 
     fill = 1.0
 
 
-def samples_of(asked: Any, small: Any, number: int) -> tuple[list[Sample], str]:
-    """Return ``number`` samples for the shrunken run, and where they are from.
+def samples_of(requested: Any, small: Any, number: int) -> tuple[list[Sample], str]:
+    """Return ``number`` samples for the shrunken run, and their origin.
 
-    Of a text every k-th token is taken, with its label, its loss and the beginnings of documents
-    since the one before; of latents a corner. Token ids and classes are taken modulo the small
-    numbers of them. Some carry no loss, so that ranks hold unequal numbers of valid tokens.
+    Of a text every k-th token is taken, with its label and its loss; a document begins there if one
+    began since the token before. Of latents a corner is taken. Token ids and classes are taken
+    modulo the small vocabulary and number of classes. Some tokens carry no loss, so that ranks hold
+    unequal numbers of valid tokens.
 
-    Raises DataError: data that are there and cannot be read.
+    Args:
+        requested: the run before it was shrunk.
+        small: the shrunken run.
+
+    Raises DataError: the data cannot be read.
     """
-    own: Any = _own_samples(asked)
+    run_samples: Any = _run_samples(requested)
+    samples = []
     with torch.random.fork_rng():
-        torch.manual_seed(asked.train.seed)
-        found = [_shrunk_sample(small, None if own is None else own[n], n) for n in range(number)]
-    return found, "made-up samples, as there are no data yet" if own is None else " ".join(
-        asked.data.data_path
-    )
+        torch.manual_seed(requested.train.seed)
+        for index in range(number):
+            whole = None if run_samples is None else run_samples[index]
+            samples.append(_shrunk_sample(small, whole, index))
+
+    if run_samples is None:
+        return samples, "made-up samples, as there are no data yet"
+
+    return samples, " ".join(requested.data.data_path)
 
 
 @singledispatch
-def _own_samples(asked: Any) -> Any:
-    """Return the samples of the run's own data; None if these are not there."""
+def _run_samples(requested: Any) -> Any:
+    """Return the samples of the run's own data, or None if there are no data yet."""
 
 
-@_own_samples.register
-def _(asked: Config) -> Any:
-    data, train = asked.data, asked.train
+@_run_samples.register
+def _(requested: Config) -> Any:
+    data = requested.data
+    train = requested.train
     if not (data.tokenizer_model and data.data_path):
         return None
     if not all(Path(f"{path}.idx").exists() for path in blend(data.data_path)[0]):
         return None
-    return build_datasets(data, train.seq_length, train.seed, load_tokenizer(data.tokenizer_model))[
-        0
-    ]
+    tokenizer = load_tokenizer(data.tokenizer_model)
+    return build_datasets(data, train.seq_length, train.seed, tokenizer)[0]
 
 
-@_own_samples.register
-def _(asked: DiTRunConfig) -> Any:
-    shape = asked.model.latent_shape
-    if not all(
-        Path(path).is_dir() or (shape == (1, 8, 8) and path == DIGITS)
-        for path in asked.data.data_path
-    ):
-        return None
-    return build_latent_datasets(asked.data, shape, asked.model.num_classes, asked.train.seed)[0]
+@_run_samples.register
+def _(requested: DiTRunConfig) -> Any:
+    shape = requested.model.latent_shape
+    for path in requested.data.data_path:
+        is_digits = shape == (1, 8, 8) and path == DIGITS
+        if not is_digits and not Path(path).is_dir():
+            return None
+    seed = requested.train.seed
+    return build_latent_datasets(requested.data, shape, requested.model.num_classes, seed)[0]
 
 
 @singledispatch
 def _shrunk_sample(small: Any, whole: Sample | None, number: int) -> Sample:
-    """Return a sample for the shrunken run, of the whole one or made up, that tells its places."""
+    """Return a sample for the shrunken run, cut from ``whole`` or made up.
+
+    It numbers its tokens or itself, so that outputs of ranks are matched with one process's.
+    """
     raise TypeError(f"no samples of {type(small)}")
 
 
 @_shrunk_sample.register
 def _text(small: Config, whole: Sample | None, number: int) -> Sample:
-    """Return a sample of seq_length tokens, with the numbers of its places."""
-    length, entries = small.train.seq_length, small.model.vocabulary
+    """Return a sample of seq_length tokens, with their numbers."""
+    length = small.train.seq_length
+    entries = small.model.vocabulary
     if whole is None:
-        drawn = torch.randint(entries, (length + 1,))
-        whole = {"tokens": drawn[:-1], "labels": drawn[1:], "loss_mask": torch.ones(length)}
-        whole |= {"starts": torch.rand(length) < 8 / length} if small.data.tells_documents else {}
+        tokens = torch.randint(entries, (length + 1,))
+        whole = {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": torch.ones(length)}
+        if small.data.tells_documents:
+            whole["starts"] = torch.rand(length) < 8 / length
+
     step = len(whole["tokens"]) // length
-    found = {name: rows[: step * length].view(length, step) for name, rows in whole.items()}
-    found = {
-        name: rows.any(1) if name == "starts" else rows[:, 0].clone()
-        for name, rows in found.items()
-    }
-    if "starts" in found:
-        found["starts"][0] = True
-    found |= {name: found[name] % entries for name in ("tokens", "labels")}
-    found["loss_mask"][
-        (slice(40, 47), slice(length // 2), slice(length // 4, length), slice(0))[number % 4]
-    ] = 0
-    return found | {"place": number * length + torch.arange(length)}
+    sample = {}
+    for name, values in whole.items():
+        rows = values[: step * length].view(length, step)
+        sample[name] = rows.any(1) if name == "starts" else rows[:, 0].clone()
+
+    if "starts" in sample:
+        sample["starts"][0] = True
+    for name in ("tokens", "labels"):
+        sample[name] = sample[name] % entries
+
+    without_loss = (slice(40, 47), slice(length // 2), slice(length // 4, length), slice(0))
+    sample["loss_mask"][without_loss[number % 4]] = 0
+    sample["place"] = number * length + torch.arange(length)
+    return sample
 
 
 @_shrunk_sample.register
 def _latents(small: DiTRunConfig, whole: Sample | None, number: int) -> Sample:
-    """Return a sample of latent_shape, with its number."""
-    shape, classes = small.model.latent_shape, small.model.num_classes
+    """Return a sample of latent_shape, with its number; every fourth has none, as padding has."""
+    shape = small.model.latent_shape
     if whole is None:
         whole = {"latents": torch.randn(shape), "labels": torch.tensor(number)}
     corner = whole["latents"][tuple(map(slice, shape))].clone()
     return {
         "latents": corner,
-        "labels": whole["labels"] % classes,
+        "labels": whole["labels"] % small.model.num_classes,
         "sample": torch.tensor(-1 if number % 4 == 3 else number),
     }
 
 
 def feed(path: Path, notes: Notes) -> None:
-    """Make this process's entries train on the samples of a file, tell where tokens are, and note
-    what modules return.
+    """Replace the data of this process's entries by the samples of a file, and note outputs.
 
-    The last third is for validation.
+    The last third of the samples is for validation. This patches the tasks and the objectives of
+    the process, which does nothing else afterwards.
     """
     train: Any = OwnSamples(torch.load(path))
     valid = train[len(train) * 2 // 3 :]
+
+    def load_data(*_: Any) -> Data:
+        return Data(train, valid)
+
     text: Any = LanguageTask
     latents: Any = DiffusionTask
-    text.load_data, latents.load_data = (lambda *_: Data(train, valid),) * 2
     text.load_tokenizer = staticmethod(lambda _: SimpleNamespace(vocab_size=1))
-    text.validate = latents.validate = staticmethod(lambda *_: None)  # done as it was shrunk
+    for task in (text, latents):
+        task.load_data = load_data
+        task.validate = staticmethod(lambda *_: None)  # done as the run was shrunk
+
     Config.contents = DiTRunConfig.contents = CommonConfig.contents  # type: ignore[method-assign]
+
     language.PADDING["place"] = -1
-    local = Denoising.local
-
-    def placed(self: Denoising, batch: Batch) -> Batch:
-        """Add the places of patches; those of joined samples count on through the micro-batch."""
-        patches, joined = self._model.num_patches, self._sample is not None
-        places = batch["sample"][:, None] * patches + torch.arange(patches)
-        places[batch["sample"] < 0] = -1
-        return local(self, batch) | {
-            "place": self._cp.shard(places.view(1, -1) if joined else places, 1, pad_value=-1)
-        }
-
-    Denoising.local = placed  # type: ignore[method-assign]
+    _number_patches()
     for objective in (NextToken, Denoising):
         objective.loss_sum = notes.noted(objective.loss_sum)  # type: ignore[method-assign]
+
+
+def _number_patches() -> None:
+    """Let the denoising objective number the patches of a micro-batch, as texts' tokens are."""
+    local = Denoising.local
+
+    def numbered(self: Denoising, batch: Batch) -> Batch:
+        """Add the numbers of patches; those of joined samples lie in one row."""
+        patches = self._model.num_patches
+        joined = self._sample is not None
+        numbers = batch["sample"][:, None] * patches + torch.arange(patches)
+        numbers[batch["sample"] < 0] = -1
+        if joined:
+            numbers = numbers.view(1, -1)
+        return local(self, batch) | {"place": self._cp.shard(numbers, 1, pad_value=-1)}
+
+    Denoising.local = numbered  # type: ignore[method-assign]
 
 
 @dataclass
@@ -181,12 +210,16 @@ class RankResult:
 
     def keep(self, moment: str, values: dict[str, Tensor], send: bool) -> None:
         """Store tensors, gathering DTensors whole: collective over their meshes."""
-        gathered = {
-            name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in values.items()
-        }
-        whole = {name: value.detach().to("cpu", copy=True) for name, value in gathered.items()}
-        flat = {name: value.reshape(-1).view(torch.uint8).numpy() for name, value in whole.items()}
-        self.digests[moment] = {name: sha256(value.tobytes()) for name, value in flat.items()}
+        whole = {}
+        for name, value in values.items():
+            tensor = value.full_tensor() if isinstance(value, DTensor) else value
+            whole[name] = tensor.detach().to("cpu", copy=True)
+
+        self.digests[moment] = {}
+        for name, tensor in whole.items():
+            content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            self.digests[moment][name] = sha256(content)
+
         self.tensors[moment] = whole if send else {}
 
 
@@ -199,20 +232,24 @@ def train(
     samples: Path | None = None,
     wrap: Callable[[Samples], Samples] = lambda data: data,
 ) -> RankResult:
-    """Train on the joined processes; ``sabotage`` breaks something first.
+    """Train on the joined processes and return this rank's results.
 
-    On ``samples`` (a file of ``samples_of``) in the place of the data, if given, with a note of
-    what modules return; otherwise on the data as ``wrap`` returns them.
+    Args:
+        sabotage: breaks something first, to show that the comparison finds it.
+        samples: a file of ``samples_of`` to train on in place of the data; outputs of modules are
+            recorded then.
+        wrap: replaces the data set, without ``samples``.
     """
-    if (
-        task is DiffusionTask or samples is not None
-    ):  # modulations, adapters and biases begin at zero
+    if task is DiffusionTask or samples is not None:
+        # Modulations, adapters and biases begin at zero, where many a wrong gradient is right.
         module: Any = tasks.task
-        module.initial_weight = _alive(initial_weight)
+        module.initial_weight = _nonzero(initial_weight)
     if sabotage is not None:
         sabotage()
-    log, notes = Records(), Notes()
-    found = RankResult(log.records, pieces=notes.pieces)
+
+    log = Records()
+    notes = Notes()
+    result = RankResult(log.records, pieces=notes.pieces)
     if samples is not None:
         feed(samples, notes)
     with trainer_of(task, flags, log) as trainer:
@@ -221,65 +258,74 @@ def train(
             trainer.train_data = wrap(trainer.train_data)
         else:
             notes.watch(trainer.runner.parts, (mesh.tp.get_local_rank(), mesh.tp.size()))
+
         send = mesh.dp_cp.get_local_rank() == mesh.tp.get_local_rank() == 0
-        found.keep("loaded" if trainer.progress.iteration else "initial", state(trainer), send)
-        _watch(trainer, found, send, notes)
+        moment = "loaded" if trainer.progress.iteration else "initial"
+        result.keep(moment, state(trainer), send)
+        _watch(trainer, result, send, notes)
         trainer.train()
-        found.keep("final", weights(trainer), send)
-    return found
+        result.keep("final", weights(trainer), send)
+
+    return result
 
 
-def _alive(initial: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return what gives a parameter's initial value, or small random numbers where it is zero."""
+def _nonzero(initial: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return an initializer with small random numbers for parameters that begin at zero."""
 
     def value_of(
         config: Any, name: str, shape: Sequence[int], seed: int, part: Part = ()
     ) -> Tensor:
         value = initial(config, name, shape, seed)
-        return (
-            value if value.any() else value.normal_(0.0, 0.02, generator=generator_of(seed, name))
-        )[part]
+        if not value.any():
+            value.normal_(0.0, 0.02, generator=generator_of(seed, name))
+        return value[part]
 
     return value_of
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     """Return this rank's parameters by name, both copies of a tied one if it holds both stages."""
-    return {
-        name: p.detach() for part in trainer.runner.parts for name, p in part.named_parameters()
-    }
+    parameters = {}
+    for part in trainer.runner.parts:
+        for name, parameter in part.named_parameters():
+            parameters[name] = parameter.detach()
+    return parameters
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:
     """Return the weights and their optimizer state by name."""
-    found = weights(trainer)
+    tensors = weights(trainer)
     for part in trainer.runner.parts:
         for name, parameter in part.named_parameters():
-            found |= {
-                f"{name}/{key}": value
-                for key, value in trainer.optimizer.state.get(parameter, {}).items()
-            }
-    return found
+            for key, value in trainer.optimizer.state.get(parameter, {}).items():
+                tensors[f"{name}/{key}"] = value
+    return tensors
 
 
-def _watch(trainer: Trainer, found: RankResult, send: bool, notes: Notes) -> None:
-    """Store the first step's gradients before clipping, which ends the notes, and what the first
-    checkpoint saves.
+def _watch(trainer: Trainer, result: RankResult, send: bool, notes: Notes) -> None:
+    """Store the first step's gradients before clipping, and the tensors of the first checkpoint.
+
+    The notes on modules end with the gradients.
     """
-    clip, save = gradients.clip_gradients, saving.save_checkpoint
+    clip = gradients.clip_gradients
+    save = saving.save_checkpoint
 
-    def noting_clip(parameters: Any, norm: float, largest: float) -> None:
+    def noting_clip(parameters: Any, norm: float, max_norm: float) -> None:
         notes.on = False
-        if "gradients" not in found.tensors:
-            parts = trainer.runner.parts
-            named = [pair for part in parts for pair in part.named_parameters()]
-            by_name = {name: p.grad for name, p in named if p.grad is not None}
-            found.keep("gradients", by_name, send)
-        clip(parameters, norm, largest)
+        if "gradients" not in result.tensors:
+            by_name = {}
+            for part in trainer.runner.parts:
+                for name, parameter in part.named_parameters():
+                    if parameter.grad is not None:
+                        by_name[name] = parameter.grad
+            result.keep("gradients", by_name, send)
 
-    def noting_save(*args: Any, **more: Any) -> Any:
-        if "saved" not in found.tensors:
-            found.keep("saved", state(trainer), send)
-        return save(*args, **more)
+        clip(parameters, norm, max_norm)
 
-    gradients.clip_gradients, saving.save_checkpoint = noting_clip, noting_save
+    def noting_save(*args: Any, **kwargs: Any) -> Any:
+        if "saved" not in result.tensors:
+            result.keep("saved", state(trainer), send)
+        return save(*args, **kwargs)
+
+    gradients.clip_gradients = noting_clip
+    saving.save_checkpoint = noting_save

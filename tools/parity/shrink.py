@@ -1,6 +1,4 @@
-"""A run shrunk in width but not in kind: the small one, and the same in one process, to compare it
-with.
-"""
+"""Shrink a run in width but not in kind, for a mesh and for one process."""
 
 import math
 from functools import singledispatch
@@ -20,29 +18,33 @@ from train.tasks.registry import task_of
 
 PP, CP, TP = SIZES
 COPIES = "num_distributed_optimizer_instances"
-MOST, HEAD, VOCABULARY, PER_RANK = 8, 16, 499, 64
-"""Processes; channels of a head; entries (odd: uneven shards); tokens of a context-parallel rank.
-"""
-ELSEWHERE = ("checkpoint", "logging", "profiling", "dry", "health")
-"""Sections that say where a run is kept and shown, not what it computes."""
+MAX_PROCESSES = 8
+HEAD_DIM = 16
+VOCABULARY = 499
+"""Entries of the small vocabulary: odd, so that its shards are uneven."""
+TOKENS_PER_RANK = 64
+"""Tokens of a context-parallel rank."""
+NUM_HEADS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of key heads to try."""
+NOT_COMPUTED = ("checkpoint", "logging", "profiling", "dry", "health")
+"""Sections about the files and the output of a run, not about its numbers."""
 SHARED = ("mesh", "pipeline", "data_parallel", "context", "recompute", "hybrid")
-"""Sections that one process takes the defaults of."""
+"""Sections whose defaults the one process takes."""
 Values = dict[str, Any]
 
 
 def shrunk(
-    asked: CommonConfig, world_size: int | None = None
+    requested: CommonConfig, world_size: int | None = None
 ) -> tuple[CommonConfig, CommonConfig, int]:
-    """Shrink a run to at most 8 processes, two iterations and heads of 16 channels, in float32 on
-    the CPU.
+    """Shrink a run to at most 8 processes, two iterations and heads of 16 channels.
 
-    Layers are the fewest that have every kind of layer and stage. Ratios stay: of query to key
-    heads, of windows, chunks and scaled rope to the sequence, and what divides what. A dimension
-    that has no room beside others is 1.
+    It runs in float32 on the CPU. Its layers are the fewest that have every kind of layer and
+    stage. Ratios stay: of query to key heads, of windows, chunks and scaled rope to the sequence,
+    and divisibility. A dimension that has no room beside others is 1.
 
     Args:
         world_size: processes of the run; by default those of its mesh, and 2 data-parallel ranks
-            where there is room.
+            if there is room.
 
     Returns:
         The small run; the same in one process, by the plainest attention, one sample at a time; the
@@ -50,25 +52,37 @@ def shrunk(
 
     Raises UserError: no sizes keep every kind.
     """
-    sections = {name: field.section for name, field in config_fields(asked).items()}
-    old = {name: getattr(getattr(asked, section), name) for name, section in sections.items()}
-    new = {name: value for name, value in old.items() if sections[name] not in ELSEWHERE}
-    new["compile"] = False  # modules are looked at one by one
+    sections = {name: field.section for name, field in config_fields(requested).items()}
+    old = {name: getattr(getattr(requested, section), name) for name, section in sections.items()}
+    new = {name: value for name, value in old.items() if sections[name] not in NOT_COMPUTED}
+    new["compile"] = False  # outputs of single modules are compared
+
     ranks = _mesh(old, new, world_size)
-    short = _shrink_samples(asked, old, new)
-    _shrink_layers(asked, old, new)
-    _shrink_run(old, new, ranks, short / new[CP] / (asked.sequence_length / old[CP]))
-    config = _with_heads(asked, old, new, ranks)
-    one = {
-        name: getattr(getattr(config, sections[name]), name)
-        for name in new
-        if sections[name] not in SHARED
-    }
-    linear, plain = config.model.linear_attention, not config.packed
-    backend = "auto" if plain and not linear else "reference"
-    one |= {"device": "cpu", "micro_batch_size": 1, "attention_backend": backend}
-    one |= {} if linear else {"context_parallel_method": "none" if plain else "ring"}
-    return config, _built(asked, one), ranks
+    length = _shrink_samples(requested, old, new)
+    _shrink_layers(requested, old, new)
+    rank_ratio = length / new[CP] / (requested.sequence_length / old[CP])
+    _shrink_run(old, new, ranks, rank_ratio)
+    config = _with_heads(requested, old, new, ranks)
+    return config, _one_process(config, new, sections), ranks
+
+
+def _one_process(config: CommonConfig, new: Values, sections: dict[str, str]) -> CommonConfig:
+    """Return a small run for one process, by the plainest attention."""
+    values = {}
+    for name in new:
+        if sections[name] not in SHARED:
+            values[name] = getattr(getattr(config, sections[name]), name)
+
+    linear = config.model.linear_attention
+    plain = not config.packed
+    values["device"] = "cpu"
+    values["micro_batch_size"] = 1
+    values["attention_backend"] = "reference"
+    if plain and not linear:
+        values["attention_backend"] = "auto"
+    if not linear:
+        values["context_parallel_method"] = "none" if plain else "ring"
+    return _built(config, values)
 
 
 def _built(like: CommonConfig, values: Values) -> CommonConfig:
@@ -78,64 +92,86 @@ def _built(like: CommonConfig, values: Values) -> CommonConfig:
 def _mesh(old: Values, new: Values, world_size: int | None) -> int:
     """Set the mesh's sizes; return the processes."""
     pp, cp, tp = (old[name] for name in SIZES)
-    dp, rest = divmod(2 * pp * cp * tp if world_size is None else world_size, pp * cp * tp)
+    model_size = pp * cp * tp
+    processes = 2 * model_size if world_size is None else world_size
+    dp, rest = divmod(processes, model_size)
     if rest or dp < 1:
         raise UserError(
-            f"world_size is {world_size}, and the mesh takes multiples of {pp * cp * tp}; give one of them"
+            f"world_size is {world_size}, and the mesh takes multiples of {model_size}; "
+            "give one of them"
         )
-    if (
-        world_size is None
-        and old["global_batch_size"]
-        and old["global_batch_size"] // old["micro_batch_size"] % 2
-    ):
-        dp = 1
+
+    if world_size is None and old["global_batch_size"]:
+        num_micro_batches = old["global_batch_size"] // old["micro_batch_size"]
+        if num_micro_batches % 2:
+            dp = 1
+
     sizes = {"dp": min(dp, 2), "pp": min(pp, 2), "tp": min(tp, 2), "cp": 1}
     if cp > 1:
-        room = MOST // (sizes["pp"] * sizes["tp"] * (1 if world_size is None else sizes["dp"]))
+        requested_dp = 1 if world_size is None else sizes["dp"]
+        room = MAX_PROCESSES // (sizes["pp"] * sizes["tp"] * requested_dp)
         sizes["cp"] = _context_ranks(old, new, cp, room)
+
     for name in ("dp", "pp", "tp"):
-        sizes[name] = 1 if math.prod(sizes.values()) > MOST else sizes[name]
+        if math.prod(sizes.values()) > MAX_PROCESSES:
+            sizes[name] = 1
+
+    has_copies = old[COPIES] > 1 and sizes["dp"] * sizes["cp"] % 2 == 0
     new |= {
         PP: sizes["pp"],
         TP: sizes["tp"],
         CP: sizes["cp"],
         "device": "cpu",
         "distributed_backend": "auto",
-    }
-    new |= {
         "cluster": None,
-        COPIES: 2 if old[COPIES] > 1 and sizes["dp"] * sizes["cp"] % 2 == 0 else 1,
+        COPIES: 2 if has_copies else 1,
     }
     return math.prod(sizes.values())
 
 
 def _context_ranks(old: Values, new: Values, cp: int, room: int) -> int:
-    """Set the shape of the method; return as many ranks as it has kinds of rounds: 4 if they fit
-    into the room.
+    """Choose the method's options and the fewest ranks that exercise every kind of round.
+
+    If 4 ranks fit into the room, they are taken where fewer would do.
     """
-    degree, method = old["ulysses_degree"], old["context_parallel_method"]
-    team, heads = min(old["context_parallel_team_size"], 2), min(degree, 2)
-    new["context_parallel_team_size"], new["ulysses_degree"] = team, heads
-    least = heads * (1 if degree == cp else team**2 if team > 1 else 2)
-    if method == "double_ring" and cp >= 2 * least:
-        least, new["context_parallel_ranks_per_node"] = 2 * least, 2
-    return max(least, min(cp, room, 4)) if least < 4 <= min(cp, room) or cp == 3 <= room else least
+    degree = old["ulysses_degree"]
+    team = min(old["context_parallel_team_size"], 2)
+    heads = min(degree, 2)
+    new["context_parallel_team_size"] = team
+    new["ulysses_degree"] = heads
+
+    if degree == cp:
+        min_ranks = heads
+    elif team > 1:
+        min_ranks = heads * team**2
+    else:
+        min_ranks = heads * 2
+
+    if old["context_parallel_method"] == "double_ring" and cp >= 2 * min_ranks:
+        min_ranks = 2 * min_ranks
+        new["context_parallel_ranks_per_node"] = 2
+
+    if min_ranks < 4 <= min(cp, room) or cp == 3 <= room:
+        return max(min_ranks, min(cp, room, 4))
+
+    return min_ranks
 
 
 @singledispatch
-def _shrink_samples(asked: CommonConfig, old: Values, new: Values) -> int:
-    """Shrink the samples and what is measured by them; return the tokens of one."""
-    raise TypeError(f"no small samples of {type(asked)}")
+def _shrink_samples(requested: CommonConfig, old: Values, new: Values) -> int:
+    """Shrink the samples and the settings in their units; return the tokens of one."""
+    raise TypeError(f"no small samples of {type(requested)}")
 
 
 @_shrink_samples.register
-def _shrink_text(asked: Config, old: Values, new: Values) -> int:
-    """Shrink the sequence and what is measured by it, the vocabulary and adapters. Return the
-    tokens.
-    """
+def _shrink_text(requested: Config, old: Values, new: Values) -> int:
+    """Shrink the sequence, positions, windows, vocabulary and adapters. Return the tokens."""
     length = old["seq_length"]
-    # Where ranks do not divide the length, they do not divide the short one.
-    short = min(length, PER_RANK * max(new[CP], 2) - 5 * bool(length % (2 * old[CP] * old[TP])))
+    short = TOKENS_PER_RANK * max(new[CP], 2)
+    if length % (2 * old[CP] * old[TP]):  # ranks do not divide the length, nor the short one
+        short -= 5
+    short = min(length, short)
+
     for name in (
         "max_position_embeddings",
         "rope_scaling_original_max_position_embeddings",
@@ -143,127 +179,178 @@ def _shrink_text(asked: Config, old: Values, new: Values) -> int:
     ):
         if old.get(name) is not None:
             new[name] = max(8 * new[TP], math.ceil(old[name] * short / length))
-    if (window := next(filter(None, asked.windows), None)) is not None:
-        new["window_size"] = f"{max(4, window[0] * short // length)},0"
+
+    for window in requested.windows:
+        if window:
+            new["window_size"] = f"{max(4, window[0] * short // length)},0"
+            break
+
     if old["lora_rank"] is not None:
         new["lora_rank"] = min(old["lora_rank"], 4)
-        new["lora_alpha"] = (
-            old["lora_alpha"] and old["lora_alpha"] * new["lora_rank"] / old["lora_rank"]
-        )
-    new |= {"seq_length": short, "vocab_size": min(old["vocab_size"] or VOCABULARY, VOCABULARY)}
-    # ranks get samples, not files
-    new |= {
-        "data_path": ("own",),
-        "tokenizer_model": "own",
-        "mock_data": False,
-        "data_cache_path": None,
-    }
+        alpha = old["lora_alpha"]
+        new["lora_alpha"] = alpha and alpha * new["lora_rank"] / old["lora_rank"]
+
+    new["seq_length"] = short
+    new["vocab_size"] = min(old["vocab_size"] or VOCABULARY, VOCABULARY)
+    # Ranks get samples, not files.
+    new["data_path"] = ("own",)
+    new["tokenizer_model"] = "own"
+    new["mock_data"] = False
+    new["data_cache_path"] = None
     return short
 
 
 @_shrink_samples.register
-def _shrink_latents(asked: DiTRunConfig, old: Values, new: Values) -> int:
+def _shrink_latents(requested: DiTRunConfig, old: Values, new: Values) -> int:
     """Shrink the latents to a few patches along each axis, and the classes. Return the patches."""
-    *time, height, width = asked.model.patch_grid[0 if asked.model.video else 1 :]
-    grid = [
-        *(min(frames, 2) for frames in time),
-        min(height, 4 if time or height < width else 8),
-        min(width, 8),
-    ]
-    patch = asked.model.patch_shape[-len(grid) :]
-    new["latent_shape"] = (
-        min(old["latent_shape"][0], 4),
-        *(n * size for n, size in zip(grid, patch, strict=True)),
-    )
-    new |= {"num_classes": min(old["num_classes"], 10), "data_path": ("own",)}
-    return math.prod(grid)
+    grid = [*requested.model.patch_grid]  # [time,] height, width
+    if not requested.model.video:
+        grid = grid[1:]
+    *time, height, width = grid
+
+    small_grid = [min(frames, 2) for frames in time]
+    max_height = 8
+    if time or height < width:
+        max_height = 4
+    small_grid.append(min(height, max_height))
+    small_grid.append(min(width, 8))
+
+    latent_shape = [min(old["latent_shape"][0], 4)]
+    patch_shape = requested.model.patch_shape[-len(small_grid) :]
+    for count, size in zip(small_grid, patch_shape, strict=True):
+        latent_shape.append(count * size)
+
+    new["latent_shape"] = tuple(latent_shape)
+    new["num_classes"] = min(old["num_classes"], 10)
+    new["data_path"] = ("own",)
+    return math.prod(small_grid)
 
 
-def _shrink_layers(asked: CommonConfig, old: Values, new: Values) -> None:
-    """Keep the fewest layers that have softmax attention and linear, windows and none, in every
-    kind of stage.
-    """
-    pp, layers = new[PP], old["num_layers"]
+def _shrink_layers(requested: CommonConfig, old: Values, new: Values) -> None:
+    """Keep the fewest layers with every kind of attention and window, in every kind of stage."""
+    pp = new[PP]
     if pp == 1:
-        new |= {name: getattr(PipelineConfig, name) for name in PipelineConfig.__dataclass_fields__}
-    virtual = new["num_virtual_stages_per_pipeline_rank"] = min(
-        new["num_virtual_stages_per_pipeline_rank"], 2
-    )
-    stages, every, windows = pp * virtual, None, tuple(asked.windows)
-    if alternating := asked.model.alternating:
-        every = 2
+        for name in PipelineConfig.__dataclass_fields__:
+            new[name] = getattr(PipelineConfig, name)
+
+    virtual = min(new["num_virtual_stages_per_pipeline_rank"], 2)
+    new["num_virtual_stages_per_pipeline_rank"] = virtual
+    stages = pp * virtual
+
+    period = 1  # layers after which softmax and linear attention repeat
+    alternating = requested.model.alternating
+    if alternating:
+        period = 2
         new |= alternating
-    uneven = len(set(old["pipeline_layers"])) > 1 or layers % asked.pipeline.stages(old[PP])
-    fewest = max(2, stages + bool(uneven and pp > 1), len(windows) * (every or 1))
-    new["num_layers"] = fewest = min(layers, fewest + (fewest % 2 if every else 0))
+
+    windows = tuple(requested.windows)
+    old_stages = requested.pipeline.stages(old[PP])
+    uneven = len(set(old["pipeline_layers"])) > 1 or old["num_layers"] % old_stages
+    num_layers = stages
+    if uneven and pp > 1:
+        num_layers += 1
+    num_layers = max(2, num_layers, len(windows) * period)
+    if period == 2:
+        num_layers += num_layers % 2
+    num_layers = min(old["num_layers"], num_layers)
+    new["num_layers"] = num_layers
+
     if old["pipeline_layers"] and pp > 1:
-        new["pipeline_layers"] = (*[1] * (stages - 1), fewest - stages + 1)
+        new["pipeline_layers"] = (*[1] * (stages - 1), num_layers - stages + 1)
     if "window_attn_skip_freq" in old:
         new["window_attn_skip_freq"] = None
     if len(windows) > 1:
-        new["window_attn_skip_freq"] = str(
-            [int(bool(windows[n // (every or 1) % 2])) for n in range(fewest)]
-        )
+        has_window = [int(bool(windows[n // period % 2])) for n in range(num_layers)]
+        new["window_attn_skip_freq"] = str(has_window)
 
 
-def _shrink_run(old: Values, new: Values, ranks: int, ratio: float) -> None:
-    """Set two iterations of few micro-batches at a constant rate, a validation, and chunks
-    ``ratio`` times as long.
+def _shrink_run(old: Values, new: Values, ranks: int, rank_ratio: float) -> None:
+    """Set two iterations of few micro-batches at a constant rate, and a validation.
+
+    Chunks of tokens shrink by ``rank_ratio``, as the tokens of a rank do.
     """
-    dp, micro = ranks // math.prod(new[name] for name in SIZES), min(old["micro_batch_size"], 2)
-    many = (old["global_batch_size"] or 0) > old["micro_batch_size"] * dp
+    dp = ranks // math.prod(new[name] for name in SIZES)
+    micro_batch_size = min(old["micro_batch_size"], 2)
+    accumulates = (old["global_batch_size"] or 0) > old["micro_batch_size"] * dp
+    num_micro_batches = max(new[PP], 2 if accumulates else 1)
+
     for name in ("loss_chunk_size", "ffn_chunk_size"):
-        new[name] = old[name] and max(8, math.ceil(old[name] * ratio))
-    numeric = ("lr", *OPTIMIZERS[old["optimizer"]].compared_settings)
-    for name in OptimizerConfig.__dataclass_fields__.keys() - numeric:
+        new[name] = old[name] and max(8, math.ceil(old[name] * rank_ratio))
+
+    compared = ("lr", *OPTIMIZERS[old["optimizer"]].compared_settings)
+    for name in OptimizerConfig.__dataclass_fields__.keys() - compared:
         del new[name]
+
     new |= {
-        "micro_batch_size": micro,
-        "global_batch_size": micro * dp * max(new[PP], 1 + many),
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": micro_batch_size * dp * num_micro_batches,
         "split": "50,50",
+        "train_iters": 2,
+        "eval_iters": 1,
+        "eval_interval": 2,
+        "bf16": False,
+        "num_workers": 0,
+        "lr_decay_style": "constant",
+        "exit_interval": None,
+        "exit_duration_in_mins": None,
     }
-    new |= {"train_iters": 2, "eval_iters": 1, "eval_interval": 2, "bf16": False, "num_workers": 0}
-    new |= {"lr_decay_style": "constant", "exit_interval": None, "exit_duration_in_mins": None}
 
 
-def _with_heads(asked: CommonConfig, old: Values, new: Values, ranks: int) -> CommonConfig:
-    """Return the run with the fewest heads that it accepts, as many to a key head, and shared by
-    ranks, as before.
+def _with_heads(requested: CommonConfig, old: Values, new: Values, ranks: int) -> CommonConfig:
+    """Return the run with the fewest heads that it accepts.
+
+    As before, each key head has its number of query heads, and tensor-parallel ranks share key
+    heads or not.
     """
-    shape: Any = asked.model
-    tp, refused = old[TP], list[UserError]()
-    ratio, groups = min(shape.num_attention_heads // shape.query_groups, 8), shape.query_groups
-    for found in (1, 2, 3, 4, 6, 8, 12, 16):
-        if (found == 1) != (groups == 1 or groups < tp) or (found < new[TP]) != (groups < tp):
+    num_groups = requested.model.query_groups
+    old_tp = old[TP]
+    refusals: list[UserError] = []
+    for key_heads in NUM_HEADS:
+        # A single key head stays single, and several stay several.
+        same_kind = (key_heads == 1) == (num_groups == 1 or num_groups < old_tp)
+        same_sharing = (key_heads < new[TP]) == (num_groups < old_tp)
+        if not (same_kind and same_sharing):
             continue
-        width = found * ratio * HEAD
-        wide = {"num_attention_heads": found * ratio, "hidden_size": width}
-        wide |= {} if old.get("num_query_groups") is None else {"num_query_groups": found}
-        if old.get("kv_channels") is not None:
-            same = old["kv_channels"] * shape.num_attention_heads == shape.hidden_size
-            wide["kv_channels"] = HEAD if same else 3 * HEAD // 2
-        if old["ffn_hidden_size"] is not None:
-            wide["ffn_hidden_size"] = 8 * math.ceil(width * shape.ffn_size / shape.hidden_size / 8)
-        if asked.delta:
-            value_dim = (
-                HEAD if shape.value_dim == shape.key_dim else 3 * HEAD // 2
-            )  # as many value heads to a key's
-            sizes = (
-                found * ratio,
-                found * ratio * shape.value_heads // shape.key_heads,
-                HEAD,
-                value_dim,
-            )
-            wide |= dict(zip(DELTA_SIZES, sizes, strict=True))
         try:
-            config = _built(asked, new | wide)
+            config = _built(requested, new | _widths(requested, old, key_heads))
             # A small run may offload to what the CPU has already, and have adapters beside random
             # weights.
             task_of(config).validate(config.updated(recompute_offload=False, load="."), ranks)
         except UserError as error:
-            refused.append(error)
+            refusals.append(error)
         else:
             return config
+
     raise UserError(
-        f"no small model is of this one's kind; change what its smallest one is refused for: {refused[0]}"
+        "no small model is of this one's kind; change what its smallest one is refused for: "
+        f"{refusals[0]}"
     )
+
+
+def _widths(requested: CommonConfig, old: Values, key_heads: int) -> Values:
+    """Return the model's widths for a number of key heads, in the ratios of the requested model."""
+    shape: Any = requested.model
+    heads_per_group = min(shape.num_attention_heads // shape.query_groups, 8)
+    num_heads = key_heads * heads_per_group
+    hidden_size = num_heads * HEAD_DIM
+    widths: Values = {"num_attention_heads": num_heads, "hidden_size": hidden_size}
+    if old.get("num_query_groups") is not None:
+        widths["num_query_groups"] = key_heads
+
+    other_dim = 3 * HEAD_DIM // 2
+    if old.get("kv_channels") is not None:
+        widths["kv_channels"] = other_dim
+        if old["kv_channels"] * shape.num_attention_heads == shape.hidden_size:
+            widths["kv_channels"] = HEAD_DIM
+    if old["ffn_hidden_size"] is not None:
+        eighths = hidden_size * shape.ffn_size / shape.hidden_size / 8
+        widths["ffn_hidden_size"] = 8 * math.ceil(eighths)
+    if requested.delta:
+        value_heads = num_heads * shape.value_heads // shape.key_heads
+        value_dim = other_dim
+        if shape.value_dim == shape.key_dim:
+            value_dim = HEAD_DIM
+        sizes = (num_heads, value_heads, HEAD_DIM, value_dim)
+        widths |= dict(zip(DELTA_SIZES, sizes, strict=True))
+
+    return widths

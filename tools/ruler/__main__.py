@@ -1,13 +1,13 @@
-"""Long contexts scored by task and length: RULER (Hsieh et al. 2024, arXiv:2404.06654) and line
-retrieval (LongEval).
+"""Score long contexts by task and length: RULER (arXiv:2404.06654) and line retrieval (LongEval).
 
     python -m tools.ruler score runs/long --lengths 4096 8192 --samples 20
     torchrun --standalone --nproc-per-node 8 -m tools.ruler score runs/long --lengths 131072 --chat
-    torchrun --standalone --nproc-per-node 4 -m tools.ruler score runs/long --tasks line_retrieval --lengths 65536
-    python -m tools.ruler make runs/ruler.jsonl --tasks niah_single_1 vt --lengths 4096 --samples 100 \\
-        --tokenizer-model tokenizer.json
-    python -m tools.ruler make lines.jsonl --messages --tasks line_retrieval --lengths 1024
-        --samples 2000 \\ --questions 8 --vocabulary small --tokenizer-model tokenizer.json
+    torchrun --standalone --nproc-per-node 4 -m tools.ruler score runs/long \\
+        --tasks line_retrieval --lengths 65536
+    python -m tools.ruler make runs/ruler.jsonl --tasks niah_single_1 vt --lengths 4096 \\
+        --samples 100 --tokenizer-model tokenizer.json
+    python -m tools.ruler make lines.jsonl --messages --tasks line_retrieval --lengths 1024 \\
+        --samples 2000 --questions 8 --vocabulary small --tokenizer-model tokenizer.json
 
 An example fills its length, the tokens kept for the answer included, and depends on task, length,
 seed, number and tokenizer alone. make writes rows as the benchmark's own; with --messages they are
@@ -25,7 +25,7 @@ that `model` writes; the full one is for a real tokenizer.
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tools.ruler.examples import Example
 
 LINE_DEFAULTS = {"depths": 5, "form": "lines", "vocabulary": "full"}
-"""Settings of line_retrieval alone."""
+"""Settings that only line_retrieval has."""
 
 
 @one_line_errors
@@ -57,15 +57,15 @@ def main(argv: list[str]) -> None:
     else:
         from tools.ruler.tiny import repeated
 
-        turns = (repeated(sample, args.seed, args.times) for sample in range(args.samples))
-        write_rows(args.output, ({"messages": conversation} for conversation in turns))
+        conversations = (repeated(n, args.seed, args.times) for n in range(args.samples))
+        write_rows(args.output, ({"messages": turns} for turns in conversations))
         print(
             f"wrote {args.output}: {args.samples:,} conversations of names and numbers to say again"
         )
 
 
 def make(args: argparse.Namespace) -> None:
-    """Write the examples that the command line asks for. Raises DataError."""
+    """Write the examples of the command line. Raises DataError."""
     from data.chat.template import load_template
     from data.tokenizer import load_tokenizer
     from runtime.errors import DataError
@@ -73,8 +73,10 @@ def make(args: argparse.Namespace) -> None:
 
     if args.messages and args.output.suffix != ".jsonl":
         raise DataError(
-            f"{args.output} does not end in .jsonl, by which tools.prepare_data knows rows; rename it"
+            f"{args.output} does not end in .jsonl, by which tools.prepare_data knows rows; "
+            "rename it"
         )
+
     tokenizer = load_tokenizer(args.tokenizer_model)
     makers = makers_of(
         args,
@@ -84,19 +86,23 @@ def make(args: argparse.Namespace) -> None:
         begin=tokenizer.begin(args.add_bos_token or "auto"),
         purpose="train" if args.messages else "score",
     )
-    tokens = []
+    prompt_lengths = []
 
-    def row_of(example: "Example") -> dict[str, Any]:
-        tokens.append(len(example.ids))
-        return {"messages": example.turns} if args.messages else benchmark_row(example)
+    def rows() -> Iterator[dict[str, Any]]:
+        for number in range(args.samples):
+            for maker in makers:
+                example = maker.make(number)
+                prompt_lengths.append(len(example.ids))
+                if args.messages:
+                    yield {"messages": example.turns}
+                else:
+                    yield benchmark_row(example)
 
-    write_rows(
-        args.output,
-        (row_of(maker.make(number)) for number in range(args.samples) for maker in makers),
-    )
-    mean = sum(tokens) / len(tokens)
+    write_rows(args.output, rows())
+    mean = sum(prompt_lengths) / len(prompt_lengths)
     print(
-        f"wrote {args.output}: {len(tokens):,} examples, prompts of {mean:,.1f} tokens in the mean"
+        f"wrote {args.output}: {len(prompt_lengths):,} examples, prompts of {mean:,.1f} tokens in "
+        "the mean"
     )
 
 
@@ -114,8 +120,9 @@ def benchmark_row(example: "Example") -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as JSON lines, whole or not at all. Raises UserError: the file cannot be written,
-    or as ``rows``.
+    """Write rows as JSON lines, whole or not at all.
+
+    Raises UserError: the file cannot be written, or as ``rows``.
     """
     from data.text.indexed import writing
 
@@ -124,36 +131,23 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line; exit for flags that do not go together."""
     parser = parser_for("python -m tools.ruler", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    score = commands.add_parser("score", help="score a run by task and length", allow_abbrev=False)
+    score_help = "score a run by task and length"
+    score = commands.add_parser("score", help=score_help, allow_abbrev=False)
     make = commands.add_parser("make", help="write examples", allow_abbrev=False)
-    model = commands.add_parser(
-        "model", help="write a tiny model of random weights", allow_abbrev=False
-    )
-    repeat = commands.add_parser(
-        "repeat", help="write names and numbers to say again", allow_abbrev=False
-    )
+    model_help = "write a tiny model of random weights"
+    model = commands.add_parser("model", help=model_help, allow_abbrev=False)
+    repeat_help = "write names and numbers to say again"
+    repeat = commands.add_parser("repeat", help=repeat_help, allow_abbrev=False)
+
     add_scoring(score, "each task and length")
+    _add_tasks(score, ["lines", "needle"])
     _add_make(make)
-    for command in (score, make):
-        _add_tasks(
-            command, ["lines", "needle"] if command is score else ["lines", "needle", "repeat"]
-        )
-    add = repeat.add_argument
-    add("output", type=Path, metavar="OUT.jsonl", help="a row for each conversation")
-    add("--times", type=positive, default=4, metavar="N", help="how often (default: %(default)s)")
-    add("--samples", type=positive, default=100, help="conversations (default: %(default)s)")
-    add = model.add_argument
-    add("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
-    tasks = "whose words its tokenizer has: RULER's needles, or the small vocabulary (default: %(default)s)"
-    add("--task", choices=("niah", "line_retrieval"), default="niah", help=tasks)
-    add("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
-    add(
-        "--model-type",
-        metavar="NAME",
-        help="its family, of those in tools/ruler/tiny.toml (default: the first)",
-    )
+    _add_tasks(make, ["lines", "needle", "repeat"])
+    _add_repeat(repeat)
+    _add_model(model)
     for command in (score, make, repeat, model):
         command.add_argument("--seed", type=int, default=1, help="default: %(default)s")
 
@@ -170,7 +164,35 @@ def _parse(argv: list[str]) -> argparse.Namespace:
                 "--questions and --form repeat go with --messages: conversations to train on"
             )
         args.chat |= args.messages
+
     return args
+
+
+def _add_repeat(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("output", type=Path, metavar="OUT.jsonl", help="a row for each conversation")
+    add("--times", type=positive, default=4, metavar="N", help="how often (default: %(default)s)")
+    add("--samples", type=positive, default=100, help="conversations (default: %(default)s)")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="where to write it; must not exist")
+    add(
+        "--task",
+        choices=("niah", "line_retrieval"),
+        default="niah",
+        help=(
+            "whose words its tokenizer has: RULER's needles, or the small vocabulary "
+            "(default: %(default)s)"
+        ),
+    )
+    add("--hidden-size", type=positive, default=64, help="a multiple of 8 (default: %(default)s)")
+    add(
+        "--model-type",
+        metavar="NAME",
+        help="its family, of those in tools/ruler/tiny.toml (default: the first)",
+    )
 
 
 def _add_make(parser: argparse.ArgumentParser) -> None:
@@ -206,10 +228,15 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
 
 def _add_tasks(parser: argparse.ArgumentParser, forms: list[str]) -> None:
     add = parser.add_argument
-    tasks = (
-        "line_retrieval, or of RULER; default: all 13 of RULER, those of questions with their files"
+    add(
+        "--tasks",
+        nargs="+",
+        metavar="TASK",
+        help=(
+            "line_retrieval, or of RULER; default: all 13 of RULER, "
+            "those of questions with their files"
+        ),
     )
-    add("--tasks", nargs="+", metavar="TASK", help=tasks)
     add("--chat", action="store_true", help="prompts by the chat template; else as of a base model")
     add(
         "--chat-template",
@@ -225,6 +252,7 @@ def _add_tasks(parser: argparse.ArgumentParser, forms: list[str]) -> None:
         help="SQuAD's JSON, or lines of question, answers, paragraphs",
     )
     add("--qa-2", type=Path, metavar="FILE", help="HotpotQA's JSON, or lines likewise")
+
     add = parser.add_argument_group("line_retrieval").add_argument
     add(
         "--depths",

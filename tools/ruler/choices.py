@@ -1,4 +1,4 @@
-"""The tasks and files that a command line names, and the makers of their examples."""
+"""The tasks and files of a command line, and the makers of their examples."""
 
 import argparse
 import os
@@ -9,7 +9,9 @@ from data.chat.template import ChatTemplate
 from data.tokenizer import Tokenizer
 from runtime.errors import DataError
 from tools.ruler import lines
-from tools.ruler.examples import Maker, Prompts, Purpose, left_out, makers
+from tools.ruler.examples import ExampleMaker, Purpose, left_out, makers
+from tools.ruler.lines import LineMaker, LineTask
+from tools.ruler.prompts import Prompts
 from tools.ruler.tasks import TASKS, Sources
 from tools.ruler.texts import Essays, Questions
 
@@ -21,72 +23,103 @@ def makers_of(
     template: Callable[[], ChatTemplate],
     begin: tuple[int, ...],
     purpose: Purpose = "score",
-) -> "list[Maker | lines.Maker]":
+) -> list[ExampleMaker | LineMaker]:
     """Return a maker for each length and task, and of line retrieval for each depth.
 
     ``template`` loads the chat template, ``begin`` are the tokens before a base model's prompt.
-    Raises DataError: a task or a file is not there, or a length is too short for a task.
+
+    Raises DataError: a task or a file does not exist, or a length is too short for a task.
     """
     tasks = tasks_of(args)
-    chosen: list[Maker | lines.Maker] = []
-    if ruler := [task for task in tasks if task != lines.NAME]:
+    chosen: list[ExampleMaker | LineMaker] = []
+    ruler_tasks = [task for task in tasks if task != lines.NAME]
+    if ruler_tasks:
         prompts = Prompts(tokenizer, template() if args.chat else None, begin)
-        sources = sources_of(args)
         ruler_makers = makers(
-            ruler, lengths, args.seed, prompts, sources, purpose, samples=args.samples
+            ruler_tasks,
+            lengths,
+            args.seed,
+            prompts,
+            sources_of(args),
+            purpose,
+            samples=args.samples,
         )
-        tell(left_out(ruler_makers))
+        print_notes(left_out(ruler_makers))
         chosen += ruler_makers
+
     if lines.NAME in tasks:
-        prompts = Prompts(
-            tokenizer, template()
-        )  # whatever --chat says: a record is asked about in turns
-        depths = 0 if purpose == "train" else args.depths
-        settings = {"form": args.form, "vocabulary": args.vocabulary, "questions": args.questions}
-        for length in lengths:
-            task = lines.Task(tokens=length, purpose=purpose, seed=args.seed, **settings)
-            chosen += [lines.Maker(task, prompts, depth, depths) for depth in range(max(1, depths))]
+        # Whatever --chat says: a record is asked about in turns.
+        chosen += _line_makers(args, lengths, Prompts(tokenizer, template()), purpose)
+
     return chosen
+
+
+def _line_makers(
+    args: argparse.Namespace, lengths: Sequence[int], prompts: Prompts, purpose: Purpose
+) -> list[LineMaker]:
+    """Return a maker of line retrieval for each length and depth; to train on, for any depth."""
+    depths = 0 if purpose == "train" else args.depths
+    makers = []
+    for length in lengths:
+        task = LineTask(
+            tokens=length,
+            purpose=purpose,
+            seed=args.seed,
+            form=args.form,
+            vocabulary=args.vocabulary,
+            questions=args.questions,
+        )
+        for depth in range(max(1, depths)):
+            makers.append(LineMaker(task, prompts, depth, depths))
+
+    return makers
 
 
 def sources_of(args: argparse.Namespace) -> Sources:
     """Read the files that the command line names. Raises DataError."""
+    essays = Essays(args.essays)
     files = {"qa_1": args.qa_1, "qa_2": args.qa_2}
-    return Sources(
-        Essays(args.essays),
-        {task: Questions(file) for task, file in files.items() if file is not None},
-    )
+    questions = {task: Questions(file) for task, file in files.items() if file is not None}
+    return Sources(essays, questions)
 
 
 def tasks_of(args: argparse.Namespace) -> list[str]:
-    """Return the tasks that are asked for, by default RULER's whose files are given; say which
-    others it has.
+    """Return the requested tasks, by default RULER's whose files are given.
 
-    Raises DataError: a task that there is not, or whose file is not given.
+    By default the tasks without a file are named in a note.
+
+    Raises DataError: an unknown task, or one whose file is not given.
     """
     files = {"qa_1": args.qa_1, "qa_2": args.qa_2}
     lacking = [task for task, file in files.items() if file is None]
-    if not args.tasks and lacking:
-        tell(
-            [
-                f"{', '.join(lacking)} left out: their questions come from files, which --qa-1 and --qa-2 name"
-            ]
-        )
-    for task in args.tasks or ():
-        if task not in (*TASKS, lines.NAME):
+    if not args.tasks:
+        if lacking:
+            note = (
+                f"{', '.join(lacking)} left out: their questions come from files, "
+                "which --qa-1 and --qa-2 name"
+            )
+            print_notes([note])
+        return [task for task in TASKS if task not in lacking]
+
+    known_tasks = [*TASKS, lines.NAME]
+    for task in args.tasks:
+        if task not in known_tasks:
             raise DataError(
-                f"tasks names {task}, and there are {', '.join([*TASKS, lines.NAME])}; name some of these"
+                f"tasks names {task}, and there are {', '.join(known_tasks)}; name some of these"
             )
         if task in lacking:
-            flag, kind = task.replace("_", "-"), "SQuAD's" if task == "qa_1" else "HotpotQA's"
+            flag = task.replace("_", "-")
+            kind = "SQuAD's" if task == "qa_1" else "HotpotQA's"
             raise DataError(
-                f"tasks names {task}, whose questions come from a file; give --{flag} FILE, {kind} JSON"
+                f"tasks names {task}, whose questions come from a file; give --{flag} FILE, "
+                f"{kind} JSON"
             )
-    return list(dict.fromkeys(args.tasks or [task for task in TASKS if task not in lacking]))
+
+    return list(dict.fromkeys(args.tasks))
 
 
-def tell(notes: Sequence[str]) -> None:
-    """Print notes by the first process, before the processes have joined."""
+def print_notes(notes: Sequence[str]) -> None:
+    """Print notes on the first process, before the processes have joined."""
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"note: {note}", file=sys.stderr)

@@ -1,24 +1,24 @@
-"""RULER's examples for a tokenizer: as large as fits a length, a function of task, length, seed and
-number alone.
+"""RULER's examples for a tokenizer, as large as fits a length.
 
-And the settings of a run's small curve of them."""
+An example is a function of task, length, seed and number alone. Here are also the settings of a
+run's small curve of examples.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import ClassVar, Literal
 
-from data.chat.template import ChatTemplate
-from data.chat.turns import Turn
-from data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from data.chat.rows import Turn
 from runtime.errors import DataError, UserError, at_least, require
-from tools.ruler.tasks import TASKS, Case, Question, Sources
+from tools.ruler.prompts import Prompts, answer_of, fill
+from tools.ruler.tasks import TASKS, Question, RulerCase, Sources
 
 Purpose = Literal["train", "score"]
 
 TURN_END = 16
 """Tokens that a template may put after an answer."""
-LEAST = 512
+MIN_LENGTH = 512
 """Tokens of an example that most tasks' answers fit into."""
 _TRIES = 1000
 """Draws in a row that do not fit, after which a task without a file ends."""
@@ -56,108 +56,51 @@ class RulerConfig:
         at_least(self, 1, "ruler_interval", "ruler_samples")
         for length in self.ruler_lengths:
             require(self, length >= 1, "ruler_lengths", "each must be 1 or more")
-        there = [task for task in TASKS if not task.startswith("qa")]
+
+        without_file = [task for task in TASKS if not task.startswith("qa")]
+        unknown = f"there are {', '.join(without_file)}; name some of these"
         for task in self.ruler_tasks:
-            require(
-                self,
-                task in there,
-                "ruler_tasks",
-                f"there are {', '.join(there)}; name some of these",
+            require(self, task in without_file, "ruler_tasks", unknown)
+
+        num_tasks = len(self.ruler_tasks)
+        none = "name at least one, such as niah_single_1"
+        require(self, num_tasks > 0, "ruler_tasks", none)
+        is_unique = len(set(self.ruler_tasks)) == num_tasks
+        require(self, is_unique, "ruler_tasks", "name each task once")
+        few = (
+            f"it must be at least 1 for each of the {num_tasks} ruler_tasks; "
+            "give more, or name fewer"
+        )
+        require(self, self.ruler_samples >= num_tasks, "ruler_samples", few)
+
+        if self.ruler_interval is None:
+            unused = (
+                "it is of a curve that ruler_interval asks for; "
+                "give --ruler-interval N, or leave it out"
             )
-        require(
-            self, bool(self.ruler_tasks), "ruler_tasks", "name at least one, such as niah_single_1"
-        )
-        require(
-            self,
-            len(set(self.ruler_tasks)) == len(self.ruler_tasks),
-            "ruler_tasks",
-            "name each task once",
-        )
-        most = f"it must be at least 1 for each of the {len(self.ruler_tasks)} ruler_tasks; give more, or name fewer"
-        require(self, self.ruler_samples >= len(self.ruler_tasks), "ruler_samples", most)
-        for name in self.PARTS["ruler_interval"] if self.ruler_interval is None else ():
-            default = getattr(self, name) == getattr(RulerConfig, name)
-            must = "it is of a curve that ruler_interval asks for; give --ruler-interval N, or leave it out"
-            require(self, default, name, must)
+            for name in self.PARTS["ruler_interval"]:
+                is_default = getattr(self, name) == getattr(RulerConfig, name)
+                require(self, is_default, name, unused)
 
     def lengths(self, seq_length: int) -> list[int]:
-        """Return the lengths in ascending order. Raises UserError: one is more than the model reads
-        at once.
+        """Return the lengths in ascending order.
+
+        Raises UserError: one is longer than the sequences that the model reads.
         """
-        parts = [part for part in (seq_length // 4, seq_length // 2) if part >= LEAST]
-        found = sorted(set(self.ruler_lengths)) or [*parts, seq_length]
-        if found[-1] > seq_length:
+        if self.ruler_lengths:
+            lengths = sorted(set(self.ruler_lengths))
+        else:
+            parts = (seq_length // 4, seq_length // 2)
+            lengths = [*(part for part in parts if part >= MIN_LENGTH), seq_length]
+
+        if lengths[-1] > seq_length:
             raise UserError(
-                f"ruler_lengths names {found[-1]} and seq_length is {seq_length}, so that prompts would be cut; give "
-                "at most that, and ask for longer ones with python -m tools.ruler"
+                f"ruler_lengths names {lengths[-1]} and seq_length is {seq_length}, so that "
+                "prompts would be cut; give at most that, and ask for longer ones with "
+                "python -m tools.ruler"
             )
-        return found
 
-
-@dataclass(frozen=True)
-class Prompts:
-    """The way from a question to a model's tokens, and back."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate | None = None
-    """The template of a model of conversations; None: the question and what the answer begins with
-    are one text.
-    """
-    begin: tuple[int, ...] = ()
-    """Tokens before such a text."""
-
-    def ids(self, question: Question, answer: str = "") -> list[int]:
-        """Return the tokens of a prompt, and of an answer after it. Raises DataError."""
-        if self.template is None:
-            return [*self.begin, *self.tokenizer.tokenize(question.text + question.prefix + answer)]
-        assert isinstance(
-            self.tokenizer, HuggingFaceTokenizer
-        )  # or load_template would have refused it
-        asked = self.template.render([{"role": "user", "content": question.text}], prompt=True)
-        return self.tokenizer.tokenize_special(asked + question.prefix + answer)[0]
-
-    def with_answer(self, question: Question) -> tuple[list[int], int]:
-        """Return the tokens of a prompt with all answers, and how many of the first ones are the
-        prompt's alone.
-        """
-        prompt, whole = self.ids(question), self.ids(question, answer_of(question))
-        alike = next(
-            (n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt)
-        )
-        return whole, alike
-
-    @property
-    def ends(self) -> set[int]:
-        """The tokens that end an answer."""
-        if self.template is None:
-            return {self.tokenizer.eod}
-        assert isinstance(self.tokenizer, HuggingFaceTokenizer)
-        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
-        before, whole = self.template.render(turns[:1], prompt=True), self.template.render(turns)
-        answer = whole.removeprefix(before)
-        # The first token after the text ends it, also one that no file calls special.
-        names = (
-            self.tokenizer.special.findall(answer)
-            + self.tokenizer.added.findall(answer.rpartition("Hi")[2])[:1]
-        )
-        return {
-            self.tokenizer.eod,
-            *(self.tokenizer.tokenize_special(name)[0][0] for name in names),
-        }
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Return what a model wrote, control characters as line breaks, without white space around
-        it.
-        """
-        known = [
-            i for i in ids if i < self.tokenizer.vocab_size
-        ]  # those that pad the vocabulary have no text
-        return "".join(c if c >= " " else "\n" for c in self.tokenizer.detokenize(known)).strip()
-
-
-def answer_of(question: Question) -> str:
-    """Return the text of all answers, as it follows the prefix."""
-    return " " * (not question.prefix.endswith(" ")) + " ".join(question.answers)
+        return lengths
 
 
 @dataclass(frozen=True)
@@ -179,11 +122,14 @@ class Example:
     """Sentences, lines or words of the haystack."""
 
 
-class Maker:
-    """Makes the examples of one task and length; to train on, the answer's own tokens are counted,
-    not the most.
+class ExampleMaker:
+    """Makes the examples of one task and length.
 
-    A question that does not fit is left out, and the next takes its number.
+    The room for the answer is the task's maximum, or, to train on, that of the answer itself. A
+    question that does not fit is left out, and the next takes its number.
+
+    Tokenizing a long haystack takes most of the time, so that the maker first estimates the tokens
+    of a piece of it, and begins its search for the size there.
     """
 
     def __init__(
@@ -195,128 +141,166 @@ class Maker:
         sources: Sources,
         purpose: Purpose = "score",
     ) -> None:
-        """Estimate what the haystack's growth costs. Raises DataError: no question fits even the
-        smallest example.
+        """Estimate the tokens of a haystack's piece.
+
+        Raises DataError: no question fits even the smallest example, or the tokenizer lacks words.
         """
-        self.task, self.length, self.prompts = TASKS[task], length, prompts
+        self.task = TASKS[task]
+        self.length = length
+        self.prompts = prompts
         self.name = task
         self._draw = f"ruler:{purpose}:{task}:{length}:{seed}"
-        self._case = Case("", 0, length, sources)
+        self._case = RulerCase("", 0, length, sources)
         self._trains = purpose == "train"
-        self._answer_room = TURN_END if self._trains else self.task.new_tokens
+        self._answer_room = self.task.new_tokens
+        if self._trains:
+            self._answer_room = TURN_END
         self._room = length - self._answer_room
         self._fitting: list[int] = []
+        """Numbers of the questions that fit, in order."""
         self._tried = 0
+        """Numbers that were looked at."""
         self.left_out: dict[int, Question] = {}
         """Questions that do not fit the length, among those of the examples so far, by their number
         in a file.
         """
 
-        given = sources.questions.get(task)
-        self._questions = 0 if given is None else len(given.asked)
-        self._tries = self._questions or 1  # a task without a file is refused by its first draw
-        first = self._of(0)
-        self._tries = self._questions or _TRIES
+        file = sources.questions.get(task)
+        self._num_questions = 0 if file is None else len(file.questions)
+        # A task without a file is refused if its first draw does not fit; later it may retry.
+        self._tries = self._num_questions or 1
+        first = self._case_of(0)
+        self._tries = self._num_questions or _TRIES
 
-        if prompts.tokenizer.unknown in prompts.ids(self.task.make(first, self.task.least)):
+        smallest = self.task.make(first, self.task.min_size)
+        if prompts.tokenizer.unknown in prompts.ids(smallest):
             raise DataError(
-                f"{task} has words that {prompts.tokenizer.path} has no token for; take a run of another tokenizer, "
-                "or leave the task out"
+                f"{task} has words that {prompts.tokenizer.path} has no token for; take a run of "
+                "another tokenizer, or leave the task out"
             )
-        self._each, self._guess, self._beside = self._estimated(first)
+
+        self._each, self._guess, self._other_tokens = self._estimated(first)
         self._first = self._fill(0)
         self._guess = self._first.size
 
-    def _estimated(self, case: Case) -> tuple[float, int, int]:
-        """Return the tokens of a piece of the haystack, a size that about fills the room, and the
-        other tokens.
+    def _estimated(self, case: RulerCase) -> tuple[float, int, int]:
+        """Return estimates from one case.
+
+        Returns:
+            The tokens of a piece of the haystack; a size that about fills the room; the tokens
+            besides the haystack's words.
         """
-        least = self.task.least
-        smallest, larger = (
-            len(self._ids(self.task.make(case, size))) for size in (least, 2 * least + 30)
-        )
-        each = max(1e-3, (larger - smallest) / (least + 30))
-        guess = max(least, least + int((self._room - smallest) / each))
+        min_size = self.task.min_size
+
+        def tokens(size: int) -> int:
+            return len(self._ids(self.task.make(case, size)))
+
+        smallest = tokens(min_size)
+        larger = tokens(2 * min_size + 30)
+        each = max(1e-3, (larger - smallest) / (min_size + 30))
+        guess = max(min_size, min_size + int((self._room - smallest) / each))
         # The first pieces may be longer than the later ones: a second look at about the right size.
-        filled = len(self._ids(self.task.make(case, guess)))
-        if guess > least:
-            each = max(1e-3, (filled - smallest) / (guess - least))
-        beside = filled - self._counter(case)(guess)
-        return each, max(least, guess + int((self._room - filled) / each)), beside
+        filled = tokens(guess)
+        if guess > min_size:
+            each = max(1e-3, (filled - smallest) / (guess - min_size))
+        other_tokens = filled - self._word_counter(case)(guess)
+        return each, max(min_size, guess + int((self._room - filled) / each)), other_tokens
 
     def make(self, number: int) -> Example:
-        """Make an example as large as fits: one of one more sentence, line or word does not. Raises
-        DataError.
+        """Make an example as large as fits: one more sentence, line or word would not fit.
+
+        Raises DataError: no further question fits.
         """
         return self._fill(number) if number else self._first
 
     def _fill(self, number: int) -> Example:
-        case, task, guess = self._of(number), self.task, self._guess
-        made = cache(lambda size: task.make(case, size))
-        ids = cache(lambda size: self._ids(made(size)))
-        if (
-            task.words is not None
-        ):  # a guess of this example's own, in the time of a few hundred words
-            guess = fill(
-                self._room - self._beside, self._counter(case), task.least, guess, self._each
-            )
-        size = fill(self._room, lambda size: len(ids(size)), task.least, guess, self._each)
-        question, score = made(size), partial(task.score, answers=made(size).answers)
-        turns = [
-            {"role": "user", "content": question.text},
-            {"role": "assistant", "content": question.prefix + answer_of(question)},
-        ]
+        """Search the size of an example, and make it."""
+        case = self._case_of(number)
+        task = self.task
+        make = cache(lambda size: task.make(case, size))
+        ids = cache(lambda size: self._ids(make(size)))
+
+        guess = self._guess
+        if task.words is not None:
+            # A better guess for this example, from the tokens of a few hundred words alone.
+            words_room = self._room - self._other_tokens
+            guess = fill(words_room, self._word_counter(case), task.min_size, guess, self._each)
+
+        size = fill(self._room, lambda size: len(ids(size)), task.min_size, guess, self._each)
+
+        question = make(size)
+        answer = question.prefix + answer_of(question)
         return Example(
-            self.name, self.length, number, question, ids(size), task.new_tokens, score, turns, size
+            task=self.name,
+            length=self.length,
+            number=number,
+            question=question,
+            ids=ids(size),
+            new_tokens=task.new_tokens,
+            score=partial(task.score, answers=question.answers),
+            turns=[
+                {"role": "user", "content": question.text},
+                {"role": "assistant", "content": answer},
+            ],
+            size=size,
         )
 
-    def _counter(self, case: Case) -> Callable[[int], int]:
-        """Return what counts the tokens of the haystack's words, each tokenized once and alone; 0
-        for other tasks.
+    def _word_counter(self, case: RulerCase) -> Callable[[int], int]:
+        """Return a function that counts the tokens of the haystack's words, for a size.
+
+        Each word is tokenized once and alone. It returns 0 for tasks of other haystacks.
         """
-        alone, words = (
-            cache(lambda word: len(self.prompts.tokenizer.tokenize(f" {word}"))),
-            self.task.words,
-        )
-        return lambda size: (
-            0 if words is None else sum(n * alone(word) for word, n in words(case, size).items())
-        )
+        words = self.task.words
+        if words is None:
+            return lambda size: 0
+
+        word_tokens = cache(lambda word: len(self.prompts.tokenizer.tokenize(f" {word}")))
+
+        def tokens(size: int) -> int:
+            return sum(count * word_tokens(word) for word, count in words(case, size).items())
+
+        return tokens
 
     def _ids(self, question: Question) -> list[int]:
         return self.prompts.ids(question, answer_of(question) if self._trains else "")
 
     def prepare(self, samples: int) -> None:
-        """Look for the questions of so many examples, which fills ``left_out``. Raises DataError:
-        none fits.
-        """
-        self._of(samples - 1)
+        """Find the questions of a number of examples, which fills ``left_out``.
 
-    def _of(self, number: int) -> Case:
-        """Return the case of an example: the number-th whose smallest example fits. Raises
-        DataError.
+        Raises DataError: none fits.
         """
+        self._case_of(samples - 1)
+
+    def _case_of(self, number: int) -> RulerCase:
+        """Return the number-th case whose smallest example fits. Raises DataError."""
         while len(self._fitting) <= number:
             self._find_next()
         return self._numbered(self._fitting[number])
 
     def _find_next(self) -> None:
-        """Find the next case whose smallest example fits the length."""
+        """Find the next case whose smallest example fits the length. Raises DataError."""
         sizes = []
         for candidate in range(self._tried, self._tried + self._tries):
-            question = self.task.make(self._numbered(candidate), self.task.least)
+            question = self.task.make(self._numbered(candidate), self.task.min_size)
             sizes.append(len(self._ids(question)))
             if sizes[-1] <= self._room:
                 self._tried = candidate + 1
                 self._fitting.append(candidate)
                 return
-            self.left_out[candidate % self._questions if self._questions else candidate] = question
-        few = min(sizes)
+
+            number = candidate
+            if self._num_questions:
+                number = candidate % self._num_questions
+            self.left_out[number] = question
+
+        smallest = min(sizes)
         raise DataError(
-            f"{self.name} takes {few} tokens and {self._answer_room} for the answer at the least, and a length is "
-            f"{self.length}; give {few + self._answer_room} or somewhat more, or leave the task out"
+            f"{self.name} takes {smallest} tokens and {self._answer_room} for the answer at the "
+            f"least, and a length is {self.length}; give {smallest + self._answer_room} or "
+            "somewhat more, or leave the task out"
         )
 
-    def _numbered(self, number: int) -> Case:
+    def _numbered(self, number: int) -> RulerCase:
         return replace(self._case, draw=f"{self._draw}:{number}", number=number)
 
 
@@ -330,50 +314,42 @@ def makers(
     *,
     flag: str = "--tasks",
     samples: int = 1,
-) -> list[Maker]:
-    """Return a maker for each length and task, prepared for so many samples.
+) -> list[ExampleMaker]:
+    """Return a maker for each length and task, prepared for a number of samples.
 
-    Raises DataError: one has no question that fits; it has the flag with the rest.
+    Raises DataError: no question of a task fits; the message has the flag with the other tasks.
     """
-    found, wrong = list[Maker](), dict[str, DataError]()
+    ready: list[ExampleMaker] = []
+    errors: dict[str, DataError] = {}
     for length in lengths:
         for task in tasks:
             try:
-                maker = Maker(task, length, seed, prompts, sources, purpose)
+                maker = ExampleMaker(task, length, seed, prompts, sources, purpose)
                 maker.prepare(samples)
-                found.append(maker)
+                ready.append(maker)
             except DataError as error:
-                wrong.setdefault(task, error)
-    if wrong:
-        fit = [task for task in tasks if task not in wrong]
-        raise DataError(f"{next(iter(wrong.values()))}{f': {flag} ' * bool(fit)}{' '.join(fit)}")
-    return found
+                errors.setdefault(task, error)
+
+    if errors:
+        first_error = str(next(iter(errors.values())))
+        fitting = [task for task in tasks if task not in errors]
+        if fitting:
+            first_error += f": {flag} {' '.join(fitting)}"
+        raise DataError(first_error)
+
+    return ready
 
 
-def left_out(makes: Sequence[Maker]) -> list[str]:
-    """Say how many questions each maker left out, since they do not fit its length."""
-    return [
-        f"{maker.name} at {maker.length} tokens leaves out {len(maker.left_out):,} questions that do not fit; the "
-        f"first: {next(iter(maker.left_out.values())).text.rpartition('Question: ')[2]!r:.80}"
-        for maker in makes
-        if maker.left_out
-    ]
+def left_out(makers: Sequence[ExampleMaker]) -> list[str]:
+    """Return a note for each maker that left out questions, since they do not fit its length."""
+    notes = []
+    for maker in makers:
+        if not maker.left_out:
+            continue
+        first = next(iter(maker.left_out.values())).text.rpartition("Question: ")[2]
+        notes.append(
+            f"{maker.name} at {maker.length} tokens leaves out {len(maker.left_out):,} questions "
+            f"that do not fit; the first: {first!r:.80}"
+        )
 
-
-def fill(room: int, tokens: Callable[[int], int], least: int, guess: int, each: float) -> int:
-    """Return a size whose tokens fit the room, while those of the next do not; ``least`` if not
-    even that one fits.
-
-    A search by halves whose first steps go to where ``each`` tokens a piece lead.
-    """
-    low, high, size = least - 1, None, guess
-    steps = 0
-    while high is None or high - low > 1:
-        slack = room - tokens(size)
-        low, high = (size, high) if slack >= 0 else (low, size)
-        steps += 1
-        size += int(slack / each) if slack >= 0 else -int(-slack / each) - 1
-        if steps > 6 and high is not None:
-            size = (low + high) // 2
-        size = max(low + 1, size if high is None else min(high - 1, size))
-    return max(low, least)
+    return notes

@@ -1,13 +1,11 @@
-"""Line retrieval, after LongEval: a record of named lines or needles, and questions for some of
-them.
+"""Line retrieval, after LongEval: a record of named lines or needles, and questions about some.
 
 Every draw is a SHA-256 of its purpose, seed, sample and name, so that a seed gives the same bytes
-on any machine. The purpose, train or score, is part of it: what is trained on is never what is
-asked, whatever the seeds.
+on any machine. The purpose, train or score, is part of it: no conversation that is trained on is
+ever asked, whatever the seeds.
 
 LongEval: Li et al. 2023, "How Long Can Open-Source LLMs Truly Promise on Context Length?"; the
-sentences between
-needles: Mohtashami & Jaggi 2023, "Landmark Attention".
+sentences between needles: Mohtashami & Jaggi 2023, "Landmark Attention".
 """
 
 import tomllib
@@ -21,7 +19,8 @@ from data.chat.turns import Turn
 from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 from runtime.progress import counted
-from tools.ruler.examples import Example, Prompts, Purpose, fill
+from tools.ruler.examples import Example, Purpose
+from tools.ruler.prompts import Prompts, fill
 from tools.ruler.tasks import Question
 from tools.ruler.texts import below, different, distinct
 
@@ -31,40 +30,37 @@ ADJECTIVES, NOUNS, VALUES = (WORDS[name].split() for name in ("adjectives", "nou
 FILLERS: list[str] = WORDS["fillers"]
 LARGEST_VALUE = 50_000
 SPARE = 8
-"""Tokens that an answer may take beyond the right one's before it is cut, as by other spelling."""
+"""Tokens that an answer may have beyond the right one's, as by other spelling."""
 EDGE = 16
 """Lines at each end of a record that most questions of the training samples are about."""
 _PROBE = 32
-"""Lines from which a line's tokens are estimated."""
+"""Lines to estimate a line's tokens from."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """Conversations to make."""
+class LineTask:
+    """The settings of conversations."""
 
     tokens: int
-    """Most tokens of a conversation, those of the chat template included; as many lines as fit are
-    made.
+    """Tokens of a conversation at most, with those of the chat template; the record gets as many
+    lines as fit.
     """
     purpose: Purpose
     seed: int
     form: Literal["lines", "needle", "repeat"] = "lines"
     """lines: every line is like the asked one; needle: the others say nothing; repeat: the answer
     is the record again, of 2 names to as many as fit, every other one with a value, so that no
-    place tells what follows."""
+    position tells the next word."""
     vocabulary: Literal["small", "full"] = "full"
     questions: int = 1
-    """Lines that are asked for, one after the other; of repeat, how often the answer has the
-    record.
+    """Lines to ask for, one after the other; of repeat, the times that the answer has the record.
     """
 
 
-class Maker:
-    """Makes the conversations of a task; the asked line stands anywhere, or at one of several
-    depths.
-    """
+class LineMaker:
+    """Makes the conversations of a task; the asked line lies anywhere, or at a fixed depth."""
 
-    def __init__(self, task: Task, prompts: Prompts, depth: int = 0, depths: int = 0) -> None:
+    def __init__(self, task: LineTask, prompts: Prompts, depth: int = 0, depths: int = 0) -> None:
         """Estimate a line's tokens.
 
         Args:
@@ -75,34 +71,53 @@ class Maker:
         Raises DataError: not even the asked lines fit, the tokenizer lacks words, or there is no
         chat template.
         """
-        self.task, self.length, self.prompts = task, task.tokens, prompts
-        self._place, self._places = depth, depths
-        self._depth = (depth / (depths - 1) if depths > 1 else 0.5) if depths else None
-        self.name = NAME if self._depth is None else f"{NAME} {self._depth:.0%}"
-        self._least = least = 2 if task.form == "repeat" else task.questions
-        self._words = _words_for(least + _PROBE)
-        if prompts.tokenizer.unknown in self._prompt(self._turns(0, least + _PROBE, None)):
+        self.task = task
+        self.length = task.tokens
+        self.prompts = prompts
+        self._depth_index = depth
+        self._num_depths = depths
+        self._depth: float | None = None
+        self.name = NAME
+        if depths:
+            self._depth = 0.5
+            if depths > 1:
+                self._depth = depth / (depths - 1)
+            self.name = f"{NAME} {self._depth:.0%}"
+
+        min_lines = 2 if task.form == "repeat" else task.questions
+        probe_lines = min_lines + _PROBE
+        self._min_lines = min_lines
+        self._words = _words_for(probe_lines)
+        probe = self._turns(0, probe_lines, None)
+        if prompts.tokenizer.unknown in self._prompt(probe):
             raise DataError(
-                f"vocabulary is {task.vocabulary}, and the tokenizer does not know all of its words; a model of the "
-                "small vocabulary's words takes --vocabulary small"
+                f"vocabulary is {task.vocabulary}, and the tokenizer does not know all of its "
+                "words; a model of the small vocabulary's words takes --vocabulary small"
             )
-        few, more = (self._tokens(self._turns(0, lines, None)) for lines in (least, least + _PROBE))
-        if few > task.tokens:
+
+        smallest = self._tokens(self._turns(0, min_lines, None))
+        if smallest > task.tokens:
             raise DataError(
-                f"{NAME} takes {few} tokens for {counted(least, 'line')} and as many questions, and a length is "
-                f"{task.tokens}; give longer --lengths, or ask fewer questions"
+                f"{NAME} takes {smallest} tokens for {counted(min_lines, 'line')} and as many "
+                f"questions, and a length is {task.tokens}; give longer --lengths, or ask fewer "
+                "questions"
             )
-        self._per_line = max(1.0, (more - few) / _PROBE)
-        self._guess = least + int((task.tokens - few) / self._per_line)
+
+        self._per_line = max(1.0, (self._tokens(probe) - smallest) / _PROBE)
+        self._guess = min_lines + int((task.tokens - smallest) / self._per_line)
         self._words = max(self._words, _words_for(self._guess))
 
     def make(self, number: int) -> Example:
-        """Make a conversation of as many lines as fit; the number and the task decide all of it."""
-        sample = number * self._places + self._place if self._places else number
+        """Make a conversation of as many lines as fit, from the number and the task alone."""
+        sample = number
+        if self._num_depths:
+            sample = number * self._num_depths + self._depth_index
         tokens = cache(lambda lines: self._tokens(self._turns(sample, lines, self._depth)))
-        lines = fill(self.length, tokens, self._least, self._guess, self._per_line)
+        lines = fill(self.length, tokens, self._min_lines, self._guess, self._per_line)
         if self.task.form == "repeat":
-            lines = self._least + below(self._draw(sample), lines - self._least + 1, "lines", 0)
+            num_sizes = lines - self._min_lines + 1
+            lines = self._min_lines + below(self._draw(sample), num_sizes, "lines", 0)
+
         turns = self._turns(sample, lines, self._depth)
         answer: str = turns[-1]["content"]
         return Example(
@@ -118,90 +133,104 @@ class Maker:
         )
 
     def _prompt(self, turns: list[Turn]) -> list[int]:
-        """Return the ids of a conversation up to its last answer."""
+        """Return the tokens of a conversation up to its last answer."""
         return self._ids(turns[:-1], prompt=True)
 
     def _tokens(self, turns: list[Turn]) -> int:
         return len(self._ids(turns))
 
     def _ids(self, turns: list[Turn], *, prompt: bool = False) -> list[int]:
-        template, tokenizer = self.prompts.template, self.prompts.tokenizer
+        template = self.prompts.template
+        tokenizer = self.prompts.tokenizer
         assert template is not None
         assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
         return tokenizer.tokenize_special(template.render(turns, prompt=prompt))[0]
 
     def _turns(self, sample: int, lines: int, depth: float | None) -> list[Turn]:
-        """Make the turns of a conversation of so many lines, of which the first ones stay as there
-        are more.
-        """
-        task, wording = self.task, WORDS[self.task.vocabulary]
+        """Make the turns of a conversation; with more lines, the first ones stay the same."""
         draw = self._draw(sample)
-        if task.form == "repeat":
+        if self.task.form == "repeat":
             record = self._record_to_repeat(draw, lines)
             return [
                 {"role": "user", "content": record},
-                {"role": "assistant", "content": record * task.questions},
+                {"role": "assistant", "content": record * self.task.questions},
             ]
 
-        asked = self._asked(draw, lines) if depth is None else [round(depth * (lines - 1))]
-        named = range(lines) if task.form == "lines" else sorted(asked)
-        keys = dict(
-            zip(
-                named,
-                map(self._key, distinct(draw, len(named), _names(self._words), "key")),
-                strict=True,
-            )
-        )
-        values = {line: self._value(draw, line) for line in named}
-        record = "".join(
-            wording["line"].format(key=keys[line], value=values[line])
-            if line in keys
-            else self._filler(draw, line)
-            for line in range(lines)
-        )
+        if depth is None:
+            queried = self._queried_lines(draw, lines)
+        else:
+            queried = [round(depth * (lines - 1))]
+
+        named = sorted(queried) if self.task.form == "needle" else range(lines)
+        numbers = distinct(draw, len(named), _num_names(self._words), "key")
+        keys: dict[int, str] = {}
+        values: dict[int, str] = {}
+        for line, number in zip(named, numbers, strict=True):
+            keys[line] = self._key(number)
+            values[line] = self._value(draw, line)
+
+        wording = WORDS[self.task.vocabulary]
+        record_lines = []
+        for line in range(lines):
+            if line in keys:
+                text = wording["line"].format(key=keys[line], value=values[line])
+            else:
+                text = self._filler(draw, line)
+            record_lines.append(text)
+
+        record = wording["intro"] + "".join(record_lines) + wording["outro"]
+
         turns: list[Turn] = []
-        for number, line in enumerate(asked):
+        for index, line in enumerate(queried):
             question = wording["question"].format(key=keys[line])
-            before = wording["intro"] + record + wording["outro"] if number == 0 else ""
-            turns.append({"role": "user", "content": before + question})
-            turns.append(
-                {"role": "assistant", "content": wording["answer"].format(value=values[line])}
-            )
+            if index == 0:
+                question = record + question
+            answer = wording["answer"].format(value=values[line])
+            turns.append({"role": "user", "content": question})
+            turns.append({"role": "assistant", "content": answer})
+
         return turns
 
     def _record_to_repeat(self, draw: str, lines: int) -> str:
+        """Return a record of names, every other one with a value."""
         record = ""
-        for line, name in enumerate(distinct(draw, lines, _names(self._words), "key")):
-            words = [self._key(name), self._value(draw, line)][: 1 + below(draw, 2, "valued", line)]
-            record += "".join(f"{word}; " for word in words)
+        for line, number in enumerate(distinct(draw, lines, _num_names(self._words), "key")):
+            record += f"{self._key(number)}; "
+            if below(draw, 2, "valued", line):
+                record += f"{self._value(draw, line)}; "
         return record
 
-    def _asked(self, draw: str, lines: int) -> list[int]:
-        """Draw the asked lines; to train on, most are near an end of the record, and the first one
-        at it.
+    def _queried_lines(self, draw: str, lines: int) -> list[int]:
+        """Draw the lines to ask for.
 
-        By chance alone what is farthest and what is nearest would be asked for in one of hundreds
-        of questions.
+        To train on, most are near an end of the record, and the first question is about an end or
+        any line. By chance alone the first and the last line would be asked for in one of hundreds
+        of questions, and a model would learn them late.
         """
         if self.task.purpose == "score":
             return distinct(draw, self.task.questions, lines, "asked")
 
-        def place(number: int) -> int:
-            depth = below(draw, 1 if number == 0 else min(EDGE, lines), "depth", number)
+        def line_of(number: int) -> int:
+            num_edge_lines = min(EDGE, lines)
+            if number == 0:  # the first question is about the very end
+                num_edge_lines = 1
+            depth = below(draw, num_edge_lines, "depth", number)
             anywhere = below(draw, lines, "asked", number)
-            return (depth, lines - 1 - depth, anywhere)[below(draw, 3, "end", number)]
+            choices = (depth, lines - 1 - depth, anywhere)
+            return choices[below(draw, 3, "end", number)]
 
-        return different(self.task.questions, map(place, count()))
+        return different(self.task.questions, map(line_of, count()))
 
     def _draw(self, sample: int) -> str:
         return f"{self.task.purpose}:{self.task.seed}:{sample}"
 
     def _key(self, number: int) -> str:
-        words = []
-        for kind in (NOUNS, *[ADJECTIVES] * (self._words - 1)):
-            number, word = divmod(number, len(kind))
-            words.append(kind[word])
-        return WORDS[self.task.vocabulary]["joint"].join(reversed(words))
+        """Return the name of a line."""
+        reversed_words = []
+        for choices in (NOUNS, *[ADJECTIVES] * (self._words - 1)):
+            number, index = divmod(number, len(choices))
+            reversed_words.append(choices[index])
+        return WORDS[self.task.vocabulary]["joint"].join(reversed(reversed_words))
 
     def _value(self, draw: str, line: int) -> str:
         if self.task.vocabulary == "small":
@@ -210,16 +239,22 @@ class Maker:
 
     def _filler(self, draw: str, line: int) -> str:
         text = FILLERS[below(draw, len(FILLERS), "filler", line)]
-        return f"{text}\n" if self.task.vocabulary == "small" else f"{text.capitalize()}.\n"
+        if self.task.vocabulary == "small":
+            return f"{text}\n"
+        return f"{text.capitalize()}.\n"
 
 
-def _names(words: int) -> int:
-    """Return how many names of lines there are of so many words."""
+def _num_names(words: int) -> int:
+    """Return the number of line names of that many words."""
     return len(NOUNS) * len(ADJECTIVES) ** (words - 1)
 
 
 def _words_for(lines: int) -> int:
-    """Return the words of a name, 2 or more: a sixth of the names is left, so that drawing one is
-    quick.
+    """Return the words of a name, 2 or more.
+
+    A sixth of the names stays unused, so that drawing another one is quick.
     """
-    return next(words for words in count(2) if _names(words) > 1.2 * lines)
+    words = 2
+    while _num_names(words) <= 1.2 * lines:
+        words += 1
+    return words

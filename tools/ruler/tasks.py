@@ -1,9 +1,11 @@
-"""RULER's 13 tasks: Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context
-Language Models?".
+"""RULER's 13 tasks (Hsieh et al. 2024): questions of any size, each from a draw alone.
 
-A task makes a question of any size from a draw alone. The prompts and the parameters are the
-benchmark's, word for word; a size counts sentences, lines or words of the haystack. Where a task's
-own draws do not depend on the size, needles stay the same as the haystack grows.
+The prompts and the parameters are the benchmark's, word for word; a size counts sentences, lines or
+words of the haystack. If a task's own draws do not depend on the size, needles stay the same as the
+haystack grows.
+
+Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?",
+arXiv:2404.06654.
 """
 
 import math
@@ -30,15 +32,21 @@ from tools.ruler.texts import (
 
 SHORT = 4096
 """Lengths below it have the smaller lists of ``cwe``."""
-HOPS, COMMON = 4, 10
-"""Assignments of ``vt`` after the first, and words of ``cwe`` that are asked for."""
+HOPS = 4
+"""Assignments of ``vt`` after the first."""
+COMMON = 10
+"""Words that ``cwe`` asks for."""
+NUM_DEPTHS = 40
+"""Depths at which needles may lie between essay sentences, from 0 to 100 %."""
+EXAMPLE_LINES = 14
+"""Lines of noise of the example of ``vt``: about its 500 tokens in the benchmark."""
 Haystack = Literal["noise", "essay", "needle"]
 Kind = Literal["numbers", "words", "uuids"]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question, the beginning of its answer, and what is to be in the answer."""
+    """A question, the beginning of its answer, and the texts that the answer must contain."""
 
     text: str
     prefix: str
@@ -55,7 +63,7 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class Case:
+class RulerCase:
     """One of a task's examples, before its size is known."""
 
     draw: str
@@ -67,178 +75,220 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class RulerTask:
     """One of the benchmark's rows."""
 
-    make: Callable[[Case, int], Question]
+    make: Callable[[RulerCase, int], Question]
     """A case and a size -> its question."""
     new_tokens: int
     """Tokens of the answer, counted in the length."""
-    least: int = 1
-    """The smallest size."""
-    words: Callable[[Case, int], Mapping[str, int]] | None = None
-    """A haystack of few words -> how often each is there: its tokens are known before its text is
-    made.
+    min_size: int = 1
+    words: Callable[[RulerCase, int], Mapping[str, int]] | None = None
+    """The count of each word of a haystack of few words, so that its tokens are known before its
+    text is made.
     """
     any: bool = False
     """One of the answers is enough (string_match_part); else each counts (string_match_all)."""
 
     def score(self, written: str, answers: Sequence[str]) -> float:
-        """Return the share of answers, 0 to 1, that a written text has somewhere, in any case."""
-        found = [answer.lower() in written.lower() for answer in answers]
-        return float(any(found)) if self.any else sum(found) / len(found)
+        """Return the share of answers, 0 to 1, in a written text, in any case."""
+        matches = [answer.lower() in written.lower() for answer in answers]
+        if self.any:
+            return float(any(matches))
+        return sum(matches) / len(matches)
 
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+NIAH_TEXT = (
+    "{some} special magic {kind} {are} hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{context}\nWhat {all} the special magic {kind} "
+    "for {query} mentioned in the provided text?"
+)
+NIAH_PREFIX = " The special magic {kind} for {query} mentioned in the provided text {are}"
 
 
 def niah(
-    case: Case, size: int, *, haystack: Haystack, key: Kind = "words",
-    value: Kind = "numbers", keys: int = 1, values: int = 1, queries: int = 1,
-) -> Question:  # fmt: skip
-    """Hide ``values`` needles of each of the keys in a haystack; ask for those of ``queries`` keys."""
+    case: RulerCase,
+    size: int,
+    *,
+    haystack: Haystack,
+    key: Kind = "words",
+    value: Kind = "numbers",
+    keys: int = 1,
+    values: int = 1,
+    queries: int = 1,
+) -> Question:
+    """Hide ``values`` needles of each key in a haystack; ask for those of ``queries`` keys."""
     draw = case.draw
-    keys = max(keys, queries)
-    others = size if haystack == "needle" else 0
-    named = _drawn(draw, key, keys + others, "key")
-    drawn = _drawn(draw, value, keys * values + others, "value")
-    needles = [
-        NEEDLE.format(kind=value, key=named[n // values], value=drawn[n])
-        for n in range(keys * values)
-    ]
+    num_keys = max(keys, queries)
+    num_needles = num_keys * values
+    num_others = size if haystack == "needle" else 0
+    all_keys = _drawn(draw, key, num_keys + num_others, "key")
+    all_values = _drawn(draw, value, num_needles + num_others, "value")
+
+    def needle(key_index: int, value_index: int) -> str:
+        return NEEDLE.format(kind=value, key=all_keys[key_index], value=all_values[value_index])
+
+    needles = [needle(index // values, index) for index in range(num_needles)]
     hidden = shuffled(draw, needles, "order")
     if haystack == "essay":
         sentences = case.sources.essays.first(size)
-        depths = sorted(
-            distinct(draw, len(hidden), 40, "depth")
-        )  # 40 depths from 0 to 100 %, in whole percents
-        places = [int(len(sentences) * round(100 * depth / 39) / 100) for depth in depths]
-        context = " ".join(_inserted(sentences, places, hidden))
+        context = " ".join(_inserted(sentences, _essay_positions(draw, len(hidden), size), hidden))
     else:
-        beside = zip(named[keys:], drawn[keys * values :], strict=True)
-        lines = [NEEDLE.format(kind=value, key=k, value=v) for k, v in beside] or [NOISE] * size
-        context = "\n".join(_inserted(lines, _places(draw, len(hidden), size), hidden))
-    asked = distinct(draw, queries, keys, "asked")
-    *most, last = [named[n] for n in asked]
-    query = f"{', '.join(most)}, and {last}" if most else last
-    answers = tuple(drawn[n * values + v] for n in asked for v in range(values))
-    one = queries * values == 1
-    words = {
-        "kind": value.removesuffix("s") if one else value,
-        "are": "is" if one else "are",
-        "query": query,
-    }
-    text = (
-        "{some} special magic {kind} {are} hidden within the following text. Make sure to memorize it. I will quiz you "
-        "about the {kind} afterwards.\n{context}\nWhat {all} the special magic {kind} for {query} mentioned in the "
-        "provided text?"
-    )
-    text = text.format(
-        some="A" if one else "Some", all="is" if one else "are all", context=context, **words
-    )
-    prefix = " The special magic {kind} for {query} mentioned in the provided text {are}"
-    return Question(text, prefix.format(**words), answers)
+        if haystack == "needle":
+            lines = [needle(num_keys + n, num_needles + n) for n in range(num_others)]
+        else:
+            lines = [NOISE] * size
+        context = "\n".join(_inserted(lines, _line_positions(draw, len(hidden), size), hidden))
+
+    queried = distinct(draw, queries, num_keys, "asked")
+    *others, last = [all_keys[n] for n in queried]
+    query = last
+    if others:
+        query = f"{', '.join(others)}, and {last}"
+    answers: list[str] = []
+    for n in queried:
+        answers += all_values[n * values : (n + 1) * values]
+
+    if queries * values == 1:
+        wording = {"some": "A", "kind": value.removesuffix("s"), "are": "is", "all": "is"}
+    else:
+        wording = {"some": "Some", "kind": value, "are": "are", "all": "are all"}
+
+    wording["query"] = query
+    text = NIAH_TEXT.format(context=context, **wording)
+    return Question(text, NIAH_PREFIX.format(**wording), tuple(answers))
 
 
-def variable_tracking(case: Case, size: int) -> Question:
-    """Assign one number to a chain of variables; ask for all of them. One example goes before."""
+def variable_tracking(case: RulerCase, size: int) -> Question:
+    """Assign one number to a chain of variables; ask for all of them. An example goes before."""
     text, prefix, answers = _chain(case.draw, size, letters=5)
-    # Of 14 lines of noise, which with the usual tokenizers are the 500 tokens that the benchmark's
-    # own example fills.
-    shown, begun, known = _chain(f"{case.draw}:shown", 14, letters=3)
-    return Question(f"{shown}{begun} {' '.join(known)}\n\n{text}", prefix, answers)
+    example, example_prefix, example_answers = _chain(
+        f"{case.draw}:shown", EXAMPLE_LINES, letters=3
+    )
+    solved = f"{example}{example_prefix} {' '.join(example_answers)}"
+    return Question(f"{solved}\n\n{text}", prefix, answers)
 
 
 def _chain(draw: str, size: int, letters: int) -> tuple[str, str, tuple[str, ...]]:
+    """Return the text, the beginning of the answer and the variables of a chain."""
     numbers = distinct(draw, HOPS + 1, 26**letters, "variable")
-    variables = [
-        "".join(string.ascii_uppercase[n // 26**k % 26] for k in range(letters)) for n in numbers
-    ]
+    variables = tuple(_letters(number, letters, string.ascii_uppercase) for number in numbers)
     value = 10_000 + below(draw, 90_000, "value", 0)
     links = [f"VAR {variables[0]} = {value}"]
-    links += [f"VAR {then} = VAR {first} " for first, then in pairwise(variables)]
-    context = "\n".join(_inserted([NOISE] * size, _places(draw, len(links), size), links))
+    for previous, variable in pairwise(variables):
+        links.append(f"VAR {variable} = VAR {previous} ")
+
+    positions = _line_positions(draw, len(links), size)
+    context = "\n".join(_inserted([NOISE] * size, positions, links))
     return (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-        f"{context}\nQuestion: Find all variables that are assigned the value {value} in the text above.",
+        f"{context}\nQuestion: Find all variables that are assigned the value {value} in the text "
+        "above.",
         " Answer: According to the chain(s) of variable assignment in the text above, "
         f"{HOPS + 1} variables are assigned the value {value}, they are: ",
-        tuple(variables),
+        variables,
     )
 
 
-def common_words(case: Case, size: int) -> Question:
-    """List words, ``COMMON`` of them more often than the ``size`` others; ask for these. One
-    example goes before.
+def _letters(number: int, size: int, alphabet: str) -> str:
+    """Return a number's digits to the base 26 as letters, lowest first."""
+    return "".join(alphabet[number // 26**index % 26] for index in range(size))
+
+
+def common_words(case: RulerCase, size: int) -> Question:
+    """List words, ``COMMON`` of them more often than the ``size`` others; ask for these.
+
+    An example goes before.
     """
-    short = case.length < SHORT
-    shown = _listed(f"{case.draw}:shown", 10 if short else 30, *((3, 1) if short else (10, 3)))
-    asked = _listed(case.draw, size, *((6, 1) if short else (30, 3)))
-    known = " ".join(f"{n}. {word}" for n, word in enumerate(shown.answers, 1))
-    return Question(
-        f"{shown.text}{shown.prefix} {known}\n{asked.text}", asked.prefix, asked.answers
-    )
+    if case.length < SHORT:
+        example = _listed(f"{case.draw}:shown", 10, 3, 1)
+        question = _listed(case.draw, size, 6, 1)
+    else:
+        example = _listed(f"{case.draw}:shown", 30, 10, 3)
+        question = _listed(case.draw, size, 30, 3)
+
+    solved = f"{example.text}{example.prefix} {_numbered(example.answers)}"
+    return Question(f"{solved}\n{question.text}", question.prefix, question.answers)
 
 
 def _listed(draw: str, size: int, often: int, seldom: int) -> Question:
-    single = [word for words in wordlists() for word in words]
-    if COMMON + size <= len(single):
-        words = [single[n] for n in distinct(draw, COMMON + size, len(single), "word")]
+    """List ``COMMON`` words ``often`` times each and ``size`` others ``seldom`` times each."""
+    single_words = [word for words in wordlists() for word in words]
+    if COMMON + size <= len(single_words):
+        numbers = distinct(draw, COMMON + size, len(single_words), "word")
+        words = [single_words[n] for n in numbers]
     else:  # the benchmark takes another, longer list there
         words = _drawn(draw, "words", COMMON + size, "word")
+
     listed = shuffled(draw, words[:COMMON] * often + words[COMMON:] * seldom, "order")
-    context = " ".join(f"{n}. {word}" for n, word in enumerate(listed, 1))
     return Question(
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-        f"appear most often.\n{context}\nQuestion: What are the {COMMON} most common words in the above list?",
+        "Below is a numbered list of words. In these words, some appear more often than others. "
+        f"Memorize the ones that appear most often.\n{_numbered(listed)}\nQuestion: What are the "
+        f"{COMMON} most common words in the above list?",
         f" Answer: The top {COMMON} words that appear most often in the list are:",
         tuple(words[:COMMON]),
     )
 
 
-def frequent_words(case: Case, size: int) -> Question:
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+def frequent_words(case: RulerCase, size: int) -> Question:
     """Write coded words by a zeta distribution, dots the most often; ask for the next three."""
-    times = coded_words(case, size)
-    coded = shuffled(
-        case.draw, [word for word, often in times.items() for _ in range(often)], "order"
-    )
+    counts = coded_words(case, size)
+    repeated = []
+    for word, count in counts.items():
+        repeated += [word] * count
+
+    coded = shuffled(case.draw, repeated, "order")
     return Question(
-        "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
-        f"appeared coded words. {' '.join(coded)}\nQuestion: Do not provide any explanation. "
-        "Please ignore the dots '....'. What are the three most frequently appeared words in the above coded text?",
+        "Read the following coded text and track the frequency of each coded word. Find the three "
+        f"most frequently appeared coded words. {' '.join(coded)}\nQuestion: Do not provide any "
+        "explanation. Please ignore the dots '....'. What are the three most frequently appeared "
+        "words in the above coded text?",
         " Answer: According to the coded text above, the three most frequently appeared words are:",
-        tuple(islice(times, 1, 4)),
+        tuple(islice(counts, 1, 4)),
     )
 
 
-def coded_words(case: Case, size: int) -> dict[str, int]:
-    """Return how often each word of ``frequent_words`` is there, in the order of their ranks.
+def coded_words(case: RulerCase, size: int) -> dict[str, int]:
+    """Return the count of each word of ``frequent_words``, in the order of their ranks.
 
-    Of n words, the one of rank k is there n / (k^2 zeta(2)) times, rounded down.
+    Of n words, the one of rank k occurs n / (k^2 zeta(2)) times, rounded down.
     """
-    words = ["...", *_codes(case.draw, max(8, (case.length - TASKS["fwe"].new_tokens) // 50))[1:]]
-    return {word: int(size / (rank**2.0 * math.pi**2 / 6)) for rank, word in enumerate(words, 1)}
+    num_words = max(8, (case.length - TASKS["fwe"].new_tokens) // 50)
+    words = ["...", *_codes(case.draw, num_words)[1:]]
+    counts = {}
+    for rank, word in enumerate(words, 1):
+        counts[word] = int(size / (rank**2.0 * math.pi**2 / 6))
+
+    return counts
 
 
 @lru_cache(maxsize=1)
 def _codes(draw: str, size: int) -> list[str]:
-    return [
-        "".join(string.ascii_lowercase[n // 26**k % 26] for k in range(6))
-        for n in distinct(draw, size, 26**6, "word")
-    ]
+    numbers = distinct(draw, size, 26**6, "word")
+    return [_letters(number, 6, string.ascii_lowercase) for number in numbers]
 
 
-def questions(case: Case, size: int, *, task: str) -> Question:
-    """Ask what a file's paragraphs answer, among ``size`` other paragraphs of it."""
-    given = case.sources.questions[task]
-    asked = given.asked[case.number % len(given.asked)]
-    texts = shuffled(case.draw, [*asked.paragraphs, *given.around(case.draw, asked, size)], "order")
+def questions(case: RulerCase, size: int, *, task: str) -> Question:
+    """Ask a file's question about its paragraphs, among ``size`` other paragraphs of the file."""
+    file = case.sources.questions[task]
+    question = file.questions[case.number % len(file.questions)]
+    paragraphs = [*question.paragraphs, *file.around(case.draw, question, size)]
+    texts = shuffled(case.draw, paragraphs, "order")
     context = "\n\n".join(f"Document {n}:\n{text}" for n, text in enumerate(texts, 1))
-    rule = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+    rule = (
+        "Answer the question based on the given documents. Only give me the answer and do not "
+        "output any other words."
+    )
     return Question(
-        f"{rule}\n\nThe following are given documents.\n\n{context}\n\n{rule}\n\nQuestion: {asked.question}",
+        f"{rule}\n\nThe following are given documents.\n\n{context}\n\n{rule}\n\n"
+        f"Question: {question.question}",
         " Answer:",
-        asked.answers,
+        question.answers,
     )
 
 
@@ -248,28 +298,38 @@ def _drawn(draw: str, kind: Kind, size: int, purpose: str) -> list[str]:
         return [str(10**6 + n) for n in distinct(draw, size, 9 * 10**6, purpose)]
     if kind == "uuids":
         return [str(UUID(int=bits(draw, purpose, n), version=4)) for n in range(size)]
-    words = next(
-        words for words in (2, 3, 4) if names(words) > 4 * size
-    )  # so that drawing others is quick
-    return [name(n, words) for n in distinct(draw, size, names(words), purpose)]
+
+    num_words = 2
+    while names(num_words) <= 4 * size:  # with few of the names in use, drawing others is quick
+        num_words += 1
+
+    return [name(n, num_words) for n in distinct(draw, size, names(num_words), purpose)]
 
 
-def _places(draw: str, count: int, size: int) -> list[int]:
-    """Draw ``count`` places in ``size`` lines, in order; they move with the size."""
+def _essay_positions(draw: str, count: int, size: int) -> list[int]:
+    """Draw ``count`` different depths, in whole percents, and return their positions, in order."""
+    depths = sorted(distinct(draw, count, NUM_DEPTHS, "depth"))
+    return [int(size * round(100 * depth / (NUM_DEPTHS - 1)) / 100) for depth in depths]
+
+
+def _line_positions(draw: str, count: int, size: int) -> list[int]:
+    """Draw ``count`` positions in ``size`` lines, in order; they move with the size."""
     return sorted(below(draw, 1 << 32, "place", n) * (size + 1) >> 32 for n in range(count))
 
 
-def _inserted(lines: Sequence[str], places: Sequence[int], hidden: Sequence[str]) -> list[str]:
-    """Return the lines with hidden ones before those of ascending ``places``."""
-    found, done = list[str](), 0
-    for place, line in zip(places, hidden, strict=True):
-        found += [*lines[done:place], line]
-        done = place
-    return [*found, *lines[done:]]
+def _inserted(lines: Sequence[str], positions: Sequence[int], hidden: Sequence[str]) -> list[str]:
+    """Return the lines with hidden ones before the lines of ascending ``positions``."""
+    result: list[str] = []
+    done = 0
+    for position, line in zip(positions, hidden, strict=True):
+        result += lines[done:position]
+        result.append(line)
+        done = position
+    return [*result, *lines[done:]]
 
 
-def _needles(**given: Any) -> Task:
-    return Task(make=partial(niah, **given), new_tokens=128)
+def _needles(**settings: Any) -> RulerTask:
+    return RulerTask(make=partial(niah, **settings), new_tokens=128)
 
 
 TASKS = {
@@ -281,9 +341,9 @@ TASKS = {
     "niah_multikey_3": _needles(haystack="needle", key="uuids", value="uuids"),
     "niah_multivalue": _needles(haystack="essay", values=4),
     "niah_multiquery": _needles(haystack="essay", queries=4),
-    "vt": Task(make=variable_tracking, new_tokens=30),
-    "cwe": Task(make=common_words, new_tokens=120, least=10),
-    "fwe": Task(make=frequent_words, words=coded_words, new_tokens=50, least=120),
-    "qa_1": Task(make=partial(questions, task="qa_1"), new_tokens=32, least=0, any=True),
-    "qa_2": Task(make=partial(questions, task="qa_2"), new_tokens=32, least=0, any=True),
+    "vt": RulerTask(make=variable_tracking, new_tokens=30),
+    "cwe": RulerTask(make=common_words, new_tokens=120, min_size=10),
+    "fwe": RulerTask(make=frequent_words, words=coded_words, new_tokens=50, min_size=120),
+    "qa_1": RulerTask(make=partial(questions, task="qa_1"), new_tokens=32, min_size=0, any=True),
+    "qa_2": RulerTask(make=partial(questions, task="qa_2"), new_tokens=32, min_size=0, any=True),
 }

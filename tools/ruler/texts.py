@@ -1,9 +1,8 @@
-"""RULER's texts: haystacks, words of needles and lists, questions of files; and the draws by name
-that choose them.
+"""RULER's texts: haystacks, names and words, questions of files, and the draws that choose them.
 
-A draw is a SHA-256 of what it is for, so that a seed gives the same on any machine and Python. The
-paper takes Paul Graham's essays and the wordlists of a package. Neither is here: sentences are made
-from some hundred words, and words joined by a hyphen make as many names as are needed.
+A draw is a SHA-256 of its name, so that a seed gives the same on any machine and Python. The paper
+takes Paul Graham's essays and the wordlists of a package. Neither is here: sentences are made from
+some hundred words, and words joined by a hyphen make as many names as are needed.
 """
 
 import hashlib
@@ -34,125 +33,138 @@ T = TypeVar("T")
 
 
 def below(draw: str, bound: int, name: str, number: int) -> int:
-    """Return one of [0, bound), which depends on these names alone; ``bound`` is far less than
-    2^64.
-    """
+    """Draw a number of [0, bound) that depends on the names alone; ``bound`` is far below 2^64."""
     return int.from_bytes(next(_digests(draw, name, number))[:8], "big") % bound
 
 
 def bits(draw: str, name: str, number: int) -> int:
-    """Return one of [0, 2^128)."""
+    """Draw a number of [0, 2^128)."""
     return int.from_bytes(next(_digests(draw, name, number))[:16], "big")
 
 
 def distinct(draw: str, size: int, bound: int, name: str) -> list[int]:
-    """Return ``size`` different ones of [0, bound), which begin alike for any size."""
-    return different(
-        size, (int.from_bytes(digest[:8], "big") % bound for digest in _digests(draw, name))
-    )
+    """Draw ``size`` different numbers of [0, bound); a longer list begins with a shorter one."""
+    numbers = (int.from_bytes(digest[:8], "big") % bound for digest in _digests(draw, name))
+    return different(size, numbers)
 
 
 def different(size: int, numbers: Iterable[int]) -> list[int]:
     """Return the first ``size`` different numbers."""
-    found, left = dict[int, None](), iter(numbers)
-    while len(found) < size:
-        found[next(left)] = None
-    return list(found)
+    chosen: dict[int, None] = {}
+    remaining = iter(numbers)
+    while len(chosen) < size:
+        chosen[next(remaining)] = None
+    return list(chosen)
 
 
 def shuffled(draw: str, items: Sequence[T], name: str) -> list[T]:
-    """Return the items in an order that depends on these names and their number alone."""
+    """Return the items in an order that depends on the names and the number of items alone."""
     digests = list(islice(_digests(draw, name), len(items)))
-    return [items[place] for place in sorted(range(len(items)), key=digests.__getitem__)]
+    order = sorted(range(len(items)), key=digests.__getitem__)
+    return [items[index] for index in order]
 
 
 def _digests(draw: str, name: str, first: int = 0) -> Iterator[bytes]:
-    begin = f"{draw}:{name}:".encode()
-    return (hashlib.sha256(begin + b"%d" % number).digest() for number in count(first))
+    prefix = f"{draw}:{name}:".encode()
+    return (hashlib.sha256(prefix + b"%d" % number).digest() for number in count(first))
 
 
 @cache
 def wordlists() -> tuple[list[str], list[str], list[str]]:
     """Return adjectives, nouns and verbs."""
-    adjectives, nouns, verbs = (
-        line.split() for line in WORDS.read_text(encoding="utf-8").splitlines()
-    )
+    lines = WORDS.read_text(encoding="utf-8").splitlines()
+    adjectives, nouns, verbs = (line.split() for line in lines)
     return adjectives, nouns, verbs
 
 
 def names(words: int) -> int:
-    """Return how many names there are of so many words."""
+    """Return the number of names of that many words."""
     adjectives, nouns, _ = wordlists()
     return len(nouns) * len(adjectives) ** (words - 1)
 
 
 def name(number: int, words: int) -> str:
-    """Return a name such as torpid-kid, of a number below ``names(words)``."""
+    """Return the name, such as torpid-kid, of a number below ``names(words)``."""
     adjectives, nouns, _ = wordlists()
-    found = []
-    for kind in (nouns, *[adjectives] * (words - 1)):
-        number, place = divmod(number, len(kind))
-        found.append(kind[place])
-    return "-".join(reversed(found))
+    reversed_words = []
+    for choices in (nouns, *[adjectives] * (words - 1)):
+        number, index = divmod(number, len(choices))
+        reversed_words.append(choices[index])
+    return "-".join(reversed(reversed_words))
 
 
 class Essays:
-    """Sentences without an end: those of a file again and again, or made ones, always the same."""
+    """An endless haystack of sentences: a file's again and again, or made ones, always the same."""
 
     def __init__(self, file: Path | None = None) -> None:
         """Read a file: RULER's JSON with a ``text``, or plain text. Raises DataError."""
-        self.title = "made sentences" if file is None else file.name
-        """The name of it in tables."""
-        self._sentences = [] if file is None else _read(file)
+        self.title = "made sentences"
+        """Its name in tables."""
+        self._sentences: list[str] = []
         self._repeats = file is not None
+        if file is not None:
+            self.title = file.name
+            self._sentences = _read(file)
 
     @cached_property
     def identity(self) -> str:
         """Digest of a file's sentences; empty for made ones."""
-        return sha256("\n".join(self._sentences).encode()) if self._repeats else ""
+        if not self._repeats:
+            return ""
+        return sha256("\n".join(self._sentences).encode())
 
     def first(self, size: int) -> Sequence[str]:
         """Return the first ``size`` sentences."""
         if self._repeats:
-            whole, rest = divmod(size, len(self._sentences))
-            return self._sentences * whole + self._sentences[:rest]
-        words = dict(zip(("adjective", "noun", "verb"), wordlists(), strict=True))
+            repeats, rest = divmod(size, len(self._sentences))
+            return self._sentences * repeats + self._sentences[:rest]
         while len(self._sentences) < size:
-            draw = f"sentence {len(self._sentences)}"
-            parts = re.split(r"\{(\w+)\}", SENTENCES[below(draw, len(SENTENCES), "shape", 0)])
-            for place, part in enumerate(parts):
-                if place % 2:
-                    parts[place] = words[part][below(draw, len(words[part]), part, place)]
-            self._sentences.append("".join(parts))
+            self._sentences.append(_made_sentence(len(self._sentences)))
         return self._sentences[:size]
 
 
+def _made_sentence(number: int) -> str:
+    """Return a sentence of the built-in shapes and words."""
+    draw = f"sentence {number}"
+    words = dict(zip(("adjective", "noun", "verb"), wordlists(), strict=True))
+    shape = SENTENCES[below(draw, len(SENTENCES), "shape", 0)]
+    parts = re.split(r"\{(\w+)\}", shape)  # text and kinds of words in turns
+    for index in range(1, len(parts), 2):
+        kind = parts[index]
+        parts[index] = words[kind][below(draw, len(words[kind]), kind, index)]
+
+    return "".join(parts)
+
+
 def _read(file: Path) -> list[str]:
+    """Return the sentences of a file."""
     try:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
             text = json.loads(text)["text"]
-        found = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
+        sentences = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"essays is {file}, which cannot be read ({type(error).__name__}: {error}); give plain text in UTF-8, or "
-            'JSON {"text": "..."}'
+            f"essays is {file}, which cannot be read ({type(error).__name__}: {error}); give plain "
+            'text in UTF-8, or JSON {"text": "..."}'
         ) from error
-    if found == [""]:
+
+    if sentences == [""]:
         raise DataError(f"essays is {file}, which has no text; give another file, or leave it out")
-    return found
+
+    return sentences
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question, and its answers, of which any one is right."""
+class FileQuestion:
+    """A question of a file; any one of its answers is right."""
 
     question: str
     answers: tuple[str, ...]
     paragraphs: tuple[str, ...]
     """The texts that answer it."""
     near: tuple[str, ...] = ()
-    """Others of the same article, which come before those of other articles."""
+    """Other texts of the same article, which come before those of other articles."""
 
 
 class Questions:
@@ -162,91 +174,138 @@ class Questions:
         """Read a file. Raises DataError: it cannot be read, or has another form, or no question."""
         try:
             text = file.read_text(encoding="utf-8-sig")
-            self.asked = []
-            for place, asked in _asked(text):
-                _check_asked(f"{file}, {place}", asked)
-                self.asked.append(asked)
+            self.questions = []
+            for position, question in _questions_of(text):
+                _check_question(f"{file}, {position}", question)
+                self.questions.append(question)
         except DataError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"{file} has no questions that can be read ({type(error).__name__}: {error}); give SQuAD's JSON, "
-                'HotpotQA\'s, or JSON lines {"question": "...", "answers": ["..."], "paragraphs": ["..."]}'
+                f"{file} has no questions that can be read ({type(error).__name__}: {error}); give "
+                "SQuAD's JSON, HotpotQA's, or JSON lines "
+                '{"question": "...", "answers": ["..."], "paragraphs": ["..."]}'
             ) from error
-        if not self.asked:
+
+        if not self.questions:
             raise DataError(f"{file} has no question; give another file")
-        texts = (text for asked in self.asked for text in (*asked.paragraphs, *asked.near))
-        self.paragraphs = sorted(set(texts))
-        """All of the file, each once."""
 
-    def around(self, draw: str, asked: Asked, size: int) -> list[str]:
-        """Return ``size`` other paragraphs, those near it first, and all again where they run out."""
-        own = {*asked.paragraphs, *asked.near}
-        found = [
-            asked.near[n]
-            for n in distinct(draw, min(size, len(asked.near)), len(asked.near), "near")
-        ]
-        others = [text for text in self.paragraphs if text not in own] if len(found) < size else []
-        more = min(size - len(found), len(others))
-        found += [others[n] for n in distinct(draw, more, len(others), "paragraph")]
-        again = found or list(asked.paragraphs)
-        return found + [again[n % len(again)] for n in range(size - len(found))]
+        paragraphs: set[str] = set()
+        for question in self.questions:
+            paragraphs.update(question.paragraphs, question.near)
+
+        self.paragraphs = sorted(paragraphs)
+        """All paragraphs of the file, each once."""
+
+    def around(self, draw: str, question: FileQuestion, size: int) -> list[str]:
+        """Return ``size`` other paragraphs to hide a question's in.
+
+        Those of the same article come first, then others; all are repeated when they run out.
+        """
+        near = question.near
+        chosen = [near[n] for n in distinct(draw, min(size, len(near)), len(near), "near")]
+        others = []
+        if len(chosen) < size:
+            article = {*question.paragraphs, *near}
+            others = [text for text in self.paragraphs if text not in article]
+
+        num_others = min(size - len(chosen), len(others))
+        for n in distinct(draw, num_others, len(others), "paragraph"):
+            chosen.append(others[n])
+
+        repeated = list(chosen) or list(question.paragraphs)
+        for n in range(size - len(chosen)):
+            chosen.append(repeated[n % len(repeated)])
+
+        return chosen
 
 
-def _check_asked(where: str, asked: Asked) -> None:
+def _check_question(position: str, question: FileQuestion) -> None:
     """Raise DataError for a question that any text would answer, or none could."""
     fields = {
-        "question": (asked.question,),
-        "answers": asked.answers,
-        "paragraphs": asked.paragraphs,
+        "question": (question.question,),
+        "answers": question.answers,
+        "paragraphs": question.paragraphs,
     }
     for name, texts in fields.items():
         if not texts:
-            raise DataError(f"{where}: {name} is empty; leave the question out, or repair it")
+            raise DataError(f"{position}: {name} is empty; leave the question out, or repair it")
         if not all(isinstance(text, str) and text.strip() for text in texts):
             raise DataError(
-                f"{where}: {name} holds an empty text; leave the question out, or repair it"
+                f"{position}: {name} holds an empty text; leave the question out, or repair it"
             )
 
 
-def _asked(text: str) -> Iterator[tuple[str, Asked]]:
-    """Yield the place of each question in a file, and the question."""
-    if text.lstrip().startswith("["):  # HotpotQA
-        for number, row in enumerate(json.loads(text), start=1):
-            paragraphs = _strings(
-                [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]]
-            )
-            yield (
-                f"question {number}",
-                Asked(row["question"], _strings([row["answer"]]), paragraphs),
-            )
+def _questions_of(text: str) -> Iterator[tuple[str, FileQuestion]]:
+    """Yield each question of a file, with its position there."""
+    if text.lstrip().startswith("["):
+        yield from _hotpot_questions(json.loads(text))
         return
+
     try:
-        whole = json.loads(text)
+        content = json.loads(text)
     except ValueError:
-        whole = None
-    if not (isinstance(whole, dict) and "data" in whole):
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                yield f"line {number}", _asked_in_line(number, line)
+        content = None
+
+    if isinstance(content, dict) and "data" in content:
+        yield from _squad_questions(content["data"])
         return
+
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"line {number}", _question_of_line(number, line)
+
+
+def _hotpot_questions(rows: Any) -> Iterator[tuple[str, FileQuestion]]:
+    """Yield the questions of HotpotQA's rows."""
+    for number, row in enumerate(rows, start=1):
+        paragraphs = []
+        for title, sentences in row["context"]:
+            paragraphs.append(f"{title}\n{''.join(sentences)}")
+
+        question = FileQuestion(
+            paragraphs=_strings(paragraphs),
+            question=row["question"],
+            answers=_strings([row["answer"]]),
+        )
+        yield f"question {number}", question
+
+
+def _squad_questions(articles: Any) -> Iterator[tuple[str, FileQuestion]]:
+    """Yield the questions of SQuAD's articles that have an answer.
+
+    Questions without an answer are counted, so that a number finds its question in the file.
+    """
     number = 0
-    for article in whole["data"]:  # SQuAD
+    for article in articles:
         contexts = dict.fromkeys(paragraph["context"] for paragraph in article["paragraphs"])
         for paragraph in article["paragraphs"]:
             context = paragraph["context"]
             near = tuple(other for other in contexts if other != context)
-            for asked in paragraph["qas"]:
+            for entry in paragraph["qas"]:
                 number += 1
-                if not asked.get("is_impossible", False):
-                    answers = _strings([answer["text"] for answer in asked["answers"]])
-                    yield f"question {number}", Asked(asked["question"], answers, (context,), near)
+                if entry.get("is_impossible", False):
+                    continue
+
+                texts = [answer["text"] for answer in entry["answers"]]
+                question = FileQuestion(
+                    answers=_strings(texts),
+                    question=entry["question"],
+                    paragraphs=(context,),
+                    near=near,
+                )
+                yield f"question {number}", question
 
 
-def _asked_in_line(number: int, line: str) -> Asked:
+def _question_of_line(number: int, line: str) -> FileQuestion:
+    """Return the question of a JSON line. Raises ValueError, with the line's number."""
     try:
         row = json.loads(line)
-        return Asked(row["question"], _strings(row["answers"]), _strings(row["paragraphs"]))
+        return FileQuestion(
+            question=row["question"],
+            answers=_strings(row["answers"]),
+            paragraphs=_strings(row["paragraphs"]),
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"line {number}: {type(error).__name__}: {error}") from error
 

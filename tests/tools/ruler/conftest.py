@@ -3,7 +3,7 @@ import pytest
 from data.chat.template import load_template
 from data.tokenizer import load_tokenizer
 from tests.data.chat.templates import TEMPLATES, write_tokenizer
-from tools.ruler.examples import Prompts
+from tools.ruler.prompts import Prompts
 
 
 @pytest.fixture(scope="session")

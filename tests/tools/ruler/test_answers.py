@@ -19,7 +19,7 @@ from tools.common.arguments import UsageError
 from tools.ruler import __main__ as command
 from tools.ruler import answers, examples, lines
 from tools.ruler.answers import Cell, ask_all, heat_map, table
-from tools.ruler.examples import Prompts
+from tools.ruler.prompts import Prompts
 from tools.ruler.tasks import Sources
 from train.checkpoint.api import save_checkpoint
 
@@ -54,13 +54,13 @@ def of_needle(text):
 
 
 def line_task(length):
-    return lines.Task(tokens=length, purpose="score", seed=1, vocabulary="small")
+    return lines.LineTask(tokens=length, purpose="score", seed=1, vocabulary="small")
 
 
 def test_known_errors_are_counted_where_they_are(tokenizer, chat):
     writer = Writer(tokenizer, of_record)
     makers = [
-        lines.Maker(line_task(length), chat, depth, 3)
+        lines.LineMaker(line_task(length), chat, depth, 3)
         for length in (300, 600)
         for depth in range(3)
     ]
@@ -85,7 +85,7 @@ def test_known_errors_are_counted_where_they_are(tokenizer, chat):
 )
 def test_known_answers_are_counted(tokenizer, chat, task, share):
     writer = Writer(tokenizer, of_needle)
-    cell = ask_all(writer, examples.Maker(task, 2000, 1, chat, Sources()), 5, 2).entry()
+    cell = ask_all(writer, examples.ExampleMaker(task, 2000, 1, chat, Sources()), 5, 2).entry()
     assert (cell["task"], cell["length"], cell["score"]) == (task, 2000, share)
     assert writer.asked == [(2, 128), (2, 128), (1, 128)]
     assert len(cell["wrong"]) == (0 if share == 100 else 3)
@@ -211,8 +211,8 @@ def test_a_run_is_asked_and_its_answers_are_its_own(run, capsys):
     tokenizer = load_tokenizer(folder / "tokenizer" / "tokenizer.json")
     base, chat = Prompts(tokenizer), Prompts(tokenizer, load_template(tokenizer.path))
     makers = (
-        examples.Maker("fwe", 1000, 1, base, Sources()),
-        lines.Maker(line_task(1000), chat, 0, 2),
+        examples.ExampleMaker("fwe", 1000, 1, base, Sources()),
+        lines.LineMaker(line_task(1000), chat, 0, 2),
     )
     for cell, maker in zip(cells, makers, strict=False):
         example = maker.make(0)

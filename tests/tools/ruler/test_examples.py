@@ -8,7 +8,8 @@ import re
 import pytest
 
 from runtime.errors import DataError
-from tools.ruler.examples import Maker, Prompts, fill, left_out, makers
+from tools.ruler.examples import ExampleMaker, left_out, makers
+from tools.ruler.prompts import Prompts, fill
 from tools.ruler.tasks import TASKS, Sources
 from tools.ruler.texts import Questions
 
@@ -24,7 +25,7 @@ def base(tokenizer):
 def test_an_example_fills_its_length(tokenizer, chat, task, by_template):
     """One more piece of the haystack does not fit beside the answer."""
     prompts = chat if by_template else base(tokenizer)
-    maker = Maker(task, 9000, 1, prompts, Sources())
+    maker = ExampleMaker(task, 9000, 1, prompts, Sources())
     for number in range(3):
         example = maker.make(number)
         assert example.ids == prompts.ids(example.question)
@@ -41,7 +42,7 @@ def test_an_example_fills_its_length(tokenizer, chat, task, by_template):
 def test_seed_number_length_and_purpose_each_draw_another(tokenizer, task):
     prompts = base(tokenizer)
     made = [
-        Maker(task, length, seed, prompts, Sources(), purpose).make(number).question.answers
+        ExampleMaker(task, length, seed, prompts, Sources(), purpose).make(number).question.answers
         for length in (7000, 9000)
         for seed in (1, 2)
         for purpose in ("train", "score")
@@ -57,7 +58,7 @@ def test_examples_are_these_bytes_in_any_process(tokenizer):
     """In one that hashes as it likes, in any order, and on any machine."""
     together, makers = hashlib.sha256(), {}
     for task in reversed(GIVEN):  # others are made before
-        makers[task] = Maker(task, 9000, 3, Prompts(tokenizer), Sources())
+        makers[task] = ExampleMaker(task, 9000, 3, Prompts(tokenizer), Sources())
         makers[task].make(0)
     for task in GIVEN:
         example = makers[task].make(2)
@@ -85,12 +86,12 @@ def test_a_length_without_room_is_refused(tokenizer):
     with pytest.raises(
         DataError, match=r"niah_single_1 takes \d+ tokens and 128 for the answer at the least, and"
     ):
-        Maker("niah_single_1", 300, 1, base(tokenizer), Sources())
+        ExampleMaker("niah_single_1", 300, 1, base(tokenizer), Sources())
 
 
 def test_answers_follow_the_prompt(tokenizer):
     prompts = base(tokenizer)
-    question = Maker("niah_multivalue", 2000, 1, prompts, Sources()).make(0).question
+    question = ExampleMaker("niah_multivalue", 2000, 1, prompts, Sources()).make(0).question
     ids, prompt = prompts.with_answer(question)
     assert ids[:prompt] == prompts.ids(question)
     assert tokenizer.detokenize(ids[prompt:]) == " " + " ".join(question.answers)
@@ -133,7 +134,7 @@ def test_questions_that_do_not_fit_are_left_out_and_told_and_the_others_keep_the
         makers(
             ["qa_1"], [2000], 1, base(tokenizer), questions_of(tmp_path, [9000, 8000]), samples=2
         )
-    again = Maker("qa_1", 2000, 1, base(tokenizer), sources)
+    again = ExampleMaker("qa_1", 2000, 1, base(tokenizer), sources)
     assert [again.make(number).ids for number in (6, 0)] == [made[6].ids, made[0].ids]
 
 
@@ -141,11 +142,11 @@ def test_an_example_whose_draw_is_too_long_gives_its_number_to_the_next(tokenize
     """At the least length of the first one, some later ones do not fit."""
     prompts = base(tokenizer)
     with pytest.raises(DataError) as error:
-        Maker("niah_multikey_1", 50, 1, prompts, Sources())
+        ExampleMaker("niah_multikey_1", 50, 1, prompts, Sources())
     length = int(re.search(r"give (\d+)", str(error.value))[1])
     while True:
         try:
-            maker = Maker("niah_multikey_1", length, 1, prompts, Sources())
+            maker = ExampleMaker("niah_multikey_1", length, 1, prompts, Sources())
             break
         except DataError:
             length += 1

@@ -4,15 +4,15 @@ import re
 
 import pytest
 
-from tools.ruler.lines import ADJECTIVES, FILLERS, NOUNS, VALUES, Maker, Task
+from tools.ruler.lines import ADJECTIVES, FILLERS, NOUNS, VALUES, LineMaker, LineTask
 
 KEYS = {"full": r"in line (\S+)\?$", "small": r"(\S+ \S+)\?$"}
 LINES = {"full": r"^line (\S+): REGISTER_CONTENT is (<\d+>)$", "small": r"^(\S+ \S+) (\S+)$"}
 
 
 def maker(chat, depth=0, depths=0, **task):
-    return Maker(
-        Task(**{"tokens": 1500, "purpose": "train", "seed": 1} | task), chat, depth, depths
+    return LineMaker(
+        LineTask(**{"tokens": 1500, "purpose": "train", "seed": 1} | task), chat, depth, depths
     )
 
 

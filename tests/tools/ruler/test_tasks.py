@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from runtime.errors import DataError
-from tools.ruler.tasks import TASKS, Case, Sources
+from tools.ruler.tasks import TASKS, RulerCase, Sources
 from tools.ruler.texts import NOISE, Essays, Questions
 
 
@@ -38,7 +38,7 @@ LINES = [
 
 
 def asked(task, size, number=0, length=8192, sources=None):
-    return TASKS[task].make(Case(f"test:{number}", number, length, sources or Sources()), size)
+    return TASKS[task].make(RulerCase(f"test:{number}", number, length, sources or Sources()), size)
 
 
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (\S+) is: ([0-9a-f-]+)\.")
@@ -175,11 +175,11 @@ def test_frequent_words_follow_the_zeta_distribution():
 def test_questions_have_their_paragraphs_among_others(tmp_path, name, text, count, paragraphs):
     (tmp_path / name).write_text(text)
     given = Questions(tmp_path / name)
-    assert (len(given.asked), len(given.paragraphs)) == (count, paragraphs)
+    assert (len(given.questions), len(given.paragraphs)) == (count, paragraphs)
     for size in (0, 2, 4, 50):
         for number in range(3):
             question = asked("qa_1", size, number, sources=Sources(questions={"qa_1": given}))
-            wanted = given.asked[number]
+            wanted = given.questions[number]
             found = re.findall(r"^Document (\d+):\n", question.text, flags=re.MULTILINE)
             assert [int(n) for n in found] == list(range(1, len(wanted.paragraphs) + size + 1))
             assert all(question.text.count(f":\n{own}\n") == 1 for own in wanted.paragraphs)
@@ -257,6 +257,6 @@ def test_a_question_that_any_text_would_answer_or_none_is_refused_by_its_place(
 def test_questions_without_an_answer_are_left_out_and_lines_are_those_of_json(tmp_path):
     file = tmp_path / "q.json"
     file.write_text(json.dumps({"data": [{"paragraphs": [CONTEXT, UNANSWERABLE]}]}))
-    assert len(Questions(file).asked) == 1
+    assert len(Questions(file).questions) == 1
     file.write_text(json.dumps(GOOD | {"question": "Who\u2028is it?"}, ensure_ascii=False))
-    assert Questions(file).asked[0].question == "Who\u2028is it?"
+    assert Questions(file).questions[0].question == "Who\u2028is it?"

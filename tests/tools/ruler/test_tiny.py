@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 from data.chat.template import load_template
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
-from tools.ruler.examples import Prompts, answer_of
-from tools.ruler.lines import Maker, Task
-from tools.ruler.tasks import TASKS, Case, Sources
+from tools.ruler.lines import LineMaker, LineTask
+from tools.ruler.prompts import Prompts, answer_of
+from tools.ruler.tasks import TASKS, RulerCase, Sources
 from tools.ruler.tiny import (
     END,
     LEARNED,
@@ -36,8 +36,8 @@ def test_a_line_is_three_tokens_and_a_question_ends_with_its_name(tmp_path):
     written.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     chat = Prompts(tokenizer, load_template(tokenizer.path))
-    task = Task(tokens=96, purpose="train", seed=1, vocabulary="small", questions=4)
-    turns = Maker(task, chat).make(0).turns
+    task = LineTask(tokens=96, purpose="train", seed=1, vocabulary="small", questions=4)
+    turns = LineMaker(task, chat).make(0).turns
     ids, learned = chat.template.tokenize(tokenizer, turns)
     words = [tokenizer.detokenize([token], special=True) for token in ids]
     lines, asked = turns[0]["content"].rsplit("\n", 1)
@@ -50,13 +50,13 @@ def test_a_line_is_three_tokens_and_a_question_ends_with_its_name(tmp_path):
     with pytest.raises(
         DataError, match="vocabulary is full, and the tokenizer does not know all of its words"
     ):
-        Maker(replace(task, vocabulary="full"), chat)
+        LineMaker(replace(task, vocabulary="full"), chat)
 
 
 def test_the_needles_tokenizer_knows_all_of_its_tasks():
     backend = tokenizer_of_needles()
     for task in LEARNED:
-        question = TASKS[task].make(Case("any", 0, 1024, Sources()), 300)
+        question = TASKS[task].make(RulerCase("any", 0, 1024, Sources()), 300)
         text = question.text + question.prefix + answer_of(question)
         assert UNKNOWN not in backend.encode(text).tokens
         answers = [

@@ -1,0 +1,158 @@
+"""Measured links: inside nodes, between nodes, and together with computing."""
+
+from statistics import mean
+
+import torch
+import torch.distributed as dist
+
+from tools.calibrate.devices import Figures, rank_step
+from tools.common.ceilings import FIRST_BYTES, PROBES, exchange_seconds, posting, slowest
+from tools.common.shapes import AttentionShape
+from train.callbacks import say
+
+GROWTH = 4
+MAX_BYTES = 1 << 28
+LONG_ENOUGH = 0.05
+"""Seconds of an exchange's bytes after which no larger message is tried.
+
+TCP sends a message again that waits longer than its shortest timeout, 0.2 s, behind earlier ones of
+its sender: such a time would say nothing about the link.
+"""
+
+
+def measure_inside(device: torch.device, local_size: int) -> Figures:
+    """Measure the link inside a node."""
+    latency, rate, _ = measure_link("inside a node", device, _node_ring(local_size))
+    about = f"{local_size} ranks of a node at once, each to the next"
+    return {"inside_gb_per_s": (rate / 1e9, about), "inside_latency_us": (1e6 * latency, about)}
+
+
+def _node_ring(local_size: int) -> list[int]:
+    """Return the next and the previous rank of this node."""
+    rank = dist.get_rank()
+    first = rank - rank % local_size
+    return [first + (rank + 1) % local_size, first + (rank - 1) % local_size]
+
+
+def _ring(distance: int) -> list[int]:
+    """Return the ranks at a distance after and before this one."""
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    return [(rank + distance) % size, (rank - distance) % size]
+
+
+def measure_between(device: torch.device, local_size: int) -> Figures:
+    """Measure the link between nodes, and whether the ranks of a node share it."""
+    across = _ring(local_size)
+    latency, together, largest = measure_link("between nodes", device, across)
+
+    peers = []
+    if dist.get_rank() % local_size == 0:
+        peers = across
+    smaller_seconds = exchange_seconds(device, peers, largest // GROWTH)
+    larger_seconds = exchange_seconds(device, peers, largest)
+    alone = rate_of(largest, smaller_seconds, larger_seconds)
+    say(f"between nodes, one rank of each alone: {alone / 1e9:.4g} GB/s")
+
+    # All ranks of a node together get one link's rate, or each gets its own: halfway in the
+    # logarithm decides.
+    shared = local_size == 1 or alone / together > local_size**0.5
+    # The link's own rate is the better of two: of ranks that meet some wait longer, and processors
+    # may bound ranks with a link each.
+    rate = alone
+    if shared:
+        rate = max(alone, together * local_size)
+    about = f"{local_size} ranks of a node at once, each to its like"
+    about_link = f"one rank alone is {alone / together:.2g} times as fast"
+    return {
+        "between_gb_per_s": (rate / 1e9, f"one rank alone, or {about}"),
+        "between_latency_us": (1e6 * latency, about),
+        "between_link": ("node" if shared else "rank", about_link),
+    }
+
+
+def measure_overlaps(device: torch.device, work: AttentionShape, local_size: int) -> Figures:
+    """Measure the overlap of computing with an exchange about as long.
+
+    The exchange is posted before the computing, or waited for first while neighbours compute.
+    """
+    has_nodes = dist.get_world_size() > local_size
+    distance = local_size if has_nodes else 1
+    peers = _ring(distance)
+    attend, _ = rank_step(device, work)
+    repeats = max(1, round(LONG_ENOUGH / slowest(attend, device.type, PROBES)))
+
+    def compute() -> None:
+        for _ in range(repeats):
+            attend()
+
+    compute_seconds = slowest(compute, device.type, 3 * PROBES, mean)
+    num_bytes = FIRST_BYTES
+    exchange = exchange_seconds(device, peers, num_bytes)
+    while exchange < compute_seconds and num_bytes < MAX_BYTES:
+        growth = min(GROWTH, max(2.0, compute_seconds / exchange))
+        num_bytes = min(MAX_BYTES, int(num_bytes * growth))
+        exchange = exchange_seconds(device, peers, num_bytes)
+
+    post = posting(device, peers[:1], peers[1:], num_bytes)
+    neighbours = sorted(set(_node_ring(local_size)) - {dist.get_rank()})
+    meet = None
+    if neighbours:
+        meet = posting(device, neighbours, neighbours, 1)
+
+    def posted_before() -> None:
+        wait = post()
+        compute()
+        wait()
+
+    def waited_for() -> None:
+        post()()
+        compute()
+        if meet is not None:  # neighbours wait for each other
+            meet()()
+
+    figures: Figures = {}
+    for name, step, manner in (
+        ("posted_overlap", posted_before, "posted before it"),
+        ("shared_overlap", waited_for, "waited for"),
+    ):
+        together = slowest(step, device.type, 3 * PROBES, mean)
+        saved = compute_seconds + exchange - together
+        share = min(1.0, max(0.0, saved / min(compute_seconds, exchange)))
+        about = (
+            f"an exchange of {1e3 * exchange:.3g} ms {manner}, "
+            f"with {1e3 * compute_seconds:.3g} ms of computing"
+        )
+        say(f"{about}: {1e3 * together:.4g} ms")
+        figures[name] = (share, about)
+
+    return figures
+
+
+def measure_link(name: str, device: torch.device, peers: list[int]) -> tuple[float, float, int]:
+    """Return a link's latency in seconds, its rate in bytes per second and the largest message.
+
+    Messages grow until their bytes take long enough.
+    """
+    size = FIRST_BYTES
+    latency = 0.0
+    before = 0.0
+    while True:
+        seconds = exchange_seconds(device, peers, size)
+        say(f"{name}, {size} bytes: {1e6 * seconds:.4g} us")
+        latency = latency or seconds
+        long_enough = seconds - latency > LONG_ENOUGH or size * GROWTH > MAX_BYTES
+        if size > FIRST_BYTES and long_enough:
+            return latency, rate_of(size, before, seconds), size
+        before = seconds
+        size *= GROWTH
+
+
+def rate_of(size: int, smaller_seconds: float, larger_seconds: float) -> float:
+    """Return the bytes per second from the times of a size and of the one before it.
+
+    Their difference has no latency. It is most of the time of so large a message: if less than half
+    is left, the smaller exchange was disturbed, and half the time counts.
+    """
+    seconds = max(larger_seconds - smaller_seconds, larger_seconds / 2, 1e-9)
+    return (size - size // GROWTH) / seconds

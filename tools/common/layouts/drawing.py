@@ -1,0 +1,100 @@
+"""The rank of each token, and of each (query, key) pair by round, to draw."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.attention import CAUSAL, FULL
+from parallel.context import ContextError, Plan, make_plan
+from parallel.context.layout import Window
+
+PLAIN = ("ring", "striped", "zigzag", "allgather")
+PACKED = ("ring", "striped", "zigzag", "exchange")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Drawing of one method; S is the padded length, P the number of ranks."""
+
+    plan: Plan
+    owners: np.ndarray
+    """Rank of each token: int ``[S]``."""
+    rounds: tuple[np.ndarray, ...]
+    """Rank that computes each (query, key) pair in that round, -1 for none: int ``[S, S]``."""
+    work: np.ndarray
+    """Pairs by round and rank: int ``[rounds, P]``."""
+
+    @property
+    def in_step(self) -> bool:
+        """True if all ranks go from round to round together, as when all KV is passed on."""
+        return not self.plan.sparse
+
+    @property
+    def slowest(self) -> int:
+        """Pairs that decide the time: the slowest rank's, of each round if ranks go in step."""
+        if self.in_step:
+            return int(self.work.max(axis=1).sum())
+        return int(self.work.sum(axis=0).max())
+
+    @property
+    def rows(self) -> int:
+        """Rows of KV that all ranks send in a forward."""
+        sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "element_size": 1}
+        costs = [self.plan.cost(rank, **sizes).forward.total for rank in range(self.plan.size)]
+        return sum(costs) // 2  # k and v
+
+    @property
+    def even(self) -> float:
+        """Pairs of each rank if the work were divided evenly."""
+        return float(self.work.sum() / self.work.shape[1])
+
+
+def drawing(
+    method: str,
+    seq_length: int,
+    size: int,
+    causal: bool = True,
+    documents: tuple[int, ...] | None = None,
+    window: Window | None = None,
+) -> Drawing:
+    """Compute the drawing of a method; documents and window as for ``make_plan``.
+
+    Raises ContextError: as ``make_plan``, and for a method that splits heads.
+    """
+    plan = make_plan(
+        method, seq_len=seq_length, size=size, causal=causal, documents=documents, window=window
+    )
+    if plan.geometry.ulysses_degree > 1:
+        raise ContextError(
+            f"method {method} splits heads: every rank computes every pair, and none has a colour"
+        )
+
+    owners = np.empty(plan.padded_len, dtype=int)
+    for rank in range(size):
+        owners[plan.positions(rank).numpy()] = rank
+
+    num_rounds = len(plan.rounds(0))
+    rounds = [np.full((plan.padded_len, plan.padded_len), -1) for _ in range(num_rounds)]
+    work = np.empty((num_rounds, size), dtype=int)
+    for rank in range(size):
+        for index, step in enumerate(plan.rounds(rank)):
+            _mark_pairs(rounds[index], plan, rank, index)
+            work[index, rank] = step.pairs
+
+    return Drawing(plan, owners, tuple(rounds), work)
+
+
+def _mark_pairs(computed: np.ndarray, plan: Plan, rank: int, index: int) -> None:
+    """Write a rank into the (query, key) pairs that it computes in a round."""
+    step = plan.rounds(rank)[index]
+    queries = plan.positions(rank).numpy()
+    keys = np.sort(np.concatenate([plan.positions(source).numpy() for source in step.holds]))
+    for tile in step.tiles:
+        visible = np.ones((tile.q.stop - tile.q.start, tile.k.stop - tile.k.start), dtype=bool)
+        if tile.kind == CAUSAL:
+            visible = np.tril(visible)
+        elif tile.kind != FULL:
+            visible = np.triu(visible)
+
+        rows, columns = np.nonzero(visible)
+        computed[queries[tile.q][rows], keys[tile.k][columns]] = rank

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.chat.conversations import NAMED
+from data.chat.rows import conversation_of_turns
 from data.chat.template import ChatTemplate
 from data.chat.turns import Turn
 from data.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -277,7 +278,7 @@ def _question(
     assert template is not None
     assert isinstance(tokenizer, HuggingFaceTokenizer)  # or there would be no template
     from_user = [turn for turn in turns if turn["role"] != "assistant"]
-    template.refuse_spelled(tokenizer, said(from_user))
+    template.refuse_spelled(tokenizer, conversation_of_turns(from_user))
     return tokenizer.tokenize_special(template.render(turns, prompt=True))[0]
 
 

@@ -221,12 +221,8 @@ class LinearCore(nn.Module):
         refuse_mask(mask)
         count = states.count  # of the T tokens, the rest is padding
         if states.shared:
-<<<<<<< HEAD
-            state = state_after(k[:, :count], v[:, :count], log_decay, states.left)
+            state = state_after(k[:, :count], v[:, :count], log_decay, states.remaining_tokens)
             states.layers[layer] = states.total(state)
-=======
-            states.layers[layer] = states.total(state_after(own_k, own_v, log_decay, states.remaining_tokens))
->>>>>>> s51-kern
             return self.attend(q, k, v, log_decay)
 
         out, states.layers[layer] = linear_attention(

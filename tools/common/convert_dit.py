@@ -13,7 +13,7 @@ from train.config.derive import IMPORTED
 from train.config.diffusion import load_config
 from train.config.entries import DiTRunConfig
 from train.config.flags import write_toml
-from train.resume import AVERAGED
+from train.resume.settings import AVERAGED
 
 
 def import_dit(source: Path, run: Path) -> str:

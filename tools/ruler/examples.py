@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import ClassVar, Literal
 
-from data.chat.rows import Turn
+from data.chat.turns import Turn
 from runtime.errors import DataError, UserError, at_least, require
 from tools.ruler.prompts import Prompts, answer_of, fill
 from tools.ruler.tasks import TASKS, Question, RulerCase, Sources

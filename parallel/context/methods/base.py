@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from kernels.blocks import Tile
 from parallel.context.layout import LAYOUTS, ContextError
+from runtime.errors import divisors
 
 Ranks = Any
 """A rank, or an array of ranks: methods use arithmetic only, so that one call computes all ranks.
@@ -73,6 +74,7 @@ class Method:
     """Layouts to choose from; a single one if it defines the method."""
     teams: bool = False
     nodes: bool = False
+    """True if the rounds depend on nodes of equally many ranks."""
     needed_only: bool = False
     """True if only rows that a query sees travel under any mask; otherwise under packed documents
     and windows.
@@ -127,6 +129,12 @@ class Method:
             raise ContextError(
                 f"method {self.name} has no teams and context_parallel_team_size is "
                 f"{shape.team_size}; use team_size 1, or method wallfacer"
+            )
+        if self.nodes and shape.size % shape.per_node:
+            raise ContextError(
+                f"context_parallel_ranks_per_node makes nodes of {shape.per_node} in {self.name}, "
+                f"which does not divide the {shape.size} ranks (or groups of ulysses_degree "
+                f"ranks); sizes that do: {', '.join(map(str, divisors(shape.size)))}"
             )
 
 

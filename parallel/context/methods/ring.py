@@ -6,7 +6,6 @@ causal mask. Under a causal mask on contiguous blocks, rank r sees r + 1 of P bl
 ring keeps step, every round takes as long as its busiest rank: half of the compute is lost.
 """
 
-from parallel.context.layout import ContextError
 from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, Send, Shape
 
 
@@ -94,13 +93,3 @@ class DoubleRing(BalancedMethod):
                 gradient = Send(next_node, i + node_size)
             rounds.append(Round((owner,), tuple(sends), gradient))
         return rounds
-
-    def check(self, shape: Shape, causal: bool) -> None:
-        super().check(shape, causal)
-        if shape.size % shape.per_node:
-            fitting = [str(n) for n in range(1, shape.size + 1) if shape.size % n == 0]
-            raise ContextError(
-                f"context_parallel_ranks_per_node makes inner rings of {shape.per_node} in "
-                f"double_ring, which does not divide the {shape.size} ranks (or groups of "
-                f"ulysses_degree ranks); sizes that do: {', '.join(fitting)}"
-            )

@@ -248,7 +248,7 @@ def _ordered(
 
     Flags that are only valid together are one step.
     """
-    steps = [FIELDS]
+    steps: list[tuple[str, ...]] = [FIELDS]
     for index, lever in enumerate(ORDER):
         num_before = ORDER[:index].count(lever)
         if num_before < len(lever.fields):

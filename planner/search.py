@@ -216,7 +216,7 @@ def _variants(
     """Yield a method with every Ulysses degree, team size and placement that fits the ranks."""
     method = METHODS[name]
     team_sizes = [1]
-    placements = PLACEMENTS[:1]
+    placements: tuple[str, ...] = PLACEMENTS[:1]
     if method.teams:
         team_sizes = [team for team in range(2, size + 1) if size % team**2 == 0]
         placements = PLACEMENTS

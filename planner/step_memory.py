@@ -164,7 +164,8 @@ def _gradients(
     waiting_bytes = work.element_size * stage.output * trained_share
     num_done = (0, 0, max(0, stage.layers - 2), stage.layers - 1)
     by_moment = [4 * layers * stage.per_layer * trained_share / shards for layers in num_done]
-    return Moments(*by_moment, end=4 * stage.total * trained_share / shards), waiting_bytes
+    at_end = 4 * stage.total * trained_share / shards
+    return Moments._make([*by_moment, at_end]), waiting_bytes
 
 
 def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple[Moments, Moments]:

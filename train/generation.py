@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels.blocks import merged
 from kernels.cache import States
 from model.generate import Choose, DivergedError, Draw, Read, at_ends, check_lengths, write
-from model.parts.attention import Attention, LinearCore
+from model.parts.attention import Attention, HybridAttention, LinearCore
 from model.parts.delta import DeltaAttention
 from model.registry import architecture_of, build_model
 from parallel.context.config import HybridLayout
@@ -279,14 +279,17 @@ class Writer:
             self._contexts[padded_length] = context_of(config, self._mesh.cp.get_group(), like)
 
         cp, attend = self._contexts[padded_length]
+        softmax: Any = attend.softmax if isinstance(attend, HybridAttention) else attend
+        linear: Any = attend.linear if isinstance(attend, HybridAttention) else attend
+        delta: Any = cp.delta
         for layer in self._part.modules():
             if isinstance(layer, DeltaAttention):
-                layer.attend = cp.delta
+                layer.attend = delta
                 layer.convolve = cp.convolve
             elif isinstance(layer, Attention):
-                layer.attend = getattr(attend, "softmax", attend)
+                layer.attend = softmax
             elif isinstance(layer, LinearCore):
-                layer.attend = getattr(attend, "linear", attend)
+                layer.attend = linear
 
         padded_tokens = F.pad(tokens, (0, padded_length - length))
         return cp.shard(padded_tokens, 1), cp.positions[None].to(tokens.device)

@@ -109,8 +109,8 @@ def slots(plan: Plan, sizes: Sizes, moves: Moves, *, gradients: bool) -> list[Se
     sent = []
     for entry in entries:
         columns = np.array(entry, dtype=np.float64).reshape(-1, 4).T
-        ranks, peers, size, count = columns  # [n] each
-        sent.append(Sent(ranks.astype(np.int64), peers.astype(np.int64), size, count))
+        ranks, peers, num_bytes, counts = columns  # [n] each
+        sent.append(Sent(ranks.astype(np.int64), peers.astype(np.int64), num_bytes, counts))
     return sent
 
 

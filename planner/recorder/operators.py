@@ -46,9 +46,10 @@ SHAPES = AttentionKernel(
 
 def _slab_backward(inputs: tuple[Tensor, ...], dout: Tensor, leaving: Tensor, *_: Any) -> Tensor:
     """Allocate the workspace of a delta rule's backward, and return an empty state's gradient."""
-    q, _, v = inputs[:3]
+    q = inputs[0]
+    v = inputs[2]
+    key_heads, key_dim = q.shape[2:]
     batch, tokens, value_heads, value_dim = v.shape
-    _, _, key_heads, key_dim = q.shape
     shape = DeltaShape(key_heads, value_heads, key_dim, value_dim, taps=1)
     leaving.new_empty(shape.workspace(batch, tokens) // 4, dtype=torch.float32)
     return torch.empty_like(leaving)

@@ -223,7 +223,7 @@ def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray
     Returns:
         lengths, int64 [N], and for each kind if it covers the piece, bool [kinds, N].
     """
-    edges = []
+    edges: list[int] = []
     for spans in kinds:
         for span in spans:
             edges += span

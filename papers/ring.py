@@ -114,7 +114,7 @@ def flops() -> list[TableRow]:
             for name, share in KINDS.items():
                 predictions[name] = round(flops_ratio(hidden, length, share), 1)
             published = {"ratio": PRINTED.get((model, multiple))}
-            labels = {"model": model, "context": length}
+            labels: dict[str, str | int] = {"model": model, "context": length}
             table.append(TableRow(labels, published, predictions, "any"))
     return table
 

@@ -131,6 +131,7 @@ class Session:
         A chat template writes its begin token itself. An empty prompt needs a token: the end token,
         which documents follow in training.
         """
+        begin: tuple[int, ...]
         if self.args.chat:
             begin = ()
         else:

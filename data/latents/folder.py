@@ -174,8 +174,12 @@ def _index(folder: Path) -> dict[str, Any]:
     if not isinstance(index, dict) or index.get("version") != 1:
         raise DataError(f"{path} is not an index of version 1; {_WRITE}")
     shape = index.get("shape")
-    is_shape = isinstance(shape, list) and len(shape) in (3, 4)
-    if not is_shape or not all(type(size) is int and size > 0 for size in shape):
+    is_shape = (
+        isinstance(shape, list)
+        and len(shape) in (3, 4)
+        and all(type(size) is int and size > 0 for size in shape)
+    )
+    if not is_shape:
         raise DataError(
             f"{path}: shape is {shape}; it must be [channels, (frames,) height, width]; {_WRITE}"
         )

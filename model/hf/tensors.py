@@ -183,8 +183,11 @@ def _refuse_pickles(folder: Path, names: list[str], single: str) -> None:
 def _read_index(folder: Path) -> dict[str, str]:
     """Return the file of each tensor. Raises UserError for files outside of this folder."""
     index = read_json(folder / INDEX).get("weight_map")
-    is_table = isinstance(index, dict) and index
-    if not is_table or not all(isinstance(file, str) for file in index.values()):
+    if (
+        not isinstance(index, dict)
+        or not index
+        or not all(isinstance(file, str) for file in index.values())
+    ):
         raise UserError(
             f"{folder / INDEX}: weight_map is missing or not a table of file names; "
             "download it again"

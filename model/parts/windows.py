@@ -164,13 +164,12 @@ def _evaluate(node: ast.expr, max_layers: int, pattern: Pattern) -> int | list[i
                 return first + second
             raise ValueError("lists are added to lists, and multiplied by numbers")
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            flags = _evaluate(left, max_layers, pattern)
-            times = _evaluate(right, max_layers, pattern)
-            if isinstance(flags, int):
-                flags, times = times, flags
-            if isinstance(flags, int) or isinstance(times, list):
+            factors = (_evaluate(left, max_layers, pattern), _evaluate(right, max_layers, pattern))
+            lists = [factor for factor in factors if isinstance(factor, list)]
+            numbers = [factor for factor in factors if isinstance(factor, int)]
+            if len(lists) != 1:
                 raise ValueError("lists are added to lists, and multiplied by numbers")
-            if len(flags) * times > max_layers:
+            if len(lists[0]) * numbers[0] > max_layers:
                 raise ValueError(f"it has more than {max_layers} layers")
-            return flags * times
+            return lists[0] * numbers[0]
     raise ValueError("it has more than numbers, lists, + and *")

@@ -181,9 +181,9 @@ def compare(
             "short, give fewer tokens or check the model with fewer layers"
         )
     rounding = max(torch.finfo(x.dtype).eps for x in parameters.values())
-    losses = errors[0].tolist()
+    loss_sharded, loss_alone, loss_float64 = errors[0].tolist()
     rows = _rows_by_module(parameters, errors[1:].tolist())
-    return Report(*losses, max(rounding, 1e-13), rows)
+    return Report(loss_sharded, loss_alone, loss_float64, max(rounding, 1e-13), rows)
 
 
 def _check_comparable(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:

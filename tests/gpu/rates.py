@@ -136,9 +136,7 @@ def kernels_of(
     rows = [_try(f"sdpa at {shape.seq_length}", skipped, peer)]
     if truth:
         for name in BACKENDS[device]:
-            rows.append(
-                _try(f"{name} at {shape.seq_length}", skipped, lambda name=name: ours(name))
-            )  # type: ignore[misc]
+            rows.append(_try(f"{name} at {shape.seq_length}", skipped, partial(ours, name)))
     return [row for row in rows if row is not None]
 
 

@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             is_command = isinstance(action, argparse._SubParsersAction)
             if is_command and message.endswith(f"required: {action.dest}"):
-                message = f"a command is missing; give one of {', '.join(action.choices)}"
+                message = f"a command is missing; give one of {', '.join(action.choices or ())}"
         raise UsageError(f"{message}; --help lists the arguments")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -188,8 +188,8 @@ def _differences(got: MergedRun, want: MergedRun) -> Iterator[Difference]:
     for name in initial:
         yield Difference(f"initial weight {name}", distance("initial", name), 1.0, 0.0)
 
-    outputs = []
-    output_gradients = []
+    outputs: list[Difference] = []
+    output_gradients: list[Difference] = []
     for name, size, largest in furthest_of_modules(got.pieces, want.pieces[0]):
         group = output_gradients if name.startswith(GRADIENT) else outputs
         group.append(Difference(name, size, largest, MODULES))

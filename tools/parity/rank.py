@@ -183,7 +183,7 @@ def _number_patches() -> None:
     def numbered(self: Denoising, batch: Batch) -> Batch:
         """Add the numbers of patches; those of joined samples lie in one row."""
         patches = self._model.num_patches
-        joined = self._sample is not None
+        joined = self._sample_index is not None
         numbers = batch["sample"][:, None] * patches + torch.arange(patches)
         numbers[batch["sample"] < 0] = -1
         if joined:

@@ -90,7 +90,7 @@ def spread_copies(model: Model, optimizer: torch.optim.Optimizer | None) -> None
     DCP reads a name into one tensor, that of the last part. A rank holds two copies if it has the
     first stage of a pipeline and the last, as with virtual stages.
     """
-    loaded = {}
+    loaded: dict[str, nn.Parameter] = {}
     for part in _parts(model):
         loaded.update(part.named_parameters())
 

@@ -82,7 +82,7 @@ class Config(CommonConfig):
 
     @property
     def windows(self) -> tuple[tuple[int, int] | None, ...]:
-        windows = {}  # a set in the order of the layers
+        windows: dict[tuple[int, int] | None, None] = {}  # a set in the order of the layers
         for layer in range(self.model.num_layers):
             if self.model.has_softmax(layer):
                 windows[self.model.window(layer)] = None

@@ -116,9 +116,9 @@ class ConfigField(NamedTuple):
             return False
         if self.choices is not None and value not in self.choices:
             return False
-        if self.base is int:
-            return bool(-(1 << 63) <= value < 1 << 63)
-        return self.base is not float or math.isfinite(value)
+        if isinstance(value, int) and self.base is int:
+            return -(1 << 63) <= value < 1 << 63
+        return not isinstance(value, float) or math.isfinite(value)
 
     def parse(self, text: str) -> Any:
         """Convert a command-line word to the field's type; `none` unsets an optional field."""

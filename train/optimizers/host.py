@@ -77,10 +77,10 @@ class HostAdamW(torch.optim.AdamW):
             state = self.state[p]
             tensors = [p, p.grad] + [state[name] for name in MOMENTS]
             views = [to_local(x).view(-1).split(PIECE) for x in tensors]
-            for weight, gradient, *moments in zip(*views, strict=True):
+            for weight, gradient, *piece_moments in zip(*views, strict=True):
                 if weight.numel():
                     pieces.append(
-                        ParameterPiece(group, state["step"], weight, gradient, tuple(moments))
+                        ParameterPiece(group, state["step"], weight, gradient, tuple(piece_moments))
                     )
         if pieces:
             self._update(pieces)

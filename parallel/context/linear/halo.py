@@ -33,7 +33,7 @@ class HaloRows(NamedTuple):
     """Tokens of the rank, or rows among all its halos."""
 
     @property
-    def count(self) -> int:
+    def num_rows(self) -> int:
         return self.rows.stop - self.rows.start
 
 
@@ -86,7 +86,7 @@ def halo_traffic(plan: Plan, rank: int, taps: int, row: int, *, gradient: bool) 
     traffic = Traffic()
     for part in halo.receives if gradient else halo.sends:
         if part.peer != rank:
-            traffic.p2p[part.peer] += part.count * row
+            traffic.p2p[part.peer] += part.num_rows * row
     return traffic
 
 
@@ -205,7 +205,7 @@ class Convolution:
 
         buffers: list[tuple[int, Tensors]] = []
         for part in receives:
-            buffers.append((part.peer, (x.new_empty(x.shape[0], part.count, x.shape[2]),)))
+            buffers.append((part.peer, (x.new_empty(x.shape[0], part.num_rows, x.shape[2]),)))
         arrivals, sent = self.transport.isend_irecv(outgoing, buffers, far=False)
 
         def wait() -> list[tuple[HaloRows, Tensor]]:

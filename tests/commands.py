@@ -37,25 +37,36 @@ ORDER = (
 )
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:make|python|torchrun|sbatch|squeue|scontrol|export|mkdir|git|pip|\.|\.ci/\w+) "
 NOT_RUN = {
-    r"/path/to|\b(?:PREFIX|FILE|HOST|NAME|JOB|RUN)\b(?!=)": "placeholder: a name of yours stands in it",
+    r"/path/to|\b(?:PREFIX|FILE|HOST|NAME|JOB|RUN)\b(?!=)": (
+        "placeholder: a name of yours stands in it"
+    ),
     r"^make venv|^git clone": "network: it downloads what every other command here already has",
     r"--vae": "network: weights of a VAE",
     r"^make (?:gpu-|nccl-)": "GPU",
-    r"^sbatch|^squeue|^scontrol|SLURM_CONF|tests\.slurm\.cluster": "Slurm: `tests/slurm` runs such, where it is there",
+    r"^sbatch|^squeue|^scontrol|SLURM_CONF|tests\.slurm\.cluster": (
+        "Slurm: `tests/slurm` runs such, where it is there"
+    ),
     r"slurm\.submit(?!.*--dry-run)": "Slurm: `tests/slurm` submits where it is installed",
     r"cuda-stub|tests\.cuda_stub": "another environment: torch's CUDA build, 3 GB",
-    r"^torchrun.* pretrain_\w+\.py.*(?:--bf16|8xh100|dit_xl)": "GPU: a model of billions of parameters",
-    r"llama3_8b(?!\.toml)|Meta-Llama|llama3[/ ]|imagenet|(?<!docs/)images/|sharegpt": "input: a model or data of yours",
+    r"^torchrun.* pretrain_\w+\.py.*(?:--bf16|8xh100|dit_xl)": (
+        "GPU: a model of billions of parameters"
+    ),
+    r"llama3_8b(?!\.toml)|Meta-Llama|llama3[/ ]|imagenet|(?<!docs/)images/|sharegpt": (
+        "input: a model or data of yours"
+    ),
     r"their_adapter|texts/|buffer/|book\.txt| tokenizer\.json": "input: a model or data of yours",
-    r"runs/(?:long|own|books|lora|exported|adapter)\b|--check latents": "input: a run of yours, trained on GPUs",
+    r"runs/(?:long|own|books|lora|exported|adapter)\b|--check latents": (
+        "input: a run of yours, trained on GPUs"
+    ),
     r"^make test": "long: CI runs it",
-    r"^make pretrain.*(?:--train-iters 240|CONFIG=|NPROC=)": "long: `make pretrain` again, with a setting",
+    r"^make pretrain.*(?:--train-iters 240|CONFIG=|NPROC=)": (
+        "long: `make pretrain` again, with a setting"
+    ),
     r"^make (?:finetune|papers|(?:lasp|rl)-table)$|(?<!configs/)runs/finetune|runs/longer|"
-    r"finetune_tiny_512k\.toml.*--profile":
-        "long: by hand, when its figures are made again",
+    r"finetune_tiny_512k\.toml.*--profile": "long: by hand, when its figures are made again",
     r"^make (?:hooks|lock|clean|format)": "it changes the checkout or the environment",
     r"^\. |^export OMP": "shell: what every command here has set",
-}  # fmt: skip
+}
 """Commands that are left out, by what stands in them, and the reason. The first that fits holds."""
 
 
@@ -145,9 +156,16 @@ def run(command: str, folder: Path, limit: float, log: Path | None) -> str:
     }
     begun = time.monotonic()
     with subprocess.Popen(
-        ["bash", "-c", command], cwd=folder, env=os.environ | here, start_new_session=True, text=True, errors="replace",
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as process:  # fmt: skip
+        ["bash", "-c", command],
+        cwd=folder,
+        env=os.environ | here,
+        start_new_session=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
         try:
             said, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -179,8 +197,10 @@ def write_table(path: Path, results: dict[Command, list[str]], left_out: Counter
     """Write a row for each command that can run here, and how many are left out for which reason."""
     ran = sum(result.startswith("ran") for result, _ in results.values())
     head = (
-        f"Commands of README and docs, written by `python -m tests.commands`: of {len(results)} that can run on a\n"
-        f"CPU {ran} ran to status 0 in a scratch copy of the checkout, on a busy machine of 2 cores.\n"
+        f"Commands of README and docs, written by `python -m tests.commands`: of "
+        f"{len(results)} that can run on a\n"
+        f"CPU {ran} ran to status 0 in a scratch copy of the checkout, on a busy machine of 2 "
+        f"cores.\n"
     )
     rows = ([key.page, f"`{key.text}`", *result] for key, result in results.items())
     reasons = ([reason, str(count)] for reason, count in left_out.most_common())

@@ -28,9 +28,11 @@ from train.tasks.language import LanguageTask
 VOCABULARY, LENGTH, ROWS = 1024, 61, 4
 """The length is divisible by no number of ranks."""
 TINY = f"""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --init-method-std 0.1 --seq-length {LENGTH} --device cpu
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --init-method-std 0.1 --seq-length
+    {LENGTH} --device cpu
     --global-batch-size {ROWS} --micro-batch-size 2 --lr 1e-2 --lr-warmup-iters 1 --split 70,30,0
-    --eval-iters 1 --eval-interval 1000 --log-interval 1000 --reset-attention-mask --reset-position-ids
+    --eval-iters 1 --eval-interval 1000 --log-interval 1000 --reset-attention-mask
+    --reset-position-ids
 """.split()
 
 

@@ -11,7 +11,8 @@ from tools.common.training import PEAK
 from train.callbacks.metrics import METRICS, read_metrics
 
 TINY = """
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --seq-length 256 --device cpu
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --seq-length 256
+    --device cpu
     --global-batch-size 4 --micro-batch-size 1 --lr 1e-3 --lr-warmup-iters 1
     --eval-iters 1 --eval-interval 1000 --log-interval 1000
 """.split()
@@ -39,8 +40,10 @@ def on_rank(rank, world_size, arguments):
 
 
 DIT = """
-    --latent-shape 1 8 8 --patch-size 2 --num-classes 10 --num-layers 4 --hidden-size 32 --num-attention-heads 4
-    --device cpu --global-batch-size 8 --micro-batch-size 2 --lr 1e-3 --eval-iters 1 --eval-interval 1000
+    --latent-shape 1 8 8 --patch-size 2 --num-classes 10 --num-layers 4 --hidden-size 32
+    --num-attention-heads 4
+    --device cpu --global-batch-size 8 --micro-batch-size 2 --lr 1e-3 --eval-iters 1 --eval-interval
+    1000
     --log-interval 1000 --ema-decay 0.9 --samples-per-class 0
 """.split()
 

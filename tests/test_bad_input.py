@@ -24,7 +24,10 @@ from train.callbacks.metrics import METRICS
 
 DOCUMENTS, LENGTH = 40, 60
 SMALL = ("--seq-length", "32", "--global-batch-size", "2", "--train-iters", "2")
-LASP = "--model-type transnormer --num-query-groups none --context-parallel-size 2 --context-parallel-method lasp"
+LASP = (
+    "--model-type transnormer --num-query-groups none --context-parallel-size 2 "
+    "--context-parallel-method lasp"
+)
 DIVERGING = "--lr 1e38 --clip-grad 0 --train-iters 30 --lr-decay-style constant"
 
 

@@ -60,7 +60,10 @@ def test_commands_run_fail_end_at_the_limit_or_have_a_reason(tmp_path, monkeypat
     [
         ("make pretrain", None),
         (
-            "python -m slurm.submit --dry-run --nodes 4 pretrain_gpt.py --bf16 --save runs/long_run",
+            (
+                "python -m slurm.submit --dry-run --nodes 4 pretrain_gpt.py --bf16 --save "
+                "runs/long_run"
+            ),
             None,
         ),
         ("torchrun --nproc-per-node 8 pretrain_gpt.py --bf16", "GPU"),

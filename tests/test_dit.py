@@ -165,7 +165,8 @@ BAD = {
     "--num-classes 5": ("num_classes 5", "label"),
     "--objective rectified_flow --learn-sigma": ("learn_sigma", "rectified_flow"),
     "--ema-decay 1": ("ema_decay is 1",),
-    "--pipeline-model-parallel-size 2 --micro-batch-size 1 --num-virtual-stages-per-pipeline-rank 2 "
+    "--pipeline-model-parallel-size 2 --micro-batch-size 1 "
+    "--num-virtual-stages-per-pipeline-rank 2 "
     "--pipeline-schedule InterleavedZeroBubble": ("InterleavedZeroBubble", "use Interleaved1F1B"),
     "--loss-chunk-size 8": ("loss_chunk_size is 8", "leave it out"),
     "--context-parallel-method striped --context-parallel-size 2": ("striped", "ring"),

@@ -16,9 +16,12 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`]+)`")
 # Of pip, torchrun, Slurm, unshare and nsenter.
 OTHERS_FLAGS = """
-    --extra-index-url --standalone --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --signals-to-handle
-    --shutdown-timeout --gpus-per-task --requeue --signal --batch --reservation --test-only --gres --cpus-per-task
-    --kill-on-invalid-dep --export --distribution --cpu-bind --gpu-bind --numa-binding --local-dir --exclude --include
+    --extra-index-url --standalone --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint
+    --signals-to-handle
+    --shutdown-timeout --gpus-per-task --requeue --signal --batch --reservation --test-only --gres
+    --cpus-per-task
+    --kill-on-invalid-dep --export --distribution --cpu-bind --gpu-bind --numa-binding --local-dir
+    --exclude --include
     --ntasks-per-node --user --map-root-user --net --target
 """.split()
 
@@ -297,7 +300,9 @@ def test_what_is_wrong_is_seen(tmp_path, check, text):
         "configs/some.toml": "",
         "docs/README.md": "# One\n\n[some](some.md), [commands](reference/commands.md)\n",
         "docs/reference/commands.md": "`make some`",
-        "docs/some.md": "[the index](README.md#one), `make some`, `python -m tools.some --some 1 --no-other`\n",
+        "docs/some.md": (
+            "[the index](README.md#one), `make some`, `python -m tools.some --some 1 --no-other`\n"
+        ),
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(content)

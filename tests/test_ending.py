@@ -224,9 +224,9 @@ def test_a_stopped_rank_is_named_all_stacks_are_written_nothing_is_left_and_no_s
     host = socket.gethostname()
     (line,) = (line for line in said.splitlines() if line.startswith("hung: "))
     assert (
-        f"s; rank {stopped} on {host} did not answer: stopped, hanging or lost; rank {1 - stopped} on "
-        in line
-    )
+        f"s; rank {stopped} on {host} did not answer: stopped, hanging or lost; rank "
+        f"{1 - stopped} on "
+    ) in line
     assert line == (save / FOLDER / "report.txt").read_text().strip()
     assert (save / EXCLUDE).read_text() == f"{host}\n"
     for rank in (0, 1):

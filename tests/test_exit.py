@@ -61,7 +61,10 @@ END
 """
 SOURCES = {
     "plain": "pass\n",
-    "broken": "import train.run\ndef main(argv):\n    raise RuntimeError('broken')\ntrain.run.run_entry(main)\n",
+    "broken": (
+        "import train.run\ndef main(argv):\n    raise "
+        "RuntimeError('broken')\ntrain.run.run_entry(main)\n"
+    ),
     "left": LEFT.replace("END", "run_entry(main)"),
     "left_to_python": LEFT.replace("END", "sys.exit(exit_status(main, []))"),
 }
@@ -160,8 +163,10 @@ def test_streams_that_are_closed_or_full(redirection, status):
 
 
 LAZY = """
-    PIL datasets diffusers matplotlib megatron sentencepiece sklearn tensorboard tokenizers torch._dynamo
-    torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.pipelining torch.distributed.tensor
+    PIL datasets diffusers matplotlib megatron sentencepiece sklearn tensorboard tokenizers
+    torch._dynamo
+    torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.pipelining
+    torch.distributed.tensor
     transformers wandb
 """.split()
 READING = """

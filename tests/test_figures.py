@@ -49,8 +49,12 @@ ALLOWED = {
         "6e-8": "the difference of losses that have 8 digits in the file",
     },
     "papers.md": {
-        "12.8 18.6": "differences of returns in standard errors, which papers.trajectories.attempts prints",
-        "1,000 12.6 23.9 72.1": "steps of the paper's trajectories, and predictions that papers.ring prints",
+        "12.8 18.6": (
+            "differences of returns in standard errors, which papers.trajectories.attempts prints"
+        ),
+        (
+            "1,000 12.6 23.9 72.1"
+        ): "steps of the paper's trajectories, and predictions that papers.ring prints",
         "114.33 19.9": "the paper's own",
         "162.6": "the paper's own, which papers.ring predicts",
         "0.29 5.2e-7": "differences of losses, which papers.convergence prints",
@@ -68,7 +72,9 @@ ALLOWED = {
         "1.38": "a paper's",
         "1.31": "a version",
         "1.183 1.193 1.197 1.207 1.231 10.9 13.3 27.1 28.4": "medians that the page alone keeps",
-        "1.084 1.067 1.104 1.098 1.078 1.118 1.037 1.079 1.076 1.048 1.107": "an idle run that it alone keeps",
+        (
+            "1.084 1.067 1.104 1.098 1.078 1.118 1.037 1.079 1.076 1.048 1.107"
+        ): "an idle run that it alone keeps",
         "1.163 1.205 1.211 1.218": "and another one",
     },
 }

@@ -33,9 +33,16 @@ def imported(default_data, tmp_path_factory):
     """A Qwen3 with random weights in bfloat16, imported twice."""
     folder = tmp_path_factory.mktemp("imported")
     config = model_config(
-        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=24, qk_layernorm=True,
-        vocab_size=load_tokenizer(f"{default_data}.model").vocab_size, rotary_base=5000.0, init_method_std=0.1,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=24,
+        qk_layernorm=True,
+        vocab_size=load_tokenizer(f"{default_data}.model").vocab_size,
+        rotary_base=5000.0,
+        init_method_std=0.1,
+    )
     model = build_model(config)
     model.init_weights(7)
     save_hf(

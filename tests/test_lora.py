@@ -34,20 +34,40 @@ SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_si
 KINDS = {
     "llama": model_config(**SHAPE, num_query_groups=2),
     "smollm3": model_config(
-        **SHAPE, model_type="smollm3", num_query_groups=2, no_rope_freq="2", untie_embeddings_and_output_weights=False
+        **SHAPE,
+        model_type="smollm3",
+        num_query_groups=2,
+        no_rope_freq="2",
+        untie_embeddings_and_output_weights=False,
     ),
     "granite": model_config(
-        **SHAPE, model_type="granite", num_query_groups=2, embedding_multiplier=3.0, attention_multiplier=0.2,
-        residual_multiplier=0.4, logits_scaling=1.5, untie_embeddings_and_output_weights=False,
+        **SHAPE,
+        model_type="granite",
+        num_query_groups=2,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=1.5,
+        untie_embeddings_and_output_weights=False,
     ),
     "gpt": model_config(
-        **SHAPE, model_type="gpt", max_position_embeddings=128, untie_embeddings_and_output_weights=False
+        **SHAPE,
+        model_type="gpt",
+        max_position_embeddings=128,
+        untie_embeddings_and_output_weights=False,
     ),
     "qwen3_5": model_config(
-        **SHAPE, model_type="qwen3_5", num_query_groups=2, kv_channels=24, rotary_percent=0.5, softmax_every=2,
-        linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12,
+        **SHAPE,
+        model_type="qwen3_5",
+        num_query_groups=2,
+        kv_channels=24,
+        rotary_percent=0.5,
+        softmax_every=2,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=12,
     ),
-}  # fmt: skip
+}
 LORA = ("--lora-rank", "4", "--lora-alpha", "6", "--micro-batch-size", "2", "--vocab-size", "4099")
 BOUND = 1e-5
 

@@ -36,7 +36,10 @@ from train.tasks.language import LanguageTask
 
 WINDOWS = "--window-size 9,0 --softmax-type learnable"
 LOCAL = "--window-size 9,0 --window-attn-skip-freq 2 --rotary-base-local 90"
-FACTORS = "--embedding-multiplier 3 --attention-multiplier 0.2 --residual-multiplier 0.4 --logits-scaling 1.5"
+FACTORS = (
+    "--embedding-multiplier 3 --attention-multiplier 0.2 --residual-multiplier 0.4 "
+    "--logits-scaling 1.5"
+)
 KINDS = {
     "llama": "",
     "windows": f"--window-attn-skip-freq 2 {WINDOWS}",
@@ -49,7 +52,9 @@ KINDS = {
     "hybrid": "--model-type transnormer --softmax-every 2",
     "hybrid_windows": f"--model-type transnormer --softmax-every 2 {WINDOWS}",
     "linear": "--model-type linear_transformer",
-    "delta": "--model-type qwen3_5 --softmax-every 2 --linear-num-key-heads 2 --linear-num-value-heads 4",
+    "delta": (
+        "--model-type qwen3_5 --softmax-every 2 --linear-num-key-heads 2 --linear-num-value-heads 4"
+    ),
     "olmo": "--model-type olmo_hybrid --softmax-every 2 --linear-value-head-dim 12",
     "kda": "--model-type olmo_hybrid --softmax-every 2 --linear-gate per_channel",
     "deep": "--model-type gpt --max-position-embeddings 61 --num-layers 4",

@@ -56,7 +56,11 @@ def test_one_of_two_processes_goes_on_and_then_both(default_data, tmp_path, caps
         "--exit-interval",
         "2",
     )
-    line = "resized from 2 to 1 process: pipeline 1 x data 1 x context 1 x tensor 1, 1 micro-batch of 2 for "
+    line = (
+        "resized from 2 to 1 process: pipeline 1 x data 1 x context 1 x tensor 1, 1 "
+        "micro-batch "
+        "of 2 for "
+    )
     assert f"{line}global_batch_size 2; predicted to take " in (said := capsys.readouterr().out)
     assert "note: " not in said
     kept = load_config(save / "config.toml")

@@ -117,13 +117,13 @@ def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(
     assert [record["learning_rate"] for record in longer[2:]] == [1e-4] * 3
     said = capsys.readouterr().out
     assert (
-        "note: lr at iteration 4 is 1.000000E-04 by the checkpoint's schedule (1.000000E-04 after iteration"
-        in said
-    )
+        "note: lr at iteration 4 is 1.000000E-04 by the checkpoint's schedule (1.000000E-04 "
+        "after iteration"
+    ) in said
     assert (
-        " and 2.318019E-04 by this configuration's (lr_decay_iters was 3 and is 5): the checkpoint's is kept"
-        in said
-    )
+        " and 2.318019E-04 by this configuration's (lr_decay_iters was 3 and is 5): the "
+        "checkpoint's is kept"
+    ) in said
     assert "note: weight_decay was 0.1 and is 0.0; --weight-decay 0.1 keeps it\n" in said
     assert said.count("note:") == 2
     written = str(tmp_path / "run" / "config.toml")

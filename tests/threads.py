@@ -53,7 +53,8 @@ class Mail:
                 lambda: (channel, number) in self._arrived or self.failed, PATIENCE
             ):
                 raise TimeoutError(
-                    f"rank {channel[1]} waited for message {number} of rank {channel[0]} ({channel[2]})"
+                    f"rank {channel[1]} waited for message {number} of rank {channel[0]} "
+                    f"({channel[2]})"
                 )
             if self.failed:
                 raise TimeoutError(f"rank {channel[1]} stops, since another rank failed")

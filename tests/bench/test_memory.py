@@ -8,7 +8,11 @@ import torch
 from bench import memory
 from bench.memory import CASES, OFFLOAD, POLICIES, command, compare, configured, lines_of, main
 
-SMALL = "--hidden-size 64 --num-attention-heads 4 --seq-length 256 --vocab-size 1024 --num-layers 3 --device cpu"
+SMALL = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 256 --vocab-size 1024 "
+    "--num-layers 3 "
+    "--device cpu"
+)
 without_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tells what happens without a GPU"
 )

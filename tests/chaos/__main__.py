@@ -49,11 +49,13 @@ EXACT = (
 ON_ANY_RANK = ("shard", "asynchronous shard", "asynchronous staging", "fsync", "random")
 LAST, RANKS, PATIENCE, ORPHANED = 40, 4, 900.0, 5.0
 FLAGS = f"""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --device cpu --global-batch-size 4 --lr 1e-3
+    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --device cpu
+    --global-batch-size 4 --lr 1e-3
     --micro-batch-size 1 --eval-iters 0 --save-interval 2 --keep-last 1 --train-iters {LAST}
 """.split()
 LAUNCH = """
-    -m torch.distributed.run --standalone --nproc-per-node 4 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+    -m torch.distributed.run --standalone --nproc-per-node 4 --signals-to-handle
+    SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
     --shutdown-timeout 300 -m tests.chaos.victim
 """.split()
 KILL, SIGNAL, STARTED, END = "SIGKILL", "signal", "runs into one folder", "end of a run"
@@ -294,7 +296,10 @@ def table(rows: list[Row]) -> str:
     text = TITLE
     for place, group in sorted(groups.items()):
         gone = max((row["gone"] for row in group if "gone" in row), default="")
-        text += f"| {' | '.join(place)} | {len(group)} | {sum(bool(row['wrong']) for row in group)} | {gone} |\n"
+        text += (
+            f"| {' | '.join(place)} | {len(group)} | "
+            f"{sum(bool(row['wrong']) for row in group)} | {gone} |\n"
+        )
     wrong = [f"* {row['what']}, {row['where']}: {row['wrong']}\n" for row in rows if row["wrong"]]
     return text + "\n" * bool(wrong) + "".join(wrong)
 
@@ -319,7 +324,8 @@ def main(argv: list[str] | None = None) -> int:
             said = ended(*start(whole, plan := {"hook": ""}, ranks), plan)
             if newest(whole) != LAST:
                 raise UserError(
-                    f"the undisturbed run of {ranks} did not reach its end; look at it: {said[-300:]}"
+                    f"the undisturbed run of {ranks} did not reach its end; look at it: "
+                    f"{said[-300:]}"
                 )
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     wanted, begun, before = (

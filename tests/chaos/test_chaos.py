@@ -66,7 +66,10 @@ def test_half_of_the_kills_are_at_hooks_and_all_hooks_are_drawn():
 
 def test_what_hangs_is_killed_with_its_sessions_and_a_wrong_row(tmp_path, monkeypatch):
     plan = {"trial": str(tmp_path)}
-    code = "import subprocess as s; print('begun', flush=True); s.run(['sleep', '600'], start_new_session=True)"
+    code = (
+        "import subprocess as s; print('begun', flush=True); s.run(['sleep', '600'], "
+        "start_new_session=True)"
+    )
     with (tmp_path / "out").open("w+") as out:
         process = subprocess.Popen(
             [sys.executable, "-c", code], env=os.environ | {victim.PLAN: mark(plan)}, stdout=out

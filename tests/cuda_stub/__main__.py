@@ -43,11 +43,13 @@ def check_machine() -> None:
     cuda = torch.version.cuda
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise UserError(
-            f"this is {sys.platform} on {platform.machine()}; the stub is made for Linux on x86_64 alone"
+            f"this is {sys.platform} on {platform.machine()}; the stub is made for Linux on "
+            f"x86_64 alone"
         )
     if GPU.exists():
         raise UserError(
-            f"this machine has a GPU ({GPU} is there), which the stub would hide; run the command itself"
+            f"this machine has a GPU ({GPU} is there), which the stub would hide; run the "
+            f"command itself"
         )
     if cuda is None or cuda.partition(".")[0] != "13":
         has = "no CUDA" if cuda is None else f"CUDA {cuda}"
@@ -55,7 +57,8 @@ def check_machine() -> None:
         raise UserError(f"torch {torch.__version__} has {has}, and the stub needs CUDA 13; {fix}")
     if missing := [name for name in ("gcc", "nm") if shutil.which(name) is None]:
         raise UserError(
-            f"{missing[0]} is not installed, which the stub is built with (Debian: apt-get install gcc)"
+            f"{missing[0]} is not installed, which the stub is built with (Debian: apt-get "
+            f"install gcc)"
         )
 
 

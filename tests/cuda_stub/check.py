@@ -42,9 +42,16 @@ MOST_ERROR = 0.05
 LIMIT = 300.0
 CLUSTER = "configs/clusters/h100_pod.toml"
 LATENT = (4, 128, 128)
-SHAPE = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --micro-batch-size 1 --device cuda --bf16 "
+SHAPE = (
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --micro-batch-size 1 --device "
+    "cuda --bf16 "
+)
 TEXT = SHAPE + "--mock-data --vocab-size 32000 --seq-length 16384 --model-type "
-DATA = "--data-path {folder}/text --tokenizer-model {folder}/text.model --split 1,0,0 --seq-length 16384 "
+DATA = (
+    "--data-path {folder}/text --tokenizer-model {folder}/text.model --split 1,0,0 "
+    "--seq-length "
+    "16384 "
+)
 MODELS = {
     "llama": TEXT + "llama",
     "large": TEXT + "llama --num-layers 8 --hidden-size 2048 --num-attention-heads 16",

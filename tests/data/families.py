@@ -214,9 +214,16 @@ def llama_3(folder):
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     return write(
-        folder, "bytes", tokens, config, "llama", split=by_pattern(LLAMA_3), begin="<|begin_of_text|>",
-        more={"ignore_merges": True}, generation_config={"eos_token_id": [1201, 1203]},
-    )  # fmt: skip
+        folder,
+        "bytes",
+        tokens,
+        config,
+        "llama",
+        split=by_pattern(LLAMA_3),
+        begin="<|begin_of_text|>",
+        more={"ignore_merges": True},
+        generation_config={"eos_token_id": [1201, 1203]},
+    )
 
 
 def mistral_1(folder):
@@ -299,10 +306,13 @@ def qwen_3_5(folder):
 def gemma_3(folder):
     names = ("<pad>", "<eos>", "<bos>", "<unk>")
     tokens = [
-        *(added(text) for text in names), added("<mask>", special=False),
+        *(added(text) for text in names),
+        added("<mask>", special=False),
         *(added(text, special=False) for text in ("\n\n", "\n\n\n", "▁▁", "▁▁▁")),
-        added("<start_of_turn>"), added("<end_of_turn>"), added("<image_soft_token>"),
-    ]  # fmt: skip
+        added("<start_of_turn>"),
+        added("<end_of_turn>"),
+        added("<image_soft_token>"),
+    ]
     config = {
         "tokenizer_class": "GemmaTokenizer",
         "bos_token": "<bos>",
@@ -311,9 +321,15 @@ def gemma_3(folder):
     }
     config |= {"unk_token": "<unk>", "add_bos_token": True, "image_token": "<image_soft_token>"}
     path = write(
-        folder, "gemma", tokens, config, "gemma3_text", normalizer=normalizers.Replace(" ", "▁"), begin="<bos>",
+        folder,
+        "gemma",
+        tokens,
+        config,
+        "gemma3_text",
+        normalizer=normalizers.Replace(" ", "▁"),
+        begin="<bos>",
         split=pre_tokenizers.Split(" ", "merged_with_previous"),
-    )  # fmt: skip
+    )
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config | {"added_tokens_decoder": decoder_of(path)})
     )
@@ -435,10 +451,40 @@ def texts(path, count=200):
     """
     names = [entry["content"] for entry in json.loads(path.read_text())["added_tokens"]]
     pieces = [
-        "def f(x):\n    return x ** 2\n", "Straße", "naïve", "e\u0301", "日本語", "🙂", "привет", "12345", " 7 ",
-        "3.14", "don't", "DON'T", "\t", "\n", "\n\n", "   ", " ", "▁", "<0x41>", "\u00a0", "\u2028", "ﬁ", "नमस्ते",
-        "a" * 40, "<|", "|>", "</", "\r\n", "hello", " world", "<|im_end", "s>", "\ufeff",
-    ]  # fmt: skip
+        "def f(x):\n    return x ** 2\n",
+        "Straße",
+        "naïve",
+        "e\u0301",
+        "日本語",
+        "🙂",
+        "привет",
+        "12345",
+        " 7 ",
+        "3.14",
+        "don't",
+        "DON'T",
+        "\t",
+        "\n",
+        "\n\n",
+        "   ",
+        " ",
+        "▁",
+        "<0x41>",
+        "\u00a0",
+        "\u2028",
+        "ﬁ",
+        "नमस्ते",
+        "a" * 40,
+        "<|",
+        "|>",
+        "</",
+        "\r\n",
+        "hello",
+        " world",
+        "<|im_end",
+        "s>",
+        "\ufeff",
+    ]
     draw = random.Random(0)
     made = [
         "",

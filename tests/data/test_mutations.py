@@ -168,12 +168,26 @@ SHARD = {"latents": "a.npy", "labels": "b.npy", "samples": 3}
 @pytest.mark.parametrize(
     "index",
     [
-        3, [], INDEX, INDEX | {"shards": [3]}, INDEX | {"shards": {}}, INDEX | {"shards": [SHARD], "version": "1"},
-        *(INDEX | {"shards": [SHARD | {"samples": value}]} for value in (-1, 0, 1 << 70, 3.0, "3", None, True, [3])),
-        *(INDEX | {"shards": [SHARD], "shape": value} for value in (3, [1], [1, 2, -2], [1, 2, 1 << 70], [1, 2, "2"])),
-        *(INDEX | {"shards": [SHARD | {"labels": value}]} for value in ("../b.npy", 3, None, "none.npy", "pipe.npy")),
+        3,
+        [],
+        INDEX,
+        INDEX | {"shards": [3]},
+        INDEX | {"shards": {}},
+        INDEX | {"shards": [SHARD], "version": "1"},
+        *(
+            INDEX | {"shards": [SHARD | {"samples": value}]}
+            for value in (-1, 0, 1 << 70, 3.0, "3", None, True, [3])
+        ),
+        *(
+            INDEX | {"shards": [SHARD], "shape": value}
+            for value in (3, [1], [1, 2, -2], [1, 2, 1 << 70], [1, 2, "2"])
+        ),
+        *(
+            INDEX | {"shards": [SHARD | {"labels": value}]}
+            for value in ("../b.npy", 3, None, "none.npy", "pipe.npy")
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_index_of_latents_of_other_content(index, tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((3, 1, 2, 2), np.float32))
     np.save(tmp_path / "b.npy", np.zeros(3, np.int64))

@@ -143,9 +143,15 @@ def test_a_sentencepiece_model_adds_what_the_file_beside_it_says(settings, befor
 
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["some text of a few words, and some more"] * 50),
-        model_prefix=str(tmp_path / "t"), vocab_size=300, model_type="bpe", byte_fallback=True,
-        bos_id=1, eos_id=2, minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
+        model_prefix=str(tmp_path / "t"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        bos_id=1,
+        eos_id=2,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = load_tokenizer(tmp_path / "t.model")
     assert (tokenizer.before, tokenizer.after) == ((1,) * before, (2,) * after)

@@ -284,21 +284,37 @@ def told_of_dropped_characters(folder):
 
 
 TABLE = [
-    ("LLaMA 2's sentences: normalizer of tokenizer.json beside class LlamaTokenizer", alike(llama_2)),
+    (
+        "LLaMA 2's sentences: normalizer of tokenizer.json beside class LlamaTokenizer",
+        alike(llama_2),
+    ),
     ("`legacy` true or false", alike_to("LLaMA 2, legacy")),
     ("`add_prefix_space` true or false", alike_to("LLaMA 2, add_prefix_space false")),
-    ("`add_bos_token` beside a tokenizer.json, which has the last word", alike_to("LLaMA 2, add_bos_token false")),
+    (
+        "`add_bos_token` beside a tokenizer.json, which has the last word",
+        alike_to("LLaMA 2, add_bos_token false"),
+    ),
     ("a class that builds itself, such as Qwen2Tokenizer", alike(qwen_2)),
-    ("a class that the model's type overrides", alike_to("Qwen 2, of class PreTrainedTokenizerFast")),
-    ("`added_tokens_decoder` with other flags than tokenizer.json",
-     alike_to("SmolLM 2, tokens with lstrip by tokenizer_config.json")),
+    (
+        "a class that the model's type overrides",
+        alike_to("Qwen 2, of class PreTrainedTokenizerFast"),
+    ),
+    (
+        "`added_tokens_decoder` with other flags than tokenizer.json",
+        alike_to("SmolLM 2, tokens with lstrip by tokenizer_config.json"),
+    ),
     ("tokens with `rstrip` or `lstrip`, in text", alike(FAMILIES["Phi-4"])),
     ("tokens with `rstrip` around turns: masks", learned_end),
     ("tokens with `single_word` or `normalized`", alike_to("Phi-4, tokens that are single words")),
-    ("special tokens named in special_tokens_map.json alone",
-     alike_to("LLaMA 2, names in special_tokens_map.json alone")),
+    (
+        "special tokens named in special_tokens_map.json alone",
+        alike_to("LLaMA 2, names in special_tokens_map.json alone"),
+    ),
     ("tokens in added_tokens.json", alike_to("GPT-2, tokens in added_tokens.json")),
-    ("an end token that only tokenizer_config.json names", alike_to("Qwen 3, end token in no tokenizer.json")),
+    (
+        "an end token that only tokenizer_config.json names",
+        alike_to("Qwen 3, end token in no tokenizer.json"),
+    ),
     ("a pad token added to the vocabulary", alike_to("LLaMA 2, a pad token added")),
     ("more entries than the model has", told_of_more_entries),
     ("characters that a BPE has no token for, nor an unknown one", told_of_dropped_characters),
@@ -306,40 +322,103 @@ TABLE = [
     ("a tokenizer that has a begin token and does not put it", begun(smollm_2, False)),
     ("the same with `--add-bos-token always`", begun(smollm_2, True, add_bos_token="always")),
     ("`--add-bos-token never`", begun(llama_3, False, add_bos_token="never")),
-    ("`--add-bos-token always` without a begin token",
-     refused(qwen_3, "add_bos_token is always", lambda path: text_prepared(path, add_bos_token="always"))),
+    (
+        "`--add-bos-token always` without a begin token",
+        refused(
+            qwen_3,
+            "add_bos_token is always",
+            lambda path: text_prepared(path, add_bos_token="always"),
+        ),
+    ),
     ("documents prepared before they had begin tokens", told_of_older_data),
     ("a tokenizer that puts an end token last: one end a document", ends_once),
     ("a special token in a document", a_document_with("<|im_start|>", qwen_3)),
-    ("an end token whose entry has `special` false, in a document", a_document_with("<|im_end|>", plain_ends)),
-    ("the same in a turn", refused(plain_ends, "'<.im_end.>' in its content", chat_of("a<|im_end|>b"))),
-    ("a token that begins a turn, `special` false, in a turn",
-     refused(plain_ends, "'<.im_start.>' in its content", chat_of("a<|im_start|>b", "assistant"))),
-    ("an end of generation_config.json in a turn",
-     refused(lambda folder: with_files(qwen_3(folder), generation_config={"eos_token_id": [1205]}),
-             "'</tool_call>' in its content", chat_of("a</tool_call>b"))),
+    (
+        "an end token whose entry has `special` false, in a document",
+        a_document_with("<|im_end|>", plain_ends),
+    ),
+    (
+        "the same in a turn",
+        refused(plain_ends, "'<.im_end.>' in its content", chat_of("a<|im_end|>b")),
+    ),
+    (
+        "a token that begins a turn, `special` false, in a turn",
+        refused(
+            plain_ends, "'<.im_start.>' in its content", chat_of("a<|im_start|>b", "assistant")
+        ),
+    ),
+    (
+        "an end of generation_config.json in a turn",
+        refused(
+            lambda folder: with_files(qwen_3(folder), generation_config={"eos_token_id": [1205]}),
+            "'</tool_call>' in its content",
+            chat_of("a</tool_call>b"),
+        ),
+    ),
     ("ordinary added words such as `<think>` in a turn", thinking),
-    ("a template whose turns end with no token of the tokenizer",
-     refused(lacking(qwen_3, "<|im_end|>"), "ends a turn with '<.im_end.>'", chat_of("Hi"))),
-    ("a document whose end token is an ordinary word too",
-     refused(words, "a text spells '</s>'", lambda path: load_tokenizer(path).tokenize("a </s>"))),
-    ("flags, class or ends changed in tokenizer_config.json after the data was prepared", told_apart_later),
-    ("`auto_map`: a tokenizer in code of its own",
-     refused(lambda folder: gpt_2(folder, auto_map={"AutoTokenizer": [None, "code.Own"]}), "auto_map")),
-    ("`split_special_tokens`",
-     refused(lambda folder: gpt_2(folder, split_special_tokens=True), "split_special_tokens")),
-    ("`fix_mistral_regex`", refused(lambda folder: gpt_2(folder, fix_mistral_regex=True), "fix_mistral_regex")),
-    ("a class that is built in another way, such as T5Tokenizer",
-     refused(lambda folder: gpt_2(folder, tokenizer_class="T5Tokenizer"), "tokenizer_class T5Tokenizer")),
-    ("a tokenizer of words whose tokenizer_class is BPE",
-     refused(lambda folder: with_files(words(folder), tokenizer_config={"tokenizer_class": "LlamaTokenizer"}),
-             "tokenizer_class LlamaTokenizer")),
-    ("an `added_tokens_decoder` that is none",
-     refused(lambda folder: gpt_2(folder, added_tokens_decoder={"x": 1}), "added_tokens_decoder")),
-    ("a tokenizer without an end token",
-     refused(lambda folder: changed(without(gpt_2(folder, tokenizer_class="TokenizersBackend"), "<|endoftext|>"),
-                                    bos_token=None, eos_token=None, unk_token=None), "no end-of-text token")),
-]  # fmt: skip
+    (
+        "a template whose turns end with no token of the tokenizer",
+        refused(lacking(qwen_3, "<|im_end|>"), "ends a turn with '<.im_end.>'", chat_of("Hi")),
+    ),
+    (
+        "a document whose end token is an ordinary word too",
+        refused(
+            words, "a text spells '</s>'", lambda path: load_tokenizer(path).tokenize("a </s>")
+        ),
+    ),
+    (
+        "flags, class or ends changed in tokenizer_config.json after the data was prepared",
+        told_apart_later,
+    ),
+    (
+        "`auto_map`: a tokenizer in code of its own",
+        refused(
+            lambda folder: gpt_2(folder, auto_map={"AutoTokenizer": [None, "code.Own"]}), "auto_map"
+        ),
+    ),
+    (
+        "`split_special_tokens`",
+        refused(lambda folder: gpt_2(folder, split_special_tokens=True), "split_special_tokens"),
+    ),
+    (
+        "`fix_mistral_regex`",
+        refused(lambda folder: gpt_2(folder, fix_mistral_regex=True), "fix_mistral_regex"),
+    ),
+    (
+        "a class that is built in another way, such as T5Tokenizer",
+        refused(
+            lambda folder: gpt_2(folder, tokenizer_class="T5Tokenizer"),
+            "tokenizer_class T5Tokenizer",
+        ),
+    ),
+    (
+        "a tokenizer of words whose tokenizer_class is BPE",
+        refused(
+            lambda folder: with_files(
+                words(folder), tokenizer_config={"tokenizer_class": "LlamaTokenizer"}
+            ),
+            "tokenizer_class LlamaTokenizer",
+        ),
+    ),
+    (
+        "an `added_tokens_decoder` that is none",
+        refused(
+            lambda folder: gpt_2(folder, added_tokens_decoder={"x": 1}), "added_tokens_decoder"
+        ),
+    ),
+    (
+        "a tokenizer without an end token",
+        refused(
+            lambda folder: changed(
+                without(gpt_2(folder, tokenizer_class="TokenizersBackend"), "<|endoftext|>"),
+                bos_token=None,
+                eos_token=None,
+                unk_token=None,
+            ),
+            "no end-of-text token",
+        ),
+    ),
+]
 
 
 @pytest.mark.parametrize("name", [name for name, _ in TABLE])

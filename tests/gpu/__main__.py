@@ -32,8 +32,14 @@ from tools.common.shapes import DTYPES
 from train.optimizers.apex import apex_kernel
 
 RUN = {
-    "cuda": "--bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 8192 --vocab-size 32000",
-    "cpu": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --vocab-size 512 --lr 3e-3",
+    "cuda": (
+        "--bf16 --num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length "
+        "8192 --vocab-size 32000"
+    ),
+    "cpu": (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 "
+        "--vocab-size 512 --lr 3e-3"
+    ),
 }
 MFU = {"cuda": {8192: 0.4, 32768: 0.5}, "cpu": {256: 0.0}}
 """Wanted by length, with half of the pairs counted, as a causal mask has it."""
@@ -214,7 +220,10 @@ def profile(device: str, folder: Path) -> dict[str, Any]:
 
 def _run(device: str, *more: str) -> str:
     """Train on drawn tokens; return what the run says."""
-    flags = f"{RUN[device]} --device {device} --train-iters {STEPS_OF_RUN} --micro-batch-size 1 --global-batch-size 1"
+    flags = (
+        f"{RUN[device]} --device {device} --train-iters {STEPS_OF_RUN} --micro-batch-size 1 "
+        f"--global-batch-size 1"
+    )
     flags += " --mock-data --eval-iters 0 --save-interval none"
     status, said = launched(1, "pretrain_gpt.py", *flags.split(), *more)
     if status:

@@ -404,9 +404,14 @@ def told(result: dict[str, Any]) -> str:
         )
         lines.append(f"{row['kernel']} at {row['seq_length']}: {' TFLOP/s; '.join(halves)} TFLOP/s")
     for name, row in result["ranks_of"].items():
-        share = f"{row['of_share']:.3f} of its share of one device's attention, {row['limit']:.3f} by pairs"
+        share = (
+            f"{row['of_share']:.3f} of its share of one device's attention, "
+            f"{row['limit']:.3f} "
+            f"by pairs"
+        )
         lines.append(
-            f"{name}, slowest of {result['ranks']} ranks: {row['slowest_seconds'] * 1e3:.2f} ms, {share}"
+            f"{name}, slowest of {result['ranks']} ranks: {row['slowest_seconds'] * 1e3:.2f} "
+            f"ms, {share}"
         )
     return "\n".join(
         [*lines, *(f"skipped: {label}: {reason}" for label, reason in result["skipped"].items())]

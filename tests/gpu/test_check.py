@@ -119,7 +119,10 @@ def test_a_loss_that_does_not_fall_is_wrong(last, wrong, monkeypatch, tmp_path):
 
 def test_all_steps_end_within_8_minutes_and_outcomes_are_counted(tmp_path):
     assert sum(step.limit for step in gpu_check.STEPS.values()) <= 480
-    cases = "<testcase classname='a' name='good'/><testcase classname='a' name='bad'><failure/></testcase>"
+    cases = (
+        "<testcase classname='a' name='good'/><testcase classname='a' "
+        "name='bad'><failure/></testcase>"
+    )
     (tmp_path / "report.xml").write_text(
         f"<r>{cases}<testcase classname='a' name='away'><skipped/></testcase></r>"
     )

@@ -8,7 +8,8 @@ from tools.common.cases import Case, cases_of
 
 SHARED = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --device cpu
-    --global-batch-size 8 --micro-batch-size 1 --lr 1e-3 --clip-grad 0.5 --eval-iters 0 --log-interval 1000
+    --global-batch-size 8 --micro-batch-size 1 --lr 1e-3 --clip-grad 0.5 --eval-iters 0
+    --log-interval 1000
 """.split()
 LANGUAGE = ("--vocab-size", "4099", "--seq-length", "128")
 DIFFUSION, WINDOWS = "dit", "windows"

@@ -84,7 +84,8 @@ class Row:
         start = "same" if self.same_start else "differ"
         copies = f" (copies of {self.copies_differ[0]} differ)" if self.copies_differ else ""
         return (
-            f"{start} | {self.loss:.1e} | {self.norm:.1e} | {self.gradients:.1e} | {self.weights:.1e}{copies} | "
+            f"{start} | {self.loss:.1e} | {self.norm:.1e} | {self.gradients:.1e} | "
+            f"{self.weights:.1e}{copies} | "
             f"{self.memory_mb:.0f} | {self.seconds:.2f}"
         )
 
@@ -201,8 +202,10 @@ def report(lines: list[str], failed: int, seconds: float) -> str:
     """Return the table, headed by the machine, the verdict and the bounds."""
     verdict = f"{failed} of them not as they should be" if failed else "all as they should be"
     return (
-        f"{in_words(describe('cpu'))}: {len(lines)} rows in {seconds / 60:.0f} minutes, {verdict}.\n"
-        f"Bounds: loss {LOSS:.0e}, gradients {GRADIENTS:.0e}, norm {NORM:.0e} relative; `tests/parity/run.py` has "
+        f"{in_words(describe('cpu'))}: {len(lines)} rows in {seconds / 60:.0f} minutes, "
+        f"{verdict}.\n"
+        f"Bounds: loss {LOSS:.0e}, gradients {GRADIENTS:.0e}, norm {NORM:.0e} relative; "
+        f"`tests/parity/run.py` has "
         "what the columns are.\n\n" + "\n".join([HEADER, *lines]) + "\n"
     )
 
@@ -233,7 +236,8 @@ def main(argv: list[str] | None = None) -> int:
     asked = list(dict.fromkeys(args.kind))
     if not any(chosen_cases(kind, args.only) for kind in asked):
         raise UserError(
-            f"--only is {args.only!r}, which is in no mesh's title, such as {chosen_cases(asked[0])[0].title}"
+            f"--only is {args.only!r}, which is in no mesh's title, such as "
+            f"{chosen_cases(asked[0])[0].title}"
         )
     if (
         asked != [DIFFUSION] and not Path(f"{args.data}.idx").exists()

@@ -42,12 +42,16 @@ EQUAL = (
     "gpt_tiny --pipeline-model-parallel-size 2",
     "transnormer_hybrid_tiny --context-parallel-size 4",
     "qwen3_5_9b --context-parallel-size 3 --context-parallel-method zigzag",
-    "llama3_8b --window-size 1023,0 --window-attn-skip-freq 6 --softmax-type learnable --global-batch-size 64 "
-    "--pipeline-model-parallel-size 4 --pipeline-layers 7 8 8 9 --recompute-granularity full --ffn-chunk-size 4096",
+    "llama3_8b --window-size 1023,0 --window-attn-skip-freq 6 --softmax-type learnable "
+    "--global-batch-size 64 "
+    "--pipeline-model-parallel-size 4 --pipeline-layers 7 8 8 9 --recompute-granularity full "
+    "--ffn-chunk-size 4096",
     "llama3_8b --tensor-model-parallel-size 16 --context-parallel-size 2 --seq-length 1000",
-    "runs/finetune_llama3_8b_512k_4xh100_lora --reset-attention-mask --reset-position-ids --balance-over dp_cp "
+    "runs/finetune_llama3_8b_512k_4xh100_lora --reset-attention-mask --reset-position-ids "
+    "--balance-over dp_cp "
     "--load x --context-parallel-method exchange",
-    "wallfacer_dit_1b --pack-samples --context-parallel-method exchange --context-parallel-team-size 1 "
+    "wallfacer_dit_1b --pack-samples --context-parallel-method exchange "
+    "--context-parallel-team-size 1 "
     "--micro-batch-size 4 --tensor-model-parallel-size 2",
 )
 
@@ -88,7 +92,10 @@ def test_a_run_of_every_kind_equals_one_process(words):
 
 def test_samples_are_the_own_ones_thinned(default_data):
     """Every fourth token, with its label and the beginnings of documents since the one before."""
-    flags = f"llama_tiny --data-path {default_data} --tokenizer-model {default_data}.model --reset-position-ids"
+    flags = (
+        f"llama_tiny --data-path {default_data} --tokenizer-model {default_data}.model "
+        f"--reset-position-ids"
+    )
     whole = asked(flags + " --seq-length 512")
     small, _, _ = shrunk(whole)
     tokenizer = load_tokenizer(f"{default_data}.model")

@@ -113,8 +113,14 @@ def test_auto_says_why_it_finds_nothing(tmp_path):
         with_method(replace(config(2), context=wanted), 2, fastest_method)
 
 
-FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --device cpu --data-path x"
-FLAGS += " --tokenizer-model x.model --global-batch-size 4 --micro-batch-size 2 --context-parallel-size 2"
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --device cpu "
+    "--data-path x"
+)
+FLAGS += (
+    " --tokenizer-model x.model --global-batch-size 4 --micro-batch-size 2 "
+    "--context-parallel-size 2"
+)
 
 
 def flagged(*more):

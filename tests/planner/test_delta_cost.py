@@ -105,7 +105,10 @@ def test_methods_have_consecutive_tokens():
 
 @pytest.mark.slow
 def test_memory_is_that_of_a_real_step():
-    flags = "--model-type qwen3_5 --num-layers 4 --hidden-size 128 --num-attention-heads 8 --micro-batch-size 1"
+    flags = (
+        "--model-type qwen3_5 --num-layers 4 --hidden-size 128 --num-attention-heads 8 "
+        "--micro-batch-size 1"
+    )
     flags += " --vocab-size 1024 --seq-length 1024 --device cpu --context-parallel-method none"
     (real,) = run_ranks(measured, 1, flags)
     found = rehearse(parse_args(flags.split()), LanguageTask, 0, 1, per_node=1)

@@ -67,13 +67,13 @@ def test_it_says_which_rank_it_runs_and_what_is_not_here(capsys, monkeypatch):
     assert "running rank 1 of 2 without memory (2 of 2): the optimizer's step, " in said.err
     assert said.out.startswith("dry run of 2 processes on a CPU: ")
     assert (
-        "note: data_path is not set; give --data-path PREFIX; python -m tools.prepare_data writes one"
-        in said.out
-    )
+        "note: data_path is not set; give --data-path PREFIX; python -m tools.prepare_data "
+        "writes one"
+    ) in said.out
     assert (
-        "note: predicted for a CPU, this machine's device; --cluster FILE predicts for other machines"
-        in said.out
-    )
+        "note: predicted for a CPU, this machine's device; --cluster FILE predicts for other "
+        "machines"
+    ) in said.out
     (start,) = (line for line in said.out.splitlines() if line.startswith("start: "))
     config = parse_args(shlex.split(start.partition("pretrain_gpt.py")[2]))
     assert (config.data.data_path, config.data.tokenizer_model) == (("PREFIX",), "FILE")

@@ -20,7 +20,8 @@ from train.config.language import parse_args
 from train.tasks.language import LanguageTask
 
 MODEL = """
-    --vocab-size 2048 --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 1024 --device cpu
+    --vocab-size 2048 --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 1024
+    --device cpu
     --micro-batch-size 1
 """.split()
 ZERO1, PIPELINE = (
@@ -38,7 +39,8 @@ MESHES = {
     "--num-virtual-stages-per-pipeline-rank 2",
 }
 SMALL = """
-    --vocab-size 64 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 64 --device cpu
+    --vocab-size 64 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 64 --device
+    cpu
     --pipeline-model-parallel-size 2 --context-parallel-size 2 --global-batch-size 2
 """.split()
 
@@ -104,7 +106,10 @@ def test_documents_decide_what_an_exchange_receives():
 
 
 def test_for_a_gpu_norms_keep_what_its_kernel_keeps():
-    flags = "--bf16 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 --device cpu"
+    flags = (
+        "--bf16 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 "
+        "--device cpu"
+    )
     flags += (
         " --micro-batch-size 1 --global-batch-size 1 --vocab-size 8192"  # logits are at the peak
     )
@@ -124,7 +129,10 @@ def test_what_is_in_host_memory_is_not_on_the_device():
     """A stage of 4 layers with 2 micro-batches in flight has 8 inputs of layers: 2 on the device, 6
     not.
     """
-    flags = "--pipeline-model-parallel-size 2 --global-batch-size 4 --recompute-granularity full --loss-chunk-size 64"
+    flags = (
+        "--pipeline-model-parallel-size 2 --global-batch-size 4 --recompute-granularity full "
+        "--loss-chunk-size 64"
+    )
     config = parse_args([*MODEL, *flags.split(), "--num-layers", "8", "--vocab-size", "64"])
     moved = replace(config, recompute=replace(config.recompute, recompute_offload=True))
     kept, less = (rehearse(one, LanguageTask, 0, 2, 2) for one in (config, moved))
@@ -204,7 +212,8 @@ def test_memory_is_that_of_eight_real_processes(mesh):
     for rank in (0, 4):
         found = rehearse(config, LanguageTask, rank, 8, per_node=8)
         print(
-            f"{mesh}: rank {rank} takes {real[rank]:,.0f} bytes, predicted {found.bytes:,} of {found.memory}"
+            f"{mesh}: rank {rank} takes {real[rank]:,.0f} bytes, predicted {found.bytes:,} of "
+            f"{found.memory}"
         )
         assert found.bytes == pytest.approx(real[rank], rel=0.15)
 
@@ -213,10 +222,14 @@ def test_memory_is_that_of_eight_real_processes(mesh):
     "flags",
     [
         pytest.param(
-            "--context-parallel-method wallfacer --context-parallel-team-size 2 --recompute-granularity full",
+            (
+                "--context-parallel-method wallfacer --context-parallel-team-size 2 "
+                "--recompute-granularity full"
+            ),
             marks=pytest.mark.slow,
         ),
-        "--context-parallel-method allgather --recompute-granularity attention_boundary --window-size 100,0 "
+        "--context-parallel-method allgather --recompute-granularity attention_boundary "
+        "--window-size 100,0 "
         "--window-attn-skip-freq 2",
     ],
 )

@@ -15,8 +15,10 @@ from train.optimizers import OPTIMIZERS
 from train.tasks.language import LanguageTask
 
 LLAMA = (
-    "--device cuda --bf16 --mock-data --model-type llama --num-layers 4 --hidden-size 1024 --num-attention-heads 16 "
-    "--num-query-groups 4 --seq-length 16384 --micro-batch-size 1 --global-batch-size 1 --vocab-size 32000 "
+    "--device cuda --bf16 --mock-data --model-type llama --num-layers 4 --hidden-size 1024 "
+    "--num-attention-heads 16 "
+    "--num-query-groups 4 --seq-length 16384 --micro-batch-size 1 --global-batch-size 1 "
+    "--vocab-size 32000 "
 )
 CHUNKS = "--loss-chunk-size 2048 --ffn-chunk-size 2048 "
 AGAIN, CP = " --recompute-granularity ", "--loss-chunk-size 2048 --context-parallel-size "
@@ -27,28 +29,37 @@ BY, WALLFACER = (
 LOCAL = " --window-size 1023,0 --window-attn-skip-freq 2"
 GPIPE = "--pipeline-schedule GPipe --pipeline-model-parallel-size 2 --global-batch-size 4"
 DELTA = (
-    "--model-type qwen3_5 --num-layers 8 --hidden-size 512 --num-attention-heads 4 --kv-channels 128 "
-    "--num-query-groups 2 --ffn-hidden-size 1536 --linear-num-key-heads 4 --linear-num-value-heads 8 "
-    "--linear-key-head-dim 64 --rotary-percent 0.25 --vocab-size 8192 --context-parallel-method none "
+    "--model-type qwen3_5 --num-layers 8 --hidden-size 512 --num-attention-heads 4 "
+    "--kv-channels 128 "
+    "--num-query-groups 2 --ffn-hidden-size 1536 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8 "
+    "--linear-key-head-dim 64 --rotary-percent 0.25 --vocab-size 8192 --context-parallel-method "
+    "none "
 )
 CASES = {
     "none": (1, ""),
     "none, chunks": (1, CHUNKS),
     "full": (1, AGAIN + "full --loss-chunk-size 2048"),
     "attention_boundary, offload": (1, AGAIN + "attention_boundary --recompute-offload " + CHUNKS),
-    "several micro-batches, moments on the host": (1, "--global-batch-size 4 --optimizer-cpu-offload"),
+    ("several micro-batches, moments on the "
+    "host"): (1, "--global-batch-size 4 --optimizer-cpu-offload"),
     "zigzag 4, full": (4, CP + "4" + BY + "zigzag" + AGAIN + "full"),
     "ulysses 4, full": (4, CP + "4" + BY + "ulysses --seq-length 262144" + AGAIN + "full"),
-    "ulysses 4 in stages, full": (4, CP + "4" + BY + "ulysses --ulysses-head-chunks 4" + AGAIN + "full"),
+    ("ulysses 4 in stages, "
+    "full"): (4, CP + "4" + BY + "ulysses --ulysses-head-chunks 4" + AGAIN + "full"),
     "teams of 2, full": (4, CP + "4" + WALLFACER + "2" + AGAIN + "full"),
     "allgather 4, full": (4, CP + "4" + BY + "allgather --seq-length 131072" + AGAIN + "full"),
     "tensor 2, pipeline 2":
-        (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 4"),
+        (4, ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--global-batch-size 4")),
     "GPipe 2": (2, GPIPE),
     "GPipe 2, full, chunks": (2, GPIPE + AGAIN + "full " + CHUNKS),
-    "interleaved 2": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule Interleaved1F1B --global-batch-size 4 "
+    ("interleaved "
+    "2"): (2, "--pipeline-model-parallel-size 2 --pipeline-schedule Interleaved1F1B "
+    "--global-batch-size 4 "
                       "--num-virtual-stages-per-pipeline-rank 2 --num-layers 8"),
-    "tensor 4, attention_boundary, chunks": (4, "--tensor-model-parallel-size 4 --seq-length 65536 " + CHUNKS + AGAIN
+    ("tensor 4, attention_boundary, "
+    "chunks"): (4, "--tensor-model-parallel-size 4 --seq-length 65536 " + CHUNKS + AGAIN
                                              + "attention_boundary"),
     "data 4, zero1": (4, "--data-parallel-sharding-strategy zero1 --global-batch-size 8"),
     "on a CPU": (4, "--device cpu" + AGAIN + "full " + CP + "4" + BY + "zigzag"),
@@ -66,7 +77,8 @@ CASES = {
     "qwen3_5 on a CPU, float32": (1, DELTA + "--device cpu --no-bf16"),
     "qwen3_5 on a CPU": (1, DELTA + "--device cpu"),
     "olmo_hybrid": (1, DELTA + "--model-type olmo_hybrid --rotary-percent 1"),
-    "transnormer, lasp 4, full": (4, "--model-type transnormer --num-query-groups 16 --context-parallel-method lasp "
+    ("transnormer, lasp 4, "
+    "full"): (4, "--model-type transnormer --num-query-groups 16 --context-parallel-method lasp "
                                   "--context-parallel-size 4" + AGAIN + "full"),
 }  # fmt: skip
 QUICK = (

@@ -26,7 +26,8 @@ from train.tasks.diffusion import DiffusionTask
 from train.tasks.language import LanguageTask
 
 SMALL = """
-    --num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --vocab-size 64 --device cpu
+    --num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --vocab-size 64 --device
+    cpu
     --context-parallel-size 4
 """.split()
 PACKED = ("--reset-attention-mask", "--reset-position-ids")
@@ -79,7 +80,8 @@ nightly.
 """
 """Methods for a diffusion transformer: its attention is a language model's, without a mask."""
 DIT = """
-    --config dit_tiny --device cpu --num-layers 1 --context-parallel-size 4 --hidden-size 32 --num-attention-heads 4
+    --config dit_tiny --device cpu --num-layers 1 --context-parallel-size 4 --hidden-size 32
+    --num-attention-heads 4
     --micro-batch-size 4 --global-batch-size 4
 """.split()
 
@@ -240,7 +242,10 @@ def reads_of_a_step(monkeypatch, data, more):
 
     for name in ("item", "tolist", "cpu", "__float__"):
         monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
-    flags = "--config llama_tiny --num-layers 1 --hidden-size 32 --seq-length 32 --context-parallel-size 1 "
+    flags = (
+        "--config llama_tiny --num-layers 1 --hidden-size 32 --seq-length 32 "
+        "--context-parallel-size 1 "
+    )
     flags += "--train-iters 4 --save none --save-interval none --eval-iters 0"
     own = ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
     with trainer_of(LanguageTask, [*flags.split(), *own], Steps()) as trainer:

@@ -156,7 +156,8 @@ def test_a_process_whose_parent_is_gone_already_ends(gone):
 @pytest.mark.parametrize("entry", ["pretrain_gpt.py", "pretrain_dit.py"])
 def test_a_rank_that_still_imports_torch_ends_with_its_launcher(entry, tmp_path):
     (tmp_path / "torch.py").write_text(
-        f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\ntime.sleep(60)\n"
+        f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, "
+        f"str(os.getpid())).touch()\ntime.sleep(60)\n"
     )
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": str(tmp_path)}
     launcher = subprocess.Popen(

@@ -37,7 +37,10 @@ def stuck(rank, world_size, folder, how):
         ("stopped", f"; rank 1 on {HOST} did not answer: stopped, hanging or lost; ", f"{HOST}\n"),
         pytest.param(
             "elsewhere",
-            f"; rank 1 on {HOST} waits in broadcast 1 of pair (at tests/runtime/test_watchdog.py:31); ",
+            (
+                f"; rank 1 on {HOST} waits in broadcast 1 of pair (at "
+                f"tests/runtime/test_watchdog.py:31); "
+            ),
             "",
             marks=pytest.mark.slow,
         ),
@@ -49,7 +52,10 @@ def test_who_hangs_is_named_and_all_stacks_are_written(how, words, nodes, tmp_pa
     said = (tmp_path / FOLDER / "report.txt").read_text()
     assert said.startswith("hung: no step in ")
     assert words in said
-    waiting = f"rank 0 on {HOST}, rank 2 on {HOST} waits in all_reduce 6 of default_pg (at tests/runtime/test_watchdog"
+    waiting = (
+        f"rank 0 on {HOST}, rank 2 on {HOST} waits in all_reduce 6 of default_pg (at "
+        f"tests/runtime/test_watchdog"
+    )
     assert waiting in said
     assert (tmp_path / EXCLUDE).read_text() == nodes
     for rank in range(3):

@@ -150,7 +150,8 @@ def start(folder, nodes=2, kinds=("a100",), gpus=8):
         time.sleep(0.2)
     stop(folder)
     raise VirtualError(
-        f"the nodes are not idle after 30 s: {said.stdout or said.stderr}; look at {folder}/daemons.log"
+        f"the nodes are not idle after 30 s: {said.stdout or said.stderr}; look at "
+        f"{folder}/daemons.log"
     )
 
 

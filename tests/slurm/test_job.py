@@ -270,9 +270,9 @@ def test_a_start_says_that_the_sources_changed_in_the_queue(tmp_path):
     assert "WARNING" not in started(tmp_path / "run", new="1", longmesh_sources=known)[1]
     said = started(tmp_path / "other", new="1", longmesh_sources="0badc0de")[1]
     assert (
-        f"WARNING: the sources are not those that the job was submitted with: digest 0badc0de then, {known} "
-        in said
-    )
+        f"WARNING: the sources are not those that the job was submitted with: digest 0badc0de "
+        f"then, {known} "
+    ) in said
 
 
 def test_a_job_that_makes_no_progress_ends(tmp_path):
@@ -308,7 +308,10 @@ def test_a_job_whose_rank_hung_is_queued_again_without_its_node(
     assert not (tmp_path / "run" / "logs" / "7" / "stuck").read_text().strip("0\n")
     _, said = started(tmp_path / "run", new="6")
     assert "ExcNodeList" not in said
-    known = "Account=us QOS=night Reservation=(null) NumNodes=2-4 TimeLimit=1-00:00:00 TresPerNode=gres:gpu:8"
+    known = (
+        "Account=us QOS=night Reservation=(null) NumNodes=2-4 TimeLimit=1-00:00:00 "
+        "TresPerNode=gres:gpu:8"
+    )
     _, said = started(
         tmp_path / "run", status=status, new="7", hung="node3", few="yes", known=known
     )
@@ -317,6 +320,6 @@ def test_a_job_whose_rank_hung_is_queued_again_without_its_node(
     assert "ExcNodeList" not in said
     asked = (tmp_path / "run" / "asked").read_text()
     assert (
-        "--nodes=2-4 --partition=gpu --account=us --qos=night --time=1-00:00:00 --gres=gpu:8 --exclu"
-        in asked
-    )
+        "--nodes=2-4 --partition=gpu --account=us --qos=night --time=1-00:00:00 --gres=gpu:8 "
+        "--exclu"
+    ) in asked

@@ -42,11 +42,21 @@ def printed(capsys, *arguments, cluster="h100_pod"):
 
 
 def test_the_script_has_what_was_asked_for_once(capsys):
-    flags = "--gpus 32 --time 4:00:00 --partition big --account us --lead 300 --after 12 --option=--exclude=bad"
+    flags = (
+        "--gpus 32 --time 4:00:00 --partition big --account us --lead 300 --after 12 "
+        "--option=--exclude=bad"
+    )
     text = printed(capsys, *flags.split(), "--launcher", "torchrun", *IMAGE, *RUN, "--lr", "2e-3")
     lines = text.splitlines()
-    options = "nodes=4 gres=gpu:h100:8 ntasks-per-node=8 time=4:00:00 partition=big account=us signal=B:USR1@300"
-    for line in f"{options} dependency=afterok:12 exclude=bad requeue open-mode=append job-name=here comment=runs/here".split():
+    options = (
+        "nodes=4 gres=gpu:h100:8 ntasks-per-node=8 time=4:00:00 partition=big account=us "
+        "signal=B:USR1@300"
+    )
+    for line in (
+        f"{options} dependency=afterok:12 exclude=bad requeue open-mode=append "
+        f"job-name=here "
+        f"comment=runs/here"
+    ).split():
         assert lines.count(f"#SBATCH --{line}") == 1, line
     keys = [line.split("=")[0] for line in lines if line.startswith("#SBATCH")]
     assert len(keys) == len(set(keys))
@@ -58,9 +68,8 @@ def test_the_script_has_what_was_asked_for_once(capsys):
     ):
         assert f"export {line}" in lines
     assert "export GPUS_PER_NODE=8" in lines
-    assert (
-        lines[-1]
-        == f"train runs/here {RUN[0]} --device cuda --config {RUN[2]} --global-batch-size 64 --lr 2e-3"
+    assert lines[-1] == (
+        f"train runs/here {RUN[0]} --device cuda --config {RUN[2]} --global-batch-size 64 --lr 2e-3"
     )
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
@@ -216,11 +225,17 @@ def test_a_clusters_file_that_says_nothing_of_its_slurm(table, words, tmp_path):
     ("said", "hint"),
     [
         (
-            "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed",
+            (
+                "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job "
+                "submission failed"
+            ),
             "sinfo -s",
         ),
         (
-            "sbatch: error: Batch job submission failed: Requested node configuration is not available",
+            (
+                "sbatch: error: Batch job submission failed: Requested node configuration is not "
+                "available"
+            ),
             "sinfo -N",
         ),
         (

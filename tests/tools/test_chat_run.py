@@ -40,9 +40,16 @@ def run(tmp_path_factory):
         json.dumps({"eos_token": END, "chat_template": "{{ old }}"})
     )
     config = transformers.LlamaConfig(
-        vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=128, eos_token_id=256, bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=256,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
     torch.manual_seed(1)
     transformers.LlamaForCausalLM(config).save_pretrained(base)
     import_model(base, folder / "imported")
@@ -57,9 +64,11 @@ def run(tmp_path_factory):
     ]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     request = Request(
-        inputs=(str(folder / "in.jsonl"),), vocab_size=None, tokenizer_model=str(path),
+        inputs=(str(folder / "in.jsonl"),),
+        vocab_size=None,
+        tokenizer_model=str(path),
         chat=Chat(seq_length=64, chat_template="chatml"),
-    )  # fmt: skip
+    )
     prepare(request, folder / "data", progress=False)
     flags = [
         *FLAGS.split(),

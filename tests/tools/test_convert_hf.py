@@ -230,7 +230,10 @@ def test_a_tokenizer_of_more_entries_than_the_model_is_imported_and_told(tmp_pat
     source = published(tmp_path / "theirs", "llama, tied")
     write_tokenizer(source, 63)
     assert main(["import", str(source), str(tmp_path / "run")]) == 0
-    told = "note: 2 entries are the tokenizer's alone: token 61 ('w61') is in the tokenizer's 63 entries"
+    told = (
+        "note: 2 entries are the tokenizer's alone: token 61 ('w61') is in the tokenizer's 63 "
+        "entries"
+    )
     assert told in capsys.readouterr().out
     assert load_config(tmp_path / "run" / "config.toml").model.vocab_size == 61
 
@@ -299,9 +302,14 @@ def test_a_trained_diffusion_transformer_gives_its_averages(tmp_path, capsys):
     model, averages = random_dit(IMAGE), random_dit(IMAGE).state_dict()
     averages = {name: weight + 1 for name, weight in averages.items()}
     save_checkpoint(
-        tmp_path / "run", 3, [model], None, architecture=architecture_of(IMAGE),
-        extra={AVERAGED: 0.9}, sections={"ema": averages},
-    )  # fmt: skip
+        tmp_path / "run",
+        3,
+        [model],
+        None,
+        architecture=architecture_of(IMAGE),
+        extra={AVERAGED: 0.9},
+        sections={"ema": averages},
+    )
     (tmp_path / "run/config.toml").write_text(write_toml(DiTRunConfig(model=IMAGE)))
     assert main(["export", f"{tmp_path}/run", f"{tmp_path}/exported"]) == 0
     assert "averages of the weights" in capsys.readouterr().out

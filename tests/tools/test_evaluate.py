@@ -169,7 +169,10 @@ def on_rank(rank, world_size, commands):
                     "--context-parallel-method zigzag",
                     "--tensor-model-parallel-size 2",
                     "--pipeline-model-parallel-size 2 --context-parallel-method ulysses",
-                    "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --context-parallel-size 1",
+                    (
+                        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+                        "--context-parallel-size 1"
+                    ),
                 ),
                 1e-6,
             ),

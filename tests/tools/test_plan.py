@@ -105,9 +105,9 @@ def test_a_million_tokens_on_eight_h100_are_answered_within_eight_seconds_with_t
     assert "\nnote: seq_length 1048576 is 25.6 times the 40960 positions that the model" in out
     assert "the command scales rope to them; " in " ".join(out.split())
     assert (
-        "error: at most 5% on published runs of this card, to which nothing was fitted; over all cards 6%\n"
-        in out
-    )
+        "error: at most 5% on published runs of this card, to which nothing was fitted; over "
+        "all cards 6%\n"
+    ) in out
     assert (
         "it trains from random weights; add --finetune --load RUN to begin with another run's"
         in out

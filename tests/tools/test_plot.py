@@ -180,5 +180,15 @@ def test_what_cannot_be_drawn_is_said_once_and_nothing_written(
 
 def test_captions_count_as_one_says_it():
     assert [figure.ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111, 113)] == [
-        "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th", "113th",
-    ]  # fmt: skip
+        "1st",
+        "2nd",
+        "3rd",
+        "4th",
+        "11th",
+        "12th",
+        "13th",
+        "21st",
+        "102nd",
+        "111th",
+        "113th",
+    ]

@@ -23,8 +23,10 @@ from train.run import exit_status
 from train.sampling import Sampler
 
 RUN = """
-    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --latent-shape 1 8 8 --num-classes 10 --device cpu
-    --objective rectified_flow --ema-decay 0.5 --train-iters 2 --micro-batch-size 2 --lr 3e-2 --eval-iters 1
+    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --latent-shape 1 8 8 --num-classes 10
+    --device cpu
+    --objective rectified_flow --ema-decay 0.5 --train-iters 2 --micro-batch-size 2 --lr 3e-2
+    --eval-iters 1
     --lr-warmup-iters 1 --samples-per-class 2 --sample-classes 3 --sample-steps 2
 """.split()
 DRAWN = ["--num-samples", "2", "--steps", "3"]

@@ -49,7 +49,8 @@ MESHES = {
     "ten decays, one chunk": (
         1, "--model-type transnormer --num-query-groups 4 --num-layers 10 --seq-length 64"
     ),
-    "all four": (8, f"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 {CP} striped"),
+    ("all "
+    "four"): (8, f"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 {CP} striped"),
 }  # fmt: skip
 
 

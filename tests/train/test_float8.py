@@ -30,7 +30,8 @@ CP = "--context-parallel-size 2 --context-parallel-method striped"
 RUNS = {
     "zero3": CP,
     "zero1, all recomputed, chunks": (
-        f"{CP} --data-parallel-sharding-strategy zero1 --recompute-granularity full --ffn-chunk-size 50"
+        f"{CP} --data-parallel-sharding-strategy zero1 --recompute-granularity full "
+        f"--ffn-chunk-size 50"
     ),
     "ddp, attention recomputed, compiled": (
         f"{CP} --data-parallel-sharding-strategy ddp --recompute-granularity selective --compile"

@@ -68,8 +68,10 @@ def test_a_longer_or_shorter_run_stays_on_the_schedule_that_it_began_with():
     goes_on, note = continued(config(240), PATH, saved(config(120)), 120)
     assert [rate(goes_on, n) for n in (60, 121, 240)] == [rate(config(120), 60), 2e-4, 2e-4]
     assert note == (
-        "note: lr at iteration 121 is 2.000000E-04 by the checkpoint's schedule (2.000000E-04 after iteration 120) "
-        "and 1.149148E-03 by this configuration's (lr_decay_iters was 120 and is 240): it goes on with the "
+        "note: lr at iteration 121 is 2.000000E-04 by the checkpoint's schedule (2.000000E-04 "
+        "after iteration 120) "
+        "and 1.149148E-03 by this configuration's (lr_decay_iters was 120 and is 240): it goes "
+        "on with the "
         "checkpoint's; --override-opt-param-scheduler takes the other"
     )
     # Stopped and begun again by the same command, and longer still: the first schedule stays.
@@ -95,9 +97,9 @@ def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_
     goes_on, note = continued(now, PATH, saved(config(120)), 60)
     assert goes_on == now
     assert (
-        f"is {rate(config(120), 61):.6E} by the checkpoint's schedule (2.000000E-04 after iteration 120)"
-        in note
-    )
+        f"is {rate(config(120), 61):.6E} by the checkpoint's schedule (2.000000E-04 after "
+        f"iteration 120)"
+    ) in note
     assert f" and {rate(now, 61):.6E} by this" in note
     for name, value in change.items():
         assert (
@@ -105,9 +107,9 @@ def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_
             in note
         )
     assert (
-        "goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the checkpoint's"
-        in note
-    )
+        "goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the "
+        "checkpoint's"
+    ) in note
     goes_on, note = continued(
         config(240, **change, use_checkpoint_opt_param_scheduler=True), PATH, saved(config(120)), 60
     )
@@ -229,7 +231,9 @@ def test_batches_are_compared_as_they_are_whatever_number_of_processes_makes_the
     )
     changed = changes(now, saved(before), {})
     assert changed == {
-        "micro_batch_size": "micro_batch_size was 8 and is 4, of all data-parallel processes together"
+        "micro_batch_size": (
+            "micro_batch_size was 8 and is 4, of all data-parallel processes together"
+        )
     }
     check_allowed(PATH, changed, ())
 
@@ -326,9 +330,9 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"resumed from {tmp_path}/iter_0000002, 8 samples consumed" in said
     assert (
-        "note: seed was 99 and is 1234: the samples to come may repeat consumed ones; --seed 99 keeps it\n"
-        in said
-    )
+        "note: seed was 99 and is 1234: the samples to come may repeat consumed ones; --seed 99 "
+        "keeps it\n"
+    ) in said
     assert said.count("note:") == 1
     assert equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
     named = with_checkpoint(load=str(tmp_path), ckpt_step=1, allow_changed=("all",))

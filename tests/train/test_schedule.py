@@ -86,9 +86,15 @@ def megatrons(schedule, batch):
 @pytest.mark.parametrize("warmup", [0, 7])
 def test_every_style_is_megatrons_one_iteration_earlier(style, wsd, warmup):
     config = OptimizerConfig(
-        lr=2e-3, min_lr=1e-5, lr_decay_style=style, lr_wsd_decay_style=wsd, lr_warmup_iters=warmup,
-        lr_warmup_init=3e-4, lr_decay_iters=50, lr_wsd_decay_iters=20,
-    )  # fmt: skip
+        lr=2e-3,
+        min_lr=1e-5,
+        lr_decay_style=style,
+        lr_wsd_decay_style=wsd,
+        lr_warmup_iters=warmup,
+        lr_warmup_init=3e-4,
+        lr_decay_iters=50,
+        lr_wsd_decay_iters=20,
+    )
     schedule = schedule_of(config, 60)
     assert [schedule.rate(n) for n in range(1, 60)] == pytest.approx(
         megatrons(schedule, batch=4 if warmup else 1)[1:], rel=1e-12

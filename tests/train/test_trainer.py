@@ -282,7 +282,10 @@ def test_saves_and_validations_come_at_their_intervals_and_at_the_end(tmp_path, 
     assert [r["iteration"] for r in records if "validation_loss" in r] == [3, 6, 7]
     assert checkpoints(tmp_path / "run") == [2, 4, 6, 7]
     assert (tmp_path / "run" / "loss.png").is_file()
-    left = "loss.png (the curve), metrics.jsonl (every iteration), 4 checkpoints, the newest of iteration 7"
+    left = (
+        "loss.png (the curve), metrics.jsonl (every iteration), 4 checkpoints, the newest of "
+        "iteration 7"
+    )
     assert describe_folder(tmp_path / "run") == f"{tmp_path}/run holds {left}"
 
 

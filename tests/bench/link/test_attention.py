@@ -80,7 +80,7 @@ def test_a_verdict_names_the_best_of_both_kinds():
     result = {"link": "shared", "workload": SHAPE, "verdicts": {"short": about | found}}
     text = "\n".join(attention.markdown(result | {"attentions": [row | figures for row in rows]}))
     assert (
-        "as ring all rows, the best that sends all rows >= 8.0: 9.000, met; as ring, the best of all others: 0.50"
-        in text
-    )
+        "as ring all rows, the best that sends all rows >= 8.0: 9.000, met; as ring, the best "
+        "of all others: 0.50"
+    ) in text
     assert text.index("| ring |") < text.index("| exchange |") < text.index("| ring all rows |")

@@ -25,9 +25,17 @@ TEMPLATES = {
 MARKED = source_of("marked")
 """ChatML with the marks of what is generated."""
 SPECIAL = (
-    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|user|>",
-    "<|system|>", "<|assistant|>",
-)  # fmt: skip
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|user|>",
+    "<|system|>",
+    "<|assistant|>",
+)
 TOKENS = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": None}
 
 TURNS = [

@@ -65,9 +65,18 @@ TEMPLATES = {
     "Mistral 0.3": marked("[INST] CONTENT[/INST]", ("", ("</s>", "")), "{{ bos_token }}", " "),
 }
 PIECES = [
-    "What is it?", "def f(x):\n    return x\n", "Straße", "日本語 🙂", "12 345", "a  b", "\n\n", "don't", "▁",
-    "e\u0301", "- x\n- y",
-]  # fmt: skip
+    "What is it?",
+    "def f(x):\n    return x\n",
+    "Straße",
+    "日本語 🙂",
+    "12 345",
+    "a  b",
+    "\n\n",
+    "don't",
+    "▁",
+    "e\u0301",
+    "- x\n- y",
+]
 WORDS = {"Qwen 3": ["<think>", "</think>", "<tool_call>"], "Qwen 3.5": ["<think>", "</tool_call>"]}
 
 

@@ -131,7 +131,10 @@ def test_masks_are_those_of_every_prefix(make, name, tmp_path, monkeypatch):
     "change",
     [
         "{% if loop.last and loop.index > 41 %}{{ 'late' }}{% endif %}",
-        "{% if loop.last and loop.index is divisibleby(2) and loop.index > 60 %}{{ 'late' }}{% endif %}",
+        (
+            "{% if loop.last and loop.index is divisibleby(2) and loop.index > 60 %}{{ 'late' }}{% "
+            "endif %}"
+        ),
         "{% if loop.index == messages | length - 4 %}{{ 'fourth from the end' }}{% endif %}",
     ],
 )

@@ -51,8 +51,13 @@ def test_transformers_renders_equally(name, tmp_path):
     assert theirs.eos_token_id == tokenizer.eod
     assert check_indexed(prefix, 264).token_ids().max() < 264
     assert sorted(path.name for path in tmp_path.glob("d.v1*")) == [
-        "d.v1.bin", "d.v1.idx", "d.v1.json", "d.v1_loss_mask.bin", "d.v1_loss_mask.idx", "d.v1_tokenizer",
-    ]  # fmt: skip
+        "d.v1.bin",
+        "d.v1.idx",
+        "d.v1.json",
+        "d.v1_loss_mask.bin",
+        "d.v1_loss_mask.idx",
+        "d.v1_tokenizer",
+    ]
 
 
 def test_what_is_trained_is_kept_and_written_anew(tmp_path):
@@ -103,7 +108,10 @@ def test_another_prefix_is_prepared_at_the_same_time(name, other, tmp_path, monk
         ),
         (
             {"name": "alpaca"},
-            "chat_template is alpaca, and a tokenizer is trained for one of chatml, llama3; name one",
+            (
+                "chat_template is alpaca, and a tokenizer is trained for one of chatml, llama3; "
+                "name one"
+            ),
         ),
     ],
 )

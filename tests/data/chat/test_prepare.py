@@ -79,9 +79,16 @@ def said(*contents):
 def test_every_format_gives_the_same_bytes(suffix, row, tmp_path):
     facts = prepared(tmp_path, write_rows(tmp_path / f"in{suffix}", [row] * 5))
     assert facts.conversations == {
-        "read": 5, "kept": 5, "split": 0, "truncated": 0, "refused": 0, "left_out": 0, "learned": 45, "samples": 2,
+        "read": 5,
+        "kept": 5,
+        "split": 0,
+        "truncated": 0,
+        "refused": 0,
+        "left_out": 0,
+        "learned": 45,
+        "samples": 2,
         "places": 400,
-    }  # fmt: skip
+    }
     assert facts.tokens == 5 * SIZE
     assert "5 conversations read: 5 kept whole" in facts.summary
     assert facts.summary.endswith(
@@ -108,9 +115,12 @@ def test_samples_are_the_conversations(tmp_path):
     )
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
     config = DataConfig(
-        data_path=(str(tmp_path / "out" / "chats"),), split="100,0,0", sft=True,
-        reset_attention_mask=True, reset_position_ids=True,
-    )  # fmt: skip
+        data_path=(str(tmp_path / "out" / "chats"),),
+        split="100,0,0",
+        sft=True,
+        reset_attention_mask=True,
+        reset_position_ids=True,
+    )
     train = build_datasets(config, 170, 1, tokenizer)[0]
     found, whole = [], len(train)
     assert sorted(int(train[n]["starts"].sum()) for n in range(whole)) == sorted(
@@ -214,8 +224,13 @@ def test_what_is_refused_is_named_or_listed_and_counted(tmp_path):
     for number, (line, (_, message)) in enumerate(zip(listed, BAD.values(), strict=True), start=2):
         assert re.match(rf"{re.escape(str(source))}, line {number}: {message}", line), line
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "chats.bin", "chats.idx", "chats.json", "chats.refused.txt", "chats_loss_mask.bin", "chats_loss_mask.idx",
-    ]  # fmt: skip
+        "chats.bin",
+        "chats.idx",
+        "chats.json",
+        "chats.refused.txt",
+        "chats_loss_mask.bin",
+        "chats_loss_mask.idx",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -242,9 +257,11 @@ def test_nested_rows_reach_no_other_process(tmp_path):
     (tmp_path / "in.jsonl").write_text(nested + BAD["nested"][0] + "\n")
     model = write_tokenizer(tmp_path / "tokenizer", TEMPLATES["chatml"])
     request = Request(
-        inputs=(f"{tmp_path}/in.jsonl",), vocab_size=None, tokenizer_model=model,
+        inputs=(f"{tmp_path}/in.jsonl",),
+        vocab_size=None,
+        tokenizer_model=model,
         chat=Chat(seq_length=200, skip_refused=True),
-    )  # fmt: skip
+    )
     facts, _ = prepare(request, tmp_path / "out" / "d", progress=False, workers=2)
     assert (facts.conversations["kept"], facts.conversations["refused"]) == (1, 1)
 

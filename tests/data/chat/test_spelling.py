@@ -34,17 +34,28 @@ ALL = plain("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"
 REFUSED = {
     "special: true": (QWEN, CONFIG, {}, "<|vision_start|>"),
     "eos_token": (ALL, CONFIG, {}, "<|endoftext|>"),
-    "eos_token_id of generation_config.json": (ALL, CONFIG, {"generation_config": {"eos_token_id": [1205]}}, "<word>"),
+    "eos_token_id of generation_config.json": (
+        ALL,
+        CONFIG,
+        {"generation_config": {"eos_token_id": [1205]}},
+        "<word>",
+    ),
     "eos_token_id of a part of config.json": (
-        ALL, CONFIG, {"config": {"model_type": "", "text_config": {"eos_token_id": 1205}}}, "<word>",
+        ALL,
+        CONFIG,
+        {"config": {"model_type": "", "text_config": {"eos_token_id": 1205}}},
+        "<word>",
     ),
     "special in added_tokens_decoder": (
-        ALL, CONFIG | {"added_tokens_decoder": {"1205": added("<word>")}}, {}, "<word>",
+        ALL,
+        CONFIG | {"added_tokens_decoder": {"1205": added("<word>")}},
+        {},
+        "<word>",
     ),
     "chat_control_tokens": (ALL, CONFIG | {"chat_control_tokens": ["<word>"]}, {}, "<word>"),
     "ends a turn in the template": (ALL, CONFIG, {}, "<|im_end|>"),
     "begins a turn in the template": (ALL, CONFIG, {}, "<|im_start|>"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -61,9 +72,12 @@ def test_a_turn_that_spells_a_control_token_is_refused(name, role, tmp_path):
 
 def test_parts_of_a_content_that_spell_a_control_token_together_are_refused(tmp_path):
     template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}"
-        "{% else %}{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}"
-        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string "
+        "%}{{ m.content }}"
+        "{% else %}{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor "
+        "%}{% endif %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ "
+        "'<|im_start|>assistant\n' }}{% endif %}"
     )
     path = folder_of(tmp_path, template=template)
     tokenizer, template = load_tokenizer(path), load_template(str(path))

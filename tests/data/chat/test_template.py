@@ -125,7 +125,11 @@ def test_a_special_token_that_special_tokens_map_alone_names_is_read_as_transfor
     assert ids[0] == tokenizer.tokenize_special("<|user|>")[0][0]
 
 
-LAST_USER = "{% for m in messages %}{% if not loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+LAST_USER = (
+    "{% for m in messages %}{% if not loop.last or m['role'] == 'user' %}{{ "
+    "m['content'] }}{% "
+    "endif %}{% endfor %}"
+)
 SHORT = "{% for m in messages %}{{ '<s>' + m['content'][:3] + '</s>' }}{% endfor %}"
 ONE_MARK = TEMPLATES["chatml"].replace("{% for", "{% generation %}{% endgeneration %}{% for", 1)
 REORDERED = "{{ messages | length }}{% for m in messages %}{{ m['content'] + '</s>' }}{% endfor %}"
@@ -156,7 +160,11 @@ def test_what_is_not_exact_is_refused(source, message, tmp_path):
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
-DOUBLED = "{% set n = namespace(x='xx') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
+DOUBLED = (
+    "{% set n = namespace(x='xx') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% "
+    "endfor "
+    "%}{{ n.x }}"
+)
 UNBOUNDED = {
     "endless": (ENDLESS, "does not end within"),
     "endless power": ("{{ 7 ** 999999999 }}", "does not end within"),

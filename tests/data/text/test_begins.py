@@ -105,6 +105,10 @@ def test_data_of_two_beginnings_is_not_mixed(tmp_path):
 
 
 def test_the_flag_is_refused_with_conversations(capsys):
-    flags = "--chat --input a --output-prefix b --seq-length 8 --tokenizer-model t --add-bos-token always"
+    flags = (
+        "--chat --input a --output-prefix b --seq-length 8 --tokenizer-model t "
+        "--add-bos-token "
+        "always"
+    )
     assert prepare_data(flags.split()) == 2
     assert "--add-bos-token is for text" in capsys.readouterr().err

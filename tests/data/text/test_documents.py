@@ -127,9 +127,16 @@ def test_documents_that_all_end_are_megatrons_to_the_bit(tmp_path):
     prefix = write_pair(tmp_path / "d", KINDS["ends"])
     train = build(prefix, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
     config = megatron_core().GPTDatasetConfig(
-        random_seed=1234, sequence_length=SEQ, blend=([prefix], None), split="100,0,0", tokenizer=NumberTokenizer(),
-        reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True, create_attention_mask=True,
-    )  # fmt: skip
+        random_seed=1234,
+        sequence_length=SEQ,
+        blend=([prefix], None),
+        split="100,0,0",
+        tokenizer=NumberTokenizer(),
+        reset_position_ids=True,
+        reset_attention_mask=True,
+        eod_mask_loss=True,
+        create_attention_mask=True,
+    )
     every = np.arange(60, dtype=np.int32)
     low_level = megatron_core().IndexedDataset(prefix)
     train_split = megatron_core().Split.train

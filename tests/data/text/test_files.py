@@ -66,10 +66,16 @@ RIGHT = {
     "JSON lines, .json.gz, as of C4": ("a.json.gz", gzip.compress(ENCODED)),
     "JSON lines, .jsonl.bz2": ("a.jsonl.bz2", bz2.compress(ENCODED)),
     "JSON lines, .jsonl.xz": ("a.jsonl.xz", lzma.compress(ENCODED)),
-    "JSON lines, .jsonl.zst of several frames": ("a.jsonl.zst", lambda path: zstandard(path, ENCODED)),
+    "JSON lines, .jsonl.zst of several frames": (
+        "a.jsonl.zst",
+        lambda path: zstandard(path, ENCODED),
+    ),
     "JSON lines with a byte-order mark": ("a.jsonl", (BOM + LINES).encode()),
     "JSON lines in UTF-16": ("a.jsonl", LINES.encode("utf-16")),
-    "JSON lines that end in CRLF, some empty": ("a.jsonl", LINES.replace("\n", "\r\n\r\n").encode()),
+    "JSON lines that end in CRLF, some empty": (
+        "a.jsonl",
+        LINES.replace("\n", "\r\n\r\n").encode(),
+    ),
     "JSON array": ("a.json", ARRAY.encode()),
     "JSON array with a byte-order mark": ("a.json", (BOM + ARRAY).encode()),
     "JSON array in UTF-16": ("a.json", ARRAY.encode("utf-16")),
@@ -78,16 +84,20 @@ RIGHT = {
     "Parquet, .PQ, with nested columns beside the text": ("a.PQ", nested_parquet),
     "folder of datasets": ("d", lambda path: dataset(path, ROWS)),
     "folder of datasets saved with a format of some columns": (
-        "d", lambda path: dataset(path, ROWS, columns=["id"]),
+        "d",
+        lambda path: dataset(path, ROWS, columns=["id"]),
     ),
-    "folder of datasets saved with a format of tensors": ("d", lambda path: dataset(path, ROWS, type="torch")),
+    "folder of datasets saved with a format of tensors": (
+        "d",
+        lambda path: dataset(path, ROWS, type="torch"),
+    ),
     "text": ("a.txt", PLAIN.encode()),
     "text with a byte-order mark": ("a.txt", (BOM + PLAIN).encode()),
     "text in UTF-16 with a byte-order mark": ("a.txt", PLAIN.encode("utf-16")),
     "text in UTF-32 with a byte-order mark": ("a.txt", PLAIN.encode("utf-32")),
     "text, .txt.gz": ("a.txt.gz", gzip.compress(PLAIN.encode())),
     "empty texts among rows": ("a.jsonl", b'{"text": ""}\n{"text": "a"}\n'),
-}  # fmt: skip
+}
 """Names and contents of files, as bytes or functions that write them."""
 OTHER_DOCUMENTS = {kind: [PLAIN] for kind in RIGHT if kind.startswith("text")} | {
     "empty texts among rows": ["a"]
@@ -102,22 +112,34 @@ REFUSED = {
     "archive, .zip": ("a.zip", b"PK", "is an archive"),
     "archive, .tar.gz": ("a.tar.gz", gzip.compress(b"x"), "is an archive"),
     "text in Latin-1": ("a.txt", PLAIN.encode("latin-1"), "is not UTF-8"),
-    "text in UTF-16 without a byte-order mark": ("a.txt", "plain".encode("utf-16-le"), "NUL characters"),
-    "compressed rows that are cut off": ("a.jsonl.gz", gzip.compress(ENCODED * 9)[:-20], "cannot read"),
+    "text in UTF-16 without a byte-order mark": (
+        "a.txt",
+        "plain".encode("utf-16-le"),
+        "NUL characters",
+    ),
+    "compressed rows that are cut off": (
+        "a.jsonl.gz",
+        gzip.compress(ENCODED * 9)[:-20],
+        "cannot read",
+    ),
     "compressed rows that are none": ("a.jsonl.gz", ENCODED, "cannot read"),
     "object over several lines, .json": ("a.json", b'{\n "text": "a"\n}', "no array of objects"),
     "rows whose text is null": ("a.jsonl", b'{"text": null}\n', 'field "text" is null'),
     "rows whose text is a list": ("a.jsonl", b'{"text": ["a"]}\n', 'field "text" is a list'),
     "rows whose text is an object": (
-        "a.parquet", lambda path: parquet(path, text=DEEP), 'row 1: field "text" is an object',
+        "a.parquet",
+        lambda path: parquet(path, text=DEEP),
+        'row 1: field "text" is an object',
     ),
     "rows whose text is bytes": (
-        "a.parquet", lambda path: parquet(path, text=[b"a"]), 'row 1: field "text" is of type bytes',
+        "a.parquet",
+        lambda path: parquet(path, text=[b"a"]),
+        ('row 1: field "text" is of type bytes'),
     ),
     "rows that are no objects": ("a.jsonl", b'"a"\n', "holds a string, not an object"),
     "rows without fields": ("a.jsonl", b"{}\n", 'has no field "text"'),
     "rows with another field": ("a.jsonl", b'{"content": "a"}\n', "--json-keys"),
-}  # fmt: skip
+}
 
 
 def written(folder, name, content):

@@ -64,9 +64,16 @@ def test_epoch_is_megatrons_own(prefix):
     megatron = megatron_core()
     ours = build(prefix)
     config = megatron.GPTDatasetConfig(
-        random_seed=SEED, sequence_length=SEQ, blend=([prefix], None), split="90,10,0", tokenizer=NumberTokenizer(),
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
-    )  # fmt: skip
+        random_seed=SEED,
+        sequence_length=SEQ,
+        blend=([prefix], None),
+        split="90,10,0",
+        tokenizer=NumberTokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
     theirs = BlendedMegatronDatasetBuilder(
         megatron.GPTDataset, [None] * 3, lambda: True, config
     ).build()

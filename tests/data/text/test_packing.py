@@ -117,7 +117,8 @@ def test_log_normal_lengths_are_packed_with_little_padding_within_a_minute(count
     seconds, tokens = process_time() - start, lengths.sum(dtype=np.int64)
     padding = 1 - tokens / ((len(bounds) - 1) * seq_length)
     print(
-        f"{count:,} documents in {len(bounds) - 1:,} samples: {seconds:.1f} s, {padding:.6%} padding"
+        f"{count:,} documents in {len(bounds) - 1:,} samples: {seconds:.1f} s, {padding:.6%} "
+        f"padding"
     )
     assert fragments["length"].sum(dtype=np.int64) == tokens
     assert padding < 0.001

@@ -150,7 +150,11 @@ def test_shares_are_those_that_the_planner_has(file, card):
         assert unstated.running(name) == replace(cluster.running(name), kernel_fractions={})
 
 
-FASTER = "at about 0.31 of this GPU's peak, where cuDNN reaches 0.53 and FlashAttention 3 0.66, and takes at least 1.7"
+FASTER = (
+    "at about 0.31 of this GPU's peak, where cuDNN reaches 0.53 and FlashAttention 3 "
+    "0.66, and "
+    "takes at least 1.7"
+)
 
 
 @pytest.mark.parametrize(
@@ -160,15 +164,48 @@ FASTER = "at about 0.31 of this GPU's peak, where cuDNN reaches 0.53 and FlashAt
         ("cudnn", Gpu((9, 0), 92500, 92000), {}, ()),
         ("flash_attn_3", OLD, {}, ()),
         ("aten", B200, {"head_dim": 256}, ()),  # which nothing else takes
-        ("aten", OLD, {}, (FASTER, "606 s", "9.10.2 is loaded: install 9.15.1 or newer", "or install Flash")),
-        ("aten", SHADOWED, {}, (FASTER, "instead of torch's own 9.20.0: take its folder out of LD_LIB")),
+        (
+            "aten",
+            OLD,
+            {},
+            (FASTER, "606 s", "9.10.2 is loaded: install 9.15.1 or newer", "or install Flash"),
+        ),
+        (
+            "aten",
+            SHADOWED,
+            {},
+            (FASTER, "instead of torch's own 9.20.0: take its folder out of LD_LIB"),
+        ),
         ("aten", H100, {"requested": "aten"}, (FASTER, "leave --attention-backend out")),
-        ("aten", H100, {"documents": True, "why_not": "its import fails (X)"}, (FASTER, "its import fails (X)")),
-        ("aten", B200, {"documents": True}, ("about 0.15 of", "4 0.6, and takes at least 4.0 times as long. p")),
-        ("aten", OLD._replace(name="NVIDIA H20"), {}, ("about 0.6 of", "takes at least 1.3 times as long. c",)),
-        ("cudnn", SHADOWED, {"requested": "cudnn"}, ("torch's own 9.20.0", "128 does not divide can come out wrong")),
+        (
+            "aten",
+            H100,
+            {"documents": True, "why_not": "its import fails (X)"},
+            (FASTER, "its import fails (X)"),
+        ),
+        (
+            "aten",
+            B200,
+            {"documents": True},
+            ("about 0.15 of", "4 0.6, and takes at least 4.0 times as long. p"),
+        ),
+        (
+            "aten",
+            OLD._replace(name="NVIDIA H20"),
+            {},
+            (
+                "about 0.6 of",
+                "takes at least 1.3 times as long. c",
+            ),
+        ),
+        (
+            "cudnn",
+            SHADOWED,
+            {"requested": "cudnn"},
+            ("torch's own 9.20.0", "128 does not divide can come out wrong"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_slower_kernel_is_warned_of_with_the_factor_and_the_fix(
     kernel, here, more, words, monkeypatch
 ):
@@ -225,9 +262,8 @@ def test_a_run_says_its_kernel_and_its_cudnn(at, monkeypatch):
     assert kernel_lines(configured(context_parallel_method="none")) == kernel_lines(configured())
     at(SHADOWED)
     said, warned = kernel_lines(configured())
-    assert (
-        said
-        == "attention kernel: aten (FlashAttention 2), cuDNN 9.10.2 loaded, where torch brings 9.20.0"
+    assert said == (
+        "attention kernel: aten (FlashAttention 2), cuDNN 9.10.2 loaded, where torch brings 9.20.0"
     )
     assert warned.startswith("WARNING: attention runs by FlashAttention 2")
     assert kernel_lines(configured(context_parallel_method="none"))[0] == said
@@ -242,15 +278,21 @@ def test_a_run_says_its_kernel_and_its_cudnn(at, monkeypatch):
 
 CUTE = "flash_attn/cute/interface.py"
 BROKEN = {
-    "that registers nothing": ("flash_attn_3", {"flash_attn_interface.py": ""}, "does not expose FA3 "),
+    "that registers nothing": (
+        "flash_attn_3",
+        {"flash_attn_interface.py": ""},
+        "does not expose FA3 ",
+    ),
     "for another torch": (
-        "flash_attn_3", {"flash_attn_interface.py": UNDEFINED}, r"import fails \(ImportError.*undefined",
+        "flash_attn_3",
+        {"flash_attn_interface.py": UNDEFINED},
+        r"import fails \(ImportError.*undefined",
     ),
     "absent": ("flash_attn_3", {}, ABSENT),
     "2 in the place of 4": ("flash_attn_4", {"flash_attn/__init__.py": ""}, ABSENT),
     "4 of another version": ("flash_attn_4", {CUTE: ""}, "does not expose FA4 kernels"),
     "4 without its compiler": ("flash_attn_4", {CUTE: "import cutlass_"}, "No module named 'cutl"),
-}  # fmt: skip
+}
 
 
 def install(place, monkeypatch, files):

@@ -31,7 +31,8 @@ def interpret(*reports, timeout=PATIENCE):
     """Reports of ``interpreted.py`` in a process whose Triton interprets, by name."""
     if triton.__version__ < "3.7":
         pytest.skip(
-            "the interpreter of Triton before 3.7 cannot loop as often as a tensor says under NumPy 2.4"
+            "the interpreter of Triton before 3.7 cannot loop as often as a tensor says under "
+            "NumPy 2.4"
         )
     command = [sys.executable, "-m", "tests.kernels.triton.interpreted", *reports]
     done = ended(command, timeout=timeout, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT))

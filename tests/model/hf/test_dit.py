@@ -30,11 +30,16 @@ def in_diffusers(original, config):
     diffusers = pytest.importorskip("diffusers", reason="compares with diffusers' model")
     width = config.hidden_size
     theirs = diffusers.DiTTransformer2DModel(
-        num_attention_heads=config.num_attention_heads, attention_head_dim=config.head_dim,
-        in_channels=config.latent_shape[0], out_channels=2 * config.latent_shape[0],
-        num_layers=config.num_layers, sample_size=config.latent_shape[1], patch_size=config.patch_size,
-        num_embeds_ada_norm=config.num_classes, norm_eps=config.norm_epsilon,
-    )  # fmt: skip
+        num_attention_heads=config.num_attention_heads,
+        attention_head_dim=config.head_dim,
+        in_channels=config.latent_shape[0],
+        out_channels=2 * config.latent_shape[0],
+        num_layers=config.num_layers,
+        sample_size=config.latent_shape[1],
+        patch_size=config.patch_size,
+        num_embeds_ada_norm=config.num_classes,
+        norm_eps=config.norm_epsilon,
+    )
     shift, scale = (
         original["final_layer.adaLN_modulation.1." + kind] for kind in ("weight", "bias")
     )

@@ -27,11 +27,13 @@ from tests.model.models import IMAGE, random_dit
 
 IDS = {"bos_token_id": 7, "eos_token_id": [9, 11]}
 READ = {
-    "llama": IDS | {"max_position_embeddings": 8192, "pad_token_id": 3, "attention_dropout": 0.1}
+    "llama": IDS
+    | {"max_position_embeddings": 8192, "pad_token_id": 3, "attention_dropout": 0.1}
     | {"hidden_act": "swish", "use_cache": False, "pretraining_tp": 2},
-    "gpt2": IDS | {"activation_function": "gelu_pytorch_tanh", "attn_pdrop": 0.3, "summary_type": "mean"}
+    "gpt2": IDS
+    | {"activation_function": "gelu_pytorch_tanh", "attn_pdrop": 0.3, "summary_type": "mean"}
     | {"task_specific_params": {"text-generation": {"max_length": 50}}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=READ)

@@ -76,15 +76,29 @@ def test_a_layer_is_that_of_gpt_oss_and_so_is_every_gradient(layer):
 
     kinds = ["sliding_attention", "full_attention"]
     theirs_config = GptOssConfig(
-        hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=2, sliding_window=6,
-        layer_types=kinds, attn_implementation="eager",
-    )  # fmt: skip
+        hidden_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_hidden_layers=2,
+        sliding_window=6,
+        layer_types=kinds,
+        attn_implementation="eager",
+    )
     theirs = GptOssAttention(theirs_config, layer).double()
     config = model_config(
-        model_type="gpt", position_embedding_type="rope", hidden_size=24, num_attention_heads=4, num_query_groups=2,
-        kv_channels=8, num_layers=2, vocab_size=9, window_size="5,0", window_attn_skip_freq="2",
+        model_type="gpt",
+        position_embedding_type="rope",
+        hidden_size=24,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=8,
+        num_layers=2,
+        vocab_size=9,
+        window_size="5,0",
+        window_attn_skip_freq="2",
         softmax_type="learnable",
-    )  # fmt: skip
+    )
     ours = config.attention(layer, sdpa, bias=True).double()
     torch.manual_seed(0)
     for name, parameter in theirs.named_parameters():

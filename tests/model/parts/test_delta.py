@@ -39,9 +39,13 @@ def test_a_gate_per_channel_is_kimis_layer():
     from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 
     theirs_config = transformers.KimiLinearConfig(
-        hidden_size=32, linear_head_dim=8, linear_num_heads=4, num_hidden_layers=2, rms_norm_eps=1e-5,
+        hidden_size=32,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        num_hidden_layers=2,
+        rms_norm_eps=1e-5,
         layer_types=["linear_attention"] * 2,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     theirs = kimi.KimiLinearDeltaAttention(theirs_config, 0).double()
     for parameter in theirs.parameters():
@@ -163,10 +167,19 @@ PUBLISHED = {
 def test_published_sizes(shape, billions):
     hidden, layers, heads, groups, ffn, values, same = shape
     config = model_config(
-        model_type="qwen3_5", num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, vocab_size=248320,
-        num_attention_heads=heads, num_query_groups=groups, kv_channels=256, linear_num_key_heads=16,
-        linear_num_value_heads=values, linear_key_head_dim=128, untie_embeddings_and_output_weights=not same,
-    )  # fmt: skip
+        model_type="qwen3_5",
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        vocab_size=248320,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=values,
+        linear_key_head_dim=128,
+        untie_embeddings_and_output_weights=not same,
+    )
     assert num_parameters(config) / 1e9 == pytest.approx(
         billions, abs=0.006 if billions < 10 else 0.06
     )

@@ -85,8 +85,14 @@ def test_the_same_bins_whatever_the_chains_and_every_number_of_vectors():
     ]
     codec = Codec.fit(attempts, 4)
     assert [c.name for c in codec.columns] == [
-        "return", "observation0", "observation1", "observation2", "action0", "action1", "reward"
-    ]  # fmt: skip
+        "return",
+        "observation0",
+        "observation1",
+        "observation2",
+        "action0",
+        "action1",
+        "reward",
+    ]
     ids, learned = codec.chain(attempts)
     assert len(ids) == 2 * (2 * 7 + 1)
     assert learned.sum() == 2 * 2 * 2

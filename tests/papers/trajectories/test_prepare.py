@@ -39,9 +39,9 @@ def test_a_folder_of_npz_becomes_chains_that_can_be_read(tmp_path, capsys):
     assert main([*flags, "--trajectories", "4"]) == 0
     out = capsys.readouterr().out
     assert (
-        "1 chains of 4 attempts at 1 tasks, 84 tokens in 1 samples, 16 of them actions, which carry loss"
-        in out
-    )
+        "1 chains of 4 attempts at 1 tasks, 84 tokens in 1 samples, 16 of them actions, which "
+        "carry loss"
+    ) in out
     assert "2 episodes are left over" in out
     assert "--sft --seq-length" in out
     record = json.loads((tmp_path / "c.json").read_text())

@@ -20,7 +20,10 @@ from tools.sample import main
 from train.config import diffusion, language
 from train.run import exit_status
 
-COMMAND = "from tools.common.arguments import one_line_errors, run_command; run_command(one_line_errors({}))"
+COMMAND = (
+    "from tools.common.arguments import one_line_errors, run_command; "
+    "run_command(one_line_errors({}))"
+)
 ENTRY = "from train.run import run_entry; run_entry(lambda argv: print('x' * (1 << 20)))"
 
 
@@ -50,7 +53,10 @@ def test_a_reader_that_went_away_ends_a_command_without_a_word(code):
     ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")]
 )
 def test_a_signal_ends_a_command_as_an_exception_without_a_traceback(number, status, said):
-    code = "import os, sys\ndef main():\n    try:\n        os.kill(os.getpid(), int(sys.argv[1]))\n    finally:\n"
+    code = (
+        "import os, sys\ndef main():\n    try:\n        os.kill(os.getpid(), "
+        "int(sys.argv[1]))\n    finally:\n"
+    )
     code += "        print('cleaned')\n" + COMMAND.format("main")
     with interruptible():
         done = ended([sys.executable, "-c", code, str(int(number))])
@@ -108,7 +114,10 @@ def test_a_command_of_a_program_is_asked_for_flags_of_its_own(capsys):
         == f"{told}error: unknown argument --sample; --help lists them all\n"
     )
     assert ruler.main([]) == 2
-    told = "error: a command is missing; give one of score, make, model, repeat; --help lists the arguments\n"
+    told = (
+        "error: a command is missing; give one of score, make, model, repeat; --help lists the "
+        "arguments\n"
+    )
     assert capsys.readouterr().err == told
     assert ruler.main(["make", "x.jsonl", "--lengths", "1024", "--tokeniser-model", "x"]) == 2
     assert (

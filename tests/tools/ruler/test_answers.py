@@ -224,9 +224,9 @@ def test_a_run_is_asked_and_its_answers_are_its_own(run, capsys):
     assert "1000 tokens, line_retrieval 100%: 0.0" in said
     assert "| line_retrieval 100% | 0.0 | 0.0 |" in said
     assert (
-        "1 examples of each task and length; RULER's prompts as of a base model, haystack of made sentences"
-        in said
-    )
+        "1 examples of each task and length; RULER's prompts as of a base model, haystack of "
+        "made sentences"
+    ) in said
     assert "seq_length 1000 is 3.91 times the 256 positions" in said
     assert (folder / "evaluation" / "ruler.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "evaluation" / "ruler.md").is_file()

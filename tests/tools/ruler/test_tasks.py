@@ -67,9 +67,16 @@ def test_each_needle_is_there_once_and_says_the_answers(task, needles, asks, key
         query = re.search(r"for (.+) mentioned", question.text)[1]
         wanted = re.split(r", and |, ", query)
         assert list(question.answers) == [
-            v for k in wanted for _, other, v in sorted(found, key=lambda row: question.answers.index(row[2])
-            if row[2] in question.answers else -1) if other == k
-        ]  # fmt: skip
+            v
+            for k in wanted
+            for _, other, v in sorted(
+                found,
+                key=lambda row: (
+                    question.answers.index(row[2]) if row[2] in question.answers else -1
+                ),
+            )
+            if other == k
+        ]
         assert len(question.answers) == asks
         assert all(question.text.count(answer) == 1 for answer in question.answers)
         assert query in question.prefix
@@ -82,7 +89,8 @@ def test_prompts_are_the_benchmarks_word_for_word():
     lines = re.search(r"afterwards\.\n(.*)\nWhat", question.text, flags=re.DOTALL)[1].split("\n")
     assert sorted(lines) == sorted([needle, NOISE])
     assert question.text == (
-        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
+        "A special magic number is hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about "
         "the number afterwards.\n"
         + "\n".join(lines)
         + f"\nWhat is the special magic number for {key} mentioned in "
@@ -93,7 +101,8 @@ def test_prompts_are_the_benchmarks_word_for_word():
     )
     several = asked("niah_multivalue", 1)
     assert several.text.startswith(
-        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
+        "Some special magic numbers are hidden within the following text. Make sure to memorize "
+        "it. I will quiz you "
         "about the numbers afterwards.\n"
     )
     assert re.search(
@@ -233,7 +242,11 @@ HOTPOT = {"question": "Who?", "answer": "Ada", "context": [["Ada", ["It was Ada.
         *(
             ([GOOD, GOOD | {field: value}, GOOD], f"line 2: {field} ")
             for field, value in (
-                ("answers", [" "]), ("answers", []), ("answers", ["Ada", ""]), ("question", ""), ("paragraphs", [])
+                ("answers", [" "]),
+                ("answers", []),
+                ("answers", ["Ada", ""]),
+                ("question", ""),
+                ("paragraphs", []),
             )
         ),
         ([GOOD, "", '{"question": "Who?"'], "has .*line 3"),
@@ -243,7 +256,7 @@ HOTPOT = {"question": "Who?", "answer": "Ada", "context": [["Ada", ["It was Ada.
         ([{"data": [{"paragraphs": [CONTEXT, UNANSWERED]}]}], "question 2: answers is empty"),
         ([[HOTPOT, HOTPOT | {"answer": ""}]], "question 2: answers holds an empty text"),
     ],
-)  # fmt: skip
+)
 def test_a_question_that_any_text_would_answer_or_none_is_refused_by_its_place(
     tmp_path, content, said
 ):

@@ -279,6 +279,7 @@ def test_training_waits_for_a_fifth_of_the_time_at_most(tmp_path):
         max(times) for times in zip(*run_ranks(_stalls, 2, tmp_path, 9), strict=True)
     )
     print(
-        f"\n192 MB on 2 ranks: {at_once:.3f} s at once, {beside:.3f} s beside training, {beside / at_once:.1%}"
+        f"\n192 MB on 2 ranks: {at_once:.3f} s at once, {beside:.3f} s beside training, "
+        f"{beside / at_once:.1%}"
     )
     assert beside <= 0.2 * at_once

@@ -125,7 +125,10 @@ def second(node):
 BREAKS = {
     "flipped": (
         lambda node: flip_a_byte(second(node), "__3_0.distcp"),
-        "passed over a broken one: .*/node1/run-.*/iter_0000002/__3_0.distcp has another SHA-256 than",
+        (
+            "passed over a broken one: .*/node1/run-.*/iter_0000002/__3_0.distcp has another "
+            "SHA-256 than"
+        ),
     ),
     "cut off": (
         lambda node: (second(node) / "__2_0.distcp").unlink(),
@@ -141,7 +144,10 @@ BREAKS = {
     ),
     "of another run": (
         lambda node: (node.parent / "run" / "starts.jsonl").write_text("begun anew\n"),
-        "passed over .*/node0/run-[0-9a-f]{12}, which is of another run; remove it if that one is over",
+        (
+            "passed over .*/node0/run-[0-9a-f]{12}, which is of another run; remove it if that one "
+            "is over"
+        ),
     ),
     "untouched": (lambda node: None, ""),
 }

@@ -44,7 +44,8 @@ def test_the_vocabulary_is_the_tokenizers_unless_another_one_is_named():
             "linear 8",
         ),
         (
-            "--rope-scaling-type llama3 --rope-scaling-factor 8 --rope-scaling-original-max-position-embeddings 8192 "
+            "--rope-scaling-type llama3 --rope-scaling-factor 8 "
+            "--rope-scaling-original-max-position-embeddings 8192 "
             "--max-position-embeddings 131072",
             524288,
             "llama3 8192 32 524288",
@@ -85,7 +86,10 @@ def test_a_diffusion_transformer_has_no_documents_to_join():
 
 
 def test_joined_ranks_are_those_of_a_larger_context_and_have_the_same_samples():
-    sizes = "--context-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16"
+    sizes = (
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2 "
+        "--global-batch-size 16"
+    )
     apart = parse_args([APART, *sizes.split()])
     asked = replace(apart, mesh=replace(apart.mesh, balance_over="dp_cp"))
     assert with_joined_ranks(apart, 16) == apart

@@ -14,11 +14,26 @@ from train.config.flags import ConfigError, write_toml
 from train.config.language import parse_args, validate
 from train.tasks.language import LanguageTask
 
-FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --device cpu --data-path x"
-FLAGS += " --tokenizer-model x.model --global-batch-size 4 --micro-batch-size 2 --context-parallel-size 2"
-OPEN = "--mock-data --vocab-size 100 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 "
-OPEN += "--device cpu --context-parallel-size 2 --context-parallel-method auto --cluster cpu --max-position-embeddings "
-OPEN += "128 --rope-scaling-type dynamic --rope-scaling-factor 2 --rope-scaling-original-max-position-embeddings "
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --device cpu "
+    "--data-path x"
+)
+FLAGS += (
+    " --tokenizer-model x.model --global-batch-size 4 --micro-batch-size 2 "
+    "--context-parallel-size 2"
+)
+OPEN = (
+    "--mock-data --vocab-size 100 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 256 "
+)
+OPEN += (
+    "--device cpu --context-parallel-size 2 --context-parallel-method auto --cluster cpu "
+    "--max-position-embeddings "
+)
+OPEN += (
+    "128 --rope-scaling-type dynamic --rope-scaling-factor 2 "
+    "--rope-scaling-original-max-position-embeddings "
+)
 OPEN += "128 --allow-changed seed"
 
 

@@ -17,7 +17,10 @@ from train.optimizers import OPTIMIZERS
 
 
 def test_megatrons_spelling_of_a_flag_and_underscores_are_taken():
-    flags = "--override-opt_param-scheduler --lr_decay_style=inverse-square-root --train_iters 7 --save a_b --load=c_d"
+    flags = (
+        "--override-opt_param-scheduler --lr_decay_style=inverse-square-root --train_iters 7 "
+        "--save a_b --load=c_d"
+    )
     config = parse_args(flags.split())
     assert config.optimizer.override_opt_param_scheduler
     assert (config.optimizer.lr_decay_style, config.train.train_iters) == ("inverse-square-root", 7)

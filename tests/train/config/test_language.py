@@ -38,7 +38,10 @@ def contradiction(world_size, *argv):
 
 def test_defaults_and_flags_of_every_kind():
     assert parse_args([]) == Config()
-    argv = "--lr 1e-3 --num-layers 2 --bf16 --no-eod-mask-loss --context-parallel-method ring --data-path 0.3 a 0.7 b"
+    argv = (
+        "--lr 1e-3 --num-layers 2 --bf16 --no-eod-mask-loss --context-parallel-method ring "
+        "--data-path 0.3 a 0.7 b"
+    )
     config = parse_args([*argv.split(), "--exit-duration-in-mins", "5", "--save", "runs/x"])
     assert (config.optimizer.lr, config.model.num_layers, config.train.bf16) == (1e-3, 2, True)
     assert (config.data.eod_mask_loss, config.context.context_parallel_method) == (False, "ring")
@@ -72,7 +75,10 @@ def test_an_optional_choice_is_unset_by_none():
 
 def test_the_file_names_the_family_unless_a_flag_does(tmp_path):
     """Earlier versions wrote the settings of all families: those at their defaults are passed over."""
-    old = "add_qkv_bias = false\nlinear_gate = 'per_head'\nrotary_percent = 1.0\nrope_scaling_truncate = true\n"
+    old = (
+        "add_qkv_bias = false\nlinear_gate = 'per_head'\nrotary_percent = "
+        "1.0\nrope_scaling_truncate = true\n"
+    )
     path = write(
         tmp_path, f"[model]\nmodel_type = 'linear_transformer'\nno_scale_embedding = true\n{old}"
     )
@@ -278,11 +284,15 @@ CONTRADICTIONS = """
 2 Z --softmax-type learnable | pipeline_schedule is InterleavedZeroBubble, | softmax_type is learnable,
 """
 SHORT = {
-    " H ": "--model-type transnormer --softmax-every 2 --context-parallel-method lasp --context-parallel-size 4",
+    " H ": (
+        "--model-type transnormer --softmax-every 2 --context-parallel-method lasp "
+        "--context-parallel-size 4"
+    ),
     " L ": "--model-type transnormer --context-parallel-size 2 --context-parallel-method lasp2",
     " G ": "--model-type gpt",
     " B ": "--balance-over dp_cp --reset-attention-mask",
-    " Z ": "--pipeline-model-parallel-size 2 --global-batch-size 4 --pipeline-schedule InterleavedZeroBubble "
+    " Z ": "--pipeline-model-parallel-size 2 --global-batch-size 4 --pipeline-schedule "
+    "InterleavedZeroBubble "
     "--data-parallel-sharding-strategy zero1",
 }
 for letter, flags_of_letter in SHORT.items():
@@ -300,7 +310,10 @@ def test_contradictions_are_refused_with_the_fix(row):
 def test_missing_data_is_refused_and_consistent_settings_are_not():
     with pytest.raises(UserError, match="data_path is empty"):
         validate(Config(), 1)
-    argv = "--context-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --save runs/x --save-interval 5"
+    argv = (
+        "--context-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --save runs/x "
+        "--save-interval 5"
+    )
     validate(parse_args([*DATA, *argv.split()]), 4)
     for backend in ("auto", "chunked", "reference"):
         argv = (

@@ -20,10 +20,13 @@ def refused(module, line):
 
 
 SIZES = """
-    num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels vocab-size seq-length
+    num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels
+    vocab-size seq-length
     micro-batch-size global-batch-size num-workers context-parallel-size tensor-model-parallel-size
-    pipeline-model-parallel-size num-virtual-stages-per-pipeline-rank num-distributed-optimizer-instances
-    context-parallel-team-size context-parallel-ranks-per-node ulysses-degree ulysses-head-chunks loss-chunk-size
+    pipeline-model-parallel-size num-virtual-stages-per-pipeline-rank
+    num-distributed-optimizer-instances
+    context-parallel-team-size context-parallel-ranks-per-node ulysses-degree ulysses-head-chunks
+    loss-chunk-size
     ffn-chunk-size pipeline-layers
 """.split()
 
@@ -42,7 +45,10 @@ def test_a_size_beyond_any_machine_is_refused_by_its_name(size, value):
 
 
 def test_counts_of_time_have_no_such_bound_and_a_diffusion_transformers_sizes_do():
-    line = "--train-iters 2000000000 --seed 5000000000 --eval-interval 3000000000 --log-interval 1000000000"
+    line = (
+        "--train-iters 2000000000 --seed 5000000000 --eval-interval 3000000000 --log-interval "
+        "1000000000"
+    )
     config.validate(config.parse_args([*DATA, *line.split()]), 1)
     for size in (
         "num-layers",

@@ -23,10 +23,23 @@ def momentum(monkeypatch):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("lr", 0.0), ("adam_eps", 0.0), ("min_lr", -1.0), ("min_lr", 1.0), ("weight_decay", -0.1), ("clip_grad", -1.0),
-     ("lr_warmup_iters", -1), ("adam_beta1", 1.0), ("adam_beta2", -0.1), ("lr_decay_iters", 0),
-     ("lr_wsd_decay_iters", 0), ("lr_warmup_init", 1.0), ("lr_warmup_fraction", 1.0), ("lr_decay_style", "stepwise")],
-)  # fmt: skip
+    [
+        ("lr", 0.0),
+        ("adam_eps", 0.0),
+        ("min_lr", -1.0),
+        ("min_lr", 1.0),
+        ("weight_decay", -0.1),
+        ("clip_grad", -1.0),
+        ("lr_warmup_iters", -1),
+        ("adam_beta1", 1.0),
+        ("adam_beta2", -0.1),
+        ("lr_decay_iters", 0),
+        ("lr_wsd_decay_iters", 0),
+        ("lr_warmup_init", 1.0),
+        ("lr_warmup_fraction", 1.0),
+        ("lr_decay_style", "stepwise"),
+    ],
+)
 def test_a_wrong_setting_is_named(field, value):
     with pytest.raises(ValueError, match=rf"^{field} is {value}; it must"):
         OptimizerConfig(**{field: value})
@@ -91,7 +104,10 @@ def test_a_run_that_the_optimizer_cannot_step_in_is_refused(momentum):
         (
             "ddp",
             True,
-            "^optimizer_cpu_offload is set and optimizer is momentum, which has no step on state in host",
+            (
+                "^optimizer_cpu_offload is set and optimizer is momentum, which has no step on "
+                "state in host"
+            ),
         ),
     ):
         config = parse_args((flags + strategy).split())

@@ -87,7 +87,7 @@ def commands(page: Path, root: Path = ROOT) -> list[Command]:
     """Return the commands in a page's blocks of code without a language, continued lines joined,
     comments cut.
     """
-    found = []
+    page_commands = []
     for block in re.findall(
         r"^```\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S
     ):
@@ -99,18 +99,18 @@ def commands(page: Path, root: Path = ROOT) -> list[Command]:
             while text.count('"') % 2 and lines:
                 text += "\n" + lines.pop(0)
             text = text if "\n" in text else re.sub(r" +", " ", re.split(r"\s+# ", text)[0]).strip()
-            found.append(Command(page.relative_to(root).as_posix(), text))
-    return found
+            page_commands.append(Command(page.relative_to(root).as_posix(), text))
+    return page_commands
 
 
 def pages(root: Path = ROOT) -> list[Path]:
     """Return README and the pages of docs in the order in which a new user meets them."""
-    found = [root / "README.md", *sorted(root.glob("docs/**/*.md"))]
-    names = [path.relative_to(root).as_posix() for path in found]
+    paths = [root / "README.md", *sorted(root.glob("docs/**/*.md"))]
+    names = [path.relative_to(root).as_posix() for path in paths]
     rank = [
         next(i for i, start in enumerate((*ORDER, "")) if name.startswith(start)) for name in names
     ]
-    return [path for _, _, path in sorted(zip(rank, names, found, strict=True))]
+    return [path for _, _, path in sorted(zip(rank, names, paths, strict=True))]
 
 
 def scratch_copy(root: Path, to: Path) -> None:
@@ -149,7 +149,7 @@ def scratch_copy(root: Path, to: Path) -> None:
 def run(command: str, folder: Path, limit: float, log: Path | None) -> str:
     """Run a command to its end or the limit; return what became of it, and keep what it printed."""
     python = Path(sys.executable)
-    here = {
+    variables = {
         "PATH": f"{python.parent}:{os.environ['PATH']}",
         "PY": str(python),
         "OMP_NUM_THREADS": "1",
@@ -158,7 +158,7 @@ def run(command: str, folder: Path, limit: float, log: Path | None) -> str:
     with subprocess.Popen(
         ["bash", "-c", command],
         cwd=folder,
-        env=os.environ | here,
+        env=os.environ | variables,
         start_new_session=True,
         text=True,
         errors="replace",
@@ -167,20 +167,20 @@ def run(command: str, folder: Path, limit: float, log: Path | None) -> str:
         stderr=subprocess.STDOUT,
     ) as process:
         try:
-            said, _ = process.communicate(timeout=limit)
+            output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            said, _ = process.communicate()
-            said += f"\nkilled after {limit:.0f} s"
+            output, _ = process.communicate()
+            output += f"\nkilled after {limit:.0f} s"
     if log is not None:
-        log.write_text(f"$ {command}\n{said}")
+        log.write_text(f"$ {command}\n{output}")
     if process.returncode == 0:
         return f"ran, {time.monotonic() - begun:.0f} s"
-    lines = (said.strip() or "no word").splitlines()
-    told = next(
+    lines = (output.strip() or "no word").splitlines()
+    message = next(
         (line for line in lines if line.startswith("error: ")), lines[-1]
     )  # torchrun has a report below it
-    return f"**failed**, status {process.returncode}: {told:.120}"
+    return f"**failed**, status {process.returncode}: {message:.120}"
 
 
 def read_table(path: Path) -> dict[Command, list[str]]:
@@ -240,9 +240,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     chosen = {(ROOT / page).resolve() for page in args.pages} if args.pages else {*pages()}
-    found = {row_key(command): command for page in pages() for command in commands(page)}
-    left_out = Counter(command.reason for command in found.values() if command.reason)
-    rows = {key: command for key, command in found.items() if not command.reason}
+    commands_by_key = {row_key(command): command for page in pages() for command in commands(page)}
+    left_out = Counter(command.reason for command in commands_by_key.values() if command.reason)
+    rows = {key: command for key, command in commands_by_key.items() if not command.reason}
     earlier = {key: result for key, result in read_table(ROOT / TABLE).items() if result[1]}
     by_text = {
         key.text: result for key, result in earlier.items()

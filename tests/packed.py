@@ -97,24 +97,26 @@ def as_it_is(batch):
 
 def steps_on_rank(rank, world_size, runs, changes):
     """Return the first step of training of each run's flags, under each change."""
-    found = []
+    steps = []
     for flags in runs:
         with trainer_of(LanguageTask, [*TINY, *flags], Records()) as trainer:
-            found.append([_step(trainer, change) for change in changes])
-    return found
+            steps.append([_step(trainer, change) for change in changes])
+    return steps
 
 
 def _step(trainer, change):
     step = [
         change(batch) for batch in next(batches(trainer.train_data, trainer.batches.batching, 0))
     ]
-    taken = trainer.batches.take(iter([[trainer.task.objective.local(batch) for batch in step]]))
+    step_batch = trainer.batches.take(
+        iter([[trainer.task.objective.local(batch) for batch in step]])
+    )
     loss = sum_over_ranks(
-        trainer.runner.forward_backward(taken.micro_batches, taken.valid), trainer.mesh
+        trainer.runner.forward_backward(step_batch.micro_batches, step_batch.valid), trainer.mesh
     ).item()
     gradients = {name: x for part in trainer.runner.parts for name, x in gradients_of(part).items()}
     trainer.optimizer.zero_grad(set_to_none=True)
-    return Step(loss, gradients, taken.valid)
+    return Step(loss, gradients, step_batch.valid)
 
 
 def over_ranks(world_size, runs, changes=(as_it_is,)):

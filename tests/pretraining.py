@@ -30,13 +30,13 @@ def on_rank(rank, world_size, arguments):
     Return the output: a rank's stdout belongs to the first test that started ranks, not to the
     running one.
     """
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as output:
         try:
             main(arguments, PEAK)
         except BaseException:
-            sys.stderr.write(said.getvalue())
+            sys.stderr.write(output.getvalue())
             raise
-    return said.getvalue()
+    return output.getvalue()
 
 
 DIT = """

@@ -50,8 +50,8 @@ def of_step(command: list[str], limit: float) -> dict[str, Any]:
         sys.stderr.write(printed)
         if not out.exists():
             return {"failed": (printed.strip().splitlines() or [f"ended with status {status}"])[-1]}
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+        record: dict[str, Any] = json.loads(out.read_text())
+        return record
 
 
 def ended(command: list[str], limit: float, stdout: int | None = None) -> tuple[int, str]:
@@ -66,47 +66,51 @@ def ended(command: list[str], limit: float, stdout: int | None = None) -> tuple[
     streams: dict[str, Any] = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **streams, start_new_session=True) as process:
         try:
-            said = process.communicate(timeout=limit)[1]
+            output = process.communicate(timeout=limit)[1]
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(
                     process.pid, signal.SIGKILL
                 )  # ranks have sessions of their own, and end with their torchrun
-    return process.returncode, said
+    return process.returncode, output
 
 
 def in_process(step: Step, device: str, out: Path) -> None:
     """Run a step here, and write its figures."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = step.run(device, Path(folder))
+            record = step.run(device, Path(folder))
         except SkippedStep as reason:
-            found = {"not_run": str(reason)}
+            record = {"not_run": str(reason)}
         except ModuleNotFoundError as error:
-            found = {"not_run": f"{error.name} is not installed"}
-    out.write_text(json.dumps(found))
+            record = {"not_run": f"{error.name} is not installed"}
+    out.write_text(json.dumps(record))
 
 
-def verdict(found: dict[str, Any]) -> str:
+def verdict(result: dict[str, Any]) -> str:
     """Say in a line how a step ended."""
     for word in ("failed", "not_run"):
-        if word in found:
-            return f"{word.replace('_', ' ')}: {found[word]}"
-    if found.get("wrong"):
-        more = len(found["wrong"]) - SHOWN
-        return f"WRONG: {'; '.join(found['wrong'][:SHOWN])}" + (
+        if word in result:
+            return f"{word.replace('_', ' ')}: {result[word]}"
+    if result.get("wrong"):
+        more = len(result["wrong"]) - SHOWN
+        return f"WRONG: {'; '.join(result['wrong'][:SHOWN])}" + (
             f"; and {more} more" if more > 0 else ""
         )
-    missed = [one for one in format_targets(found.get("targets", ())) if one.endswith("MISSED")]
+    missed = [
+        missed_target
+        for missed_target in format_targets(result.get("targets", ()))
+        if missed_target.endswith("MISSED")
+    ]
     shown = {
         name: value
-        for name, value in found.items()
+        for name, value in result.items()
         if isinstance(value, int | float) and name != "seconds"
     }
     return (
         "right"
         + "".join(f", {name} {value:.4g}" for name, value in shown.items())
-        + "".join(f"; {one}" for one in missed)
+        + "".join(f"; {missed_target}" for missed_target in missed)
     )
 
 
@@ -120,9 +124,11 @@ def asked(
     that must be named.
     """
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    said = "which of %(choices)s to run; default: all" + (f" but {', '.join(more)}" if more else "")
+    help_text = "which of %(choices)s to run; default: all" + (
+        f" but {', '.join(more)}" if more else ""
+    )
     parser.add_argument(
-        "--steps", nargs="+", choices=[*steps, *more], default=list(steps), help=said
+        "--steps", nargs="+", choices=[*steps, *more], default=list(steps), help=help_text
     )
     parser.add_argument(
         "--output", type=Path, default=RESULTS, metavar="DIR", help="default: bench/results"
@@ -148,7 +154,7 @@ def check(
         in_process(steps[args.in_process[0]], args.device, Path(args.in_process[1]))
         return
     path = args.output / f"{slug(device_name(args.device))}-{label.removeprefix('gpu-')}.jsonl"
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in args.steps:
         print(f"{name}: {(steps[name].run.__doc__ or '').splitlines()[0]}", flush=True)
         start = time.monotonic()
@@ -162,12 +168,16 @@ def check(
             "--in-process",
             name,
         ]
-        found[name] = of_step(command, steps[name].limit)
-        found[name]["seconds"] = time.monotonic() - start
-        write_records(path, {"benchmark": label, "machine": describe(args.device), "steps": found})
-        print(f"{name}: {verdict(found[name])} ({found[name]['seconds']:.0f} s)", flush=True)
+        results[name] = of_step(command, steps[name].limit)
+        results[name]["seconds"] = time.monotonic() - start
+        write_records(
+            path, {"benchmark": label, "machine": describe(args.device), "steps": results}
+        )
+        print(f"{name}: {verdict(results[name])} ({results[name]['seconds']:.0f} s)", flush=True)
     print(f"written: {path}")
-    if bad := [name for name, one in found.items() if "failed" in one or one.get("wrong")]:
+    if bad := [
+        name for name, result in results.items() if "failed" in result or result.get("wrong")
+    ]:
         raise MeasureError(f"not as it must be: {', '.join(bad)}; {path} says what")
 
 
@@ -207,10 +217,10 @@ def tests(device: str, folder: Path, *chosen: str) -> dict[str, Any]:
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     if not report.exists():
         raise UserError("pytest ended without a report; see above")
-    found = count(report)
-    if not found["passed"] and not found["wrong"]:
-        raise SkippedStep(f"all {found['skipped']} tests were skipped")
-    return found
+    counts = count(report)
+    if not counts["passed"] and not counts["wrong"]:
+        raise SkippedStep(f"all {counts['skipped']} tests were skipped")
+    return counts
 
 
 def count(report: Path) -> dict[str, Any]:

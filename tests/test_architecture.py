@@ -180,26 +180,26 @@ def circles(root):
         # `from model.hf import llama` names a file of the package, and nothing of its __init__.
         full -= {package for package in full if named[package] and named[package] <= modules.keys()}
         below[name] = {modules[module] for module in full & modules.keys()} - {name}
-    found = []
+    circles_found = []
     while True:
         try:
             TopologicalSorter(below).prepare()
         except CycleError as error:
             circle = error.args[1][::-1]  # graphlib tells it from what is imported to what imports
-            found.append(circle)
+            circles_found.append(circle)
             below[circle[0]].discard(circle[1])
         else:
-            return found
+            return circles_found
 
 
 def joins(root):
     """Files with a call of init_process_group, under whatever name of its module."""
-    found = []
+    paths = []
     for path in sources(root):
         names = [node.attr for node in nodes(path) if isinstance(node, ast.Attribute)]
         names += [name.rsplit(".", 1)[-1] for name in imports(path, root)]
-        found += [str(path.relative_to(root))] if "init_process_group" in names else []
-    return found
+        paths += [str(path.relative_to(root))] if "init_process_group" in names else []
+    return paths
 
 
 def lines_of(path):
@@ -237,16 +237,16 @@ def over_budget(counts):
 
 def relative_clauses(root):
     """Docstrings whose first word makes a reader wait for the subject."""
-    found = []
+    offences = []
     for path in sources(root):
         for node in nodes(path):
             match node:
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     first = next(iter(text.split()), "").rstrip(",")
-                    found += [f"{path.relative_to(root)}:{node.lineno}: {first}"] * (
+                    offences += [f"{path.relative_to(root)}:{node.lineno}: {first}"] * (
                         first in NO_SUBJECT
                     )
-    return found
+    return offences
 
 
 def crowded(root):
@@ -309,8 +309,8 @@ def test_no_file_imports_itself_by_way_of_others(tmp_path):
 
 
 def test_every_folder_has_one_purpose_and_the_map_knows_it():
-    here = {path.parent.relative_to(ROOT).parts[0] for path in ROOT.glob("*/*.py")} - {"tests"}
-    assert here == PACKAGES
+    folders = {path.parent.relative_to(ROOT).parts[0] for path in ROOT.glob("*/*.py")} - {"tests"}
+    assert folders == PACKAGES
     assert {path.stem for path in ROOT.glob("*.py")} == ENTRIES
     assert len({purpose for purpose, _ in FOLDERS.values()}) == len(FOLDERS)
     code = (ROOT / "docs" / "concepts" / "code.md").read_text(encoding="utf-8")

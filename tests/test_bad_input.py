@@ -44,9 +44,9 @@ def write(prefix, bad=None):
     write_documents(prefix, documents)
 
 
-def scramble(path, at):
+def scramble(path, offset):
     with path.open("r+b") as file:
-        file.seek(at)
+        file.seek(offset)
         file.write(bytes(range(7, 71)))
 
 
@@ -190,9 +190,9 @@ def endings(place):
     """The ending of every case on each of two ranks; they found the same files, and changed none."""
     make_bad(place)
     before = snapshot(place)
-    found = run_ranks(end_cases, 2, place)
+    rank_endings = run_ranks(end_cases, 2, place)
     assert snapshot(place) == before
-    return found
+    return rank_endings
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -230,12 +230,12 @@ def test_torchrun_ends_all_ranks_before_they_joined_and_where_one_has_a_state_th
     assert re.search(words, torchrun("pretrain_gpt.py", flags_of(place, flags)))
 
 
-@pytest.mark.parametrize("given", ["an empty folder", "a.txt", "a.jsonl"])
-def test_what_no_corpus_is_made_of_is_one_line_and_nothing_is_written(given, tmp_path, capsys):
+@pytest.mark.parametrize("file_name", ["an empty folder", "a.txt", "a.jsonl"])
+def test_what_no_corpus_is_made_of_is_one_line_and_nothing_is_written(file_name, tmp_path, capsys):
     (source := tmp_path / "text").mkdir()
-    if given.startswith("a."):
-        (source / given).touch()
-        source = source / given if given == "a.jsonl" else source
+    if file_name.startswith("a."):
+        (source / file_name).touch()
+        source = source / file_name if file_name == "a.jsonl" else source
     before = snapshot(tmp_path)
     assert (
         prepare_data(["--input", str(source), "--output-prefix", str(tmp_path / "out" / "d")]) == 1

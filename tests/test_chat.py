@@ -51,17 +51,19 @@ def chats(tmp_path_factory):
                 for i, text in enumerate(texts)
             ]
         )
-    (folder / "in.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+    (folder / "in.jsonl").write_text(
+        "".join(json.dumps({"messages": conversation}) + "\n" for conversation in turns)
+    )
     request = Request(
         inputs=(str(folder / "in.jsonl"),),
         vocab_size=None,
         tokenizer_model=tokenizer,
         chat=Chat(seq_length=LENGTH),
     )
-    of = prepare(request, folder / "chats", progress=False)[0].conversations
-    assert 3 <= of["samples"] < 9  # some hold several
+    counts = prepare(request, folder / "chats", progress=False)[0].conversations
+    assert 3 <= counts["samples"] < 9  # some hold several
     flags = f"""--data-path {folder}/chats --tokenizer-model {tokenizer} --sft --split 100,0,0 --eval-iters 0
-        --seq-length {LENGTH} --global-batch-size {of["samples"]} --micro-batch-size 1""".split()
+        --seq-length {LENGTH} --global-batch-size {counts["samples"]} --micro-batch-size 1""".split()
     return Chats(turns, flags, tokenizer)
 
 
@@ -120,8 +122,8 @@ def test_a_step_is_that_of_its_conversations_alone_whatever_others_hold(
     wrong = (all_learned, edges_ignored) * (ranks == 1)
     changes = (as_it_is, second_document_alone, others_changed, *wrong)
     runs = [[*chats.flags, *CP.format(ranks, method).split()] for method in methods]
-    for got, own, changed, *controls in over_ranks(ranks, runs, changes):
+    for got, unchanged, changed, *controls in over_ranks(ranks, runs, changes):
         assert_equal(got, want)
-        assert own.loss > 0
-        assert own.equal(changed)
+        assert unchanged.loss > 0
+        assert unchanged.equal(changed)
         assert all(abs(control.loss - want.loss) > 10 * LOSS * want.loss for control in controls)

@@ -72,15 +72,17 @@ def test_commands_run_fail_end_at_the_limit_or_have_a_reason(tmp_path, monkeypat
     ],
 )
 def test_what_is_left_out_has_its_reason(text, reason):
-    found = Command("README.md", text).reason
-    assert found is None if reason is None else found.startswith(reason)
+    actual_reason = Command("README.md", text).reason
+    assert actual_reason is None if reason is None else actual_reason.startswith(reason)
 
 
 def test_every_command_that_runs_here_has_its_row():
     """After a change of a page's command: python -m tests.commands --pages PAGE."""
-    known = read_table(ROOT / TABLE)
-    found = [command for page in pages() for command in commands_of(page)]
-    assert len(found) > 80
-    new = [command for command in found if not command.reason and row_key(command) not in known]
+    table = read_table(ROOT / TABLE)
+    all_commands = [command for page in pages() for command in commands_of(page)]
+    assert len(all_commands) > 80
+    new = [
+        command for command in all_commands if not command.reason and row_key(command) not in table
+    ]
     assert new == []
-    assert [row for row, (result, _) in known.items() if result.startswith("**failed**")] == []
+    assert [row for row, (result, _) in table.items() if result.startswith("**failed**")] == []

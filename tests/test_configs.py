@@ -97,22 +97,22 @@ def test_a_recipe_says_what_the_planner_predicts_for_it_and_is_among_the_fastest
         load_config(path),
     )
     validate_sizes(recipe, int(processes))
-    own = predicted(recipe, int(processes), cluster)
-    figures = [f"{own.time:.1f} s a step", f"{own.bytes / 1e9:.1f} GB per GPU"]
+    prediction = predicted(recipe, int(processes), cluster)
+    figures = [f"{prediction.time:.1f} s a step", f"{prediction.bytes / 1e9:.1f} GB per GPU"]
     figures += [
         f"{words} {count / 1e9:.1f}"
-        for words, count in zip(PARTS, own.memory.values(), strict=True)
+        for words, count in zip(PARTS, prediction.memory.values(), strict=True)
     ]
-    said = " ".join(
+    comment = " ".join(
         line.removeprefix("#").strip()
         for line in path.read_text().splitlines()
         if line.startswith("#")
     )
-    assert [figure for figure in figures if figure not in said] == []
+    assert [figure for figure in figures if figure not in comment] == []
     proven = replace(cluster, host_gb_per_s=0.0)  # offload has not run on a GPU
     best = rank(
         list(arrangements(recipe, int(processes))), int(processes), proven, vary=settings
     ).candidates[0]
     assert (
-        best.prediction.time <= own.time <= 1.01 * best.prediction.time
+        best.prediction.time <= prediction.time <= 1.01 * best.prediction.time
     )  # less means nothing, and may cost memory

@@ -119,10 +119,10 @@ def test_a_checkpoint_goes_on_on_another_mesh_and_with_another_method(
 def test_auto_takes_a_method_and_keeps_it_when_the_run_goes_on(tmp_path):
     flags = (*MESH, "--context-parallel-method", "auto", "--exit-interval", "2")
     for _ in range(2):
-        found = pretrain_digits(RANKS, tmp_path, *flags, "--load", str(tmp_path))
+        records = pretrain_digits(RANKS, tmp_path, *flags, "--load", str(tmp_path))
         method = load_config(tmp_path / "config.toml").context.context_parallel_method
         assert method not in ("auto", "none")
-    assert [record["iteration"] for record in found] == [1, 2, 3, 4]
+    assert [record["iteration"] for record in records] == [1, 2, 3, 4]
 
 
 def test_averages_that_a_checkpoint_lacks_begin_as_its_weights(tmp_path):
@@ -187,9 +187,9 @@ def end_cases(rank, world_size, save, cases):
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory):
     save = tmp_path_factory.mktemp("bad") / "run"
-    found = run_ranks(end_cases, 4, save, list(BAD))
+    rank_endings = run_ranks(end_cases, 4, save, list(BAD))
     assert not save.exists(), "nothing was trained"
-    return found
+    return rank_endings
 
 
 @pytest.mark.parametrize("flags", BAD)

@@ -30,10 +30,10 @@ def pages(root):
     """The Markdown that people read: beside the front page, docs/, and what results say of
     themselves.
     """
-    found = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
+    paths = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
     return [
         path
-        for path in [*found, *root.glob("papers/**/*.md"), *root.glob("bench/**/*.md")]
+        for path in [*paths, *root.glob("papers/**/*.md"), *root.glob("bench/**/*.md")]
         if path.exists()
     ]
 
@@ -77,10 +77,12 @@ def broken_links(page, root):
         target = (page.parent / path).resolve() if path else page
         if re.match(r"https?://[\w.-]+\.\w+(/|$)", link):
             continue
-        known = (
+        is_known = (
             target.exists() and target.is_relative_to(root.resolve()) and not path.startswith("/")
         )
-        if not known or ("#" in link and (target.suffix != ".md" or name not in anchors(target))):
+        if not is_known or (
+            "#" in link and (target.suffix != ".md" or name not in anchors(target))
+        ):
             yield link
     rest = LINK.sub("", LINK.sub("", text))  # a picture may be a link's text
     others = re.findall(
@@ -90,7 +92,7 @@ def broken_links(page, root):
 
 
 def unknown_targets(page, root):
-    known = set(
+    targets = set(
         re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(encoding="utf-8"), flags=re.M)
     )
     named = {
@@ -98,7 +100,7 @@ def unknown_targets(page, root):
         for line in code(page)
         for target in re.findall(r"(?:^|[;(] ?)make ([a-z][a-z-]*)", line)
     }
-    return named - known
+    return named - targets
 
 
 def unknown_modules(page, root):
@@ -201,10 +203,10 @@ def wrong_defaults(root):
         table.read_text() if table.exists() else "",
         flags=re.M,
     )
-    known = re.findall(
+    defaults = re.findall(
         r"^\| `(--[\w-]+)` \|[^|]*\| *(.*?) *\|", flags.read_text() if rows else "", flags=re.M
     )
-    first = dict(reversed(known)) | {"--config": ""}
+    first = dict(reversed(defaults)) | {"--config": ""}
     yield from (f"{flag}: {default}" for flag, default in rows if first.get(flag) != default)
 
 
@@ -264,9 +266,9 @@ def wrong(check, root):
     if check in OF_ALL:
         return [*check(root)]
     return [
-        f"{page.relative_to(root)}: {found}"
+        f"{page.relative_to(root)}: {problem}"
         for page in pages(root)
-        for found in sorted(check(page, root))
+        for problem in sorted(check(page, root))
     ]
 
 

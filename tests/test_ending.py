@@ -87,10 +87,10 @@ def test_all_ranks_save_and_end_and_what_follows_is_the_undisturbed_run(
     where, number, validated, whole, default_data, tmp_path, capsys
 ):
     save = tmp_path / "run"
-    said, _ = run_ranks(told_on_rank, 2, flags(default_data, save), where, int(number))
+    output, _ = run_ranks(told_on_rank, 2, flags(default_data, save), where, int(number))
     assert (
         f"ended early after iteration 2: {number.name} to 1 of 2 processes; resume with --load\n"
-        in said
+        in output
     )
     assert (save / POINTER).read_text() == "2\n"
     assert find_checkpoint(save) == save / "iter_0000002"
@@ -143,10 +143,10 @@ def test_a_signal_to_a_rank_or_to_torchrun(whom, number, default_data, tmp_path)
     save = tmp_path / "run"
     process, ranks = started(default_data, save)
     os.kill(ranks[1] if whom == "rank" else process.pid, number)
-    said = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == (0 if whom == "rank" else 1), said
-    of = 1 if whom == "rank" else 2
-    assert f": {number.name} to {of} of 2 processes; resume with --load\n" in said
+    output = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == (0 if whom == "rank" else 1), output
+    count = 1 if whom == "rank" else 2
+    assert f": {number.name} to {count} of 2 processes; resume with --load\n" in output
     assert (save / POINTER).read_text() == f"{curve(save, 'iteration')[-1][0]}\n"
     assert find_checkpoint(save) is not None
     assert not (save / ".lock").exists()
@@ -178,9 +178,9 @@ SECRETS = (
 
 def leaks(folder):
     """The files with the canary in them, or in their names."""
-    found = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in folder.rglob("*") if path.is_file()]
     return [
-        str(path) for path in found if CANARY in str(path) or CANARY.encode() in path.read_bytes()
+        str(path) for path in files if CANARY in str(path) or CANARY.encode() in path.read_bytes()
     ]
 
 
@@ -196,7 +196,7 @@ def test_a_stopped_rank_is_named_all_stacks_are_written_nothing_is_left_and_no_s
         monkeypatch.setenv(name, f"{number:040d}{CANARY}")
     monkeypatch.setenv("WANDB_MODE", "offline")
     save = tmp_path / "run"
-    given = [
+    command = [
         *flags(default_data, save),
         *LONG,
         "--watchdog-factor",
@@ -204,25 +204,30 @@ def test_a_stopped_rank_is_named_all_stacks_are_written_nothing_is_left_and_no_s
         "--watchdog-min-seconds",
         "10",
     ]
-    given += ["--async-save", "--profile", "--profile-step-start", "2", "--profile-step-end", "4"]
-    given += [
+    command += ["--async-save", "--profile", "--profile-step-start", "2", "--profile-step-end", "4"]
+    command += [
         "--non-persistent-save-interval",
         "3",
         "--non-persistent-local-ckpt-dir",
         str(tmp_path / "local"),
     ]
     if find_spec("wandb") is not None:
-        given += ["--wandb-project", "longmesh", "--tensorboard-dir", str(tmp_path / "tensorboard")]
-    process = torchrun(*given)
+        command += [
+            "--wandb-project",
+            "longmesh",
+            "--tensorboard-dir",
+            str(tmp_path / "tensorboard"),
+        ]
+    process = torchrun(*command)
     wait_until(
         lambda: (save / METRICS).exists() and len((save / METRICS).read_text().splitlines()) > 8
     )
     ranks = ranks_of(process.pid)
     theirs = [pid for rank in ranks for pid in children(rank)]
     os.kill(ranks[stopped], signal.SIGSTOP)
-    said = process.communicate(timeout=PATIENCE)[0]
+    output = process.communicate(timeout=PATIENCE)[0]
     host = socket.gethostname()
-    (line,) = (line for line in said.splitlines() if line.startswith("hung: "))
+    (line,) = (line for line in output.splitlines() if line.startswith("hung: "))
     assert (
         f"s; rank {stopped} on {host} did not answer: stopped, hanging or lost; rank "
         f"{1 - stopped} on "
@@ -235,8 +240,8 @@ def test_a_stopped_rank_is_named_all_stacks_are_written_nothing_is_left_and_no_s
         assert "Native, per thread: " in stacks
     wait_until(lambda: not any(runs(pid) for pid in [*ranks, *theirs]))
     assert process.returncode == 1  # torchrun's own; each rank's is in its words
-    assert "exitcode  : 75" in said
-    assert CANARY not in said
+    assert "exitcode  : 75" in output
+    assert CANARY not in output
     assert {METRICS, "config.toml", "starts.jsonl"} <= {path.name for path in tmp_path.rglob("*")}
     assert leaks(tmp_path) == []
     (tmp_path / "control").write_text(os.environ["HF_TOKEN"])
@@ -246,5 +251,5 @@ def test_a_stopped_rank_is_named_all_stacks_are_written_nothing_is_left_and_no_s
 def test_no_secret_of_the_environment_is_in_a_jobs_script(monkeypatch, capsys):
     for name in SECRETS:
         monkeypatch.setenv(name, CANARY)
-    assert "#SBATCH" in (said := printed(capsys, "--nodes", "1", *RUN))
-    assert CANARY not in said
+    assert "#SBATCH" in (script := printed(capsys, "--nodes", "1", *RUN))
+    assert CANARY not in script

@@ -31,8 +31,21 @@ def planned(target, folder, *variables, status=0):
     refusal.
     """
     # A `make test` that this may run under hands its own variables on.
-    own = ("MAKE", "MFLAGS", "PY", "VENV", "RUN", "CONFIG", "NPROC", "ARGS", "EXTRAS", "TORCH")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    make_variables = (
+        "MAKE",
+        "MFLAGS",
+        "PY",
+        "VENV",
+        "RUN",
+        "CONFIG",
+        "NPROC",
+        "ARGS",
+        "EXTRAS",
+        "TORCH",
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(make_variables)
+    }
     command = ["make", "--dry-run", target, f"VENV={folder}", *variables]
     done = ended(command, inherited=environment)
     assert done.returncode == status, done.stderr

@@ -85,11 +85,11 @@ def ends(tmp_path_factory):
         [sys.executable, "driver.py", "--cases", json.dumps([*CASES.values()])], folder
     )
     assert process.returncode == 0, process.stderr
-    found = {}
+    results = {}
     for number, (name, status) in enumerate(zip(CASES, json.loads(process.stdout), strict=True)):
-        said = ((folder / f"{number}.{stream}").read_text() for stream in ("out", "err"))
-        found[name] = CompletedProcess(CASES[name], status, *said)
-    return found
+        outputs = ((folder / f"{number}.{stream}").read_text() for stream in ("out", "err"))
+        results[name] = CompletedProcess(CASES[name], status, *outputs)
+    return results
 
 
 def test_the_driver_sees_an_interpreter_that_is_taken_down(ends):
@@ -125,17 +125,17 @@ def test_training_and_drawing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("a bad flag", "error: lr"),
         ("broken", "Traceback"),
         ("left", "error: a sample is broken"),
     ],
 )
-def test_an_error_has_its_status(name, said, ends):
+def test_an_error_has_its_status(name, message, ends):
     """A defect keeps its traceback."""
     assert ends[name].returncode == 1
-    assert ends[name].stderr.startswith(said)
+    assert ends[name].stderr.startswith(message)
     assert name != "broken" or ends[name].stderr.endswith("RuntimeError: broken\n")
     assert "taken down" not in ends[name].stdout
     assert name != "left" or ends[name].stderr == "error: a sample is broken\n"

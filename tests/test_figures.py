@@ -112,33 +112,35 @@ def digits(text):
 def rounds_to(value, figure, scales):
     """True if a value, rounded to the figure's digits, is the figure."""
     mantissa, _, power = figure.replace(",", "").partition("e")
-    places = len(mantissa.partition(".")[2])
+    decimals = len(mantissa.partition(".")[2])
     if power:
-        return float(f"{value:.{places}e}") == float(figure)
-    return any(f"{abs(value) * scale:.{places}f}" == mantissa for scale in scales)
+        return float(f"{value:.{decimals}e}") == float(figure)
+    return any(f"{abs(value) * scale:.{decimals}f}" == mantissa for scale in scales)
 
 
 def results_of(page, text):
     """The result files of a section's text; of a table with its Markdown that alone."""
-    found = {
+    paths = {
         (page.parent / link).resolve()
         for link in re.findall(r"\]\(([^)#]*/results/[^)#]+)\)", text)
     }
-    places = [
+    link_forms = [
         f"/{page.name}#{anchor(title)})" for title in re.findall(r"^## (.+)$", text, flags=re.M)
     ]
     readme = RESULTS / "README.md"
-    for names, told in re.findall(r"^\| (.+?) \|.*\| (.+?) \|$", readme.read_text(), flags=re.M):
+    for names, results_cell in re.findall(
+        r"^\| (.+?) \|.*\| (.+?) \|$", readme.read_text(), flags=re.M
+    ):
         for stem in (
             re.findall(r"`(.*?)\.(?:jsonl|md)`", names)
-            if any(place in told for place in places)
+            if any(place in results_cell for place in link_forms)
             else ()
         ):
             pattern = stem.replace("MACHINE", r"(?:amd|intel|nvidia)-[\w-]+")
-            found |= {path for path in readme.parent.iterdir() if re.fullmatch(pattern, path.stem)}
+            paths |= {path for path in readme.parent.iterdir() if re.fullmatch(pattern, path.stem)}
     return sorted(
         p
-        for p in found
+        for p in paths
         if p.suffix in (".md", ".csv")
         or (p.suffix == ".jsonl" and not p.with_suffix(".md").exists())
     )
@@ -173,7 +175,7 @@ def read(files):
             numbers = (
                 re.findall(NUMERIC, line.rpartition(",")[0]) for line in lines
             )  # its last column says who made it
-            records += [Record(set(), set(map(float, found))) for found in numbers]
+            records += [Record(set(), set(map(float, row))) for row in numbers]
             continue
         groups = defaultdict(set)
         head = json.loads(lines[0])
@@ -225,12 +227,20 @@ def figures(text):
         head = head if len(cells) > 1 else []
 
 
-def is_known(found, records, quotients):
-    figure, percent, line, head = found
+def is_known(occurrence, records, quotients):
+    figure, percent, line, head = occurrence
     name = line.split("|")[1].strip(" *") if line.startswith("|") else ""
-    own = [one for one in records if name in one.names and one.values | one.printed] if name else []
+    named_records = (
+        [
+            known_record
+            for known_record in records
+            if name in known_record.names and known_record.values | known_record.printed
+        ]
+        if name
+        else []
+    )
     scales = PERCENT if percent else SCALES
-    if any(record.has(figure, scales) for record in own or records):
+    if any(record.has(figure, scales) for record in named_records or records):
         return True
     row = {number(x) for x in re.findall(rf"{NUMBER}|\d+", line)} if head else set()
     same = {a / b for a, b in permutations(row, 2) if b}
@@ -243,16 +253,16 @@ def is_known(found, records, quotients):
 def checked(page):
     """Each figure of a page, and whether a result has it."""
     for part, files in sections(page):
-        known = read(files)
+        evidence = read(files)
         for figure in figures(part):
-            yield figure[0], is_known(figure, *known)
+            yield figure[0], is_known(figure, *evidence)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_figure_stands_in_a_result(page):
     allowed = " ".join(ALLOWED.get(page.name, {})).split()
-    unknown = sorted({figure for figure, known in checked(page) if not known})
+    unknown = sorted({figure for figure, is_given in checked(page) if not is_given})
     assert unknown == sorted(allowed), (
         "take the result's figure, or leave it out; what is allowed must be needed"
     )
@@ -287,6 +297,6 @@ def test_a_wrong_figure_is_named(tmp_path):
 """
     page, whole = tmp_path / "one.md", text.format("0.386", "0.50", "0.39").replace("../one/", "./")
     page.write_text(whole)
-    assert [figure for figure, known in checked(page) if not known] == []
+    assert [figure for figure, is_given in checked(page) if not is_given] == []
     page.write_text(whole.replace("0.39 s", "0.40 s"))
-    assert [figure for figure, known in checked(page) if not known] == ["0.40"]
+    assert [figure for figure, is_given in checked(page) if not is_given] == ["0.40"]

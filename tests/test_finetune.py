@@ -94,9 +94,9 @@ def test_what_was_finetuned_is_exported_as_what_was_imported(imported, alone, tr
     assert {weight.dtype for weight in after.values()} == {torch.bfloat16}
     assert not torch.equal(before["embedding.weight"], after["embedding.weight"])
     run = Path(shutil.copytree(trained, tmp_path / "run"))
-    said = (run / "config.toml").read_text()
-    assert str(imported[0]) in said
-    (run / "config.toml").write_text(said.replace(str(imported[0]), str(run)))
+    config_text = (run / "config.toml").read_text()
+    assert str(imported[0]) in config_text
+    (run / "config.toml").write_text(config_text.replace(str(imported[0]), str(run)))
     exported(run, imported[0].parent / "theirs", tmp_path / "again")
 
 
@@ -150,7 +150,7 @@ def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported, tmp_p
     weights = load_file(broken / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(weights, broken / "model.safetensors")
-    for folder, flags, said in (
+    for folder, flags, message in (
         (theirs, (), "which holds weights alone, and finetune is not set; give --finetune"),
         (
             theirs,
@@ -174,7 +174,7 @@ def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported, tmp_p
             "layers.1.mlp.up_proj.weight holds 1 of [0-9]+ values that are not finite",
         ),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             begun(folder, *flags)
 
 

@@ -33,7 +33,7 @@ def flags(data, save, *more):
     return flags_of(data, *folder, "--train-iters", "8", "--save-interval", shared, *more)
 
 
-def _on_node(rank, size, arguments, nodes, at=None):
+def _on_node(rank, size, arguments, nodes, killed_after=None):
     """Run as a rank of one of two nodes; the last rank is killed after the iteration ``at``. Return
     what it says.
 
@@ -47,7 +47,7 @@ def _on_node(rank, size, arguments, nodes, at=None):
                 saving.saves._background._save is None
                 or wait([saving.saves._background._save[2]], 300).done
             )
-        if rank == size - 1 and step.iteration == at:
+        if rank == size - 1 and step.iteration == killed_after:
             os.kill(os.getpid(), signal.SIGKILL)
         save(saving, step)
 
@@ -58,9 +58,9 @@ def _on_node(rank, size, arguments, nodes, at=None):
     )  # all nodes have the first one's settings
     every = "1" if size == 2 or beside else "3"
     tier = ["--non-persistent-save-interval", every, "--non-persistent-local-ckpt-dir", folder]
-    with redirect_stderr(io.StringIO()) as notes, redirect_stdout(io.StringIO()) as said:
-        said.write(on_rank(rank, size, [*arguments, *tier]))
-    return notes.getvalue() + said.getvalue()
+    with redirect_stderr(io.StringIO()) as notes, redirect_stdout(io.StringIO()) as output:
+        output.write(on_rank(rank, size, [*arguments, *tier]))
+    return notes.getvalue() + output.getvalue()
 
 
 @pytest.mark.slow
@@ -90,9 +90,9 @@ def test_a_killed_run_goes_on_from_the_local_one_and_without_a_node_from_the_sha
     assert len(names) == 1
     for name in (save, *(Path(f"{nodes}{node}") for node in (0, 1))):
         shutil.copytree(name, tmp_path / "kept" / name.name)
-    said = run_ranks(_on_node, size, flags(default_data, save, *more), nodes)[0]
-    assert f"resumed from {nodes}0/run-" in said
-    assert f"/iter_000000{local}, {4 * local} samples consumed" in said
+    output = run_ranks(_on_node, size, flags(default_data, save, *more), nodes)[0]
+    assert f"resumed from {nodes}0/run-" in output
+    assert f"/iter_000000{local}, {4 * local} samples consumed" in output
     assert curve(save, *EXACT) == curve(whole, *EXACT)
     assert not list(tmp_path.glob("node*/*/iter_*")), "the run is over, and memory is free"
 
@@ -100,14 +100,14 @@ def test_a_killed_run_goes_on_from_the_local_one_and_without_a_node_from_the_sha
         shutil.rmtree(tmp_path / name)
         shutil.copytree(tmp_path / "kept" / name, tmp_path / name)
     shutil.rmtree(f"{nodes}1")
-    said = run_ranks(_on_node, size, flags(default_data, save, *more), nodes)[0]
-    assert f"/iter_000000{local}/manifest.json is missing" in said
+    output = run_ranks(_on_node, size, flags(default_data, save, *more), nodes)[0]
+    assert f"/iter_000000{local}/manifest.json is missing" in output
     shared = (
         f"no checkpoint in {save}: starting afresh"
         if beside
         else f"resumed from {save}/iter_0000004, 16 samples"
     )
-    assert shared in said
+    assert shared in output
     assert curve(save, *EXACT) == curve(whole, *EXACT)
 
 
@@ -117,10 +117,10 @@ def test_a_smaller_world_goes_on_where_it_sees_all_and_else_says_why(default_dat
     with pytest.raises(RuntimeError, match="rank"):
         run_ranks(_on_node, 4, flags(default_data, save), nodes, 8)
     shutil.copytree(tmp_path, tmp_path.parent / "kept")
-    said = run_ranks(_on_node, 2, flags(default_data, save), nodes)[0]
-    assert f"resumed from {nodes}0/run-" in said
+    output = run_ranks(_on_node, 2, flags(default_data, save), nodes)[0]
+    assert f"resumed from {nodes}0/run-" in output
     shutil.rmtree(tmp_path)
     shutil.copytree(tmp_path.parent / "kept", tmp_path)
-    (said,) = run_ranks(_on_node, 1, flags(default_data, save), nodes)
-    assert "/iter_0000006/__2_0.distcp is missing" in said
-    assert f"resumed from {save}/iter_0000004" in said
+    (output,) = run_ranks(_on_node, 1, flags(default_data, save), nodes)
+    assert "/iter_0000006/__2_0.distcp is missing" in output
+    assert f"resumed from {save}/iter_0000004" in output

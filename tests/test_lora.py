@@ -245,14 +245,14 @@ def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits
     run = runs.begun("llama")
     assert main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
     assert main(["export", str(run), str(tmp_path / "merged")]) == 0
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert said["base_model_name_or_path"] == str(runs.folder / "llama_hf")
+    adapter_config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert adapter_config["base_model_name_or_path"] == str(runs.folder / "llama_hf")
     peft, ours = peft_of(runs.folder / "llama_hf", tmp_path / "adapter"), ours_of(run)
-    logits, wanted = ours(TOKENS), peft(TOKENS).logits
-    for of in (logits, wanted):
-        loss_of(of).backward()
-    assert (logits - wanted).abs().max().item() <= BOUND
-    assert abs(loss_of(logits) - loss_of(wanted)).item() <= 1e-6
+    logits, expected = ours(TOKENS), peft(TOKENS).logits
+    for model_logits in (logits, expected):
+        loss_of(model_logits).backward()
+    assert (logits - expected).abs().max().item() <= BOUND
+    assert abs(loss_of(logits) - loss_of(expected)).item() <= 1e-6
     want = {name: p.grad for name, p in peft.named_parameters() if p.grad is not None}
     got = {
         peft_name(name).replace(".weight", ".default.weight"): p.grad
@@ -264,7 +264,7 @@ def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits
     largest = max(gradient.abs().max().item() for gradient in want.values())
     assert max((got[name] - want[name]).abs().max().item() for name in want) <= BOUND * largest
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert (merged(TOKENS).logits - wanted).abs().max().item() <= BOUND
+    assert (merged(TOKENS).logits - expected).abs().max().item() <= BOUND
     # There and back: a run of the base and the adapter has every bit, goes on from there, and
     # exports both again.
     import_model(runs.folder / "llama_hf", back := tmp_path / "back", tmp_path / "adapter")
@@ -282,17 +282,17 @@ def test_peft_has_the_same_loss_and_gradients_and_transformers_the_merged_logits
     ):
         tensors = [load_file(tmp_path / folder / f"{file}.safetensors") for folder in (once, again)]
         assert equal(*tensors)
-    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text()) == said
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text()) == adapter_config
     # Controls: alpha / rank is left out.
     unscaled = build_model(replace(ours.config, lora_alpha=None))
     unscaled.load_state_dict(ours.state_dict())
-    assert (unscaled(TOKENS) - wanted).abs().max().item() > 100 * BOUND
+    assert (unscaled(TOKENS) - expected).abs().max().item() > 100 * BOUND
     monkeypatch.setattr(
         "tools.convert_hf.merge", lambda weights, read, scale: merge(weights, read, 1.0)
     )
     export_model(run, tmp_path / "unscaled", None, None, 10**9)
     wrong = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "unscaled")
-    assert (wrong(TOKENS).logits - wanted).abs().max().item() > 100 * BOUND
+    assert (wrong(TOKENS).logits - expected).abs().max().item() > 100 * BOUND
 
 
 def test_what_adapters_cannot_begin_with_is_refused_in_a_line(runs, tmp_path, capsys):
@@ -303,7 +303,7 @@ def test_what_adapters_cannot_begin_with_is_refused_in_a_line(runs, tmp_path, ca
         validate(parse_args([*flags, *LORA]), 1)
     base, run = runs.base("llama"), runs.begun("llama")
     (tmp_path / "empty").mkdir()
-    for load, more, said in (
+    for load, more, message in (
         (base, LORA, "has no adapters, and lora_rank is 4; begin them there with --finetune"),
         (tmp_path / "empty", LORA, "which holds no checkpoint, and lora_rank is set"),
         (run, ("--finetune",), "has adapters of lora_rank 4, lora_scale 1.5, lora_target wq,"),
@@ -312,7 +312,7 @@ def test_what_adapters_cannot_begin_with_is_refused_in_a_line(runs, tmp_path, ca
         config = parse_args(
             [*flags, "--config", str(base / "config.toml"), "--load", str(load), *more]
         )
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             find_start(config, architecture_of(config.model), {}).load(
                 [], torch.optim.SGD([torch.zeros(1)])
             )

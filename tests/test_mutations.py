@@ -208,13 +208,13 @@ def resumed(folder):
 
 def ended(call):
     """A call's result, None where it is refused, and the lines that a user reads of it."""
-    found = []
-    ending = end(lambda _: found.append(call()), [])
+    results = []
+    ending = end(lambda _: results.append(call()), [])
     lines = (ending.stdout + ending.stderr).splitlines()
-    assert ending.status == (0 if found else 1), lines
-    assert bool(found) or [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    assert ending.status == (0 if results else 1), lines
+    assert bool(results) or [line for line in lines if line.startswith("error: ")] == lines[-1:]
     assert not any("Traceback" in line for line in lines)
-    return (found or [None])[0], lines
+    return (results or [None])[0], lines
 
 
 @pytest.mark.parametrize("name", CHECKPOINT)
@@ -265,18 +265,18 @@ def test_a_manifest_with_a_wrong_extra(run):
 def test_the_records_of_a_run(mutation, reader, run):
     path = run / METRICS
     (ANY_FILE | RECORDS)[mutation](path)
-    found, lines = ended(
+    records, lines = ended(
         lambda: (
             RunLog(path.parent, LoggingConfig(), {}, 2)
             if reader == "resume"
             else read_curves(path, list(LOSSES), "iteration")
         )
     )
-    assert found is not None or METRICS in lines[0]
+    assert records is not None or METRICS in lines[0]
     assert len(lines) <= 1
-    if found is None and mutation in RECORDS:
+    if records is None and mutation in RECORDS:
         assert "line 1" in lines[0]
-    assert mutation not in RECORDS or found is None or reader == "plot", (
+    assert mutation not in RECORDS or records is None or reader == "plot", (
         "a wrong record is no record"
     )
 
@@ -312,10 +312,10 @@ def test_what_a_run_notes_of_its_starts_and_failures(name, line, mutation, run, 
         Health(HealthConfig(), str(run), [], RunProgress())
         return 1
 
-    found, lines = ended(start)
-    assert found or name in lines[-1]
+    result, lines = ended(start)
+    assert result or name in lines[-1]
     if LINES.get(mutation, {}).keys() & line.keys() - {"time"}:
-        assert found is None
+        assert result is None
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "folder", "device", "dangling symlink"])
@@ -361,6 +361,6 @@ def test_what_is_no_file_in_the_place_of_a_file_to_write_or_take_over(name, kind
 def test_the_configuration(mutation, run):
     path = run / "config.toml"
     ANY_FILE[mutation](path)
-    found, lines = ended(lambda: parse_args(["--config", str(path)]))
-    assert isinstance(found, Config) or "config.toml" in lines[0]
+    config, lines = ended(lambda: parse_args(["--config", str(path)]))
+    assert isinstance(config, Config) or "config.toml" in lines[0]
     assert len(lines) <= 1

@@ -73,11 +73,11 @@ def test_a_run_on_two_by_two_ranks_has_the_losses_of_one_and_goes_on_to_the_bit(
     names = ("lm_loss", "grad_norm", "consumed_tokens", "validation_loss")
     steps = [*TINY, *flags, *f"--eval-interval 2 --eval-iters 9 --train-iters 8 {more}".split()]
     circle = [*steps, *CIRCLE.split()]
-    one = carried_on(1, tmp_path / "one", steps, *names)
+    one_process = carried_on(1, tmp_path / "one", steps, *names)
     assert "packed documents, each by itself, none cut that fits, " in capsys.readouterr().out
     four = carried_on(4, tmp_path / "four", circle, *names)
-    assert len(one) == 8
-    for mine, theirs in zip(four, one, strict=True):
+    assert len(one_process) == 8
+    for mine, theirs in zip(four, one_process, strict=True):
         assert mine[:-1] == pytest.approx(theirs[:-1], rel=5e-6)
         assert (mine[-1] or 0) == pytest.approx(theirs[-1] or 0, rel=5e-6)
     carried_on(4, tmp_path / "stopped", [*circle, "--exit-interval", "4"])

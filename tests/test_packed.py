@@ -102,9 +102,9 @@ def test_a_packed_step_is_that_of_its_documents_alone(kind, case, slow, step, wa
 
 def without_an_end(batch):
     """Take a document's end in the first row for none."""
-    (places,) = batch["starts"][0, 1:].nonzero(as_tuple=True)
+    (boundaries,) = batch["starts"][0, 1:].nonzero(as_tuple=True)
     starts = batch["starts"].clone()
-    starts[0, 1 + places[len(places) // 2]] = False
+    starts[0, 1 + boundaries[len(boundaries) // 2]] = False
     return batch | {"starts": starts}
 
 
@@ -117,7 +117,7 @@ def rows_joined(batch):
 
 SHARED = [
     f"{CP} zigzag",
-    *(f"{KINDS[of]} {CP} {by}" for of, by in (("transnormer", "lasp"), ("olmo", "exchange"))),
+    *(f"{KINDS[kind]} {CP} {by}" for kind, by in (("transnormer", "lasp"), ("olmo", "exchange"))),
 ]
 
 
@@ -138,18 +138,20 @@ LEAKS = {
 
 
 def leaking_on_rank(rank, world_size, runs):
-    found = {}
+    steps_by_part = {}
     for part in LEAKS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(OneDevice, part, LEAKS[part])
-            found[part] = steps_on_rank(rank, world_size, runs, (as_it_is,))
-    return found
+            steps_by_part[part] = steps_on_rank(rank, world_size, runs, (as_it_is,))
+    return steps_by_part
 
 
 def test_a_state_or_convolution_that_crosses_documents_is_seen(flags, want):
     kinds = ("delta", "olmo")
-    (found,) = run_ranks(leaking_on_rank, 1, [[*flags, *KINDS[kind].split()] for kind in kinds])
-    for part, steps in found.items():
+    (steps_by_part,) = run_ranks(
+        leaking_on_rank, 1, [[*flags, *KINDS[kind].split()] for kind in kinds]
+    )
+    for part, steps in steps_by_part.items():
         for kind, (got,) in zip(kinds, steps, strict=True):
             assert abs(got.loss - want(kind).loss) > 10 * LOSS * got.loss, part
             assert got.difference(want(kind)) > 100 * GRADIENTS, part
@@ -178,11 +180,11 @@ OTHERS += [f"{CP} {method}" for method in ("striped", "exchange", "allgather")]
 def test_other_documents_change_nothing_at_all(ranks, meshes, flags):
     """Loss and gradients of one document, whatever tokens the others hold: the same bits."""
     runs = [[*flags, *mesh.split()] for mesh in meshes]
-    for mesh, (own, changed) in zip(
+    for mesh, (unchanged, changed) in zip(
         meshes, over_ranks(ranks, runs, (second_document_alone, others_changed)), strict=True
     ):
-        assert own.loss > 0
-        assert own.equal(changed), mesh
+        assert unchanged.loss > 0
+        assert unchanged.equal(changed), mesh
 
 
 def test_one_circle_over_data_and_context_parallel_ranks_is_a_larger_context(flags, want):
@@ -232,17 +234,17 @@ def test_a_run_that_stops_and_goes_on_changes_no_bit(flags, tmp_path):
     assert [validation is not None for *_, validation in whole] == [False, True, False, True]
     carried_on(2, tmp_path / "stopped", [*arguments, "--exit-interval", "2"])
     assert carried_on(2, tmp_path / "stopped", arguments, *names) == whole
-    asked = load_config(tmp_path / "stopped" / "config.toml")
+    saved_config = load_config(tmp_path / "stopped" / "config.toml")
     assert (
-        asked.mesh.context_parallel_size,
-        asked.mesh.balance_over,
-        asked.train.micro_batch_size,
+        saved_config.mesh.context_parallel_size,
+        saved_config.mesh.balance_over,
+        saved_config.train.micro_batch_size,
     ) == (1, "dp_cp", 1)
 
 
 def planned_in(rank, world_size, runs):
     """Train for 4 steps with a validation each; the threads that plan, in the order of their plans."""
-    found, make = [], plan.rank_schedule
+    threads_seen, make = [], plan.rank_schedule
     for arguments in runs:
         threads = []
 
@@ -256,8 +258,8 @@ def planned_in(rank, world_size, runs):
             redirect_stdout(StringIO()),
         ):
             trainer.train()
-        found.append(threads)
-    return found
+        threads_seen.append(threads)
+    return threads_seen
 
 
 def test_no_step_but_the_first_waits_for_its_plan(flags):

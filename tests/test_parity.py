@@ -71,9 +71,9 @@ def one_process(default_data, tmp_path_factory):
 
     @cache
     def trained(kind, *flags):
-        own, reference = KINDS[kind]
+        kind_flags, reference = KINDS[kind]
         return pretrain(
-            1, default_data, tmp_path_factory.mktemp("one") / "run", *own, *flags, *reference
+            1, default_data, tmp_path_factory.mktemp("one") / "run", *kind_flags, *flags, *reference
         )
 
     return trained
@@ -181,7 +181,7 @@ def positions_from_zero(rank, world_size, arguments):
 def test_a_wrong_mask_or_position_makes_parity_fail(
     kind, wrong, default_data, one_process, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("tests.pretraining.run_ranks", lambda _, *given: run_ranks(wrong, *given))
+    monkeypatch.setattr("tests.pretraining.run_ranks", lambda _, *args: run_ranks(wrong, *args))
     flags = ("--train-iters", "3")
     got = pretrain(
         2, default_data, tmp_path / "run", *KINDS[kind][0], *flags, *case_of("cp=2 striped").flags
@@ -214,8 +214,8 @@ def train_with_an_overflow(rank, world_size, arguments):
                 weight.detach().copy_(good)
             return loss
 
-        def reduced(*of):
-            loss, norm = reduce(*of)
+        def reduced(*args):
+            loss, norm = reduce(*args)
             norms.append(norm)
             return loss, norm
 

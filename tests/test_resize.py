@@ -61,13 +61,13 @@ def test_one_of_two_processes_goes_on_and_then_both(default_data, tmp_path, caps
         "micro-batch "
         "of 2 for "
     )
-    assert f"{line}global_batch_size 2; predicted to take " in (said := capsys.readouterr().out)
-    assert "note: " not in said
-    kept = load_config(save / "config.toml")
+    assert f"{line}global_batch_size 2; predicted to take " in (output := capsys.readouterr().out)
+    assert "note: " not in output
+    saved_config = load_config(save / "config.toml")
     assert (
-        kept.mesh.context_parallel_size,
-        kept.mesh.full_world_size,
-        kept.train.global_batch_size,
+        saved_config.mesh.context_parallel_size,
+        saved_config.mesh.full_world_size,
+        saved_config.train.global_batch_size,
     ) == (2, 2, None)
     got = pretrain(2, default_data, save, *flags, "--load", str(save))
     assert "resized" not in capsys.readouterr().out
@@ -94,10 +94,10 @@ def killed_on_rank(rank, world_size, arguments, before):
     """Train; the last rank is killed before an iteration."""
     plain = Trainer.train_step
 
-    def iteration(trainer, *given):
+    def iteration(trainer, *args):
         if rank == world_size - 1 and trainer.progress.iteration == before - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return plain(trainer, *given)
+        return plain(trainer, *args)
 
     Trainer.train_step = iteration
     on_rank(rank, world_size, arguments)
@@ -215,7 +215,7 @@ def test_agents_that_go_and_come_resize_the_run(default_data, whole, tmp_path, m
         with torchrun(logs[1], launch, default_data, save) as second:
             assert first.wait() == 0, logs[0].read_text()
             assert second.wait() == 0, logs[1].read_text()
-    said = logs[0].read_text() + logs[1].read_text()
-    assert "resized from 2 to 1 process" in said
-    assert said.count("resumed from ") == 2
+    output = logs[0].read_text() + logs[1].read_text()
+    assert "resized from 2 to 1 process" in output
+    assert output.count("resumed from ") == 2
     assert apart(read_metrics(save / METRICS), whole) <= BOUND

@@ -115,17 +115,17 @@ def test_a_finished_run_has_nothing_left_to_do_and_a_longer_one_no_jump(
     flags += ("--train-iters", "5", "--weight-decay", "0", "--allow-changed", "weight_decay")
     longer = pretrain(1, default_data, tmp_path / "run", *flags)
     assert [record["learning_rate"] for record in longer[2:]] == [1e-4] * 3
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "note: lr at iteration 4 is 1.000000E-04 by the checkpoint's schedule (1.000000E-04 "
         "after iteration"
-    ) in said
+    ) in output
     assert (
         " and 2.318019E-04 by this configuration's (lr_decay_iters was 3 and is 5): the "
         "checkpoint's is kept"
-    ) in said
-    assert "note: weight_decay was 0.1 and is 0.0; --weight-decay 0.1 keeps it\n" in said
-    assert said.count("note:") == 2
+    ) in output
+    assert "note: weight_decay was 0.1 and is 0.0; --weight-decay 0.1 keeps it\n" in output
+    assert output.count("note:") == 2
     written = str(tmp_path / "run" / "config.toml")
     assert load_config(written).optimizer.lr_decay_iters is None
     overridden = ("--config", written, "--override-opt-param-scheduler")

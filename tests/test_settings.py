@@ -44,10 +44,10 @@ def rows_of(entry):
     """Every flag of an entry, of each family its own, with every extreme of its type; once without
     a value, too.
     """
-    seen = set()
+    keys_seen = set()
     for family, table in fields_by_variant(ENTRIES[entry][0]).items():
-        chosen = ("--model-type", family) if seen else ()
-        for field in (field for name, field in table.items() if name not in seen):
+        chosen = ("--model-type", family) if keys_seen else ()
+        for field in (field for name, field in table.items() if name not in keys_seen):
             if field.base is bool:
                 yield from (
                     (*chosen, *row)
@@ -56,7 +56,7 @@ def rows_of(entry):
                 continue
             yield from ((*chosen, f"{field.flag}={value}") for value in values_of(field))
             yield (*chosen, field.flag)
-        seen |= table.keys()
+        keys_seen |= table.keys()
 
 
 def checked(entry):
@@ -66,11 +66,11 @@ def checked(entry):
     _, module, base = ENTRIES[entry]
 
     def main(arguments):
-        found = module.parse_args([*base, *arguments])
-        module.validate(found, 1)
-        claim_folder(found)
-        timedelta(minutes=found.mesh.distributed_timeout_minutes)
-        assert flags.write_toml(found)
+        parsed_config = module.parse_args([*base, *arguments])
+        module.validate(parsed_config, 1)
+        claim_folder(parsed_config)
+        timedelta(minutes=parsed_config.mesh.distributed_timeout_minutes)
+        assert flags.write_toml(parsed_config)
 
     return main
 
@@ -80,14 +80,14 @@ def wrong_ones(endings):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     """An empty folder to be in, so that what is accepted is written nowhere else."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_every_flag_at_the_ends_of_its_type(entry, here):
+def test_every_flag_at_the_ends_of_its_type(entry, folder):
     rows = list(rows_of(entry))
     assert len(rows) > 300
     endings = {row: end(checked(entry), list(row)) for row in rows}
@@ -101,7 +101,7 @@ def test_every_flag_at_the_ends_of_its_type(entry, here):
             ending.stderr,
         )
     assert any(ending.status == 0 for ending in endings.values())
-    assert not list(here.iterdir())
+    assert not list(folder.iterdir())
 
 
 CONTRADICTIONS = """
@@ -117,11 +117,11 @@ CONTRADICTIONS = """
 """Others, with a message of their own, are in ``tests/train/config``."""
 
 
-def test_what_contradicts_itself(here):
+def test_what_contradicts_itself(folder):
     rows = [row.strip() for line in CONTRADICTIONS.strip().splitlines() for row in line.split("|")]
     endings = {row: end(checked("gpt"), row.split()) for row in rows}
     assert wrong_ones(endings) == {}
-    assert not list(here.iterdir())
+    assert not list(folder.iterdir())
 
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -177,12 +177,12 @@ TOMLS = {
 }
 
 
-def test_toml_of_every_shape(here):
+def test_toml_of_every_shape(folder):
     endings = {}
     for name, text in TOMLS.items():
-        (here / "x.toml").write_text(text)
+        (folder / "x.toml").write_text(text)
         endings[name] = end(checked("gpt"), ["--config", "x.toml"])
-    (here / "x.toml").write_bytes(bytes(range(256)))
+    (folder / "x.toml").write_bytes(bytes(range(256)))
     endings["bytes"] = end(checked("dit"), ["--config", "x.toml"])
     assert wrong_ones(endings) == {}
     refused = {name for name, ending in endings.items() if ending.status}
@@ -190,16 +190,16 @@ def test_toml_of_every_shape(here):
 
 
 @pytest.fixture
-def places(here):
+def odd_paths(folder):
     """Paths to whatever a path can lead to, but what is asked for."""
-    (here / "file").write_bytes(bytes(range(256)) * 20)
-    (here / "empty").touch()
-    (here / "folder").mkdir()
-    (here / "mixed").mkdir()
+    (folder / "file").write_bytes(bytes(range(256)) * 20)
+    (folder / "empty").touch()
+    (folder / "folder").mkdir()
+    (folder / "mixed").mkdir()
     for name, content in {"text.txt": b"a text " * 4000, "bytes.txt": b"\xff"}.items():
-        (here / "mixed" / name).write_bytes(content)
-    os.symlink("gone/away", here / "dangling")
-    os.symlink("loop", here / "loop")
+        (folder / "mixed" / name).write_bytes(content)
+    os.symlink("gone/away", folder / "dangling")
+    os.symlink("loop", folder / "loop")
     # No "/": what lies there is another on every machine.
     inside = [
         "file",
@@ -240,11 +240,11 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_paths_to_what_is_not_meant(use, places, here):
-    before = sorted(here.rglob("*"))
-    endings = {path: end(lambda arguments: USES[use](*arguments), [path]) for path in places}
+def test_paths_to_what_is_not_meant(use, odd_paths, folder):
+    before = sorted(folder.rglob("*"))
+    endings = {path: end(lambda arguments: USES[use](*arguments), [path]) for path in odd_paths}
     assert wrong_ones(endings) == {}
-    assert sorted(here.rglob("*")) == before
+    assert sorted(folder.rglob("*")) == before
 
 
 TOOLS = {
@@ -284,9 +284,9 @@ TOOLS = {
 
 
 @pytest.mark.parametrize("main", TOOLS, ids=lambda main: main.__module__)
-def test_tools_refuse_in_one_line(main, here):
+def test_tools_refuse_in_one_line(main, folder):
     rows = [row.strip() for line in TOOLS[main].strip().splitlines() for row in line.split("|")]
     endings = {row: end(main, row.split()) for row in rows}
     assert wrong_ones(endings) == {}
     assert [row for row, ending in endings.items() if ending.status == 0] == []
-    assert not list(here.iterdir())
+    assert not list(folder.iterdir())

@@ -49,11 +49,11 @@ def block_by_block(monkeypatch):
 
 
 def in_order(plain):
-    def checked(self, plan, *given):
-        found = plain(self, plan, *given)
-        assert all(x.is_contiguous() for x in found)
-        assert {x.dtype for x in found} <= {given[0].dtype, torch.float32}
-        return found
+    def checked(self, plan, *args):
+        outputs = plain(self, plan, *args)
+        assert all(x.is_contiguous() for x in outputs)
+        assert {x.dtype for x in outputs} <= {args[0].dtype, torch.float32}
+        return outputs
 
     return checked
 
@@ -71,11 +71,11 @@ def test_blocks_add_up_whatever_their_kernel_returns(dtype, bound, moves, block_
         plan = make_plan(
             method, seq_len=masked.length, size=size, backward=moves, **mask, **options
         )
-        found = threads.attend(plan, [x.to(dtype) for x in inputs(masked, dtype)])
+        outputs = threads.attend(plan, [x.to(dtype) for x in inputs(masked, dtype)])
         limit = (
             1.1 * bound if method == "ulysses" else bound
         )  # whose ranks send each other's part of a KV head
-        assert max(error(found, truth(masked, dtype))) < limit, (method, options, masked, size)
+        assert max(error(outputs, truth(masked, dtype))) < limit, (method, options, masked, size)
 
 
 def test_a_message_that_is_changed_is_seen(monkeypatch):
@@ -87,24 +87,24 @@ def test_a_message_that_is_changed_is_seen(monkeypatch):
             self, [x.roll(1, 1) for x in tensors] if self.rank == 2 else tensors, *rest
         ),
     )
-    found = threads.attend(
+    outputs = threads.attend(
         make_plan("zigzag", seq_len=123, size=4), inputs(Masked(), torch.float64)
     )
-    assert min(error(found, truth(Masked(), torch.float64))) > 1e-3
+    assert min(error(outputs, truth(Masked(), torch.float64))) > 1e-3
 
 
 def test_a_rank_that_fails_or_says_nothing_ends_all(monkeypatch):
     plan, plain = make_plan("ring", seq_len=123, size=4), threads.ThreadTransport._send
 
-    def failing(self, *given):
+    def failing(self, *args):
         if self.rank == 1:
             raise ValueError("no link")
-        plain(self, *given)
+        plain(self, *args)
 
     monkeypatch.setattr(threads.ThreadTransport, "_send", failing)
     with pytest.raises(ValueError, match="no link"):
         threads.attend(plan, inputs(Masked(), torch.float64))
     monkeypatch.setattr(threads, "PATIENCE", 0.3)
-    monkeypatch.setattr(threads.ThreadTransport, "_send", lambda *given: None)
+    monkeypatch.setattr(threads.ThreadTransport, "_send", lambda *args: None)
     with pytest.raises(TimeoutError, match=r"rank \d (waited for message 0 of rank|stops)"):
         threads.attend(plan, inputs(Masked(), torch.float64))

@@ -171,11 +171,11 @@ def attend(plan: Plan, inputs: Sequence[Tensor], backend: str = "auto") -> list[
         TimeoutError: a rank waited in vain; or what the first rank that failed raised.
     """
     mail, errors = Mail(), list[BaseException]()
-    found: list[list[Tensor]] = [[] for _ in range(plan.size)]
+    outputs: list[list[Tensor]] = [[] for _ in range(plan.size)]
 
     def run(rank: int) -> None:
         try:
-            found[rank] = _attend(plan, rank, mail, inputs, backend)
+            outputs[rank] = _attend(plan, rank, mail, inputs, backend)
         except BaseException as error:
             errors.append(error)
             mail.fail()
@@ -186,7 +186,7 @@ def attend(plan: Plan, inputs: Sequence[Tensor], backend: str = "auto") -> list[
     whole = [
         x.new_zeros(x.shape[0], plan.padded_len, *x.shape[2:]) for x in (inputs[3], *inputs[:3])
     ]
-    for rank, parts in enumerate(found):
+    for rank, parts in enumerate(outputs):
         for into, part in zip(whole, parts, strict=True):
             into[:, plan.positions(rank).to(into.device)] = part
     return [x[:, : plan.seq_len] for x in whole]
@@ -200,20 +200,22 @@ def _attend(
     transport = ThreadTransport(plan.geometry, rank, mail, device)
     heads, executor = HeadExchange(transport), Executor(transport, backend)
     if device.type == "cuda":
-        own = torch.cuda.Stream(device)
-        own.wait_stream(torch.cuda.default_stream(device))
-        torch.cuda.set_stream(own)  # of this thread
-    at = plan.positions(rank).to(device)
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.default_stream(device))
+        torch.cuda.set_stream(stream)  # of this thread
+    positions = plan.positions(rank).to(device)
     padding = plan.padded_len - plan.seq_len
     q, k, v, dout = (
-        heads.to_heads(torch.cat([x, x.new_zeros(x.shape[0], padding, *x.shape[2:])], 1)[:, at])
+        heads.to_heads(
+            torch.cat([x, x.new_zeros(x.shape[0], padding, *x.shape[2:])], 1)[:, positions]
+        )
         for x in inputs
     )
     out, lse = executor.forward(plan, q, Keys(k, v), None, scale)
     gradients = executor.backward(plan, Rows(q, dout, out, lse), Keys(k, v), scale)
     results = [
-        heads.to_tokens(x.to(of.dtype), of.shape[2])
-        for x, of in zip((out, *gradients), (inputs[3], *inputs[:3]), strict=True)
+        heads.to_tokens(x.to(like.dtype), like.shape[2])
+        for x, like in zip((out, *gradients), (inputs[3], *inputs[:3]), strict=True)
     ]
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()

@@ -44,9 +44,11 @@ def test_pairs_are_those_of_the_mask_and_torch_computes_the_same(documents, wind
         seq_length=200, num_heads=2, kv_heads=1, head_dim=4, documents=documents, window=window
     )
     bounds = work.cu_seqlens
-    of = torch.bucketize(torch.arange(200), torch.tensor(bounds[1:]), right=True)
+    document_ids = torch.bucketize(torch.arange(200), torch.tensor(bounds[1:]), right=True)
     distance = torch.arange(200)[:, None] - torch.arange(200)
-    visible = (of[:, None] == of) & (distance >= 0) & (distance < (window or 200))
+    visible = (
+        (document_ids[:, None] == document_ids) & (distance >= 0) & (distance < (window or 200))
+    )
     assert work.pairs == visible.sum()
     assert len(bounds) == (2 if documents is None else 5)
     q, k, v, _ = (x.double().transpose(1, 2) for x in work.tensors())
@@ -75,8 +77,8 @@ def test_a_step_lasts_as_long_as_its_slowest_rank_and_targets_are_judged():
         ("exchange", 2.2, 1000),
         (ONE_PROCESS, 2.5, 1010),
     )
-    found = {name: summary([[seconds]] * 2, windowed, pairs) for name, seconds, pairs in rows}
-    compared = compare(found, 2, windowed)
+    summaries = {name: summary([[seconds]] * 2, windowed, pairs) for name, seconds, pairs in rows}
+    compared = compare(summaries, 2, windowed)
     assert compared["ratios"]["zigzag/exchange"]["gain_reached"] == pytest.approx(
         (3.0 / 2.2 - 1) / 0.5
     )
@@ -100,11 +102,11 @@ def test_contestants_sit_where_they_should_and_end_and_a_failing_rank_is_told():
             assert allowed[0] != allowed[1]
         with pytest.raises(
             MeasureError, match=r"zigzag at step: rank \d failed: KeyError: 'zigzag'; .* is in "
-        ) as told:
+        ) as error:
             contestants.step("zigzag")
     assert not any(process.is_alive() for process in processes)
-    assert "\n" not in str(told.value)
-    log = Path(str(told.value).rpartition(" is in ")[2])
+    assert "\n" not in str(error.value)
+    log = Path(str(error.value).rpartition(" is in ")[2])
     assert "Traceback" in log.read_text()
     log.unlink()
 
@@ -153,24 +155,26 @@ def test_a_run_writes_both_parts_whose_figures_agree_with_each_other(tmp_path, c
         "--seq-length 300 --num-heads 2 --head-dim 8 --alone 32 --repeats 3 --documents lognormal"
     )
     assert attention.main([*shape.split(), "--json", str(path)]) == 0, capsys.readouterr().err
-    result, said = read_records(path), capsys.readouterr().out
+    result, printed = read_records(path), capsys.readouterr().out
     assert list(result["contestants"]) == [*MASKED_METHODS, ONE_PROCESS]
     work = MaskedShape(seq_length=300, num_heads=2, kv_heads=2, head_dim=8, documents="lognormal")
-    for name, found in result["contestants"].items():
-        assert found["slowest_pairs"] == (
+    for name, figures in result["contestants"].items():
+        assert figures["slowest_pairs"] == (
             work.pairs / 2 if name == ONE_PROCESS else slowest_pairs(name, work, 2)
         )
-        assert found["tflops"] == pytest.approx(14 * work.pairs * 2 * 8 / found["median"] / 1e12)
-        assert found["median"] == median(found["seconds"]) > 0
-        assert f"{found['median']:.3f}" in next(
-            line for line in said.splitlines() if line.startswith(name)
+        assert figures["tflops"] == pytest.approx(
+            14 * work.pairs * 2 * 8 / figures["median"] / 1e12
+        )
+        assert figures["median"] == median(figures["seconds"]) > 0
+        assert f"{figures['median']:.3f}" in next(
+            line for line in printed.splitlines() if line.startswith(name)
         )
     pairs = {
         f"{above}/{below}": (above, below)
         for above, below in permutations(result["contestants"], 2)
     }
     for name, ratio in result["ratios"].items():
-        above, below = (result["contestants"][one] for one in pairs[name])
+        above, below = (result["contestants"][other] for other in pairs[name])
         assert ratio["ratio"] == pytest.approx(above["median"] / below["median"])
         assert ratio["limit"] == pytest.approx(above["slowest_pairs"] / below["slowest_pairs"])
     assert list(result["alone"]) == ["dense", "short", "window", ONE_PROCESS]
@@ -180,9 +184,9 @@ def test_a_run_writes_both_parts_whose_figures_agree_with_each_other(tmp_path, c
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_documents_fill_the_sequence_and_are_the_same_in_every_process(name):
-    found = documents_of(name, 16384)
-    assert found == documents_of(name, 16384) != documents_of(name, 16384, seed=4)
-    lengths = [b - a for a, b in pairwise(found)]
+    cu_seqlens = documents_of(name, 16384)
+    assert cu_seqlens == documents_of(name, 16384) != documents_of(name, 16384, seed=4)
+    lengths = [b - a for a, b in pairwise(cu_seqlens)]
     assert sum(lengths) == 16384
     shortest, longest = {"lognormal": (64, 4096), "short": (100, 1500), "chat": (32, 8192)}[name]
     assert min(lengths[:-1]) >= shortest

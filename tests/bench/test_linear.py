@@ -55,24 +55,29 @@ def test_naive_goes_as_far_as_its_scores_fit():
 def report(times):
     return {
         "rows": [
-            {"name": name, "length": length, "median": taken, "tokens_per_second": length / taken}
+            {
+                "name": name,
+                "length": length,
+                "median": seconds,
+                "tokens_per_second": length / seconds,
+            }
             for name, rows in times.items()
-            for length, taken in rows.items()
+            for length, seconds in rows.items()
         ]
     }
 
 
 def test_the_report_says_what_the_times_say():
-    found = report(
+    figures = report(
         {
             "chunked": {256: 1.0, 512: 2.0, 1024: 4.0},
             "naive": {256: 2.0, 512: 8.0},
             "softmax": {256: 0.5, 512: 2.0, 1024: 8.0},
         }
     )
-    assert [exponent(found, name) for name in LABELS] == [1, 2, 2]
-    assert (overtakes(found, "naive"), overtakes(found, "softmax")) == (256, 1024)
-    text = markdown(found)
+    assert [exponent(figures, name) for name in LABELS] == [1, 2, 2]
+    assert (overtakes(figures, "naive"), overtakes(figures, "softmax")) == (256, 1024)
+    text = markdown(figures)
     assert "| 512 | 256 | 64 | 256 | 1.00 |" in text
     assert "| 1,024 | 256 |  | 128 | 2.00 |" in text
     assert "softmax: time grows as length^2.00" in text
@@ -107,10 +112,12 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     assert [(row["length"], row["name"]) for row in result["rows"]] == [
         (length, name) for length in (32, 64) for name in LABELS
     ]
-    for found in result["rows"]:
-        assert found["min"] <= found["median"] <= found["max"]
-        assert found["rounds"] >= 2  # and more where the machine is quick
-        assert found["tokens_per_second"] == pytest.approx(found["length"] / found["median"])
+    for measured_row in result["rows"]:
+        assert measured_row["min"] <= measured_row["median"] <= measured_row["max"]
+        assert measured_row["rounds"] >= 2  # and more where the machine is quick
+        assert measured_row["tokens_per_second"] == pytest.approx(
+            measured_row["length"] / measured_row["median"]
+        )
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert markdown(result) in capsys.readouterr().out
 
@@ -118,7 +125,7 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
 def test_something_else_is_not_timed_and_bad_input_is_one_line(monkeypatch, tmp_path, capsys):
     ours = linear.linear_attention
     monkeypatch.setattr(
-        linear, "linear_attention", lambda *given, **more: [2 * ours(*given, **more)[0]]
+        linear, "linear_attention", lambda *args, **more: [2 * ours(*args, **more)[0]]
     )
     assert (
         main(

@@ -19,39 +19,39 @@ without_gpu = pytest.mark.skipif(
 
 
 def test_allocations_are_counted_to_the_byte():
-    held = []
+    tensors = []
 
     def step():
-        held.append(torch.empty(1 << 20))
+        tensors.append(torch.empty(1 << 20))
         torch.empty(1 << 19).sum().item()
         with torch.profiler.record_function(memory.FORWARD_END):
             pass
-        held.clear()
+        tensors.clear()
 
-    found = memory.watch_cpu(step, [])
-    assert found["kept"] == 4 << 20
-    assert 6 << 20 <= found["peak"] < (6 << 20) + 256  # the sum's result too
+    watched = memory.watch_cpu(step, [])
+    assert watched["kept"] == 4 << 20
+    assert 6 << 20 <= watched["peak"] < (6 << 20) + 256  # the sum's result too
 
 
 @pytest.mark.slow
 def test_policies_keep_and_need_less_and_less():
     """And what is predicted is what a process takes."""
-    found = {}
+    rows = {}
     for line in lines_of(POLICIES.replace("1024", "32")):
-        found[line.removeprefix("long").strip()] = compare(1, f"{command(line)[1]} {SMALL}")
-    assert all(abs(row["error"]) < 0.05 for row in found.values())
+        rows[line.removeprefix("long").strip()] = compare(1, f"{command(line)[1]} {SMALL}")
+    assert all(abs(row["error"]) < 0.05 for row in rows.values())
     chunks = "loss_chunk=32 ffn_chunk=32"
     out_and_lse = 3 * 256 * (64 + 4) * 4  # of three layers of four heads
-    kept = {name: row["kept_bytes"] for name, row in found.items()}
-    apart = kept["attention_boundary loss_chunk=32"] - kept["full loss_chunk=32"]
+    kept_bytes = {name: row["kept_bytes"] for name, row in rows.items()}
+    apart = kept_bytes["attention_boundary loss_chunk=32"] - kept_bytes["full loss_chunk=32"]
     assert abs(apart - out_and_lse) < 4096
-    assert kept[""] > kept["loss_chunk=32"] > kept[f"full {chunks}"]
+    assert kept_bytes[""] > kept_bytes["loss_chunk=32"] > kept_bytes[f"full {chunks}"]
     peaks = [
-        found[name]["measured_bytes"]
+        rows[name]["measured_bytes"]
         for name in ("", "loss_chunk=32", "attention_boundary loss_chunk=32")
     ]
     assert peaks == sorted(set(peaks), reverse=True)
-    forwards = {name.split(" ")[0]: row["attention_forwards"] for name, row in found.items()}
+    forwards = {name.split(" ")[0]: row["attention_forwards"] for name, row in rows.items()}
     assert forwards == {
         "": 1,
         "loss_chunk=32": 1,

@@ -81,10 +81,10 @@ def start(save: Path, plan: Row, ranks: int = RANKS) -> tuple[subprocess.Popen[A
     """Start a run or go on with it, one of several ranks under torchrun, with a plan for
     ``victim``.
     """
-    data, own = save.parent / "data", ["--save", str(save), "--load", str(save)]
-    own += ["--data-path", f"{data}", "--tokenizer-model", f"{data}.model"]
-    own += ["--async-save"] * plan.get("async", False)
-    command = [sys.executable, *(LAUNCH if ranks > 1 else ["pretrain_gpt.py"]), *FLAGS, *own]
+    data, flags = save.parent / "data", ["--save", str(save), "--load", str(save)]
+    flags += ["--data-path", f"{data}", "--tokenizer-model", f"{data}.model"]
+    flags += ["--async-save"] * plan.get("async", False)
+    command = [sys.executable, *(LAUNCH if ranks > 1 else ["pretrain_gpt.py"]), *FLAGS, *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: mark(plan)}
     out = tempfile.TemporaryFile("w+")  # noqa: SIM115
     more: Row = {"stdout": out, "stderr": subprocess.STDOUT, "start_new_session": True}
@@ -107,10 +107,10 @@ def ended(process: subprocess.Popen[Any], out: IO[str], plan: Row) -> str:
         hung = bool(kill(plan))
         process.wait()
     out.seek(0)
-    said = out.read()
+    output = out.read()
     if hung:
-        raise Hung(f"hung for {PATIENCE:.0f} s, and was killed: {said[-300:]}")
-    return said
+        raise Hung(f"hung for {PATIENCE:.0f} s, and was killed: {output[-300:]}")
+    return output
 
 
 def kill(plan: Row) -> list[int]:
@@ -140,16 +140,18 @@ def differs(save: Path, ranks: int = RANKS) -> str:
     """Say in what a run's records up to its newest commit, or at its end its tensors, are not the
     undisturbed ones.
     """
-    at, found = newest(save), []
+    iteration, histories = newest(save), []
     for run in (save, save.parent / f"whole-{ranks}"):
         curve = [
             [record[name] for name in EXACT]
-            for record in (read_metrics(run / METRICS)[:at] if at else [])
+            for record in (read_metrics(run / METRICS)[:iteration] if iteration else [])
         ]
-        found.append((curve, tensors(run / f"iter_{at:07d}") if at == LAST else {}))
-    if found[0][0] != found[1][0] or len(found[0][0]) != at:
-        return f"records 1 to {at} are not those of the undisturbed run"
-    (_, ours), (_, theirs) = found
+        histories.append(
+            (curve, tensors(run / f"iter_{iteration:07d}") if iteration == LAST else {})
+        )
+    if histories[0][0] != histories[1][0] or len(histories[0][0]) != iteration:
+        return f"records 1 to {iteration} are not those of the undisturbed run"
+    (_, ours), (_, theirs) = histories
     equal = ours.keys() == theirs.keys() and all(
         torch.equal(value, theirs[name]) for name, value in ours.items()
     )
@@ -195,9 +197,9 @@ def disturbed(kind: str, number: int, folder: Path, draw: random.Random) -> Row:
     """Start the current run or go on with it, strike, and look at what is left."""
     save, note = folder / "disturbed", folder / "struck"
     plan = planned(kind, number, draw) | {"note": str(note), "trial": f"{number} {os.getpid()}"}
-    before, at = starts(save), newest(save)
+    before, iteration = starts(save), newest(save)
     note.unlink(missing_ok=True)
-    said = ended(*start(save, plan), plan)
+    output = ended(*start(save, plan), plan)
     begun, late = time.monotonic(), 0
     while left := marked(mark(plan)):
         if time.monotonic() - begun > PATIENCE:
@@ -213,17 +215,18 @@ def disturbed(kind: str, number: int, folder: Path, draw: random.Random) -> Row:
         and read_metrics(save / METRICS)[-1]["iteration"] == to
     )
     clean = clean and not list(save.glob("*.tmp")) and not (save / LOCK).exists()
-    saved = kind == SIGNAL and "ended early after iteration" in said
+    saved = kind == SIGNAL and "ended early after iteration" in output
     checks = {
         f"{late} processes after {ORPHANED} s": late,
-        f"went on from {went} to {to}, and {at} was committed": went not in ([], [at]) or to < at,
+        f"went on from {went} to {to}, and {iteration} was committed": went not in ([], [iteration])
+        or to < iteration,
         f"the commit {to} is not whole": to
         and find_checkpoint(save, report=lambda _: None) != save / f"iter_{to:07d}",
-        f"ended by itself: {said[-300:]}": not note.exists() and to != LAST,
-        f"no clean save at {to}: {said[-300:]}": saved and not clean,
-        f"no clean exit at {to}: {said[-300:]}": kind == SIGNAL
+        f"ended by itself: {output[-300:]}": not note.exists() and to != LAST,
+        f"no clean save at {to}: {output[-300:]}": saved and not clean,
+        f"no clean exit at {to}: {output[-300:]}": kind == SIGNAL
         and not saved
-        and to not in (at, LAST),
+        and to not in (iteration, LAST),
     }
     wrong = next((words for words, wrong in checks.items() if wrong), "") or differs(save)
     where = "random moment" if isinstance(plan["when"], float) else plan["hook"]
@@ -232,7 +235,7 @@ def disturbed(kind: str, number: int, folder: Path, draw: random.Random) -> Row:
         "what": what,
         "where": where,
         "whom": plan["whom"],
-        "from": at,
+        "from": iteration,
         "to": to,
         "gone": gone,
         "wrong": wrong,
@@ -248,13 +251,13 @@ def together(kind: str, number: int, folder: Path, draw: random.Random) -> Row:
     for _ in range((2, 4)[number % 2]):
         processes.append(start(save, {}, ranks=1))
         time.sleep(draw.uniform(0, 2))
-    said = [ended(*started, {}) for started in processes]
+    outputs = [ended(*started, {}) for started in processes]
     ends = [
-        (process.returncode, words) for (process, _), words in zip(processes, said, strict=True)
+        (process.returncode, words) for (process, _), words in zip(processes, outputs, strict=True)
     ]
-    lines = [said for status, said in ends if status == 1 and said.count("error: ") == 1]
+    lines = [outputs for status, outputs in ends if status == 1 and outputs.count("error: ") == 1]
     refused, trained = (
-        sum(f"save is {save}, and" in said for said in lines),
+        sum(f"save is {save}, and" in outputs for outputs in lines),
         sum(status == 0 for status, _ in ends),
     )
     right = trained and trained + refused == len(ends) and newest(save) == LAST
@@ -265,10 +268,10 @@ def together(kind: str, number: int, folder: Path, draw: random.Random) -> Row:
     }
 
 
-def tried(what: str, trial: Callable[..., Row], *given: Any) -> Row:
+def tried(what: str, trial: Callable[..., Row], *args: Any) -> Row:
     """Return a trial's row, or that it hung."""
     try:
-        return trial(*given)
+        return trial(*args)
     except Hung as hung:
         return {"what": what, "where": "hung", "wrong": str(hung)}
 
@@ -276,11 +279,11 @@ def tried(what: str, trial: Callable[..., Row], *given: Any) -> Row:
 def finished(folder: Path) -> Row:
     """Let the disturbed run go to its end, compare it with the undisturbed one, and remove it."""
     save, plan = folder / "disturbed", {"hook": ""}
-    said = ended(*start(save, plan), plan) if newest(save) != LAST else ""
+    output = ended(*start(save, plan), plan) if newest(save) != LAST else ""
     wrong = (
         differs(save)
         if newest(save) == LAST
-        else f"came to iteration {newest(save)}: {said[-300:]}"
+        else f"came to iteration {newest(save)}: {output[-300:]}"
     )
     shutil.rmtree(save)
     return {"what": END, "where": "", "wrong": wrong}
@@ -317,18 +320,18 @@ def main(argv: list[str] | None = None) -> int:
         "--results", type=Path, default=ROOT / "bench" / "results" / "chaos.md", help="the table"
     )
     args = parser.parse_args(argv)
-    folder, kept = args.folder.resolve(), args.folder / "trials.jsonl"
+    folder, path = args.folder.resolve(), args.folder / "trials.jsonl"
     prepare(Request(max_bytes=2_000_000), folder / "data", progress=False)
     for ranks in (RANKS, 1):
         if newest(whole := folder / f"whole-{ranks}") != LAST:
-            said = ended(*start(whole, plan := {"hook": ""}, ranks), plan)
+            output = ended(*start(whole, plan := {"hook": ""}, ranks), plan)
             if newest(whole) != LAST:
                 raise UserError(
                     f"the undisturbed run of {ranks} did not reach its end; look at it: "
-                    f"{said[-300:]}"
+                    f"{output[-300:]}"
                 )
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    wanted, begun, before = (
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    requested, begun, before = (
         {KILL: args.kills, SIGNAL: args.signals, STARTED: args.starts},
         time.monotonic(),
         len(rows),
@@ -336,15 +339,15 @@ def main(argv: list[str] | None = None) -> int:
 
     def add(row: Row) -> None:
         rows.append(row)
-        with kept.open("a") as file:
+        with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        left = (Counter(wanted) - Counter(row["what"] for row in rows)).total()
+        left = (Counter(requested) - Counter(row["what"] for row in rows)).total()
         each = (time.monotonic() - begun) / (len(rows) - before)
         print(f"{json.dumps(row)}: {left} left, {clock_time(left * each)}", flush=True)
 
-    while behind := Counter(wanted) - Counter(row["what"] for row in rows):
-        what = max(behind, key=lambda what: behind[what] / wanted[what])  # all kinds grow alike
-        number = wanted[what] - behind[what]
+    while behind := Counter(requested) - Counter(row["what"] for row in rows):
+        what = max(behind, key=lambda what: behind[what] / requested[what])  # all kinds grow alike
+        number = requested[what] - behind[what]
         trial, draw = (
             together if what == STARTED else disturbed,
             random.Random(f"{what} {len(rows)}"),

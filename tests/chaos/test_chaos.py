@@ -60,8 +60,8 @@ def test_half_of_the_kills_are_at_hooks_and_all_hooks_are_drawn():
     plans = [planned(KILL, number, random.Random(number)) for number in range(400)]
     assert sum(isinstance(plan["when"], str) for plan in plans) == 200
     assert {plan["hook"] for plan in plans} == set(HOOKS)
-    asked = [planned(SIGNAL, number, random.Random(number)) for number in range(50)]
-    assert not {9} & {plan["signal"] for plan in asked}
+    signals = [planned(SIGNAL, number, random.Random(number)) for number in range(50)]
+    assert not {9} & {plan["signal"] for plan in signals}
 
 
 def test_what_hangs_is_killed_with_its_sessions_and_a_wrong_row(tmp_path, monkeypatch):

@@ -34,13 +34,13 @@ HOOKS: dict[str, tuple[Any, str]] = {
 
 def marked(plan: str) -> list[int]:
     """Return the ids of a trial's processes but this one; ``plan`` is their value of CHAOS."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             theirs = f"{PLAN}={plan}".encode() in (folder / "environ").read_bytes().split(b"\0")
             if theirs and (folder / "stat").read_text().rpartition(") ")[2][0] not in "ZX":
-                found.append(int(folder.name))
-    return [pid for pid in found if pid != os.getpid()]
+                pids.append(int(folder.name))
+    return [pid for pid in pids if pid != os.getpid()]
 
 
 def strike(plan: dict[str, Any]) -> None:

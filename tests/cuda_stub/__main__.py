@@ -144,8 +144,8 @@ def environment(gpus: int) -> dict[str, str]:
     check_machine()
     folder = str(built())
     paths = filter(None, (folder, os.environ.get("LD_LIBRARY_PATH")))
-    found = {"LD_PRELOAD": f"{folder}/libcuda.so.1", "LD_LIBRARY_PATH": ":".join(paths)}
-    return {**os.environ, **found, "TRITON_LIBCUDA_PATH": folder, "CUDA_STUB_GPUS": str(gpus)}
+    variables = {"LD_PRELOAD": f"{folder}/libcuda.so.1", "LD_LIBRARY_PATH": ":".join(paths)}
+    return {**os.environ, **variables, "TRITON_LIBCUDA_PATH": folder, "CUDA_STUB_GPUS": str(gpus)}
 
 
 @one_line_errors

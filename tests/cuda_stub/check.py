@@ -111,22 +111,31 @@ def run(processes: int, flags: Sequence[str], program: str, folder: Path) -> dic
     """Train on stubbed GPUs; return the most of what the ranks counted, or why it ``failed``."""
     stub = [sys.executable, "-m", "tests.cuda_stub", "--gpus", str(processes), "--", sys.executable]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    told = folder / "told"
-    told.mkdir(exist_ok=True)
-    command = [*stub, *launcher, "-m", "tests.cuda_stub.worker", str(told), program, *flags]
+    counts_folder = folder / "told"
+    counts_folder.mkdir(exist_ok=True)
+    command = [
+        *stub,
+        *launcher,
+        "-m",
+        "tests.cuda_stub.worker",
+        str(counts_folder),
+        program,
+        *flags,
+    ]
     try:
         status, printed = ended(command, LIMIT, subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         return {"failed": f"it took longer than {LIMIT:.0f} s"}
-    found = [read_records(path) for path in sorted(told.iterdir())]
-    if status or len(found) != processes:
-        said = [line.strip() for line in printed.splitlines() if "rror" in line]
+    records = [read_records(path) for path in sorted(counts_folder.iterdir())]
+    if status or len(records) != processes:
+        errors = [line.strip() for line in printed.splitlines() if "rror" in line]
         return {
             "failed": (
-                said or [f"ended with status {status}, {len(found)} of {processes} ranks counted"]
+                errors
+                or [f"ended with status {status}, {len(records)} of {processes} ranks counted"]
             )[0]
         }
-    return {name: max(one[name] for one in found) for name in found[0]}
+    return {name: max(record[name] for record in records) for name in records[0]}
 
 
 def predicted(processes: int, flags: Sequence[str]) -> int:
@@ -218,12 +227,12 @@ def main(argv: list[str] | None = None) -> None:
         rows[name] = measure(*command(name, MODELS))
         print(f"{line(name, rows[name])} ({time.monotonic() - start:.0f} s)", flush=True)
         if folder:
-            found = {
+            all_records = {
                 "benchmark": "stubbed GPUs: nothing is computed",
                 "machine": machine,
                 "cases": rows,
             }
-            write_records(folder / "cuda-stub.jsonl", found)
+            write_records(folder / "cuda-stub.jsonl", all_records)
     if bad := [name for name, row in rows.items() if verdict(row)]:
         raise MeasureError(
             f"{len(bad)} of {len(rows)} configurations are not as they must be: {'; '.join(bad)}"

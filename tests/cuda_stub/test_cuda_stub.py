@@ -56,9 +56,9 @@ def test_where_it_cannot_work_it_says_so_in_a_line(
     stub.check_machine()
     monkeypatch.setattr(module, name, value)
     assert stub.main(["--", "true"]) == 1
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
     assert stub.main(["--gpus", "2", "--"]) == 1
     assert capsys.readouterr().err.startswith("error: no command is given")
 
@@ -77,9 +77,9 @@ def test_calls_are_added_but_for_those_of_torch_and_of_versions(monkeypatch):
     }
     monkeypatch.setattr(stub, "symbols", lists.__getitem__)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = [line.split(" ", 2)[2] for line in stub.others().splitlines()[1:]]
+    calls = [line.split(" ", 2)[2] for line in stub.others().splitlines()[1:]]
     counted, plain = "(void) { return stub_launch(); }", "(void) { return 0; }"
-    assert found == [
+    assert calls == [
         *(
             f"cublasLtMatmul{counted}",
             f"cudaOne{plain}",
@@ -113,10 +113,10 @@ def test_the_library_allocates_copies_and_counts(monkeypatch, tmp_path):
     kinds = (ctypes.c_int * 22)()
     cuda.cudaPointerGetAttributes(kinds, ctypes.c_void_p(pointer.value + 5))
     assert kinds[0] == 2
-    there = ctypes.create_string_buffer(3)
+    buffer = ctypes.create_string_buffer(3)
     cuda.cudaMemcpyAsync(pointer, b"abc", ctypes.c_size_t(3), 1, None)
-    cuda.cudaMemcpyAsync(there, pointer, ctypes.c_size_t(3), 2, None)
-    assert there.raw == b"abc"
+    cuda.cudaMemcpyAsync(buffer, pointer, ctypes.c_size_t(3), 2, None)
+    assert buffer.raw == b"abc"
     cuda.cudaStreamSynchronize(None)
     counts = (ctypes.c_long * 3)()
     cuda.stub_counts(counts)

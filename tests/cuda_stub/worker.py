@@ -24,9 +24,9 @@ def main(file, program):
 
     def told(*_):
         ctypes.CDLL(None).stub_counts(counts)
-        of_step = (now - then for now, then in zip(counts, before, strict=True))
-        found = dict(zip(("launches", "waits", "copies"), of_step, strict=True))
-        write_records(file, {"bytes": torch.cuda.max_memory_allocated(), **found})
+        of_step = (now - earlier for now, earlier in zip(counts, before, strict=True))
+        counts_by_name = dict(zip(("launches", "waits", "copies"), of_step, strict=True))
+        write_records(file, {"bytes": torch.cuda.max_memory_allocated(), **counts_by_name})
         before[:] = counts
 
     register_optimizer_step_post_hook(told)

@@ -126,9 +126,9 @@ def write(
     content = json.loads(backend.to_str())
     number, entries = len(model["vocab"]), []
     for token in tokens:
-        known = model["vocab"].get(token["content"])
-        entries.append({"id": number if known is None else known} | token)
-        number += known is None
+        token_id = model["vocab"].get(token["content"])
+        entries.append({"id": number if token_id is None else token_id} | token)
+        number += token_id is None
     content["added_tokens"] = sorted(entries, key=lambda entry: entry["id"])
     if begin is not None:
         ids = {entry["content"]: entry["id"] for entry in entries}
@@ -486,7 +486,7 @@ def texts(path, count=200):
         "\ufeff",
     ]
     draw = random.Random(0)
-    made = [
+    lines = [
         "",
         " ",
         "  leading",
@@ -496,8 +496,8 @@ def texts(path, count=200):
         *names,
         *(f" {name} x" for name in names),
     ]
-    while len(made) < count:
-        made.append(
+    while len(lines) < count:
+        lines.append(
             "".join(draw.choice(draw.choice([pieces, names])) for _ in range(draw.randrange(1, 12)))
         )
-    return made[:count]
+    return lines[:count]

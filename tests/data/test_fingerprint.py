@@ -20,9 +20,9 @@ def written(folder, *contents):
 
 
 def test_the_same_contents_elsewhere_are_the_same(tmp_path):
-    one = fingerprint(*written(tmp_path / "one", b"abc", b"", b"de"))
-    assert fingerprint(*written(tmp_path / "two", b"abc", b"", b"de")) == one
-    assert fingerprint(*written(tmp_path / "cut elsewhere", b"ab", b"", b"cde")) != one
+    digest = fingerprint(*written(tmp_path / "one", b"abc", b"", b"de"))
+    assert fingerprint(*written(tmp_path / "two", b"abc", b"", b"de")) == digest
+    assert fingerprint(*written(tmp_path / "cut elsewhere", b"ab", b"", b"cde")) != digest
 
 
 @pytest.mark.parametrize("size", [1, SAMPLE_BYTES, SAMPLE_BYTES + 1, SAMPLES * SAMPLE_BYTES])
@@ -69,8 +69,8 @@ def test_a_folder_of_latents_is_known_by_its_latents_and_its_labels(tmp_path):
     (tmp_path / "index.json").write_text(
         f'{{"version": 1, "shape": [1, 2, 2], "dtype": "float32", "shards": [{shard}]}}'
     )
-    one = latents_fingerprint(tmp_path)
+    digest = latents_fingerprint(tmp_path)
     np.save(tmp_path / "b.npy", np.ones(2, np.int64))
     two = latents_fingerprint(tmp_path)
     np.save(tmp_path / "a.npy", np.ones((2, 1, 2, 2), np.float32))
-    assert len({one, two, latents_fingerprint(tmp_path)}) == 3
+    assert len({digest, two, latents_fingerprint(tmp_path)}) == 3

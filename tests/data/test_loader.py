@@ -103,11 +103,11 @@ def test_bad_sample_raises_one_clear_message(num_workers):
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-@pytest.mark.parametrize("asked", [1, 8, 11, 20, 50])
-def test_evaluation_reads_each_sample_once(dp_size, asked):
+@pytest.mark.parametrize("num_samples", [1, 8, 11, 20, 50])
+def test_evaluation_reads_each_sample_once(dp_size, num_samples):
     sizes = {"global_batch_size": 8, "micro_batch_size": 2, "dp_size": dp_size}
     ranks = [
-        list(evaluation_batches(Numbers(), Batching(dp_rank=rank, **sizes), asked))
+        list(evaluation_batches(Numbers(), Batching(dp_rank=rank, **sizes), num_samples))
         for rank in range(dp_size)
     ]
     # All ranks make the same calls, or their collectives would wait for each other.
@@ -116,7 +116,7 @@ def test_evaluation_reads_each_sample_once(dp_size, asked):
     rows = [row for batch in read for row in zip(batch["tokens"], batch["labels"], strict=True)]
     counted = sorted(int(tokens[0]) for tokens, labels in rows if (labels != IGNORE_INDEX).all())
     fillers = [labels for _, labels in rows if (labels == IGNORE_INDEX).all()]
-    assert counted == list(range(min(asked, 20)))  # it never wraps
+    assert counted == list(range(min(num_samples, 20)))  # it never wraps
     assert len(counted) + len(fillers) == len(rows) == -(-len(counted) // 8) * 8
 
 

@@ -42,16 +42,16 @@ def mutations(whole, flips):
     """Bits flipped at places all over a file, most of them where formats have their headers; then
     whatever else.
     """
-    places = [
+    offsets = [
         *range(min(40, len(whole))),
         *(number * len(whole) // flips for number in range(flips)),
     ]
-    for number, at in enumerate(places):
-        yield whole[:at] + bytes([whole[at] ^ 1 << number * 3 % 8]) + whole[at + 1 :]
+    for number, offset in enumerate(offsets):
+        yield whole[:offset] + bytes([whole[offset] ^ 1 << number * 3 % 8]) + whole[offset + 1 :]
     yield from (whole[: len(whole) * cut // 8] for cut in range(8))
     yield from (
-        whole[:at] + bytes(16) + whole[at + 16 :]
-        for at in range(0, len(whole), len(whole) // 6 + 1)
+        whole[:offset] + bytes(16) + whole[offset + 16 :]
+        for offset in range(0, len(whole), len(whole) // 6 + 1)
     )
     yield from (whole[:-1], whole + b"\x00", whole * 2)
     yield from (b"\x00", b"\xff" * 64, b'{"a": 1}', b"[" * 100_000, b"MMIDIDX\x00\x00")
@@ -90,9 +90,9 @@ def test_a_tokenizer_is_what_it_was_when_the_corpus_was_written(place):
         )
 
     use()
-    found = outcomes(model, mutations(model.read_bytes(), 10), use)
-    assert found["read"] == 0
-    assert found["refused"] > 60
+    outcome = outcomes(model, mutations(model.read_bytes(), 10), use)
+    assert outcome["read"] == 0
+    assert outcome["refused"] > 60
 
 
 @pytest.mark.parametrize("name", ["words.model", "tokenizer.json"])
@@ -119,8 +119,8 @@ def test_a_damaged_corpus(place, end):
             begin += length * indexed.dtype.itemsize
 
     use()
-    found = outcomes(path, mutations(path.read_bytes(), 60), use)
-    assert found["refused"] > (100 if end == ".idx" else 20)
+    outcome = outcomes(path, mutations(path.read_bytes(), 60), use)
+    assert outcome["refused"] > (100 if end == ".idx" else 20)
 
 
 def test_a_damaged_record(place):
@@ -157,8 +157,8 @@ def test_a_damaged_record(place):
         whole | {"prepared": whole["prepared"] | {"conversations": value}}
         for value in ({}, [], 3, {"read": 1})
     ]
-    found = outcomes(path, (json.dumps(record).encode() for record in wrong), use)
-    assert found == {"read": 0, "refused": len(wrong)}
+    outcome = outcomes(path, (json.dumps(record).encode() for record in wrong), use)
+    assert outcome == {"read": 0, "refused": len(wrong)}
 
 
 INDEX = {"version": 1, "shape": [1, 2, 2], "dtype": "float32"}
@@ -224,9 +224,9 @@ def test_a_damaged_cache(place):
     check_digests(place)
     for name in ("shuffle.npy", "digests.json"):
         path = place / name
-        found = outcomes(path, mutations(path.read_bytes(), 30), lambda: check_digests(place))
-        assert found["refused"] > 60
-        assert name == "digests.json" or found["read"] == 0
+        outcome = outcomes(path, mutations(path.read_bytes(), 30), lambda: check_digests(place))
+        assert outcome["refused"] > 60
+        assert name == "digests.json" or outcome["read"] == 0
     np.save(place / "more.npy", np.arange(3))
     with pytest.raises(DataError, match=r"does not list 'more.npy'.*remove"):
         check_digests(place)

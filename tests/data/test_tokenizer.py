@@ -63,13 +63,13 @@ def test_python_sources_come_back_exactly(trained, sources):
 def test_awkward_text_comes_back_exactly(trained, tmp_path, text):
     hugging_face = load_tokenizer(write_hugging_face(tmp_path, "</s>"))
     assert (hugging_face.vocab_size, hugging_face.eod, hugging_face.pad) == (257, 256, -1)
-    for tokenizer, least in (
+    for tokenizer, min_id in (
         (trained, 1),
         (hugging_face, 0),
     ):  # 0 is the first one's unknown token: it has all bytes
         ids = tokenizer.tokenize(text)
         assert tokenizer.detokenize(ids) == text
-        assert all(least <= i < tokenizer.vocab_size for i in ids)
+        assert all(min_id <= i < tokenizer.vocab_size for i in ids)
         assert tokenizer.eod not in ids
 
 

@@ -189,10 +189,10 @@ def test_tokenizer_json_alone_gives_other_ids(name, tmp_path):
     """So the comparisons above can fail."""
     path = KINDS[name](tmp_path)
     ours, alone = load_tokenizer(path), Tokenizer.from_file(str(path))
-    made = texts(path)
+    samples = texts(path)
     assert any(
         ours.tokenize_special(text)[0] != alone.encode(text, add_special_tokens=False).ids
-        for text in made
+        for text in samples
     )
 
 

@@ -274,12 +274,12 @@ def told_of_dropped_characters(folder):
 
     source = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
     changed(path, chat_template=source)
-    for content, told in (("one", 0), ("Übel", 1)):
+    for content, dropped in (("one", 0), ("Übel", 1)):
         turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "two"}]
         encoded = load_template(str(path)).encode(tokenizer, conversation_of(turns))
         assert [
             "characters that the tokenizer has no token for" in note for note in encoded.notes
-        ] == [True] * told
+        ] == [True] * dropped
     return "told"
 
 

@@ -91,17 +91,17 @@ def attention(device: str, folder: Path) -> dict[str, Any]:
         dtype=_dtype(device),
     )
     lengths = rates.LENGTHS if big else (64,)
-    found = rates.measure(device, work, lengths, DEFAULT_METHODS, 8, 20 if big else 2)
-    print(rates.told(found))
-    found["masked"] = rates.masked(
+    rows = rates.measure(device, work, lengths, DEFAULT_METHODS, 8, 20 if big else 2)
+    print(rates.told(rows))
+    rows["masked"] = rates.masked(
         device, replace(work, seq_length=32768) if big else work, 20 if big else 2
     )
-    print(f"masked: {found['masked']}")
-    found["targets"] = rates.targets(found, select_backend("auto", device, DTYPES[work.dtype]).name)
-    found["wrong"] = [
-        f"{label}: {reason}" for label, reason in found["skipped"].items() if not expected(reason)
+    print(f"masked: {rows['masked']}")
+    rows["targets"] = rates.targets(rows, select_backend("auto", device, DTYPES[work.dtype]).name)
+    rows["wrong"] = [
+        f"{label}: {reason}" for label, reason in rows["skipped"].items() if not expected(reason)
     ]
-    return found
+    return rows
 
 
 def expected(reason: str) -> bool:
@@ -116,7 +116,7 @@ def linear(device: str, folder: Path) -> dict[str, Any]:
     heads, width, lengths = (
         (16, 128, (8192, 32768, 131072)) if device == "cuda" else (2, 16, (128,))
     )
-    limits, rows, wanted = ceilings(device, (_dtype(device),)), [], []
+    limits, rows, targets = ceilings(device, (_dtype(device),)), [], []
     delta = rates.delta_rules(
         device,
         MaskedShape(
@@ -128,7 +128,7 @@ def linear(device: str, folder: Path) -> dict[str, Any]:
         ),
         20 if device == "cuda" else 2,
     )
-    wanted += [
+    targets += [
         target(f"delta rule over {name}", ratio, 1.0)
         for name, ratio in delta["times_as_fast"].items()
     ]
@@ -140,13 +140,13 @@ def linear(device: str, folder: Path) -> dict[str, Any]:
         row = rates.linear_beside_the_limit(device, work, limits, 20 if device == "cuda" else 2)
         rows.append(row)
         print(row, flush=True)
-        wanted.append(target(f"of the limit, {length} tokens", row["of_the_limit"], 0.6))
+        targets.append(target(f"of the limit, {length} tokens", row["of_the_limit"], 0.6))
         if "times_as_fast" in row:
-            wanted.append(
+            targets.append(
                 target(f"over flash-linear-attention, {length} tokens", row["times_as_fast"], 1.2)
             )
     wrong = [row["wrong"] for row in (delta, *rows) if row.get("wrong")]
-    return {"rows": rows, "delta": delta, "targets": wanted, "wrong": wrong}
+    return {"rows": rows, "delta": delta, "targets": targets, "wrong": wrong}
 
 
 def optimizer(device: str, folder: Path) -> dict[str, Any]:
@@ -170,25 +170,26 @@ def compiled(device: str, folder: Path) -> dict[str, Any]:
 
 
 def _trained(device: str, *more: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"wrong": [], "targets": []}
-    for length, least in MFU[device].items():
-        said = _run(
+    results: dict[str, Any] = {"wrong": [], "targets": []}
+    for length, min_mfu in MFU[device].items():
+        output = _run(
             device, "--save", "none", "--log-interval", "1", "--seq-length", str(length), *more
         )
-        losses = [float(x) for x in re.findall(r"\| loss (\S+)", said)]  # nan too
+        losses = [float(x) for x in re.findall(r"\| loss (\S+)", output)]  # nan too
         rates = [
-            float(x) * THOUSANDS[unit] for x, unit in re.findall(r"([\d.]+)([kM]?) tokens/s", said)
+            float(x) * THOUSANDS[unit]
+            for x, unit in re.findall(r"([\d.]+)([kM]?) tokens/s", output)
         ]
-        share, memory = re.findall(r"MFU ([\d.]+)%, ([\d.]+) GB of memory", said)[-1]
+        share, memory = re.findall(r"MFU ([\d.]+)%, ([\d.]+) GB of memory", output)[-1]
         first, last = fmean(losses[:5]), fmean(losses[-5:])
         if not last < first:
-            found["wrong"].append(
+            results["wrong"].append(
                 f"{length} tokens: the loss goes from {first:.4f} to {last:.4f}, over 5 steps each"
             )
         figures = {"tokens_per_second": median(rates[len(rates) // 2 :]), "mfu": float(share) / 100}
-        found[f"{length} tokens"] = figures | {"memory_gb": float(memory)}
-        found["targets"].append(target(f"MFU, {length} tokens", figures["mfu"], least))
-    return found
+        results[f"{length} tokens"] = figures | {"memory_gb": float(memory)}
+        results["targets"].append(target(f"MFU, {length} tokens", figures["mfu"], min_mfu))
+    return results
 
 
 def resume(device: str, folder: Path) -> dict[str, Any]:
@@ -225,10 +226,10 @@ def _run(device: str, *more: str) -> str:
         f"--global-batch-size 1"
     )
     flags += " --mock-data --eval-iters 0 --save-interval none"
-    status, said = launched(1, "pretrain_gpt.py", *flags.split(), *more)
+    status, output = launched(1, "pretrain_gpt.py", *flags.split(), *more)
     if status:
         raise UserError(f"the run ended with status {status}; its lines stand above")
-    return said
+    return output
 
 
 def _dtype(device: str) -> str:

@@ -143,13 +143,13 @@ def kernels_of(
 def _row(
     name: str, shape: MaskedShape, forward: list[float], backward: list[float]
 ) -> dict[str, Any]:
-    there, back = median(forward), median(backward)
+    forward_seconds, back = median(forward), median(backward)
     return {
         "kernel": name,
         "seq_length": shape.seq_length,
-        "forward_seconds": there,
+        "forward_seconds": forward_seconds,
         "backward_seconds": back,
-        "forward_tflops": shape.flops(shape.pairs, FORWARD_PRODUCTS) / there / 1e12,
+        "forward_tflops": shape.flops(shape.pairs, FORWARD_PRODUCTS) / forward_seconds / 1e12,
         "backward_tflops": shape.flops(shape.pairs, BACKWARD_PRODUCTS) / back / 1e12,
     }
 
@@ -172,7 +172,7 @@ def shares_of(
     share = (
         median(time_steps(forward_backward(sdpa, *whole.tensors(device)), device, repeats)) / ranks
     )
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for method in methods:
         plan = whole.plan(method, ranks)
         if plan.local_len != local.seq_length:
@@ -180,7 +180,7 @@ def shares_of(
                 f"{local.seq_length} positions a rank would be padded to {plan.local_len}"
             )
             continue
-        of = sizes(
+        shape_sizes = sizes(
             plan.geometry,
             local.batch,
             local.num_heads,
@@ -188,14 +188,14 @@ def shares_of(
             local.head_dim,
             dtype.itemsize,
         )
-        slowest = float(emulate(plan, of, device, dtype, repeats).max())
+        slowest = float(emulate(plan, shape_sizes, device, dtype, repeats).max())
         pairs = [sum(step.pairs for step in plan.rounds(rank)) for rank in range(ranks)]
         rates = {
             "tflops": whole.flops(max(pairs)) / slowest / 1e12,
             "limit": fmean(pairs) / max(pairs),
         }
-        found[method] = {"slowest_seconds": slowest, "of_share": share / slowest, **rates}
-    return found
+        figures[method] = {"slowest_seconds": slowest, "of_share": share / slowest, **rates}
+    return figures
 
 
 def masked(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
@@ -206,11 +206,11 @@ def masked(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
     backend, scale = select_backend("auto", device, q.dtype), work.head_dim**-0.5
 
     def tile(rows: slice, columns: slice) -> float:
-        own, keys = (q[:, rows], dout[:, rows]), Keys(k[:, columns], v[:, columns])
+        local_q, keys = (q[:, rows], dout[:, rows]), Keys(k[:, columns], v[:, columns])
 
         def step() -> None:
-            out, lse = block_forward(own[0], *keys, CAUSAL, scale, backend)
-            block_backward(Rows(*own, out, lse), keys, CAUSAL, scale, backend)
+            out, lse = block_forward(local_q[0], *keys, CAUSAL, scale, backend)
+            block_backward(Rows(*local_q, out, lse), keys, CAUSAL, scale, backend)
 
         return median(time_steps(step, device, repeats))
 
@@ -232,11 +232,11 @@ def masked(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
     }
 
 
-def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
+def targets(figures: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
     """Return what is wanted of the figures of ``measure`` and ``masked``; ``chosen`` is the backend
     that auto takes.
     """
-    rows, wanted = found["kernels"], list[dict[str, Any]]()
+    rows, wanted_targets = figures["kernels"], list[dict[str, Any]]()
     seconds = {
         (row["kernel"], row["seq_length"]): (
             row["forward_seconds"],
@@ -245,45 +245,49 @@ def targets(found: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
         for row in rows
     }
     for length in {8192, 32768} & {row["seq_length"] for row in rows}:
-        for half, said in enumerate(("forward", "forward + backward")):
+        for half, pass_name in enumerate(("forward", "forward + backward")):
             others = (name for name in BACKENDS["cuda"] if name != "triton")
             best = [seconds[name, length][half] for name in others if (name, length) in seconds]
-            for name, least in ((chosen, 1.0), ("triton", 0.75)):
+            for name, min_ratio in ((chosen, 1.0), ("triton", 0.75)):
                 if best and (name, length) in seconds:
-                    label = f"{name} over the best of the others, {length} tokens, {said}"
-                    wanted.append(target(label, min(best) / seconds[name, length][half], least))
+                    label = f"{name} over the best of the others, {length} tokens, {pass_name}"
+                    wanted_targets.append(
+                        target(label, min(best) / seconds[name, length][half], min_ratio)
+                    )
     for method in ("zigzag", "striped"):
-        if (share := found["ranks_of"].get(method)) is not None:
-            wanted.append(
+        if (share := figures["ranks_of"].get(method)) is not None:
+            wanted_targets.append(
                 target(
                     f"{method} ranks over their share of one GPU's attention",
                     share["of_share"],
                     0.95,
                 )
             )
-    wanted.append(
+    wanted_targets.append(
         target(
             "a CAUSAL tile off the diagonal over one on it",
-            found["masked"]["off_the_diagonal"],
+            figures["masked"]["off_the_diagonal"],
             0.97,
             1.03,
         )
     )
     return [
-        *wanted,
-        target("packed documents over the dense rate", found["masked"]["packed"], 0.85),
+        *wanted_targets,
+        target("packed documents over the dense rate", figures["masked"]["packed"], 0.85),
     ]
 
 
 def timed(
-    ways: dict[str, Callable[..., Tensor]], given: Sequence[Tensor], device: str, repeats: int
+    ways: dict[str, Callable[..., Tensor]], inputs: Sequence[Tensor], device: str, repeats: int
 ) -> tuple[dict[str, float], dict[str, list[Tensor]]]:
     """Return the seconds of each way's forward + backward, and its out and gradients; ``given``
     ends with dout.
     """
-    steps = {name: forward_backward(way, *given) for name, way in ways.items()}
-    found = {name: step() for name, step in steps.items()}
-    return {name: median(time_steps(step, device, repeats)) for name, step in steps.items()}, found
+    steps = {name: forward_backward(way, *inputs) for name, way in ways.items()}
+    results = {name: step() for name, step in steps.items()}
+    return {
+        name: median(time_steps(step, device, repeats)) for name, step in steps.items()
+    }, results
 
 
 def linear_beside_the_limit(
@@ -311,15 +315,15 @@ def linear_beside_the_limit(
     seconds, results = timed(ways, (q, k, v, dout), device, repeats)
     busy = flops("chunked", work) / limits["matmul_tflops"][work.dtype] / 1e12
     moved = 11 * q.nbytes / limits["copy_gb_per_s"] / 1e9
-    found = {"length": work.seq_length, "seconds": seconds, "limit_seconds": max(busy, moved)}
-    found["of_the_limit"] = found["limit_seconds"] / seconds["ours"]
+    row = {"length": work.seq_length, "seconds": seconds, "limit_seconds": max(busy, moved)}
+    row["of_the_limit"] = row["limit_seconds"] / seconds["ours"]
     if "flash-linear-attention" in ways:
-        found["times_as_fast"] = seconds["flash-linear-attention"] / seconds["ours"]
+        row["times_as_fast"] = seconds["flash-linear-attention"] / seconds["ours"]
         error = relative_error(results["ours"][:1], results["flash-linear-attention"][:1])
-        found |= {"error": error} | (
+        row |= {"error": error} | (
             {} if error < 2e-2 else {"wrong": f"outputs differ by {error:.1e}"}
         )
-    return found
+    return row
 
 
 def rule(backend: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -342,7 +346,7 @@ def delta_rules(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
         betas.sigmoid(),
     ]
     half = DTYPES[work.dtype]
-    given = [
+    inputs = [
         *(x.to(device, half if x.ndim == 4 else x.dtype) for x in tensors),
         dout.to(device, half),
     ]
@@ -354,9 +358,9 @@ def delta_rules(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         ways["flash-linear-attention"] = lambda *x: chunk_gated_delta_rule(*x)[0]
-    seconds, found = timed(ways, given, device, repeats)
+    seconds, results = timed(ways, inputs, device, repeats)
     row: dict[str, Any] = {"length": work.seq_length, "seconds": seconds}
-    row["errors"] = {name: relative_error(got, found["chunked"]) for name, got in found.items()}
+    row["errors"] = {name: relative_error(got, results["chunked"]) for name, got in results.items()}
     row["times_as_fast"] = {
         name: seconds[name] / seconds["ours"] for name in ways if name != "ours"
     }
@@ -385,8 +389,8 @@ def optimizers(device: str, sizes: Sequence[tuple[int, ...]], repeats: int) -> d
         updates[backend] = torch.cat([(p.detach() - was).flatten() for p, was in pairs])
         seconds[backend] = median(time_steps(optimizer.step, device, repeats))
     error = relative_error([updates["apex"]], [updates["torch"]])
-    found = {"parameters": updates["torch"].numel(), "seconds": seconds, "error": error}
-    return found | {
+    row = {"parameters": updates["torch"].numel(), "seconds": seconds, "error": error}
+    return row | {
         "wrong": [f"updates differ by {error:.1e} of the 2-norm"]
         if not error <= WORST_UPDATE
         else []

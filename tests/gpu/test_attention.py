@@ -49,8 +49,8 @@ gpu = [
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 
-def on(device, *given):
-    return pytest.param(device, *given, marks=gpu if device == "cuda" else ())
+def on(device, *args):
+    return pytest.param(device, *args, marks=gpu if device == "cuda" else ())
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def error_of(name, device, width, length, kind):
     )  # a slice: strides of the longer tensor
     backend, scale = select_backend(name, device, q.dtype), width**-0.5
     out, lse = block_forward(q, k, v, kind, scale, backend)
-    found = [out, lse, *block_backward(Rows(q, dout, out, lse), Keys(k, v), kind, scale, backend)]
-    return relative_error(found, in_float64(q, k, v, dout, kind, scale))
+    results = [out, lse, *block_backward(Rows(q, dout, out, lse), Keys(k, v), kind, scale, backend)]
+    return relative_error(results, in_float64(q, k, v, dout, kind, scale))
 
 
 def in_float64(q, k, v, dout, kind, scale):
@@ -141,12 +141,12 @@ def in_float64(q, k, v, dout, kind, scale):
     group, outs, sums = q.shape[2] // k.shape[2], [], []
     gradients = [torch.zeros_like(x) for x in leaves]
     for head in range(q.shape[2]):
-        one, key, value = (
+        queries, key, value = (
             leaves[0][:, :, head],
             leaves[1][:, :, head // group],
             leaves[2][:, :, head // group],
         )
-        scores = one @ key.transpose(1, 2) * scale
+        scores = queries @ key.transpose(1, 2) * scale
         if kind == CAUSAL:
             scores = scores.masked_fill(
                 torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf")

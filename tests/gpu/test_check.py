@@ -53,23 +53,23 @@ def test_every_step_runs_on_a_cpu_and_is_written_as_it_ends(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     ends = {line.split(":")[0]: line.partition(": ")[2] for line in lines if line.endswith(" s)")}
     assert list(ends) == list(gpu_check.STEPS)
-    elsewhere = {name for name, said in ends.items() if not said.startswith("right")}
+    elsewhere = {name for name, ending in ends.items() if not ending.startswith("right")}
     # Tests that are all skipped without a GPU, and apex, which is not here.
     assert elsewhere == {"triton", "resume", "optimizer"}
     (path,) = tmp_path.iterdir()
-    found = read_records(path)["steps"]
-    assert found["ranks"]["passed"] > 16
-    assert found["environment"]["ceilings"]["matmul_tflops"]["float32"] > 0
-    assert found["training"]["256 tokens"]["tokens_per_second"] > 0
+    step_results = read_records(path)["steps"]
+    assert step_results["ranks"]["passed"] > 16
+    assert step_results["environment"]["ceilings"]["matmul_tflops"]["float32"] > 0
+    assert step_results["training"]["256 tokens"]["tokens_per_second"] > 0
 
 
 def test_a_step_that_dies_hangs_or_is_wrong_leaves_the_others_results(
     tmp_path, monkeypatch, capsys
 ):
-    said = iter(("dies", "hangs", {"wrong": ["1", "2", "3", "4"]}, {"worst": 0.5}))
+    outcomes = iter(("dies", "hangs", {"wrong": ["1", "2", "3", "4"]}, {"worst": 0.5}))
 
     def ended(command, limit):
-        what = next(said)
+        what = next(outcomes)
         if what == "hangs":
             raise subprocess.TimeoutExpired(command, 1)
         if isinstance(what, dict):
@@ -109,7 +109,8 @@ def test_a_loss_that_does_not_fall_is_wrong(last, wrong, monkeypatch, tmp_path):
     record = {"iteration": 1, "grad_norm": 1.0, "learning_rate": 1e-3, "iteration_time_ms": 9.0}
     record |= {"tokens_per_second": 9e4, "tflops_per_gpu": 1.0, "mfu": 0.5, "memory_gb": 2.0}
     lines = [
-        progress_line(NextToken, [record | {"lm_loss": one}], 9, 1.0) for one in (*9 * (4.0,), last)
+        progress_line(NextToken, [record | {"lm_loss": loss}], 9, 1.0)
+        for loss in (*9 * (4.0,), last)
     ]
     monkeypatch.setattr(
         gpu_check, "_run", lambda *_: "\n".join([*lines, machine_line([record], "process")])
@@ -147,13 +148,14 @@ def test_kernels_and_simulated_steps_are_measured():
         assert row["backward_tflops"] == pytest.approx(
             10 * pairs * 4 * 16 / row["backward_seconds"] / 1e12
         )
-    found = result["ranks_of"]
-    assert set(found) == set(METHODS)
-    assert found["ring"]["limit"] == pytest.approx(
+    rank_figures = result["ranks_of"]
+    assert set(rank_figures) == set(METHODS)
+    assert rank_figures["ring"]["limit"] == pytest.approx(
         (256 * 257 / 2 / 4) / (64 * 65 / 2 + 3 * 64 * 64)
     )
     assert all(
-        row["tflops"] * row["slowest_seconds"] > 0 and row["limit"] <= 1 for row in found.values()
+        row["tflops"] * row["slowest_seconds"] > 0 and row["limit"] <= 1
+        for row in rank_figures.values()
     )
     assert all(
         word in rates.told(result) for word in ("aten at 64: ", "zigzag, slowest of 4 ranks: ")
@@ -170,8 +172,8 @@ def test_rounds_with_the_same_tiles_are_timed_once_and_every_step_computes(monke
         return [1.0]
 
     monkeypatch.setattr(emulate, "time_steps", time_steps)
-    of = sizes(plan.geometry, 1, 4, 2, 16, 4)
-    seconds = emulate.emulate(plan, of, "cpu", torch.float32, 1)
+    shape_sizes = sizes(plan.geometry, 1, 4, 2, 16, 4)
+    seconds = emulate.emulate(plan, shape_sizes, "cpu", torch.float32, 1)
     assert len(timed) == 2 * 3, (
         "own block, an earlier one's and a later one's, forward and backward"
     )
@@ -193,24 +195,24 @@ def test_what_is_refused_or_wrong_is_listed_and_has_no_figure(monkeypatch, wrong
 
 def test_figures_are_held_against_what_is_wanted():
     work = MaskedShape(seq_length=64, num_heads=2, kv_heads=2, head_dim=16)
-    found = rates.measure("cpu", work, (32,), METHODS, 4, 1)
+    figures = rates.measure("cpu", work, (32,), METHODS, 4, 1)
     seconds = {"cudnn": 1.0, "aten": 1.5, "triton": 2.0}
-    found["kernels"] = [
+    figures["kernels"] = [
         {"kernel": name, "seq_length": 8192, "forward_seconds": each, "backward_seconds": each}
         for name, each in seconds.items()
     ]
-    found["masked"] = {"off_the_diagonal": 1.1, "packed": 0.9}
-    found["ranks_of"] = {"zigzag": {"of_share": 0.98}}
-    wanted = {one["name"]: (one["ratio"], one["met"]) for one in rates.targets(found, "cudnn")}
+    figures["masked"] = {"off_the_diagonal": 1.1, "packed": 0.9}
+    figures["ranks_of"] = {"zigzag": {"of_share": 0.98}}
+    by_name = {row["name"]: (row["ratio"], row["met"]) for row in rates.targets(figures, "cudnn")}
     label = "over the best of the others, 8192 tokens, forward"
-    assert wanted[f"cudnn {label}"] == (1.0, True)
-    assert wanted[f"triton {label} + backward"] == (0.5, False)
-    assert wanted["a CAUSAL tile off the diagonal over one on it"] == (1.1, False)
-    assert wanted["packed documents over the dense rate"] == (0.9, True)
-    assert wanted["zigzag ranks over their share of one GPU's attention"] == (0.98, True)
-    assert [one["met"] for one in rates.targets(found, "cudnn")].count(False) == 3
-    found["kernels"] = found["kernels"][2:]  # all others are wrong, which the step is to say
-    assert not any("best of" in one["name"] for one in rates.targets(found, "cudnn"))
+    assert by_name[f"cudnn {label}"] == (1.0, True)
+    assert by_name[f"triton {label} + backward"] == (0.5, False)
+    assert by_name["a CAUSAL tile off the diagonal over one on it"] == (1.1, False)
+    assert by_name["packed documents over the dense rate"] == (0.9, True)
+    assert by_name["zigzag ranks over their share of one GPU's attention"] == (0.98, True)
+    assert [row["met"] for row in rates.targets(figures, "cudnn")].count(False) == 3
+    figures["kernels"] = figures["kernels"][2:]  # all others are wrong, which the step is to say
+    assert not any("best of" in row["name"] for row in rates.targets(figures, "cudnn"))
 
 
 def test_steps_are_timed_after_warming_up():

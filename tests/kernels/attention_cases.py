@@ -21,8 +21,8 @@ def tile(q0, q1, k0, k1, kind):
 
 def of_mask(tokens, reach, documents=()):
     """The tiles of a window (before, behind), within documents that end at these tokens."""
-    held = pieces([Stride(0, tokens)], 1, documents)
-    return tiles(held, held, 1, reach)
+    tile_pieces = pieces([Stride(0, tokens)], 1, documents)
+    return tiles(tile_pieces, tile_pieces, 1, reach)
 
 
 class Case(NamedTuple):
@@ -66,14 +66,14 @@ def inputs(case, device):
     return [x.to(device, getattr(torch, case.dtype))[:, 2:] for x in drawn]
 
 
-def folded(backend, given, calls, scale, wide=torch.float32):
+def folded(backend, tensors, calls, scale, accum_dtype=torch.float32):
     """The tensors in ``NAMES`` from q, k, v and dout; tiles of each call continue from the calls
     before.
     """
-    q, k, v, dout = given
-    out = torch.zeros(q.shape, dtype=wide, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (q, k, v))
+    q, k, v, dout = tensors
+    out = torch.zeros(q.shape, dtype=accum_dtype, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=accum_dtype, device=q.device)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=accum_dtype, device=q.device) for x in (q, k, v))
     for call in calls:
         attend_tiles_(out, lse, q, Keys(k, v), call, scale, backend)
     for call in calls:
@@ -85,18 +85,20 @@ def truth(case, device, kinds=lambda tile: tile.kind):
     """The same in float64 from all pairs; 0 and -inf in a row without keys."""
     *leaves, dout = (x.double() for x in inputs(case, device))
     q, k, v = leaves = [x.requires_grad_() for x in leaves]
-    seen = torch.zeros(case.tokens, dtype=torch.bool, device=device)
+    visible_pairs = torch.zeros(case.tokens, dtype=torch.bool, device=device)
     for part in (tile for call in case.calls for tile in call):
         all_pairs = torch.ones(
             part.q.stop - part.q.start, part.k.stop - part.k.start, device=device
         ).bool()
-        seen[part.q, part.k] |= {FULL: all_pairs, CAUSAL: all_pairs.tril(), ANTI: all_pairs.triu()}[
-            kinds(part)
-        ]
+        visible_pairs[part.q, part.k] |= {
+            FULL: all_pairs,
+            CAUSAL: all_pairs.tril(),
+            ANTI: all_pairs.triu(),
+        }[kinds(part)]
     k, v = (x.repeat_interleave(case.heads[0] // case.heads[1], 2) for x in (k, v))
     scores = torch.einsum("bthd,bshd->bths", q, k) * SCALE
-    scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    weights = torch.softmax(scores, -1).masked_fill(~seen.any(1)[:, None, None], 0)
+    scores = scores.masked_fill(~visible_pairs[:, None], -torch.inf)
+    weights = torch.softmax(scores, -1).masked_fill(~visible_pairs.any(1)[:, None, None], 0)
     out = torch.einsum("bths,bshd->bthd", weights, v)
     return [out.detach(), scores.detach().logsumexp(-1), *torch.autograd.grad(out, leaves, dout)]
 
@@ -113,11 +115,11 @@ def error(got, want):
 
 def errors(case, device="cpu"):
     """Each result's."""
-    given = inputs(case, device)
-    found = folded(select_backend("triton", device, given[0].dtype), given, case.calls, SCALE)
+    tensors = inputs(case, device)
+    results = folded(select_backend("triton", device, tensors[0].dtype), tensors, case.calls, SCALE)
     return {
         name: error(*pair)
-        for name, pair in zip(NAMES, zip(found, truth(case, device), strict=True), strict=True)
+        for name, pair in zip(NAMES, zip(results, truth(case, device), strict=True), strict=True)
     }
 
 
@@ -127,8 +129,8 @@ def block_error(kind, device="cpu"):
     q, k, v, dout = inputs(case, device)
     backend = select_backend("triton", device, q.dtype)
     out, lse = block_forward(q, k, v, kind, SCALE, backend)
-    found = out, lse, *block_backward(Rows(q, dout, out, lse), Keys(k, v), kind, SCALE, backend)
-    return max(error(*pair) for pair in zip(found, truth(case, device), strict=True))
+    results = out, lse, *block_backward(Rows(q, dout, out, lse), Keys(k, v), kind, SCALE, backend)
+    return max(error(*pair) for pair in zip(results, truth(case, device), strict=True))
 
 
 def merge_error(device="cpu"):
@@ -158,12 +160,10 @@ def report():
         patch.object(tiled, "EXACT", small[256]),
         patch.object(tiled, "BLOCKINGS", dict.fromkeys(tiled.BLOCKINGS, small)),
     ):
-        found = {"errors": {name: errors(case) for name, case in CASES.items()}}
-        found |= {"block": block_error(ANTI), "merge": merge_error()}
+        summary = {"errors": {name: errors(case) for name, case in CASES.items()}}
+        summary |= {"block": block_error(ANTI), "merge": merge_error()}
         exact = work._band
-        with patch.object(
-            work, "_band", lambda *given: (*(band := exact(*given))[:5], band[5] + 1)
-        ):
+        with patch.object(work, "_band", lambda *args: (*(band := exact(*args))[:5], band[5] + 1)):
             work.work_of.cache_clear()
-            found["fault"] = errors(CASES["many documents"])
-    return found
+            summary["fault"] = errors(CASES["many documents"])
+    return summary

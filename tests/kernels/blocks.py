@@ -27,8 +27,8 @@ def block_backward(
     backend = backend or select_backend("auto", rows.q.device.type, rows.q.dtype)
     if backend.backward is not None:
         return attention.block_backward(rows, keys, kind, scale, backend)
-    wide = torch.promote_types(rows.q.dtype, torch.float32)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (rows.q, *keys))
+    accum_dtype = torch.promote_types(rows.q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=accum_dtype, device=x.device) for x in (rows.q, *keys))
     add_gradients_((dq, dk, dv), rows, keys, [_whole(rows.q, keys.k, kind)], scale, backend)
     return dq, dk, dv
 

@@ -35,13 +35,15 @@ class CudaCalls:
 
     def __enter__(self):
         for name in (*FORWARD, *BACKWARD):
-            own = name.removeprefix("aten::")
+            short_name = name.removeprefix("aten::")
             self._patches.enter_context(
-                patch.object(aten, own, _Checked(name, getattr(aten, own), self.calls))
+                patch.object(
+                    aten, short_name, _Checked(name, getattr(aten, short_name), self.calls)
+                )
             )
         return self
 
-    def __exit__(self, *of):
+    def __exit__(self, *exc_info):
         self._patches.close()
 
 
@@ -55,21 +57,28 @@ class _Checked:
         return getattr(self.plain, name)
 
     def __call__(self, *args, **kwargs):
-        found, named = self.plain(*args, **kwargs), _named(self.plain.default, args, kwargs)
+        outputs, named = self.plain(*args, **kwargs), _named(self.plain.default, args, kwargs)
         q, k, v = named["qkv"]
         if self.name in FORWARD:
-            _check(FORWARD[self.name], named, q, k, v, found[0], found[1], given=False)
+            _check(FORWARD[self.name], named, q, k, v, outputs[0], outputs[1], is_backward=False)
         else:
             _check(
-                BACKWARD[self.name], named, q, k, v, named["out"], named["logsumexp"], given=True
+                BACKWARD[self.name],
+                named,
+                q,
+                k,
+                v,
+                named["out"],
+                named["logsumexp"],
+                is_backward=True,
             )
             _check_rows(named["grad_out"], q, "dout")
-            for gradient, of in zip(found[:3], (q, k, v), strict=True):
-                assert (gradient.shape, gradient.dtype) == (of.shape, of.dtype), (
+            for gradient, tensor in zip(outputs[:3], (q, k, v), strict=True):
+                assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype), (
                     f"{self.name} returns {gradient.shape}"
                 )
         self.calls[self.name] += 1
-        return found
+        return outputs
 
 
 def _named(func, args, kwargs):
@@ -80,7 +89,7 @@ def _named(func, args, kwargs):
     return named | {"qkv": (named["query"], named["key"], named["value"])}
 
 
-def _check(layout, named, q, k, v, out, lse, given):
+def _check(layout, named, q, k, v, out, lse, is_backward):
     """q, k, v and out ``[B, H, T, D]``, or packed ``[R, H, D]``; lse ``[B, H, T]``, cuDNN's one
     more, or ``[H, R]``.
     """
@@ -103,17 +112,17 @@ def _check(layout, named, q, k, v, out, lse, given):
     assert (lse.shape, lse.dtype) == (torch.Size(want), torch.float32), (
         f"lse is {lse.dtype} {tuple(lse.shape)}"
     )
-    assert lse.is_contiguous() or not given, "lse is not contiguous"
+    assert lse.is_contiguous() or not is_backward, "lse is not contiguous"
     if layout == "packed":
         starts = [x for name, x in named.items() if name.startswith("cum_seq")]
         assert [x.dtype for x in starts] == [torch.int32] * 2
         assert starts[0].shape == starts[1].shape
-    if layout == "packed" or given:
-        most = named["max_q"], named["max_k"]
+    if layout == "packed" or is_backward:
+        max_lengths = named["max_q"], named["max_k"]
         assert (
-            most == lengths
+            max_lengths == lengths
             if layout != "packed"
-            else all(0 < a <= b for a, b in zip(most, lengths, strict=True))
+            else all(0 < a <= b for a, b in zip(max_lengths, lengths, strict=True))
         )
 
 

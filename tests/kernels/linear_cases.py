@@ -81,15 +81,15 @@ def inputs(case):
     """q, k, v, state, and the gradients of out and final; states in float32 or wider."""
     generator = torch.Generator().manual_seed(case.length)
     heads, dtype = len(case.decays), getattr(torch, case.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
+    accum_dtype = torch.promote_types(dtype, torch.float32)
 
     def draw(*shape, dtype=dtype):
         return torch.randn(case.batch, *shape, generator=generator, dtype=torch.float64).to(dtype)
 
     keys, values = (case.length, heads, case.width), (case.length, heads, case.value_width)
     state = (heads, case.width, case.value_width)
-    leaves = [draw(*keys), draw(*keys), draw(*values), draw(*state, dtype=wide)]
-    return leaves, [draw(*values), draw(*state, dtype=wide)]
+    leaves = [draw(*keys), draw(*keys), draw(*values), draw(*state, dtype=accum_dtype)]
+    return leaves, [draw(*values), draw(*state, dtype=accum_dtype)]
 
 
 def results(case, backend, dtype=None, device="cpu"):
@@ -97,11 +97,11 @@ def results(case, backend, dtype=None, device="cpu"):
     leaves, gradients = ([x.to(device, dtype or x.dtype) for x in group] for group in inputs(case))
     leaves = [x.requires_grad_() for x in leaves]
     log_decay = [math.log(decay) for decay in case.decays]
-    found = linear_attention(
+    outputs = linear_attention(
         *leaves[:3], log_decay, leaves[3], documents=case.documents, backend=backend
     )
-    matching = [gradient.to(x.dtype) for gradient, x in zip(gradients, found, strict=True)]
-    return [*found, *torch.autograd.grad(found, leaves, matching)]
+    matching = [gradient.to(x.dtype) for gradient, x in zip(gradients, outputs, strict=True)]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, matching)]
 
 
 def errors(case, backend, device="cpu"):
@@ -119,11 +119,13 @@ def naive_errors(case):
     leaves, gradients = inputs(case)
     leaves = [x.to(leaves[0].dtype).requires_grad_() for x in leaves]
     log_decay = [math.log(decay) for decay in case.decays]
-    found = reference.linear_attention(*leaves[:3], log_decay, leaves[3], documents=case.documents)
-    return _compared([*found, *torch.autograd.grad(found, leaves, gradients)], case)
+    outputs = reference.linear_attention(
+        *leaves[:3], log_decay, leaves[3], documents=case.documents
+    )
+    return _compared([*outputs, *torch.autograd.grad(outputs, leaves, gradients)], case)
 
 
-def within_bounds(case, found):
+def within_bounds(case, errors_by_name):
     """Return whether errors are within ``BOUND`` in float32, in bfloat16 within twice the naive
     form's.
 
@@ -131,9 +133,10 @@ def within_bounds(case, found):
     always allowed.
     """
     if case.dtype == "float32":
-        return max(found.values()) <= BOUND
+        return max(errors_by_name.values()) <= BOUND
     return all(
-        found[name] <= max(2 * naive, BOUND / 10) for name, naive in naive_errors(case).items()
+        errors_by_name[name] <= max(2 * naive, BOUND / 10)
+        for name, naive in naive_errors(case).items()
     )
 
 
@@ -159,14 +162,14 @@ def report():
     want, _ = reference.linear_attention(q.double(), k.double(), v.double(), (0.0, -0.1, -0.2))
     outs = [fused.scan(q, k, v, (0.0, -0.1, -0.2), accum_out=accum)[0] for accum in (False, True)]
     widths = {str(out.dtype): ((out.double() - want).norm() / want.norm()).item() for out in outs}
-    found = [errors(case, "triton") for case in INTERPRETED]
+    errors_by_case = [errors(case, "triton") for case in INTERPRETED]
     fused.PROGRAMS = 528
     pairs = [
         [fused.scan(x, k, v, (-0.01,) * 3, reverse=reverse)[1] for x in (q, None)]
         for reverse in (False, True)
     ]
     alone = [torch.equal(*pair) for pair in pairs]
-    return {"errors": found, "faults": _faults(fused), "widths": widths, "alone": alone}
+    return {"errors": errors_by_case, "faults": _faults(fused), "widths": widths, "alone": alone}
 
 
 def report_far():
@@ -179,16 +182,16 @@ def _faults(fused):
     """
     constants, carry, segments_of = fused.constants, fused.carry_kernel, fused.segments_of
     cut = Case(70, documents=(0, 33, 70), decays=(0.99,), programs=4)
-    found = {}
+    errors_by_fault = {}
     fused.constants = lambda *arguments: 1.01 * constants(*arguments)
-    found["decay"] = errors(Case(65), "triton")
+    errors_by_fault["decay"] = errors(Case(65), "triton")
     fused.constants = constants
     fused.carry_kernel = _Undecayed(carry)
-    found["carried"] = errors(cut, "triton")
+    errors_by_fault["carried"] = errors(cut, "triton")
     fused.carry_kernel = carry
     fused.segments_of = lambda *arguments: _joined(*segments_of(*arguments))
-    found["documents"] = errors(cut, "triton")
-    return found
+    errors_by_fault["documents"] = errors(cut, "triton")
+    return errors_by_fault
 
 
 def _joined(bounds, steps):

@@ -23,16 +23,16 @@ def rotary_error(dtype, device="cpu", width=20):
     worst = 0.0
     for angles in (each, each[:1], each[0]):
         results = []
-        for turn, wide in (
+        for turn, accum_dtype in (
             (operators._Rotated.apply, dtype),
             (operators.rotate_unfused, torch.float64),
         ):
             leaf, exact = (
-                x.detach().to(wide).requires_grad_(),
-                angles.to(torch.promote_types(wide, torch.float32)),
+                x.detach().to(accum_dtype).requires_grad_(),
+                angles.to(torch.promote_types(accum_dtype, torch.float32)),
             )
             out = turn(leaf, exact.cos(), exact.sin())
-            results.append((out.detach(), *torch.autograd.grad(out, leaf, dout.to(wide))))
+            results.append((out.detach(), *torch.autograd.grad(out, leaf, dout.to(accum_dtype))))
         assert results[0][0].dtype == results[0][1].dtype == dtype
         worst = max(worst, *(error(a, b) for a, b in zip(*results, strict=True)))
     return worst
@@ -55,19 +55,19 @@ def gate_errors(dtype, device="cpu", faulty=False, activation="silu"):
     if faulty:
         gate, up = up, gate
     dout = dout.mT.contiguous().mT
-    found = (
+    actual = (
         launched.gated(gate, up, activation),
         *launched.gated_backward(dout, gate, up, activation),
     )
-    assert {x.dtype for x in found} == {dtype}
-    return [error(a, b) for a, b in zip(found, want, strict=True)]
+    assert {x.dtype for x in actual} == {dtype}
+    return [error(a, b) for a, b in zip(actual, want, strict=True)]
 
 
 def report():
     """Return the errors, and those of two faults."""
-    found = {f"rotary {name}": rotary_error(dtype) for name, dtype in DTYPES.items()}
-    found |= {f"gate {name}": max(gate_errors(dtype)) for name, dtype in DTYPES.items()}
-    found |= {
+    summary = {f"rotary {name}": rotary_error(dtype) for name, dtype in DTYPES.items()}
+    summary |= {f"gate {name}": max(gate_errors(dtype)) for name, dtype in DTYPES.items()}
+    summary |= {
         f"gelu {name}": max(gate_errors(dtype, activation="gelu")) for name, dtype in DTYPES.items()
     }
-    return found | {"faulty": min(gate_errors(torch.float32, faulty=True))}
+    return summary | {"faulty": min(gate_errors(torch.float32, faulty=True))}

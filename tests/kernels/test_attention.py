@@ -24,11 +24,11 @@ def tensors(queries, keys, heads, kv_heads, dtype, width=16, device="cpu"):
     return tuple(x.to(device, dtype) for x in drawn)
 
 
-def beside_the_naive_form(name, kind, given):
+def beside_the_naive_form(name, kind, inputs):
     """lse, out, dq, dk and dv of a backend, each with that of autograd of the naive form in
     float64.
     """
-    q, k, v, dout = given
+    q, k, v, dout = inputs
     backend = select_backend(name, q.device.type, q.dtype)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     window, scale = (0, None) if kind == ANTI else (None, None), 0.8 * q.shape[-1] ** -0.5
@@ -66,24 +66,24 @@ def test_forward_and_gradients_equal_autograd_of_the_naive_form(
 
 @pytest.mark.parametrize("width", [16, 13, 4])
 def test_heads_of_any_width_are_padded_to_what_a_gpus_kernel_takes(width):
-    plain, seen = select_backend("reference", "cpu", torch.float64), list[int]()
+    plain, widths = select_backend("reference", "cpu", torch.float64), list[int]()
 
     def ahead(q, k, v, *rest):
-        seen.extend(x.shape[-1] for x in (q, k, v))
+        widths.extend(x.shape[-1] for x in (q, k, v))
         return plain.forward(q, k, v, *rest)
 
     def back(rows, keys, *rest):
-        seen.extend(x.shape[-1] for x in (*rows[:3], *keys))
+        widths.extend(x.shape[-1] for x in (*rows[:3], *keys))
         return plain.backward(rows, keys, *rest)
 
     q, k, v, dout = (x[..., :width] for x in tensors(33, 33, 8, 2, torch.float64))
     forward, backward = pad_heads(ahead, back)
     out, lse = forward(q, k, v, True, SCALE)
-    found = out, lse, *backward(Rows(q, dout, out, lse), Keys(k, v), True, SCALE)
-    assert {size % 8 for size in seen} == {0}
+    actual = out, lse, *backward(Rows(q, dout, out, lse), Keys(k, v), True, SCALE)
+    assert {size % 8 for size in widths} == {0}
     want = plain.forward(q, k, v, True, SCALE)
     for got, right in zip(
-        found, (*want, *plain.backward(Rows(q, dout, *want), Keys(k, v), True, SCALE)), strict=True
+        actual, (*want, *plain.backward(Rows(q, dout, *want), Keys(k, v), True, SCALE)), strict=True
     ):
         torch.testing.assert_close(got, right, rtol=0, atol=1e-13)
 
@@ -102,10 +102,10 @@ def test_a_head_that_lies_in_pieces_is_put_together(odd, dtype):
     q, k, v, dout = tensors(32, 32, 4, 4, dtype)
     want_out, lse = block_forward(q, k, v, CAUSAL, SCALE)
     want = block_backward(Rows(q, dout, want_out, lse), Keys(k, v), CAUSAL, SCALE)
-    given = [q, k, v, dout]
-    given[odd] = given[odd].transpose(2, 3).contiguous().transpose(2, 3)  # last stride 4
-    out, lse = block_forward(*given[:3], CAUSAL, SCALE)
-    got = block_backward(Rows(given[0], given[3], out, lse), Keys(*given[1:3]), CAUSAL, SCALE)
+    inputs = [q, k, v, dout]
+    inputs[odd] = inputs[odd].transpose(2, 3).contiguous().transpose(2, 3)  # last stride 4
+    out, lse = block_forward(*inputs[:3], CAUSAL, SCALE)
+    got = block_backward(Rows(inputs[0], inputs[3], out, lse), Keys(*inputs[1:3]), CAUSAL, SCALE)
     assert all(torch.equal(a, b) for a, b in zip((out, *got), (want_out, *want), strict=True))
 
 
@@ -125,12 +125,12 @@ def test_a_backend_that_cannot_serve_is_refused(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("here", "widest"),
+    ("device_gpu", "widest"),
     [(Gpu((9, 0), 92000), 256), (Gpu((9, 0), 90800), 128), (Gpu((10, 0), 92000), 128)],
 )
-def test_cudnn_gets_the_heads_and_keys_that_it_takes(here, widest, monkeypatch):
+def test_cudnn_gets_the_heads_and_keys_that_it_takes(device_gpu, widest, monkeypatch):
     for module in (attention, cudnn, flash_attention):
-        monkeypatch.setattr(module, "gpu", lambda: here)
+        monkeypatch.setattr(module, "gpu", lambda: device_gpu)
     monkeypatch.setattr(cudnn, "cudnn_forward", lambda *_: ("cudnn",) * 2)
     monkeypatch.setattr(cudnn, "cudnn_backward", lambda *_: ("cudnn",) * 3)
     monkeypatch.setattr(flash_attention, "flash_forward", lambda *_: ("other",) * 2)
@@ -138,17 +138,17 @@ def test_cudnn_gets_the_heads_and_keys_that_it_takes(here, widest, monkeypatch):
     named, auto = (
         select_backend.__wrapped__(name, "cuda", torch.bfloat16) for name in ("cudnn", "auto")
     )
-    assert auto.name == ("cudnn" if here.cudnn > 91500 else "aten")
+    assert auto.name == ("cudnn" if device_gpu.cudnn > 91500 else "aten")
     for width, keys in ((64, 8), (widest, 8), (widest + 8, 8), (64, 1)):
         q, k = torch.empty(1, 8, 2, width), torch.empty(1, keys, 2, width)
-        taken = width <= widest and keys > 1
-        want = auto.name if taken else "other"
+        is_cudnn = width <= widest and keys > 1
+        want = auto.name if is_cudnn else "other"
         if auto.name == "cudnn":
             assert (auto.forward(q, k, k)[0], auto.backward(Rows(q, q, q, q), Keys(k, k))[0]) == (
                 want,
                 want,
             )
-        if taken:
+        if is_cudnn:
             assert named.forward(q, k, k)[0] == "cudnn"
             continue
         with pytest.raises(UserError, match=f"cudnn takes heads of up to {widest} channels"):
@@ -173,8 +173,8 @@ def test_a_square_kind_refuses_a_rectangle(kind):
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
 def test_cuda_blocks_equal_the_naive_form(name, queries, keys, kind, heads, kv_heads):
-    given = tensors(queries, keys, heads, kv_heads, torch.bfloat16, 64, "cuda")
-    (lse, want_lse), *others = beside_the_naive_form(name, kind, given)
+    inputs = tensors(queries, keys, heads, kv_heads, torch.bfloat16, 64, "cuda")
+    (lse, want_lse), *others = beside_the_naive_form(name, kind, inputs)
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=2e-3)
     for a, b in others:
         assert ((a.double() - b).norm() / b.norm()).item() < 1e-2

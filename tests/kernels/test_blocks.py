@@ -128,8 +128,8 @@ def in_blocks(gradient_lse="with sinks"):
     plain = merged(*(torch.stack(parts) for parts in zip(*blocks, strict=True)))
     out, lse = with_sinks(*plain, sinks)
     backend = select_backend("reference", "cpu", torch.float64)
-    taken = lse if gradient_lse == "with sinks" else plain[1]
-    rows = Rows(q, dout, out, taken)
+    saved_lse = lse if gradient_lse == "with sinks" else plain[1]
+    rows = Rows(q, dout, out, saved_lse)
     parts = [
         block_backward(rows, Keys(k[:, half], v[:, half]), FULL, 8**-0.5, backend)
         for half in halves
@@ -140,18 +140,20 @@ def in_blocks(gradient_lse="with sinks"):
         sum(dq),
         torch.cat(dk, 1),
         torch.cat(dv, 1),
-        sinks_gradient(dout, out, taken, sinks),
+        sinks_gradient(dout, out, saved_lse, sinks),
     ]
 
 
 def test_sinks_and_all_gradients_equal_those_of_gpt_oss():
     want = expected()
-    for got, wanted in zip(in_blocks(), want, strict=True):
-        assert (got - wanted).abs().max() < BOUND * max(1.0, wanted.abs().max().item())
-    for got, wanted in zip(
+    for got, expected_gradient in zip(in_blocks(), want, strict=True):
+        assert (got - expected_gradient).abs().max() < BOUND * max(
+            1.0, expected_gradient.abs().max().item()
+        )
+    for got, expected_gradient in zip(
         in_blocks("plain")[1:], want[1:], strict=True
     ):  # negative control: an lse without sinks
-        assert (got - wanted).norm() > 1e-3 * wanted.norm()
+        assert (got - expected_gradient).norm() > 1e-3 * expected_gradient.norm()
 
 
 def test_a_row_without_keys_is_zero_and_has_the_sinks_lse():

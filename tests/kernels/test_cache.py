@@ -35,21 +35,21 @@ def test_a_cache_goes_on_under_a_window_and_with_sinks(window, sunk, leaves):
     """And keeps of the tokens so far what the next one sees."""
     q, k, v, sinks = leaves
     settings = {"window": window} | ({"sinks": sinks} if sunk else {})
-    left, states, found, start = window and window[0], States(1), [], 0
+    left, states, outputs, start = window and window[0], States(1), [], 0
     for stop in (1, 9, 10, 30, TOKENS):
         states.read(torch.arange(start, stop)[None], torch.full((2,), stop))
         attention = states.attention(
             0, k[:, start:stop], v[:, start:stop], left, settings.get("sinks")
         )
         assert (attention is None) == (start == 0)
-        found.append(
+        outputs.append(
             sdpa(q[:, :1], k[:, :1], v[:, :1], **settings)
             if start == 0
             else attention(q[:, start:stop])
         )
         assert len(states.layers[0]) == (stop if left is None else min(stop, left))
         start = stop
-    torch.testing.assert_close(torch.cat(found, 1), sdpa(q, k, v, **settings), rtol=0, atol=1e-13)
+    torch.testing.assert_close(torch.cat(outputs, 1), sdpa(q, k, v, **settings), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("window", [None, (6, 0)])
@@ -60,9 +60,9 @@ def test_padding_is_not_seen_and_rows_lie_on_several_ranks(window, leaves):
     parts = []
     for rank in range(3):
         states = States(1, lambda out, lse: parts[-1].append((out, lse)) or (out, lse))
-        own = torch.arange(20)[rank::3]
-        states.read(own[None], lengths)
-        assert states.attention(0, k[:, own], v[:, own], left, None) is None
+        rows_of_rank = torch.arange(20)[rank::3]
+        states.read(rows_of_rank[None], lengths)
+        assert states.attention(0, k[:, rows_of_rank], v[:, rows_of_rank], left, None) is None
         parts.append([])
         for step in range(2):
             new = torch.arange(2), lengths + step
@@ -74,8 +74,8 @@ def test_padding_is_not_seen_and_rows_lie_on_several_ranks(window, leaves):
         for row, length in enumerate((20, 7)):
             end = length + step + 1
             alone = (x[row : row + 1, :end] for x in (q, k, v))
-            wanted = sdpa(*alone, **({} if window is None else {"window": window}))[0, -1]
-            torch.testing.assert_close(out[row, 0], wanted, rtol=0, atol=1e-13)
+            expected = sdpa(*alone, **({} if window is None else {"window": window}))[0, -1]
+            torch.testing.assert_close(out[row, 0], expected, rtol=0, atol=1e-13)
 
 
 def test_a_query_that_sees_no_row():
@@ -85,8 +85,8 @@ def test_a_query_that_sees_no_row():
         torch.tensor([[4, 5, cache.NO_POSITION]]),
     )
     none = rows[0][:, :, :0], rows[1][:, :, :0], rows[2][:, :0]
-    for kept in (none, rows):
-        out, lse = KVCache(*kept).attend(
+    for cache_tensors in (none, rows):
+        out, lse = KVCache(*cache_tensors).attend(
             torch.randn(1, 2, 2, WIDTH), torch.tensor([[2, 3]]), None, 1.0
         )
         assert (out == 0).all()
@@ -105,5 +105,5 @@ def test_bfloat16_is_merged_in_float32():
     )
     out, _ = narrow.attend(q.bfloat16(), positions, None, 0.5)
     assert out.dtype == torch.float32
-    wanted, _ = KVCache(k, v, torch.arange(50)[None]).attend(q, positions, None, 0.5)
-    assert (out - wanted).norm() < 0.01 * wanted.norm()
+    expected, _ = KVCache(k, v, torch.arange(50)[None]).attend(q, positions, None, 0.5)
+    assert (out - expected).norm() < 0.01 * expected.norm()

@@ -61,17 +61,17 @@ def naive(inputs, ahead):
     return heads_first(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
 
 
-def off(found, truth):
-    return [float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+def off(actual, truth):
+    return [float((a - b).norm() / b.norm()) for a, b in zip(actual, truth, strict=True)]
 
 
 @pytest.mark.parametrize("name", STRIPS)
 def test_equals_float64(name):
     rows, columns, ahead = STRIPS[name]
     inputs = made(rows, columns)
-    found, truth = attended(inputs, ahead), naive(inputs, ahead)
-    assert max(off(found, truth)) < 1e-6
-    assert [x.shape for x in found] == [x.shape for x in truth]
+    actual, truth = attended(inputs, ahead), naive(inputs, ahead)
+    assert max(off(actual, truth)) < 1e-6
+    assert [x.shape for x in actual] == [x.shape for x in truth]
     inputs[1][0, 0] += 0.1  # negative control: one key
     assert max(off(attended(inputs, ahead), truth)) > 1e-5
 
@@ -79,9 +79,9 @@ def test_equals_float64(name):
 def test_large_scores_do_not_overflow():
     inputs = made(300, 1100)
     inputs[0] *= 300
-    found, truth = attended(inputs, None), naive(inputs, None)
-    assert all(x.isfinite().all() for x in found)
-    assert max(off(found[:2], truth[:2])) < 1e-4
+    actual, truth = attended(inputs, None), naive(inputs, None)
+    assert all(x.isfinite().all() for x in actual)
+    assert max(off(actual[:2], truth[:2])) < 1e-4
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -94,18 +94,18 @@ def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
     monkeypatch.setattr(cpu, "LARGE", 1 if apart else 1 << 30)
     heads, backward = set[int](), cpu.onednn_backward
     monkeypatch.setattr(
-        cpu, "onednn_backward", lambda *given: (heads.add(given[0].q.shape[1]), backward(*given))[1]
+        cpu, "onednn_backward", lambda *args: (heads.add(args[0].q.shape[1]), backward(*args))[1]
     )
     monkeypatch.setattr(operators, "ONEDNN", True)
     monkeypatch.setattr(cpu_onednn, "MIN_WORK", 1 << 20)
     monkeypatch.setattr(cpu_onednn, "MIN_WIDTH", 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    taken = {True: 0, False: 0}
+    decisions = {True: 0, False: 0}
     suits = cpu.suits
 
-    def counted(*given):
-        taken[suits(*given)] += 1
-        return suits(*given)
+    def counted(*args):
+        decisions[suits(*args)] += 1
+        return suits(*args)
 
     monkeypatch.setattr(cpu, "suits", counted)
     q, k, v, dout = made(1344, 1344)
@@ -117,12 +117,14 @@ def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
         Tile(slice(1024, 1344), slice(0, 704), FULL),
         Tile(slice(1024, 1344), slice(1220, 1230), FULL),
     ]
-    found = []
+    results = []
     for name, dtype in (("aten", torch.float32), ("reference", torch.float64)):
         backend = attention.select_backend(name, "cpu", dtype)
-        found.append(folded(backend, [x.to(dtype) for x in (q, k, v, dout)], [tiles], SCALE, dtype))
-    assert max(off(*found)) < 1e-6
-    assert min(taken.values()) > 0
+        results.append(
+            folded(backend, [x.to(dtype) for x in (q, k, v, dout)], [tiles], SCALE, dtype)
+        )
+    assert max(off(*results)) < 1e-6
+    assert min(decisions.values()) > 0
     assert min(heads) == (2 if apart else 4)
 
 

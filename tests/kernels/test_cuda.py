@@ -24,18 +24,18 @@ def spans(lengths):
     """Each tile's packed rows and columns; checks what a kernel takes for granted."""
     assert lengths.rows.dtype == lengths.columns.dtype == torch.int32
     sides = pairwise(lengths.rows.tolist()), pairwise(lengths.columns.tolist())
-    found = [(slice(*q), slice(*k)) for q, k in zip(*sides, strict=True)]
-    assert max(q.stop - q.start for q, _ in found) == lengths.max_rows
-    assert max(k.stop - k.start for _, k in found) == lengths.max_columns
-    return found
+    slices = [(slice(*q), slice(*k)) for q, k in zip(*sides, strict=True)]
+    assert max(q.stop - q.start for q, _ in slices) == lengths.max_rows
+    assert max(k.stop - k.start for _, k in slices) == lengths.max_columns
+    return slices
 
 
 def forward(q, k, v, lengths, causal, scale):
-    found = spans(lengths)
-    CALLS.append((len(found), causal))
+    slices = spans(lengths)
+    CALLS.append((len(slices), causal))
     parts = [
         reference.block_forward(q[None, rows], k[None, cols], v[None, cols], causal, scale)
-        for rows, cols in found
+        for rows, cols in slices
     ]
     out, lse = (torch.cat([part[which][0] for part in parts]) for which in (0, 1))
     assert len(out) == len(q)
@@ -44,8 +44,8 @@ def forward(q, k, v, lengths, causal, scale):
 
 def backward(rows, keys, lengths, causal, scale):
     parts = []
-    for at, to in spans(lengths):
-        blocks = Rows(*(x[None, at] for x in rows)), Keys(*(x[None, to] for x in keys))
+    for rows_slice, to in spans(lengths):
+        blocks = Rows(*(x[None, rows_slice] for x in rows)), Keys(*(x[None, to] for x in keys))
         parts.append(reference.block_backward(*blocks, causal, scale))
     return tuple(torch.cat([part[which][0] for part in parts]) for which in (0, 1, 2))
 
@@ -66,15 +66,15 @@ def stand_in(monkeypatch):
 def test_out_and_every_gradient_are_those_of_the_naive_form(mask, small, monkeypatch):
     """With no tile small enough, some and all."""
     monkeypatch.setattr(cuda, "SMALL", small)
-    given = inputs(torch.float64)
-    assert error(attention_by_tiles("", given, tiles_of(mask)), truth(given, mask)) < 1e-13
+    tensors = inputs(torch.float64)
+    assert error(attention_by_tiles("", tensors, tiles_of(mask)), truth(tensors, mask)) < 1e-13
     assert bool(CALLS) == any(len(split_by_size(tiles_of(mask)[part::2])[0]) > 1 for part in (0, 1))
 
 
 def test_all_squares_are_one_launch_and_all_rectangles_another():
-    made = tiles_of("window and documents")
-    attention_by_tiles("", inputs(torch.float64), made)
-    for part in (made[::2], made[1::2]):
+    tiles = tiles_of("window and documents")
+    attention_by_tiles("", inputs(torch.float64), tiles)
+    for part in (tiles[::2], tiles[1::2]):
         rectangles = sum(tile.kind == FULL for tile in part)
         assert CALLS.pop(0) == (2 * (len(part) - rectangles), True)  # in a batch of 2
         if rectangles:
@@ -83,12 +83,14 @@ def test_all_squares_are_one_launch_and_all_rectangles_another():
 
 
 def test_a_row_in_the_wrong_place_is_seen(monkeypatch):
-    given = inputs(torch.float64)
+    tensors = inputs(torch.float64)
     monkeypatch.setattr(
         cuda, "_run", lambda start, stop, _: torch.arange(start, stop).numpy()
     )  # ANTI unturned
     cuda._launches.cache_clear()
-    assert error(attention_by_tiles("", given, tiles_of("window")), truth(given, "window")) > 1e-3
+    assert (
+        error(attention_by_tiles("", tensors, tiles_of("window")), truth(tensors, "window")) > 1e-3
+    )
     cuda._launches.cache_clear()
 
 
@@ -131,8 +133,8 @@ def test_no_row_and_no_column_appears_twice_in_a_pass():
 def test_packed_on_a_gpu_equals_the_naive_form(mask, monkeypatch):
     backend = select_backend("aten", "cuda", torch.bfloat16)
     monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
-    given = tuple(x.cuda() for x in inputs(torch.bfloat16))
+    tensors = tuple(x.cuda() for x in inputs(torch.bfloat16))
     for got, want in zip(
-        attention_by_tiles("aten", given, tiles_of(mask)), truth(given, mask), strict=True
+        attention_by_tiles("aten", tensors, tiles_of(mask)), truth(tensors, mask), strict=True
     ):
         assert ((got.double() - want).norm() / want.norm()).item() < 1e-2

@@ -49,8 +49,8 @@ def test_the_reference_is_the_recurrence(case):
     [*(Case(length) for length in LENGTHS), *(case for case in CASES if case.dtype == "float32")],
 )
 def test_chunked_equals_the_reference(case, dtype, bound):
-    found = errors(case._replace(dtype=dtype), "chunked")
-    assert max(found.values()) <= bound, found
+    errors_by_name = errors(case._replace(dtype=dtype), "chunked")
+    assert max(errors_by_name.values()) <= bound, errors_by_name
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_chunked_equals_the_reference(case, dtype, bound):
     ],
 )
 def test_chunked_bfloat16_is_as_good_as_the_naive_form_and_so_is_all_far_away(case):
-    found = errors(case, "chunked")
-    assert within_bounds(case, found), (case, found)
+    errors_by_name = errors(case, "chunked")
+    assert within_bounds(case, errors_by_name), (case, errors_by_name)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_the_bounds_see_a_fault(fault, monkeypatch):
 
 def test_strong_decay_over_a_long_chunk_overflows_nowhere():
     """decay^-64 would be 1e64 here, which float32 does not have."""
-    found = errors(Case(200, decays=(0.1, 1e-4, 1e-30)), "chunked")
-    assert max(found.values()) <= BOUND
+    errors_by_name = errors(Case(200, decays=(0.1, 1e-4, 1e-30)), "chunked")
+    assert max(errors_by_name.values()) <= BOUND
     for x in results(Case(200, decays=(0.1, 1e-4, 1e-30)), "chunked"):
         assert x.isfinite().all()
 
@@ -117,7 +117,7 @@ def test_a_loss_of_the_state_alone_and_inputs_without_gradients():
     (q, k, v, _), _ = inputs(Case(70, dtype="float64"))
     for name in ("chunked", "reference"):
         k.requires_grad_()
-        (found,) = torch.autograd.grad(
+        (gradient,) = torch.autograd.grad(
             linear_attention(q, k, v, (0.0, -0.1, -2.0), backend=name)[1].sum(), k
         )
         want = (
@@ -126,7 +126,7 @@ def test_a_loss_of_the_state_alone_and_inputs_without_gradients():
             .mul(torch.arange(69, -1, -1)[:, None, None])
             .exp()
         )
-        assert (found - want).norm() <= 1e-13 * want.norm()
+        assert (gradient - want).norm() <= 1e-13 * want.norm()
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,10 @@ def test_no_valid_token_extreme_logits_and_another_ignore_index():
 
 def test_keeps_nothing_of_the_logits_size_but_the_logits():
     logits, labels = problem(torch.bfloat16)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         cross_entropy_sum(logits, labels)
-    large = [x for x in kept if x.numel() >= logits.numel()]
+    large = [x for x in saved if x.numel() >= logits.numel()]
     assert [x.data_ptr() for x in large] == [logits.data_ptr()]
 
 
@@ -184,16 +184,16 @@ def test_a_sum_and_the_rows_it_is_told(size):
 
 def test_a_sum_that_needs_no_gradient_computes_none():
     module, x, dout = feed_forward()
-    seen = []
+    grad_modes = []
 
     def noted(part, _):
-        seen.append(torch.is_grad_enabled())
+        grad_modes.append(torch.is_grad_enabled())
         return module(part).sum()
 
     with torch.no_grad():
         sum_over_chunks(noted, x, 4, tuple(module.parameters()))
     sum_over_chunks(noted, x, 4, tuple(module.parameters()))
-    assert seen == [False] * 4 + [True] * 4
+    assert grad_modes == [False] * 4 + [True] * 4
     module.requires_grad_(False)
     (dx,) = torch.autograd.grad(summed(module, x, dout, 4), x)
     assert furthest([dx], list(torch.autograd.grad((module(x) * dout).sum(), x))) < 1e-14
@@ -207,10 +207,12 @@ def test_a_sum_in_a_checkpoint_computes_each_chunk_once():
         calls.append(rows)
         return (part @ weight.t()).square().sum()
 
-    found = checkpoint(
-        lambda given: sum_over_chunks(squares, given, 4, (weight,)), x, use_reentrant=False
+    total = checkpoint(
+        lambda chunk_rows: sum_over_chunks(squares, chunk_rows, 4, (weight,)),
+        x,
+        use_reentrant=False,
     )
-    (got,) = torch.autograd.grad(found, weight)
+    (got,) = torch.autograd.grad(total, weight)
     assert len(calls) == 4  # what checkpoints keep for the backward is not asked for
     assert (
         furthest([got], list(torch.autograd.grad((x @ weight.t()).square().sum(), weight))) < 1e-14
@@ -238,10 +240,10 @@ def test_what_needs_no_gradient_gets_none():
 
 def test_keeps_its_rows_alone():
     module, x, _ = feed_forward()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         chunked(module, x, 4)
-    assert [t.data_ptr() for t in kept] == [x.data_ptr()]
+    assert [t.data_ptr() for t in saved] == [x.data_ptr()]
 
 
 def by_autograd(module, x, size):

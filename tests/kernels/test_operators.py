@@ -35,14 +35,14 @@ def made(rows, inside, outside):
 
 def with_gradients(function, x, weight, bias, grad):
     out = function(x, weight, bias)
-    inputs = [one for one in (x, weight, bias) if one is not None]
+    inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
     return [out, *torch.autograd.grad(out, inputs, grad)]
 
 
-def off(found, truth):
+def off(actual, truth):
     return max(
         float((a - b).detach().norm() / b.detach().norm())
-        for a, b in zip(found, truth, strict=True)
+        for a, b in zip(actual, truth, strict=True)
     )
 
 
@@ -50,17 +50,20 @@ def off(found, truth):
 @pytest.mark.parametrize(("rows", "inside", "outside"), SHAPES)
 def test_is_as_exact_as_torchs(rows, inside, outside, biased):
     x, weight, bias, grad = made(rows, inside, outside)
-    given = x, weight, bias if biased else None, grad
+    tensors = x, weight, bias if biased else None, grad
     truth = with_gradients(
         F.linear,
-        *(None if one is None else one.detach().double().requires_grad_() for one in given),
+        *(
+            None if tensor is None else tensor.detach().double().requires_grad_()
+            for tensor in tensors
+        ),
     )
-    found, theirs = with_gradients(operators.linear, *given), with_gradients(F.linear, *given)
-    assert "_Linear" in type(found[0].grad_fn.next_functions[0][0]).__name__  # it went to oneDNN
-    assert off(found, truth) < 3 * max(off(theirs, truth), 2e-7)
-    assert [(a.shape, a.dtype) for a in found] == [(b.shape, b.dtype) for b in theirs]
-    found[2][0] += 0.01  # negative control
-    assert off(found, truth) > 1e-5
+    actual, theirs = with_gradients(operators.linear, *tensors), with_gradients(F.linear, *tensors)
+    assert "_Linear" in type(actual[0].grad_fn.next_functions[0][0]).__name__  # it went to oneDNN
+    assert off(actual, truth) < 3 * max(off(theirs, truth), 2e-7)
+    assert [(a.shape, a.dtype) for a in actual] == [(b.shape, b.dtype) for b in theirs]
+    actual[2][0] += 0.01  # negative control
+    assert off(actual, truth) > 1e-5
 
 
 def test_takes_tensors_of_any_strides():
@@ -69,8 +72,8 @@ def test_takes_tensors_of_any_strides():
         x.detach().t().contiguous().t().requires_grad_(),
         weight.detach().t().contiguous().t().requires_grad_(),
     )
-    found = with_gradients(operators.linear, *turned, None, grad.t().contiguous().t())
-    assert off(found, with_gradients(F.linear, x, weight, None, grad)) < 1e-6
+    actual = with_gradients(operators.linear, *turned, None, grad.t().contiguous().t())
+    assert off(actual, with_gradients(F.linear, x, weight, None, grad)) < 1e-6
     (spread,) = torch.autograd.grad(
         operators.linear(x, weight).sum(), weight
     )  # a gradient that is one number
@@ -86,11 +89,17 @@ def test_computes_no_gradient_that_is_not_asked_for(monkeypatch):
 
 def test_keeps_the_input_of_trained_weights_alone():
     x, weight, _, _ = made((64,), 16, 24)
-    for given, kept in (((x, weight), 2), ((x, weight.detach()), 1), ((x.detach(), weight), 1)):
+    for inputs, num_saved in (
+        ((x, weight), 2),
+        ((x, weight.detach()), 1),
+        ((x.detach(), weight), 1),
+    ):
         saved = []
-        with saved_tensors_hooks(lambda one, into=saved: into.append(one) or one, lambda one: one):
-            operators.linear(*given)
-        assert len(saved) == kept
+        with saved_tensors_hooks(
+            lambda tensor, into=saved: into.append(tensor) or tensor, lambda tensor: tensor
+        ):
+            operators.linear(*inputs)
+        assert len(saved) == num_saved
 
 
 @pytest.mark.parametrize("change", ["float64", "bfloat16", "few rows", "another processor"])
@@ -100,7 +109,7 @@ def test_leaves_all_else_to_torch(change, monkeypatch):
         monkeypatch.setattr(operators, "ONEDNN", False)
     elif change != "few rows":
         x, weight = (
-            one.detach().to(getattr(torch, change)).requires_grad_() for one in (x, weight)
+            tensor.detach().to(getattr(torch, change)).requires_grad_() for tensor in (x, weight)
         )
     monkeypatch.setattr(operators, "product", None)
     assert torch.equal(operators.linear(x, weight), F.linear(x, weight))
@@ -120,9 +129,9 @@ def test_counts_its_operations():
 def test_compiles_as_one_graph():
     x, weight, bias, grad = made((700,), 24, 56)
     compiled = torch.compile(
-        lambda *given: F.silu(operators.linear(*given)), fullgraph=True, dynamic=False
+        lambda *args: F.silu(operators.linear(*args)), fullgraph=True, dynamic=False
     )
-    eager = with_gradients(lambda *given: F.silu(operators.linear(*given)), x, weight, bias, grad)
+    eager = with_gradients(lambda *args: F.silu(operators.linear(*args)), x, weight, bias, grad)
     assert off(with_gradients(compiled, x, weight, bias, grad), eager) < 1e-6
 
 

@@ -36,20 +36,26 @@ def inputs(dtype):
 
 def tiles_of(mask):
     reach, documents = MASKS[mask]
-    held = pieces([Stride(0, TOKENS)], 1, documents[1:-1] if documents else ())
-    return tiles(held, held, 1, reach)
+    tile_pieces = pieces([Stride(0, TOKENS)], 1, documents[1:-1] if documents else ())
+    return tiles(tile_pieces, tile_pieces, 1, reach)
 
 
-def attention_by_tiles(name, given, made):
+def attention_by_tiles(name, tensors, all_tiles):
     """[out, lse, dq, dk, dv] of all tiles; half of them in a second call."""
-    q = given[0]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return folded(select_backend(name, "cpu", q.dtype), given, (made[::2], made[1::2]), SCALE, wide)
+    q = tensors[0]
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
+    return folded(
+        select_backend(name, "cpu", q.dtype),
+        tensors,
+        (all_tiles[::2], all_tiles[1::2]),
+        SCALE,
+        accum_dtype,
+    )
 
 
-def truth(given, mask):
+def truth(tensors, mask):
     window, documents = MASKS[mask]
-    *leaves, dout = (x.double() for x in given)
+    *leaves, dout = (x.double() for x in tensors)
     leaves = [x.requires_grad_() for x in leaves]
     out, lse = reference.attention(
         *leaves, causal=False, scale=SCALE, window=window, documents=documents
@@ -68,8 +74,8 @@ def error(got, want):
 @pytest.mark.parametrize("name", ["aten", "reference"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.bfloat16, 1e-5)])
 def test_out_and_every_gradient_are_those_of_the_naive_form(mask, name, dtype, bound):
-    given = inputs(dtype)
-    assert error(attention_by_tiles(name, given, tiles_of(mask)), truth(given, mask)) < bound
+    tensors = inputs(dtype)
+    assert error(attention_by_tiles(name, tensors, tiles_of(mask)), truth(tensors, mask)) < bound
 
 
 @pytest.mark.parametrize(
@@ -81,10 +87,10 @@ def test_out_and_every_gradient_are_those_of_the_naive_form(mask, name, dtype, b
     ],
 )
 def test_a_mask_off_by_one_is_seen(mask, wrong, monkeypatch):
-    given = inputs(torch.float64)
-    want = truth(given, mask)
+    tensors = inputs(torch.float64)
+    want = truth(tensors, mask)
     monkeypatch.setitem(MASKS, mask, wrong)
-    assert error(attention_by_tiles("aten", given, tiles_of(mask)), want) > 1e-3
+    assert error(attention_by_tiles("aten", tensors, tiles_of(mask)), want) > 1e-3
 
 
 def test_rows_without_keys_are_left_alone():

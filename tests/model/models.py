@@ -124,9 +124,11 @@ def generate(model, prompts, max_new_tokens, *, stop=(), **settings):
 @contextmanager
 def without_float32(module):
     """Let a module of transformers' compute in float64 what it casts to float32."""
-    wide = SimpleNamespace(**vars(torch) | {"float32": torch.float64, "float": torch.float64})
+    torch_float64 = SimpleNamespace(
+        **vars(torch) | {"float32": torch.float64, "float": torch.float64}
+    )
     with (
-        patch.object(module, "torch", wide),
+        patch.object(module, "torch", torch_float64),
         patch.object(torch.Tensor, "float", torch.Tensor.double),
     ):
         yield

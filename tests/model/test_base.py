@@ -30,7 +30,7 @@ def any_kind(request):
 @pytest.mark.parametrize("config", KINDS)
 def test_initial_weights_are_a_function_of_the_seed_alone(config):
     torch.manual_seed(0)
-    one = built(config, seed=5).state_dict()
+    weights = built(config, seed=5).state_dict()
     torch.manual_seed(1)
     torch.randn(7)
     with torch.device("meta"):
@@ -38,14 +38,16 @@ def test_initial_weights_are_a_function_of_the_seed_alone(config):
     model.to_empty(device="cpu")
     model.init_weights(5)
     other = model.state_dict()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(torch.equal(weights[name], other[name]) for name in weights)
     deeper = built(dataclasses.replace(config, num_layers=3), seed=5).state_dict()
-    assert torch.equal(one["layers.1.attention.wq.weight"], deeper["layers.1.attention.wq.weight"])
-    assert not torch.equal(one["embedding.weight"], built(config, seed=6).embedding.weight)
-    matrices = [one[f"layers.{i}.attention.{w}.weight"] for i in (0, 1) for w in ("wk", "wv")]
+    assert torch.equal(
+        weights["layers.1.attention.wq.weight"], deeper["layers.1.attention.wq.weight"]
+    )
+    assert not torch.equal(weights["embedding.weight"], built(config, seed=6).embedding.weight)
+    matrices = [weights[f"layers.{i}.attention.{w}.weight"] for i in (0, 1) for w in ("wk", "wv")]
     assert not any(torch.equal(a, b) for i, a in enumerate(matrices) for b in matrices[:i])
     name = "layers.0.mlp.up.weight"
-    assert torch.equal(one[name], initial_weight(config, name, one[name].shape, 5))
+    assert torch.equal(weights[name], initial_weight(config, name, weights[name].shape, 5))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,21 +99,21 @@ def test_explicit_positions_make_the_order_of_tokens_free(any_kind):
     ids=lambda config: config.model_type,
 )
 def test_the_mask_reaches_every_attention_and_is_refused_without_a_method(config):
-    seen, mask = [], object()
+    masks, mask = [], object()
 
     def recurrence(q, k, v, log_decay, mask=None):
-        seen.append(mask)
+        masks.append(mask)
         return linear(q, k, v, log_decay)
 
     def scores(q, k, v, mask=None, **settings):
-        seen.append(mask)
+        masks.append(mask)
         return sdpa(q, k, v, **settings)
 
     both = HybridAttention(recurrence, scores)
     attend = both if config is HYBRID else recurrence if config.linear_attention else scores
     masked, model = built(config, attend=attend)(tokens(), mask=mask), built(config)
-    assert len(seen) == config.num_layers
-    assert all(one is mask for one in seen)
+    assert len(masks) == config.num_layers
+    assert all(seen_mask is mask for seen_mask in masks)
     assert torch.equal(masked, model(tokens()))
     with pytest.raises(
         UserError, match=r"mask is a object, .* no method .* set a context_parallel_method"

@@ -84,12 +84,12 @@ def naive_linear(model, ids):
 def test_logits_and_gradients_equal_the_naive_model(config):
     model = used(config, dtype=torch.float64)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    found = []
+    results = []
     for logits in (model(TOKENS), naive_linear(model, TOKENS)):
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.roll(-1).flatten())
-        found.append([logits, *torch.autograd.grad(loss, parameters)])
-    assert found[1][0].std() > 0.2
-    for name, a, b in zip(("logits", *names), *found, strict=True):
+        results.append([logits, *torch.autograd.grad(loss, parameters)])
+    assert results[1][0].std() > 0.2
+    for name, a, b in zip(("logits", *names), *results, strict=True):
         # A constant added to all keys' biases changes scores, unlike under softmax: no gradient is
         # zero.
         assert (a - b).norm() < 1e-11 * b.norm(), name

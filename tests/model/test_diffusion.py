@@ -20,10 +20,10 @@ def drawn(*shape, seed=0):
 
 def alpha_bars(count=1000):
     """By a plain loop over the definition."""
-    kept, bars = 1.0, []
+    alpha_bar, bars = 1.0, []
     for i in range(count):
-        kept *= 1 - (1000 / count) * (1e-4 + (0.02 - 1e-4) * i / (count - 1))
-        bars.append(kept)
+        alpha_bar *= 1 - (1000 / count) * (1e-4 + (0.02 - 1e-4) * i / (count - 1))
+        bars.append(alpha_bar)
     return bars
 
 
@@ -32,9 +32,9 @@ def test_noise_follows_the_schedule_or_the_straight_path():
     times = torch.tensor([0.0, 400.0, 999.0])
     bars = alpha_bars()
     for row, time in enumerate([0, 400, 999]):
-        wanted = math.sqrt(bars[time]) * x0[row] + math.sqrt(1 - bars[time]) * noise[row]
+        expected = math.sqrt(bars[time]) * x0[row] + math.sqrt(1 - bars[time]) * noise[row]
         for objective in ("ddpm", "v_prediction"):
-            torch.testing.assert_close(of(objective).noised(x0, noise, times)[row], wanted)
+            torch.testing.assert_close(of(objective).noised(x0, noise, times)[row], expected)
         flow = of("rectified_flow").noised(x0, noise, times)[row]
         torch.testing.assert_close(flow, (1 - time / 1000) * x0[row] + time / 1000 * noise[row])
 
@@ -110,10 +110,10 @@ def test_learned_variance_adds_the_variational_bound(count):
     for row, time in enumerate(times.int().tolist()):
         for place in range(T):
             for i in range(WIDTH):
-                at = row, place, i
-                p, v, x, y = (values[at].item() for values in (prediction, variance, x0, x_t))
-                wanted = (p - noise[at].item()) ** 2 + naive_bound(p, v, x, y, time, count)
-                assert loss[at].item() == pytest.approx(wanted, rel=1e-7, abs=1e-9)
+                index = row, place, i
+                p, v, x, y = (values[index].item() for values in (prediction, variance, x0, x_t))
+                expected = (p - noise[index].item()) ** 2 + naive_bound(p, v, x, y, time, count)
+                assert loss[index].item() == pytest.approx(expected, rel=1e-7, abs=1e-9)
     (gradient,) = torch.autograd.grad(loss.sum(), output)
     of_prediction, of_variance = diffusion.split(gradient)
     # The bound must not move the prediction: its gradient is the squared error's alone.
@@ -136,10 +136,10 @@ def test_times_are_uniform_or_logit_normal():
     uniform = torch.tensor([0.0, 0.0015, 0.5, 0.9999999])
     normal = torch.tensor([-40.0, -1.0, 0.0, 2.0])
     assert of("ddpm").times(uniform, normal).tolist() == [0.0, 1.0, 500.0, 999.0]
-    found = of("rectified_flow", logit_normal_mean=0.5, logit_normal_std=2.0).times(uniform, normal)
-    wanted = [1000 / (1 + math.exp(-(0.5 + 2 * value))) for value in normal.tolist()]
-    torch.testing.assert_close(found, torch.tensor(wanted))
-    assert found.dtype == torch.float32
+    times = of("rectified_flow", logit_normal_mean=0.5, logit_normal_std=2.0).times(uniform, normal)
+    expected = [1000 / (1 + math.exp(-(0.5 + 2 * value))) for value in normal.tolist()]
+    torch.testing.assert_close(times, torch.tensor(expected))
+    assert times.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

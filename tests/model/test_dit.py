@@ -85,8 +85,8 @@ def test_a_linear_layer_counts_as_torch_counts_it():
         assert counter.get_total_flops() == 2 * multiply_adds(config)
 
 
-def sines(places, channels):
-    angles = np.outer(places, 1 / 10000 ** (np.arange(channels // 2) / (channels / 2)))
+def sines(positions, channels):
+    angles = np.outer(positions, 1 / 10000 ** (np.arange(channels // 2) / (channels / 2)))
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
@@ -132,8 +132,8 @@ def test_patches_are_blocks_of_the_latents_with_channels_last(config):
         else x[0, :, :height, width : 2 * width]
     )
     assert torch.equal(patches[0, 1], second.movedim(0, -1).flatten())
-    wide = torch.randn(2, config.num_patches, 2 * config.patch_width)
-    assert torch.equal(patchify(unpatchify(wide, config), config), wide)
+    wide_patches = torch.randn(2, config.num_patches, 2 * config.patch_width)
+    assert torch.equal(patchify(unpatchify(wide_patches, config), config), wide_patches)
 
 
 def test_a_new_model_is_the_identity_and_says_nought():

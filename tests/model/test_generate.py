@@ -81,12 +81,12 @@ def test_a_text_ends_before_its_first_stop_token(llama):
 
 
 def test_generator_makes_samples_repeatable(llama):
-    one, same, other = (
+    sample, same, other = (
         generate(llama, PROMPT, 20, temperature=1.0, generator=torch.Generator().manual_seed(seed))
         for seed in (1, 1, 2)
     )
-    assert one == same
-    assert one != other
+    assert sample == same
+    assert sample != other
 
 
 def frequencies(logits, temperature, **limits):
@@ -101,17 +101,17 @@ def frequencies(logits, temperature, **limits):
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3), (1.0, 99)])
 def test_frequencies_are_those_of_the_distribution(temperature, top_k):
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
-    kept = logits.where(
+    allowed_logits = logits.where(
         logits >= logits.sort(descending=True).values[min(top_k or 5, 5) - 1], float("-inf")
     )
-    expected = (kept / temperature).softmax(-1)
-    found = frequencies(logits, temperature, top_k=top_k)
-    assert (found - expected).abs().max() < 0.015  # four standard deviations of a frequency of 1/2
-    assert (found[expected == 0] == 0).all()
+    expected = (allowed_logits / temperature).softmax(-1)
+    shares = frequencies(logits, temperature, top_k=top_k)
+    assert (shares - expected).abs().max() < 0.015  # four standard deviations of a frequency of 1/2
+    assert (shares[expected == 0] == 0).all()
 
 
 @pytest.mark.parametrize(
-    ("limits", "kept"),
+    ("limits", "num_allowed"),
     [
         ({"top_p": 1.0}, [0, 1, 2, 3, 4]),
         ({"top_p": 0.79}, [0, 1, 2]),
@@ -123,13 +123,13 @@ def test_frequencies_are_those_of_the_distribution(temperature, top_k):
         ({"top_p": 0.86, "top_k": 3}, [0, 1]),  # 70 of these 80.5 % are 86.96 %
     ],
 )
-def test_top_p_keeps_the_fewest_tokens_of_that_probability(limits, kept):
+def test_top_p_keeps_the_fewest_tokens_of_that_probability(limits, num_allowed):
     """Five tokens have 40, 30, 10.5, 10 and 9.5 %, in another order."""
     shares, order = torch.tensor([0.4, 0.3, 0.105, 0.1, 0.095]), torch.tensor([3, 0, 4, 2, 1])
     logits = torch.empty(5)
     logits[order] = shares.log()
     expected = torch.zeros(5)
-    expected[order[kept]] = shares[kept] / shares[kept].sum()
+    expected[order[num_allowed]] = shares[num_allowed] / shares[num_allowed].sum()
     assert (frequencies(logits, 1.0, **limits) - expected).abs().max() < 0.015
     assert (frequencies(logits, 1.0, **limits)[expected == 0] == 0).all()
 
@@ -190,19 +190,19 @@ def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
     window = recurrent.config.window(
         1
     )  # the hybrids' softmax layer; its cache holds no more than the next token sees
-    seen = 150 if window is None else window[0]
+    max_seen = 150 if window is None else window[0]
     for stop in (1, 70, 71, 72, 150):
         states.read(torch.arange(start, stop)[None], torch.full((2,), stop))
         parts.append(
             recurrent.hidden(tokens[:, start:stop], torch.arange(start, stop), states=states)
         )
-        found = [
+        cache_sizes = [
             state.numel() for state in states.layers if isinstance(state, torch.Tensor)
         ]  # of linear attention
-        sizes = sizes or found
-        assert sizes == found
+        sizes = sizes or cache_sizes
+        assert sizes == cache_sizes
         caches = [state for state in states.layers if isinstance(state, KVCache)]
-        assert [len(cache) for cache in caches] == [min(stop, seen)] * len(caches)
+        assert [len(cache) for cache in caches] == [min(stop, max_seen)] * len(caches)
         start = stop
     assert (torch.cat(parts, 1) - want).norm() < 1e-12 * want.norm()
     assert len(caches) == (0 if recurrent.config.softmax_period is None else 1)

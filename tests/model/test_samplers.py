@@ -63,7 +63,7 @@ def test_equals_diffusers_step_by_step(objective, method):
                     SHAPE[0], SHAPE[2], SHAPE[1], generator=twin_generator, dtype=torch.float64
                 )
                 noises[999 - time] = noise.transpose(1, 2)
-    found = draw(
+    sampled = draw(
         diffusion,
         denoise,
         start,
@@ -72,8 +72,8 @@ def test_equals_diffusers_step_by_step(objective, method):
         step_noise=noises.get,
     )
     # Their tables are float32.
-    torch.testing.assert_close(found, x, rtol=2e-3, atol=2e-3)
-    assert (found - start).abs().max() > 0.1
+    torch.testing.assert_close(sampled, x, rtol=2e-3, atol=2e-3)
+    assert (sampled - start).abs().max() > 0.1
 
 
 def perfect(diffusion, mean, std):
@@ -93,7 +93,7 @@ def test_a_perfect_model_gives_the_distribution_back(objective, method):
     diffusion, mean, std, steps = of(objective), 0.4, 0.3, 1000 if method == "ddpm" else 200
     start = drawn(4000, 1, 2)
     noises = lambda step: drawn(4000, 1, 2, seed=step + 1)  # noqa: E731
-    found = draw(
+    sampled = draw(
         diffusion,
         perfect(diffusion, mean, std),
         start,
@@ -103,8 +103,8 @@ def test_a_perfect_model_gives_the_distribution_back(objective, method):
     )
     # 8,000 values: standard errors of 0.0034 and 0.0024; over all times the smaller fixed variance
     # is short by 1 %.
-    assert found.mean().item() == pytest.approx(mean, abs=0.014)
-    assert found.std().item() == pytest.approx(std, abs=0.012)
+    assert sampled.mean().item() == pytest.approx(mean, abs=0.014)
+    assert sampled.std().item() == pytest.approx(std, abs=0.012)
     if (objective, method) == ("ddpm", "ddim"):  # negative control
         wrong = draw(
             diffusion,
@@ -126,14 +126,14 @@ def test_perfect_variances_make_few_steps_exact():
 
     def denoise(x, times):
         index = chosen.index(int(times[0]))
-        kept = schedule.alpha_bars[index]
-        unsaid = 1 / (1 / std**2 + kept / (1 - kept))
+        alpha_bar = schedule.alpha_bars[index]
+        unsaid = 1 / (1 / std**2 + alpha_bar / (1 - alpha_bar))
         variance = (
             schedule.posterior_variances[index] * (index > 0)
             + schedule.from_data[index] ** 2 * unsaid
         )
-        least, most = schedule.posterior_variances[index].log(), schedule.betas[index].log()
-        share = (variance.log() - least) / (most - least) if index else 0.0
+        min_log, max_log = schedule.posterior_variances[index].log(), schedule.betas[index].log()
+        share = (variance.log() - min_log) / (max_log - min_log) if index else 0.0
         return learned.join(predict(x, times), torch.full_like(x, 2 * share - 1))
 
     def found(diffusion, model):
@@ -153,25 +153,25 @@ def test_perfect_variances_make_few_steps_exact():
 def test_euler_walks_the_straight_path():
     """A constant velocity is followed exactly, in one step as in many."""
     diffusion, start, velocity = of("rectified_flow"), drawn(*SHAPE), drawn(*SHAPE, seed=1)
-    asked = []
+    visited_times = []
 
     def denoise(x, times):
-        asked.append(times[0].item())
+        visited_times.append(times[0].item())
         return velocity
 
     for steps in (1, 7):
         torch.testing.assert_close(draw(diffusion, denoise, start, steps=steps), start - velocity)
-    assert asked[:3] == pytest.approx([1000, 1000, 1000 * 6 / 7])
+    assert visited_times[:3] == pytest.approx([1000, 1000, 1000 * 6 / 7])
 
 
 def test_times_visited_are_those_of_the_original():
     """guided-diffusion's space_timesteps with one section."""
     for steps in (1, 2, 7, 50, 250, 1000):
-        current, wanted = 0.0, []
+        current, expected = 0.0, []
         for _ in range(steps):
-            wanted.append(round(current))
+            expected.append(round(current))
             current += 999 / max(steps - 1, 1)
-        assert chosen_times(1000, steps) == (wanted if steps > 1 else [999])
+        assert chosen_times(1000, steps) == (expected if steps > 1 else [999])
 
 
 def test_guidance_of_the_first_channels_is_the_original_s():
@@ -188,9 +188,9 @@ def test_guidance_of_the_first_channels_is_the_original_s():
         return output.unflatten(2, (4, channels)).permute(0, 3, 1, 2)
 
     def model(x, times, labels):
-        places = x.unflatten(2, (4, 4))
+        pixels = x.unflatten(2, (4, 4))
         return (
-            torch.cat([places, places.square()], dim=-1) * weight[labels][:, None, None]
+            torch.cat([pixels, pixels.square()], dim=-1) * weight[labels][:, None, None]
         ).flatten(2)
 
     def forward_with_cfg(x, scale):
@@ -204,9 +204,9 @@ def test_guidance_of_the_first_channels_is_the_original_s():
         half_eps = uncond_eps + scale * (cond_eps - uncond_eps)
         return torch.cat([torch.cat([half_eps, half_eps]), rest], dim=1)[: len(labels)]
 
-    found = picture(guided(model, labels, 10, 4.0, diffusion, channels=3)(x, torch.zeros(2)), 8)
-    torch.testing.assert_close(found, forward_with_cfg(torch.cat([x, x]), 4.0))
+    pictured = picture(guided(model, labels, 10, 4.0, diffusion, channels=3)(x, torch.zeros(2)), 8)
+    torch.testing.assert_close(pictured, forward_with_cfg(torch.cat([x, x]), 4.0))
     whole = picture(guided(model, labels, 10, 4.0, diffusion)(x, torch.zeros(2)), 8)
-    assert (whole - found).abs().amax(dim=(0, 2, 3)).gt(0.01).tolist() == [False] * 3 + [True] + [
-        False
-    ] * 4
+    assert (whole - pictured).abs().amax(dim=(0, 2, 3)).gt(0.01).tolist() == [False] * 3 + [
+        True
+    ] + [False] * 4

@@ -53,9 +53,9 @@ Row = tuple[str, Case]
 
 def links(processes: int, device: str, folder: Path) -> dict[str, Any]:
     """Measure what each rank sends at once, in GB/s: to the next, and in collectives, by sizes."""
-    status, said = launched(processes, "-m", "tests.nccl.rank", "links", str(folder), device)
+    status, output = launched(processes, "-m", "tests.nccl.rank", "links", str(folder), device)
     if not (folder / LINKS).exists():
-        raise UserError(reason(status, said))
+        raise UserError(reason(status, output))
     rows = json.loads((folder / LINKS).read_text())
     about: dict[str, Any] = {"nccl": list(torch.cuda.nccl.version())} if device == "cuda" else {}
     about |= {
@@ -86,19 +86,19 @@ def pipeline(processes: int, device: str, folder: Path) -> dict[str, Any]:
 
 def meshes(processes: int, device: str, folder: Path) -> dict[str, Any]:
     """Train by the other dimensions, alone and two together."""
-    found = [
+    cases = [
         Case(tp=processes),
         *(Case(dp=processes, mode=mode) for mode in ("zero3", "zero1", "ddp")),
     ]
     if processes % 2 == 0 and processes > 2:
         half = processes // 2
-        found += [
+        cases += [
             Case(tp=2, cp=half),
             Case(pp=2, cp=half),
             Case(pp=2, dp=half),
             Case(dp=2, cp=half),
         ]
-    return compared(processes, device, folder, [("llama", case) for case in found])
+    return compared(processes, device, folder, [("llama", case) for case in cases])
 
 
 def compared(processes: int, device: str, folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
@@ -159,22 +159,22 @@ def trained(
     """Train cases one after another; return a run of each, or why there is none. After a failure
     all start anew.
     """
-    found: dict[str, MergedRun | str] = {}
-    while left := {name: flags for name, flags in cases.items() if name not in found}:
+    runs: dict[str, MergedRun | str] = {}
+    while left := {name: flags for name, flags in cases.items() if name not in runs}:
         (folder / CASES).write_text(json.dumps(left))
-        status, said = launched(processes, "-m", "tests.nccl.rank", "train", str(folder))
+        status, output = launched(processes, "-m", "tests.nccl.rank", "train", str(folder))
         for name in left:
             files = [result(folder, name, rank) for rank in range(processes)]
             if not all(file.exists() for file in files):
-                found[name] = reason(status, said)
+                runs[name] = reason(status, output)
                 break
-            found[name] = merged([torch.load(file, weights_only=False) for file in files])
-    return found
+            runs[name] = merged([torch.load(file, weights_only=False) for file in files])
+    return runs
 
 
-def reason(status: int, said: str) -> str:
+def reason(status: int, output: str) -> str:
     """Return the first error that a launch printed."""
-    error = FAILED.search(said)
+    error = FAILED.search(output)
     return error[1] if error else f"it ended with status {status}"
 
 
@@ -192,12 +192,14 @@ def killed(processes: int, device: str, folder: Path) -> dict[str, Any]:
     }
     os.environ[PLAN] = json.dumps(plan | {"async": False, "note": str(struck)})
     flags = flags_of("llama", Case(cp=processes), data, processes, device)
-    status, said = launched(processes, "-m", "tests.chaos.victim", *flags, "--train-iters", "1000")
+    status, output = launched(
+        processes, "-m", "tests.chaos.victim", *flags, "--train-iters", "1000"
+    )
     if not struck.exists():
-        return {"wrong": [f"no rank came to the step where it is killed: {reason(status, said)}"]}
+        return {"wrong": [f"no rank came to the step where it is killed: {reason(status, output)}"]}
     seconds = time.time() - struck.stat().st_mtime
     left = marked(os.environ[PLAN])
-    named = re.search(rf"rank *: {last} \(local_rank: {last}\)\s+exitcode *: -9 ", said)
+    named = re.search(rf"rank *: {last} \(local_rank: {last}\)\s+exitcode *: -9 ", output)
     checks = {
         f"the killed rank {last} is not named": not named,
         f"the others ended after {seconds:.0f} s": seconds > SECONDS_TO_END[device],
@@ -210,17 +212,17 @@ STEPS = {links: 180, methods: 1200, pipeline: 300, meshes: 600, killed: 300}
 """And the seconds after which each is ended."""
 
 
-def processes_of(device: str, wanted: int | None) -> int:
+def processes_of(device: str, requested: int | None) -> int:
     """Return how many processes check; raise UserError unless there are 2 to 8, and a GPU for each."""
-    there = torch.cuda.device_count() if device == "cuda" else 8
-    if there < 2:
+    available = torch.cuda.device_count() if device == "cuda" else 8
+    if available < 2:
         raise UserError(
-            f"nccl-check needs 2 to 8 CUDA GPUs, and torch sees {there} here; nothing was written"
+            f"nccl-check needs 2 to 8 CUDA GPUs, and torch sees {available} here; nothing was written"
         )
-    found = wanted or (min(there, 8) if device == "cuda" else 2)
-    if not 2 <= found <= min(there, 8):
-        raise UserError(f"nproc is {found}; it must be from 2 to {min(there, 8)}")
-    return found
+    num_processes = requested or (min(available, 8) if device == "cuda" else 2)
+    if not 2 <= num_processes <= min(available, 8):
+        raise UserError(f"nproc is {num_processes}; it must be from 2 to {min(available, 8)}")
+    return num_processes
 
 
 @one_line_errors

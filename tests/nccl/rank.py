@@ -31,8 +31,8 @@ def train_cases(folder: Path) -> None:
     """
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     for name, flags in json.loads((folder / CASES).read_text()).items():
-        found, path = train_masked(rank, size, flags), result(folder, name, rank)
-        torch.save(found, draft := path.with_suffix(".tmp"))
+        run, path = train_masked(rank, size, flags), result(folder, name, rank)
+        torch.save(run, draft := path.with_suffix(".tmp"))
         draft.rename(path)
         if rank == 0:
             print(f"trained: {name}", flush=True)

@@ -52,8 +52,8 @@ def test_too_few_gpus_or_too_many_processes_are_one_line(tmp_path, monkeypatch, 
 @pytest.mark.usefixtures("no_data")
 def test_a_mesh_that_differs_and_one_that_fails_are_named(tmp_path, monkeypatch):
     def trained(processes, cases, folder):
-        there = [merged([found()]), merged([found(0.25 + 6e-7)]), "RuntimeError: a hang"]
-        return dict(zip(cases, there if processes > 1 else there[:1], strict=True))
+        runs = [merged([found()]), merged([found(0.25 + 6e-7)]), "RuntimeError: a hang"]
+        return dict(zip(cases, runs if processes > 1 else runs[:1], strict=True))
 
     monkeypatch.setattr(nccl, "trained", trained)
     rows = [*ROWS, ("llama", Case(cp=2, method="striped"))]

@@ -11,24 +11,27 @@ from runtime.ranks import run_ranks
 from train.config.language import parse_args, validate
 
 
-def above_floor(found, backend):
+def above_floor(rows, backend):
     """Return the rows of a backend that hold more than the least that the paper has for as many
     GPUs.
     """
-    own = [row for row in found if row.labels["backend"] == backend and row.difference]
-    held = {
-        row.labels["gpus"]: row.published["gb"] for row in reversed(own)
+    rows_of_backend = [row for row in rows if row.labels["backend"] == backend and row.difference]
+    floors = {
+        row.labels["gpus"]: row.published["gb"] for row in reversed(rows_of_backend)
     }  # the shortest is the first
-    return [row for row in own if row.published["gb"] != held[row.labels["gpus"]]]
+    return [row for row in rows_of_backend if row.published["gb"] != floors[row.labels["gpus"]]]
 
 
 def test_out_of_memory_and_memory_above_the_floor_are_predicted():
     rows = list(lasp.scalability())
     for backend in ("DDP", "FSDP"):
-        own = [row for row in rows if row.labels["backend"] == backend]
-        assert len(own) == 48
+        rows_of_backend = [row for row in rows if row.labels["backend"] == backend]
+        assert len(rows_of_backend) == 48
         assert (
-            sum((row.published["gb"] == "OOM") == (row.analytic["gb"] == "OOM") for row in own)
+            sum(
+                (row.published["gb"] == "OOM") == (row.analytic["gb"] == "OOM")
+                for row in rows_of_backend
+            )
             == 48
         )
         above = above_floor(rows, backend)
@@ -49,19 +52,19 @@ def test_longest_sequences_hold_where_the_paper_agrees_with_itself():
 
 
 def test_real_ranks_send_a_state_and_ulysses_its_tokens():
-    found = run_ranks(lasp.count, lasp.RANKS, [("lasp", {}, True), ("ulysses", {}, True)])[1]
+    counts = run_ranks(lasp.count, lasp.RANKS, [("lasp", {}, True), ("ulysses", {}, True)])[1]
     small, tokens = lasp.HEADS * lasp.WIDTH, lasp.TOKENS
-    assert sum(found[0]) == 4 * small**2 // lasp.HEADS
-    assert sum(found[1]) == 2 * 4 * tokens * small // lasp.RANKS * (lasp.RANKS - 1) // lasp.RANKS
+    assert sum(counts[0]) == 4 * small**2 // lasp.HEADS
+    assert sum(counts[1]) == 2 * 4 * tokens * small // lasp.RANKS * (lasp.RANKS - 1) // lasp.RANKS
     assert [row.difference["elements"] for row in [*lasp.volumes()][:2]] == [0.0, -1 / 16]
 
 
 def test_the_papers_table_has_our_rows():
-    found = convergence.published()
-    assert list(found) == convergence.ROWS
-    assert found["transnormer/fsdp"] == {"without": 3.717, "lasp": 3.714}
+    published_rows = convergence.published()
+    assert list(published_rows) == convergence.ROWS
+    assert published_rows["transnormer/fsdp"] == {"without": 3.717, "lasp": 3.714}
     rows = list(lasp.trained())
-    assert [row.published for row in rows] == list(found.values())
+    assert [row.published for row in rows] == list(published_rows.values())
     assert all(row.measured for row in rows)
 
 
@@ -108,8 +111,8 @@ def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
     assert convergence.main([*flags, "--data", str(tmp_path / "stdlib")]) == 0
     assert "transnormer/zero1               lasp" in capsys.readouterr().out
     path = tmp_path / "results" / "lasp_convergence.jsonl"
-    kept = convergence.read_runs(path)
-    without, with_lasp = (kept["runs"][f"transnormer/zero1/{way}"] for way in convergence.WAYS)
+    table = convergence.read_runs(path)
+    without, with_lasp = (table["runs"][f"transnormer/zero1/{way}"] for way in convergence.WAYS)
     assert with_lasp["loss"] == pytest.approx(without["loss"], rel=1e-6)
     assert with_lasp["last"] == pytest.approx(without["last"], rel=1e-6)
     assert (
@@ -121,8 +124,8 @@ def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
 
 
 def test_the_committed_runs_are_all_and_within_the_bound():
-    kept = convergence.read_runs(convergence.RESULTS)
-    assert len(kept["runs"]) == len(convergence.ROWS) * len(convergence.WAYS) + len(
+    table = convergence.read_runs(convergence.RESULTS)
+    assert len(table["runs"]) == len(convergence.ROWS) * len(convergence.WAYS) + len(
         convergence.MODELS
     )
-    assert convergence.compared(kept)[1] == []
+    assert convergence.compared(table)[1] == []

@@ -10,20 +10,20 @@ from tests.model.models import model_config
 
 
 def test_minimal_blocks_are_as_printed_but_one():
-    found = {str(row.labels["device"]): row for row in ring.minimal_blocks()}
-    assert len(found) == 5
-    wrong = [name for name, row in found.items() if row.published != row.analytic]
+    rows_by_device = {str(row.labels["device"]): row for row in ring.minimal_blocks()}
+    assert len(rows_by_device) == 5
+    wrong = [name for name, row in rows_by_device.items() if row.published != row.analytic]
     assert wrong == [
         "A100 InfiniBand"
     ]  # 312 TF / 12.5 GB/s is 24.96 thousand tokens, where 24.5 is printed
-    assert found[wrong[0]].analytic == {"block": 25.0, "sequence": 149.8}
-    assert max(found[wrong[0]].difference.values()) < 0.021
+    assert rows_by_device[wrong[0]].analytic == {"block": 25.0, "sequence": 149.8}
+    assert max(rows_by_device[wrong[0]].difference.values()) < 0.021
 
 
 def test_a_ring_holds_the_papers_six_blocks():
-    *others, own = ring.activations()
-    assert own.published["bytes"] == 6 * 8192 * 4096
-    assert own.difference == {"bytes": 1.0}  # six blocks of two bytes an element
+    *others, ours_row = ring.activations()
+    assert ours_row.published["bytes"] == 6 * 8192 * 4096
+    assert ours_row.difference == {"bytes": 1.0}  # six blocks of two bytes an element
     assert all(row.analytic["bytes"] is None for row in others)
 
 
@@ -54,13 +54,13 @@ def test_every_longest_context_is_within_a_factor_of_two():
 
 
 def test_longer_contexts_of_trajectories_need_the_ring():
-    found = list(ring.reinforcement())
-    *tasks, average = (row.published for row in found if row.hardware == "not stated")
+    rows = list(ring.reinforcement())
+    *tasks, average = (row.published for row in rows if row.hardware == "not stated")
     assert len(tasks) == 6
     for column, mean in average.items():
         if mean != "oom":
             assert sum(row[column] for row in tasks) / 6 == pytest.approx(mean, abs=0.0051)
-    seconds, memory, fits = (row.analytic for row in found[7:10])
+    seconds, memory, fits = (row.analytic for row in rows[7:10])
     assert (
         memory["AT + RA 128"]
         < memory["AT + BPT 32"]

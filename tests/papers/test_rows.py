@@ -65,7 +65,7 @@ OLD = "0123abc, 2026-01-02"
 
 
 @pytest.mark.parametrize(
-    ("printed", "measured", "said", "stays"),
+    ("printed", "measured", "message", "unchanged"),
     [
         ("149.5", None, "equal, kept", True),
         ("149.6", None, "other figures now, written anew", False),
@@ -73,7 +73,7 @@ OLD = "0123abc, 2026-01-02"
     ],
 )
 def test_equal_files_and_those_with_more_measured_figures_stay(
-    tmp_path, capsys, printed, measured, said, stays
+    tmp_path, capsys, printed, measured, message, unchanged
 ):
     sheet = sheets_of("ring", ring.TABLES)[1]["minimal_block"]
     rows = list(sheet.rows())
@@ -81,8 +81,8 @@ def test_equal_files_and_those_with_more_measured_figures_stay(
     (tmp_path / "one.csv").write_text(before)
     write(tmp_path / "one", sheet, rows)
     after = (tmp_path / "one.csv").read_text()
-    assert f"one.csv was made by {OLD}: {said}" in capsys.readouterr().err
-    assert (after == before) == (made_by(after) == OLD) == stays
+    assert f"one.csv was made by {OLD}: {message}" in capsys.readouterr().err
+    assert (after == before) == (made_by(after) == OLD) == unchanged
     others = [
         rows[0],
         *(replace(row, measured={"other": 3.0}) for row in rows[1:]),
@@ -93,5 +93,5 @@ def test_equal_files_and_those_with_more_measured_figures_stay(
 
 def test_an_unknown_table_lists_those_there_are(capsys):
     assert ring.main(["--table", "nothing"]) == 2
-    assert "minimal_block" in (said := capsys.readouterr().err)
-    assert said.count("\n") == 1
+    assert "minimal_block" in (printed := capsys.readouterr().err)
+    assert printed.count("\n") == 1

@@ -33,5 +33,5 @@ def test_tiles_are_computed_whole():
 def test_the_planner_has_what_the_maximum_leaves_where_sending_is_hidden():
     """Recomputation and the backward keep the ratio of attention to the rest roughly as it is."""
     row = next(row for row in ROWS if row["hardware"] == "TPUv4 x16" and row["seq_len"] == "524288")
-    found = striped.planned(striped.model(row["model"]), device("TPU v4"), 2, 8, 524288)
-    assert found == pytest.approx(float(row["theoretical_max_speedup"]), rel=0.03)
+    speedup = striped.planned(striped.model(row["model"]), device("TPU v4"), 2, 8, 524288)
+    assert speedup == pytest.approx(float(row["theoretical_max_speedup"]), rel=0.03)

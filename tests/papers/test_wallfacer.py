@@ -12,15 +12,15 @@ from tests.bench.link.test_link import permitted
 
 
 def test_the_worked_example_is_as_printed():
-    found = wallfacer.volumes()
-    assert [row.published["gib"] for row in found] == [1.625, 0.152, 0.406, 0.558]
-    assert [round(float(row.analytic["gib"] or 0), 3) for row in found] == [
+    rows = wallfacer.volumes()
+    assert [row.published["gib"] for row in rows] == [1.625, 0.152, 0.406, 0.558]
+    assert [round(float(row.analytic["gib"] or 0), 3) for row in rows] == [
         1.625,
         0.152,
         0.406,
         0.559,
     ]
-    assert max(abs(row.difference["gib"]) for row in found) < 0.003
+    assert max(abs(row.difference["gib"]) for row in rows) < 0.003
     assert [(row.published, row.analytic) for row in wallfacer.memory()] == [
         ({"a": 68},) * 2,
         ({"a": 77},) * 2,
@@ -29,13 +29,13 @@ def test_the_worked_example_is_as_printed():
 
 def test_real_ranks_send_what_is_planned():
     cases = [("wallfacer", {"team_size": team}, False) for team in (1, 2)]
-    found = run_ranks(wallfacer.count, 4, cases)[1]
+    counts = run_ranks(wallfacer.count, 4, cases)[1]
     plans = [
         make_plan("wallfacer", seq_len=wallfacer.TOKENS, size=4, team_size=team) for team in (1, 2)
     ]
-    assert found == [wallfacer.planned(plan, wallfacer.HEADS, wallfacer.WIDTH) for plan in plans]
+    assert counts == [wallfacer.planned(plan, wallfacer.HEADS, wallfacer.WIDTH) for plan in plans]
     ring = wallfacer.volumes_of(wallfacer.TOKENS, wallfacer.HEADS * wallfacer.WIDTH, 4, 1)[0]
-    assert found[0] == (ring * 3 / 4, 0)
+    assert counts[0] == (ring * 3 / 4, 0)
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +44,14 @@ def gains():
 
 
 def test_the_papers_team_wins_in_every_setting_of_its_a100_clusters(gains):
-    known = [row for row in gains if row.published["team"]]
-    assert len(known) == 8
-    assert [row.analytic["team"] for row in known] == [row.published["team"] for row in known]
-    assert min(float(row.analytic["gain_percent"] or 0) for row in known) > 19
+    rows_with_team = [row for row in gains if row.published["team"]]
+    assert len(rows_with_team) == 8
+    assert [row.analytic["team"] for row in rows_with_team] == [
+        row.published["team"] for row in rows_with_team
+    ]
+    assert min(float(row.analytic["gain_percent"] or 0) for row in rows_with_team) > 19
     for row in (
-        known
+        rows_with_team
     ):  # what hides sends leaves less to gain, but where a ring is nothing but sends, as on 64 H100
         assert float(row.analytic["gain_hidden_percent"] or 0) < float(
             row.analytic["gain_percent"] or 0
@@ -57,9 +59,9 @@ def test_the_papers_team_wins_in_every_setting_of_its_a100_clusters(gains):
 
 
 def test_gains_on_links_are_predicted():
-    found = list(links.link_gains())
-    assert [tuple(row.labels.values()) for row in found] == links.LINK_SETTINGS
-    assert all(1.2 < float(row.analytic["times_as_fast"] or 0) < 3 for row in found)
+    rows = list(links.link_gains())
+    assert [tuple(row.labels.values()) for row in rows] == links.LINK_SETTINGS
+    assert all(1.2 < float(row.analytic["times_as_fast"] or 0) < 3 for row in rows)
 
 
 def test_without_namespaces_the_prediction_is_shown(monkeypatch, capsys):
@@ -68,10 +70,10 @@ def test_without_namespaces_the_prediction_is_shown(monkeypatch, capsys):
 
     monkeypatch.setattr(links, "prepare_machine", refused)
     assert wallfacer.main(["--table", "links", "--measure"]) == 0
-    found = capsys.readouterr()
-    assert "measured:" not in found.out
-    assert found.out.count("\nshared  ") == found.out.count("\nrails   ") == 4
-    assert "links is not measured here, but predicted: no namespaces here" in found.err
+    captured = capsys.readouterr()
+    assert "measured:" not in captured.out
+    assert captured.out.count("\nshared  ") == captured.out.count("\nrails   ") == 4
+    assert "links is not measured here, but predicted: no namespaces here" in captured.err
 
 
 @pytest.mark.slow
@@ -86,10 +88,10 @@ def test_a_gain_is_measured_on_a_link(model, monkeypatch):
 
 
 def test_supported_lengths_are_the_published_ones_but_one():
-    found = wallfacer.supported()
+    rows = wallfacer.supported()
     wrong = [
         (row.labels, way)
-        for row in found
+        for row in rows
         for way in row.published
         if row.published[way] != row.analytic[way]
     ]

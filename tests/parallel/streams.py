@@ -26,10 +26,10 @@ class Stream:
         return event
 
     def wait_event(self, event):
-        source, seen = event
+        source, seen_by_event = event
         self._device.log.append((self.name, f"waits for {source}"))
         if (self.name, source) != self._device.dropped:
-            self.seen |= seen  # the larger of each
+            self.seen |= seen_by_event  # the larger of each
 
 
 class Device(TorchDispatchMode):
@@ -83,12 +83,12 @@ class Device(TorchDispatchMode):
         self.log.append((stream.name, func.name()))
         if stream is not self.compute and func.name() == "aten::copy_":
             assert args[2], "a copy for which the host waits"
-        given = [
+        arguments = [
             (a, args[i] if i < len(args) else kwargs.get(a.name))
             for i, a in enumerate(func._schema.arguments)
         ]
         read, written = set[int](), set[int]()
-        for argument, value in given:
+        for argument, value in arguments:
             writes = argument.alias_info is not None and argument.alias_info.is_write
             (written if writes else read).update(
                 self._place(x) for x in tree_leaves(value) if isinstance(x, Tensor)

@@ -29,16 +29,16 @@ DEVICE = torch.device("cpu")
 @pytest.fixture
 def steps(monkeypatch):
     """Record each step, as its name and arguments, in the place of taking it."""
-    taken = []
+    calls = []
 
     def spy(name):
-        return lambda *arguments, **settings: taken.append((name, *arguments))
+        return lambda *arguments, **settings: calls.append((name, *arguments))
 
     monkeypatch.setattr(split, "split_model", spy("split_model"))
     monkeypatch.setattr(apply, "sharding_mesh", lambda mesh, config: "sharding")
     for name in ("compile_layers", "recompute_layers", "shard_model", "init_parameters"):
         monkeypatch.setattr(apply, name, spy(name))
-    return taken
+    return calls
 
 
 def arranged(steps, *, compiled):

@@ -98,12 +98,12 @@ def test_a_step_over_ranks_is_that_of_one_process(ranks):
 
 def halves(rank, world_size, meshes):
     """The steps in bfloat16 on each mesh."""
-    found = {}
+    results = {}
     for tp, cp in meshes:
         for kind in KINDS:
             with distributed_mesh(mesh_config(tp, cp)) as mesh:
-                found[kind, tp, cp] = split_step(mesh, MODELS[kind], bf16=True)[1]
-    return found
+                results[kind, tp, cp] = split_step(mesh, MODELS[kind], bf16=True)[1]
+    return results
 
 
 def errors(step, kind):

@@ -37,8 +37,8 @@ def by_srun(node, local, nodes, each):
         "STEP_TASKS_PER_NODE",
     )
     values = (7, 0, nodes * each, node * each + local, local, node, f"{each}(x{nodes})")
-    found = {f"SLURM_{name}": str(value) for name, value in zip(names, values, strict=True)}
-    return found | {"SLURM_STEP_NODELIST": f"node[0-{nodes - 1}]"}
+    variables = {f"SLURM_{name}": str(value) for name, value in zip(names, values, strict=True)}
+    return variables | {"SLURM_STEP_NODELIST": f"node[0-{nodes - 1}]"}
 
 
 def own(local):
@@ -48,15 +48,15 @@ def own(local):
 
 LAUNCHERS = {
     "torchrun": by_torchrun,
-    "torchrun, listed": lambda *at: (
-        by_torchrun(*at) | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(at[3])))}
+    "torchrun, listed": lambda *place: (
+        by_torchrun(*place) | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(place[3])))}
     ),
-    "torchrun, one a process": lambda *at: by_torchrun(*at) | own(at[1]),
-    "torchrun, NCCL told otherwise": lambda *at: (
-        by_torchrun(*at) | {"TORCH_NCCL_HIGH_PRIORITY": "0"}
+    "torchrun, one a process": lambda *place: by_torchrun(*place) | own(place[1]),
+    "torchrun, NCCL told otherwise": lambda *place: (
+        by_torchrun(*place) | {"TORCH_NCCL_HIGH_PRIORITY": "0"}
     ),
     "srun": by_srun,
-    "srun, one a task": lambda *at: by_srun(*at) | own(at[1]),
+    "srun, one a task": lambda *place: by_srun(*place) | own(place[1]),
 }
 
 
@@ -66,12 +66,12 @@ def gpu_of(patch, environment, node, gpus, device="auto"):
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     visible = [int(x) for x in listed.split(",")] if listed else [*range(gpus)]
-    taken, said = list[torch.device](), list[tuple[str, str]]()
+    devices, reported = list[torch.device](), list[tuple[str, str]]()
 
     @contextmanager
     def joined(backend, timeout):
-        wanted = ("cpu:gloo,cuda:nccl", 1) if gpus else ("gloo", 0)
-        assert (backend, len(taken)) == wanted, "NCCL is told of no other device later"
+        expected = ("cpu:gloo,cuda:nccl", 1) if gpus else ("gloo", 0)
+        assert (backend, len(devices)) == expected, "NCCL is told of no other device later"
         assert not gpus or mesh.GPU_ENVIRONMENT.keys() <= os.environ.keys(), (
             "told before NCCL starts"
         )
@@ -101,30 +101,32 @@ def gpu_of(patch, environment, node, gpus, device="auto"):
         lambda: mesh.GPU_ENVIRONMENT.keys() <= os.environ.keys() and bool(gpus),
     )
     patch.setattr(torch.cuda, "device_count", lambda: len(visible))
-    patch.setattr(torch.cuda, "set_device", taken.append)
+    patch.setattr(torch.cuda, "set_device", devices.append)
     patch.setattr(
-        torch.cuda, "get_device_properties", lambda of: SimpleNamespace(uuid=visible[of.index])
+        torch.cuda,
+        "get_device_properties",
+        lambda argument: SimpleNamespace(uuid=visible[argument.index]),
     )
     patch.setattr(socket, "gethostname", lambda: f"node{node}")
-    patch.setattr(mesh, "gather_results", lambda of: said.append(of()) or said)
+    patch.setattr(mesh, "gather_results", lambda argument: reported.append(argument()) or reported)
     patch.setattr(mesh, "process_group", joined)
     with distributed_mesh(MeshConfig(device=device)) as arranged:
-        assert taken == ([arranged.device] if gpus else [])
+        assert devices == ([arranged.device] if gpus else [])
         assert arranged.device.type == ("cuda" if gpus else "cpu")
-    return said[0] if gpus else None
+    return reported[0] if gpus else None
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_process_has_a_gpu_of_its_own(launcher, monkeypatch):
     for nodes, each in ((1, 2), (2, 1), (2, 4)):
-        found = []
+        pairs = []
         for rank in range(nodes * each):
             node, local = divmod(rank, each)
             with monkeypatch.context() as patch:
-                found.append(
+                pairs.append(
                     gpu_of(patch, LAUNCHERS[launcher](node, local, nodes, each), node, each)
                 )
-        assert found == [(f"node{node}", str(gpu)) for node in range(nodes) for gpu in range(each)]
+        assert pairs == [(f"node{node}", str(gpu)) for node in range(nodes) for gpu in range(each)]
 
 
 def test_a_process_that_nothing_launched_takes_the_first_gpu(monkeypatch):
@@ -198,8 +200,8 @@ def test_a_process_more_than_gpus_is_refused(launcher, monkeypatch):
 
 def test_all_tasks_on_one_gpu_are_not_apart(monkeypatch):
     """Negative control: where every task sees the same GPU alone, what is compared is the same."""
-    found = set()
+    pairs = set()
     for local in range(2):
         with monkeypatch.context() as patch:
-            found.add(gpu_of(patch, by_srun(0, local, 1, 2) | own(0), 0, 2))
-    assert len(found) == 1
+            pairs.add(gpu_of(patch, by_srun(0, local, 1, 2) | own(0), 0, 2))
+    assert len(pairs) == 1

@@ -57,11 +57,11 @@ def places(rank, world_size, names, sizes, balance_over="cp"):
     )
     with distributed_mesh(config) as mesh:
         assert mesh.device == torch.device("cpu")
-        found = [
+        coordinates = [
             dist.get_process_group_ranks(getattr(mesh, name).get_group()) for name in names.split()
         ]
     assert dist.is_initialized(), "processes that had joined before stay so"
-    return found
+    return coordinates
 
 
 EVERYONE = [0, 1, 2, 3]

@@ -41,10 +41,10 @@ def gradients(model):
 
 @pytest.fixture
 def pools(monkeypatch):
-    made = []
+    offloads = []
     init = Offload.__init__
-    monkeypatch.setattr(Offload, "__init__", lambda self: made.append(self) or init(self))
-    return made
+    monkeypatch.setattr(Offload, "__init__", lambda self: offloads.append(self) or init(self))
+    return offloads
 
 
 def buffers(pools):
@@ -56,7 +56,7 @@ def test_nothing_races_and_no_bit_changes(granularity, monkeypatch, pools):
     want = gradients(model_of(granularity, False))
     with streams(monkeypatch) as device:
         model = model_of(granularity, True)
-        made = []
+        buffers_by_step = []
         for _ in range(2):
             device.log.clear()
             assert all(torch.equal(a, b) for a, b in zip(gradients(model), want, strict=True))
@@ -65,9 +65,11 @@ def test_nothing_races_and_no_bit_changes(granularity, monkeypatch, pools):
             assert copies["back", "aten::copy_"] == KEPT[granularity] * (
                 MODEL.num_layers - ON_DEVICE
             )
-            made.append(buffers(pools))
-            assert made[-1] == made[0]  # all are idle again, and the first step made all
-            assert len(made[0]) == KEPT[granularity] * MODEL.num_layers
+            buffers_by_step.append(buffers(pools))
+            assert (
+                buffers_by_step[-1] == buffers_by_step[0]
+            )  # all are idle again, and the first step made all
+            assert len(buffers_by_step[0]) == KEPT[granularity] * MODEL.num_layers
     assert not device.races
 
 
@@ -91,14 +93,14 @@ def test_every_wait_is_needed(dropped, race, monkeypatch):
 
 def lead(log):
     """Operators of the computation between the call for each copy back and the wait for it."""
-    called, found, done = list[int](), list[int](), 0
+    called, leads, done = list[int](), list[int](), 0
     for stream, what in log:
         done += stream == "compute" and what.startswith("aten::") and "wait" not in what
         if (stream, what) == ("back", "aten::copy_"):
             called.append(done)
         if (stream, what) == ("compute", "waits for back"):
-            found.append(done - called.pop(0))
-    return found
+            leads.append(done - called.pop(0))
+    return leads
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -122,7 +124,7 @@ def test_a_backward_that_never_came_or_that_ends_early(granularity, monkeypatch,
     with streams(monkeypatch) as device:
         model = model_of(granularity, True)
         inside = []
-        model.layers[1].register_forward_hook(lambda *given: inside.append(given[-1]))
+        model.layers[1].register_forward_hook(lambda *args: inside.append(args[-1]))
         gradients(model)
         model(TOKENS)
         loss = model(TOKENS).square().sum()
@@ -154,9 +156,9 @@ def test_order_of_dimensions_is_kept():
         torch.randn(7, 6)[1:5, ::2],
         torch.tensor([2.0]).bfloat16(),
     ):
-        kept = layer.pack(x)
-        kept.release()
-        got = offload.unpack(kept)
+        handle = layer.pack(x)
+        handle.release()
+        got = offload.unpack(handle)
         assert got is not x
         assert torch.equal(got, x)
         assert got.dtype == x.dtype
@@ -167,9 +169,9 @@ def test_numbers_stay_where_they_are():
     """Some kernels for CUDA return seeds on the host, which has no streams."""
     layer = Offload().layer(first=True)
     for x in (torch.tensor(2), torch.empty(0, 3)):
-        kept = layer.pack(x)
-        assert kept is x
-        assert offload.unpack(kept) is x
+        packed = layer.pack(x)
+        assert packed is x
+        assert offload.unpack(packed) is x
 
 
 @pytest.mark.gpu
@@ -178,7 +180,7 @@ def test_numbers_stay_where_they_are():
 )
 @pytest.mark.parametrize("granularity", KEPT)
 def test_cuda_steps_pin_memory_once_and_wait_no_more_than_without(granularity, pools):
-    waits, found = [], []
+    waits, gradients_by_run = [], []
     for moved in (False, True):
         model = model_of(granularity, moved).to("cuda", torch.bfloat16)
         gradients(model)
@@ -187,14 +189,14 @@ def test_cuda_steps_pin_memory_once_and_wait_no_more_than_without(granularity, p
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                found.append(gradients(model))
+                gradients_by_run.append(gradients(model))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        waits.append(sum("synchronizing" in str(one.message) for one in caught))
+        waits.append(sum("synchronizing" in str(warning.message) for warning in caught))
         assert buffers(pools) == first
     assert all(x.is_pinned() for pool in pools for idle in pool.idle.values() for x in idle)
     assert waits[1] == waits[0]
     assert all(
         (a - b).float().norm() <= 2**-8 * b.float().norm()
-        for a, b in zip(found[1], found[0], strict=True)
+        for a, b in zip(gradients_by_run[1], gradients_by_run[0], strict=True)
     )

@@ -109,11 +109,13 @@ def layer_output(chosen):
     weights = {p.data_ptr() for p in model.parameters()}
     rotary = Rotary(cp.positions, MODEL.head_dim, MODEL, torch.float32)
     x = torch.randn(2, LENGTH, MODEL.hidden_size, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved_tensors = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved_tensors.append(t) or t, lambda t: t
+    ):
         out = model.layers[0](x, rotary)
     # torch before 2.13 keeps an empty tensor besides
-    return out, [t for t in kept if t.numel() and t.data_ptr() not in weights]
+    return out, [t for t in saved_tensors if t.numel() and t.data_ptr() not in weights]
 
 
 @pytest.mark.parametrize("granularity", ["full", "attention_boundary"])
@@ -125,8 +127,8 @@ def test_a_layer_keeps_its_input(granularity):
     assert everything > 10 * 2 * LENGTH * MODEL.hidden_size
 
 
-@pytest.mark.parametrize(("granularity", "kept"), [("full", 1), ("attention_boundary", 3)])
-def test_offload_moves_all_that_is_kept(granularity, kept, monkeypatch):
+@pytest.mark.parametrize(("granularity", "num_kept"), [("full", 1), ("attention_boundary", 3)])
+def test_offload_moves_all_that_is_kept(granularity, num_kept, monkeypatch):
     moved = []
     monkeypatch.setattr(
         offload, "ON_DEVICE", 1
@@ -141,7 +143,7 @@ def test_offload_moves_all_that_is_kept(granularity, kept, monkeypatch):
         heads,
     ]  # its input, out, lse
     assert [tuple(shape) for shape in moved if shape.numel()] == of_a_layer[
-        :kept
+        :num_kept
     ] * MODEL.num_layers
 
 
@@ -210,14 +212,14 @@ CHUNKED = {"loss_chunk_size": 5, "ffn_chunk_size": 7}
 
 
 def on_two_ranks(rank, world_size, bf16):
-    found = {name: sharded_step(config(name), world_size, bf16) for name in FORWARDS}
+    results = {name: sharded_step(config(name), world_size, bf16) for name in FORWARDS}
     offload.ON_DEVICE = 1  # so that the first of two layers is read from host memory
     for name in ("full", "attention_boundary"):
         assert same(
             sharded_step(config(name, recompute_offload=True), world_size, bf16)[0],
-            found["none"][0],
+            results["none"][0],
         ), name
-    return found | {
+    return results | {
         f"{name} in chunks": sharded_step(config(name, **CHUNKED), world_size, bf16)
         for name in FORWARDS
     }
@@ -239,7 +241,7 @@ def exchanged(rank, world_size):
     """Every policy's loss and gradients, and the share of the forward's exchange of heads that the
     backward repeats.
     """
-    found = {}
+    results = {}
     for name in FORWARDS:
         cp = context_parallel("ulysses", seq_len=LENGTH, group=dist.group.WORLD)
         model = Decoder(MODEL, cp.attend)
@@ -250,24 +252,24 @@ def exchanged(rank, world_size):
         forward = cp.transport.traffic.total
         loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        found[name] = (
+        results[name] = (
             [loss.detach(), *gradients],
             (cp.transport.traffic.total - 2 * forward) / forward,
         )
-    return found
+    return results
 
 
 def test_the_heads_exchanged_back_are_kept_at_the_attention_boundary():
     """Going there, q and twice the KV heads, is done again; coming back, as many as q, is not."""
-    there = (MODEL.num_attention_heads + 2 * MODEL.query_groups) / (
+    share_sent = (MODEL.num_attention_heads + 2 * MODEL.query_groups) / (
         2 * MODEL.num_attention_heads + 2 * MODEL.query_groups
     )
-    for found in run_ranks(exchanged, 2):
-        assert all(same(got, found["none"][0]) for got, _ in found.values())
-        again = {name: more for name, (_, more) in found.items()}
+    for results in run_ranks(exchanged, 2):
+        assert all(same(got, results["none"][0]) for got, _ in results.values())
+        again = {name: more for name, (_, more) in results.items()}
         assert again["none"] == 0
         assert again["full"] == 1
-        assert again["attention_boundary"] == pytest.approx(there)
+        assert again["attention_boundary"] == pytest.approx(share_sent)
 
 
 @pytest.mark.gpu
@@ -277,7 +279,7 @@ def test_the_heads_exchanged_back_are_kept_at_the_attention_boundary():
 @pytest.mark.parametrize("granularity", ["full", "attention_boundary"])
 def test_cuda_offload_frees_the_device(granularity):
     shape = replace(MODEL, num_layers=6, hidden_size=256)
-    tokens, found, held = torch.randint(37, (1, 4096), device="cuda"), [], []
+    tokens, results, bytes_held = torch.randint(37, (1, 4096), device="cuda"), [], []
     for moved in (False, True):
         model = Decoder(shape)
         model.init_weights(SEED)
@@ -285,9 +287,11 @@ def test_cuda_offload_frees_the_device(granularity):
         model.to("cuda", torch.bfloat16)
         before = torch.cuda.memory_allocated()
         loss = model(tokens).float().square().sum()
-        held.append(torch.cuda.memory_allocated() - before)
+        bytes_held.append(torch.cuda.memory_allocated() - before)
         loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     inputs = (shape.num_layers - ON_DEVICE) * tokens.numel() * shape.hidden_size * 2
-    assert held[0] - held[1] >= 0.9 * inputs * (2 if granularity == "attention_boundary" else 1)
-    assert furthest(found[1], found[0]) < 2**-8
+    assert bytes_held[0] - bytes_held[1] >= 0.9 * inputs * (
+        2 if granularity == "attention_boundary" else 1
+    )
+    assert furthest(results[1], results[0]) < 2**-8

@@ -154,7 +154,7 @@ def one_process(kind):
 
 def steps(rank, world_size, cases):
     """The step of every case and how many states this rank sent in it to its neighbours."""
-    found = []
+    step_records = []
     sent = []
     post = Transport.isend_irecv
 
@@ -172,8 +172,8 @@ def steps(rank, world_size, cases):
             step = split_step(
                 mesh, MODELS[case.kind], recompute, sharding, method=case.method, hybrid=hybrid
             )[1]
-        found.append((step, len(sent)))
-    return found
+        step_records.append((step, len(sent)))
+    return step_records
 
 
 @pytest.mark.parametrize(
@@ -260,12 +260,13 @@ def test_packed_documents_over_three_ranks_are_each_document_alone():
             for part, label in zip(parts, labels, strict=True)
         )
         want.backward()
-        wanted = gradients_of(model)
-        bound = 2e-6 * max(x.abs().max().item() for x in wanted.values())
+        expected = gradients_of(model)
+        bound = 2e-6 * max(x.abs().max().item() for x in expected.values())
         for loss, gradients, sent, planned in of_ranks:
             assert abs(loss - want.item()) < 2e-6 * want.item(), kind
             assert (
-                max((gradients[name] - wanted[name]).abs().max().item() for name in wanted) < bound
+                max((gradients[name] - expected[name]).abs().max().item() for name in expected)
+                < bound
             ), kind
             assert sent == planned > 0
 

@@ -110,20 +110,20 @@ def accumulated(rank, world_size, strategy, copies=1, bf16=False, finish=True):
     """
     model = sharded(world_size, bf16, strategy, copies)
     mesh = init_device_mesh("cpu", (world_size,))
-    held, sent = [], []
+    elements_held, sent = [], []
     for micro in range(2):
         set_gradient_sync(model, micro == 1, strategy)
         with recorded() as calls:
             (loss_sum(model, rank, micro) / 10).backward()
         sent.append(calls)
-        held += [elements(model, "weights"), elements(model, "gradients")]
+        elements_held += [elements(model, "weights"), elements(model, "gradients")]
     with recorded() as calls:
         if finish:
             finish_gradients(model, mesh, strategy)
     sent.append(calls)
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
     norm = gradient_norm(model.parameters(), copies=untracked_replicas(mesh, strategy)).item()
-    return gradients_of(model), held, sent, norm
+    return gradients_of(model), elements_held, sent, norm
 
 
 def accumulated_in_one_process(ranks):
@@ -146,7 +146,9 @@ def test_micro_batches_accumulate_and_each_strategy_divides_and_sends_what_it_sa
             assert norm == pytest.approx(gradient_norm_of(want), rel=1e-6)
             assert [set(calls) for calls in sent] == traffic(strategy, ranks, copies), strategy
             assert strategy != "legacy_ddp" or len(sent[2]) == 1
-        totals = [sum(held[index] for _, held, _, _ in results) for index in range(4)]
+        totals = [
+            sum(elements_held[index] for _, elements_held, _, _ in results) for index in range(4)
+        ]
         assert totals == [share * size for share in shares(strategy, ranks, copies)], strategy
 
 
@@ -213,20 +215,20 @@ def gradients(rank, world_size, strategy, granularity="none", data_rank=None):
     """Gradients of a TransNormer in bfloat16 over two micro-batches; its angles are seen in
     float32.
     """
-    seen = []
+    dtypes = []
     forward = LRPE.forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             LRPE,
             "forward",
-            lambda self, *inputs: seen.append(self.theta.dtype) or forward(self, *inputs),
+            lambda self, *inputs: dtypes.append(self.theta.dtype) or forward(self, *inputs),
         )
         model = sharded(world_size, True, strategy, config=CONFIG, granularity=granularity)
         for micro in range(2):
             set_gradient_sync(model, micro == 1, strategy)
             loss_sum(model, rank if data_rank is None else data_rank, micro).backward()
         finish_gradients(model, init_device_mesh("cpu", (world_size,)), strategy)
-    assert set(seen) == {torch.float32}
+    assert set(dtypes) == {torch.float32}
     assert (
         {p.dtype for p in model.parameters()}
         == {p.grad.dtype for p in model.parameters()}
@@ -242,9 +244,9 @@ def each_gradients(rank, world_size, cases):
 def test_angles_stay_in_float32_and_gradients_are_summed():
     """Either rank's tokens by one process each, and both by two."""
     alone = [(("zero3", "none", rank),) for rank in range(2)]
-    one, two = (run_ranks(each_gradients, 1, cases)[0][0] for cases in alone)
-    assert one[ANGLES].norm() > 0
-    want = {name: one[name] + two[name] for name in one}
+    first_alone, two = (run_ranks(each_gradients, 1, cases)[0][0] for cases in alone)
+    assert first_alone[ANGLES].norm() > 0
+    want = {name: first_alone[name] + two[name] for name in first_alone}
     cases = [(strategy, granularity) for strategy in STRATEGIES for granularity in ("none", "full")]
     for results in run_ranks(each_gradients, 2, cases):
         for case, got in zip(cases, results, strict=True):
@@ -259,8 +261,8 @@ def of(strategy, copies=1):
 
 def step(rank, world_size, tp, cp, config):
     with distributed_mesh(split.mesh_config(tp, cp)) as mesh:
-        model, found = split.split_step(mesh, split.config(), data_parallel=config)
-        return found, gradient_norm(
+        model, rank_gradients = split.split_step(mesh, split.config(), data_parallel=config)
+        return rank_gradients, gradient_norm(
             model.parameters(), copies=untracked_replicas(mesh.dp_cp, config.strategy)
         ).item()
 

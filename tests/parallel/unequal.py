@@ -38,13 +38,13 @@ def sharded(
     granularity="none",
 ):
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_cp",))
-    given = DataParallelConfig(
+    dp_config = DataParallelConfig(
         data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=copies
     )
     with torch.device("meta"):
         model = build_model(config)
     recompute_layers(model.layers, RecomputeConfig(recompute_granularity=granularity))
-    shards = sharding_mesh(mesh, given)
+    shards = sharding_mesh(mesh, dp_config)
     shard_model(model, model.layers, shards, bf16=bf16, strategy=strategy, prefetch=prefetch)
     init_parameters(
         model,

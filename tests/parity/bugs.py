@@ -48,9 +48,9 @@ def label_lost():
     local = NextToken.local
 
     def without(self, batch):
-        found = local(self, batch)
-        found["labels"][:, -1] = -100
-        return found
+        local_batch = local(self, batch)
+        local_batch["labels"][:, -1] = -100
+        return local_batch
 
     NextToken.local = without
 
@@ -59,8 +59,8 @@ def state_not_passed():
     """Linear attention drops what the ranks before have seen."""
     passed = StateExecutor._pass_states
 
-    def dropped(self, *of, reverse=False):
-        *others, enter = of
+    def dropped(self, *arguments, reverse=False):
+        *others, enter = arguments
         return passed(self, *others, enter if reverse else lambda *_: None, reverse=reverse)
 
     StateExecutor._pass_states = dropped
@@ -70,8 +70,8 @@ def gradient_halved():
     """Attention's backward loses half of the gradient of its values."""
     backward = Executor.backward
 
-    def partly(self, *of):
-        dq, dk, dv = backward(self, *of)
+    def partly(self, *arguments):
+        dq, dk, dv = backward(self, *arguments)
         return dq, dk, dv / 2
 
     Executor.backward = partly
@@ -93,11 +93,11 @@ def local_means():
     take = Batches.take
 
     def local(self, steps):
-        taken = take(self, steps)
-        if taken is None:
+        step_batch = take(self, steps)
+        if step_batch is None:
             return None
-        own = sum(int(batch["count"]) for batch in taken.micro_batches)
-        return taken._replace(valid=own * self._task.mesh.dp_cp.size())
+        local_count = sum(int(batch["count"]) for batch in step_batch.micro_batches)
+        return step_batch._replace(valid=local_count * self._task.mesh.dp_cp.size())
 
     Batches.take = local
 
@@ -106,8 +106,8 @@ def alike_shards():
     """Start every rank's shard with the values of the first."""
 
     def first(parameter):
-        own = parameter.to_local()
-        return own, tuple(slice(0, length) for length in own.shape)
+        local_tensor = parameter.to_local()
+        return local_tensor, tuple(slice(0, length) for length in local_tensor.shape)
 
     parallel.data.local_shard = first
 

@@ -15,12 +15,12 @@ LANGUAGE = ("--vocab-size", "4099", "--seq-length", "128")
 DIFFUSION, WINDOWS = "dit", "windows"
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 MESHES: dict[str, str] = {
-    of: text.replace("METHODS", "|".join(METHODS)) for of, text in _FILE["meshes"].items()
+    name: text.replace("METHODS", "|".join(METHODS)) for name, text in _FILE["meshes"].items()
 }
 """Lines of meshes, which kinds of models share."""
 KINDS: dict[str, dict[str, str]] = _FILE["kinds"]
 """Flags and meshes of each kind of model."""
-LINEAR = tuple(kind for kind, of in KINDS.items() if of["meshes"] == "linear")
+LINEAR = tuple(kind for kind, settings in KINDS.items() if settings["meshes"] == "linear")
 MOST = 8
 REFERENCE = Case(method="none")
 LINEAR_REFERENCE = Case()
@@ -35,17 +35,17 @@ def chosen_cases(kind: str, only: str = "") -> list[Case]:
     """Return the meshes of a kind of model whose title contains ``only``; learned sinks refuse
     split backwards.
     """
-    found = [
+    cases = [
         case
         for case in cases_of(MESHES[KINDS[kind]["meshes"]])
         if case.ranks <= MOST and only in case.title
     ]
-    return [case for case in found if kind != WINDOWS or case.schedule != "InterleavedZeroBubble"]
+    return [case for case in cases if kind != WINDOWS or case.schedule != "InterleavedZeroBubble"]
 
 
 def flags_of(kind: str, case: Case, data: Path, iterations: int = 3) -> list[str]:
     """Return the command line that trains a kind of model on a mesh."""
-    found = [*SHARED, *KINDS[kind]["flags"].split(), "--train-iters", str(iterations)]
+    flags = [*SHARED, *KINDS[kind]["flags"].split(), "--train-iters", str(iterations)]
     if kind != DIFFUSION:
-        found += [*LANGUAGE, "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
-    return [*found, *case.flags]
+        flags += [*LANGUAGE, "--data-path", str(data), "--tokenizer-model", f"{data}.model"]
+    return [*flags, *case.flags]

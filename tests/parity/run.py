@@ -126,9 +126,9 @@ def train_masked(
     grew.
     """
     before = _peak_mb()
-    found = train(rank, world_size, flags, sabotage, task, wrap=Masked)
-    found.memory_mb = _peak_mb() - before
-    return found
+    run = train(rank, world_size, flags, sabotage, task, wrap=Masked)
+    run.memory_mb = _peak_mb() - before
+    return run
 
 
 def _peak_mb() -> float:
@@ -189,8 +189,8 @@ def rows(kinds: list[str], only: str, data: Path) -> Iterator[tuple[str, bool]]:
     """Yield each line of the table as it is measured, and whether it is as it should be."""
     references = {kind: trained(kind, reference_of(kind), data) for kind in kinds}
     for kind in kinds:
-        title, own = reference_of(kind).title, references[kind]
-        yield f"| {kind} | 1 | {title} | {compare(own, own).cells} |", True
+        title, reference = reference_of(kind).title, references[kind]
+        yield f"| {kind} | 1 | {title} | {compare(reference, reference).cells} |", True
     for kind in kinds:
         for case in chosen_cases(kind, only):
             row = compare(trained(kind, case, data), references[kind])
@@ -233,19 +233,19 @@ def main(argv: list[str] | None = None) -> int:
         help="the table (default: %(default)s)",
     )
     args = parser.parse_args(argv)
-    asked = list(dict.fromkeys(args.kind))
-    if not any(chosen_cases(kind, args.only) for kind in asked):
+    kinds = list(dict.fromkeys(args.kind))
+    if not any(chosen_cases(kind, args.only) for kind in kinds):
         raise UserError(
             f"--only is {args.only!r}, which is in no mesh's title, such as "
-            f"{chosen_cases(asked[0])[0].title}"
+            f"{chosen_cases(kinds[0])[0].title}"
         )
     if (
-        asked != [DIFFUSION] and not Path(f"{args.data}.idx").exists()
+        kinds != [DIFFUSION] and not Path(f"{args.data}.idx").exists()
     ):  # tests have a part of the corpus
         prepare(Request(), args.data)
     started, lines, failed = time.monotonic(), list[str](), 0
     print(HEADER, flush=True)
-    for line, good in rows(asked, args.only, args.data):
+    for line, good in rows(kinds, args.only, args.data):
         print(line, flush=True)
         lines.append(line)
         failed += not good

@@ -63,8 +63,8 @@ def asked(words):
 
 def check(bug, words, first):
     started = monotonic()
-    found = compared(asked(words), sabotage=bug)
-    assert report(found).startswith(f"differs first: {first}, by ")
+    differences = compared(asked(words), sabotage=bug)
+    assert report(differences).startswith(f"differs first: {first}, by ")
     assert monotonic() - started < 300
 
 
@@ -83,10 +83,10 @@ def test_a_planted_bug_is_found_and_named(bug, words, first):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", EQUAL)
 def test_a_run_of_every_kind_equals_one_process(words):
-    found = compared(asked(words))
-    assert report(found).startswith("equal to one process"), report(found)
+    differences = compared(asked(words))
+    assert report(differences).startswith("equal to one process"), report(differences)
     assert {"gradient of layers.0", "grad_norm of step 2", "validation_loss of step 2"} <= {
-        one.what for one in found
+        difference.what for difference in differences
     }
 
 

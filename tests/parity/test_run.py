@@ -66,14 +66,14 @@ def test_a_mesh_trains_as_one_process_does(kind, case, default_data, reference):
 def test_what_is_broken_is_outside_of_the_bounds(bug, kind, case, default_data, reference):
     row = compare(trained(kind, case, default_data, bug), reference(kind))
     assert not row.within
-    seen = {
+    outside = {
         bugs.local_means: row.loss > 100 * parity.LOSS and row.gradients > parity.GRADIENTS,
         bugs.alike_shards: not row.same_start,
         bugs.copies_left_alone: row.gradients > 1000 * parity.GRADIENTS and bool(row.copies_differ),
         bugs.stage_without_norm: row.norm > 1000 * parity.NORM
         and row.gradients <= parity.GRADIENTS,
     }
-    assert seen[bug], row.cells
+    assert outside[bug], row.cells
 
 
 def test_ranks_hold_unequal_numbers_of_valid_tokens():

@@ -33,17 +33,17 @@ def test_the_schedule_of_a_delta_rule_is_the_one_predicted_fastest():
     node = replace(load_cluster(CLUSTERS / "cpu.toml"), gpus_per_node=16)
     slow_link = replace(node, inside_gb_per_s=1e-3, inside_latency_us=1.0)
     slow_start = replace(node, inside_gb_per_s=1e3, inside_latency_us=1e5)
-    for size, cluster, wanted in (
+    for size, cluster, expected in (
         (2, slow_link, "chain"),
         (16, slow_link, "tree"),
         (16, slow_start, "tree"),
     ):
-        assert with_schedule(run(size), cluster) == run(size, wanted)
+        assert with_schedule(run(size), cluster) == run(size, expected)
         times = {
             name: predicted(run(size, name), size, cluster).time
             for name in ("auto", "chain", "tree")
         }
-        assert times.pop("auto") == times[wanted] == min(times.values())
+        assert times.pop("auto") == times[expected] == min(times.values())
     assert with_schedule(run(1)) == run(1)
     with fake_process_group(0, 16, 8):
         assert config_to_save(run(16, "tree"), run(16), 16) == run(16), (
@@ -72,10 +72,10 @@ def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kin
         fields = replace(node, inside_latency_us=latency).entries()
         path = tmp_path / f"{latency}.toml"
         path.write_bytes(tomli_w.dumps(fields).encode())
-        wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
+        context = ContextConfig(context_parallel_method="auto", cluster=str(path))
         chosen.append(
             with_method(
-                replace(linear, context=wanted), 16, fastest_method
+                replace(linear, context=context), 16, fastest_method
             ).context.context_parallel_method
         )
     assert chosen == ["lasp", "lasp2"]
@@ -85,11 +85,11 @@ def test_a_diffusion_transformer_gets_what_is_planned_first_for_it():
     dit = replace(
         diffusion.load_config(CLUSTERS.parent / "models" / "dit_tiny.toml"), mesh=config(2).mesh
     )
-    wanted = replace(dit, context=FullContextConfig(context_parallel_method="auto"))
-    chosen = with_method(wanted, 2, fastest_method)
+    auto_config = replace(dit, context=FullContextConfig(context_parallel_method="auto"))
+    chosen = with_method(auto_config, 2, fastest_method)
     assert (
         chosen.context
-        == rank([wanted], 2, load_cluster(CLUSTERS / "cpu.toml")).candidates[0].config.context
+        == rank([auto_config], 2, load_cluster(CLUSTERS / "cpu.toml")).candidates[0].config.context
     )
     assert chosen.context.context_parallel_method in (
         "ring",
@@ -106,11 +106,11 @@ def test_auto_says_why_it_finds_nothing(tmp_path):
     path.write_text(
         (CLUSTERS / "cpu.toml").read_text().replace("memory_gb = 8 ", "memory_gb = 0.001 ")
     )
-    wanted = ContextConfig(context_parallel_method="auto", cluster=str(path))
+    context = ContextConfig(context_parallel_method="auto", cluster=str(path))
     with pytest.raises(
         ConfigError, match=r"memory_gb of .* is 0.001 and the smallest of .* use more processes"
     ):
-        with_method(replace(config(2), context=wanted), 2, fastest_method)
+        with_method(replace(config(2), context=context), 2, fastest_method)
 
 
 FLAGS = (
@@ -129,17 +129,17 @@ def flagged(*more):
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "auto"])
 def test_every_number_of_processes_keeps_the_batch_and_the_method(method):
-    asked = flagged(
+    resized_config = flagged(
         "--context-parallel-method", method, "--data-parallel-sharding-strategy", "zero1"
     )
     for processes in (1, 2, 4, 8):
-        found, why = rearranged(asked, processes, 512)
-        validate(found, processes)
-        dp = found.mesh.data_parallel_size(processes)
-        assert found.train.micro_batches(dp) * dp * found.train.micro_batch_size == 4
-        assert found.context.context_parallel_method == method
+        chosen, why = rearranged(resized_config, processes, 512)
+        validate(chosen, processes)
+        dp = chosen.mesh.data_parallel_size(processes)
+        assert chosen.train.micro_batches(dp) * dp * chosen.train.micro_batch_size == 4
+        assert chosen.context.context_parallel_method == method
         for name in ("data_parallel", "recompute", "model"):
-            assert getattr(found, name) == getattr(asked, name)
+            assert getattr(chosen, name) == getattr(resized_config, name)
         assert why.startswith("predicted to take ")
 
 
@@ -149,23 +149,23 @@ def test_sharding_gives_way_where_memory_is_short(tmp_path):
         (CLUSTERS / "cpu.toml").read_text().replace("memory_gb = 8 ", "memory_gb = 0.0045 ")
     )
     flags = ("--data-parallel-sharding-strategy", "ddp", "--allow-resize", "--cluster", str(path))
-    found, _ = rearranged(flagged(*flags), 2, 512)
-    assert (found.data_parallel, found.recompute) != (
+    chosen, _ = rearranged(flagged(*flags), 2, 512)
+    assert (chosen.data_parallel, chosen.recompute) != (
         flagged(*flags[:2]).data_parallel,
         flagged().recompute,
     )
-    validate(found, 2)
+    validate(chosen, 2)
 
 
 def test_processes_that_no_mesh_suits_are_told_which_would(monkeypatch):
     """Two copies of the optimizer's shards, and 3 processes."""
-    asked = flagged("--full-world-size", "8", "--num-distributed-optimizer-instances", "2")
+    resized_config = flagged("--full-world-size", "8", "--num-distributed-optimizer-instances", "2")
     line = r"^allow_resize is set, and no mesh of 3 processes suits the model and keeps global_batch_size 4 of the run "
     with pytest.raises(ConfigError, match=line + r"for 8; on 2, 4, 6, 8 there would be one$"):
-        rearranged(asked, 3, 512)
+        rearranged(resized_config, 3, 512)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match=r"; on 6 there would be one$"):
-        rearranged(asked, 3, 512)
+        rearranged(resized_config, 3, 512)
 
 
 def test_prediction_and_profile_are_weighed_by_their_errors():

@@ -9,11 +9,11 @@ from planner.cluster import CLUSTERS, ClusterError, default_cluster, load_cluste
 
 @pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_file_is_a_cluster_and_says_where_its_figures_come_from(path):
-    found = load_cluster(path)
-    assert found.inside_gb_per_s >= found.between_gb_per_s
-    assert 0.02 < found.delta_share < found.attention_fraction
-    assert found.node_gb_per_s == found.between_gb_per_s * (
-        found.gpus_per_node if found.between_link == "rank" else 1
+    cluster = load_cluster(path)
+    assert cluster.inside_gb_per_s >= cluster.between_gb_per_s
+    assert 0.02 < cluster.delta_share < cluster.attention_fraction
+    assert cluster.node_gb_per_s == cluster.between_gb_per_s * (
+        cluster.gpus_per_node if cluster.between_link == "rank" else 1
     )
     assert sum("#" in line for line in path.read_text().splitlines()) >= 4
 

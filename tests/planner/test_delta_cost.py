@@ -29,11 +29,13 @@ def cost(cluster, size=4, tokens=4096, method="ring", shape=SHAPE, **options):
 
 def bytes_sent(cost):
     """Bytes of a forward and a backward inside nodes, and between them."""
-    node, found = cost.cluster.gpus_per_node, [0, 0]
-    for sent in (one for reverse in (False, True) for one in cost.rounds(reverse=reverse)):
+    node, bytes_by_link = cost.cluster.gpus_per_node, [0, 0]
+    for sent in (
+        round_cost for reverse in (False, True) for round_cost in cost.rounds(reverse=reverse)
+    ):
         for rank, peer, size in sent:
-            found[rank // node != peer // node] += size
-    return found
+            bytes_by_link[rank // node != peer // node] += size
+    return bytes_by_link
 
 
 def test_products_are_counted_by_hand():
@@ -41,15 +43,15 @@ def test_products_are_counted_by_hand():
     backward.
     """
     computing = replace(COMPUTE, delta_fraction=1.0)
-    plain, wide, d2 = 3 * 128**2 + 5 * 64 * 128, 3 * 128**2 + 64 * 128, 128**2
+    plain, map_products, d2 = 3 * 128**2 + 5 * 64 * 128, 3 * 128**2 + 64 * 128, 128**2
     rows = 2 * 32 / 1e12
-    assert (plain, wide) == (90112, 57344)
+    assert (plain, map_products) == (90112, 57344)
     alone = cost(computing, 1)
     assert alone.forward() == pytest.approx(rows * 4096 * plain)
     assert alone.backward() == pytest.approx(rows * 4096 * 2.5 * plain)
     shared = cost(computing)  # 1,024 tokens a rank, and the busiest continue a document
     joined = 3 * rows * 128 * d2  # M S, from each rank to the next
-    assert shared.forward() == pytest.approx(rows * 1024 * (plain + wide + d2) + joined)
+    assert shared.forward() == pytest.approx(rows * 1024 * (plain + map_products + d2) + joined)
     assert shared.backward() == pytest.approx(rows * 1024 * (2.5 * plain + d2) + joined)
     channels = cost(computing, 1, shape=SHAPE._replace(per_channel=True))
     assert channels.forward() == pytest.approx(1.6 * alone.forward())
@@ -88,16 +90,18 @@ def test_documents_that_no_rank_shares_cost_nothing_more():
 
 
 def config_of(**sizes):
-    one = load_config("configs/models/qwen3_5_9b.toml")
-    return replace(one, model=replace(one.model, num_layers=8), mesh=replace(one.mesh, **sizes))
+    config = load_config("configs/models/qwen3_5_9b.toml")
+    return replace(
+        config, model=replace(config.model, num_layers=8), mesh=replace(config.mesh, **sizes)
+    )
 
 
 def test_methods_have_consecutive_tokens():
     refused = Counter()
-    found = candidates_of(
+    configs = candidates_of(
         [config_of(context_parallel_size=2)], 2, replace(H100, gpus_per_node=2), refused
     )
-    named = {one.context.context_parallel_method for one in found}
+    named = {config.context.context_parallel_method for config in configs}
     assert "zigzag" in named
     assert "striped" not in named
     assert not refused
@@ -111,5 +115,5 @@ def test_memory_is_that_of_a_real_step():
     )
     flags += " --vocab-size 1024 --seq-length 1024 --device cpu --context-parallel-method none"
     (real,) = run_ranks(measured, 1, flags)
-    found = rehearse(parse_args(flags.split()), LanguageTask, 0, 1, per_node=1)
-    assert found.bytes == pytest.approx(real["bytes"], rel=0.05)
+    stage = rehearse(parse_args(flags.split()), LanguageTask, 0, 1, per_node=1)
+    assert stage.bytes == pytest.approx(real["bytes"], rel=0.05)

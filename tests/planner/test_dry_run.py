@@ -63,18 +63,18 @@ def test_it_says_which_rank_it_runs_and_what_is_not_here(capsys, monkeypatch):
     for seconds in ("FIRST_LOG_SECONDS", "LOG_SECONDS"):
         monkeypatch.setattr(progress, seconds, -1.0)  # every look is told
     pretrain_gpt.main(["--dry-run", *flags.split()])
-    said = capsys.readouterr()
-    assert "running rank 1 of 2 without memory (2 of 2): the optimizer's step, " in said.err
-    assert said.out.startswith("dry run of 2 processes on a CPU: ")
+    captured = capsys.readouterr()
+    assert "running rank 1 of 2 without memory (2 of 2): the optimizer's step, " in captured.err
+    assert captured.out.startswith("dry run of 2 processes on a CPU: ")
     assert (
         "note: data_path is not set; give --data-path PREFIX; python -m tools.prepare_data "
         "writes one"
-    ) in said.out
+    ) in captured.out
     assert (
         "note: predicted for a CPU, this machine's device; --cluster FILE predicts for other "
         "machines"
-    ) in said.out
-    (start,) = (line for line in said.out.splitlines() if line.startswith("start: "))
+    ) in captured.out
+    (start,) = (line for line in captured.out.splitlines() if line.startswith("start: "))
     config = parse_args(shlex.split(start.partition("pretrain_gpt.py")[2]))
     assert (config.data.data_path, config.data.tokenizer_model) == (("PREFIX",), "FILE")
     assert (config.checkpoint.save, config.dry.dry_run) == ("runs/NAME", False)
@@ -129,21 +129,21 @@ def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys, tmp_path):
     (cells,) = (line.split(" | ") for line in out.splitlines() if line.startswith("| 0 "))
     assert float(cells[heads.index("GB of host memory")]) > 0
     assert re.search(r"\nfits in 81\.9 GB: a process takes at most [\d.]+ MB\n", out)
-    for limits, said in (
+    for limits, message in (
         ({"memory_gb": 0.01}, "does not fit in 0.01 GB: a process takes "),
         ({"host_memory_gb": 0.001}, "does not fit in 0.001 GB of host memory: a process moves "),
     ):
         status, out, err = verdict(**limits)
         assert status == 3
         assert "\nstart: torchrun " in out
-        assert err.startswith(f"error: {said}")
+        assert err.startswith(f"error: {message}")
         assert err.endswith(
             "; python -m tools.plan --fits with the same flags says what to change\n"
         )
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--world-size 6 --context-parallel-size 4", "context_parallel_size is 4"),
         ("--world-size 0", "world_size is 0"),
@@ -152,8 +152,8 @@ def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys, tmp_path):
         ("--cluster none.toml", "none.toml: cannot be read"),
     ],
 )
-def test_what_a_run_would_be_refused_for(flags, said, monkeypatch):
-    with pytest.raises(UserError, match=said):
+def test_what_a_run_would_be_refused_for(flags, message, monkeypatch):
+    with pytest.raises(UserError, match=message):
         run(TINY, *flags.split())
     with pytest.raises(ConfigError, match="world_size is 8 without dry_run"):
         pretrain_gpt.main(["--world-size", "8"])
@@ -176,17 +176,17 @@ def one_of_a_kind():
     """Return the settings of the first configuration of each kind of model, by its path."""
     kinds = {}
     for path in FILES:
-        given = {
+        settings = {
             name: value
             for section in tomllib.loads(path.read_text()).values()
             for name, value in section.items()
         }
-        kinds.setdefault((given.get("model_type"), "latent_shape" in given), (path, given))
+        kinds.setdefault((settings.get("model_type"), "latent_shape" in settings), (path, settings))
     return kinds.values()
 
 
 @pytest.mark.parametrize(
-    ("path", "given"),
+    ("path", "settings"),
     [
         pytest.param(
             *kind,
@@ -196,11 +196,11 @@ def one_of_a_kind():
         for kind in one_of_a_kind()
     ],
 )
-def test_every_kind_of_model_on_its_mesh(path, given, capsys):
+def test_every_kind_of_model_on_its_mesh(path, settings, capsys):
     """With a layer a stage, and sequences of 4,096 tokens at most."""
-    layers = max(given.get("pipeline_model_parallel_size", 1), given.get("softmax_every", 1))
-    layers = max(layers, FAMILIES[given.get("model_type", DEFAULT)].config.delta_rule * 4 or 1)
-    shorter = ("--seq-length", "4096") if given.get("seq_length", 0) > 4096 else ()
+    layers = max(settings.get("pipeline_model_parallel_size", 1), settings.get("softmax_every", 1))
+    layers = max(layers, FAMILIES[settings.get("model_type", DEFAULT)].config.delta_rule * 4 or 1)
+    shorter = ("--seq-length", "4096") if settings.get("seq_length", 0) > 4096 else ()
     run(path, *at_size(path), "--num-layers", str(layers), *shorter)
     assert "an optimizer's step ran" in capsys.readouterr().out
 

@@ -31,10 +31,10 @@ def config():
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(config):
-    found = longest(config, 4, SMALL)
-    assert found % STEP == 0
-    assert fits(of_length(config, found), 4, SMALL)
-    assert not fits(of_length(config, found + found // PRECISION + STEP), 4, SMALL)
+    length = longest(config, 4, SMALL)
+    assert length % STEP == 0
+    assert fits(of_length(config, length), 4, SMALL)
+    assert not fits(of_length(config, length + length // PRECISION + STEP), 4, SMALL)
 
 
 def test_moments_go_to_host_memory_where_nothing_else_fits(config, monkeypatch):
@@ -42,27 +42,29 @@ def test_moments_go_to_host_memory_where_nothing_else_fits(config, monkeypatch):
         patch.setattr(
             "planner.levers.MOMENTS", replace(levers.MOMENTS, values=lambda *_: [(False,)])
         )
-        kept = longest(config, 4, SMALL)
+        longest_kept = longest(config, 4, SMALL)
     moved = longest(config, 4, SMALL)
-    assert moved > 1.02 * kept
-    best = rank(list(arrangements(of_length(config, kept), 4)), 4, SMALL, vary=settings).candidates[
-        0
-    ]
+    assert moved > 1.02 * longest_kept
+    best = rank(
+        list(arrangements(of_length(config, longest_kept), 4)), 4, SMALL, vary=settings
+    ).candidates[0]
     assert not best.config.optimizer.optimizer_cpu_offload
-    for one in rank(
+    for candidate in rank(
         list(arrangements(of_length(config, moved), 4)), 4, SMALL, vary=settings
     ).candidates:
-        assert one.config.optimizer.optimizer_cpu_offload
-        assert one.prediction.seconds["optimizer offload"] > 0
+        assert candidate.config.optimizer.optimizer_cpu_offload
+        assert candidate.prediction.seconds["optimizer offload"] > 0
 
 
 def test_the_fewest_processes_hold_it_and_fewer_do_not(config):
     for tokens in (16 * STEP, 4096 * STEP):
-        at = of_length(config, tokens)
-        found = fewest(at, SMALL)
-        assert fits(at, found, SMALL)
-        less = found - SMALL.gpus_per_node if found > SMALL.gpus_per_node else found // 2
-        assert not less or not fits(at, less, SMALL)
+        fitted_config = of_length(config, tokens)
+        processes = fewest(fitted_config, SMALL)
+        assert fits(fitted_config, processes, SMALL)
+        less = (
+            processes - SMALL.gpus_per_node if processes > SMALL.gpus_per_node else processes // 2
+        )
+        assert not less or not fits(fitted_config, less, SMALL)
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, 63, 64, 100, 1000])
@@ -81,75 +83,81 @@ def test_what_fits_nowhere_is_refused(config, monkeypatch):
 
 
 def test_every_policy_is_tried_with_chunks_and_in_host_memory():
-    asked = replace(CONFIG, recompute=RecomputeConfig(ffn_chunk_size=100))
-    found = [
-        one.recompute for one in settings(asked, H100) if one.data_parallel == asked.data_parallel
+    base_config = replace(CONFIG, recompute=RecomputeConfig(ffn_chunk_size=100))
+    policies = [
+        candidate.recompute
+        for candidate in settings(base_config, H100)
+        if candidate.data_parallel == base_config.data_parallel
     ]
     assert (
-        len(found) == len(set(found)) == 2 * 3 + 2 * 2
+        len(policies) == len(set(policies)) == 2 * 3 + 2 * 2
     )  # loss in chunks or not; what none keeps is not moved
-    assert all(one.ffn_chunk_size == 100 for one in found)
+    assert all(candidate.ffn_chunk_size == 100 for candidate in policies)
     assert not any(
-        one.recompute.recompute_offload for one in settings(asked, replace(H100, host_gb_per_s=0.0))
+        candidate.recompute.recompute_offload
+        for candidate in settings(base_config, replace(H100, host_gb_per_s=0.0))
     )
-    assert {one.data_parallel.strategy for one in settings(asked, H100)} == {
+    assert {candidate.data_parallel.strategy for candidate in settings(base_config, H100)} == {
         "zero1",
         "zero2",
         "zero3",
     }
     assert all(
-        one.recompute.ffn_chunk_size and one.recompute.loss_chunk_size
-        for one in least_memory(CONFIG, H100)
+        candidate.recompute.ffn_chunk_size and candidate.recompute.loss_chunk_size
+        for candidate in least_memory(CONFIG, H100)
     )
 
 
 def test_what_the_host_cannot_hold_is_told_as_that(config):
-    at = of_length(replace(config, mesh=replace(config.mesh, context_parallel_size=4)), 1024 * STEP)
-    *_, moved = least_memory(at, SMALL)
+    long_config = of_length(
+        replace(config, mesh=replace(config.mesh, context_parallel_size=4)), 1024 * STEP
+    )
+    *_, moved = least_memory(long_config, SMALL)
     assert moved.recompute.recompute_offload
     small = replace(SMALL, memory_gb=80, host_memory_gb=1)
     assert weigh(moved, 4, small, None).fits(replace(small, host_memory_gb=SMALL.host_memory_gb))
     assert not weigh(moved, 4, small, None).fits(small)
-    found = rank([moved], 4, small)
-    assert not found.candidates
-    assert not found.over_memory
-    assert min(found.over_host_memory) > 1e9
-    assert "host_memory_gb of H100 80GB pod is 1 and the least of" in nothing_left(found, small)
+    ranking = rank([moved], 4, small)
+    assert not ranking.candidates
+    assert not ranking.over_memory
+    assert min(ranking.over_host_memory) > 1e9
+    assert "host_memory_gb of H100 80GB pod is 1 and the least of" in nothing_left(ranking, small)
 
 
 def run_of(size, method):
     """Return a small model's run on long sequences, whose heads are wide."""
-    one = small(size, heads=32, groups=32)
-    context = replace(one.context, context_parallel_method=method)
+    base_config = small(size, heads=32, groups=32)
+    context = replace(base_config.context, context_parallel_method=method)
     return replace(
-        one,
-        train=replace(one.train, seq_length=2**18),
-        model=replace(one.model, kv_channels=128, num_layers=2),
+        base_config,
+        train=replace(base_config.train, seq_length=2**18),
+        model=replace(base_config.model, kv_channels=128, num_layers=2),
         context=context,
     )
 
 
 def test_the_last_change_fits_with_heads_in_stages():
-    one = run_of(2, "ulysses")
-    least = min(
-        found.prediction.bytes for found in rank([one], 2, A100, vary=least_memory).candidates
+    ulysses_config = run_of(2, "ulysses")
+    min_bytes = min(
+        change_list.prediction.bytes
+        for change_list in rank([ulysses_config], 2, A100, vary=least_memory).candidates
     )
-    short = replace(A100, memory_gb=0.999 * least / 1e9)
-    found, seconds = changes(one, 2, short, None)
+    short = replace(A100, memory_gb=0.999 * min_bytes / 1e9)
+    change_list, seconds = changes(ulysses_config, 2, short, None)
     assert seconds
-    assert any("--ulysses-head-chunks" in change.flag for change in found)
-    assert found[-1].bytes <= 1e9 * short.memory_gb
+    assert any("--ulysses-head-chunks" in change.flag for change in change_list)
+    assert change_list[-1].bytes <= 1e9 * short.memory_gb
 
 
 def test_one_process_keeps_its_method():
-    one = run_of(1, "zigzag")
-    whole = weigh(one, 1, A100, None).device
+    zigzag_config = run_of(1, "zigzag")
+    whole = weigh(zigzag_config, 1, A100, None).device
     assert whole == weigh(run_of(1, "striped"), 1, A100, None).device
     short = replace(A100, memory_gb=0.7 * whole / 1e9)
-    found, _ = changes(one, 1, short, None)
-    assert found
-    assert not any("method" in change.flag for change in found)
-    assert found[-1].bytes <= 1e9 * short.memory_gb
+    change_list, _ = changes(zigzag_config, 1, short, None)
+    assert change_list
+    assert not any("method" in change.flag for change in change_list)
+    assert change_list[-1].bytes <= 1e9 * short.memory_gb
 
 
 LARGER, AGAIN = (
@@ -169,15 +177,22 @@ LARGER, AGAIN = (
 )
 def test_levers_are_pulled_in_the_order_of_the_page(size, memory_gb, flags):
     """LLaMA 2 13B on 524,288 tokens and 16 A100."""
-    one, cluster = (
+    lever_config, cluster = (
         load_config("configs/models/llama2_13b.toml"),
         load_cluster(CLUSTERS / "a100_pod.toml"),
     )
-    one = replace(one, train=replace(one.train, seq_length=1 << 19, bf16=True))
-    one = replace(one, mesh=replace(one.mesh, context_parallel_size=size))
-    found, seconds = changes(one, 16, replace(cluster, memory_gb=memory_gb), None)
-    assert [change.flag for change in found] == flags
+    lever_config = replace(
+        lever_config, train=replace(lever_config.train, seq_length=1 << 19, bf16=True)
+    )
+    lever_config = replace(
+        lever_config, mesh=replace(lever_config.mesh, context_parallel_size=size)
+    )
+    change_list, seconds = changes(lever_config, 16, replace(cluster, memory_gb=memory_gb), None)
+    assert [change.flag for change in change_list] == flags
     assert seconds
-    counts = [weigh(one, 16, cluster, None).device, *(change.bytes for change in found)]
+    counts = [
+        weigh(lever_config, 16, cluster, None).device,
+        *(change.bytes for change in change_list),
+    ]
     assert counts[-1] <= 1e9 * memory_gb
     assert min(counts[:-1]) > 0.9e9 * memory_gb

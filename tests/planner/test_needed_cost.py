@@ -33,17 +33,17 @@ def packed(method, tokens, size, **options):
 def test_all_ranks_bytes_are_the_plan_s(method, options):
     plan = packed(method, 4096, 8, **options)
     heads = {"heads": 8, "kv_heads": 4, "head_dim": 16, "element_size": 2}
-    of = sizes(plan.geometry, 1, *heads.values())
+    shape_sizes = sizes(plan.geometry, 1, *heads.values())
     costs = [plan.cost(rank, batch=1, **heads) for rank in range(8)]
     for moves, way, gradients in ((None, "forward", False), ("kv", "backward", True)):
         sent = [getattr(cost, way) for cost in costs]
         between = sum(traffic.between_nodes(rank, 4) for rank, traffic in enumerate(sent))
-        assert needed_of_all(plan, of, moves, 4) == (
+        assert needed_of_all(plan, shape_sizes, moves, 4) == (
             sum(traffic.total for traffic in sent) - between,
             between,
         )
-        found = slots(plan, of, "kv", gradients=gradients)
-        apart = [(slot.size[slot.ranks != slot.peers]).sum() for slot in found]
+        all_slots = slots(plan, shape_sizes, "kv", gradients=gradients)
+        apart = [(slot.size[slot.ranks != slot.peers]).sum() for slot in all_slots]
         assert sum(apart) == pytest.approx(sum(traffic.p2p.total() for traffic in sent))
 
 

@@ -67,11 +67,11 @@ def broken(change):
 def test_a_stage_fits_the_next_and_a_wrong_shape_is_found(monkeypatch):
     monkeypatch.setattr(tensors, "generator_of", None)  # no number is drawn
     config = parse_args(SMALL)
-    found = rehearse(config, LanguageTask, 0, 4, per_node=2)
-    assert found.memory["optimizer"] == pytest.approx(2 * found.memory["weights"], rel=0.01)
+    stage = rehearse(config, LanguageTask, 0, 4, per_node=2)
+    assert stage.memory["optimizer"] == pytest.approx(2 * stage.memory["weights"], rel=0.01)
     passed_on = 32 * 16 * 4  # hidden states of half a sequence, to the next node's stage
-    assert found.sent[BETWEEN] == passed_on
-    assert found.sent[INSIDE] > passed_on
+    assert stage.sent[BETWEEN] == passed_on
+    assert stage.sent[INSIDE] > passed_on
     with pytest.raises(
         UserError,
         match=r"pipeline stage 0 gives \[1, 31, 16\] torch.float32, and the next one takes",
@@ -98,11 +98,11 @@ def test_documents_decide_what_an_exchange_receives():
             "64",
         ]
     )
-    one, many = (
+    one_document, many = (
         rehearse(config, LanguageTask, 0, 4, 4, documents).bytes
         for documents in (None, range(0, 1025, 64))
     )
-    assert many < 0.97 * one
+    assert many < 0.97 * one_document
 
 
 def test_for_a_gpu_norms_keep_what_its_kernel_keeps():
@@ -114,15 +114,16 @@ def test_for_a_gpu_norms_keep_what_its_kernel_keeps():
         " --micro-batch-size 1 --global-batch-size 1 --vocab-size 8192"  # logits are at the peak
     )
     config = parse_args(flags.split())
-    found = {
-        of: rehearse(config, LanguageTask, 0, 1, 1, device=of).memory for of in ("cuda", "cpu")
+    memory_by_device = {
+        device: rehearse(config, LanguageTask, 0, 1, 1, device=device).memory
+        for device in ("cuda", "cpu")
     }
     # before and after two norms; queries, keys, values and the output; in the feed-forward
-    kept = (
+    norm_bytes = (
         4 * 1024 * 2 * (4 * 256 + 4 * 256 + 3 * config.model.ffn_size) + 2 * 1024 * 2 * 256
     )  # the last norm's too
-    assert found["cuda"]["activations"] == pytest.approx(kept, rel=0.02)
-    assert found["cpu"]["activations"] > 1.2 * kept
+    assert memory_by_device["cuda"]["activations"] == pytest.approx(norm_bytes, rel=0.02)
+    assert memory_by_device["cpu"]["activations"] > 1.2 * norm_bytes
 
 
 def test_what_is_in_host_memory_is_not_on_the_device():
@@ -135,9 +136,11 @@ def test_what_is_in_host_memory_is_not_on_the_device():
     )
     config = parse_args([*MODEL, *flags.split(), "--num-layers", "8", "--vocab-size", "64"])
     moved = replace(config, recompute=replace(config.recompute, recompute_offload=True))
-    kept, less = (rehearse(one, LanguageTask, 0, 2, 2) for one in (config, moved))
-    assert 6 <= (kept.bytes - less.bytes) / (4 * 1024 * 256) < 8
-    assert (kept.host, less.host) == (0, 8 * 4 * 1024 * 256)
+    on_device, less = (
+        rehearse(run_config, LanguageTask, 0, 2, 2) for run_config in (config, moved)
+    )
+    assert 6 <= (on_device.bytes - less.bytes) / (4 * 1024 * 256) < 8
+    assert (on_device.host, less.host) == (0, 8 * 4 * 1024 * 256)
     shorter = replace(moved, train=replace(moved.train, seq_length=960))
     assert rehearse(shorter, LanguageTask, 0, 2, 2).host == less.host, "torch pins powers of two"
 
@@ -173,10 +176,12 @@ def test_in_a_zero_bubble_gradients_wait_for_the_weights():
 def test_moments_in_host_memory_are_not_on_the_device_either():
     config = parse_args([*MODEL, "--vocab-size", "64", "--device", "cpu"])
     moved = replace(config, optimizer=replace(config.optimizer, optimizer_cpu_offload=True))
-    kept, less = (rehearse(one, LanguageTask, 0, 1, 1) for one in (config, moved))
-    assert kept.memory["optimizer"] > 1.9 * kept.memory["weights"]
+    on_device, less = (
+        rehearse(run_config, LanguageTask, 0, 1, 1) for run_config in (config, moved)
+    )
+    assert on_device.memory["optimizer"] > 1.9 * on_device.memory["weights"]
     assert less.memory == {
-        **kept.memory,
+        **on_device.memory,
         "optimizer": pytest.approx(0, abs=1000),
     }  # steps are single numbers
     assert less.host == 2 * less.memory["weights"]
@@ -207,15 +212,15 @@ def test_memory_is_that_of_eight_real_processes(mesh):
     flags = [*MODEL, *MESHES[mesh].split()]
     config, real = (
         parse_args(flags),
-        [one["bytes"] for one in run_ranks(measured, 8, " ".join(flags))],
+        [rank_figures["bytes"] for rank_figures in run_ranks(measured, 8, " ".join(flags))],
     )
     for rank in (0, 4):
-        found = rehearse(config, LanguageTask, rank, 8, per_node=8)
+        stage = rehearse(config, LanguageTask, rank, 8, per_node=8)
         print(
-            f"{mesh}: rank {rank} takes {real[rank]:,.0f} bytes, predicted {found.bytes:,} of "
-            f"{found.memory}"
+            f"{mesh}: rank {rank} takes {real[rank]:,.0f} bytes, predicted {stage.bytes:,} of "
+            f"{stage.memory}"
         )
-        assert found.bytes == pytest.approx(real[rank], rel=0.15)
+        assert stage.bytes == pytest.approx(real[rank], rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -240,10 +245,10 @@ def test_attention_that_is_told_again_is_as_if_it_ran(flags, monkeypatch):
     ran = []
     code = Recorder._by_its_code
 
-    def counted(self, func, own, *rest):
+    def counted(self, func, tensor, *rest):
         def called(*args, **kwargs):
             ran[-1][func.name()] += 1
-            return own(*args, **kwargs)
+            return tensor(*args, **kwargs)
 
         return code(self, func, called, *rest)
 
@@ -252,9 +257,9 @@ def test_attention_that_is_told_again_is_as_if_it_ran(flags, monkeypatch):
         return rehearse(config, LanguageTask, 3, 4, per_node=2)
 
     monkeypatch.setattr(Recorder, "_by_its_code", counted)
-    told = found()
+    first_counts = found()
     monkeypatch.setattr(recorder, "Tape", lambda *_: None)  # nothing is kept
-    assert told == found()
+    assert first_counts == found()
     again = "longmesh::context_attention_backward"
     assert ran[0][again] == (2 if "window" in flags else 1)
     assert ran[1][again] == 4

@@ -30,13 +30,13 @@ def config(size, heads=8, groups=8):
 
 
 def test_every_method_team_degree_and_placement_is_there_once():
-    found = list(contexts(config(16), 8))
-    assert len(found) == len(set(found))
-    methods = {context.context_parallel_method for context in found}
+    all_contexts = list(contexts(config(16), 8))
+    assert len(all_contexts) == len(set(all_contexts))
+    methods = {context.context_parallel_method for context in all_contexts}
     assert methods == METHODS.keys() - {"exchange"}, "which is for packed documents"
     teams = {
         (c.context_parallel_team_size, c.ulysses_degree, c.context_parallel_placement)
-        for c in found
+        for c in all_contexts
         if c.context_parallel_method == "wallfacer"
     }
     pairs = {(2, 1), (2, 2)}
@@ -45,7 +45,7 @@ def test_every_method_team_degree_and_placement_is_there_once():
     }
     assert all(
         c.context_parallel_ranks_per_node == 8
-        for c in found
+        for c in all_contexts
         if c.context_parallel_method == "double_ring"
     )
 
@@ -58,26 +58,26 @@ def test_heads_come_in_stages_only_where_nothing_else_fits():
         model=replace(long.model, kv_channels=128),
     )
     roomy = rank([long], 4, A100).candidates
-    assert {one.config.context.ulysses_head_chunks for one in roomy} == {1}
-    least = min(one.prediction.bytes for one in roomy)
-    short = rank([long], 4, replace(A100, memory_gb=0.999 * least / 1e9)).candidates
-    assert {one.config.context.context_parallel_method for one in short} >= {"ulysses"}
-    for one in short:
+    assert {candidate.config.context.ulysses_head_chunks for candidate in roomy} == {1}
+    min_bytes = min(candidate.prediction.bytes for candidate in roomy)
+    short = rank([long], 4, replace(A100, memory_gb=0.999 * min_bytes / 1e9)).candidates
+    assert {candidate.config.context.context_parallel_method for candidate in short} >= {"ulysses"}
+    for candidate in short:
         degree = (
             4
-            if one.config.context.context_parallel_method == "ulysses"
-            else one.config.context.ulysses_degree
+            if candidate.config.context.context_parallel_method == "ulysses"
+            else candidate.config.context.ulysses_degree
         )
-        assert one.config.context.ulysses_head_chunks == 32 // degree > 1
-        validate_sizes(one.config, 4)
+        assert candidate.config.context.ulysses_head_chunks == 32 // degree > 1
+        validate_sizes(candidate.config, 4)
 
 
 def test_what_cannot_be_is_refused_with_its_reason_and_what_is_large_set_aside():
-    found = rank([config(16, heads=4, groups=4)], 16, A100)
-    assert found.refused
-    assert all("ulysses_degree is" in reason for reason in found.refused)
-    assert {c.config.context.ulysses_degree for c in found.candidates} == {1, 2, 4}
-    times = [candidate.prediction.time for candidate in found.candidates]
+    ranking = rank([config(16, heads=4, groups=4)], 16, A100)
+    assert ranking.refused
+    assert all("ulysses_degree is" in reason for reason in ranking.refused)
+    assert {c.config.context.ulysses_degree for c in ranking.candidates} == {1, 2, 4}
+    times = [candidate.prediction.time for candidate in ranking.candidates]
     assert times == sorted(times)
     small = rank([config(16)], 16, replace(A100, memory_gb=1e-3))
     assert not small.candidates
@@ -85,9 +85,9 @@ def test_what_cannot_be_is_refused_with_its_reason_and_what_is_large_set_aside()
 
 
 def test_all_arrangements_of_four_processes_and_nothing_to_choose_on_one():
-    found = [c.mesh for c in arrangements(config(1), 4)]
-    assert len(set(found)) == 10  # ordered triples of powers of 2 whose product divides 4
-    assert len(found) == len(set(found))
+    meshes = [c.mesh for c in arrangements(config(1), 4)]
+    assert len(set(meshes)) == 10  # ordered triples of powers of 2 whose product divides 4
+    assert len(meshes) == len(set(meshes))
     assert len(list(contexts(config(1), 8))) == 1
     linear = replace(config(1), model=model_config(model_type="transnormer", vocab_size=512))
     assert len(list(contexts(linear, 8))) == 1
@@ -100,20 +100,23 @@ def test_settings_are_varied_until_it_fits():
         load_cluster(CLUSTERS / "h100_pod.toml"),
     )
     mesh = replace(whole.mesh, context_parallel_size=8)
-    asked = replace(whole, mesh=mesh, train=replace(whole.train, seq_length=1 << 19, bf16=True))
-    assert rank([asked], 8, cluster).candidates == []
-    best = rank([asked], 8, cluster, vary=settings).candidates[0].config.recompute
+    long_config = replace(
+        whole, mesh=mesh, train=replace(whole.train, seq_length=1 << 19, bf16=True)
+    )
+    assert rank([long_config], 8, cluster).candidates == []
+    best = rank([long_config], 8, cluster, vary=settings).candidates[0].config.recompute
     assert (best.recompute_granularity, best.loss_chunk_size, best.ffn_chunk_size) == (
         "attention_boundary",
         2048,
         0,
     )
     tight = replace(cluster, memory_gb=45, host_gb_per_s=0.0)
-    found = {
-        one.config.context.title: one for one in rank([asked], 8, tight, vary=settings).candidates
+    candidates = {
+        candidate.config.context.title: candidate
+        for candidate in rank([long_config], 8, tight, vary=settings).candidates
     }["zigzag"]
-    assert found.config.recompute.recompute_granularity == "full"
-    assert found.prediction.bytes == pytest.approx(40.9e9, rel=0.001)
+    assert candidates.config.recompute.recompute_granularity == "full"
+    assert candidates.prediction.bytes == pytest.approx(40.9e9, rel=0.001)
 
 
 def test_a_run_with_auto_trains_and_goes_on_with_what_it_chose(default_data, tmp_path):

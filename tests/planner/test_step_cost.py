@@ -41,11 +41,13 @@ def attention(method, cluster, size=64, tokens=65536, **options):
 
 
 def test_a_link_takes_the_bytes_of_the_worked_example_and_a_message_its_latency():
-    gib, own = 2**30 / 1e9, 1024 * 6656  # elements of a rank's K
+    gib, key_elements = 2**30 / 1e9, 1024 * 6656  # elements of a rank's K
     assert attention("zigzag", NETWORK).forward() == pytest.approx(1.625 * gib * 63 / 64)
     # teams of 4: KV placed and passed on, q, k and v gathered, partial results and lse in float32
     # brought back
-    teams = 0.40625 * gib + 3 * 3 * own * 2 / 1e9 + 3 * (own + 1024 * 52) * 4 / 1e9
+    teams = (
+        0.40625 * gib + 3 * 3 * key_elements * 2 / 1e9 + 3 * (key_elements + 1024 * 52) * 4 / 1e9
+    )
     assert attention("wallfacer", NETWORK, team_size=4).forward() == pytest.approx(teams)
     assert attention("zigzag", LATENCY).forward() == pytest.approx(63)
     # a placement, 3 hops, 2 all-gathers of 3 messages one after the other, and partial results
@@ -84,8 +86,8 @@ def test_what_goes_on_at_once_is_a_share_of_the_shorter(method):
     both = replace(NETWORK, peak_tflops=1.0)
 
     def seconds(posted, shared, cluster=both):
-        found = replace(cluster, posted_overlap=posted, shared_overlap=shared)
-        return attention(method, found, 4, 4096, **options).forward()
+        overlapping = replace(cluster, posted_overlap=posted, shared_overlap=shared)
+        return attention(method, overlapping, 4, 4096, **options).forward()
 
     apart = seconds(1, 0, NETWORK), seconds(1, 0, COMPUTE)
     assert seconds(0, 0) == pytest.approx(sum(apart))
@@ -102,9 +104,9 @@ def test_what_goes_on_at_once_is_a_share_of_the_shorter(method):
 
 def test_compute_goes_by_pairs_and_every_tile_takes_a_launch():
     pairs = 4096 * 4097 / 2
-    one = attention("zigzag", COMPUTE, 1, 4096)
-    assert one.forward() == pytest.approx(4 * pairs * 6656 / 1e12)
-    assert one.backward() == pytest.approx(10 * pairs * 6656 / 1e12)
+    one_rank = attention("zigzag", COMPUTE, 1, 4096)
+    assert one_rank.forward() == pytest.approx(4 * pairs * 6656 / 1e12)
+    assert one_rank.backward() == pytest.approx(10 * pairs * 6656 / 1e12)
     launches = replace(NETWORK, inside_gb_per_s=FREE, launch_us=1e6)
     assert attention("zigzag", launches, 8, 4096).forward() == pytest.approx(8)
     assert attention("zigzag", launches, 8, 4096, ulysses_degree=4).backward() == pytest.approx(2)
@@ -194,9 +196,9 @@ SMALL = replace(
 def test_activations_are_those_that_were_measured(policy):
     recompute, loss_chunk, ffn_chunk = policy
     arranged = Arrangement(recompute=recompute, loss_chunk=loss_chunk, ffn_chunk=ffn_chunk)
-    found = predict(SMALL, make_plan("ring", seq_len=8192, size=1), arranged, COMPUTE).memory
+    memory = predict(SMALL, make_plan("ring", seq_len=8192, size=1), arranged, COMPUTE).memory
     activations = (
-        sum(size for part, size in found.items() if not part.startswith("weights")) / 2**20
+        sum(size for part, size in memory.items() if not part.startswith("weights")) / 2**20
     )
     assert activations == pytest.approx(MEASURED[policy], rel=0.075)
 
@@ -223,8 +225,8 @@ def test_what_is_divided_takes_less():
     assert states(work, "zero3") == pytest.approx(2 * count + 2 * together)
     assert states(work, "zero3", dp=2) == pytest.approx(count + 2 * together)
     assert states(work, "zero3", dp=2, copies=2) == states(work, "zero3")
-    one = replace(work, micro_batches=1)
-    assert states(one, "ddp") < 16 * count, "gradients come layer by layer, as activations go"
+    one_batch = replace(work, micro_batches=1)
+    assert states(one_batch, "ddp") < 16 * count, "gradients come layer by layer, as activations go"
 
 
 def test_frozen_weights_lie_in_their_type_without_gradients_or_moments():
@@ -236,8 +238,8 @@ def test_frozen_weights_lie_in_their_type_without_gradients_or_moments():
         ("zero2", count),
         ("zero3", WHOLE + (count - WHOLE) / 32),
     ):
-        held = (16 * trained + 2 * frozen) / (1 if strategy == "ddp" else 8)
-        assert states(lora, strategy) == pytest.approx(held + 2 * copies)
+        state_bytes = (16 * trained + 2 * frozen) / (1 if strategy == "ddp" else 8)
+        assert states(lora, strategy) == pytest.approx(state_bytes + 2 * copies)
     plan = make_plan("zigzag", seq_len=65536, size=8)
     share, whole = trained / count, predict(full, plan, Arrangement(), COMPUTE).seconds["linear"]
     assert predict(lora, plan, Arrangement(), COMPUTE).seconds["linear"] == pytest.approx(
@@ -257,9 +259,9 @@ def test_pipelines_and_tensor_parallelism_divide_compute_and_cost_what_they_send
     assert predict(GPT_7B, plan, Arrangement(tp=2), NETWORK).seconds["tensor parallel"] > 0
     batches = replace(GPT_7B, micro_batches=4)
     stages = predict(batches, plan, Arrangement(pp=2), COMPUTE)
-    one = predict(batches, plan, Arrangement(), COMPUTE)
+    prediction = predict(batches, plan, Arrangement(), COMPUTE)
     assert stages.seconds["attention"] == pytest.approx(
-        one.seconds["attention"] / 2 * 5 / 4
+        prediction.seconds["attention"] / 2 * 5 / 4
     )  # the bubble
     again = predict(GPT_7B, plan, Arrangement(recompute="full"), COMPUTE)
     assert (
@@ -296,27 +298,27 @@ def test_copies_to_host_memory_count_where_they_outlast_what_is_computed_beside_
             shape, plan, moved, replace(cluster, host_gb_per_s=rate, host_memory_gb=1)
         ).seconds
 
-    found = seconds(8192, FREE)
-    busy = found["attention"] + found["linear"] + found["recompute"]
-    assert found["offload"] == 0
+    run_seconds = seconds(8192, FREE)
+    busy = run_seconds["attention"] + run_seconds["linear"] + run_seconds["recompute"]
+    assert run_seconds["offload"] == 0
     assert seconds(8192, 8192 * size / busy)["offload"] == pytest.approx(
         busy
     )  # each way takes as long as all of it
     # A layer of 17 GB is fetched when it is asked for, though all of it could be hidden.
-    found = seconds(2**21, 2**21 * size)
-    assert found["attention"] > 100
-    assert found["offload"] == pytest.approx(1)
+    run_seconds = seconds(2**21, 2**21 * size)
+    assert run_seconds["attention"] > 100
+    assert run_seconds["offload"] == pytest.approx(1)
 
 
 def test_of_host_memory_slabs_of_powers_of_two_are_pinned():
     plan = make_plan("zigzag", seq_len=8 * 2**17 * 3, size=8)
-    kept, lse, gib = 2**17 * 3 * 4096 * 2, 2**17 * 3 * 32 * 4, 2**30  # 3 GiB and 48 MiB
-    for policy, own, pins in (
-        ("full", kept, 4 + 4 + 8 + 6 * 16),
-        ("attention_boundary", 2 * kept + lse, 208),
+    layer_bytes, lse, gib = 2**17 * 3 * 4096 * 2, 2**17 * 3 * 32 * 4, 2**30  # 3 GiB and 48 MiB
+    for policy, rank_bytes, pins in (
+        ("full", layer_bytes, 4 + 4 + 8 + 6 * 16),
+        ("attention_boundary", 2 * layer_bytes + lse, 208),
     ):
         moved = Arrangement(recompute=policy, offload=True)
-        assert offloaded(GPT_7B, plan, moved) == 32 * own
+        assert offloaded(GPT_7B, plan, moved) == 32 * rank_bytes
         assert pinned(GPT_7B, plan, moved) == pins * gib
         several, staged = replace(GPT_7B, micro_batches=4), replace(moved, pp=2)
         assert pinned(several, plan, staged) == pins * gib, (

@@ -107,9 +107,9 @@ def test_the_formula_is_near_what_the_code_takes(case):
         if "--device cpu" in flags
         else load_cluster(CLUSTERS / "h100_pod.toml")
     )
-    found = weigh(config, world_size, cluster, None).device
+    device_bytes = weigh(config, world_size, cluster, None).device
     ran = rehearsed(config, LanguageTask, world_size, cluster)
-    assert found == pytest.approx(max(one.bytes for one in ran), rel=0.05)
+    assert device_bytes == pytest.approx(max(stage.bytes for stage in ran), rel=0.05)
 
 
 def test_an_optimizer_of_one_state_takes_half_of_the_moments(monkeypatch):
@@ -118,7 +118,7 @@ def test_an_optimizer_of_one_state_takes_half_of_the_moments(monkeypatch):
     cluster = load_cluster(CLUSTERS / "h100_pod.toml")
     config = parse_args(shlex.split(LLAMA + "--data-parallel-sharding-strategy ddp " + CHUNKS))
     lighter = replace(config, optimizer=replace(config.optimizer, optimizer=NAME))
-    whole, half = (weigh(one, 1, cluster, None) for one in (config, lighter))
+    whole, half = (weigh(run_config, 1, cluster, None) for run_config in (config, lighter))
     parameters = whole.inputs[0].parameters
     assert whole.device - half.device == 4 * parameters
     (ran,) = rehearsed(lighter, LanguageTask, 1, cluster)

@@ -127,10 +127,10 @@ class Made(Recorder):
                 for frame in traceback.extract_stack()
                 if "/site-packages/" not in frame.filename
             ]
-            own = [
+            call_frames = [
                 f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[-12:-2]
             ]
-            self.anew.append(f"{what} at {' < '.join(reversed(own))}")
+            self.anew.append(f"{what} at {' < '.join(reversed(call_frames))}")
 
     def to(self, plain, x, *args, **kwargs):
         """Do as Tensor.to, which says nothing to the dispatcher where the device is the host."""
@@ -154,18 +154,21 @@ def made_anew(parse, build, flags, change=None):
         return recorders[-1]
 
     def twice(plain, part, batch):
-        own = recorders[-1]
+        local_recorder = recorders[-1]
         batch = {
-            name: x if name == "plan" else own._fake.from_tensor(x) for name, x in batch.items()
+            name: x if name == "plan" else local_recorder._fake.from_tensor(x)
+            for name, x in batch.items()
         }
-        own.know(vars(plain.__self__))  # type: ignore[attr-defined]  (the objective's own, made once)
+        local_recorder.know(vars(plain.__self__))  # type: ignore[attr-defined]  (the objective's own, made once)
         to = Tensor.to
         stack.enter_context(
-            patch.object(Tensor, "to", lambda *args, **kwargs: own.to(to, *args, **kwargs))
+            patch.object(
+                Tensor, "to", lambda *args, **kwargs: local_recorder.to(to, *args, **kwargs)
+            )
         )
         out = plain(part, batch)
         out.backward(torch.ones_like(out))
-        own.passes = 1  # and stays so in its backward, which is the rehearsal's
+        local_recorder.passes = 1  # and stays so in its backward, which is the rehearsal's
         return plain(part, batch)
 
     def stop(*_):
@@ -177,10 +180,10 @@ def made_anew(parse, build, flags, change=None):
         plain = task.build_model
 
         def changed():
-            made = plain()
-            for layer in made.layers if change else []:
+            fresh_batch = plain()
+            for layer in fresh_batch.layers if change else []:
                 layer.register_forward_hook(change)
-            return made
+            return fresh_batch
 
         task.build_model = changed
         return task
@@ -247,13 +250,13 @@ def reads_of_a_step(monkeypatch, data, more):
         "--context-parallel-size 1 "
     )
     flags += "--train-iters 4 --save none --save-interval none --eval-iters 0"
-    own = ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
-    with trainer_of(LanguageTask, [*flags.split(), *own], Steps()) as trainer:
+    data_flags = ["--data-path", str(data), "--tokenizer-model", f"{data}.model"]
+    with trainer_of(LanguageTask, [*flags.split(), *data_flags], Steps()) as trainer:
         plain = trainer.optimizer.step
         monkeypatch.setattr(trainer.optimizer, "step", lambda: (more(), plain()))
         trainer.train()
-    (found,) = {after - before for before, after in pairwise(counts[:3])}
-    return found
+    (step_reads,) = {after - before for before, after in pairwise(counts[:3])}
+    return step_reads
 
 
 def test_a_step_reads_the_device_once(default_data, monkeypatch):

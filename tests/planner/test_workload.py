@@ -75,33 +75,38 @@ def test_auto_takes_the_faster_layout():
 
 
 def packed(size=4, data_path=(), **fields):
-    found = config(size)
+    packed_config = config(size)
     data = DataConfig(data_path=data_path, reset_attention_mask=True, reset_position_ids=True)
-    return replace(found, data=data, train=replace(found.train, **fields))
+    return replace(packed_config, data=data, train=replace(packed_config.train, **fields))
 
 
 def test_a_micro_batch_s_documents_have_the_stated_lengths_and_end_with_samples():
-    found = typical_documents(packed(seq_length=1000, micro_batch_size=3), (40, 90))
-    assert found[0] == 0
-    assert found[-1] == 3000
-    assert {1000, 2000} <= set(found)
-    assert max(np.diff(found)) == 90
-    assert min(np.diff(found)) > 0
-    assert found == typical_documents(packed(seq_length=1000, micro_batch_size=3), (40, 90))
+    cu_seqlens = typical_documents(packed(seq_length=1000, micro_batch_size=3), (40, 90))
+    assert cu_seqlens[0] == 0
+    assert cu_seqlens[-1] == 3000
+    assert {1000, 2000} <= set(cu_seqlens)
+    assert max(np.diff(cu_seqlens)) == 90
+    assert min(np.diff(cu_seqlens)) > 0
+    assert cu_seqlens == typical_documents(packed(seq_length=1000, micro_batch_size=3), (40, 90))
     assert typical_documents(config(4), (40, 90)) is None
 
 
 def test_lengths_are_those_of_the_data_by_weight(tmp_path):
     short = write_documents(tmp_path / "short", [[1] * 10] * 50)
     long = write_documents(tmp_path / "long", [[1] * 400] * 5)
-    found = typical_documents(packed(data_path=("0.9", short, "0.1", long), seq_length=40000))
-    lengths = np.diff(found)
+    cu_seqlens = typical_documents(packed(data_path=("0.9", short, "0.1", long), seq_length=40000))
+    lengths = np.diff(cu_seqlens)
     assert lengths[lengths == 10].sum() / 40000 == pytest.approx(0.9, abs=0.05)
     by_size = np.diff(typical_documents(packed(data_path=(short, long), seq_length=40000)))
     assert by_size[by_size == 10].sum() / 40000 == pytest.approx(0.2, abs=0.08)
-    asked = packed(data_path=(short, long), seq_length=40000)
+    short_long_config = packed(data_path=(short, long), seq_length=40000)
     blended = np.diff(
-        typical_documents(replace(asked, data=replace(asked.data, blend_by_length=("100:0.3",))))
+        typical_documents(
+            replace(
+                short_long_config,
+                data=replace(short_long_config.data, blend_by_length=("100:0.3",)),
+            )
+        )
     )
     assert blended[blended == 10].sum() / 40000 == pytest.approx(0.7, abs=0.05)
 
@@ -117,11 +122,11 @@ def test_unknown_lengths_are_refused(tmp_path):
 
 def test_an_exchange_is_chosen_for_packed_documents_over_nodes_and_offered_for_nothing_else():
     cluster = replace(load_cluster("configs/clusters/h100_pod.toml"), gpus_per_node=4)
-    asked = packed(16, seq_length=131072)
-    found = rank([asked], 16, cluster, (300, 2000, 20000)).candidates
-    assert found[0].config.context.context_parallel_method == "exchange"
-    assert found[0].config.context.context_parallel_ranks_per_node == 4
-    whole = replace(asked, data=DataConfig())
+    packed_config = packed(16, seq_length=131072)
+    candidates = rank([packed_config], 16, cluster, (300, 2000, 20000)).candidates
+    assert candidates[0].config.context.context_parallel_method == "exchange"
+    assert candidates[0].config.context.context_parallel_ranks_per_node == 4
+    whole = replace(packed_config, data=DataConfig())
     assert "exchange" not in {
         c.config.context.context_parallel_method for c in rank([whole], 16, cluster).candidates
     }
@@ -131,14 +136,16 @@ def test_the_heaviest_micro_batch_is_the_one_of_the_run_s_first_whose_documents_
     default_data, tmp_path
 ):
     tokenizer = load_tokenizer(f"{default_data}.model")
-    own = [
+    documents = [
         [tokenizer.eod + 1] * (length - 1) + [tokenizer.eod]
         for length in (100, 100, 100, 1900) * 20
     ]
-    mixed = write_documents(tmp_path / "mixed", own)
-    asked = packed(data_path=(mixed,), seq_length=2048, micro_batch_size=2, train_iters=3)
-    asked = replace(asked, data=replace(asked.data, tokenizer_model=f"{default_data}.model"))
-    samples, _, _ = build_datasets(asked.data, 2048, asked.train.seed, tokenizer)
+    mixed = write_documents(tmp_path / "mixed", documents)
+    mixed_config = packed(data_path=(mixed,), seq_length=2048, micro_batch_size=2, train_iters=3)
+    mixed_config = replace(
+        mixed_config, data=replace(mixed_config.data, tokenizer_model=f"{default_data}.model")
+    )
+    samples, _, _ = build_datasets(mixed_config.data, 2048, mixed_config.train.seed, tokenizer)
     ends = []
     for begin in (0, 2, 4):
         starts = np.concatenate([samples[n]["starts"] for n in (begin, begin + 1)])
@@ -146,5 +153,5 @@ def test_the_heaviest_micro_batch_is_the_one_of_the_run_s_first_whose_documents_
     pairs = [np.square(np.diff(bounds)).sum() for bounds in ends]
     assert len(set(pairs)) == 3
     assert np.argmax(pairs) > 0, "negative control: the run's first is another"
-    assert heaviest_documents(asked) == ends[np.argmax(pairs)]
+    assert heaviest_documents(mixed_config) == ends[np.argmax(pairs)]
     assert {2048, 4096} <= set(ends[0])

@@ -36,13 +36,13 @@ def test_replacing_keeps_what_was_there_when_interrupted_and_pairs_the_new(tmp_p
 
 
 def test_a_folder_takes_a_free_name_and_no_other_folders(tmp_path):
-    for taken in (False, True):
+    for is_taken in (False, True):
         with (
-            pytest.raises(OSError, match="not empty") if taken else nullcontext(),
+            pytest.raises(OSError, match="not empty") if is_taken else nullcontext(),
             replacing(tmp_path / "d") as (draft,),
         ):
             (draft / "sub").mkdir(parents=True)
-            (draft / "sub" / "a").write_text(str(taken))
+            (draft / "sub" / "a").write_text(str(is_taken))
         assert [path.name for path in tmp_path.iterdir()] == ["d"]
         assert (tmp_path / "d" / "sub" / "a").read_text() == "False"
 
@@ -109,12 +109,12 @@ def test_a_folder_has_one_owner_and_a_killed_one_leaves_nothing(stem, tmp_path):
 def test_an_owner_leaves_what_others_write(tmp_path):
     (tmp_path / ".hidden.bin").write_text("a user's")
     with another_process(tmp_path, "d"):
-        kept = {path.name for path in tmp_path.iterdir()}
+        names_before = {path.name for path in tmp_path.iterdir()}
         with owned(tmp_path):
-            assert {path.name for path in tmp_path.iterdir()} == kept | {".lock"}
+            assert {path.name for path in tmp_path.iterdir()} == names_before | {".lock"}
         with owned(tmp_path, "e"):
-            assert {path.name for path in tmp_path.iterdir()} == kept | {".e.lock"}
-    assert {path.name for path in tmp_path.iterdir()} == kept
+            assert {path.name for path in tmp_path.iterdir()} == names_before | {".e.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == names_before
 
 
 def test_children_of_an_owner_do_not_keep_its_lock(tmp_path):
@@ -190,19 +190,19 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_kept(tmp_path)
 
 def test_one_who_waits_has_it_when_the_other_is_killed(tmp_path):
     with another_process(tmp_path, "d") as first:
-        waiting, told = os.pipe()
+        waiting, writing = os.pipe()
         (tmp_path / f".d.{'0' * 32}").mkdir()
         (tmp_path / f".d.{'0' * 32}" / "a.npy").touch()
         second = os.fork()
         if second == 0:
-            sys.stderr = os.fdopen(told, "w", buffering=1)
+            sys.stderr = os.fdopen(writing, "w", buffering=1)
             try:
                 with owned(tmp_path, "d", wait=True):
-                    found = sorted(path.name for path in tmp_path.iterdir())
-                    print(found, (tmp_path / ".d.lock").read_text(), file=sys.stderr)
+                    names = sorted(path.name for path in tmp_path.iterdir())
+                    print(names, (tmp_path / ".d.lock").read_text(), file=sys.stderr)
             finally:
                 os._exit(0)
-        os.close(told)
+        os.close(writing)
         assert f"in use by process {first} on" in os.read(waiting, 999).decode()
     os.waitpid(second, 0)
     assert os.read(waiting, 999).decode().lstrip().startswith(f"['.d.lock'] process {second} on ")
@@ -232,7 +232,7 @@ def test_a_killed_runs_lock_is_taken_by_another_user(tmp_path):
             pass
     finally:
         os.umask(umask)
-    for mode, said in {
+    for mode, message in {
         None: "owned",
         0o600: "InUseError: .lock was left by uid 0 and is closed to you; remove it",
     }.items():
@@ -245,4 +245,4 @@ def test_a_killed_runs_lock_is_taken_by_another_user(tmp_path):
             _as_nobody(tmp_path, writing)
             os._exit(0)
         os.waitpid(child, 0)
-        assert os.read(reading, 999).decode().startswith(said)
+        assert os.read(reading, 999).decode().startswith(message)

@@ -60,10 +60,10 @@ def beating(path, record=ELSEWHERE):
 @contextmanager
 def holder(path, ends=False):
     def body(report):
-        taken = Lock(path, wait=False)
+        lock = Lock(path, wait=False)
         os.write(report, b".")
         time.sleep(60)
-        taken.release()
+        lock.release()
 
     child, _ = forked(body)
     try:
@@ -78,9 +78,9 @@ def test_the_record_says_who_since_when_and_how_to_end_it(tmp_path, monkeypatch)
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     with holder(tmp_path / ".lock") as child, pytest.raises(InUseError) as caught:
         Lock(tmp_path / ".lock", wait=False)
-    here = re.escape(socket.gethostname())
+    host = re.escape(socket.gethostname())
     assert re.fullmatch(
-        rf"{tmp_path} is in use by process {child} on {here}, Slurm job 4711, since 20..-..-.. ..:..:.. UTC "
+        rf"{tmp_path} is in use by process {child} on {host}, Slurm job 4711, since 20..-..-.. ..:..:.. UTC "
         r"\(lock \.lock\); wait until it ends or end it \(scancel 4711\)",
         str(caught.value),
     )
@@ -103,11 +103,11 @@ def test_another_hosts_holder_that_beats_keeps_it_though_no_lock_is_seen(quick, 
 
 def test_another_hosts_holder_without_a_beat_is_dead(quick, tmp_path, capsys):
     (tmp_path / ".lock").write_text(ELSEWHERE)
-    taken = Lock(tmp_path / ".lock", wait=False)
+    lock = Lock(tmp_path / ".lock", wait=False)
     assert "is of process 7 on node9" in capsys.readouterr().err
     assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-    taken.release()
+    lock.release()
     assert not list(tmp_path.iterdir())
 
 

@@ -80,9 +80,9 @@ def test_what_a_launcher_says(names, size, monkeypatch):
 def test_a_launch_that_cannot_work_is_one_line(names, words, monkeypatch, capfd):
     launched(monkeypatch, **names)
     assert exit_status(lambda _: join(timeout=SOON), []) == 1
-    said = capfd.readouterr().err
-    assert re.match(f"error: {words}", said)
-    assert said.count("\n") == 1, "no stack of torch's either"
+    message = capfd.readouterr().err
+    assert re.match(f"error: {words}", message)
+    assert message.count("\n") == 1, "no stack of torch's either"
 
 
 def test_a_name_that_does_not_resolve_is_named_soon(monkeypatch, capfd):
@@ -92,11 +92,11 @@ def test_a_name_that_does_not_resolve_is_named_soon(monkeypatch, capfd):
             monkeypatch, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="node7.invalid", MASTER_PORT=20000
         )
         assert exit_status(lambda _: join(), []) == 1
-        said = capfd.readouterr().err
-        assert said.startswith(
+        message = capfd.readouterr().err
+        assert message.startswith(
             f"error: MASTER_ADDR is node7.invalid, which {socket.gethostname()} does not resolve"
         )
-        assert said.count("\n") == 1
+        assert message.count("\n") == 1
 
 
 def test_a_torchrun_that_is_gone_is_not_waited_for(monkeypatch):
@@ -207,9 +207,9 @@ def alone(rank, world_size):
                 raise ValueError("the body's own")
         with process_group() as group:
             size = group.size()
-    found = dist.is_initialized()
+    initialized = dist.is_initialized()
     join(store=dist.HashStore())
-    return size, found
+    return size, initialized
 
 
 @pytest.mark.slow

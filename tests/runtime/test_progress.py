@@ -20,8 +20,11 @@ def told(steps, monkeypatch):
 
 def test_a_log_has_lines_and_a_terminal_one_line_that_moves(monkeypatch, capsys):
     told(150, monkeypatch)
-    found = capsys.readouterr()
-    assert (found.out, found.err) == ("", "11 of 150, 11 s\n72 of 150, 72 s\n133 of 150, 133 s\n")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == (
+        "",
+        "11 of 150, 11 s\n72 of 150, 72 s\n133 of 150, 133 s\n",
+    )
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "10")
     told(3, monkeypatch)
@@ -30,7 +33,7 @@ def test_a_log_has_lines_and_a_terminal_one_line_that_moves(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [
         (0.00123456, "1.235 ms"),
         (119.96, "120.0 s"),
@@ -39,5 +42,5 @@ def test_a_log_has_lines_and_a_terminal_one_line_that_moves(monkeypatch, capsys)
         (1e8, "27,778 h"),
     ],
 )
-def test_seconds_have_the_unit_that_suits_them(seconds, said):
-    assert progress.duration(seconds) == said
+def test_seconds_have_the_unit_that_suits_them(seconds, expected):
+    assert progress.duration(seconds) == expected

@@ -35,9 +35,9 @@ def test_what_a_function_allocates_has_its_cause():
 
 
 def test_a_function_of_torch_comes_back_own_or_inherited():
-    own, inherited = F.rms_norm, torch.UntypedStorage.resize_
+    rms_norm, inherited = F.rms_norm, torch.UntypedStorage.resize_
     with replaced(F, "rms_norm", len), replaced(torch.UntypedStorage, "resize_", len):
         assert F.rms_norm is torch.UntypedStorage.resize_ is len
-    assert F.rms_norm is own
+    assert F.rms_norm is rms_norm
     assert torch.UntypedStorage.resize_ is inherited
     assert "resize_" not in vars(torch.UntypedStorage)

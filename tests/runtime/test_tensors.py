@@ -44,12 +44,12 @@ class Thing:
 
 def test_a_number_stands_for_an_object_and_keeps_it_no_longer_alive():
     handles = Handles()
-    one, other = Thing(), Thing()
-    first, second = handles.add(one), handles.add(other)
+    first_thing, other = Thing(), Thing()
+    first, second = handles.add(first_thing), handles.add(other)
     assert first != second
-    assert handles[first] is one
+    assert handles[first] is first_thing
     assert handles[second] is other
-    del one
+    del first_thing
     with pytest.raises(KeyError):
         handles[first]
     assert len(handles) == 1
@@ -97,9 +97,9 @@ def test_gradients_are_the_formulas_in_the_dtypes_of_the_inputs(shifted):
     torch.library.opcheck(scale.default, (x, shift, owner.handle))
     leaves = [x, shift] if shifted else [x]
     out, more = scale(x, shift, owner.handle)
-    found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
-    assert [dx.dtype for dx in found] == [torch.float32] * len(leaves)
-    assert torch.equal(found[0], torch.full_like(x, 3.0))
+    gradients = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    assert [dx.dtype for dx in gradients] == [torch.float32] * len(leaves)
+    assert torch.equal(gradients[0], torch.full_like(x, 3.0))
     assert torch.equal(
         torch.autograd.grad(more.sum(), x)[0], torch.ones_like(x)
     )  # out has no gradient: zeros

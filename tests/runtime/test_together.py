@@ -71,15 +71,15 @@ def test_every_rank_raises_the_error_of_the_lowest_failing_rank(as_block):
 
 
 def test_types_are_kept_where_a_user_can_cause_them():
-    said = ("OSError", "[Errno 28] No space left on device: '/data/x'")
-    assert [answer[:2] for answer in run_ranks(_failing, 2, {1: "disk"}, True)] == [said] * 2
-    other, own = run_ranks(_failing, 2, {1: "defect"}, True)
-    assert own[:2] == ("ZeroDivisionError", "division by zero")
+    expected = ("OSError", "[Errno 28] No space left on device: '/data/x'")
+    assert [answer[:2] for answer in run_ranks(_failing, 2, {1: "disk"}, True)] == [expected] * 2
+    other, own_answer = run_ranks(_failing, 2, {1: "defect"}, True)
+    assert own_answer[:2] == ("ZeroDivisionError", "division by zero")
     assert other[0] == "RuntimeError"
     assert "rank 1" in other[1]
     assert "in body" in other[1], "the other ranks get the traceback"
-    other, own = run_ranks(_failing, 2, {1: "awkward"}, True)
-    assert (own[0], other[0]) == ("Awkward", "RuntimeError")
+    other, own_answer = run_ranks(_failing, 2, {1: "awkward"}, True)
+    assert (own_answer[0], other[0]) == ("Awkward", "RuntimeError")
     assert "odd" in other[1]
 
 
@@ -133,24 +133,24 @@ def left_alone(rank, world_size, folder, how):
 
 
 def collective(rank, world_size, how):
-    given, got = torch.ones(1000), torch.ones(1000)
+    sent, got = torch.ones(1000), torch.ones(1000)
     for _ in range(3):
         if how == "ring":
             receive = dist.P2POp(dist.irecv, got, (rank - 1) % world_size)
-            send = dist.P2POp(dist.isend, given, (rank + 1) % world_size)
+            send = dist.P2POp(dist.isend, sent, (rank + 1) % world_size)
             for work in dist.batch_isend_irecv([receive, send]):
                 work.wait()
         else:
-            dist.all_reduce(given)
+            dist.all_reduce(sent)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ring", "all_reduce"])
 def test_a_stopped_rank_is_named_once(how, tmp_path):
-    said = [lines for lines in run_ranks(left_alone, 4, tmp_path, how) if lines]
-    assert len(said) == 1, said
-    assert said[0].startswith(f"rank {STOPPED} on {os.uname().nodename} did not answer (")
-    assert said[0].count("\n") == 1
+    reports = [lines for lines in run_ranks(left_alone, 4, tmp_path, how) if lines]
+    assert len(reports) == 1, reports
+    assert reports[0].startswith(f"rank {STOPPED} on {os.uname().nodename} did not answer (")
+    assert reports[0].count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -173,11 +173,11 @@ def test_a_stopped_rank_is_named_once(how, tmp_path):
 def test_a_rank_that_cannot_ask_the_others(text, words, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(ENDINGS, str(tmp_path / "endings"))
     assert report_unresponsive_ranks(RuntimeError(text), 1.0)
-    said = capsys.readouterr().err
-    assert said.startswith("rank 0 ")
-    assert words in said
-    assert said.count("\n") == 1
-    assert (tmp_path / "endings" / "rank-0").read_text() == f"{AGAIN} {said}"
+    message = capsys.readouterr().err
+    assert message.startswith("rank 0 ")
+    assert words in message
+    assert message.count("\n") == 1
+    assert (tmp_path / "endings" / "rank-0").read_text() == f"{AGAIN} {message}"
 
 
 def test_another_error_is_not_a_peers(capsys):

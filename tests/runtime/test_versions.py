@@ -23,27 +23,27 @@ def joined(rank, world_size, port, torch_of, sources_of):
     """
     leave()  # once both have joined
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    said, met = io.StringIO(), []
+    output, met = io.StringIO(), []
 
     def main(_):
         join(timeout=timedelta(minutes=5))
         met.append(dist.get_world_size())
 
-    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(output):
         patch.setattr(torch, "__version__", torch_of[rank])
         patch.setattr(versions, "sources", lambda root: sources_of[rank])
         patch.setattr(versions.socket, "gethostname", lambda: f"node{rank}")
         status = exit_status(main, [])
     if not met:
         join(store=dist.HashStore())  # for run_ranks to leave
-    return status, met, said.getvalue()
+    return status, met, output.getvalue()
 
 
 def test_ranks_that_differ_are_named_once():
     """Another torch is told as other sources are: the test of every difference has both."""
     ends = run_ranks(joined, 2, free_port(), ("2.13.0", "2.13.0"), ("aa", "bb"))
     assert [(status, met) for status, met, _ in ends] == [(1, []), (1, [])]
-    silent, line = sorted(said for _, _, said in ends)
+    silent, line = sorted(output for _, _, output in ends)
     assert silent == ""
     assert line.startswith(
         "error: ranks differ: sources bb on rank 1 (node1), and aa on the others"

@@ -49,14 +49,14 @@ def stuck(rank, world_size, folder, how):
 def test_who_hangs_is_named_and_all_stacks_are_written(how, words, nodes, tmp_path):
     with pytest.raises(RuntimeError, match=f"died without a word, exit code ({AGAIN}|-9)"):
         run_ranks(stuck, 3, str(tmp_path), how)
-    said = (tmp_path / FOLDER / "report.txt").read_text()
-    assert said.startswith("hung: no step in ")
-    assert words in said
+    report = (tmp_path / FOLDER / "report.txt").read_text()
+    assert report.startswith("hung: no step in ")
+    assert words in report
     waiting = (
         f"rank 0 on {HOST}, rank 2 on {HOST} waits in all_reduce 6 of default_pg (at "
         f"tests/runtime/test_watchdog"
     )
-    assert waiting in said
+    assert waiting in report
     assert (tmp_path / EXCLUDE).read_text() == nodes
     for rank in range(3):
         stacks = (tmp_path / FOLDER / f"rank-{rank}.txt").read_text()

@@ -144,13 +144,13 @@ def start(folder, nodes=2, kinds=("a100",), gpus=8):
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}
-        said = ended(["sinfo", "-h", "-o", "%T %D"], inherited=environment)
-        if f"idle {nodes}" in said.stdout:
+        result = ended(["sinfo", "-h", "-o", "%T %D"], inherited=environment)
+        if f"idle {nodes}" in result.stdout:
             return
         time.sleep(0.2)
     stop(folder)
     raise VirtualError(
-        f"the nodes are not idle after 30 s: {said.stdout or said.stderr}; look at "
+        f"the nodes are not idle after 30 s: {result.stdout or result.stderr}; look at "
         f"{folder}/daemons.log"
     )
 

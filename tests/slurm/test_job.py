@@ -92,8 +92,8 @@ def test_the_first_start_begins_where_the_flags_say_and_later_ones_in_their_own_
         ("--config", str(tmp_path / "asked.toml")),
         (f"--config={tmp_path / 'asked.toml'}",),
     ):
-        _, said = started(tmp_path / "asked", *flags, status=137)
-        assert f"pretrain_gpt.py {' '.join(flags)} --save {tmp_path / 'asked'}\n" in said, (
+        _, output = started(tmp_path / "asked", *flags, status=137)
+        assert f"pretrain_gpt.py {' '.join(flags)} --save {tmp_path / 'asked'}\n" in output, (
             "the file says where"
         )
 
@@ -111,9 +111,9 @@ BAD = "1 error: loss is not finite"
         ({"signalled": "yes"}, 138, True),
         ({"away": "yes"}, 0, True),
         *(
-            ({"status": status, "said": said}, status, True)
+            ({"status": status, "said": output}, status, True)
             for status in (137, 143)
-            for said in ("", LOST)
+            for output in ("", LOST)
         ),
         *(({"status": status, "said": BAD}, 1, False) for status in (137, 143)),
         ({"status": 1, "said": LOST}, 75, True),
@@ -125,14 +125,14 @@ def test_how_a_start_ends_decides_if_the_job_is_queued_again(start, code, again,
     a signal early.
     """
     run = tmp_path / "run"
-    status, said = started(run, **{"new": "4", **start})
+    status, output = started(run, **{"new": "4", **start})
     assert status == code
-    assert ("queued again" in said) == again
-    assert ("scontrol requeue 7" in said) == again
-    assert ("srun" in said) == ("signalled" not in start)
-    assert ("\nfinished: " in said) == (start == {"new": "9"})
+    assert ("queued again" in output) == again
+    assert ("scontrol requeue 7" in output) == again
+    assert ("srun" in output) == ("signalled" not in start)
+    assert ("\nfinished: " in output) == (start == {"new": "9"})
     assert again or all(
-        f"1 {error}\n" in said for error in re.findall("^1 (.*)", start.get("said", ""), re.M)
+        f"1 {error}\n" in output for error in re.findall("^1 (.*)", start.get("said", ""), re.M)
     )
     if start == {"new": "9"}:
         assert "queued again" in started(run, status=138)[1], (
@@ -156,19 +156,19 @@ def test_how_a_start_ends_decides_if_the_job_is_queued_again(start, code, again,
     ],
 )
 def test_what_cannot_go_on_ends_with_its_reason(more, line, starts, tmp_path):
-    code, said = started(tmp_path / "run", new="4", **more)
-    assert (code, "scontrol requeue 7" in said, "srun" in said) == (1, False, starts)
-    assert line in said
+    code, output = started(tmp_path / "run", new="4", **more)
+    assert (code, "scontrol requeue 7" in output, "srun" in output) == (1, False, starts)
+    assert line in output
 
 
 def test_a_container_has_a_python_of_its_own(tmp_path):
-    _, said = started(tmp_path / "run", new="9", container="image.sqsh")
-    assert re.search(r"--container-image=image.sqsh .* python3 pretrain_gpt.py", said), said
+    _, output = started(tmp_path / "run", new="9", container="image.sqsh")
+    assert re.search(r"--container-image=image.sqsh .* python3 pretrain_gpt.py", output), output
 
 
-def sruns(said):
+def sruns(output):
     """The options of srun and the flags of the run in a start's words."""
-    (line,) = [line for line in said.splitlines() if line.startswith("srun ")]
+    (line,) = [line for line in output.splitlines() if line.startswith("srun ")]
     options, _, flags = line.partition(" pretrain_gpt.py ")
     return options, f" {flags} "
 
@@ -187,10 +187,10 @@ def test_a_job_with_gpus_asks_for_cuda_by_name_unless_the_run_names_a_device(tmp
             ((f"--config={tmp_path / 'cpu.toml'}", "--device", "auto"), True),
         ]
     ):
-        _, said = started(tmp_path / str(number), *flags, new="9", **GPUS)
-        assert (" --device cuda " in sruns(said)[1]) == asks, (flags, said)
-    _, said = started(tmp_path / "without", new="9")
-    assert "--device" not in sruns(said)[1], "a job that asked for no GPU"
+        _, output = started(tmp_path / str(number), *flags, new="9", **GPUS)
+        assert (" --device cuda " in sruns(output)[1]) == asks, (flags, output)
+    _, output = started(tmp_path / "without", new="9")
+    assert "--device" not in sruns(output)[1], "a job that asked for no GPU"
 
 
 def test_ranks_are_bound_and_get_the_jobs_variables_whatever_the_site_exports(tmp_path):
@@ -213,9 +213,11 @@ def test_ranks_share_out_all_cpus_of_a_node_so_that_half_of_them_fill_a_socket(
 
 
 def test_torchrun_binds_the_ranks_of_gpus_and_writes_a_log_per_rank(tmp_path):
-    on_gpus, _ = sruns(said := started(tmp_path / "gpus", new="9", launcher="torchrun", **GPUS)[1])
+    on_gpus, _ = sruns(
+        output := started(tmp_path / "gpus", new="9", launcher="torchrun", **GPUS)[1]
+    )
     assert on_gpus.endswith(" --numa-binding=node")
-    assert f"--log-dir {tmp_path / 'gpus' / 'logs' / '7'} --tee 3" in said
+    assert f"--log-dir {tmp_path / 'gpus' / 'logs' / '7'} --tee 3" in output
     on_cpus, _ = sruns(
         started(tmp_path / "cpus", "--device", "cpu", new="9", launcher="torchrun", **GPUS)[1]
     )
@@ -232,11 +234,11 @@ def test_torchrun_binds_the_ranks_of_gpus_and_writes_a_log_per_rank(tmp_path):
 def test_a_refused_requeue_is_tried_three_times_and_a_silent_controller_for_minutes(
     refusal, tries, tmp_path
 ):
-    code, said = started(tmp_path / "run", new="4", refusal=refusal)
+    code, output = started(tmp_path / "run", new="4", refusal=refusal)
     assert code == 1
     assert (tmp_path / "run" / "tries").read_text().split() == ["try"] * tries
-    assert refusal in said
-    assert "error: not finished, and scontrol requeue 7 is refused" in said
+    assert refusal in output
+    assert "error: not finished, and scontrol requeue 7 is refused" in output
 
 
 def test_a_start_says_which_sources_changed_since_the_first_one(tmp_path):
@@ -246,10 +248,10 @@ def test_a_start_says_which_sources_changed_since_the_first_one(tmp_path):
     assert "WARNING" not in started(run, *flags, new="1")[1]
     assert "WARNING" not in started(run, *flags, new="2")[1]
     config.write_text("[train]\nseed = 2\n")
-    said = started(run, *flags, new="3")[1]
+    output = started(run, *flags, new="3")[1]
     assert re.search(
-        rf"^WARNING: the sources are not those .* changed {config}; to keep them", said, re.M
-    ), said
+        rf"^WARNING: the sources are not those .* changed {config}; to keep them", output, re.M
+    ), output
     listed = (run / "logs" / "7" / "sources").read_text()
     assert " ./model/decoder.py\n" in listed
     assert " ./slurm/job.sh\n" in listed
@@ -261,18 +263,18 @@ def test_a_start_says_which_sources_changed_since_the_first_one(tmp_path):
 
 
 def test_a_start_says_that_the_sources_changed_in_the_queue(tmp_path):
-    known = digest_of_sources(None)
+    digest = digest_of_sources(None)
     assert (
         digest_of_sources("llama3_8b")
         == digest_of_sources("configs/models/llama3_8b.toml")
-        != known
+        != digest
     )
-    assert "WARNING" not in started(tmp_path / "run", new="1", longmesh_sources=known)[1]
-    said = started(tmp_path / "other", new="1", longmesh_sources="0badc0de")[1]
+    assert "WARNING" not in started(tmp_path / "run", new="1", longmesh_sources=digest)[1]
+    output = started(tmp_path / "other", new="1", longmesh_sources="0badc0de")[1]
     assert (
         f"WARNING: the sources are not those that the job was submitted with: digest 0badc0de "
-        f"then, {known} "
-    ) in said
+        f"then, {digest} "
+    ) in output
 
 
 def test_a_job_that_makes_no_progress_ends(tmp_path):
@@ -280,18 +282,18 @@ def test_a_job_that_makes_no_progress_ends(tmp_path):
     assert started(run, new="4")[0] == 0
     for _ in range(2):
         assert "queued again" in started(run, status=138)[1]
-    code, said = started(run, status=138)
+    code, output = started(run, status=138)
     assert code == 1
-    assert "error: 3 starts in a row without a new checkpoint" in said
+    assert "error: 3 starts in a row without a new checkpoint" in output
     assert "queued again" in started(run, status=138, new="5")[1], "progress counts anew"
 
 
 def test_a_start_from_a_later_local_checkpoint_is_progress(tmp_path):
     for number, later in enumerate(("2", "4", "4", "4")):
-        code, said = started(tmp_path / "run", status=138, from_=later)
-        assert "queued again" in said, number
-    code, said = started(tmp_path / "run", status=138, from_="4")
-    assert (code, "error: 3 starts in a row" in said) == (1, True)
+        code, output = started(tmp_path / "run", status=138, from_=later)
+        assert "queued again" in output, number
+    code, output = started(tmp_path / "run", status=138, from_="4")
+    assert (code, "error: 3 starts in a row" in output) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -301,25 +303,27 @@ def test_a_start_from_a_later_local_checkpoint_is_progress(tmp_path):
 def test_a_job_whose_rank_hung_is_queued_again_without_its_node(
     status, excluded, kept_off, tmp_path
 ):
-    ended, said = started(tmp_path / "run", status=status, new="4", hung="node3", excluded=excluded)
+    ended, output = started(
+        tmp_path / "run", status=status, new="4", hung="node3", excluded=excluded
+    )
     assert ended == 75
-    assert "not finished: queued again" in said
-    assert f"scontrol update JobId=7 ExcNodeList={kept_off}\n" in said
+    assert "not finished: queued again" in output
+    assert f"scontrol update JobId=7 ExcNodeList={kept_off}\n" in output
     assert not (tmp_path / "run" / "logs" / "7" / "stuck").read_text().strip("0\n")
-    _, said = started(tmp_path / "run", new="6")
-    assert "ExcNodeList" not in said
-    known = (
+    _, output = started(tmp_path / "run", new="6")
+    assert "ExcNodeList" not in output
+    known_nodes = (
         "Account=us QOS=night Reservation=(null) NumNodes=2-4 TimeLimit=1-00:00:00 "
         "TresPerNode=gres:gpu:8"
     )
-    _, said = started(
-        tmp_path / "run", status=status, new="7", hung="node3", few="yes", known=known
+    _, output = started(
+        tmp_path / "run", status=status, new="7", hung="node3", few="yes", known=known_nodes
     )
-    assert "queued again" in said
-    assert "a rank hung on node3, which stays: Slurm would not start the job without it" in said
-    assert "ExcNodeList" not in said
-    asked = (tmp_path / "run" / "asked").read_text()
+    assert "queued again" in output
+    assert "a rank hung on node3, which stays: Slurm would not start the job without it" in output
+    assert "ExcNodeList" not in output
+    requested = (tmp_path / "run" / "asked").read_text()
     assert (
         "--nodes=2-4 --partition=gpu --account=us --qos=night --time=1-00:00:00 --gres=gpu:8 "
         "--exclu"
-    ) in asked
+    ) in requested

@@ -37,14 +37,16 @@ def slurm(cluster):
 
 def finished_as_undisturbed(slurm, job, save, want):
     """Slurm's record of a job that was queued again once and finished the run."""
-    known = ended(slurm, job)
-    said = Path(f"{save}.log").read_text()
-    assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("COMPLETED", "0:0", "1"), (
-        said
-    )
-    assert f"finished: {save}\n" in said
+    job_fields = ended(slurm, job)
+    log_text = Path(f"{save}.log").read_text()
+    assert (job_fields["JobState"], job_fields["ExitCode"], job_fields["Restarts"]) == (
+        "COMPLETED",
+        "0:0",
+        "1",
+    ), log_text
+    assert f"finished: {save}\n" in log_text
     assert curve(save) == want
-    return known
+    return job_fields
 
 
 def under_way(slurm, save, data, **more):
@@ -67,10 +69,10 @@ def test_a_job_whose_node_dies_goes_on_without_it_or_with_it_if_it_is_back(
     kill(folder, f"node{dead}")
     time.sleep(away)  # Slurm takes a node for dead after 20 s
     boot(folder, f"node{dead}")
-    known = finished_as_undisturbed(slurm, job, save, undisturbed)
-    assert (f"node{dead}" in say(slurm, "scontrol", "show", "hostnames", known["NodeList"])) == (
-        away < 20
-    )
+    job_fields = finished_as_undisturbed(slurm, job, save, undisturbed)
+    assert (
+        f"node{dead}" in say(slurm, "scontrol", "show", "hostnames", job_fields["NodeList"])
+    ) == (away < 20)
 
 
 def pid_of(task, job, slurm):
@@ -91,6 +93,6 @@ def test_a_job_whose_rank_is_stopped_goes_on_without_its_node(
     save = tmp_path / "run"
     job = under_way(slurm, save, default_data, extra=WATCHED)
     os.kill(pid_of(stopped, job, slurm), signal.SIGSTOP)
-    known = finished_as_undisturbed(slurm, job, save, undisturbed)
-    assert known["ExcNodeList"] == f"node{stopped + 1}"
+    job_fields = finished_as_undisturbed(slurm, job, save, undisturbed)
+    assert job_fields["ExcNodeList"] == f"node{stopped + 1}"
     assert (save / FOLDER / "report.txt").read_text().startswith("hung: no step in ")

@@ -222,7 +222,7 @@ def test_a_clusters_file_that_says_nothing_of_its_slurm(table, words, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "hint"),
+    ("message", "hint"),
     [
         (
             (
@@ -252,16 +252,16 @@ def test_a_clusters_file_that_says_nothing_of_its_slurm(table, words, tmp_path):
         ),
     ],
 )
-def test_slurms_words_and_our_hint(said, hint, tmp_path, monkeypatch):
+def test_slurms_words_and_our_hint(message, hint, tmp_path, monkeypatch):
     (tmp_path / "sbatch").write_text(
-        f"#!/bin/sh\ncat > /dev/null\nprintf '{said}\\n' >&2\nexit 1\n"
+        f"#!/bin/sh\ncat > /dev/null\nprintf '{message}\\n' >&2\nexit 1\n"
     )
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(UserError, match="sbatch refuses: ") as caught:
         submit.submit("#!/bin/bash\n")
     assert hint in str(caught.value)
-    assert said.split(": ")[-1].split("\n")[0] in str(caught.value)
+    assert message.split(": ")[-1].split("\n")[0] in str(caught.value)
 
 
 def test_without_slurm_the_way_out_is_named(monkeypatch):
@@ -326,12 +326,12 @@ def inert(text, folder):
     done = subprocess.run(
         ["bash"], input=stub, cwd=folder, env=settings, capture_output=True, text=True, check=False
     )
-    made = sorted(path.name for path in folder.iterdir())
+    names = sorted(path.name for path in folder.iterdir())
     return (
         len(keys) == len(options)
         and not done.stderr
         and "--wrap" not in keys
-        and made == ["trained"]
+        and names == ["trained"]
     )
 
 
@@ -366,9 +366,9 @@ def test_no_flag_becomes_a_line_or_a_command_of_the_script(text, tmp_path, capsy
     } < {*texts()}
     job = ["--cluster", str(CLUSTERS / "h100_pod.toml"), "--nodes", "1"]
     for name in texts():
-        given = f"--exclude={text}" if name == "option" else text
+        argument = f"--exclude={text}" if name == "option" else text
         flag = [
-            f"--{name.replace('_', '-')}={given}",
+            f"--{name.replace('_', '-')}={argument}",
             *(["--container=i"] if name == "container_mounts" else []),
         ]
         words = {
@@ -376,12 +376,12 @@ def test_no_flag_becomes_a_line_or_a_command_of_the_script(text, tmp_path, capsy
             "array": ["--array", f"--tokenizer-model {text}", "--", *RUN],
         }
         (tmp_path / name).mkdir()
-        said = {
+        message = {
             "command": "tokenizer-model",
             "array": "array" if not text.isprintable() else "",
         }.get(name, name)
         refused_or_inert(
-            [*job, *words.get(name, [*flag, *RUN])], said, text, tmp_path / name, capsys
+            [*job, *words.get(name, [*flag, *RUN])], message, text, tmp_path / name, capsys
         )
     for name, words in {
         "save": [*RUN, "--save", text],

@@ -42,7 +42,7 @@ def say(slurm, *command, **more):
 
 @pytest.mark.parametrize("kind", ["a100", "h100"])
 def test_the_scripts_are_accepted_as_they_are(kind, slurm):
-    said = say(
+    output = say(
         slurm,
         "sbatch",
         "--test-only",
@@ -52,7 +52,7 @@ def test_the_scripts_are_accepted_as_they_are(kind, slurm):
         "runs/x",
         "pretrain_gpt.py",
     )
-    assert re.search(r"Job \d+ to start at .* using 256 processors on nodes node", said), said
+    assert re.search(r"Job \d+ to start at .* using 256 processors on nodes node", output), output
 
 
 @pytest.mark.parametrize(
@@ -127,14 +127,20 @@ def submitted(slurm, save, data, *options, extra=(), **more):
 
 def ended(slurm, job):
     """The job's last words: what scontrol knows of it, once it is over."""
-    known = {}
+    job_fields = {}
 
     def over():
-        known.update(re.findall(r"(\w+)=(\S+)", say(slurm, "scontrol", "show", "job", job)))
-        return known["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        job_fields.update(re.findall(r"(\w+)=(\S+)", say(slurm, "scontrol", "show", "job", job)))
+        return job_fields["JobState"] in (
+            "COMPLETED",
+            "FAILED",
+            "CANCELLED",
+            "TIMEOUT",
+            "NODE_FAIL",
+        )
 
     wait_until(over)
-    return known
+    return job_fields
 
 
 def preempt(slurm, folder):
@@ -151,15 +157,15 @@ def preempt(slurm, folder):
 
 def of_step(slurm, job, *more):
     """The processes of a job's step, launchers and ranks, with ``more`` in their environment."""
-    its, found = (
+    its, pids = (
         {f"SLURM_CONF={slurm['SLURM_CONF']}", f"SLURM_JOB_ID={job}", "SLURM_STEP_ID=0", *more},
         [],
     )
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if its <= set((process / "environ").read_text().split("\0")):
-                found.append(int(process.name))
-    return found
+                pids.append(int(process.name))
+    return pids
 
 
 def told(pid):
@@ -206,34 +212,38 @@ def test_a_job_that_is_ended_goes_on_by_itself_to_the_undisturbed_curve(
     else:  # on an idle machine the run would be over before its time
         with paused(stopped := of_step(slurm, job)):
             wait_until(lambda: any(map(told, stopped)))
-    known = ended(slurm, job)
-    said = Path(f"{save}.log").read_text()
-    assert (known["JobState"], known["ExitCode"]) == ("COMPLETED", "0:0"), said
-    assert known["Restarts"] == "1" or how == "time", said
+    job_fields = ended(slurm, job)
+    log_text = Path(f"{save}.log").read_text()
+    assert (job_fields["JobState"], job_fields["ExitCode"]) == ("COMPLETED", "0:0"), log_text
+    assert job_fields["Restarts"] == "1" or how == "time", log_text
     assert curve(save) == undisturbed
-    assert f"finished: {save}\n" in said
+    assert f"finished: {save}\n" in log_text
     if how != "requeue":
-        assert said.count("queued again") == int(known["Restarts"]), said
-        assert "ended early after iteration" in said
+        assert log_text.count("queued again") == int(job_fields["Restarts"]), log_text
+        assert "ended early after iteration" in log_text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["ranks", "torchrun"])
 def test_an_error_is_told_and_ends_the_job_with_its_status(launcher, slurm, default_data, tmp_path):
     job = submitted(slurm, tmp_path / "run", Path("/none"), LAUNCHER=launcher)
-    known = ended(slurm, job)
-    assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("FAILED", "1:0", "0")
+    job_fields = ended(slurm, job)
+    assert (job_fields["JobState"], job_fields["ExitCode"], job_fields["Restarts"]) == (
+        "FAILED",
+        "1:0",
+        "0",
+    )
     assert "error: " in (tmp_path / "run.log").read_text()
 
 
 def test_an_allocation_that_is_not_the_clusters_is_refused(slurm, tmp_path):
     job = submitted(slurm, tmp_path / "run", Path("/none"), GPUS_PER_NODE="16")
     assert ended(slurm, job)["ExitCode"] == "1:0"
-    said = (tmp_path / "run.log").read_text()
+    log_text = (tmp_path / "run.log").read_text()
     assert (
         "error: GPUS_PER_NODE is 16, and this allocation has 8 GPUs on node1; give --gres and "
         "the cluster's"
-    ) in said
+    ) in log_text
     assert os.listdir(tmp_path / "run" / "logs" / job) == []
 
 

@@ -33,11 +33,11 @@ def _calibrated(rank, size, local, argv):
 def test_two_nodes_give_every_figure(tmp_path):
     path = tmp_path / "two.toml"
     run_ranks(_calibrated, 4, 2, ("--out", str(path), "--name", "two nodes"))
-    found = load_cluster(path)
-    assert (found.name, found.device, found.gpus_per_node) == ("two nodes", "cpu", 2)
-    assert found.peak_tflops * max(found.matmul_fraction, found.attention_fraction) > 1e-3
-    assert 1 < found.inside_latency_us < 1e6
-    assert 0 <= found.masked_share <= 1
+    cluster = load_cluster(path)
+    assert (cluster.name, cluster.device, cluster.gpus_per_node) == ("two nodes", "cpu", 2)
+    assert cluster.peak_tflops * max(cluster.matmul_fraction, cluster.attention_fraction) > 1e-3
+    assert 1 < cluster.inside_latency_us < 1e6
+    assert 0 <= cluster.masked_share <= 1
     assert f"torch {torch.__version__}" in path.read_text()
     assert "commit" in path.read_text()
 
@@ -50,9 +50,9 @@ def test_alone_the_links_are_named_as_missing_or_taken_from_a_file(tmp_path):
         load_cluster(path)
     more = ("--force", "--links", str(CLUSTERS / "cpu.toml"), "--lengths", "1")
     run_ranks(_calibrated, 1, 1, ("--out", str(path), *more))
-    found, known = load_cluster(path), load_cluster(CLUSTERS / "cpu.toml")
-    assert found.masked_share == 0, "a tile of one position hides nothing"
-    assert all(getattr(found, name) == getattr(known, name) for name in ABOUT_LINKS)
+    cluster, cpu_cluster = load_cluster(path), load_cluster(CLUSTERS / "cpu.toml")
+    assert cluster.masked_share == 0, "a tile of one position hides nothing"
+    assert all(getattr(cluster, name) == getattr(cpu_cluster, name) for name in ABOUT_LINKS)
     assert path.read_text().count("not measured: of a CPU") == len(ABOUT_LINKS)
 
 
@@ -91,12 +91,12 @@ def test_one_rank_alone_tells_rails_from_a_shared_link(monkeypatch, rails):
     monkeypatch.setattr(link_figures.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(link_figures.dist, "get_world_size", lambda: 8)
     inside = link_figures.measure_inside(torch.device("cpu"), 4)
-    found = inside | link_figures.measure_between(torch.device("cpu"), 4)
-    assert found["between_link"][0] == ("rank" if rails else "node")
-    assert found["between_gb_per_s"][0] == pytest.approx(
+    figures = inside | link_figures.measure_between(torch.device("cpu"), 4)
+    assert figures["between_link"][0] == ("rank" if rails else "node")
+    assert figures["between_gb_per_s"][0] == pytest.approx(
         0.01, rel=0.02
     )  # of a rail, or of the one link
-    assert found["inside_gb_per_s"][0] == pytest.approx(0.01, rel=0.02)
+    assert figures["inside_gb_per_s"][0] == pytest.approx(0.01, rel=0.02)
 
 
 def test_a_disturbed_exchange_makes_no_link_of_any_speed(monkeypatch):
@@ -128,6 +128,6 @@ def test_ceilings_are_printed_and_written(tmp_path, monkeypatch, capsys):
         calibrate(["--ceilings", "--device", "cpu", "--json", str(path)])
     finally:
         torch.set_num_threads(threads)
-    found = read_records(path)["ceilings"]
-    assert set(found["matmul_tflops"]) == {"bfloat16", "float32"}
-    assert f"{found['copy_gb_per_s']:.1f} GB/s" in capsys.readouterr().out
+    ceiling_figures = read_records(path)["ceilings"]
+    assert set(ceiling_figures["matmul_tflops"]) == {"bfloat16", "float32"}
+    assert f"{ceiling_figures['copy_gb_per_s']:.1f} GB/s" in capsys.readouterr().out

@@ -113,16 +113,16 @@ def test_an_export_stops_where_turns_end_in_transformers_and_when_it_is_imported
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.generation_config.eos_token_id == [turn, end]
     question = [{"role": "user", "content": "5?"}]
-    asked = theirs.apply_chat_template(
+    inputs = theirs.apply_chat_template(
         question, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    written = model.generate(**asked, max_new_tokens=20, do_sample=False)[
-        0, asked["input_ids"].shape[1] :
+    written = model.generate(**inputs, max_new_tokens=20, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
     ]
     assert written.tolist() == [*tokenizer.tokenize("yes"), turn]
     # As the base's settings have it, it does not stop.
-    beyond = model.generate(**asked, max_new_tokens=20, do_sample=False, eos_token_id=end)
-    assert beyond.shape[1] == asked["input_ids"].shape[1] + 20
+    beyond = model.generate(**inputs, max_new_tokens=20, do_sample=False, eos_token_id=end)
+    assert beyond.shape[1] == inputs["input_ids"].shape[1] + 20
 
     import_model(tmp_path / "out", tmp_path / "again")
     flags = [
@@ -206,7 +206,7 @@ def test_a_run_talks_on(run, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", read)
     flags = ["--load", str(run), "--chat", "--temperature", "0", "--num-tokens", "9"]
     assert exit_status(sample.main, flags) == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines()[0] == "yes"
-    assert len(said.out.splitlines()) == 2
-    assert "spells the special token" in said.err
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[0] == "yes"
+    assert len(captured.out.splitlines()) == 2
+    assert "spells the special token" in captured.err

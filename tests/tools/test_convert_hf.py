@@ -103,10 +103,10 @@ def test_an_export_is_the_import_to_the_bit(tmp_path, name, capsys):
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
         for folder in (source, out)
     ]
-    said = [
+    digests = [
         {k: v for k, v in kind.config.to_dict().items() if k != "_name_or_path"} for kind in kinds
     ]
-    assert said[0] == said[1]
+    assert digests[0] == digests[1]
     assert kinds[0].generation_config.to_dict() == kinds[1].generation_config.to_dict()
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (out / file).read_bytes() == (source / file).read_bytes()
@@ -176,9 +176,11 @@ def test_a_strangers_files_beside_the_tokenizer_are_not_taken(tmp_path):
     import_model(stranger, run)
     (run / "hf").rename(tmp_path / "hf")
     for folder in (stranger, tmp_path / "hf"):
-        said = (run / "config.toml").read_text()
+        config_text = (run / "config.toml").read_text()
         tokenizer = str(load_config(run / "config.toml").data.tokenizer_model)
-        (run / "config.toml").write_text(said.replace(tokenizer, str(folder / "tokenizer.json")))
+        (run / "config.toml").write_text(
+            config_text.replace(tokenizer, str(folder / "tokenizer.json"))
+        )
         assert "settings of" not in export_model(
             run, tmp_path / f"{folder.name} out", None, None, 10**9
         )
@@ -230,11 +232,11 @@ def test_a_tokenizer_of_more_entries_than_the_model_is_imported_and_told(tmp_pat
     source = published(tmp_path / "theirs", "llama, tied")
     write_tokenizer(source, 63)
     assert main(["import", str(source), str(tmp_path / "run")]) == 0
-    told = (
+    note = (
         "note: 2 entries are the tokenizer's alone: token 61 ('w61') is in the tokenizer's 63 "
         "entries"
     )
-    assert told in capsys.readouterr().out
+    assert note in capsys.readouterr().out
     assert load_config(tmp_path / "run" / "config.toml").model.vocab_size == 61
 
 
@@ -246,10 +248,10 @@ def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(tmp_path, capsys
     before = sorted(tmp_path.iterdir())
     capsys.readouterr()  # transformers' own lines
     assert main(["import", str(source), str(tmp_path / "run")]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert words in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert words in message
+    assert message.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -313,22 +315,22 @@ def test_a_trained_diffusion_transformer_gives_its_averages(tmp_path, capsys):
     (tmp_path / "run/config.toml").write_text(write_toml(DiTRunConfig(model=IMAGE)))
     assert main(["export", f"{tmp_path}/run", f"{tmp_path}/exported"]) == 0
     assert "averages of the weights" in capsys.readouterr().out
-    found = load_file(tmp_path / "exported/model.safetensors")
+    weights = load_file(tmp_path / "exported/model.safetensors")
     assert all(
-        torch.equal(found[name], weight)
+        torch.equal(weights[name], weight)
         for name, weight in dit_to_original(averages, IMAGE).items()
     )
 
 
 def test_a_few_tensors_live_at_a_time(tmp_path, monkeypatch):
     """A fused one of theirs needs its three parts of ours, and theirs is made of these."""
-    alive, most = set(), [0]
+    alive, peak = set(), [0]
     reads = {Weights: Weights.__getitem__, torch: torch.empty_like}
 
     def counted(weight):
         alive.add(mark := object())
         weakref.finalize(weight, alive.discard, mark)
-        most[0] = max(most[0], len(alive))
+        peak[0] = max(peak[0], len(alive))
         return weight
 
     source = published(tmp_path / "theirs", "gpt2")
@@ -336,11 +338,11 @@ def test_a_few_tensors_live_at_a_time(tmp_path, monkeypatch):
         Weights, "__getitem__", lambda self, name: counted(reads[Weights](self, name))
     )
     import_model(source, tmp_path / "run")
-    imported, most[0] = most[0], 0
+    imported, peak[0] = peak[0], 0
     monkeypatch.setattr(
         torch, "empty_like", lambda like, **kind: counted(reads[torch](like, **kind))
     )
     export_model(tmp_path / "run", tmp_path / "out", None, None, 10**9)
     assert len(tensors(source)) > 20
     assert 1 <= imported <= 3
-    assert 1 <= most[0] <= 9, "a module's weights and biases, and theirs of it"
+    assert 1 <= peak[0] <= 9, "a module's weights and biases, and theirs of it"

@@ -90,34 +90,38 @@ def by_position(run):
 
 
 def test_each_bucket_is_the_mean_of_its_tokens(run, tmp_path, capsys):
-    found = evaluated(run, tmp_path, "--last-tokens", "100")  # which begin inside a bucket
+    result = evaluated(run, tmp_path, "--last-tokens", "100")  # which begin inside a bucket
     losses = by_position(run)
-    assert found["last"]["loss"] == pytest.approx(losses[-100:].mean().item(), rel=1e-6)
-    assert abs(found["last"]["loss"] / losses[-101:-1].mean().item() - 1) > 1e-5
-    assert (found["last"]["begin"], found["last"]["end"], found["last"]["tokens"]) == (
+    assert result["last"]["loss"] == pytest.approx(losses[-100:].mean().item(), rel=1e-6)
+    assert abs(result["last"]["loss"] / losses[-101:-1].mean().item() - 1) > 1e-5
+    assert (result["last"]["begin"], result["last"]["end"], result["last"]["tokens"]) == (
         100,
         LENGTH,
         400,
     )
     assert (
-        f"| last 100 | 400 | {found['last']['loss']:.4f} |"
+        f"| last 100 | 400 | {result['last']['loss']:.4f} |"
         in (tmp_path / "perplexity.md").read_text()
     )
-    assert found["documents"] == 4
-    assert [(b["begin"], b["end"]) for b in found["buckets"]] == [(0, 64), (64, 128), (128, LENGTH)]
-    for bucket in found["buckets"]:
+    assert result["documents"] == 4
+    assert [(b["begin"], b["end"]) for b in result["buckets"]] == [
+        (0, 64),
+        (64, 128),
+        (128, LENGTH),
+    ]
+    for bucket in result["buckets"]:
         want = losses[bucket["begin"] : bucket["end"]].mean().item()
         assert bucket["loss"] == pytest.approx(want, rel=1e-6)
         assert bucket["perplexity"] == pytest.approx(math.exp(want), rel=1e-5)
         assert bucket["tokens"] == 4 * (bucket["end"] - bucket["begin"])
-    assert found["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert result["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
     shifted = losses.roll(1)[:64].mean().item()  # negative control: a position off by one is seen
-    assert abs(found["buckets"][0]["loss"] / shifted - 1) > 1e-4
+    assert abs(result["buckets"][0]["loss"] / shifted - 1) > 1e-4
     assert (tmp_path / "perplexity.png").read_bytes().startswith(b"\x89PNG")
     assert (
-        f"| all | {4 * LENGTH} | {found['loss']:.4f} |" in (tmp_path / "perplexity.md").read_text()
+        f"| all | {4 * LENGTH} | {result['loss']:.4f} |" in (tmp_path / "perplexity.md").read_text()
     )
-    assert found["trained_seq_length"] == TRAINED
+    assert result["trained_seq_length"] == TRAINED
     assert "4 of 4 documents" in capsys.readouterr().out
 
 
@@ -240,7 +244,7 @@ def test_a_text_begins_with_what_its_tokenizer_adds(tmp_path):
     text = "a value of the table is, and so on " * 20
     (tmp_path / "text.txt").write_text(text)
     for flags, begins in ([], True), (["--add-bos-token", "never"], False):
-        asked = [
+        command = [
             str(tmp_path),
             "--text",
             str(tmp_path / "text.txt"),
@@ -249,7 +253,7 @@ def test_a_text_begins_with_what_its_tokenizer_adds(tmp_path):
             "--save",
             str(tmp_path),
         ]
-        main([*asked, *flags])
+        main([*command, *flags])
         (bucket,) = json.loads((tmp_path / "perplexity.json").read_text())["buckets"]
         ids = torch.tensor([theirs(text)["input_ids"][not begins :][:33]])
         with torch.no_grad():

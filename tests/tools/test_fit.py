@@ -60,10 +60,10 @@ def test_what_is_asked_for_stays(monkeypatch):
     assert fit("pretrain_gpt.py", [*flags, "--device", "cuda"], None)[0] == 1
 
 
-@pytest.mark.parametrize("asked", ["0", "two", "-1"])
-def test_a_number_of_processes_that_is_none(asked, monkeypatch):
-    monkeypatch.setenv("NPROC", asked)
-    with pytest.raises(ConfigError, match=f"NPROC is '{asked}'"):
+@pytest.mark.parametrize("nproc", ["0", "two", "-1"])
+def test_a_number_of_processes_that_is_none(nproc, monkeypatch):
+    monkeypatch.setenv("NPROC", nproc)
+    with pytest.raises(ConfigError, match=f"NPROC is '{nproc}'"):
         main(["pretrain_gpt.py"])
 
 
@@ -77,12 +77,12 @@ def test_make_starts_what_fits(fails, status, tmp_path):
     )
     python.chmod(0o755)
     command = ["make", "pretrain", f"PY={python}", f"RUN={tmp_path / 'run'}", "ARGS=--lr 1e-3"]
-    made = ended(command)
-    assert made.returncode == status, made.stderr
+    result = ended(command)
+    assert result.returncode == status, result.stderr
     started = (
         "--nproc-per-node 8 pretrain_gpt.py --config configs/models/llama_tiny.toml --bf16 --save"
     )
-    assert (started in made.stdout) == (status == 0)
+    assert (started in result.stdout) == (status == 0)
 
 
 def test_the_command_itself(monkeypatch, capsys):

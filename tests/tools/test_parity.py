@@ -35,11 +35,11 @@ def test_what_is_wrong_is_one_line(argv, words, capsys):
 
 
 def test_the_status_says_whether_all_is_equal(monkeypatch, tmp_path, capsys):
-    found = [Difference("layers.0", 1.0, 1.0, 1.0)]
-    monkeypatch.setattr(parity, "compared", lambda asked, *_, **more: found)
+    differences = [Difference("layers.0", 1.0, 1.0, 1.0)]
+    monkeypatch.setattr(parity, "compared", lambda words, *_, **more: differences)
     (tmp_path / "config.toml").write_text(Path(TINY).read_text())
     assert main([str(tmp_path), "--seq-length", "64"]) == 0
-    found.append(Difference("layers.1", float("nan"), 1.0, 1.0))
+    differences.append(Difference("layers.1", float("nan"), 1.0, 1.0))
     with pytest.raises(SystemExit) as ended:
         main([TINY])
     assert ended.value.code == 1

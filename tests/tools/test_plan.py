@@ -68,8 +68,8 @@ def test_the_table_has_the_best_first_and_says_what_was_discarded(capsys, monkey
         )
         == 0
     )
-    out, said = capsys.readouterr()
-    assert re.search(r"searching: \w+, context 16, zero3, candidate 1 of \d+, \d s\n", said)
+    out, stderr = capsys.readouterr()
+    assert re.search(r"searching: \w+, context 16, zero3, candidate 1 of \d+, \d s\n", stderr)
     rows = rows_of(out)
     assert [row[0] for row in rows] == list("1234")
     assert {row[-5].split()[1] for row in rows} == {"ms"}
@@ -197,10 +197,10 @@ def test_a_named_model_whose_data_are_not_made_yet_has_their_vocabulary(
 
 def test_json_parses_and_holds_the_same(capsys):
     assert main([*MODEL, *A100, "--context-parallel-size", "8", "--json", "--top", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["rows"]) == 3
-    assert found["cluster"]["gpus_per_node"] == 8
-    row = found["rows"][0]
+    plan = json.loads(capsys.readouterr().out)
+    assert len(plan["rows"]) == 3
+    assert plan["cluster"]["gpus_per_node"] == 8
+    row = plan["rows"][0]
     assert row["predicted_seconds"] == pytest.approx(sum(row["predicted_seconds_by_part"].values()))
     assert row["measured_seconds"] is None
     assert row["attention_bytes_between_nodes"] == 0  # 8 ranks are one node
@@ -319,7 +319,7 @@ def test_groups_of_a_candidate_leave_nothing_to_the_next(default_data):
 
 
 def test_reasons_that_differ_in_numbers_are_one():
-    said = Counter(
+    reasons = Counter(
         {
             "cp is 4, of 2 heads; use 2": 2,
             "tp is 3": 6,
@@ -327,8 +327,8 @@ def test_reasons_that_differ_in_numbers_are_one():
             "cp is 8, of 2": 1,
         }
     )
-    said["cp is 32, of 2 heads; use 1"] += 1
-    assert grouped(said) == [
+    reasons["cp is 32, of 2 heads; use 1"] += 1
+    assert grouped(reasons) == [
         (": tp is 3", 6),
         (", such as: cp is 4, of 2 heads; use 2", 5),
         (": cp is 8, of 2", 1),
@@ -339,43 +339,43 @@ FIT = ("--num-layers", "2", "--context-parallel-size", "2", "--fits", "--bf16")
 
 
 def test_memory_by_component_and_what_to_change_first(capsys, tmp_path, monkeypatch):
-    asked, small = (
+    plan_command, small = (
         [*MODEL, *FIT, "--seq-length", "8192", "--vocab-size", "32000"],
         tmp_path / "small.toml",
     )
-    assert main([*asked, *A100, "--json"]) == 0
-    most = 0.8e-9 * json.loads(capsys.readouterr().out)["memory_bytes"]
+    assert main([*plan_command, *A100, "--json"]) == 0
+    memory_gb = 0.8e-9 * json.loads(capsys.readouterr().out)["memory_bytes"]
     small.write_text(
-        re.sub(r"memory_gb = \S+", f"memory_gb = {most}", Path(A100[1]).read_text(), count=1)
+        re.sub(r"memory_gb = \S+", f"memory_gb = {memory_gb}", Path(A100[1]).read_text(), count=1)
     )
     monkeypatch.setattr(
         progress, "time", SimpleNamespace(monotonic=count().__next__)
     )  # each look takes a second
-    assert main([*asked, "--cluster", str(small)]) == 0
-    out, said = capsys.readouterr()
+    assert main([*plan_command, "--cluster", str(small)]) == 0
+    out, stderr = capsys.readouterr()
     doing = r"backward of micro-batch 1 of 1, [\d,]+ operators so far, \d+ s\n"
-    assert re.search(rf"running rank 0 of 2 without memory \(1 of 1\): {doing}", said)
-    passes = [*dict.fromkeys(re.findall(r"(\w+) of micro-batch 1 of 1, layer (\d) of 2, ", said))]
+    assert re.search(rf"running rank 0 of 2 without memory \(1 of 1\): {doing}", stderr)
+    passes = [*dict.fromkeys(re.findall(r"(\w+) of micro-batch 1 of 1, layer (\d) of 2, ", stderr))]
     assert passes == [("forward", "1"), ("forward", "2"), ("backward", "2"), ("backward", "1")]
-    told = r"does not fit in [\d.]+ GB: a process takes [\d.]+ .B\nchange, .* for [\d.]+ ms a step:\n  --loss-chunk-"
-    assert re.search(rf"\n  logits +[#+. ]+\d+\.\d MB\n(.*\n)+{told}size 2048", out)
-    assert main([*asked, "--cluster", str(small), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["memory_bytes"] == sum(found["memory_bytes_by_part"].values())
-    assert found["memory_bytes_by_part"]["logits"] >= 4096 * 32000 * 2
-    assert not found["fits"]
-    assert (found["processes"], found["mesh"]) == (2, "context 2")
-    counts = [change["bytes"] for change in found["changes"]]
+    refusal = r"does not fit in [\d.]+ GB: a process takes [\d.]+ .B\nchange, .* for [\d.]+ ms a step:\n  --loss-chunk-"
+    assert re.search(rf"\n  logits +[#+. ]+\d+\.\d MB\n(.*\n)+{refusal}size 2048", out)
+    assert main([*plan_command, "--cluster", str(small), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["memory_bytes"] == sum(plan["memory_bytes_by_part"].values())
+    assert plan["memory_bytes_by_part"]["logits"] >= 4096 * 32000 * 2
+    assert not plan["fits"]
+    assert (plan["processes"], plan["mesh"]) == (2, "context 2")
+    counts = [change["bytes"] for change in plan["changes"]]
     assert counts == sorted(counts, reverse=True)
-    assert counts[-1] <= 1e9 * most
+    assert counts[-1] <= 1e9 * memory_gb
 
 
 def test_memory_of_the_host_is_told_and_may_be_too_little(capsys, tmp_path):
-    asked, small = (
+    plan_command, small = (
         [*MODEL, *FIT, "--vocab-size", "32000", "--optimizer-cpu-offload"],
         tmp_path / "small.toml",
     )
-    assert main([*asked, *A100]) == 0
+    assert main([*plan_command, *A100]) == 0
     assert re.search(
         r"\n  on the host, pinned +[#.]+ +\d+\.\d MB\nfits in 40 GB: ", capsys.readouterr().out
     )
@@ -386,12 +386,12 @@ def test_memory_of_the_host_is_told_and_may_be_too_little(capsys, tmp_path):
             (CLUSTERS / "h100_pod.toml").read_text(),
         )
     )
-    assert main([*asked, "--cluster", str(small)]) == 0
+    assert main([*plan_command, "--cluster", str(small)]) == 0
     assert (
         "\ndoes not fit in 0.001 GB of host memory: a process moves 268.4 MB there\n"
         in capsys.readouterr().out
     )
-    assert main([*asked, "--cluster", str(small), "--json"]) == 0
+    assert main([*plan_command, "--cluster", str(small), "--json"]) == 0
     assert not json.loads(capsys.readouterr().out)["fits"]
 
 

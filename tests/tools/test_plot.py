@@ -51,9 +51,9 @@ def test_striping_shows_its_balance():
 def seen_by_brute_force(documents, causal, window):
     place, document = np.arange(sum(documents)), np.repeat(np.arange(len(documents)), documents)
     apart = place[:, None] - place[None, :]
-    seen = document[:, None] == document[None, :]
-    seen &= apart >= 0 if causal else True
-    return seen & (abs(apart) <= window) if window else seen
+    visible = document[:, None] == document[None, :]
+    visible &= apart >= 0 if causal else True
+    return visible & (abs(apart) <= window) if window else visible
 
 
 @pytest.mark.parametrize("method", layouts.PACKED)

@@ -43,7 +43,7 @@ def test_writes_then_keeps_then_refuses(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--chat --input x --output-prefix y", "--chat needs --seq-length;"),
         ("--chat --output-prefix y", "--chat needs --input and --seq-length;"),
@@ -55,10 +55,10 @@ def test_writes_then_keeps_then_refuses(tmp_path, capsys):
         ),
     ],
 )
-def test_the_line_names_what_is_wrong(flags, said, tmp_path, monkeypatch, capsys):
+def test_the_line_names_what_is_wrong(flags, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(flags.split()) in (1, 2)
-    assert capsys.readouterr().err.startswith(f"error: {said}")
+    assert capsys.readouterr().err.startswith(f"error: {message}")
     assert not list(tmp_path.iterdir())
 
 
@@ -97,8 +97,8 @@ def test_conversations_are_prepared_checked_and_shown(tmp_path, capsys):
     assert "--sft --seq-length 128" in out
     assert main(["--check", f"{tmp_path}/c", "--tokenizer-model", tokenizer, "--inspect", "1"]) == 0
     out = capsys.readouterr().out
-    held = "c: 3 conversations, 93 tokens (uint16), packed into 1 samples of up to 93 tokens"
-    assert f"{held}, 0.00% padding to the longest; " in out
+    prefix = "c: 3 conversations, 93 tokens (uint16), packed into 1 samples of up to 93 tokens"
+    assert f"{prefix}, 0.00% padding to the longest; " in out
     assert "<|assistant|>\n⟦Hello!</s>⟧\n<|user|>\n2 + 2?</s>\n<|assistant|>\n⟦4</s>⟧\n" in out
     assert out.count("=== sample") == 1
 
@@ -180,7 +180,7 @@ def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path, capsys):
     tokenizer = Tokenizer(WordLevel({"</s>": 0, "<unk>": 1, "one": 2, "two": 3}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    for text, told in (("one two three two", True), ("one two two", False)):
+    for text, is_told in (("one two three two", True), ("one two two", False)):
         (tmp_path / "text.txt").write_text(text)
         words = ["--input", str(tmp_path / "text.txt"), "--suffix", ".txt", "--tokenizer-model"]
         assert (
@@ -189,7 +189,7 @@ def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path, capsys):
                     *words,
                     str(tmp_path / "tokenizer.json"),
                     "--output-prefix",
-                    str(tmp_path / str(told)),
+                    str(tmp_path / str(is_told)),
                 ]
             )
             == 0
@@ -197,7 +197,7 @@ def test_text_that_the_tokenizer_does_not_know_is_told(tmp_path, capsys):
         assert (
             "warning: the tokenizer does not know 1 pieces of the text, 20.00% of 5 tokens"
             in capsys.readouterr().out
-        ) == told
+        ) == is_told
 
 
 def test_a_prefix_of_text_is_checked_whole(tmp_path, capsys):
@@ -272,8 +272,8 @@ def test_shares_of_long_documents_are_those_of_counting():
     lengths[:4] = LONGER  # a document of just so many tokens is not longer
     longer = np.array([0, 1, *LONGER, 199_999, 10**6])
     want = [
-        sum(int(length) for length in lengths if length > one) / int(lengths.sum())
-        for one in longer
+        sum(int(length) for length in lengths if length > limit) / int(lengths.sum())
+        for limit in longer
     ]
     assert np.allclose(shares(lengths, longer), want, rtol=0, atol=1e-12)
     assert list(share_lines(np.array([1024, 1025, 5000, 92951]), "document")) == [

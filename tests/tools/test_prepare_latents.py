@@ -34,10 +34,10 @@ def images(tmp_path, monkeypatch):
 
 def test_pixels_of_the_middle_square(images, tmp_path, capsys):
     assert main(["--input", str(images), "--size", "8", "--output", str(tmp_path / "out")]) == 0
-    found = LatentFolder(tmp_path / "out")
-    assert (found.shape, found.labels.tolist()) == ((3, 8, 8), [0, 0, 1, 1])
-    for row, label in enumerate(found.labels):
-        np.testing.assert_allclose(found.latents(row), 2 * label - 1)
+    folder = LatentFolder(tmp_path / "out")
+    assert (folder.shape, folder.labels.tolist()) == ((3, 8, 8), [0, 0, 1, 1])
+    for row, label in enumerate(folder.labels):
+        np.testing.assert_allclose(folder.latents(row), 2 * label - 1)
     assert "--latent-shape 3 8 8 --num-classes 2" in capsys.readouterr().out
 
 
@@ -65,17 +65,17 @@ def test_latents_of_an_autoencoder(images, tmp_path):
         "safetensors",
     ]
     assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
-    found = LatentFolder(tmp_path / "out")
-    assert found.shape == (4, 8, 8)
+    folder = LatentFolder(tmp_path / "out")
+    assert folder.shape == (4, 8, 8)
     with torch.no_grad():
-        wanted = model.eval().encode(torch.ones(1, 3, 16, 16)).latent_dist.mean[0] * 0.5
-    np.testing.assert_allclose(found.latents(3), wanted.numpy(), atol=1e-5)
+        expected = model.eval().encode(torch.ones(1, 3, 16, 16)).latent_dist.mean[0] * 0.5
+    np.testing.assert_allclose(folder.latents(3), expected.numpy(), atol=1e-5)
 
     from data.latents.dataset import Vae
 
     with torch.no_grad():
-        decoded = model.decode(wanted[None] / 0.5).sample
-    shown = Vae(tmp_path / "vae", torch.device("cpu")).decode(wanted[None])
+        decoded = model.decode(expected[None] / 0.5).sample
+    shown = Vae(tmp_path / "vae", torch.device("cpu")).decode(expected[None])
     torch.testing.assert_close(shown, decoded, atol=1e-5, rtol=0)
 
 
@@ -94,9 +94,9 @@ def test_pictures_that_are_not_taken_as_they_are_and_files_that_are_none_are_tol
     assert "hidden.png" in captured.err
     assert "1 files are not read" in captured.err
     assert "photo.heic" in captured.err
-    found = LatentFolder(tmp_path / "out")
-    assert found.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    assert [found.latents(row).min() for row in range(6)] == [-1, -1, 1, 1, 1, 1]
+    folder = LatentFolder(tmp_path / "out")
+    assert folder.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert [folder.latents(row).min() for row in range(6)] == [-1, -1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("others", [("cat", "test"), ("training", "cat")])
@@ -179,17 +179,17 @@ def test_an_image_that_cannot_be_read_is_named_and_nothing_is_left(
     bad.write_bytes({"text": b"nothing", "cut": good[:pixels], "empty": b""}[spoil])
     # In the second batch, when a shard has been written.
     flags = ["--size", 8, "--batch-size", 2, "--samples-per-shard", 1, "--format", kind]
-    found = error(capsys, "--input", images, "--output", tmp_path / "a" / "out", *flags)
-    assert found.startswith(f"error: {bad} cannot be read as an image (")
-    assert found.endswith("); repair or remove it\n")
+    message = error(capsys, "--input", images, "--output", tmp_path / "a" / "out", *flags)
+    assert message.startswith(f"error: {bad} cannot be read as an image (")
+    assert message.endswith("); repair or remove it\n")
     assert not (tmp_path / "a").exists()
 
 
 def test_an_output_that_cannot_be_written_is_named(images, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
-    found = error(capsys, "--input", images, "--size", 8, "--output", tmp_path / "file/under")
-    assert f"cannot write to {tmp_path}/file/under (Not a directory" in found
-    assert "name a folder to write to" in found
+    message = error(capsys, "--input", images, "--size", 8, "--output", tmp_path / "file/under")
+    assert f"cannot write to {tmp_path}/file/under (Not a directory" in message
+    assert "name a folder to write to" in message
 
 
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])

@@ -162,17 +162,17 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(run, tmp_path, capsys
     assert "iteration 1," in sampled(capsys, "--load", tmp_path, "--num-tokens", 2).out
     tokenizer.write_bytes(tokenizer.read_bytes().replace(b"value", b"walue", 1))
     assert main(["--load", str(tmp_path), "--num-tokens", "2"]) == 1
-    told = rf"error: {tokenizer} is not the tokenizer that .*digest {was[:8]}, now {digest(tokenizer)[:8]}\); put .*\n"
-    assert re.fullmatch(told, capsys.readouterr().err)
+    message = rf"error: {tokenizer} is not the tokenizer that .*digest {was[:8]}, now {digest(tokenizer)[:8]}\); put .*\n"
+    assert re.fullmatch(message, capsys.readouterr().err)
 
 
 def test_seed_and_top_p_decide_the_samples(run, capsys):
-    asked = ["--load", run, "--num-tokens", 20, "--temperature", 2]
-    one, same, other = (sampled(capsys, *asked, "--seed", seed).out for seed in (1, 1, 2))
-    assert one == same != other
-    assert one.count("-" * 80) == 2
-    likeliest = sampled(capsys, *asked, "--temperature", 0).out
-    assert sampled(capsys, *asked, "--top-p", 1e-6).out == likeliest != one
+    command = ["--load", run, "--num-tokens", 20, "--temperature", 2]
+    first, same, other = (sampled(capsys, *command, "--seed", seed).out for seed in (1, 1, 2))
+    assert first == same != other
+    assert first.count("-" * 80) == 2
+    likeliest = sampled(capsys, *command, "--temperature", 0).out
+    assert sampled(capsys, *command, "--top-p", 1e-6).out == likeliest != first
 
 
 def test_says_so_beyond_the_trained_length(run, tmp_path, capsys):
@@ -180,12 +180,15 @@ def test_says_so_beyond_the_trained_length(run, tmp_path, capsys):
     assert not sampled(capsys, "--load", run, "--num-tokens", 40).err
     # An import's config.toml says no length that it was trained on: what it is meant for counts, if
     # it says so.
-    for meant, said in (("", ""), ("max_position_embeddings = 48", "more than the 48 the model")):
+    for meant, warning in (
+        ("", ""),
+        ("max_position_embeddings = 48", "more than the 48 the model"),
+    ):
         write_run(tmp_path, trained(1), meant, iteration=0, imported_from="elsewhere")
-        assert said in (
+        assert warning in (
             err := sampled(capsys, "--load", tmp_path, "--num-tokens", 70, "--top-k", 1).err
         )
-        assert bool(said) == bool(err)
+        assert bool(warning) == bool(err)
 
 
 def test_bad_input_gives_one_message(run, tmp_path, capsys):
@@ -215,43 +218,43 @@ def test_bad_input_gives_one_message(run, tmp_path, capsys):
 def test_a_file_of_prompts_is_continued_whole_or_line_by_line(run, tmp_path, monkeypatch, capsys):
     file, lines = tmp_path / "prompts.txt", ["value 1", "value 12\u2028of the", "table"]
     file.write_text("\n".join([lines[0], "", *lines[1:]]) + "\n")
-    asked = ["--load", run, "--num-tokens", 9, *GREEDY]
-    alone = [texts(sampled(capsys, *asked, "--prompt", line).out)[0] for line in lines]
-    out = sampled(capsys, *asked, "--prompt-file", file, "--by-line").out
+    command = ["--load", run, "--num-tokens", 9, *GREEDY]
+    alone = [texts(sampled(capsys, *command, "--prompt", line).out)[0] for line in lines]
+    out = sampled(capsys, *command, "--prompt-file", file, "--by-line").out
     assert "3 prompts, 1 x 9 tokens" in out
     assert [line + text for line, text in zip(lines, texts(out), strict=True)] == alone
-    whole = texts(sampled(capsys, *asked, "--prompt", file.read_text()).out)
+    whole = texts(sampled(capsys, *command, "--prompt", file.read_text()).out)
     assert [
         file.read_text() + text
-        for text in texts(sampled(capsys, *asked, "--prompt-file", file).out)
+        for text in texts(sampled(capsys, *command, "--prompt-file", file).out)
     ] == whole
     (tmp_path / "bad.txt").write_bytes(b"\xff")
     (tmp_path / "empty.txt").write_bytes(b"\n \n")
     monkeypatch.chdir(tmp_path)
-    told = {
+    warnings = {
         "bad.txt": "not UTF-8",
         "empty.txt": "no line",
         "none.txt": "does not exist",
         ".": "is a folder",
     }
-    for name, said in told.items():
-        assert main([*map(str, asked), "--prompt-file", name, "--by-line"]) == 1
-        assert said in capsys.readouterr().err
+    for name, warning in warnings.items():
+        assert main([*map(str, command), "--prompt-file", name, "--by-line"]) == 1
+        assert warning in capsys.readouterr().err
 
 
 def test_a_text_ends_before_a_token_that_stop_names(run, capsys):
     tokenizer = load_tokenizer(run / "tokenizer.model")
     prompt = [tokenizer.eod, *tokenizer.tokenize("value 1")]
     (ids,) = generate(trained(2), [prompt], 12, stop=[tokenizer.eod])
-    asked = ["--load", run, "--prompt", "value 1", "--num-tokens", 12, *GREEDY]
+    command = ["--load", run, "--prompt", "value 1", "--num-tokens", 12, *GREEDY]
     expected = tokenizer.detokenize([*prompt[1:], *ids[: ids.index(ids[3])]])
-    assert texts(sampled(capsys, *asked, "--stop", ids[3]).out) == [expected]
+    assert texts(sampled(capsys, *command, "--stop", ids[3]).out) == [expected]
     (spelled,) = [i for i in tokenizer.tokenize("of") if i] or [None]
-    assert texts(sampled(capsys, *asked, "--stop", "of").out) == texts(
-        sampled(capsys, *asked, "--stop", spelled).out
+    assert texts(sampled(capsys, *command, "--stop", "of").out) == texts(
+        sampled(capsys, *command, "--stop", spelled).out
     )
     for stop in ("no one token", "300"):
-        assert main([*map(str, asked), "--stop", stop]) == 1
+        assert main([*map(str, command), "--stop", stop]) == 1
         assert f"stop names '{stop}', which is not one token" in capsys.readouterr().err
 
 
@@ -286,7 +289,10 @@ def test_a_prompt_begins_with_what_the_tokenizer_adds(
     monkeypatch.setattr(
         Writer,
         "write",
-        lambda self, asked, *n, **k: (prompts.extend(asked), write(self, asked, *n, **k))[1],
+        lambda self, prompt_texts, *n, **k: (
+            prompts.extend(prompt_texts),
+            write(self, prompt_texts, *n, **k),
+        )[1],
     )
     sampled(
         capsys,
@@ -305,12 +311,12 @@ def test_a_prompt_begins_with_what_the_tokenizer_adds(
 
 def sampled_on_rank(rank, world_size, commands):
     """Output, errors and status of each command."""
-    found = []
+    results = []
     for flags in commands:
         with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
             status = main(flags)
-        found.append((out.getvalue(), err.getvalue(), status))
-    return found
+        results.append((out.getvalue(), err.getvalue(), status))
+    return results
 
 
 @pytest.mark.slow
@@ -331,7 +337,7 @@ def test_two_processes_write_what_one_does(run, capsys):
     assert printed(shared) == printed(split) == alone != ""
     assert [status for _, _, status in wrong] == [1, 1]
     assert "".join(err for _, err, _ in wrong).count("error: context_parallel_method") == 1
-    said, rest = printed(auto).split("\n", 1)
-    assert said.startswith("context parallelism: ")
-    assert ", predicted to take " in said  # whatever the run was trained with
+    first_line, rest = printed(auto).split("\n", 1)
+    assert first_line.startswith("context parallelism: ")
+    assert ", predicted to take " in first_line  # whatever the run was trained with
     assert rest == alone

@@ -57,14 +57,14 @@ def test_writes_a_grid_for_each_class_and_one_of_all_in_the_place_of_older_ones(
         3 * 50 + 2,
         2 * 50 + 2,
     )  # at an evaluation
-    found = drawn(run, tmp_path, "--classes", "7", "2")
+    grid = drawn(run, tmp_path, "--classes", "7", "2")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "all.png",
         "class_0002.png",
         "class_0007.png",
     ]
-    assert found.shape == (2 * 50 + 2, 2 * 50 + 2)
-    assert (page(tmp_path / "class_0002.png")[:50] == found[50:100]).all()
+    assert grid.shape == (2 * 50 + 2, 2 * 50 + 2)
+    assert (page(tmp_path / "class_0002.png")[:50] == grid[50:100]).all()
     assert "4 samples of 2 classes" in capsys.readouterr().out
     drawn(run, tmp_path, "--classes", "3")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "class_0003.png"]
@@ -80,14 +80,14 @@ def test_averages_are_drawn_with_unless_told_otherwise(run, tmp_path):
 
 def _drawn_on_rank(rank, world_size, run, folder):
     """The status and the words of a drawing, and of one that is not finite."""
-    found = []
+    results = []
     for name, more in (("two", []), ("out", ["--guidance", "1e300"])):
-        with redirect_stderr(StringIO()) as said:
+        with redirect_stderr(StringIO()) as errors:
             status = exit_status(
                 main, ["--load", str(run), *DRAWN, "--output", str(folder / name), *more]
             )
-        found.append((status, said.getvalue()))
-    return found
+        results.append((status, errors.getvalue()))
+    return results
 
 
 NOT_FINITE = r"iter_0000002 draws values that are not finite in \d+ of \d+ samples: its training diverged, or guidance"
@@ -97,10 +97,10 @@ def test_two_processes_draw_the_same_and_one_tells_of_samples_that_are_not_finit
     good, bad = zip(*run_ranks(_drawn_on_rank, 2, run, tmp_path), strict=True)
     assert good == ((0, ""),) * 2
     assert abs(page(tmp_path / "two" / "all.png") - drawn(run, tmp_path / "one")).max() <= 1
-    statuses, said = zip(*bad, strict=True)
+    statuses, errors = zip(*bad, strict=True)
     assert statuses == (1, 1)
     assert re.fullmatch(
-        f"error: .*{NOT_FINITE} 1e[+]300 is too large.*\n", "".join(said)
+        f"error: .*{NOT_FINITE} 1e[+]300 is too large.*\n", "".join(errors)
     )  # one rank speaks
     assert not (tmp_path / "out").exists()
 
@@ -210,5 +210,5 @@ def test_a_vae_takes_images_of_its_channels_and_names_itself_where_its_pictures_
 def test_copies_of_shards_do_not_bind_the_number_of_processes(run):
     config = config_of(run)
     copies = replace(config.data_parallel, num_distributed_optimizer_instances=2)
-    found = fitted(replace(config, data_parallel=copies), 3)
-    assert found.data_parallel.num_distributed_optimizer_instances == 1
+    fitted_config = fitted(replace(config, data_parallel=copies), 3)
+    assert fitted_config.data_parallel.num_distributed_optimizer_instances == 1

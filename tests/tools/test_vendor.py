@@ -97,10 +97,10 @@ def test_a_project_with_folders_of_our_names_attends_on_two_ranks(tmp_path):
     assert {"parallel", "kernels", "runtime", "data", "train"} <= set(ours)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = started(PROJECT, tmp_path, str(vendor.ROOT), *ours, WORLD_SIZE="2", **address)
-    said, _ = ranks.communicate(timeout=PATIENCE)
-    assert ranks.returncode == 0, said
+    output, _ = ranks.communicate(timeout=PATIENCE)
+    assert ranks.returncode == 0, output
     for rank in range(2):
-        assert f"RANK {rank} OURS [] OWN True\n" in said
+        assert f"RANK {rank} OURS [] OWN True\n" in output
 
 
 @pytest.mark.slow
@@ -121,9 +121,9 @@ def test_package_and_checkout_share_a_process(tmp_path, monkeypatch):
         out.sum().backward()
         assert out.shape == x.shape
     assert package.ContextError is not importlib.import_module("parallel.context").ContextError
-    said, _ = broken.communicate(timeout=PATIENCE)
+    output, _ = broken.communicate(timeout=PATIENCE)
     assert broken.returncode != 0
-    assert "longmesh_attention" in said  # a call of the checkout's operator ended in the package
+    assert "longmesh_attention" in output  # a call of the checkout's operator ended in the package
 
 
 def test_the_package_says_where_it_is_from_and_comes_out_the_same(tmp_path):
@@ -154,7 +154,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (
             lambda target: (target / "own.py").write_text("mine = 1"),
@@ -185,7 +185,7 @@ def contents(folder):
         ),
     ],
 )
-def test_only_what_it_wrote_is_written_over(spoil, said, tmp_path):
+def test_only_what_it_wrote_is_written_over(spoil, message, tmp_path):
     target = vendor.write(tmp_path, NESTED)
     (target / "__pycache__").mkdir()
     (target / "__pycache__" / "a.pyc").write_bytes(b"")
@@ -194,7 +194,7 @@ def test_only_what_it_wrote_is_written_over(spoil, said, tmp_path):
     assert sorted(path.name for path in target.iterdir()) == ["ORIGIN.json", "__init__.py", "part"]
     spoil(target)
     before = contents(tmp_path)
-    with pytest.raises(vendor.UserError, match=said):
+    with pytest.raises(vendor.UserError, match=message):
         vendor.write(tmp_path, NESTED)
     assert contents(tmp_path) == before
 
@@ -203,14 +203,14 @@ def test_a_destination_that_takes_no_files_is_named(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "lost").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
-    told = {
+    messages = {
         tmp_path / "file": "is a file; give a folder",
         tmp_path / "file" / "a": "file is a file; give a folder",
         tmp_path / "lost": "is a symlink that leads nowhere; give a folder",
         tmp_path / "loop": "is a symlink that leads nowhere; give a folder",
         Path("/proc"): r"which cannot be written to \(.*\); name another folder",
     }
-    for destination, message in told.items():
+    for destination, message in messages.items():
         with pytest.raises(vendor.UserError, match=rf"^DEST is {destination}, .*{message}$"):
             vendor.write(destination, NESTED)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop", "lost"]

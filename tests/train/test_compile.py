@@ -62,17 +62,17 @@ def compiled_graphs(rank, world_size, arguments):
 
     from train.trainer import Trainer
 
-    found, take = list[int](), Trainer.train_step
+    graph_counts, take = list[int](), Trainer.train_step
 
-    def iteration(*given):
-        record = take(*given)
-        found.append(counters["stats"]["unique_graphs"])
+    def iteration(*args):
+        record = take(*args)
+        graph_counts.append(counters["stats"]["unique_graphs"])
         return record
 
     Trainer.train_step = iteration
     with redirect_stdout(io.StringIO()):
         main(arguments, PEAK)
-    return found, sum(counters["graph_break"].values())
+    return graph_counts, sum(counters["graph_break"].values())
 
 
 def traced_graphs(rank, world_size, arguments):
@@ -86,7 +86,7 @@ def compare(train, mesh, data, folder, *smaller):
     compiled late.
     """
     ranks, flags = MESHES[mesh]
-    given = [
+    base_flags = [
         *TINY,
         "--data-path",
         str(data),
@@ -99,7 +99,7 @@ def compare(train, mesh, data, folder, *smaller):
     for more in ((), ("--compile",)):
         save = folder / f"run{len(more)}"
         graphs = run_ranks(
-            train, ranks, [*given, *flags.split(), *smaller, "--save", str(save), *more]
+            train, ranks, [*base_flags, *flags.split(), *smaller, "--save", str(save), *more]
         )
         metrics.append(read_metrics(save / METRICS))
     bound = 2e-2 if mesh == "bf16" else BOUND  # a compiled layer rounds fewer values in between

@@ -80,15 +80,17 @@ def test_averages_of_shards_equal_those_of_whole_weights(strategy):
     usual = model(INPUT).detach()
     with_averages = torch.func.functional_call(model, average, INPUT)
     step(model, optimizer)
-    for found in run_ranks(averaged, 2, strategy):
-        before, within, after = found["outputs"]
+    for result in run_ranks(averaged, 2, strategy):
+        before, within, after = result["outputs"]
         assert torch.equal(before, after)
         torch.testing.assert_close(before, usual)
         torch.testing.assert_close(within, with_averages)
         assert (within - before).abs().max() > 1e-4
-        assert all(torch.allclose(found["ema"][name], average[name], atol=1e-6) for name in average)
         assert all(
-            torch.allclose(found["weights"][name], p, atol=1e-6)
+            torch.allclose(result["ema"][name], average[name], atol=1e-6) for name in average
+        )
+        assert all(
+            torch.allclose(result["weights"][name], p, atol=1e-6)
             for name, p in model.named_parameters()
         )
 

@@ -101,7 +101,7 @@ def test_runs_learn_as_those_in_bfloat16(name, default_data, tmp_path):
             emulated, 2, [*TINY, *data, "--bf16", *RUNS[name].split(), "--save", str(save), *more]
         )
         metrics.append(read_metrics(save / METRICS))
-    losses = [[record["lm_loss"] for record in of] for of in metrics]
+    losses = [[record["lm_loss"] for record in records] for records in metrics]
     assert losses[1] != losses[0]
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
     assert differences(metrics[1], metrics[0]) < 0.1  # of gradient norms

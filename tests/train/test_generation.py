@@ -113,13 +113,13 @@ def size_of(mesh):
 
 def saved(folder, model, scale=1.0):
     """A run's folder, and its model in float64."""
-    made = weighted(model)
+    built_model = weighted(model)
     with torch.no_grad():
-        made.embedding.weight.mul_(scale)
+        built_model.embedding.weight.mul_(scale)
     (folder / "config.toml").write_text(write_toml(Config(model=model)))
     extra = {"imported_from": "elsewhere"}
-    save_checkpoint(folder, 2, made, None, architecture=architecture_of(model), extra=extra)
-    return made.double()
+    save_checkpoint(folder, 2, built_model, None, architecture=architecture_of(model), extra=extra)
+    return built_model.double()
 
 
 def weighted(config):
@@ -148,25 +148,27 @@ def naive(config, prompts):
     """The likeliest tokens and their logits [NEW, B, V], from a forward over all tokens for each."""
     if config.rope is not None and config.rope.rope_scaling_type == "dynamic":
         config = dataclasses.replace(config, rope_scaling_seq_length=max(map(len, prompts)) + NEW)
-    model, found = weighted(config), []
+    model, continuations = weighted(config), []
     model.cast(torch.float64)
     for prompt in prompts:
         tokens, logits = list(prompt), []
         for _ in range(NEW):
             logits.append(model(torch.tensor([tokens]))[0, -1].detach())
             tokens.append(int(logits[-1].argmax()))
-        found.append((tokens[len(prompt) :], torch.stack(logits)))
-    return [text for text, _ in found], torch.stack([logits for _, logits in found], 1)
+        continuations.append((tokens[len(prompt) :], torch.stack(logits)))
+    return [text for text, _ in continuations], torch.stack(
+        [logits for _, logits in continuations], 1
+    )
 
 
 def written(rank, world_size, folder, mesh, lost=False, **settings):
     """The text of a rank, with the logits that it draws from; with ``lost``, less one row of a
     cache.
     """
-    seen, draw = [], Draw.__call__
+    logits_seen, draw = [], Draw.__call__
 
     def recorded(self, hidden, logits):
-        seen.append(logits)
+        logits_seen.append(logits)
         return draw(self, hidden, logits)
 
     Draw.__call__ = recorded
@@ -174,7 +176,9 @@ def written(rank, world_size, folder, mesh, lost=False, **settings):
         with opened(folder, dtype=torch.float64, **mesh) as writer:
             if lost:
                 lose_a_row(writer)
-            return writer.write(PROMPTS, NEW, **settings), torch.stack(seen) if seen else None
+            return writer.write(PROMPTS, NEW, **settings), torch.stack(
+                logits_seen
+            ) if logits_seen else None
     finally:
         Draw.__call__ = draw
 
@@ -206,8 +210,8 @@ def of_ranks(results):
 @pytest.mark.parametrize("name", MODELS)
 def test_one_process_writes_what_no_cache_does(name, runs):
     texts, logits = of_ranks([written(0, 1, runs[name], {})])
-    wanted, expected = naive(MODELS[name], PROMPTS)
-    assert texts == wanted
+    expected_texts, expected = naive(MODELS[name], PROMPTS)
+    assert texts == expected_texts
     assert (logits - expected).abs().max() < 1e-10
     _, lost = of_ranks([written(0, 1, runs[name], {}, lost=True)])  # negative control
     assert torch.equal(lost[0], logits[0])
@@ -262,12 +266,12 @@ def away(name, results):
     """
     model = (MODELS | STATES)[name.removeprefix("folded ")]
     texts, logits = of_ranks(results)
-    wanted, expected = naive(model, PROMPTS)
+    expected_texts, expected = naive(model, PROMPTS)
     assert expected.std() > 0.1
     if model.recurrent:  # lengths are read one by one
         order = sorted(range(len(PROMPTS)), key=lambda number: len(PROMPTS[number]))
         logits, expected = logits.view(len(PROMPTS), NEW, -1), expected[:, order].transpose(0, 1)
-    return (logits - expected).abs().max().item(), texts == wanted
+    return (logits - expected).abs().max().item(), texts == expected_texts
 
 
 @pytest.mark.parametrize(
@@ -307,17 +311,17 @@ def test_a_state_that_is_not_of_all_tokens_shows(fault, mesh, runs):
 def unequal(rank, world_size, cells, folders, fault):
     """The logits of a prompt of five tokens, whose text may differ between ranks."""
     fault()
-    found, draw = [], Draw.__call__
+    logits_by_rank, draw = [], Draw.__call__
     for name, mesh in cells:
-        seen = []
-        Draw.__call__ = lambda self, hidden, logits, seen=seen: (
-            seen.append(logits),
+        logits_seen = []
+        Draw.__call__ = lambda self, hidden, logits, logits_seen=logits_seen: (
+            logits_seen.append(logits),
             draw(self, hidden, logits),
         )[1]
         with opened(folders[name], dtype=torch.float64, **mesh) as writer:
             writer.write(PROMPTS[1:2], 2)
-        found.append([logits[0] for logits in seen])
-    return found
+        logits_by_rank.append([logits[0] for logits in logits_seen])
+    return logits_by_rank
 
 
 def drawn(rank, world_size, folder, mesh):
@@ -335,12 +339,12 @@ def drawn(rank, world_size, folder, mesh):
 
 @pytest.mark.slow
 def test_every_rank_draws_what_one_process_does(runs):
-    one, other, again, ended = drawn(0, 1, runs["llama"], {})
-    assert one == again != other
-    assert ended[0] == one[0][: one[0].index(one[0][3])]
+    first, other, again, ended = drawn(0, 1, runs["llama"], {})
+    assert first == again != other
+    assert ended[0] == first[0][: first[0].index(first[0][3])]
     for mesh in ("cp 2, zigzag", "cp 2, tp 2", "pp 2, tp 2"):
-        found = run_ranks(drawn, size_of(MESHES[mesh]), runs["llama"], MESHES[mesh])
-        assert found == [[one, other, again, ended]] * size_of(MESHES[mesh]), mesh
+        results = run_ranks(drawn, size_of(MESHES[mesh]), runs["llama"], MESHES[mesh])
+        assert results == [[first, other, again, ended]] * size_of(MESHES[mesh]), mesh
 
 
 def refused(rank, world_size, folder, mesh):
@@ -352,8 +356,8 @@ def refused(rank, world_size, folder, mesh):
 @pytest.mark.slow
 def test_a_model_that_overflows_is_named_on_all_ranks(tmp_path):
     saved(tmp_path, LLAMA, scale=float("nan"))
-    found = run_ranks(refused, 2, tmp_path, MESHES["pp 2"])
-    assert found == ["the logits of the next token are not finite"] * 2
+    messages = run_ranks(refused, 2, tmp_path, MESHES["pp 2"])
+    assert messages == ["the logits of the next token are not finite"] * 2
 
 
 def test_what_cannot_be_written_is_refused(runs, tmp_path):
@@ -370,10 +374,10 @@ def test_what_cannot_be_written_is_refused(runs, tmp_path):
     with opened(
         runs["gpt"], context_parallel_method="auto"
     ) as writer:  # one process has nothing to choose
-        for prompts, said in (
+        for prompts, refusal_text in (
             ([[1, 61]], "token 61, and the model has 0 to 60"),
             ([[1], []], "prompt 2 has no tokens"),
             ([[1] * 34], "max_position_embeddings 41 allows 42"),
         ):
-            with pytest.raises(UserError, match=said):
+            with pytest.raises(UserError, match=refusal_text):
                 writer.write(prompts, NEW)

@@ -89,10 +89,10 @@ def test_a_norm_copies_no_gradient_and_is_exact(dtype, monkeypatch):
     parameters = [nn.Parameter(torch.empty_like(x)) for x in (gradient, *small)]
     for parameter, x in zip(parameters, (gradient, *small), strict=True):
         parameter.grad = x
-    found = []
+    norms = []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
-    assert largest_allocation(lambda: found.append(gradient_norm(parameters))) <= 8 * NORM_CHUNK
-    torch.testing.assert_close(found[0], exact, rtol=1e-12, atol=0)
+    assert largest_allocation(lambda: norms.append(gradient_norm(parameters))) <= 8 * NORM_CHUNK
+    torch.testing.assert_close(norms[0], exact, rtol=1e-12, atol=0)
     # What it was made by before, and why not in float32: the control of both.
     assert (
         largest_allocation(lambda: torch.linalg.vector_norm(gradient, dtype=torch.float64))

@@ -77,12 +77,12 @@ def test_a_longer_or_shorter_run_stays_on_the_schedule_that_it_began_with():
     # Stopped and begun again by the same command, and longer still: the first schedule stays.
     for length in (240, 360):
         assert rate(continued(config(length), PATH, saved(goes_on), 180)[0], 181) == 2e-4
-    for least in (2e-4, 0.0):  # or would come to 0 after its end
+    for min_rate in (2e-4, 0.0):  # or would come to 0 after its end
         shorter, note = continued(
-            config(90, min_lr=least), PATH, saved(config(120, min_lr=least)), 60
+            config(90, min_lr=min_rate), PATH, saved(config(120, min_lr=min_rate)), 60
         )
         assert [rate(shorter, n) for n in (80, 90)] == [
-            rate(config(120, min_lr=least), n) for n in (80, 90)
+            rate(config(120, min_lr=min_rate), n) for n in (80, 90)
         ]
         assert note
     goes_on, _ = continued(config(240), PATH, saved(config(5)), 5)  # cut short with its warm-up
@@ -124,8 +124,8 @@ def test_a_schedule_that_comes_to_0_before_the_end_is_not_gone_on_with_unless_as
     assert goes_on == now
     assert all(rate(goes_on, n) > 0 for n in range(iteration + 1, 240))
     assert "(lr_decay_iters was 120 and is 240): it goes on with this configuration's" in note
-    asked = config(240, min_lr=0.0, use_checkpoint_opt_param_scheduler=True)
-    assert rate(continued(asked, PATH, extra, iteration)[0], 121) == 0
+    resumed_config = config(240, min_lr=0.0, use_checkpoint_opt_param_scheduler=True)
+    assert rate(continued(resumed_config, PATH, extra, iteration)[0], 121) == 0
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_a_schedule_that_makes_no_sense_is_refused_by_name(broken):
 def test_what_changes_is_told_with_the_flag_that_keeps_it(flags, line):
     before = replace(Config(), data=DataConfig(data_path=("a",)))
     now = parse_args(["--data-path", "a", *flags.split()])
-    (said,) = changes(now, saved(before), {}).values()
-    assert said.startswith(line)
+    (note,) = changes(now, saved(before), {}).values()
+    assert note.startswith(line)
 
 
 def test_batches_are_compared_as_they_are_whatever_number_of_processes_makes_them():
@@ -327,13 +327,13 @@ def test_the_newest_or_the_named_checkpoint_is_loaded(tmp_path, capsys):
     same, progress = resumed(config, model, optimizer, {"data_path x": "1"})
     assert same == config
     assert progress == RunProgress(iteration=2, consumed_samples=8)
-    said = capsys.readouterr().out
-    assert f"resumed from {tmp_path}/iter_0000002, 8 samples consumed" in said
+    output = capsys.readouterr().out
+    assert f"resumed from {tmp_path}/iter_0000002, 8 samples consumed" in output
     assert (
         "note: seed was 99 and is 1234: the samples to come may repeat consumed ones; --seed 99 "
         "keeps it\n"
-    ) in said
-    assert said.count("note:") == 1
+    ) in output
+    assert output.count("note:") == 1
     assert equal(whole_tensors(model, optimizer), whole_tensors(trained, trained_optimizer))
     named = with_checkpoint(load=str(tmp_path), ckpt_step=1, allow_changed=("all",))
     assert resumed(named, model, optimizer, {}) == (
@@ -394,9 +394,9 @@ def test_another_objective_is_refused_and_what_else_changed_is_noted(tmp_path, c
         resumed(other, model, optimizer, {})
     assert equal(whole_tensors(model, optimizer), before)
     resumed(config, model, optimizer, {})
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it\n" in said
+        "note: class_dropout_prob was 0.5 and is 0.1; --class-dropout-prob 0.5 keeps it\n" in output
     )
-    assert "averages of the weights are dropped: ema_decay was 0.9 and is not set" in said
-    assert said.count("note:") == 2
+    assert "averages of the weights are dropped: ema_decay was 0.9 and is not set" in output
+    assert output.count("note:") == 2

@@ -54,10 +54,12 @@ def test_what_a_user_can_cause_is_one_line_and_the_end_that_a_rank_leaves_to_its
 ):
     monkeypatch.setenv(ENDINGS, str(tmp_path / "endings"))
     monkeypatch.setenv("SLURM_PROCID", "3")
-    assert exit_status(lambda arguments: arguments.append("seen"), given := []) == 0
-    assert (given, capsys.readouterr(), [*tmp_path.iterdir()]) == (["seen"], ("", ""), []), (
-        "success is silent"
-    )
+    assert exit_status(lambda arguments: arguments.append("seen"), arguments_seen := []) == 0
+    assert (arguments_seen, capsys.readouterr(), [*tmp_path.iterdir()]) == (
+        ["seen"],
+        ("", ""),
+        [],
+    ), "success is silent"
     assert exit_status(fail_with(error), []) == 1
     assert capsys.readouterr() == ("", f"error: {line}\n")
     assert (tmp_path / "endings" / "rank-3").read_text() == f"{left} error: {line}\n"
@@ -87,24 +89,27 @@ def test_a_folder_without_a_run_is_taken(names, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "held"),
+    ("names", "contents"),
     [
         (("iter_0000002", "iter_0000010"), "a run with a checkpoint of iteration 10"),
         ((METRICS,), "a run without a checkpoint"),
     ],
 )
-def test_another_run_is_not_written_over_and_the_same_goes_on(names, held, tmp_path, monkeypatch):
+def test_another_run_is_not_written_over_and_the_same_goes_on(
+    names, contents, tmp_path, monkeypatch
+):
     save = holding(tmp_path / "run", *names)
     (tmp_path / "link").symlink_to("run")
     monkeypatch.chdir(tmp_path)
     for load in (None, str(tmp_path / "other")):
         with pytest.raises(
-            ConfigError, match=f"save is {save}, which holds {held}; go on with --load {save}, or"
+            ConfigError,
+            match=f"save is {save}, which holds {contents}; go on with --load {save}, or",
         ):
             claim_folder(with_checkpoint(save=save, load=load))
     with pytest.raises(
         ConfigError,
-        match="; move it away, or" if "without" in held else " and without --finetune, or",
+        match="; move it away, or" if "without" in contents else " and without --finetune, or",
     ):
         claim_folder(with_checkpoint(save=save, load=save, finetune=True))
     for load in (save, "run/", "link", str(tmp_path / "link" / ".." / "run")):
@@ -136,7 +141,7 @@ def test_checkpoints_after_the_one_asked_for_are_not_met(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("save", "said"),
+    ("save", "message"),
     [
         ("file", "{0}/file is a file; give a folder"),
         ("file/run", "{0}/file is a file; give a folder"),
@@ -144,11 +149,11 @@ def test_checkpoints_after_the_one_asked_for_are_not_met(tmp_path):
         ("/proc/run", "which cannot be written to .*another --save"),
     ],
 )
-def test_what_can_be_no_folder_is_refused_before_any_work(save, said, tmp_path):
+def test_what_can_be_no_folder_is_refused_before_any_work(save, message, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "nowhere").symlink_to("gone")
     folder = tmp_path / save
-    with pytest.raises(ConfigError, match=f"save is {folder}, .*{said.format(tmp_path)}"):
+    with pytest.raises(ConfigError, match=f"save is {folder}, .*{message.format(tmp_path)}"):
         claim_folder(with_checkpoint(save=str(folder)))
     assert (tmp_path / "file").read_text() == "mine"
     with pytest.raises(CheckpointError, match="nowhere is a symlink that leads nowhere"):
@@ -181,11 +186,11 @@ def test_a_start_with_nothing_left_to_do_writes_nothing(evaluated, tmp_path):
     (tmp_path / "ended" / METRICS).write_text(json.dumps(record) + "\n")
     for config in (ended, new):
         assert open_log(config, config, RunProgress(iteration=last)) is not None
-    kept = (
+    names = (
         [METRICS] if evaluated else [METRICS, STARTS]
     )  # a validation that the last start was ended in
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")) == [
-        f"ended/{name}" for name in kept
+        f"ended/{name}" for name in names
     ]
     assert not (tmp_path / "new").exists()
 
@@ -227,8 +232,11 @@ def test_one_of_the_ranks_that_fail_speaks(failing):
     seconds = 2 * PATIENCE if len(failing) == 3 else 0.5
     ends = [end for end in run_ranks(voices, 3, failing, seconds) if end is not None]
     assert len(ends) == len(failing)
-    assert sum(said.startswith("error: rank ") and said.count("\n") == 1 for said in ends) == 1
-    assert sum(said == "" for said in ends) == len(failing) - 1
+    assert (
+        sum(message.startswith("error: rank ") and message.count("\n") == 1 for message in ends)
+        == 1
+    )
+    assert sum(message == "" for message in ends) == len(failing) - 1
 
 
 BEFORE_JOINING = """
@@ -260,13 +268,13 @@ def test_before_they_join_the_ranks_meet_at_the_launchers_address():
         for rank in range(2)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=PATIENCE)[1] for process in started]
+        errors = [process.communicate(timeout=PATIENCE)[1] for process in started]
     finally:
         for process in started:
             process.kill()
             process.wait()
     assert [process.returncode for process in started] == [1, 1]
-    assert [line for text in said for line in text.splitlines() if line.startswith("error:")] == [
+    assert [line for text in errors for line in text.splitlines() if line.startswith("error:")] == [
         "error: lr is -1"
     ]
 

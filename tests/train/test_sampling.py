@@ -75,10 +75,10 @@ def alone():
     ids=["dp2-cp2", "pp2", "dp2-tp2", "dp2-cp2-joined", "cp2-tp2-joined"],
 )
 def test_every_mesh_draws_the_same(alone, ranks, mesh):
-    found = run_ranks(
+    results = run_ranks(
         drawn_on, ranks, run_of(**mesh), SamplingConfig(sample_method="ddpm", sample_steps=6)
     )
-    for latents in found:
+    for latents in results:
         torch.testing.assert_close(latents, alone, rtol=0, atol=2e-5 * alone.abs().max().item())
 
 

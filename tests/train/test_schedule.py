@@ -28,8 +28,8 @@ def rates(train_iters, *iterations, **config):
 def test_curves_begin_with_a_warm_up_and_end_with_the_decay():
     """Nothing but the iteration counts, so a resumed or stopped run is on the same curve."""
     for style in ("cosine", "WSD", "constant"):
-        found = rates(100, 1, 2, 3, 4, lr_decay_style=style, lr_warmup_iters=4, min_lr=0.1)
-        assert found == [0.25, 0.5, 0.75, 1.0]
+        curve = rates(100, 1, 2, 3, 4, lr_decay_style=style, lr_warmup_iters=4, min_lr=0.1)
+        assert curve == [0.25, 0.5, 0.75, 1.0]
     assert rates(100, 10, 20, 21, 100, lr_decay_iters=20) == pytest.approx(
         [0.5, 0.0, 0.0, 0.0], abs=1e-12
     )
@@ -75,11 +75,11 @@ def megatrons(schedule, batch):
         wsd_decay_steps=(schedule.lr_wsd_decay_iters or 1) * batch,
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
     )
-    found = []
+    megatron_rates = []
     for _ in range(60):
-        found.append(group["lr"])
+        megatron_rates.append(group["lr"])
         scheduler.step(batch)
-    return found
+    return megatron_rates
 
 
 @pytest.mark.parametrize(("style", "wsd"), STYLES)
@@ -109,10 +109,10 @@ def test_a_fraction_of_the_decay_is_megatrons_warm_up():
 
 def test_a_run_too_short_for_its_warm_up_and_final_decay_takes_less_and_says_so():
     config = OptimizerConfig(lr_warmup_iters=10)
-    taken = {
+    decay_iterations = {
         length: schedule_of(config, length).lr_warmup_iters for length in (1, 2, 5, 10, 11, 1000)
     }
-    assert taken == {1: 0, 2: 1, 5: 1, 10: 1, 11: 10, 1000: 10}
+    assert decay_iterations == {1: 0, 2: 1, 5: 1, 10: 1, 11: 10, 1000: 10}
     assert shortened(config, 11) == []
     (note,) = shortened(config, 5)
     assert note.startswith(

@@ -66,7 +66,7 @@ class Samples:
 
 
 def settings(**train):
-    wanted = {
+    defaults = {
         "seq_length": LENGTH,
         "global_batch_size": 4,
         "train_iters": 3,
@@ -78,7 +78,7 @@ def settings(**train):
         model=MODEL,
         mesh=MeshConfig(device="cpu"),
         optimizer=OptimizerConfig(lr=0.01, lr_decay_style="constant"),
-        train=TrainConfig(**(wanted | train)),
+        train=TrainConfig(**(defaults | train)),
         logging=LoggingConfig(log_interval=1000),
     )
 
@@ -120,10 +120,10 @@ def checkpoints(folder):
 
 
 def test_accumulation_micro_batches_and_ranks_change_no_loss(tmp_path):
-    one = trained(tmp_path / "one", micro_batch_size=4)
+    whole_batch = trained(tmp_path / "one", micro_batch_size=4)
     for name, size, micro in (("accumulated", 1, 1), ("both", 2, 1)):
         other = trained(tmp_path / name, size, micro_batch_size=micro)
-        for got, want in zip(other, one, strict=True):
+        for got, want in zip(other, whole_batch, strict=True):
             assert got["lm_loss"] == pytest.approx(want["lm_loss"], rel=1e-5)
             assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
     records = trained(
@@ -376,23 +376,25 @@ def frozen(trainer):
     trainer.optimizer.step = lambda: None
 
 
-def said_of_validation(rank, world_size, asked, folder, length):
+def said_of_validation(rank, world_size, eval_iters, folder, length):
     """Validate after each of two iterations; the notes that are printed."""
-    config, output = settings(train_iters=2, eval_iters=asked, eval_interval=1), io.StringIO()
+    config, output = settings(train_iters=2, eval_iters=eval_iters, eval_interval=1), io.StringIO()
     with redirect_stdout(output):
         run_with(rank, world_size, config, folder, frozen, Samples(length))
     return [line for line in output.getvalue().splitlines() if line.startswith("note:")]
 
 
 @pytest.mark.parametrize(
-    ("size", "length", "asked", "used"), [(1, 20, 2, 8), (2, 3, 4, 3), (2, 20, 2, 8)]
+    ("size", "length", "eval_iters", "used"), [(1, 20, 2, 8), (2, 3, 4, 3), (2, 20, 2, 8)]
 )
-def test_validation_is_the_mean_over_the_tokens_that_there_are(size, length, asked, used, tmp_path):
-    first, *others = run_ranks(said_of_validation, size, asked, tmp_path / "run", length)
+def test_validation_is_the_mean_over_the_tokens_that_there_are(
+    size, length, eval_iters, used, tmp_path
+):
+    first, *others = run_ranks(said_of_validation, size, eval_iters, tmp_path / "run", length)
     for record in read_metrics(tmp_path / "run" / METRICS):
         assert record["validation_loss"] == pytest.approx(expected_validation(used), rel=1e-6)
     few = ["note: eval_iters 4 asks for 16 validation samples; there are 3, and all are used"]
-    assert first == (few if length < 4 * asked else [])
+    assert first == (few if length < 4 * eval_iters else [])
     assert not any(others)
 
 

@@ -15,7 +15,11 @@ NETWORK = Network(rails=False)  # not entered: its numbers of ranks alone
 
 def crossing(case, name):
     work = work_of(case, **SHAPE)
-    contestant = next(one for one in contestants(work, list(attention.METHODS)) if one.name == name)
+    contestant = next(
+        crossing_contestant
+        for crossing_contestant in contestants(work, list(attention.METHODS))
+        if crossing_contestant.name == name
+    )
     return attention.crossing(contestant, work, NETWORK)
 
 
@@ -23,8 +27,8 @@ def crossing(case, name):
 @permitted
 def test_what_crosses_is_what_the_plan_says(tmp_path, capsys):
     shape = ["--seq-length", "2048", "--head-dim", "16", "--repeats", "1", "--rate", "400mbit"]
-    asked = ["--cases", "lognormal", "--methods", "ring", "--results", str(tmp_path)]
-    assert attention.main([*shape, *asked]) == 0, capsys.readouterr().err
+    flags = ["--cases", "lognormal", "--methods", "ring", "--results", str(tmp_path)]
+    assert attention.main([*shape, *flags]) == 0, capsys.readouterr().err
     (path,) = tmp_path.glob("link-attention-*.jsonl")
     result = read_records(path)
     names = [(row["name"], row["all_rows"]) for row in result["attentions"]]
@@ -72,12 +76,12 @@ def test_a_verdict_names_the_best_of_both_kinds():
             ("ring", False, 0.5, 0.1),
         )
     ]
-    found = verdict("short", rows)
-    assert (found["ratio"], found["met"]) == (9.0, True)
-    assert (found["best"], found["against_best"]) == ("ring", 0.5)
+    judged = verdict("short", rows)
+    assert (judged["ratio"], judged["met"]) == (9.0, True)
+    assert (judged["best"], judged["against_best"]) == ("ring", 0.5)
     figures = {"case": "short", "unlimited": 0.1, "crossed": 1 << 20, "attention_by_plan": 1 << 20}
     about = {"mask": "causal", "kv_heads": 8}
-    result = {"link": "shared", "workload": SHAPE, "verdicts": {"short": about | found}}
+    result = {"link": "shared", "workload": SHAPE, "verdicts": {"short": about | judged}}
     text = "\n".join(attention.markdown(result | {"attentions": [row | figures for row in rows]}))
     assert (
         "as ring all rows, the best that sends all rows >= 8.0: 9.000, met; as ring, the best "

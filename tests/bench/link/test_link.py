@@ -42,7 +42,7 @@ permitted = pytest.mark.needs("ip", "tc", unless=not_permitted)
 
 def namespaces(*processes):
     """The network namespaces of processes, by default of all, and of all files they hold open."""
-    found = set()
+    inodes = set()
     numbers = processes or [path.name for path in Path("/proc").glob("[0-9]*")]
     for process in (Path("/proc", str(number)) for number in numbers):
         try:
@@ -55,8 +55,8 @@ def namespaces(*processes):
             except OSError:
                 continue
             if target.startswith("net:"):
-                found.add(target)
-    return found
+                inodes.add(target)
+    return inodes
 
 
 def descendants(parent):
@@ -94,15 +94,15 @@ def seconds_to_send(network, senders, count):
 @permitted
 @pytest.mark.parametrize("rails", [False, True])
 def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails):
-    own, count, senders = os.getpid(), 1 << 20, [0, 1, 2, 3]
-    before = namespaces(own)
+    pid, count, senders = os.getpid(), 1 << 20, [0, 1, 2, 3]
+    before = namespaces(pid)
     with Network(rails=rails) as network:
-        assert len(namespaces(own) - before) == (10 if rails else 2)
+        assert len(namespaces(pid) - before) == (10 if rails else 2)
         start = network.crossed()
         seconds_to_send(network, senders, count)
-        there, back = (now - then for now, then in zip(network.crossed(), start, strict=True))
-        assert 4 * count <= there <= WITHIN_PROTOCOL * 4 * count
-        assert back < 0.1 * there
+        sent, back = (now - earlier for now, earlier in zip(network.crossed(), start, strict=True))
+        assert 4 * count <= sent <= WITHIN_PROTOCOL * 4 * count
+        assert back < 0.1 * sent
         network.limit("40mbit")
         slow = seconds_to_send(network, senders, count)
         link = count * 8 / 40e6  # 0.21 s for one sender
@@ -118,7 +118,7 @@ def test_namespaces_come_and_go_and_the_link_is_as_slow_as_asked(rails):
             NetworkError, match=r"tc qdisc add .*40parsecs|tc class add .*40parsecs"
         ):
             network.limit("40parsecs")
-    assert namespaces(own) == before
+    assert namespaces(pid) == before
 
 
 @pytest.mark.slow
@@ -131,16 +131,16 @@ def test_what_crosses_is_what_the_plan_says(default_data, monkeypatch):
     )
     setting = {"model": "llama", "link": "shared", "seq_length": 1024, "batch": 2}
     with Network(rails=False) as network:
-        (found,) = entry.measure_setting(network, setting, default_data, args)
+        (measured,) = entry.measure_setting(network, setting, default_data, args)
     config = parsed("llama", "ring", default_data)
     entries = load_tokenizer(f"{default_data}.model").vocab_size
     gradients = 4 * num_parameters(with_vocabulary(config, entries).model)  # float32, once
-    expected = found["attention_by_plan"] + gradients
-    assert expected <= found["crossed"] <= WITHIN_PROTOCOL * expected
+    expected = measured["attention_by_plan"] + gradients
+    assert expected <= measured["crossed"] <= WITHIN_PROTOCOL * expected
     other = max(attention_crossing(parsed("llama", "double_ring", default_data), 4)) + gradients
-    assert found["crossed"] > WITHIN_PROTOCOL * other
-    assert found["median"] > 0.9 * found["crossed"] * 8 / 200e6
-    assert len(found["seconds"]) >= 1
+    assert measured["crossed"] > WITHIN_PROTOCOL * other
+    assert measured["median"] > 0.9 * measured["crossed"] * 8 / 200e6
+    assert len(measured["seconds"]) >= 1
 
 
 def parsed(model, case, data=Path("nowhere")):
@@ -173,8 +173,10 @@ def test_crossing_of_linear_attention_by_hand():
     # each rank's states to the 4 of the other node, forward and backward
     assert attention_crossing(parsed("transnormer", "lasp2"), 4) == (2 * 4 * 4 * 3 * state,) * 2
     # q, k, v and out, of which the first layer's q and k are doubled, of 4 ranks to 4 of 8 each
-    one = 4 * tokens * hidden // 4
-    assert attention_crossing(parsed("transnormer", "ulysses"), 4) == (2 * (6 + 4) * one,) * 2
+    state_bytes = 4 * tokens * hidden // 4
+    assert (
+        attention_crossing(parsed("transnormer", "ulysses"), 4) == (2 * (6 + 4) * state_bytes,) * 2
+    )
     assert attention_crossing(parsed("transnormer", "megatron_sp"), 4) == (0, 0)
 
 
@@ -201,9 +203,9 @@ def test_an_interrupted_bench_leaves_nothing(number, tmp_path, tmp_path_factory)
         # nodes
         wait_until(lambda: len(descendants(bench.pid)) >= 8 or bench.poll() is not None)
         ranks = descendants(bench.pid)
-        made = namespaces(bench.pid, *ranks) - before
+        created = namespaces(bench.pid, *ranks) - before
         assert bench.poll() is None
-        assert len(made) == 2
+        assert len(created) == 2
         bench.send_signal(number)
         _, err = bench.communicate(timeout=PATIENCE)
     finally:
@@ -216,7 +218,7 @@ def test_an_interrupted_bench_leaves_nothing(number, tmp_path, tmp_path_factory)
         assert "Traceback" not in err
         assert list(tmp_path.iterdir()) == []
     wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
-    wait_until(lambda: not made & namespaces())
+    wait_until(lambda: not created & namespaces())
     assert subprocess.run(["ip", "netns", "list"], capture_output=True, check=True).stdout == named
 
 

@@ -122,7 +122,7 @@ def test_samples_are_the_conversations(tmp_path):
         reset_position_ids=True,
     )
     train = build_datasets(config, 170, 1, tokenizer)[0]
-    found, whole = [], len(train)
+    samples, whole = [], len(train)
     assert sorted(int(train[n]["starts"].sum()) for n in range(whole)) == sorted(
         int(train[n]["starts"].sum()) for n in range(whole, 2 * whole)
     )
@@ -137,7 +137,7 @@ def test_samples_are_the_conversations(tmp_path):
                 assert mask.sum() == 0
                 continue
             learned = labels[mask == 1].tolist()
-            found.append(
+            samples.append(
                 (
                     tokenizer.detokenize(ids.tolist(), special=True),
                     tokenizer.detokenize(learned, special=True),
@@ -146,7 +146,7 @@ def test_samples_are_the_conversations(tmp_path):
             assert labels[:-1].tolist() == ids[1:].tolist()
             assert mask[-1] == 0
     head = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    assert sorted(found) == sorted((f"{head}{b}<|im_end|>\n", f"{b}<|im_end|>") for _, b in texts)
+    assert sorted(samples) == sorted((f"{head}{b}<|im_end|>\n", f"{b}<|im_end|>") for _, b in texts)
     filler = train[None]
     assert filler["loss_mask"].sum() == 0
     assert filler["tokens"].shape == train[0]["tokens"].shape

@@ -95,10 +95,12 @@ def test_a_token_around_turns_is_found_in_normalized_text(tmp_path):
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"normalizer": {"type": "NFKC"}}))
     tokenizer, template = load_tokenizer(path), load_template(str(path))
-    wide = "a\uff1c|im_end|\uff1eb"  # full-width angle brackets
-    assert tokenizer.tokenize_special("<|im_end|>")[0][0] in tokenizer.tokenize_special(wide)[0]
+    full_width = "a\uff1c|im_end|\uff1eb"  # full-width angle brackets
+    assert (
+        tokenizer.tokenize_special("<|im_end|>")[0][0] in tokenizer.tokenize_special(full_width)[0]
+    )
     with pytest.raises(DataError, match=r"turn 1 spells the special token '<\|im_end\|>'"):
-        template.tokenize(tokenizer, spelling(wide))
+        template.tokenize(tokenizer, spelling(full_width))
 
 
 def test_a_text_in_any_field_of_a_turn_is_looked_at(tmp_path):

@@ -47,14 +47,14 @@ def built(*paths, seed=1, shape=SHAPE, classes=3, **settings):
 def test_a_folder_gives_back_what_was_written(tmp_path, kind, dtype):
     folder(tmp_path, kind=kind, dtype=dtype)
     latents, labels = samples(10)
-    found = LatentFolder(tmp_path)
-    assert (len(found), found.shape, len(found.shards)) == (10, SHAPE, 3)
-    assert found.labels.tolist() == labels.tolist()
+    latents_folder = LatentFolder(tmp_path)
+    assert (len(latents_folder), latents_folder.shape, len(latents_folder.shards)) == (10, SHAPE, 3)
+    assert latents_folder.labels.tolist() == labels.tolist()
     for row in range(10):
-        assert found.latents(row).dtype == np.float32
-        np.testing.assert_array_equal(found.latents(row), latents[row].astype(dtype))
+        assert latents_folder.latents(row).dtype == np.float32
+        np.testing.assert_array_equal(latents_folder.latents(row), latents[row].astype(dtype))
     labels_file = {"npy": "labels-00002.npy", "safetensors": "latents-00002.safetensors"}[kind]
-    shard, within = found.locate(9)
+    shard, within = latents_folder.locate(9)
     assert (shard.labels_path, within) == (tmp_path / labels_file, 1)
 
 
@@ -75,14 +75,14 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(tmp_path):
     epochs = [[train.row(epoch * 7 + i) for i in range(7)] for epoch in range(3)]
     assert epochs[0] != epochs[1] != epochs[2]
     assert {tuple(sorted(epoch)) for epoch in epochs} == {tuple(sorted(epochs[0]))}
-    held = {valid.row(i) for i in range(3)}
-    assert held | set(epochs[0]) == set(range(10))
+    validation_rows = {valid.row(i) for i in range(3)}
+    assert validation_rows | set(epochs[0]) == set(range(10))
     again, _ = built(tmp_path, split="70,30")
     assert again.row(12) == epochs[1][5]  # whatever was read before
     other, other_valid = built(tmp_path, split="70,30", seed=2)
     assert [other.row(i) for i in range(7)] != epochs[0]
     assert [other.row(i) for i in range(7)] != epochs[1]
-    assert {other_valid.row(i) for i in range(3)} == held
+    assert {other_valid.row(i) for i in range(3)} == validation_rows
 
 
 def test_samples_carry_their_number_and_fillers_none(tmp_path):
@@ -103,22 +103,22 @@ def test_folders_are_taken_together(tmp_path):
     latents, labels = samples(5, seed=9)
     write_latents(tmp_path / "b", [(latents, labels)])
     train, _ = built(folder(tmp_path / "a"), tmp_path / "b", split="100")
-    found = {train.row(i): train[i] for i in range(15)}
-    assert len(found) == 15
+    samples_by_row = {train.row(i): train[i] for i in range(15)}
+    assert len(samples_by_row) == 15
     for row in range(5):
-        np.testing.assert_array_equal(found[10 + row]["latents"].numpy(), latents[row])
+        np.testing.assert_array_equal(samples_by_row[10 + row]["latents"].numpy(), latents[row])
 
 
 def test_digits_are_scaled_and_labelled():
     train, valid = built("digits", shape=(1, 8, 8), classes=10)
     assert (len(train), len(valid)) == (1617, 180)
-    found = digits()
-    images = [found.latents(row) for row in range(len(found))]
+    dataset = digits()
+    images = [dataset.latents(row) for row in range(len(dataset))]
     assert (np.min(images), np.max(images)) == (-1, 1)
-    assert sorted(set(found.labels.tolist())) == list(range(10))
+    assert sorted(set(dataset.labels.tolist())) == list(range(10))
     row = train.row(5)
     np.testing.assert_array_equal(train[5]["latents"].numpy(), images[row])
-    assert train[5]["labels"] == found.labels[row]
+    assert train[5]["labels"] == dataset.labels[row]
 
 
 def corrupt(path, row, value):
@@ -334,10 +334,12 @@ def test_a_writing_that_ends_early_leaves_what_was_there(tmp_path, kind, ending)
 def test_a_disk_that_fills_up_is_named_and_nothing_stays(tmp_path, monkeypatch, owner, call, file):
     done = getattr(owner, call)
 
-    def full(of, *arguments):
-        if file in (os.readlink(f"/proc/self/fd/{of}") if isinstance(of, int) else of.name):
+    def full(target, *arguments):
+        if file in (
+            os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target.name
+        ):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return done(of, *arguments)
+        return done(target, *arguments)
 
     monkeypatch.setattr(owner, call, full)
     message = r"cannot write to .*/a \(No space left on device: [\d,]+ bytes are free in .*\); free space or name"

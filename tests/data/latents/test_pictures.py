@@ -275,8 +275,8 @@ def test_a_camera_held_otherwise_gives_an_upright_picture(tmp_path, orientation,
     exif[0x0112] = orientation
     options = {"lossless": True} if ending == "webp" else {}
     Image.fromarray(DEEP if deep else COLOURS).save(tmp_path / f"a.{ending}", exif=exif, **options)
-    wanted = spread(turned[orientation](GREY if deep else COLOURS))
-    np.testing.assert_allclose(pixels(Pictures(), tmp_path / f"a.{ending}"), wanted, atol=1e-4)
+    expected = spread(turned[orientation](GREY if deep else COLOURS))
+    np.testing.assert_allclose(pixels(Pictures(), tmp_path / f"a.{ending}"), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("orientation", [5, 6, 7, 8])
@@ -284,9 +284,9 @@ def test_a_scan_that_is_no_square_is_turned_whole(tmp_path, orientation):
     """Pillow mixes up the sides of such a TIFF, if it opens it by its name."""
     exif = Image.Exif()
     exif[0x0112] = orientation
-    wide = np.repeat(np.array([[10, 200, 90, 30, 150, 60]], np.uint8), 4, axis=0)
-    Image.fromarray(wide).save(tmp_path / "a.tiff", exif=exif)
-    column = wide[0, 1:5] if orientation in (5, 6) else wide[0, 4:0:-1]
+    grey_row = np.repeat(np.array([[10, 200, 90, 30, 150, 60]], np.uint8), 4, axis=0)
+    Image.fromarray(grey_row).save(tmp_path / "a.tiff", exif=exif)
+    column = grey_row[0, 1:5] if orientation in (5, 6) else grey_row[0, 4:0:-1]
     np.testing.assert_allclose(
         pixels(Pictures(), tmp_path / "a.tiff"), spread(np.stack([column] * 4, 1)), atol=1e-4
     )
@@ -299,9 +299,9 @@ def test_a_jpeg_of_a_camera_is_upright(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees: what is up in the file is right
     Image.fromarray(halves).save(tmp_path / "a.jpg", exif=exif)
-    found = pixels(Pictures(), tmp_path / "a.jpg", 32)
-    assert found[:, :8].max() < 5
-    assert found[:, 24:].min() > 250
+    upright = pixels(Pictures(), tmp_path / "a.jpg", 32)
+    assert upright[:, :8].max() < 5
+    assert upright[:, 24:].min() > 250
 
 
 def test_a_jpeg_of_printing_colours_is_not_inverted(tmp_path):

@@ -55,9 +55,9 @@ def write_pair(prefix, documents):
 
 def write_texts(texts, prefix, tokenizer):
     """Write documents as `data.text.prepare` does."""
-    found = tokenized(tokenizer, texts)
-    Path(f"{prefix}.bin").write_bytes(found.ids.tobytes())
-    write_index(Path(f"{prefix}.idx"), found.ids.dtype, found.lengths)
+    tokens = tokenized(tokenizer, texts)
+    Path(f"{prefix}.bin").write_bytes(tokens.ids.tobytes())
+    write_index(Path(f"{prefix}.idx"), tokens.ids.dtype, tokens.lengths)
 
 
 def counting_documents(count, length=25, vocab_size=VOCAB_SIZE):

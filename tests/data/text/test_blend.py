@@ -90,10 +90,10 @@ def test_a_flag_takes_the_place_of_what_the_file_says(tmp_path, capsys):
     )
     drawn.write_text("[data]\nmock_data = true\n")
     both.write_text(names.read_text() + drawn.read_text().partition("\n")[2])
-    found = parse_args(["--config", str(names), "--mock-data"])
-    assert found.data == DataConfig(mock_data=True, split="9,1,0")
-    said = f"note: --mock-data takes the place of data_path, tokenizer_model, sft of {names}\n"
-    assert capsys.readouterr().err == said
+    config = parse_args(["--config", str(names), "--mock-data"])
+    assert config.data == DataConfig(mock_data=True, split="9,1,0")
+    note = f"note: --mock-data takes the place of data_path, tokenizer_model, sft of {names}\n"
+    assert capsys.readouterr().err == note
     assert parse_args(["--config", str(drawn), "--data-path", "b"]).data == DataConfig(
         data_path=("b",)
     )

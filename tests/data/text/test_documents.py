@@ -199,10 +199,10 @@ def fragments_of(documents):
                 for (_, text), (b, other) in zip(part, following, strict=False)
             ]
             for text in dict.fromkeys(text for _, text in part[:SEQ]):
-                places = [place for place, (_, other) in enumerate(part[:SEQ]) if other == text]
+                indices = [place for place, (_, other) in enumerate(part[:SEQ]) if other == text]
                 yield (
-                    tuple(part[place][0] for place in places),
-                    tuple(labels[place] for place in places),
+                    tuple(part[place][0] for place in indices),
+                    tuple(labels[place] for place in indices),
                 )
 
 
@@ -212,11 +212,11 @@ def test_packed_documents_are_those_of_the_index(tmp_path, kind):
         write_pair(tmp_path / "d", KINDS[kind]), pack_documents=True, reset_attention_mask=True
     )
     segments = Counter(chain(*(packed(train[number]) for number in range(len(train)))))
-    wanted = Counter(fragments_of(numbered(KINDS[kind])))
-    for counts in (segments, wanted):
+    expected = Counter(fragments_of(numbered(KINDS[kind])))
+    for counts in (segments, expected):
         for segment in [segment for segment in counts if set(segment[0]) == {EOD}]:
             del counts[segment]  # like padding
-    assert segments == wanted
+    assert segments == expected
 
 
 def test_a_blend_has_the_documents_of_each_of_its_files(tmp_path):
@@ -227,15 +227,15 @@ def test_a_blend_has_the_documents_of_each_of_its_files(tmp_path):
     flags = {"reset_attention_mask": True, "eod_mask_loss": True}
     train = build(*chain(*zip("1234", prefixes, strict=True)), **flags)
     alone = [build(prefix, **flags) for prefix in prefixes]
-    seen = Counter()
+    counts = Counter()
     for number in range(200):
         owner, own_number = train.locate(number)
-        seen[owner] += 1
+        counts[owner] += 1
         assert all(
             torch.equal(value, alone[owner][own_number][name])
             for name, value in train[number].items()
         )
-    assert len(seen) == 4
+    assert len(counts) == 4
 
 
 def test_sentences_of_a_document_are_shuffled_split_and_counted_as_one(tmp_path):

@@ -75,21 +75,28 @@ def test_prefix_with_suffix_is_explained(prefix):
 
 
 @pytest.mark.parametrize(("bad", "dtype"), [(50, np.uint16), (-1, np.int32), (70_000, np.int32)])
-@pytest.mark.parametrize("at", [0, 7, 19])
-def test_id_outside_the_vocabulary(tmp_path, bad, dtype, at):
+@pytest.mark.parametrize("position", [0, 7, 19])
+def test_id_outside_the_vocabulary(tmp_path, bad, dtype, position):
     documents = [[1] * 8, [2] * 12]
-    documents[at >= 8][at if at < 8 else at - 8] = bad
+    documents[position >= 8][position if position < 8 else position - 8] = bad
     prefix = write_documents(tmp_path / "d", documents, dtype)
     with pytest.raises(
-        DataError, match=rf"token id {bad} \(document {int(at >= 8)}, token {at} of"
+        DataError, match=rf"token id {bad} \(document {int(position >= 8)}, token {position} of"
     ):
         check_indexed(prefix, vocab_size=50)
 
 
 def test_scan_reaches_head_and_tail(tmp_path):
-    for at, found in ((0, True), (2, True), (3, False), (6, False), (7, True), (9, True)):
-        prefix = write_documents(tmp_path / "d", [[99 if i == at else 1 for i in range(10)]])
-        if found:
+    for position, seen_by_scan in (
+        (0, True),
+        (2, True),
+        (3, False),
+        (6, False),
+        (7, True),
+        (9, True),
+    ):
+        prefix = write_documents(tmp_path / "d", [[99 if i == position else 1 for i in range(10)]])
+        if seen_by_scan:
             with pytest.raises(DataError, match="token id 99"):
                 check_indexed(prefix, vocab_size=50, scan_tokens=3)
         else:

@@ -151,14 +151,16 @@ def test_bad_id_is_caught_at_the_start_and_at_reading(dtype, bad, tmp_path, monk
     documents = counting_documents(40, vocab_size=100)
     documents[20][7] = bad
     prefix = write_documents(tmp_path / "d", documents, dtype)
-    held = np.array(bad).astype(dtype)
-    with pytest.raises(DataError, match=rf"d\.bin holds token id {held} \(document 20, token 507"):
+    stored = np.array(bad).astype(dtype)
+    with pytest.raises(
+        DataError, match=rf"d\.bin holds token id {stored} \(document 20, token 507"
+    ):
         build(prefix, vocab_size=100)
     monkeypatch.setattr(
         indexed.check_indexed, "__defaults__", (100,)
     )  # as in a corpus too large to scan
     train = build(prefix, vocab_size=100)[0]
-    message = "-1 in 1 places" if held == -1 else f"{held}, but the vocabulary has 100"
+    message = "-1 in 1 places" if stored == -1 else f"{stored}, but the vocabulary has 100"
     with pytest.raises(DataError, match=rf"d\.bin: sample \d+ holds token id {message}"):
         tokens_of(train, range(len(train)))
 
@@ -193,8 +195,8 @@ def test_blend_without_weights_goes_by_size(tmp_path):
     train = build_datasets(config, SEQ, SEED, NumberTokenizer())[0]
     total = (40 * 25 - 1) // SEQ + (20 * 25 - 1) // SEQ
     assert total - 2 <= len(train) <= total
-    seen = tokens_of(train, range(len(train)))
-    assert len({tuple(sample) for sample in seen}) == len(seen)  # nothing repeats before len
+    samples = tokens_of(train, range(len(train)))
+    assert len({tuple(sample) for sample in samples}) == len(samples)  # nothing repeats before len
 
 
 class Numbered:
@@ -210,12 +212,12 @@ class Numbered:
 def test_blend_locates_every_sample_once():
     weights = [1e-9, 3.0, 5.0, 0.001]
     blended = BlendedDataset([Numbered(70_000)] * 4, weights)
-    seen = [[], [], [], []]
+    numbers_by_file = [[], [], [], []]
     for n in range(200_000):
         owner, number = blended.locate(n)
-        seen[owner].append(number)
-    assert all(numbers == list(range(len(numbers))) and numbers for numbers in seen)
-    assert len(seen[2]) / len(seen[1]) == pytest.approx(5 / 3, rel=1e-3)
+        numbers_by_file[owner].append(number)
+    assert all(numbers == list(range(len(numbers))) and numbers for numbers in numbers_by_file)
+    assert len(numbers_by_file[2]) / len(numbers_by_file[1]) == pytest.approx(5 / 3, rel=1e-3)
     first_repeat = next(n for n in range(1 << 20) if blended.locate(n)[1] >= 70_000)
     assert len(blended) == first_repeat
 
@@ -253,13 +255,15 @@ def error_of(path):
 
 
 def rank_samples(rank, world_size, settings, bad=None, good=None):
-    found = []
+    samples = []
     for of_run in settings:
         config = DataConfig(split="90,10,0", **of_run)
         train, valid, _ = build_datasets(config, SEQ, SEED, NumberTokenizer())
-        found.append((tokens_of(train, range(2 * len(train))), tokens_of(valid, range(len(valid)))))
+        samples.append(
+            (tokens_of(train, range(2 * len(train))), tokens_of(valid, range(len(valid))))
+        )
     failing = ((0, 1), (0,), (1,)) if bad else ()
-    return found, [error_of(bad if rank in ranks else good) for ranks in failing]
+    return samples, [error_of(bad if rank in ranks else good) for ranks in failing]
 
 
 def test_ranks_agree_with_one_process_and_fail_together(tmp_path, prefix):

@@ -77,10 +77,10 @@ def test_each_token_of_the_documents_is_in_one_sample_and_no_document_is_cut_tha
     ends = np.cumsum(LENGTHS)
     documents = [number for number in range(len(LENGTHS)) if number != 4]
     samples = pieces(LENGTHS, documents, SEQ, 1)
-    found = Counter(
+    counts = Counter(
         token for begin, length, _ in chain(*samples) for token in range(begin, begin + length)
     )
-    assert found == Counter(
+    assert counts == Counter(
         token for d in documents for token in range(ends[d] - LENGTHS[d], ends[d])
     )
     assert all(0 < sum(length for _, length, _ in sample) <= SEQ for sample in samples)
@@ -98,9 +98,9 @@ def test_each_token_of_the_documents_is_in_one_sample_and_no_document_is_cut_tha
 
 def test_packing_is_a_function_of_lengths_and_seed_and_its_number_of_samples_of_the_lengths_alone():
     lengths, every = [7] * 50 + [13] * 50, range(100)
-    one, again, other = (pieces(lengths, every, SEQ, seed) for seed in (1, 1, 2))
-    assert one == again != other
-    assert len(one) == len(other)
+    first, again, other = (pieces(lengths, every, SEQ, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert len(first) == len(other)
 
 
 @pytest.mark.parametrize(
@@ -199,23 +199,23 @@ def test_the_cache_is_of_this_file_and_these_flags(prefix, tmp_path):
 def test_splits_are_of_documents_and_each_is_packed(tmp_path):
     documents = counting_documents(40)
     train, valid, _ = build(write_documents(tmp_path / "d", documents), split="90,10,0", seq=55)
-    for dataset, own in ((train, documents[:36]), (valid, documents[36:])):
+    for dataset, expected_documents in ((train, documents[:36]), (valid, documents[36:])):
         ids = [
             tokens
             for n in range(len(dataset))
             for tokens, labels in read(dataset[n])
             if len(tokens) == 25
         ]
-        assert sorted(ids) == sorted(own)
+        assert sorted(ids) == sorted(expected_documents)
 
 
 def tokens_by(train, samples, key):
     """Count the tokens of documents of the first samples by a function of the document."""
-    found = Counter()
+    counts = Counter()
     for ids, labels in chain(*(read(train[n]) for n in range(samples))):
         if set(labels) != {IGNORE_INDEX} or len(ids) == 1:
-            found[key(ids)] += len(ids)
-    return found
+            counts[key(ids)] += len(ids)
+    return counts
 
 
 def test_a_blend_is_by_tokens_whatever_is_padded(tmp_path):
@@ -223,9 +223,9 @@ def test_a_blend_is_by_tokens_whatever_is_padded(tmp_path):
     few = write_documents(tmp_path / "few", [[1] * 29 + [EOD]] * 20)
     many = write_documents(tmp_path / "many", [[2] * 9 + [EOD]] * 20)
     train = build(("0.5", few, "0.5", many))[0]
-    found = tokens_by(train, 2000, lambda ids: ids[0])
-    assert abs(found[1] / found[2] - 1) < 1e-3
-    padding = 1 - sum(found.values()) / (2000 * SEQ)
+    counts = tokens_by(train, 2000, lambda ids: ids[0])
+    assert abs(counts[1] / counts[2] - 1) < 1e-3
+    padding = 1 - sum(counts.values()) / (2000 * SEQ)
     assert abs(1 - train.fill - padding) < 1e-3
 
 
@@ -241,8 +241,8 @@ def test_a_blend_by_length_is_by_tokens(tmp_path, pack_documents):
         "split": "100,0,0",
     }
     train = build(prefix, **shares)[0]
-    found = Counter(torch.cat([train[n]["tokens"] for n in range(2500)]).tolist())
-    kinds = {length: found[length] * length / (length - 1) for length in (5, 20, 70)}
+    counts = Counter(torch.cat([train[n]["tokens"] for n in range(2500)]).tolist())
+    kinds = {length: counts[length] * length / (length - 1) for length in (5, 20, 70)}
     for length, share in ((5, 0.2), (20, 0.3), (70, 0.5)):
         assert abs(kinds[length] / sum(kinds.values()) - share) < 4e-3
     again = build(prefix, data_cache_path=str(tmp_path / "other"), **shares)[0]
@@ -250,14 +250,18 @@ def test_a_blend_by_length_is_by_tokens(tmp_path, pack_documents):
 
 
 def test_validation_is_not_by_length_and_weights_are_shared_out_inside_a_file(tmp_path):
-    one = write_documents(tmp_path / "one", [[1] * 5, [2] * 50] * 20)
+    first_prefix = write_documents(tmp_path / "one", [[1] * 5, [2] * 50] * 20)
     two = write_documents(tmp_path / "two", [[3] * 5, [4] * 50] * 20)
-    train, valid, _ = build(("0.25", one, "0.75", two), split="90,10,0", blend_by_length=("5:0.2",))
-    found = tokens_by(train, 2500, lambda ids: ids[0])
+    train, valid, _ = build(
+        ("0.25", first_prefix, "0.75", two), split="90,10,0", blend_by_length=("5:0.2",)
+    )
+    counts = tokens_by(train, 2500, lambda ids: ids[0])
     for kind, share in ((1, 0.2), (2, 0.05), (3, 0.6), (4, 0.15)):
-        assert abs(found[kind] / sum(found.values()) - share) < 2e-3
+        assert abs(counts[kind] / sum(counts.values()) - share) < 2e-3
     alone = build(
-        ("0.25", one, "0.75", two), split="90,10,0", data_cache_path=str(tmp_path / "other")
+        ("0.25", first_prefix, "0.75", two),
+        split="90,10,0",
+        data_cache_path=str(tmp_path / "other"),
     )[1]
     assert len(valid) == len(alone)
     assert all(torch.equal(valid[n]["tokens"], alone[n]["tokens"]) for n in range(len(valid)))

@@ -90,8 +90,8 @@ def test_unigram_entropy(tmp_path):
 
 def test_prepare_round_trip(tmp_path, folder):
     prefix = tmp_path / "new" / "d.v1"  # a dot in the name is no suffix
-    prepared, kept = prepare(request_for(folder), prefix)
-    assert not kept
+    prepared, reused = prepare(request_for(folder), prefix)
+    assert not reused
     assert sorted(path.name for path in prefix.parent.iterdir()) == [
         f"d.v1{e}" for e in (".bin", ".idx", ".json", ".model")
     ]
@@ -132,8 +132,8 @@ def test_preparing_again_keeps_or_refuses(tmp_path, folder):
         DataError, match=r"7\.py (has changed|is gone) since .*d\.bin was made; give --overwrite"
     ):
         prepare(request_for(folder), prefix)
-    second, kept = prepare(request_for(folder, vocab_size=310), prefix, overwrite=True)
-    assert not kept
+    second, reused = prepare(request_for(folder, vocab_size=310), prefix, overwrite=True)
+    assert not reused
     assert second.tokenizer_sha256 != first.tokenizer_sha256
 
 

@@ -37,9 +37,9 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path):
     source = write_lines(tmp_path / "in.jsonl")
     for count in (1, 2):
         prepare(request_for(source), tmp_path / str(count) / "d", progress=False, workers=count)
-    one, two = contents(tmp_path / "1"), contents(tmp_path / "2")
-    assert set(one) == {".bin", ".idx", ".json", ".model"}
-    assert one == two
+    one_worker, two = contents(tmp_path / "1"), contents(tmp_path / "2")
+    assert set(one_worker) == {".bin", ".idx", ".json", ".model"}
+    assert one_worker == two
 
 
 def test_a_killed_preparation_leaves_nothing_and_is_begun_again(tmp_path):

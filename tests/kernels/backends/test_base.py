@@ -18,8 +18,10 @@ def test_a_backend_has_the_kernels_that_it_states(name):
         ("softmax", ["softmax_kernel"]),
         ("linear", ["linear_scan", "delta_slab"]),
     ):
-        own = [getattr(type(backend), method) is not getattr(Backend, method) for method in methods]
-        assert own == [getattr(backend, stated)] * len(methods), stated
+        overridden = [
+            getattr(type(backend), method) is not getattr(Backend, method) for method in methods
+        ]
+        assert overridden == [getattr(backend, stated)] * len(methods), stated
     assert backend.softmax or backend.linear
 
 

@@ -50,7 +50,7 @@ CUDA = ("cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("here", "documents", "usable", "taken"),
+    ("device_gpu", "documents", "usable", "kernel_name"),
     [
         (Gpu(), False, True, "aten"),
         (A100, False, True, "aten"),
@@ -66,14 +66,16 @@ CUDA = ("cuda", torch.bfloat16)
         (Gpu((12, 0), 92000), False, True, "aten"),  # consumers' Blackwell
     ],
 )
-def test_the_fastest_right_kernel_is_taken(here, documents, usable, taken, monkeypatch):
-    asked = []
+def test_the_fastest_right_kernel_is_taken(device_gpu, documents, usable, kernel_name, monkeypatch):
+    checked = []
     monkeypatch.setattr(
-        FlashAttention, "problem", lambda own: asked.append(own) or (None if usable else ABSENT)
+        FlashAttention,
+        "problem",
+        lambda backend: checked.append(backend) or (None if usable else ABSENT),
     )
-    assert automatic_backend("cuda", here, documents).name == taken
-    assert len(asked) <= 1, "the others' packages, which take seconds to import, are left alone"
-    assert not prefers_cudnn(here) or taken == "cudnn" or documents
+    assert automatic_backend("cuda", device_gpu, documents).name == kernel_name
+    assert len(checked) <= 1, "the others' packages, which take seconds to import, are left alone"
+    assert not prefers_cudnn(device_gpu) or kernel_name == "cudnn" or documents
 
 
 CUDNN = "nvidia-cudnn-cu13"
@@ -85,7 +87,7 @@ def test_versions_of_cudnn():
 
 
 @pytest.mark.parametrize(
-    ("asked", "there", "found"),
+    ("required", "installed", "expected_version"),
     [
         ([f"{CUDNN}==9.20.0.48; platform_system == 'Linux'", "numpy"], {CUDNN: "9.20.0.48"}, 92000),
         ([f"{CUDNN}==9.10.2.21"], {CUDNN: "9.25.0.15"}, 92500),  # upgraded by hand
@@ -93,15 +95,15 @@ def test_versions_of_cudnn():
         (None, {}, 0),
     ],
 )
-def test_the_cudnn_that_came_with_torch(asked, there, found, monkeypatch):
+def test_the_cudnn_that_came_with_torch(required, installed, expected_version, monkeypatch):
     def version(name):
-        if name not in there:
+        if name not in installed:
             raise gpu.metadata.PackageNotFoundError(name)
-        return there[name]
+        return installed[name]
 
-    monkeypatch.setattr(gpu.metadata, "requires", lambda _: asked)
+    monkeypatch.setattr(gpu.metadata, "requires", lambda _: required)
     monkeypatch.setattr(gpu.metadata, "version", version)
-    assert gpu.bundled_cudnn() == found
+    assert gpu.bundled_cudnn() == expected_version
 
 
 def test_a_gpu_is_detected_though_torch_refuses_its_cudnn(monkeypatch):
@@ -133,7 +135,8 @@ CARDS = {
 
 
 @pytest.mark.parametrize(
-    ("file", "card"), [(file, found[1].upper()) for file, found in CARDS.items() if found]
+    ("file", "card"),
+    [(file, published[1].upper()) for file, published in CARDS.items() if published],
 )
 def test_shares_are_those_that_the_planner_has(file, card):
     cluster, major = load_cluster(CLUSTERS / f"{file}.toml"), 9 if card.startswith("H") else 10
@@ -158,7 +161,7 @@ FASTER = (
 
 
 @pytest.mark.parametrize(
-    ("kernel", "here", "more", "words"),
+    ("kernel", "device_gpu", "more", "words"),
     [
         ("cudnn", H100, {}, ()),
         ("cudnn", Gpu((9, 0), 92500, 92000), {}, ()),
@@ -207,26 +210,26 @@ FASTER = (
     ],
 )
 def test_a_slower_kernel_is_warned_of_with_the_factor_and_the_fix(
-    kernel, here, more, words, monkeypatch
+    kernel, device_gpu, more, words, monkeypatch
 ):
     reason = more.get("why_not", ABSENT)
-    monkeypatch.setattr(FlashAttention, "problem", lambda own: reason)
-    said = warning(
-        kernel, here, **{name: value for name, value in more.items() if name != "why_not"}
+    monkeypatch.setattr(FlashAttention, "problem", lambda backend: reason)
+    message = warning(
+        kernel, device_gpu, **{name: value for name, value in more.items() if name != "why_not"}
     )
-    assert (said is None) == (not words), said
-    assert all(one in (said or "") for one in words), said
-    assert "\n" not in (said or "")
-    assert "None" not in (said or "")
+    assert (message is None) == (not words), message
+    assert all(word in (message or "") for word in words), message
+    assert "\n" not in (message or "")
+    assert "None" not in (message or "")
 
 
 @pytest.fixture
-def at(monkeypatch):
+def set_gpu(monkeypatch):
     """Set the GPU of the test."""
 
-    def set_to(here):
+    def set_to(device_gpu):
         for module in (gpu, attention, cudnn, flash_attention, train.context_attention):
-            monkeypatch.setattr(module, "gpu", lambda: here)
+            monkeypatch.setattr(module, "gpu", lambda: device_gpu)
         forget()
 
     yield set_to
@@ -256,18 +259,18 @@ def configured(**of_context):
     )
 
 
-def test_a_run_says_its_kernel_and_its_cudnn(at, monkeypatch):
-    at(H100)
+def test_a_run_says_its_kernel_and_its_cudnn(set_gpu, monkeypatch):
+    set_gpu(H100)
     assert kernel_lines(configured()) == ["attention kernel: cudnn, cuDNN 9.20.0 loaded"]
     assert kernel_lines(configured(context_parallel_method="none")) == kernel_lines(configured())
-    at(SHADOWED)
-    said, warned = kernel_lines(configured())
-    assert said == (
+    set_gpu(SHADOWED)
+    line, warned = kernel_lines(configured())
+    assert line == (
         "attention kernel: aten (FlashAttention 2), cuDNN 9.10.2 loaded, where torch brings 9.20.0"
     )
     assert warned.startswith("WARNING: attention runs by FlashAttention 2")
-    assert kernel_lines(configured(context_parallel_method="none"))[0] == said
-    at(A100)
+    assert kernel_lines(configured(context_parallel_method="none"))[0] == line
+    set_gpu(A100)
     assert kernel_lines(configured()) == [
         "attention kernel: aten (FlashAttention 2), cuDNN 9.20.0 loaded"
     ]
@@ -304,9 +307,9 @@ def install(place, monkeypatch, files):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_version_that_cannot_run_is_refused_with_the_reason(name, at, tmp_path, monkeypatch):
+def test_a_version_that_cannot_run_is_refused_with_the_reason(name, set_gpu, tmp_path, monkeypatch):
     version, files, reason = BROKEN[name]
-    at(H100)
+    set_gpu(H100)
     install(tmp_path, monkeypatch, files)
     with pytest.raises(
         UserError,
@@ -317,8 +320,8 @@ def test_a_version_that_cannot_run_is_refused_with_the_reason(name, at, tmp_path
     assert select_backend("auto", *CUDA, documents=True).name == "aten"
 
 
-def test_torchs_registry_puts_an_installed_version_in_place(at, tmp_path, monkeypatch):
-    at(H100)
+def test_torchs_registry_puts_an_installed_version_in_place(set_gpu, tmp_path, monkeypatch):
+    set_gpu(H100)
     install(tmp_path, monkeypatch, {"flash_attn_interface.py": THIRD} | FOURTH)
     assert select_backend("auto", *CUDA).name == "cudnn"
     assert (
@@ -332,11 +335,11 @@ def test_torchs_registry_puts_an_installed_version_in_place(at, tmp_path, monkey
         assert registry.current_flash_attention_impl() == impl
 
 
-def test_what_the_gpu_or_torch_lacks_is_said_first(at, monkeypatch):
-    at(A100)
+def test_what_the_gpu_or_torch_lacks_is_said_first(set_gpu, monkeypatch):
+    set_gpu(A100)
     with pytest.raises(UserError, match=r"compute capability 9\.x, and this one has 8\.0"):
         select_backend("flash_attn_3", *CUDA)
-    at(H100)
+    set_gpu(H100)
     monkeypatch.delattr(registry, "activate_flash_attention_impl")
     with pytest.raises(UserError, match=r"cannot put it in place, and 2\.11 and newer can"):
         select_backend("flash_attn_3", *CUDA)
@@ -369,8 +372,8 @@ class Computing:
     def _scaled_dot_product_flash_attention_backward(self, dout, q, k, v, out, lse, *rest, scale):
         assert lse.is_contiguous()
         turned = [x.transpose(1, 2) for x in (q, dout, out, lse, k, v)]
-        found = reference.block_backward(Rows(*turned[:4]), Keys(*turned[4:]), rest[5], scale)
-        return tuple(x.transpose(1, 2) for x in found)
+        gradients = reference.block_backward(Rows(*turned[:4]), Keys(*turned[4:]), rest[5], scale)
+        return tuple(x.transpose(1, 2) for x in gradients)
 
     def _flash_attention_forward(self, q, k, v, *rest, scale, **_):
         self.calls += 1
@@ -387,14 +390,14 @@ class Computing:
 
 
 @pytest.fixture
-def versions(at, monkeypatch):
+def versions(set_gpu, monkeypatch):
     """Have versions 3 and 4 of stand-ins that compute; return those put in place so far."""
-    made = []
+    registered = []
     for impl in ("FA3", "FA4"):
-        register = lambda impl=impl: made.append((impl, Computing())) or made[-1][1]  # noqa: E731
+        register = lambda impl=impl: registered.append((impl, Computing())) or registered[-1][1]  # noqa: E731
         monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, impl, register)
-    at(H100)
-    return made
+    set_gpu(H100)
+    return registered
 
 
 @pytest.mark.parametrize("kind", [FULL, CAUSAL, ANTI])
@@ -403,12 +406,12 @@ def test_blocks_go_through_the_version_that_is_named(kind, versions):
     q, k, v, dout = (
         torch.randn(2, 12, heads, 12) for heads in (4, 2, 2, 4)
     )  # widths are padded to 16
-    want, found = [], []
+    want, actual = [], []
     third, fourth = (select_backend(name, *CUDA) for name in ("flash_attn_3", "flash_attn_4"))
-    for into, backend in ((want, select_backend("reference", "cpu", q.dtype)), (found, third)):
+    for into, backend in ((want, select_backend("reference", "cpu", q.dtype)), (actual, third)):
         out, lse = block_forward(q, k, v, kind, 0.3, backend)
         into += [out, lse, *block_backward(Rows(q, dout, out, lse), Keys(k, v), kind, 0.3, backend)]
-    for a, b in zip(found, want, strict=True):
+    for a, b in zip(actual, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     for backend, impl in ((fourth, "FA4"), (third, "FA3"), (fourth, "FA4")):
         block_forward(q, k, v, kind, 0.3, backend)
@@ -427,11 +430,11 @@ def test_blocks_go_through_the_version_that_is_named(kind, versions):
 
 @pytest.mark.parametrize("mask", ["documents", "window and documents"])
 def test_cuda_tiles_go_through_the_version_of_the_gpu(mask, versions, monkeypatch):
-    taken = select_backend("auto", *CUDA, documents=True)
-    assert taken.name == "flash_attn_3"
-    monkeypatch.setattr(test_tiles, "select_backend", lambda *_: taken)
+    backend = select_backend("auto", *CUDA, documents=True)
+    assert backend.name == "flash_attn_3"
+    monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
     test_cuda.CALLS.clear()
-    given = inputs(torch.float32)
-    assert error(attention_by_tiles("", given, tiles_of(mask)), truth(given, mask)) < 1e-5
+    tensors = inputs(torch.float32)
+    assert error(attention_by_tiles("", tensors, tiles_of(mask)), truth(tensors, mask)) < 1e-5
     assert max(tiles for tiles, _ in test_cuda.CALLS) > 2, "packed tiles share a launch"
     assert versions[-1][1].calls > 0

@@ -85,13 +85,13 @@ def results(case, backend, dtype=torch.float64, device="cpu"):
         leaves[5].to(device, wide(dtype))
     ]
     state = leaves[5].requires_grad_()
-    found = delta_rule(*leaves[:5], state, documents=case.documents, backend=backend)
+    outputs = delta_rule(*leaves[:5], state, documents=case.documents, backend=backend)
     generator = torch.Generator().manual_seed(1)
     gradients = [
         torch.randn(x.shape, generator=generator, dtype=torch.float64).to(device, x.dtype)
-        for x in found
+        for x in outputs
     ]
-    return [*found, *torch.autograd.grad(found, leaves, gradients)]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, gradients)]
 
 
 def wide(dtype):
@@ -103,11 +103,11 @@ def _truth(case):
     return results(case, "reference")
 
 
-def errors(case, found):
+def errors(case, actual):
     """Errors relative to the norms of the recurrence in float64."""
     return {
         name: ((a.cpu().double() - b).norm() / b.norm().clamp(min=1e-30)).item()
-        for name, a, b in zip(NAMES, found, _truth(case._replace(dtype="float64")), strict=True)
+        for name, a, b in zip(NAMES, actual, _truth(case._replace(dtype="float64")), strict=True)
     }
 
 
@@ -123,9 +123,9 @@ def errors_of_a_wide_scan(backend):
     want, final = reference.delta_rule(*(x.double() for x in (*leaves, state)))
     out, reads, states = rule.wide_scan(*leaves, backend=backend)
     added, through = states[-1].split([24, 16], -1)
-    found = out + torch.einsum("bthd,bhde->bthe", reads, state), through @ state + added
+    outputs = out + torch.einsum("bthd,bhde->bthe", reads, state), through @ state + added
     return len(states), [
-        ((a - b).norm() / b.norm()).item() for a, b in zip(found, (want, final), strict=True)
+        ((a - b).norm() / b.norm()).item() for a, b in zip(outputs, (want, final), strict=True)
     ]
 
 
@@ -135,14 +135,14 @@ def _faults():
     """
     from kernels.triton import delta
 
-    found, gates_with_resets, between = {}, rule.gates_with_resets, delta.decay_between
+    errors_by_fault, gates_with_resets, between = {}, rule.gates_with_resets, delta.decay_between
     rule.gates_with_resets = lambda g, documents: g
-    found["documents"] = errors_of_triton(Case(20, documents=(0, 7, 20), batch=1))["out"]
+    errors_by_fault["documents"] = errors_of_triton(Case(20, documents=(0, 7, 20), batch=1))["out"]
     rule.gates_with_resets = gates_with_resets
     delta.decay_between = differences
-    found["differences"] = errors_of_triton(TRITON[7])["out"]
+    errors_by_fault["differences"] = errors_of_triton(TRITON[7])["out"]
     delta.decay_between = between
-    return found
+    return errors_by_fault
 
 
 def differences(gates, C):
@@ -155,8 +155,8 @@ def differences(gates, C):
 
 def report():
     """Return the errors of all cases, of a wide scan, and with faults."""
-    found = {"errors": [errors_of_triton(case) for case in TRITON], "faults": _faults()}
+    summary = {"errors": [errors_of_triton(case) for case in TRITON], "faults": _faults()}
     rule.CPU_CHUNKS = 2  # a chunk of two heads in a slab
-    found["wide"] = errors_of_a_wide_scan("triton")
-    found["slabs"] = errors_of_triton(Case(66, batch=1))
-    return found
+    summary["wide"] = errors_of_a_wide_scan("triton")
+    summary["slabs"] = errors_of_triton(Case(66, batch=1))
+    return summary

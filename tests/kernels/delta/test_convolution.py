@@ -35,7 +35,7 @@ def inputs(length, taps, dtype=torch.float64):
 
 def truth(x, weight, before=None, documents=None):
     """torch's convolution of each document."""
-    found = []
+    outputs = []
     for first, end in pairwise(documents or (0, x.shape[1])):
         gap = (
             x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2])
@@ -43,8 +43,8 @@ def truth(x, weight, before=None, documents=None):
             else before
         )
         rows = torch.cat((gap, x[:, first:end]), 1).transpose(1, 2)
-        found.append(F.conv1d(rows, weight[:, None], groups=x.shape[2]).transpose(1, 2))
-    return torch.cat(found, 1)
+        outputs.append(F.conv1d(rows, weight[:, None], groups=x.shape[2]).transpose(1, 2))
+    return torch.cat(outputs, 1)
 
 
 def with_gradients(function, x, weight, before, dout, documents=None):
@@ -63,8 +63,8 @@ def test_out_and_every_gradient_equal_torch(length, taps, documents, continues, 
     monkeypatch.setattr(convolution, "_SLAB", slab)
     x, weight, before, dout = inputs(length, taps)
     arguments = x, weight, before if continues else None, dout, documents
-    found = with_gradients(causal_convolution, *arguments)
-    torch.testing.assert_close(found, with_gradients(truth, *arguments), rtol=1e-13, atol=1e-13)
+    actual = with_gradients(causal_convolution, *arguments)
+    torch.testing.assert_close(actual, with_gradients(truth, *arguments), rtol=1e-13, atol=1e-13)
 
 
 def test_documents_and_tokens_before_are_seen():
@@ -79,9 +79,9 @@ def test_documents_and_tokens_before_are_seen():
 
 def test_sums_of_bfloat16_are_in_float32():
     x, weight, before, dout = inputs(200, 4, torch.bfloat16)
-    found = with_gradients(causal_convolution, x, weight, before, dout)
+    actual = with_gradients(causal_convolution, x, weight, before, dout)
     exact = with_gradients(truth, *(y.double() for y in (x, weight, before, dout)))
-    for got, want in zip(found, exact, strict=True):
+    for got, want in zip(actual, exact, strict=True):
         torch.testing.assert_close(
             got.double(), want, rtol=2**-8, atol=1e-5
         )  # half a unit in the last place
@@ -91,9 +91,9 @@ def test_it_compiles_whole():
     x, weight, before, dout = inputs(37, 4)
     bounds = (0, 1, 2, 4, 7, 20, 37)
     compiled = torch.compile(causal_convolution, fullgraph=True, backend="aot_eager")
-    found = with_gradients(compiled, x, weight, before, dout, bounds)
+    actual = with_gradients(compiled, x, weight, before, dout, bounds)
     want = with_gradients(causal_convolution, x, weight, before, dout, bounds)
-    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    torch.testing.assert_close(actual, want, rtol=0, atol=0)
 
 
 def test_calls_that_do_not_fit_are_named():

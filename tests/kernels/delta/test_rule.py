@@ -39,8 +39,8 @@ HARD = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_chunks_equal_the_recurrence(case):
-    found = errors(case, results(case, "auto"))
-    assert max(found.values()) <= 1e-13, found
+    errors_by_name = errors(case, results(case, "auto"))
+    assert max(errors_by_name.values()) <= 1e-13, errors_by_name
 
 
 @pytest.mark.parametrize("case", HARD)
@@ -50,28 +50,28 @@ def test_strong_gates_and_equal_keys_cost_no_digits(case):
 
     It has 1.1e-6 on a processor without AVX.
     """
-    found = errors(case, results(case, "chunked", torch.float32))
-    assert max(found.values()) <= 3e-6, found
+    errors_by_name = errors(case, results(case, "chunked", torch.float32))
+    assert max(errors_by_name.values()) <= 3e-6, errors_by_name
 
 
 @pytest.mark.parametrize("case", CASES[-3:])
 def test_slabs_of_one_chunk_change_nothing(case, monkeypatch):
     monkeypatch.setattr(rule, "CPU_CHUNKS", 1)
-    found = errors(case, results(case, "chunked"))
-    assert max(found.values()) <= 1e-13, found
+    errors_by_name = errors(case, results(case, "chunked"))
+    assert max(errors_by_name.values()) <= 1e-13, errors_by_name
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_bfloat16_is_as_exact_as_its_inputs(per_channel):
     case = Case(130, per_channel=per_channel, beta=1.0)
-    found = results(case, "chunked", torch.bfloat16)
-    assert [x.dtype for x in found] == [
+    outputs = results(case, "chunked", torch.bfloat16)
+    assert [x.dtype for x in outputs] == [
         torch.bfloat16,
         torch.float32,
         *[torch.bfloat16] * 5,
         torch.float32,
     ]
-    assert max(errors(case, found).values()) <= 3e-2
+    assert max(errors(case, outputs).values()) <= 3e-2
 
 
 def test_autocast_and_gates_of_another_dtype_change_nothing():
@@ -83,9 +83,9 @@ def test_autocast_and_gates_of_another_dtype_change_nothing():
     want = torch.autograd.grad(plain.float().sum(), leaves)
     with torch.autocast("cpu", torch.bfloat16):
         out, _ = delta_rule(*leaves)
-        found = torch.autograd.grad(out.float().sum(), leaves)
+        actual = torch.autograd.grad(out.float().sum(), leaves)
     assert torch.equal(out, plain)
-    assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(actual, want, strict=True))
     naive, _ = delta_rule(*leaves, backend="reference")
     assert naive.dtype == torch.bfloat16
     assert (naive.float() - out.float()).norm() <= 5e-3 * naive.float().norm()
@@ -151,8 +151,8 @@ def test_what_another_document_holds_costs_no_digits(per_channel):
     )
     want = torch.autograd.grad(delta_rule(*(x[:, :20] for x in leaves))[0].sum(), leaves)
     wild = [leaves[0], torch.cat((leaves[1][:, :20], 25 * leaves[1][:, 20:]), 1), *leaves[2:]]
-    found = torch.autograd.grad(delta_rule(*wild, documents=(0, 20, 50))[0].sum(), leaves)
-    for a, b in zip(found, want, strict=True):
+    actual = torch.autograd.grad(delta_rule(*wild, documents=(0, 20, 50))[0].sum(), leaves)
+    for a, b in zip(actual, want, strict=True):
         torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-13)
 
 

@@ -26,7 +26,7 @@ def interpreted(tmp_path_factory):
     reports = base / "interpreted.json"
     with owned(base / "interpreted-lock", wait=True):
         if not reports.exists():
-            found = interpret("attention", "pointwise", "linear", "delta")
-            reports.with_suffix(".draft").write_text(json.dumps(found))
+            reports_by_kernel = interpret("attention", "pointwise", "linear", "delta")
+            reports.with_suffix(".draft").write_text(json.dumps(reports_by_kernel))
             reports.with_suffix(".draft").rename(reports)
     return json.loads(reports.read_text())

@@ -49,7 +49,7 @@ class Launched(NamedTuple):
 
     name: str
     grid: tuple[int, ...]
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     blocking: dict[str, Any]
     kernel: Any
 
@@ -57,9 +57,9 @@ class Launched(NamedTuple):
         """Bytes of shared memory of a block and, of a thread, its registers and bytes of STACK, to
         which it spills.
         """
-        said = self._said(folder, "--dump-resource-usage")
-        found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
-        return {"shared": self.kernel.metadata.shared, **found}
+        dump = self._said(folder, "--dump-resource-usage")
+        usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
+        return {"shared": self.kernel.metadata.shared, **usage}
 
     def check(self, capability, folder, spilled=0):
         """Assert that it keeps to a GPU's registers and shared memory, and spills at most so many
@@ -78,8 +78,8 @@ class Launched(NamedTuple):
         """Instructions that load from the stack and store there, in each innermost loop with matrix
         products.
         """
-        said = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", self._said(folder, "-sass"))
-        lines = [(int(place, 16), line) for place, line in said]
+        instructions = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", self._said(folder, "-sass"))
+        lines = [(int(place, 16), line) for place, line in instructions]
         jumps = [
             (int(to[1], 16), place)
             for place, line in lines
@@ -105,7 +105,7 @@ def compiled(capability, code):
     """Run code on tensors without memory; each launch is compiled for a capability, with its own
     arguments.
     """
-    found = list[Launched]()
+    launches = list[Launched]()
     stub = SimpleNamespace(
         get_current_device=lambda: capability,  # Triton keeps a target for each
         get_current_stream=lambda device: 0,
@@ -113,8 +113,8 @@ def compiled(capability, code):
     )
 
     def compiling(kernel, grid):
-        return lambda *given, **named: found.append(
-            Launched(kernel.__name__, grid, given, named, kernel.warmup(*given, grid=grid, **named))
+        return lambda *args, **named: launches.append(
+            Launched(kernel.__name__, grid, args, named, kernel.warmup(*args, grid=grid, **named))
         )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -122,4 +122,4 @@ def compiled(capability, code):
         patch.setattr(JITFunction, "__getitem__", compiling)
         patch.setattr(flash_attention, "capability", lambda device: capability)
         code()
-    return found
+    return launches

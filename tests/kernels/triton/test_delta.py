@@ -32,14 +32,17 @@ def interpreted(interpreted):
 
 @pytest.mark.parametrize("index", range(len(TRITON)))
 def test_kernels_equal_the_recurrence(index, interpreted):
-    found = interpreted["errors"][index]
-    assert max(found.values()) <= BOUNDS[TRITON[index].dtype], (TRITON[index], found)
+    errors_by_name = interpreted["errors"][index]
+    assert max(errors_by_name.values()) <= BOUNDS[TRITON[index].dtype], (
+        TRITON[index],
+        errors_by_name,
+    )
 
 
 def test_slabs_and_the_map_of_any_state(interpreted):
-    slabs, found = interpreted["wide"]
+    slabs, map_errors = interpreted["wide"]
     assert slabs == 4, "of one chunk each, and the state after the last"
-    assert max(*found, *interpreted["slabs"].values()) <= BOUND
+    assert max(*map_errors, *interpreted["slabs"].values()) <= BOUND
 
 
 def test_faults_show(interpreted):
@@ -63,17 +66,17 @@ def steps(width, values, dtype, columns=0):
         torch.empty_like(state),
     )
     if not columns:
-        found = tuple(torch.empty_like(x, dtype=torch.float32) for x in inputs)
-        delta_backward.backward(inputs, v, state, torch.empty_like(state), found)
+        gradients = tuple(torch.empty_like(x, dtype=torch.float32) for x in inputs)
+        delta_backward.backward(inputs, v, state, torch.empty_like(state), gradients)
 
 
 def check(capability, launched, allowed, folder):
     """Assert that kernels keep to a GPU's shared memory, spill little, and multiply by its matrix
     units.
     """
-    for one in {id(one.kernel): one for one in launched}.values():
-        one.check(capability, folder, allowed.get(one.name, 64))
-        assert "mma" in one.kernel.asm["ptx"], one.name
+    for launch in {id(launch.kernel): launch for launch in launched}.values():
+        launch.check(capability, folder, allowed.get(launch.name, 64))
+        assert "mma" in launch.kernel.asm["ptx"], launch.name
 
 
 SPILLED = {80: {"solve_kernel": 288, "changes_back_kernel": 288}, 90: {}}
@@ -84,7 +87,7 @@ hold whole chunks.
 
 def test_a_scan_of_any_state_compiles_for_a_gpu(tmp_path):
     launched = compiled(90, lambda: steps(16, 16, torch.bfloat16, columns=16))
-    assert [one.name for one in launched] == FORWARD
+    assert [launch.name for launch in launched] == FORWARD
     check(90, launched, SPILLED[90], tmp_path)
 
 
@@ -92,7 +95,7 @@ def test_a_scan_of_any_state_compiles_for_a_gpu(tmp_path):
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, tmp_path):
     launched = compiled(capability, lambda: steps(128, 128, torch.bfloat16))
-    assert [one.name for one in launched] == FORWARD + BACKWARD
+    assert [launch.name for launch in launched] == FORWARD + BACKWARD
     check(capability, launched, SPILLED[capability], tmp_path)
 
 
@@ -112,11 +115,11 @@ def test_so_do_other_widths_and_a_wide_scan(capability, width, values, tmp_path)
 @pytest.mark.parametrize(("width", "values"), [(128, 128), (96, 192), (256, 256)])
 def test_float32_fits_shared_memory(capability, width, values, tmp_path):
     """It is for exact runs: each product is three, whose operands spill."""
-    most = dict.fromkeys(FORWARD + BACKWARD, 1280)
+    max_bytes = dict.fromkeys(FORWARD + BACKWARD, 1280)
     check(
         capability,
         compiled(capability, lambda: steps(width, values, torch.float32)),
-        most,
+        max_bytes,
         tmp_path,
     )
 
@@ -125,5 +128,5 @@ def test_float32_fits_shared_memory(capability, width, values, tmp_path):
 @on_a_gpu
 @pytest.mark.parametrize("case", TRITON_ON_A_GPU)
 def test_kernels_equal_the_recurrence_on_a_gpu(case):
-    found = errors_of_triton(case, "cuda")
-    assert max(found.values()) <= BOUNDS[case.dtype], found
+    errors_by_name = errors_of_triton(case, "cuda")
+    assert max(errors_by_name.values()) <= BOUNDS[case.dtype], errors_by_name

@@ -35,9 +35,9 @@ def interpreted(interpreted):
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_all_pairs_in_float64(name, interpreted):
-    found = interpreted["errors"][name]
-    assert max(found.values()) < BOUNDS[CASES[name].dtype], found
-    assert found["lse"] < 1e-6  # never rounded
+    errors_by_name = interpreted["errors"][name]
+    assert max(errors_by_name.values()) < BOUNDS[CASES[name].dtype], errors_by_name
+    assert errors_by_name["lse"] < 1e-6  # never rounded
 
 
 def test_so_do_a_block_alone_and_the_merge(interpreted):
@@ -69,17 +69,19 @@ def check(capability, width, alone, folder):
     """Compile the launches; assert that they keep to a GPU's registers and shared memory, and
     return their names.
     """
-    found = compiled(capability, lambda: launches(width, alone=alone))
-    for one in found:
-        one.check(capability, folder, spilled=None)
-        loops = one.spilled(folder)
+    all_launches = compiled(capability, lambda: launches(width, alone=alone))
+    for launch in all_launches:
+        launch.check(capability, folder, spilled=None)
+        loops = launch.spilled(folder)
         assert len(loops) == 2, "one without a mask, and one with"
-        assert all(a <= most for loop in loops for a, most in zip(loop, SPILLED, strict=True)), (
-            one.name,
+        assert all(
+            a <= max_spilled for loop in loops for a, max_spilled in zip(loop, SPILLED, strict=True)
+        ), (
+            launch.name,
             loops,
         )
-        assert ("wgmma" if capability == 90 else "mma") in one.kernel.asm["ptx"]
-    return [one.name for one in found]
+        assert ("wgmma" if capability == 90 else "mma") in launch.kernel.asm["ptx"]
+    return [launch.name for launch in all_launches]
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
@@ -104,15 +106,15 @@ def test_so_does_the_merge(capability, tmp_path):
     from kernels.triton import pointwise
 
     out, lse = meta(2, 1000, 16, 128).float(), meta(2, 1000, 16).float()
-    (one,) = compiled(capability, lambda: pointwise.merge_(out, lse, out.bfloat16(), lse))
-    one.check(capability, tmp_path)
+    (launch,) = compiled(capability, lambda: pointwise.merge_(out, lse, out.bfloat16(), lse))
+    launch.check(capability, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
 def test_float32_fits_too(capability):
-    for one in compiled(capability, lambda: launches(256, torch.float32)):
-        assert one.kernel.metadata.shared <= SHARED[capability]
+    for launch in compiled(capability, lambda: launches(256, torch.float32)):
+        assert launch.kernel.metadata.shared <= SHARED[capability]
 
 
 @pytest.mark.slow
@@ -122,8 +124,10 @@ def test_blocks_that_are_too_large_are_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(
         flash_attention, "blocking_of", lambda *_: flash_attention.AttentionBlocking(128, 128, 8, 2)
     )
-    found = [loop for one in compiled(90, lambda: launches(128)) for loop in one.spilled(tmp_path)]
-    assert max(stored for _, stored in found) > 10 * SPILLED[1], found
+    loops = [
+        loop for launch in compiled(90, lambda: launches(128)) for loop in launch.spilled(tmp_path)
+    ]
+    assert max(stored for _, stored in loops) > 10 * SPILLED[1], loops
 
 
 def test_work_lists_travel_once_and_hold_every_pair():
@@ -136,17 +140,17 @@ def test_work_lists_travel_once_and_hold_every_pair():
         )
         for by_rows in (True, False):
             blocks, entries = (x.tolist() for x in work_of(as_numbers(tiles), 64, by_rows, cpu))
-            found = []
+            pairs = []
             for number, first, last, _ in (blocks[i : i + 4] for i in range(0, len(blocks), 4)):
                 for a0, a1, b0, b1, low, high in (
                     entries[6 * i : 6 * i + 6] for i in range(first, last)
                 ):
                     rows = range(max(a0, 64 * number), min(a1, 64 * number + 64))
-                    found.append(
+                    pairs.append(
                         sum(max(0, min(b1, x + high + 1) - max(b0, x + low)) for x in rows)
                     )
-                    assert found[-1], "an entry without a pair"
-            assert sum(found) == sum(tile.pairs for tile in tiles)
+                    assert pairs[-1], "an entry without a pair"
+            assert sum(pairs) == sum(tile.pairs for tile in tiles)
 
 
 def test_every_tensor_of_a_plan_is_taken(monkeypatch):
@@ -160,9 +164,9 @@ def test_every_tensor_of_a_plan_is_taken(monkeypatch):
         lambda kernel, _: lambda *_, **__: launched.append(kernel.__name__),
     )
     for method in METHODS:
-        for given in ({"window": (60, 0)}, {"causal": False, "documents": (0, 9, 100, 251)}):
+        for options in ({"window": (60, 0)}, {"causal": False, "documents": (0, 9, 100, 251)}):
             timelines(
-                make_plan(method, seq_len=251, size=4, **given),
+                make_plan(method, seq_len=251, size=4, **options),
                 softmax("triton", heads=8, kv_heads=4),
             )
     assert set(launched) == {"forward_kernel", "rows_kernel", "columns_kernel"}
@@ -172,8 +176,8 @@ def test_every_tensor_of_a_plan_is_taken(monkeypatch):
 @on_a_gpu
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_all_pairs_on_a_gpu(name):
-    found = errors(CASES[name], "cuda")
-    assert max(found.values()) < BOUNDS[CASES[name].dtype], found
+    errors_by_name = errors(CASES[name], "cuda")
+    assert max(errors_by_name.values()) < BOUNDS[CASES[name].dtype], errors_by_name
 
 
 @pytest.mark.gpu
@@ -182,9 +186,9 @@ def test_kernels_equal_all_pairs_on_a_gpu(name):
 def test_masks_of_many_blocks_equal_the_naive_form_on_a_gpu(mask, monkeypatch):
     backend = select_backend("triton", "cuda", torch.bfloat16)
     monkeypatch.setattr(test_tiles, "select_backend", lambda *_: backend)
-    given = tuple(x.cuda() for x in inputs(torch.bfloat16))
+    tensors = tuple(x.cuda() for x in inputs(torch.bfloat16))
     for got, want in zip(
-        attention_by_tiles("triton", given, tiles_of(mask)), truth(given, mask), strict=True
+        attention_by_tiles("triton", tensors, tiles_of(mask)), truth(tensors, mask), strict=True
     ):
         assert ((got.double() - want).norm() / want.norm()).item() < 1e-2
 

@@ -38,22 +38,22 @@ def interpreted(interpreted):
 
 @pytest.mark.parametrize("index", range(len(INTERPRETED)))
 def test_kernel_equals_the_reference(index, interpreted):
-    found = interpreted["errors"][index]
-    assert within_bounds(INTERPRETED[index], found), (INTERPRETED[index], found)
+    errors_by_name = interpreted["errors"][index]
+    assert within_bounds(INTERPRETED[index], errors_by_name), (INTERPRETED[index], errors_by_name)
 
 
 @pytest.mark.slow
 def test_kernel_equals_the_reference_far_away():
-    for case, found in zip(
+    for case, errors_by_name in zip(
         FAR + CUT_FAR, interpret("far", timeout=1200)["far"]["errors"], strict=True
     ):
-        assert within_bounds(case, found), (case, found)
+        assert within_bounds(case, errors_by_name), (case, errors_by_name)
 
 
 @pytest.mark.parametrize("fault", ["decay", "carried", "documents"])
 def test_the_bound_sees_a_fault(fault, interpreted):
-    found = interpreted["faults"][fault]
-    assert all(found[name] > 10 * BOUND for name in NAMES), found
+    errors_by_name = interpreted["faults"][fault]
+    assert all(errors_by_name[name] > 10 * BOUND for name in NAMES), errors_by_name
 
 
 def test_a_wide_output_is_not_rounded(interpreted):
@@ -107,14 +107,14 @@ def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, wi
         capability, lambda: forward(width, 128, size=(1, 131072, 16))
     )
     assert math.prod(added.grid) == math.prod(launched.grid) == 512, "for 132 multiprocessors"
-    assert carried.given[0].shape == (1, 16, 8, width, 128), "states of segments"
-    assert [one.name for one in (added, carried, launched)] == [
+    assert carried.arguments[0].shape == (1, 16, 8, width, 128), "states of segments"
+    assert [launch.name for launch in (added, carried, launched)] == [
         "scan_kernel",
         "carry_kernel",
         "scan_kernel",
     ]
-    for one in (added, carried, launched):
-        one.check(capability, tmp_path, 0 if width <= 128 else 32)
+    for launch in (added, carried, launched):
+        launch.check(capability, tmp_path, 0 if width <= 128 else 32)
     assert ("wgmma" if capability == 90 and width == 128 else "mma") in launched.kernel.asm["ptx"]
 
 
@@ -130,15 +130,15 @@ def test_so_does_every_launch(capability, width, value_width, tmp_path, monkeypa
     for parts, heads, documents in ((1, 8, None), (1, 16, (0, 100, 1000)), (4, 16, (0, 100, 1000))):
         monkeypatch.setattr(fused, "parts_of", lambda _, parts=parts: parts)
         launched += compiled(
-            capability, lambda given=(heads, documents): steps(width, value_width, *given)
+            capability, lambda args=(heads, documents): steps(width, value_width, *args)
         )
-    kernels = {id(one.kernel): one for one in launched}
+    kernels = {id(launch.kernel): launch for launch in launched}
     assert len(launched) == 2 * 14 + 12 * 3 + 2 * 2, (
         "in segments three for a scan, two without outputs"
     )
     assert len(kernels) > 20, "one a set of flags and of arguments that Triton tells apart"
-    for one in kernels.values():
-        one.check(capability, tmp_path, 0 if max(width, value_width) <= 128 else 32)
+    for launch in kernels.values():
+        launch.check(capability, tmp_path, 0 if max(width, value_width) <= 128 else 32)
 
 
 @pytest.mark.slow
@@ -158,9 +158,11 @@ def test_documents_travel_to_the_device_once():
     """Not in every layer, whose host would wait for it."""
     for documents in (None, (0, 100, 1000)):
         launched = compiled(
-            90, lambda given=documents: [forward(16, 16, documents=given) for _ in range(2)]
+            90, lambda args=documents: [forward(16, 16, documents=args) for _ in range(2)]
         )
-        first, *others = (one.given[BOUNDS] for one in launched if one.name == "scan_kernel")
+        first, *others = (
+            launch.arguments[BOUNDS] for launch in launched if launch.name == "scan_kernel"
+        )
         assert len(others) == 3
         assert all(other is first for other in others)
 
@@ -196,10 +198,10 @@ LONG = [
 @on_a_gpu
 @pytest.mark.parametrize("case", [*CASES, *CUT, *LONG])
 def test_kernel_equals_the_reference_on_a_gpu(case):
-    found = errors(case, "triton", "cuda")
+    errors_by_name = errors(case, "triton", "cuda")
     if case.dtype == "float32":
-        found = {name: error / 2 for name, error in found.items()}
-    assert within_bounds(case, found), found
+        errors_by_name = {name: error / 2 for name, error in errors_by_name.items()}
+    assert within_bounds(case, errors_by_name), errors_by_name
 
 
 def test_without_an_interpreter_the_cpu_is_refused():

@@ -40,13 +40,13 @@ def test_a_rotation_compiles_for_a_gpu(capability, tmp_path):
         meta(1, 1000, 16, 100).transpose(1, 2).transpose(1, 2),
         meta(1000, 1, 50, dtype=torch.float32),
     )
-    for one in compiled(
+    for launch in compiled(
         capability, lambda: [pointwise.rotate(x, angles, angles, back) for back in (False, True)]
     ):
-        used = one.used(tmp_path)
+        used = launch.used(tmp_path)
         assert used["STACK"] == 0
         assert used["REG"] <= 64, "fewer blocks than keep memory busy"
-        assert one.grid == (1000,)
+        assert launch.grid == (1000,)
 
 
 @pytest.mark.parametrize("capability", SHARED)
@@ -56,9 +56,9 @@ def test_a_gate_moves_16_bytes_at_once_on_a_gpu(capability):
         capability,
         lambda: [pointwise.gated(gate, gate), pointwise.gated_backward(gate, gate, gate)],
     )
-    for one, loads, stores in ((forward, 2, 1), (backward, 3, 2)):
-        assert one.grid == (188,)
-        code = one.kernel.asm["ptx"]
+    for launch, loads, stores in ((forward, 2, 1), (backward, 3, 2)):
+        assert launch.grid == (188,)
+        code = launch.kernel.asm["ptx"]
         assert (code.count("ld.global.v4.b32"), code.count("st.global.v4.b32")) == (loads, stores)
 
 

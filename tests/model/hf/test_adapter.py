@@ -73,11 +73,11 @@ def test_an_adapter_of_peft_computes_here_what_it_does_there(
     ours = build_model(load_config(tmp_path / "run" / "config.toml").model)
     load_model(checkpoint_of(tmp_path / "run"), ours, architecture_of(ours.config))
     assert ours.config.adapted_linears() == linears
-    wanted = theirs(TOKENS).logits
-    assert (ours(TOKENS) - wanted).abs().max().item() <= BOUND
+    expected = theirs(TOKENS).logits
+    assert (ours(TOKENS) - expected).abs().max().item() <= BOUND
     unadapted = build_model(LLAMA)
     unadapted.load_state_dict(load_hf(base)[1])
-    assert (unadapted(TOKENS) - wanted).abs().max().item() > 100 * BOUND
+    assert (unadapted(TOKENS) - expected).abs().max().item() > 100 * BOUND
 
 
 def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monkeypatch):

@@ -51,14 +51,18 @@ def test_logits_and_gradients_equal_hugging_faces(config, dtype, bound):
 
     for logits in (expected, got):
         nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.roll(-1).flatten()).backward()
-    wanted = from_hf({name: p.grad for name, p in theirs.named_parameters()}, config)
+    expected_gradients = from_hf({name: p.grad for name, p in theirs.named_parameters()}, config)
     for name, parameter in model.named_parameters():
         if (
             name.endswith("wk.bias") and config.learned_positions
         ):  # softmax takes no notice of it: noise in both
-            assert max(parameter.grad.abs().max(), wanted[name].abs().max()) < bound, name
+            assert max(parameter.grad.abs().max(), expected_gradients[name].abs().max()) < bound, (
+                name
+            )
         else:
-            assert (parameter.grad - wanted[name]).norm() < bound * wanted[name].norm(), name
+            assert (parameter.grad - expected_gradients[name]).norm() < bound * expected_gradients[
+                name
+            ].norm(), name
 
 
 @pytest.mark.parametrize(
@@ -113,14 +117,14 @@ IN_BFLOAT16 = ("llama", "gemma3", "qwen3_5", "granite", "gpt2")
     ],
 )
 def test_transformers_loads_what_is_saved(tmp_path, name, dtype):
-    config, made = CONFIGS[name], hugging_face(CONFIGS[name])
-    model = ours(made, config).to(dtype)
+    config, reference = CONFIGS[name], hugging_face(CONFIGS[name])
+    model = ours(reference, config).to(dtype)
     longest = config.max_position_embeddings or getattr(config, "scaled_length", 0) or 4096
     save_hf(
         tmp_path / "out", config, model.state_dict(), contents={"max_position_embeddings": longest}
     )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert type(theirs) is type(made)
+    assert type(theirs) is type(reference)
     assert theirs.dtype == dtype
     assert theirs.config.max_position_embeddings == longest
     expected = theirs(TOKENS).logits
@@ -195,9 +199,11 @@ def test_a_config_json_is_read_as_transformers_reads_it(tmp_path, name, change, 
     expected = theirs(TOKENS).logits
     bound = 1e-4 if config.recurrent else 1e-6 * config.num_layers  # float32 in both, as above
     assert (model(TOKENS) - expected).abs().max() < bound * expected.abs().max()
-    for kept in (contents, {}):  # an export as it came, and one of our fields alone
-        save_hf(tmp_path / f"{bool(kept)}", config, state, kept)
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{bool(kept)}")
+    for contents_saved in (contents, {}):  # an export as it came, and one of our fields alone
+        save_hf(tmp_path / f"{bool(contents_saved)}", config, state, contents_saved)
+        again = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / f"{bool(contents_saved)}"
+        )
         assert torch.allclose(again(TOKENS).logits, expected, atol=1e-6)
 
 
@@ -229,7 +235,7 @@ def test_a_key_that_no_family_knows_is_told(name, key):
 
 
 def test_every_key_that_transformers_writes_is_known():
-    for family in (one for one in HUGGING_FACE if one != "transnormer"):
+    for family in (family_name for family_name in HUGGING_FACE if family_name != "transnormer"):
         written = transformers.AutoConfig.for_model(family).to_dict()
         assert written.keys() <= HUGGING_FACE[family].known, family
         assert (
@@ -240,9 +246,9 @@ def test_every_key_that_transformers_writes_is_known():
 
 def odd_files(folder, kind):
     """A folder of a model with the files of another one beside; return what is told of them."""
-    one, other = hugging_face(LLAMA), hugging_face(LLAMA)
+    model, other = hugging_face(LLAMA), hugging_face(LLAMA)
     other.lm_head.weight.data += 1
-    one.save_pretrained(folder, max_shard_size="60KB")
+    model.save_pretrained(folder, max_shard_size="60KB")
     shards = {
         name: load_file(folder / name)
         for name in sorted(path.name for path in folder.glob("model-*"))
@@ -274,9 +280,9 @@ def odd_files(folder, kind):
     "kind", ["saved twice", "old shards", "pickles", "twice", "not in the index"]
 )
 def test_weights_are_those_that_transformers_reads(tmp_path, kind):
-    told = odd_files(tmp_path / "odd", kind)
+    warning = odd_files(tmp_path / "odd", kind)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "odd")
-    with pytest.warns(UserWarning, match=told) if told else contextlib.nullcontext():
+    with pytest.warns(UserWarning, match=warning) if warning else contextlib.nullcontext():
         _, state, _ = load_hf(tmp_path / "odd")
     expected = from_hf(theirs.state_dict(), LLAMA)
     assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -389,16 +395,16 @@ def test_sinks_are_refused_both_ways(name):
 def test_state_dicts_that_do_not_fit(name, lacking, added, message):
     kind = name.split(",")[0]
     state = {
-        one: weight
-        for one, weight in hugging_face(CONFIGS[kind]).state_dict().items()
-        if one != lacking
+        tensor_name: weight
+        for tensor_name, weight in hugging_face(CONFIGS[kind]).state_dict().items()
+        if tensor_name != lacking
     }
-    given = state | {one: torch.zeros(shape) for one, shape in added.items()}
+    state_dict = state | {tensor_name: torch.zeros(shape) for tensor_name, shape in added.items()}
     if message is None:
-        assert from_hf(given, CONFIGS[name]).keys() == from_hf(state, CONFIGS[name]).keys()
+        assert from_hf(state_dict, CONFIGS[name]).keys() == from_hf(state, CONFIGS[name]).keys()
         return
     with pytest.raises(UserError, match=message):
-        from_hf(given, CONFIGS[name])
+        from_hf(state_dict, CONFIGS[name])
 
 
 def test_a_state_dict_of_ours_that_is_not_whole_is_refused():

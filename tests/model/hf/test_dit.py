@@ -117,11 +117,11 @@ def test_the_patch_embedding_is_their_convolution():
 def test_what_is_saved_is_loaded(tmp_path, config):
     state = random_dit(config).state_dict()
     save_dit(tmp_path / "out", config, state)
-    found, loaded = load_dit(tmp_path / "out")
-    assert found == config
+    saved_config, loaded = load_dit(tmp_path / "out")
+    assert saved_config == config
     assert loaded.keys() == state.keys()
     assert all(torch.equal(loaded[name], state[name]) for name in state)
-    DiT(found).load_state_dict(loaded)
+    DiT(saved_config).load_state_dict(loaded)
     with pytest.raises(ValueError, match="exists; choose a new folder"):
         save_dit(tmp_path / "out", config, state)
 

@@ -42,15 +42,15 @@ NEW = 25  # past the window of 8 and, after the longest prompt, within GPT-2's 5
 def test_greedy_texts_equal_transformers(name):
     theirs = hugging_face(CONFIGS[name], torch.float64).eval()
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    wanted = [
+    expected = [
         theirs.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings
         )[0].tolist()
         for prompt in PROMPTS
     ]
-    found = generate(ours(theirs, CONFIGS[name], torch.float64), PROMPTS, NEW)
-    assert found == [text[len(prompt) :] for prompt, text in zip(PROMPTS, wanted, strict=True)]
-    assert len({tuple(text[-5:]) for text in found}) == len(PROMPTS)  # no loop that all end in
+    texts = generate(ours(theirs, CONFIGS[name], torch.float64), PROMPTS, NEW)
+    assert texts == [text[len(prompt) :] for prompt, text in zip(PROMPTS, expected, strict=True)]
+    assert len({tuple(text[-5:]) for text in texts}) == len(PROMPTS)  # no loop that all end in
 
 
 def test_reads_the_bare_model_with_its_mask(tmp_path):
@@ -231,10 +231,10 @@ def test_the_text_part_of_a_model_of_images_is_read_by_any_names(config, passed,
     want = transformers.AutoModelForImageTextToText.from_pretrained(path.parent)(TOKENS).logits
     for weights in layouts(config, load_file(path)):
         save_file(weights, path, {"format": "pt"})
-        said = []
-        open_hf(path.parent, said.append)
-        assert len(said) == 1
-        assert re.match(rf"note: \d+ weights of {passed} are passed over", said[0])
+        notes = []
+        open_hf(path.parent, notes.append)
+        assert len(notes) == 1
+        assert re.match(rf"note: \d+ weights of {passed} are passed over", notes[0])
         with pytest.warns(UserWarning, match="passed over"):
             read, state, contents = load_hf(path.parent)
         assert read.model_type == config.model_type
@@ -338,8 +338,8 @@ def test_a_released_olmo_hybrid_has_other_names(tmp_path):
     assert "model.layers.0.attention_layer_norm.weight" in weights
     released = weights | {"model.layers.2.post_attention_layernorm.weight": weights[softmax]}
     del released[softmax]
-    for one in (weights, released):
-        save_file(one, path, {"format": "pt"})
+    for state_dict in (weights, released):
+        save_file(state_dict, path, {"format": "pt"})
         config, state, _ = load_hf(tmp_path)
         assert all(
             torch.equal(to_hf(state, config)[name], weight)

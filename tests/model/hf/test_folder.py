@@ -58,8 +58,13 @@ def test_an_export_says_what_the_import_read(tmp_path, config, request):
 def test_a_vocabulary_of_our_own_gets_no_ids_of_another(tmp_path):
     save_hf(tmp_path / "none", LLAMA, build_model(LLAMA).state_dict())
     save_hf(tmp_path / "some", LLAMA, build_model(LLAMA).state_dict(), {"eos_token_id": 5})
-    found = [transformers.AutoConfig.from_pretrained(tmp_path / name) for name in ("none", "some")]
-    assert [(one.bos_token_id, one.eos_token_id) for one in found] == [(None, None), (None, 5)]
+    configs = [
+        transformers.AutoConfig.from_pretrained(tmp_path / name) for name in ("none", "some")
+    ]
+    assert [(config.bos_token_id, config.eos_token_id) for config in configs] == [
+        (None, None),
+        (None, 5),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,12 @@ CASES = {
 def saved(kind, changes, folder):
     """A model of transformers, and the folder that it writes."""
     suffix = "TextConfig" if kind in ("Gemma3", "Qwen3_5") else "Config"
-    made = getattr(transformers, kind + suffix)
+    config_class = getattr(transformers, kind + suffix)
     shapes = {
-        name: value for name, value in SHAPES.items() if hasattr(made(), name)
+        name: value for name, value in SHAPES.items() if hasattr(config_class(), name)
     }  # a GPT-2 has fewer
     torch.manual_seed(1)
-    config = made(**{**shapes, **json.loads(json.dumps(changes))})
+    config = config_class(**{**shapes, **json.loads(json.dumps(changes))})
     model = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(
         config
     ).eval()

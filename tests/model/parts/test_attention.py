@@ -36,14 +36,16 @@ def gpt_oss(q, k, v, sinks, left=None):
     return eager_attention_forward(module, *heads_first, mask, scaling=q.shape[-1] ** -0.5)[0]
 
 
-def difference(one, other, inputs):
+def difference(tensor, other, inputs):
     """Largest difference of outputs and of every gradient."""
-    upstream = torch.randn(one.shape, generator=torch.Generator().manual_seed(1), dtype=one.dtype)
+    upstream = torch.randn(
+        tensor.shape, generator=torch.Generator().manual_seed(1), dtype=tensor.dtype
+    )
     pairs = zip(
-        *(torch.autograd.grad(out, inputs, upstream, retain_graph=True) for out in (one, other)),
+        *(torch.autograd.grad(out, inputs, upstream, retain_graph=True) for out in (tensor, other)),
         strict=True,
     )
-    return max((a - b).abs().max().item() for a, b in [(one, other), *pairs])
+    return max((a - b).abs().max().item() for a, b in [(tensor, other), *pairs])
 
 
 @pytest.mark.parametrize("left", [None, 1, 5, 300])

@@ -86,11 +86,11 @@ def as_ours(theirs):
     }
     names |= {"g_a_proj": "wu.narrow", "g_b_proj": "wu.wide"}
     conv = zip("qkv", theirs.pop("conv1d.weight").chunk(3), strict=True)
-    found = {f"conv_{name}.weight": weight.flatten() for name, weight in conv}
+    state_dict = {f"conv_{name}.weight": weight.flatten() for name, weight in conv}
     for name, tensor in theirs.items():
         module, kind = name.rsplit(".", 1)
-        found[f"{names[module]}.{kind}"] = tensor.flatten() if kind == "A_log" else tensor
-    return found
+        state_dict[f"{names[module]}.{kind}"] = tensor.flatten() if kind == "A_log" else tensor
+    return state_dict
 
 
 @pytest.mark.parametrize("kind", DELTAS, ids=IDS)
@@ -102,8 +102,8 @@ def test_initial_weights_are_the_published_ones(kind):
     rates, bias = (
         weights[f"layers.0.attention.gates.{name}"].detach() for name in ("A_log", "dt_bias")
     )
-    least = 1.0 if kind is KDA else 0.01
-    assert least <= rates.exp().min() < 2
+    min_rate = 1.0 if kind is KDA else 0.01
+    assert min_rate <= rates.exp().min() < 2
     assert 15 < rates.exp().max() <= 16
     if kind is QWEN3_5:
         assert (bias == 1).all()

@@ -131,7 +131,7 @@ def test_peft_names_are_ours():
 
 
 @pytest.mark.parametrize(
-    ("config", "settings", "said"),
+    ("config", "settings", "message"),
     [
         (LLAMA, {"lora_rank": 0}, "lora_rank is 0; it must be from 1 to hidden_size 32"),
         (LLAMA, {"lora_rank": 33}, "lora_rank is 33; it must be from 1 to hidden_size 32"),
@@ -160,6 +160,6 @@ def test_peft_names_are_ours():
         (KDA, {"lora_target": ("wa",)}, "lora_target has wa, and a layer"),  # a bottleneck
     ],
 )
-def test_settings_without_sense_are_refused(config, settings, said):
-    with pytest.raises(UserError, match=said):
+def test_settings_without_sense_are_refused(config, settings, message):
+    with pytest.raises(UserError, match=message):
         adapted(config, **settings)

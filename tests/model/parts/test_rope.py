@@ -103,10 +103,10 @@ def test_a_rank_with_the_first_tokens_turns_them_as_the_whole_sequence_does():
     whole = Rotary(torch.arange(300), WIDTH, fixed, torch.float32)
     part = Rotary(torch.arange(0, 150, 3), WIDTH, fixed, torch.float32)
     assert torch.equal(part.cos, whole.cos[:150:3])
-    own = Rotary(
+    rotary = Rotary(
         torch.arange(0, 150, 3), WIDTH, of(SCALINGS["dynamic"]), torch.float32
     )  # negative control
-    assert (own.cos - part.cos).abs().max() > 0.1
+    assert (rotary.cos - part.cos).abs().max() > 0.1
 
 
 def test_an_architecture_has_the_scaling_only_where_it_is_set():
@@ -119,9 +119,9 @@ def test_an_architecture_has_the_scaling_only_where_it_is_set():
         rope_scaling_factor=4.0,
         rope_scaling_original_max_position_embeddings=64,
     )
-    found = architecture_of(yarn)
-    assert (found["rope_scaling_type"], found["rope_scaling_beta_fast"]) == ("yarn", 32.0)
-    assert architecture_of(dataclasses.replace(yarn, rope_scaling_beta_fast=32.0)) == found
+    settings = architecture_of(yarn)
+    assert (settings["rope_scaling_type"], settings["rope_scaling_beta_fast"]) == ("yarn", 32.0)
+    assert architecture_of(dataclasses.replace(yarn, rope_scaling_beta_fast=32.0)) == settings
 
 
 FACTORS = {"factor": 2.0, **TO}

@@ -23,10 +23,10 @@ SIZE = attempts.Size(tasks=8, iterations=2, unseen=6)
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
-    found = tmp_path_factory.mktemp("doors") / "4"
+    path = tmp_path_factory.mktemp("doors") / "4"
     episodes = doors.episodes(doors.tasks(0, 0, 8), 16, 0)
-    write_chains(episodes, found, Chains(trajectories=4, seq_length=8 * 17))
-    return found
+    write_chains(episodes, path, Chains(trajectories=4, seq_length=8 * 17))
+    return path
 
 
 class Player:
@@ -39,7 +39,7 @@ class Player:
         self.every, self.knows = np.arange(tasks), np.zeros((tasks, doors.ROOMS, DOORS))
 
     def __call__(self, tokens, positions, ends):
-        before = sum(held.shape[1] for held in self.held)
+        before = sum(cached.shape[1] for cached in self.held)
         self.held.append(tokens.numpy())
         assert positions.tolist() == [list(range(before, before + tokens.shape[1]))]
         assert ends.tolist() == [before + tokens.shape[1]] * len(tokens)
@@ -56,10 +56,10 @@ class Player:
 def test_who_remembers_gains_and_gains_nothing_where_tasks_are_shuffled(prefix):
     codec, right = Codec.load(prefix), doors.tasks(0, 100, 40)
     assert sum(word.startswith("action") for word in codec.words) == DOORS
-    found = attempts.figures(attempts.roll_out(Player(codec, 40), codec, right, 32))
-    more, error = attempts.gain(found, 16, found)
+    figures = attempts.figures(attempts.roll_out(Player(codec, 40), codec, right, 32))
+    more, error = attempts.gain(figures, 16, figures)
     assert more > 10 * error
-    assert found["mean"][-1] == BEST
+    assert figures["mean"][-1] == BEST
     shuffled = attempts.figures(
         attempts.roll_out(Player(codec, 40), codec, right, 16, shuffled=True)
     )
@@ -74,16 +74,16 @@ def test_a_roll_out_has_the_tokens_of_a_chain(prefix):
     for task, row in enumerate(np.concatenate(player.held, 1).tolist()):
         words = [codec.words[token] for token in row]
         doors_opened = [int(word.split(":")[1]) for word in words if word.startswith("action")]
-        world, total, at = doors.Rooms(right[task : task + 1]), 0, 0
+        world, total, position = doors.Rooms(right[task : task + 1]), 0, 0
         for step, door in enumerate(doors_opened):
-            wanted = [f"return:{BEST - total}", f"observation:{world.room[0]}", f"action:{door}"]
+            expected = [f"return:{BEST - total}", f"observation:{world.room[0]}", f"action:{door}"]
             total += int(world.open(np.array([door]))[0])
-            assert words[at : at + 3] == wanted
-            at += 4
+            assert words[position : position + 3] == expected
+            position += 4
             if step % STEPS == STEPS - 1:
-                assert words[at] == ("done" if total == BEST else "again")
+                assert words[position] == ("done" if total == BEST else "again")
                 assert total == returns[task, step // STEPS]
-                world, total, at = doors.Rooms(right[task : task + 1]), 0, at + 1
+                world, total, position = doors.Rooms(right[task : task + 1]), 0, position + 1
 
 
 def flags_of(prefix, save, cp):
@@ -103,15 +103,15 @@ def test_losses_on_four_processes_equal_one_and_the_cache_equals_whole_forwards(
     run_ranks(attempts.train, 1, flags_of(prefix, tmp_path / "run", 1))
     codec, right = Codec.load(prefix), doors.tasks(0, 100, 3)
     returns = attempts.play(tmp_path / "run", codec, right, 4)
-    held, first = [], int(codec.offsets[codec.acts][0])
+    columns, first = [], int(codec.offsets[codec.acts][0])
     draw = Draw(
         temperature=attempts.TEMPERATURE, generator=torch.Generator().manual_seed(attempts.SEED)
     )
     with torch.no_grad(), opened(tmp_path / "run") as writer:
 
         def whole(tokens, positions, ends):
-            held.append(tokens)
-            hidden = writer._part.hidden(torch.cat(held, 1))
+            columns.append(tokens)
+            hidden = writer._part.hidden(torch.cat(columns, 1))
             return first + draw(
                 hidden[:, -1], writer._part.project(hidden)[:, -1, first : first + DOORS]
             )
@@ -148,8 +148,8 @@ def runs(**last):
     ],
 )
 def test_what_the_table_claims_is_checked(last, wrong):
-    lines, found = attempts.compared(runs(**last))
-    assert found == wrong
+    lines, failures = attempts.compared(runs(**last))
+    assert failures == wrong
     assert len(lines) == ("64" in last) + ("4" in last) + ("shuffled" in last)
 
 
@@ -170,33 +170,33 @@ def test_the_whole_is_run_once_and_kept(tmp_path, capsys):
 
 
 def test_the_committed_runs_are_all_and_as_claimed():
-    kept = attempts.read_runs(attempts.RESULTS)
-    assert kept["settings"] == vars(attempts.Size())
-    assert set(kept["runs"]) == {
+    table = attempts.read_runs(attempts.RESULTS)
+    assert table["settings"] == vars(attempts.Size())
+    assert set(table["runs"]) == {
         *map(str, attempts.CHAIN_LENGTHS),
         attempts.CONTROL,
         "players",
         "perfect",
     }
-    lines, wrong = attempts.compared(kept["runs"])
+    lines, wrong = attempts.compared(table["runs"])
     assert len(lines) == 3
     assert wrong == []
 
 
 def test_tasks_are_different_and_of_their_seed_alone():
-    found = doors.tasks(0, 0, 3200)
-    assert found.shape == (3200, ROOMS)
-    assert (found.min(), found.max()) == (0, DOORS - 1)
-    assert len({tuple(row) for row in found.tolist()}) == 3200
-    np.testing.assert_array_equal(doors.tasks(0, 3000, 200), found[3000:])
-    assert not np.array_equal(doors.tasks(1, 0, 3200), found)
+    drawn = doors.tasks(0, 0, 3200)
+    assert drawn.shape == (3200, ROOMS)
+    assert (drawn.min(), drawn.max()) == (0, DOORS - 1)
+    assert len({tuple(row) for row in drawn.tolist()}) == 3200
+    np.testing.assert_array_equal(doors.tasks(0, 3000, 200), drawn[3000:])
+    assert not np.array_equal(doors.tasks(1, 0, 3200), drawn)
 
 
 def test_histories_are_of_the_world_and_a_pure_function_of_the_seed():
     right = doors.tasks(0, 0, 20)
     rooms, opened, rewards = doors.histories(right, 5, 3)
-    for one, other in zip((rooms, opened, rewards), doors.histories(right, 5, 3), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for array, other in zip((rooms, opened, rewards), doors.histories(right, 5, 3), strict=True):
+        np.testing.assert_array_equal(array, other)
     for task in range(20):
         for attempt in range(5):
             room = 0
@@ -210,7 +210,8 @@ def test_histories_are_of_the_world_and_a_pure_function_of_the_seed():
 def test_players_learn_and_a_perfect_one_is_best():
     right = doors.tasks(0, 0, 400)
     mixed, perfect = (
-        doors.histories(right, 32, 0, perfect=one)[2].sum(-1).mean(0) for one in (False, True)
+        doors.histories(right, 32, 0, perfect=is_perfect)[2].sum(-1).mean(0)
+        for is_perfect in (False, True)
     )
     assert perfect[0] < 1.7
     assert perfect[-1] == BEST
@@ -220,8 +221,8 @@ def test_players_learn_and_a_perfect_one_is_best():
 
 def test_episodes_are_the_histories():
     right = doors.tasks(0, 0, 2)
-    found, (rooms, opened, rewards) = doors.episodes(right, 3, 1), doors.histories(right, 3, 1)
-    assert [one.task for one in found] == ["0"] * 3 + ["1"] * 3
+    episodes, (rooms, opened, rewards) = doors.episodes(right, 3, 1), doors.histories(right, 3, 1)
+    assert [episode.task for episode in episodes] == ["0"] * 3 + ["1"] * 3
     left = rewards[1, 2].sum() - (rewards[1, 2].cumsum() - rewards[1, 2])
-    wanted = np.stack((left, rooms[1, 2], opened[1, 2], rewards[1, 2]), -1)
-    np.testing.assert_array_equal(found[5].numbers(found[5].total), wanted)
+    expected = np.stack((left, rooms[1, 2], opened[1, 2], rewards[1, 2]), -1)
+    np.testing.assert_array_equal(episodes[5].numbers(episodes[5].total), expected)

@@ -16,11 +16,11 @@ from runtime.errors import DataError
 
 def episode(task, rewards, actions=None, observations=None):
     steps = len(rewards)
-    given = (
+    columns = (
         observations if observations is not None else [[n] for n in range(steps)],
         actions or [[0]] * steps,
     )
-    return Episode(task, *(np.array(part, float) for part in given), np.array(rewards, float))
+    return Episode(task, *(np.array(part, float) for part in columns), np.array(rewards, float))
 
 
 def drawn(count=12, steps=3, seed=0):
@@ -101,8 +101,8 @@ def test_the_same_bins_whatever_the_chains_and_every_number_of_vectors():
     values = np.array(
         [
             [
-                c.values[token - at]
-                for c, at, token in zip(codec.columns, codec.offsets, row, strict=True)
+                c.values[token - offset]
+                for c, offset, token in zip(codec.columns, codec.offsets, row, strict=True)
             ]
             for row in codec.encode(steps)
         ]
@@ -125,12 +125,14 @@ def test_written_chains_are_samples_of_the_loader(tmp_path, trajectories):
     assert codec.words == Codec.fit(attempts, 32).words  # of any number of trajectories
     samples = Conversations(str(tmp_path / "a"), codec.vocab_size, 6 * 13, check=True)
     for number in range(2):
-        found = samples.sample(number, 0)
-        wanted = [codec.words[token].startswith("action") for token in found["labels"]]
-        assert found["loss_mask"].bool().tolist() == wanted
-        assert found["starts"].nonzero().flatten().tolist() == list(range(0, 78, 13 * trajectories))
+        sample = samples.sample(number, 0)
+        expected = [codec.words[token].startswith("action") for token in sample["labels"]]
+        assert sample["loss_mask"].bool().tolist() == expected
+        assert sample["starts"].nonzero().flatten().tolist() == list(
+            range(0, 78, 13 * trajectories)
+        )
     dealt = np.split(open_indexed(tmp_path / "a").token_ids(), 12)
-    straight = [codec.chain([one])[0] for one in attempts]
+    straight = [codec.chain([attempt])[0] for attempt in attempts]
     unmarked = [0, 4, 8, 12]  # targets and the mark are of the chain
     steps = sorted(tuple(np.delete(ids, unmarked)) for ids in dealt)
     assert steps == sorted(
@@ -150,14 +152,14 @@ def test_files_of_both_kinds_give_the_same_episode(tmp_path):
     )
     row = {"task": "t", "observation": [[0, 1], [2, 3]], "action": [1, 2], "reward": [0.5, 1]}
     (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n")
-    one, other = read_episodes([tmp_path / "task" / "a.npz", tmp_path / "b.jsonl"])
-    assert (one.task, other.task) == (str(tmp_path / "task"), "t")
-    np.testing.assert_array_equal(one.numbers(2), other.numbers(2))
-    np.testing.assert_array_equal(one.numbers(2), [[2, 0, 1, 1, 0.5], [1.5, 2, 3, 2, 1]])
+    from_npz, other = read_episodes([tmp_path / "task" / "a.npz", tmp_path / "b.jsonl"])
+    assert (from_npz.task, other.task) == (str(tmp_path / "task"), "t")
+    np.testing.assert_array_equal(from_npz.numbers(2), other.numbers(2))
+    np.testing.assert_array_equal(from_npz.numbers(2), [[2, 0, 1, 1, 0.5], [1.5, 2, 3, 2, 1]])
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"observation": [0], "action": [0]}, "line 1 lacks reward"),
         ({"observation": [0, 1], "action": [0], "reward": [0]}, "each step has one of each"),
@@ -166,10 +168,10 @@ def test_files_of_both_kinds_give_the_same_episode(tmp_path):
         ([1], "no object"),
     ],
 )
-def test_what_is_no_episode_is_named(tmp_path, row, said):
+def test_what_is_no_episode_is_named(tmp_path, row, message):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(row).replace("Infinity", "1e999") + "\n")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         list(read_episodes([path]))
     (broken := tmp_path / "a.npz").write_bytes(b"no archive")
     with pytest.raises(DataError, match="is damaged"):

@@ -64,6 +64,6 @@ def test_a_folder_of_npz_becomes_chains_that_can_be_read(tmp_path, capsys):
         )
         == 1
     )
-    there, empty = capsys.readouterr().err.splitlines()
-    assert "exists; give another" in there
+    refusal, empty = capsys.readouterr().err.splitlines()
+    assert "exists; give another" in refusal
     assert "there is no episode in" in empty

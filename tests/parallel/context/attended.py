@@ -69,14 +69,16 @@ def bias(masked):
     )
     left, right = masked.window or (-1, -1)
     ahead = position - position[:, None]  # [query, key]
-    seen = document[:, None] == document
+    visible_pairs = document[:, None] == document
     if masked.causal:
-        seen &= ahead <= 0
+        visible_pairs &= ahead <= 0
     if left >= 0:
-        seen &= ahead >= -left
+        visible_pairs &= ahead >= -left
     if right >= 0:
-        seen &= ahead <= right
-    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf"))
+        visible_pairs &= ahead <= right
+    return torch.zeros(visible_pairs.shape, dtype=torch.float64).masked_fill(
+        ~visible_pairs, float("-inf")
+    )
 
 
 @cache
@@ -164,23 +166,23 @@ def attended(ranks, method, options, masked, dtype):
         out, dq, dk, dv (and dsinks) of the whole sequence; and whether the bytes sent to each rank
         are the plan's.
     """
-    one, cp = ranks.under(method, options, masked)
+    cp_plain, cp = ranks.under(method, options, masked)
     *leaves, dout = (cp.shard(x.to(dtype), dim=1) for x in inputs(masked, dtype))
     leaves = [x.requires_grad_() for x in leaves]
     sinks = sinks_of(masked, dtype)
-    one.transport.traffic = Traffic()
-    out = one.attend(*leaves, None if masked.whole else cp.handle, sinks=sinks)
-    forward, one.transport.traffic = one.transport.traffic, Traffic()
+    cp_plain.transport.traffic = Traffic()
+    out = cp_plain.attend(*leaves, None if masked.whole else cp.handle, sinks=sinks)
+    forward, cp_plain.transport.traffic = cp_plain.transport.traffic, Traffic()
     gradients = torch.autograd.grad(out, leaves if sinks is None else [*leaves, sinks], dout)
     sizes = {"heads": masked.heads, "kv_heads": masked.kv_heads, "element_size": out.element_size()}
     cost = cp.plan.cost(dist.get_rank(), batch=BATCH, head_dim=HEAD_DIM, **sizes)
-    as_planned = (forward, one.transport.traffic) == (cost.forward, cost.backward)
-    found = [cp.unshard(x, dim=1) for x in (out, *gradients[:3])]
+    as_planned = (forward, cp_plain.transport.traffic) == (cost.forward, cost.backward)
+    tensors = [cp.unshard(x, dim=1) for x in (out, *gradients[:3])]
     if sinks is not None:
         dsinks = gradients[3].double()  # of this rank's rows and heads
         dist.all_reduce(dsinks)
-        found.append(dsinks)
-    return found, as_planned
+        tensors.append(dsinks)
+    return tensors, as_planned
 
 
 def attend_all(rank, world_size, cases):

@@ -55,7 +55,7 @@ class Noted:
     irecv, isend, P2POp = (
         "receive",
         "send",
-        staticmethod(lambda *given, **named: (*given, *named.values())),
+        staticmethod(lambda *args, **named: (*args, *named.values())),
     )
 
     def __init__(self):
@@ -101,8 +101,8 @@ class Noted:
             each = [("receive", out), ("send", x)]
             rows = [
                 (what, peer, n * y[0].nbytes)
-                for (what, y), of in zip(each, parts, strict=True)
-                for peer, n in enumerate(of)
+                for (what, y), size in zip(each, parts, strict=True)
+                for peer, n in enumerate(size)
                 if n
             ]
             self.post(
@@ -130,7 +130,7 @@ Computes = Callable[[Plan, int, transport.Transport], None]
 
 def timelines(plan, compute):
     """The operations that each rank posts and waits for while it computes."""
-    found, everyone = [], Group(tuple(range(plan.size)), 0)
+    all_timelines, everyone = [], Group(tuple(range(plan.size)), 0)
     for rank in range(plan.size):
         noted = Noted()
         with (
@@ -140,8 +140,8 @@ def timelines(plan, compute):
             patch.object(cuda, "merge_", _merge),
         ):
             compute(plan, rank, GpuTransport(plan.geometry, everyone, rank))
-        found.append(noted.operations)
-    return found
+        all_timelines.append(noted.operations)
+    return all_timelines
 
 
 def _merge(out, lse, block_out, block_lse):
@@ -173,8 +173,8 @@ def softmax(backend="aten", heads=8, kv_heads=2, width=64, strided=False):
         q, k, v, dout = (outside.to_heads(x) for x in like)
         prefetch = executor.prefetch_kv(k, v) if executor.gathers_keys and not plan.sparse else None
         out, lse = executor.forward(plan, q, Keys(k, v), None, width**-0.5, prefetch)
-        found = out, *executor.backward(plan, Rows(q, dout, out, lse), Keys(k, v), width**-0.5)
-        for x, want in zip(found, (like[3], *like[:3]), strict=True):
+        results = out, *executor.backward(plan, Rows(q, dout, out, lse), Keys(k, v), width**-0.5)
+        for x, want in zip(results, (like[3], *like[:3]), strict=True):
             assert outside.to_tokens(x.to(want.dtype), want.shape[2]).shape == want.shape
 
     return compute
@@ -211,59 +211,59 @@ def hybrid(outside):
     return compute
 
 
-def play(found):
+def play(ranks_timelines):
     """Run what all ranks posted to its end; return how many tensors and collectives went through.
 
     Raises:
         AssertionError: some wait for ever, with what for; or not all ranks of a group are there
             when it connects.
     """
-    _check_connected(found)
-    places, through = [0] * len(found), 0
+    _check_connected(ranks_timelines)
+    next_index, through = [0] * len(ranks_timelines), 0
     streams = {}
     started, ended, counts = set[tuple[Any, ...]](), set[tuple[int, int]](), Counter[Any]()
-    wanted = {}  # by the first operation of a stream
+    waiting_for = {}  # by the first operation of a stream
     moving = True
     while moving:
         moving = False
-        for rank, timeline in enumerate(found):
-            while places[rank] < len(timeline):
-                operation, index = timeline[places[rank]]
+        for rank, timeline in enumerate(ranks_timelines):
+            while next_index[rank] < len(timeline):
+                operation, index = timeline[next_index[rank]]
                 if operation.waits and (rank, index) not in ended:
                     break
                 if not operation.waits:
                     streams.setdefault((rank, operation.group), deque()).append((index, operation))
-                places[rank], moving = places[rank] + 1, True
+                next_index[rank], moving = next_index[rank] + 1, True
         for (rank, group), stream in streams.items():
-            if stream and (rank, group) not in wanted:
+            if stream and (rank, group) not in waiting_for:
                 pairs = [_meeting(counts, rank, group, part) for part in stream[0][1].parts]
-                started.update(own for own, _ in pairs)
-                wanted[rank, group], moving = [key for _, keys in pairs for key in keys], True
-        for (rank, group), keys in [*wanted.items()]:
+                started.update(started_key for started_key, _ in pairs)
+                waiting_for[rank, group], moving = [key for _, keys in pairs for key in keys], True
+        for (rank, group), keys in [*waiting_for.items()]:
             if started.issuperset(keys):
                 index, operation = streams[rank, group].popleft()
                 ended.add((rank, index))
-                del wanted[rank, group]
+                del waiting_for[rank, group]
                 through, moving = through + len(operation.parts), True
-    left = [f"rank {rank} in {streams[rank, group][0][1]}" for rank, group in wanted]
+    left = [f"rank {rank} in {streams[rank, group][0][1]}" for rank, group in waiting_for]
     assert not left, f"{len(left)} wait for ever: {'; '.join(left[:4])}"
     return through
 
 
-def _check_connected(found):
+def _check_connected(rank_timelines):
     """NCCL connects a group at its first operation, for which all of it must come, be it with
     messages alone.
     """
     firsts = {}
-    for rank, timeline in enumerate(found):
+    for rank, timeline in enumerate(rank_timelines):
         for operation, _ in timeline:
             firsts.setdefault(operation.group, {}).setdefault(rank, operation)
-    for group, of in firsts.items():
+    for group, members in firsts.items():
         messages = any(
-            part.peer is not None for operation in of.values() for part in operation.parts
+            part.peer is not None for operation in members.values() for part in operation.parts
         )
-        assert not messages or {*of} == {*group.ranks}, (
-            f"{group} is not connected: only {sorted(of)} post messages"
+        assert not messages or {*members} == {*group.ranks}, (
+            f"{group} is not connected: only {sorted(members)} post messages"
         )
 
 

@@ -66,21 +66,21 @@ def gradients(model, cp, micro_batches=1):
 
 def events(cp, model):
     """The projections of a forward, and the gathers that it posts, each by its number of tensors."""
-    found = []
+    log = []
     for layer in model.layers:
         for name in ("wq", "wk", "wv"):
             projection = getattr(layer.attention, name)
-            projection.register_forward_pre_hook(lambda *_, name=name: found.append(name))
+            projection.register_forward_pre_hook(lambda *_, name=name: log.append(name))
     gather = cp.transport.gather
 
     def noting(tensors, ranks):
-        found.append(f"gather {len(tensors)}")
+        log.append(f"gather {len(tensors)}")
         return gather(tensors, ranks)
 
     cp.transport.gather = noting
     with torch.no_grad():
         model(micro_batch(cp, 0), positions=cp.positions)
-    return found
+    return log
 
 
 def in_order(rank, world_size):
@@ -114,8 +114,8 @@ def steps(rank, world_size, cases):
     """Against an attention of the same plan that never prefetches, to the bit, and against one
     process in float64.
     """
-    one = context_parallel("ring", seq_len=LENGTH)
-    want = gradients(llama(one.attend), one, 2)
+    ring = context_parallel("ring", seq_len=LENGTH)
+    want = gradients(llama(ring.attend), ring, 2)
     heads = {
         "heads": MODEL.num_attention_heads,
         "kv_heads": MODEL.query_groups,

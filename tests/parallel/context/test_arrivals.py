@@ -63,7 +63,7 @@ def attend_again(rank, world_size, cases, runs, change):
     """Per case: whether out and gradients of all runs but the first, which ``change`` leaves alone,
     equal the first.
     """
-    ranks, found = Ranks(), []
+    ranks, equal_by_case = Ranks(), []
     for method, options, masked in cases:
         results = []
         for run in range(runs):
@@ -71,14 +71,14 @@ def attend_again(rank, world_size, cases, runs, change):
                 if run:
                     change(patch, random.Random(f"{rank} {run} {method}"))
                 results.append(attended(ranks, method, options, masked, torch.float32)[0][:4])
-        found.append(
+        equal_by_case.append(
             all(
                 torch.equal(a, b)
                 for other in results[1:]
                 for a, b in zip(results[0], other, strict=True)
             )
         )
-    return found
+    return equal_by_case
 
 
 @pytest.mark.parametrize(
@@ -94,12 +94,14 @@ def test_late_ranks_change_no_bit(world_size, runs):
         (method, {**options, "backward": ("kv", "queries")[i % 2]}, MASKS[i % 3])
         for i, (method, options) in enumerate(compositions(world_size))
     ]
-    for found in run_ranks(attend_again, world_size, some, runs, make_late):
-        assert dict(zip(map(str, some), found, strict=True)) == dict.fromkeys(map(str, some), True)
+    for equal_by_case in run_ranks(attend_again, world_size, some, runs, make_late):
+        assert dict(zip(map(str, some), equal_by_case, strict=True)) == dict.fromkeys(
+            map(str, some), True
+        )
 
 
 def test_gradients_added_as_they_arrive_would_be_seen():
     """Negative control: the order in which an owner adds is in the bits."""
     some = [("exchange", {}, MASKS[0]), ("allgather", {}, MASKS[1])]
-    for found in zip(*run_ranks(attend_again, 4, some, 4, add_in_any_order), strict=True):
-        assert not all(found)
+    for equal_by_case in zip(*run_ranks(attend_again, 4, some, 4, add_in_any_order), strict=True):
+        assert not all(equal_by_case)

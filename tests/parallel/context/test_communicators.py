@@ -75,7 +75,7 @@ def taking(kind, patch):
     ):  # cuDNN, but for the shapes that it does not take, and for documents
         for module in (attention, cudnn):
             patch.setattr(module, "gpu", lambda: Gpu((9, 0), 92000))
-    patch.setattr(FlashAttention, "problem", lambda own: None)
+    patch.setattr(FlashAttention, "problem", lambda backend: None)
     patch.setattr(
         flash_attention, "put", lambda impl: None
     )  # versions differ behind the same operators
@@ -93,9 +93,9 @@ def test_every_method_asks_kernels_for_what_they_take_and_ends(size, each):
     """With every option and mask, or one in ``each`` of these pairs."""
     calls = Counter[str]()
     for i, (method, options) in enumerate(methods(size)):
-        for j, given in list(enumerate(MASKS.values()))[-i % each :: each]:
+        for j, masked in list(enumerate(MASKS.values()))[-i % each :: each]:
             moves = ("kv", "queries")[(i + size) % 2]
-            plan = make_plan(method, seq_len=LENGTH, size=size, backward=moves, **options, **given)
+            plan = make_plan(method, seq_len=LENGTH, size=size, backward=moves, **options, **masked)
             width, kv_heads = ((64, size), (100, 1), (256, 2 * size))[(i + j) % 3]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
@@ -123,32 +123,32 @@ HYBRIDS = (
 )
 
 
-def mixed(state, method, given, size):
+def mixed(state, method, masked, size):
     """The timelines of a hybrid's ranks, whose layers have these two methods."""
-    inside = make_plan(method, seq_len=LENGTH, size=size, **given)
+    inside = make_plan(method, seq_len=LENGTH, size=size, **masked)
     outside = make_plan(
         state,
         seq_len=LENGTH,
         size=size,
         multiple=inside.local_len,
-        documents=given.get("documents"),
+        documents=masked.get("documents"),
     )
     return timelines(inside, hybrid(outside))
 
 
-@pytest.mark.parametrize(("state", "method", "given"), HYBRIDS)
-def test_tokens_go_from_one_layout_to_the_other_and_back(state, method, given):
+@pytest.mark.parametrize(("state", "method", "masked"), HYBRIDS)
+def test_tokens_go_from_one_layout_to_the_other_and_back(state, method, masked):
     for size in (2, 3, 4):
-        assert play(mixed(state, method, given, size)) > 0
+        assert play(mixed(state, method, masked, size)) > 0
 
 
 def with_layout(change, kernel):
     """A kernel's call that lays out its tensors in another way."""
 
-    def called(*given):
+    def called(*args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flash_attention, "heads_first", change)
-            return kernel(*given)
+            return kernel(*args)
 
     return called
 
@@ -240,41 +240,49 @@ def test_messages_of_some_alone_on_a_group_that_nobody_connected_are_found(monke
 
 def waiting(*groups):
     """Gather on each group, one after the other, waiting for each."""
-    found = []
+    operations = []
     for group in groups:
-        made = Operation(group, (Part("all_gather", None, 4),))
-        found += [(made, len(found)), (made._replace(waits=True), len(found))]
-    return found
+        operation = Operation(group, (Part("all_gather", None, 4),))
+        operations += [
+            (operation, len(operations)),
+            (operation._replace(waits=True), len(operations)),
+        ]
+    return operations
 
 
 def test_a_circle_of_ranks_that_wait_is_found():
-    one, other = Group((0, 1), 0), Group((0, 1), 1)
-    assert play([waiting(one, other), waiting(one, other)]) == 4
+    first, other = Group((0, 1), 0), Group((0, 1), 1)
+    assert play([waiting(first, other), waiting(first, other)]) == 4
     with pytest.raises(AssertionError, match="2 wait for ever"):
-        play([waiting(one, other), waiting(other, one)])
+        play([waiting(first, other), waiting(other, first)])
     # a communicator's own order: messages there and back in two operations, which only one would
     # let pass
-    there, back = (Operation(one, (Part("send", 1, 4),)), Operation(one, (Part("receive", 1, 4),)))
-    mirrored = Operation(one, (Part("send", 0, 4),)), Operation(one, (Part("receive", 0, 4),))
-    assert play([[(there, 0), (back, 1)], [(mirrored[1], 0), (mirrored[0], 1)]]) == 4
+    sending, back = (
+        Operation(first, (Part("send", 1, 4),)),
+        Operation(first, (Part("receive", 1, 4),)),
+    )
+    mirrored = Operation(first, (Part("send", 0, 4),)), Operation(first, (Part("receive", 0, 4),))
+    assert play([[(sending, 0), (back, 1)], [(mirrored[1], 0), (mirrored[0], 1)]]) == 4
     with pytest.raises(AssertionError, match="wait for ever"):
-        play([[(there, 0), (back, 1)], [(mirrored[0], 0), (mirrored[1], 1)]])
-    apart = back._replace(group=other), mirrored[1]._replace(group=one)
+        play([[(sending, 0), (back, 1)], [(mirrored[0], 0), (mirrored[1], 1)]])
+    apart = back._replace(group=other), mirrored[1]._replace(group=first)
     assert (
-        play([[(there, 0), (apart[0], 1)], [(mirrored[0]._replace(group=other), 0), (apart[1], 1)]])
+        play(
+            [[(sending, 0), (apart[0], 1)], [(mirrored[0]._replace(group=other), 0), (apart[1], 1)]]
+        )
         == 4
     )
 
 
-def sharded(part, *given, **named):
+def sharded(part, *args, **named):
     """Shard a part whose layers have one parameter each: to split all of them takes most of the
     time.
     """
     for layer in part.layers:
         for name, _ in [*layer.named_parameters()][1:]:
-            path, _, own = name.rpartition(".")
-            setattr(layer.get_submodule(path), own, None)
-    shard_model(part, *given, **named)
+            path, _, attribute = name.rpartition(".")
+            setattr(layer.get_submodule(path), attribute, None)
+    shard_model(part, *args, **named)
 
 
 def groups_of(kind, case):
@@ -286,7 +294,7 @@ def groups_of(kind, case):
     task_class = DiffusionTask if kind == DIFFUSION else LanguageTask
     layers = str(sum(case.layers) or case.pp * case.virtual)
     config = task_class.parse_args([*flags_of(kind, case, Path("none")), "--num-layers", layers])
-    counts, made = [], list[Timeline]()
+    counts, group_timelines = [], list[Timeline]()
     for rank in range(case.ranks):
         with (
             fake_process_group(rank, case.ranks, 8),
@@ -307,8 +315,8 @@ def groups_of(kind, case):
                 Group(tuple(sorted(world.pg_group_ranks[group])), name)
                 for group, name in names.items()
             ]
-            made.append(waiting(*members))
-    return counts, made
+            group_timelines.append(waiting(*members))
+    return counts, group_timelines
 
 
 LISTS = [(kind, chosen_cases(kind)) for kind in ("llama", "transnormer", DIFFUSION)]
@@ -320,26 +328,28 @@ def all_cases():
 
     Of 8 ranks, products of three dimensions alone are not slow.
     """
-    found, seen = [], set[tuple[str, Case]]()
-    for kind, case in ((kind, case) for kind, of in LISTS for case in of):
+    params, covered = [], set[tuple[str, Case]]()
+    for kind, case in ((kind, case) for kind, cases in LISTS for case in cases):
         mode = "ddp" if "ddp" in case.mode else "zero3"
         like = replace(
             case, mode=mode, schedule="1F1B", virtual=1, layers=(), loss_chunk=0, joined=0, chunks=1
         )
         dimensions = sum(getattr(case, name) > 1 for name in DIMENSIONS)
-        slow = (kind, like) in seen or (case.ranks == 8 and (kind != "llama" or dimensions < 3))
-        found.append(pytest.param(kind, case, marks=pytest.mark.slow if slow else ()))
-        seen.add((kind, like))
-    return found
+        slow = (kind, like) in covered or (case.ranks == 8 and (kind != "llama" or dimensions < 3))
+        params.append(pytest.param(kind, case, marks=pytest.mark.slow if slow else ()))
+        covered.add((kind, like))
+    return params
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), all_cases(), ids=lambda of: of.title if isinstance(of, Case) else of
+    ("kind", "case"),
+    all_cases(),
+    ids=lambda list_item: list_item.title if isinstance(list_item, Case) else list_item,
 )
 def test_all_ranks_make_the_same_groups_in_an_order_that_ends(kind, case):
     """torch names a group by how many there were, or by its ranks: a name that differs is a rank
     alone at its door.
     """
-    counts, made = groups_of(kind, case)
+    counts, case_timelines = groups_of(kind, case)
     assert len({*counts}) == 1
-    assert play(made) > 0 or case.ranks == 1
+    assert play(case_timelines) > 0 or case.ranks == 1

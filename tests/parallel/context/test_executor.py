@@ -204,8 +204,8 @@ def attend_as_rings(rank, world_size):
         ("double_ring", {}),
         ("double_ring", {"ranks_per_node": 1}),
     ]
-    given = ((method, {**options, "backward": "queries"}) for method, options in rings)
-    return [attended(Ranks(), *method, PLAIN, torch.float32)[0] for method in given]
+    ring_options = ((method, {**options, "backward": "queries"}) for method, options in rings)
+    return [attended(Ranks(), *method, PLAIN, torch.float32)[0] for method in ring_options]
 
 
 def test_one_member_or_one_node_is_the_plain_ring_to_the_bit():

@@ -45,7 +45,7 @@ def in_stages(rank, world_size, dtype, *, wrong=False):
         staged.HeadSubset._view = lambda self, x: (
             x.unflatten(2, self.split).select(5, 0).select(3, 0)
         )
-    found = []
+    results = []
     for method, options, count, kv_count, stages in STAGES[world_size]:
         generator = torch.Generator().manual_seed(5)
         counts = (count, kv_count, kv_count, count)
@@ -54,7 +54,7 @@ def in_stages(rank, world_size, dtype, *, wrong=False):
             for n in counts
         ]
         sinks = torch.randn(count, generator=generator)
-        found.append([])
+        results.append([])
         for chunks in (1, stages):
             options = options | {"ulysses_head_chunks": chunks}
             cp = context_parallel(method, seq_len=256, group=dist.group.WORLD, **options)
@@ -75,10 +75,10 @@ def in_stages(rank, world_size, dtype, *, wrong=False):
             assert (sent, cp.transport.traffic) == (cost.forward, cost.backward), (method, options)
             if sinks_of is not None:
                 dist.all_reduce(gradients[3])
-            found[-1].append(
+            results[-1].append(
                 [cp.unshard(x, 1) for x in (out.detach(), *gradients[:3])] + gradients[3:]
             )
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -141,18 +141,18 @@ def test_exchanged_heads_take_a_stages_memory(kv_heads):
 
     With 8 KV heads all stages share the one that a rank has, exchanged once.
     """
-    own = 64 + 64 * 4 // (2 * WIDTH)  # the local out, and lse in float32
-    whole, kept, _ = counted(1, kv_heads)
-    assert kept == 64 + own + 2 * kv_heads + 64  # with q, k, v and out exchanged
-    found = {stages: counted(stages, kv_heads) for stages in (2, 4, 8)}
-    for stages, (peak, kept, backward) in found.items():
+    kept_own = 64 + 64 * 4 // (2 * WIDTH)  # the local out, and lse in float32
+    whole, num_kept, _ = counted(1, kv_heads)
+    assert num_kept == 64 + kept_own + 2 * kv_heads + 64  # with q, k, v and out exchanged
+    counts_by_stages = {stages: counted(stages, kv_heads) for stages in (2, 4, 8)}
+    for stages, (peak, num_kept, backward) in counts_by_stages.items():
         queries, keys = 64 // stages, max(8, kv_heads // stages)
-        assert kept == own
+        assert num_kept == kept_own
         # q, k, v, out and lse; copies under way
-        assert own + 3.5 * queries + 2 * keys <= peak <= own + 4 * queries + 2 * keys
+        assert kept_own + 3.5 * queries + 2 * keys <= peak <= kept_own + 4 * queries + 2 * keys
         gradients = 64 + 2 * kv_heads + 32  # with that of lse
         assert (
-            backward <= own + gradients + 640 // stages + 4 * 8
+            backward <= kept_own + gradients + 640 // stages + 4 * 8
         )  # 10 of each head in a stage, and shared dk, dv
     assert 4 * 8 + 2 * 8 == (4 * 64 + 2 * 64) * (1 - 0.875)
-    assert whole > found[2][0]
+    assert whole > counts_by_stages[2][0]

@@ -46,28 +46,28 @@ def steps(masked, linear):
     inputs = [leaves(cp, seed) for seed in range(2) for cp in masked]
     outs = [attention(cp, linear)(*x) for cp, x in zip(masked * 2, inputs, strict=True)]
     order = [3, 0, 4, 2, 5, 1]
-    found = {
+    steps_by_index = {
         i: [outs[i].detach(), *torch.autograd.grad(outs[i].square().sum(), inputs[i])]
         for i in order
     }
-    return [found[i] for i in sorted(found)]
+    return [steps_by_index[i] for i in sorted(steps_by_index)]
 
 
-def compare_case(method, options, linear, made):
+def compare_case(method, options, linear, group_calls):
     def join(mask):
         return context_parallel(
             method, seq_len=LENGTH, group=dist.group.WORLD, documents=mask, **options
         )
 
     by_mask = [steps([join(mask)] * 3, linear)[::3] for mask in MASKS]
-    want = [found for micro_batch in zip(*by_mask, strict=True) for found in micro_batch]
-    one = join(MASKS[0])
+    want = [results for micro_batch in zip(*by_mask, strict=True) for results in micro_batch]
+    cp_first = join(MASKS[0])
     registries = executor.EXECUTORS, state.STATE_EXECUTORS, transport.HEAD_EXCHANGES
     gc.collect()  # those made above are gone
-    before = len(made), [len(registry) for registry in registries]
-    masked = [one, *(one.under(documents=mask) for mask in MASKS[1:])]
+    before = len(group_calls), [len(registry) for registry in registries]
+    masked = [cp_first, *(cp_first.under(documents=mask) for mask in MASKS[1:])]
     got = steps(masked, linear)
-    assert (len(made), [len(registry) for registry in registries]) == before
+    assert (len(group_calls), [len(registry) for registry in registries]) == before
     assert not torch.equal(got[0][0], got[1][0])
     assert not torch.equal(got[1][1], got[2][1])
     return [
@@ -80,16 +80,16 @@ def compare(rank, world_size, cases, linear):
     """Compare out and gradients under changing masks with those of ranks joined for each mask
     alone.
     """
-    new_group, made = dist.new_group, []
+    new_group, group_calls = dist.new_group, []
 
     def noting(*args, **named):
-        made.append(1)
+        group_calls.append(1)
         return new_group(*args, **named)
 
     dist.new_group = noting
-    found = [pair for case in cases for pair in compare_case(*case, linear, made)]
-    assert made or world_size == 2  # a team has a group of its own
-    return found
+    pairs = [pair for case in cases for pair in compare_case(*case, linear, group_calls)]
+    assert group_calls or world_size == 2  # a team has a group of its own
+    return pairs
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def compare(rank, world_size, cases, linear):
 def test_masks_in_turn_are_those_of_ranks_joined_for_each_and_make_no_group_or_operator(
     world_size, cases, linear
 ):
-    for found in run_ranks(compare, world_size, cases, linear):
-        assert found == [[True] * 4] * len(found)
-        assert len(found) == 2 * len(MASKS) * len(cases)
+    for pairs in run_ranks(compare, world_size, cases, linear):
+        assert pairs == [[True] * 4] * len(pairs)
+        assert len(pairs) == 2 * len(MASKS) * len(cases)
 
 
 def with_the_latest_mask(rank, world_size, cases, linear):
@@ -121,9 +121,9 @@ def with_the_latest_mask(rank, world_size, cases, linear):
 
 @pytest.mark.parametrize(("case", "linear"), [(SOFTMAX[0], False), (LINEAR[0], True)])
 def test_a_backward_with_another_mask_than_its_forward_would_be_seen(case, linear):
-    for found in run_ranks(with_the_latest_mask, 2, [case], linear):
-        assert all(out for out, *_ in found)
-        assert not all(all(gradients) for _, *gradients in found)
+    for pairs in run_ranks(with_the_latest_mask, 2, [case], linear):
+        assert all(out for out, *_ in pairs)
+        assert not all(all(gradients) for _, *gradients in pairs)
 
 
 def test_a_backward_outlives_the_mask_and_all_caches_of_it():
@@ -136,8 +136,8 @@ def test_a_backward_outlives_the_mask_and_all_caches_of_it():
 
     (want,) = torch.autograd.grad(attended(), q)
     out = attended()
-    for kept in (plan._whole, plan._packed, plan._work):
-        kept.cache_clear()
+    for cache in (plan._whole, plan._packed, plan._work):
+        cache.cache_clear()
     gc.collect()
     assert torch.equal(torch.autograd.grad(out, q)[0], want)
 
@@ -156,14 +156,14 @@ def test_what_is_planned_ahead_is_not_planned_again(moves, monkeypatch):
 
 
 def test_plans_of_past_micro_batches_are_forgotten():
-    made = [
+    plan_refs = [
         weakref.ref(plan.make_plan("exchange", seq_len=64, size=2, documents=(0, n, 64)))
         for n in range(1, 60)
     ]
-    for found in made[-1:]:
-        found().schedule(0)
+    for plan_ref in plan_refs[-1:]:
+        plan_ref().schedule(0)
     gc.collect()
-    assert sum(found() is not None for found in made) <= 16
+    assert sum(plan_ref() is not None for plan_ref in plan_refs) <= 16
 
 
 def test_a_layer_with_a_window_keeps_the_layout_of_those_without():
@@ -197,14 +197,14 @@ def test_a_compiled_attention_serves_every_mask():
     """
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    one = context_parallel("ring", seq_len=16)
-    other = one.under(documents=(0, 5, 16))
+    cp_first = context_parallel("ring", seq_len=16)
+    other = cp_first.under(documents=(0, 5, 16))
     q = torch.randn(1, 16, 2, 8, requires_grad=True)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         lambda attend, q: attend(q, q, q).square().sum(), backend=counter, fullgraph=True
     )
-    for cp in (one, other, one):
+    for cp in (cp_first, other, cp_first):
         (got,) = torch.autograd.grad(compiled(cp.attend, q), q)
         (want,) = torch.autograd.grad(cp.attend(q, q, q).square().sum(), q)
         torch.testing.assert_close(got, want)

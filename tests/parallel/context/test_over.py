@@ -39,9 +39,9 @@ def naive(scale):
     return attend
 
 
-def error(found, truth):
+def error(actual, truth):
     return max(
-        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, truth, strict=True)
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(actual, truth, strict=True)
     )
 
 
@@ -49,7 +49,7 @@ def over(rank, world_size):
     """Errors by method, of attention and of the delta rule, and of a control with another scale."""
     *leaves, dout = draw(4, 1, LENGTH, 4, 8)
     truth, control = (attended(naive(scale), leaves, dout) for scale in (SCALE, 8**-0.5))
-    found = {}
+    errors_by_method = {}
     for method in METHODS:
         first = context_parallel(method, seq_len=world_size, group=dist.group.WORLD)
         cp = first.over(LENGTH, documents=DOCUMENTS)
@@ -62,21 +62,24 @@ def over(rank, world_size):
             cp.shard(dout, 1),
         )
         whole = [cp.unshard(x, 1) for x in mine]
-        found[method] = error(whole, truth), error(whole, control)
+        errors_by_method[method] = error(whole, truth), error(whole, control)
     cp = context_parallel("zigzag", seq_len=2, group=dist.group.WORLD).over(
         LENGTH, documents=DOCUMENTS
     )
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in leaves[:2])
     operands = q, k, leaves[2], -leaves[0][..., 0].abs(), leaves[1][..., 0].sigmoid()
     out = cp.attend_delta(*(cp.shard(x, 1) for x in operands))
-    found["delta"] = error([cp.unshard(out, 1)], [delta_rule(*operands, documents=DOCUMENTS)[0]]), 1
-    return found
+    errors_by_method["delta"] = (
+        error([cp.unshard(out, 1)], [delta_rule(*operands, documents=DOCUMENTS)[0]]),
+        1,
+    )
+    return errors_by_method
 
 
 def test_a_context_of_another_length_attends_as_one_process():
-    for found in run_ranks(over, 2):
+    for errors_by_method in run_ranks(over, 2):
         assert {
             name: errors
-            for name, errors in found.items()
+            for name, errors in errors_by_method.items()
             if not errors[0] < 1e-12 < 1e-2 < errors[1]
         } == {}

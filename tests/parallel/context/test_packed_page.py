@@ -75,8 +75,8 @@ def counted(kind, method, seq_len, size, **options):
 
 def layouts_row(kind, seq_len, size):
     """A kind's row: work and rows of each layout, sent by exchange."""
-    found = [counted(kind, "exchange", seq_len, size, layout=layout) for layout in LAYOUTS]
-    return f"| {kind} | " + " | ".join(f"{work:.2f}; {rows}" for work, rows in found) + " |"
+    counts = [counted(kind, "exchange", seq_len, size, layout=layout) for layout in LAYOUTS]
+    return f"| {kind} | " + " | ".join(f"{work:.2f}; {rows}" for work, rows in counts) + " |"
 
 
 def test_the_page_has_what_is_counted():

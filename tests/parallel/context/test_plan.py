@@ -34,9 +34,9 @@ def coverage(plan, moves="kv"):
 
     @cache
     def joined(ranks):
-        found = torch.cat([plan.positions(rank) for rank in ranks])
+        positions = torch.cat([plan.positions(rank) for rank in ranks])
         order = gather_order(plan.geometry, ranks, torch.device("cpu"))
-        return (found if order is None else found[order]).numpy()
+        return (positions if order is None else positions[order]).numpy()
 
     counts = np.zeros((plan.padded_len, plan.padded_len), dtype=np.int64)
     for rank in range(0, plan.size, plan.geometry.ulysses_degree):
@@ -68,26 +68,26 @@ def check_transfers(geometry):
     """
     steps = [geometry.rounds_of(rank) for rank in range(geometry.size)]
     rounds = len(steps[0])
-    held = [{0: own[0].holds} for own in steps]
+    held_by_rank = [{0: rank_steps[0].holds} for rank_steps in steps]
     part = [{} for _ in steps]  # by round: whose queries' gradient arrives, and of whose KV
     for index in range(rounds):
-        for rank, own in enumerate(steps):
-            assert held[rank].pop(index) == own[index].holds
-            for which, transfer in enumerate(own[index].sends):
+        for rank, rank_steps in enumerate(steps):
+            assert held_by_rank[rank].pop(index) == rank_steps[index].holds
+            for which, transfer in enumerate(rank_steps[index].sends):
                 assert steps[transfer.to][index].sends[which].source == rank
-                assert transfer.due not in held[transfer.to]
-                held[transfer.to][transfer.due] = own[index].holds
-            if own[index].gradient is not None:
-                seen = [*geometry.team(rank)]
+                assert transfer.due not in held_by_rank[transfer.to]
+                held_by_rank[transfer.to][transfer.due] = rank_steps[index].holds
+            if rank_steps[index].gradient is not None:
+                team_ranks = [*geometry.team(rank)]
                 for holds, queries in part[rank].pop(index, []):
-                    assert holds == own[index].holds
-                    seen += queries
-                to, due, _ = own[index].gradient
+                    assert holds == rank_steps[index].holds
+                    team_ranks += queries
+                to, due, _ = rank_steps[index].gradient
                 assert steps[to][index].gradient.source == rank
                 assert due > index
-                part[to].setdefault(due, []).append((own[index].holds, seen))
+                part[to].setdefault(due, []).append((rank_steps[index].holds, team_ranks))
     for rank in range(geometry.size):
-        assert not held[rank]
+        assert not held_by_rank[rank]
         assert list(part[rank]) == [rounds]
         reached = []
         for holder in geometry.holders(rank):
@@ -110,8 +110,8 @@ def test_every_size_sends_what_is_received_and_covers_each_pair_once(method):
         )
         masks = product((True, False), (None, packed))
         plans = [
-            make_plan(method, seq_len=length, size=size, causal=causal, documents=of)
-            for causal, of in masks
+            make_plan(method, seq_len=length, size=size, causal=causal, documents=documents)
+            for causal, documents in masks
         ]
         for geometry in {plan.geometry for plan in plans}:
             check_transfers(geometry)
@@ -268,7 +268,8 @@ def test_fewer_bytes_decide_what_the_backward_moves_and_either_can_be_forced():
                 for choice, plan in plans.items()
             }
             total = {
-                choice: sum(cost.backward.total for cost in of) for choice, of in costs.items()
+                choice: sum(cost.backward.total for cost in costs_of_ranks)
+                for choice, costs_of_ranks in costs.items()
             }
             assert total["auto"] == min(total["kv"], total["queries"])
             assert {cost.backward_moves for cost in costs["kv"]} == {"kv"}
@@ -320,8 +321,8 @@ REFUSED = """
 
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())
 def test_what_cannot_work_is_refused_with_the_reason(line):
-    given, _, message = line.partition(" | ")
-    method, size, options = given.split(maxsplit=2)
+    case, _, message = line.partition(" | ")
+    method, size, options = case.split(maxsplit=2)
     with pytest.raises(ContextError, match=message):
         make_plan(method, size=int(size), **{"seq_len": 8, **ast.literal_eval(options)})
 

@@ -18,11 +18,11 @@ from tests.parallel.context.sparse.play import drawn
 MASKS = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
 
 
-def spelled_out(given, stride):
+def spelled_out(piece_list, stride):
     """Positions and documents of the pieces, row by row."""
-    positions = [np.arange(p.start, p.start + p.length * stride, stride) for p in given]
+    positions = [np.arange(p.start, p.start + p.length * stride, stride) for p in piece_list]
     return np.concatenate(positions), np.repeat(
-        [p.document for p in given], [p.length for p in given]
+        [p.document for p in piece_list], [p.length for p in piece_list]
     )
 
 
@@ -38,12 +38,12 @@ def visible(queries, keys, stride, reach):
     )
 
 
-def covered(found, shape):
+def covered(tile_list, shape):
     """The times that each pair is computed; no tile has a wrong shape or count, or a masked row or
     column.
     """
     counts = np.zeros(shape, dtype=np.int64)
-    for tile in found:
+    for tile in tile_list:
         mask = MASKS[tile.kind](
             np.ones((tile.q.stop - tile.q.start, tile.k.stop - tile.k.start), dtype=np.int64)
         )
@@ -93,10 +93,13 @@ def test_the_next_window_has_other_tiles():
     """Negative control: brute force sees a window that is one key too wide, and one that is too
     narrow.
     """
-    (given,) = (any_pieces(random.Random(3), 60, 1),)
+    (window_pieces,) = (any_pieces(random.Random(3), 60, 1),)
     for wrong in (6, 8):
-        got = covered(tiles(given, given, 1, (wrong, 0)), visible(given, given, 1, (7, 0)).shape)
-        assert (got != visible(given, given, 1, (7, 0))).any()
+        got = covered(
+            tiles(window_pieces, window_pieces, 1, (wrong, 0)),
+            visible(window_pieces, window_pieces, 1, (7, 0)).shape,
+        )
+        assert (got != visible(window_pieces, window_pieces, 1, (7, 0))).any()
 
 
 def test_what_lies_together_is_joined():
@@ -145,8 +148,8 @@ def check_tiles(plan, moves):
     for rank in range(plan.size):
         place = plan.geometry.place(rank)
         for index, step in enumerate(plan.rounds(rank, moves)):
-            found = everyone.pairs[index, place], everyone.tiles[index, place]
-            assert found == (step.pairs, len(step.tiles))
+            counted = everyone.pairs[index, place], everyone.tiles[index, place]
+            assert counted == (step.pairs, len(step.tiles))
             areas = sum(
                 (tile.q.stop - tile.q.start) * (tile.k.stop - tile.k.start) for tile in step.tiles
             )
@@ -166,7 +169,7 @@ def check_tiles(plan, moves):
 def test_bytes_of_all_ranks_are_the_sum_of_each(moves):
     for seed, plan in enumerate(plans(range(40))):
         per_node = 1 + seed % 8
-        of = sizes(
+        shape_sizes = sizes(
             plan.geometry,
             1,
             8 * plan.geometry.ulysses_degree,
@@ -176,10 +179,10 @@ def test_bytes_of_all_ranks_are_the_sum_of_each(moves):
         )
         inside = between = 0
         for rank in range(plan.size):
-            sent = whole_traffic(plan.geometry, rank, of, moves, plan.boundaries)
+            sent = whole_traffic(plan.geometry, rank, shape_sizes, moves, plan.boundaries)
             crossing = sent.between_nodes(rank, per_node)
             inside, between = inside + sent.total - crossing, between + crossing
-        assert bytes_of_all(plan.geometry, of, moves, per_node, plan.boundaries) == (
+        assert bytes_of_all(plan.geometry, shape_sizes, moves, per_node, plan.boundaries) == (
             inside,
             between,
         )

@@ -28,13 +28,13 @@ def formula(plan, rank, kv_heads):
     keys = 2 * query * kv_heads / HEADS
     lse = query / WIDTH
     heads = (2 * query + keys) * (degree - 1) / degree
-    name, places = plan.geometry.method.name, size // degree
+    name, num_places = plan.geometry.method.name, size // degree
     if name == "allgather":
-        return Fraction(0), keys * (places - 1) + heads
+        return Fraction(0), keys * (num_places - 1) + heads
     if name == "ulysses":
         return Fraction(0), heads
-    stays = team == 1 or plan.geometry.rounds_of(rank)[0].sends[0].to == rank
-    sent = keys * places / team - (keys * team if stays else 0)
+    is_local = team == 1 or plan.geometry.rounds_of(rank)[0].sends[0].to == rank
+    sent = keys * num_places / team - (keys * team if is_local else 0)
     return sent, (2 * query + keys + lse) * (team - 1) + heads
 
 
@@ -75,17 +75,17 @@ def hold(rank, world_size, cases):
         cp = context_parallel(
             method, seq_len=TOKENS, causal=False, group=dist.group.WORLD, **options
         )
-        seen = []
+        bytes_seen = []
         gc.freeze()
         q, k, v = (torch.randn(BATCH, cp.plan.local_len, 8, WIDTH) for _ in range(3))
 
-        def noting(*args, seen=seen):
-            seen.append(live_bytes())
+        def noting(*args, bytes_seen=bytes_seen):
+            bytes_seen.append(live_bytes())
             return attend_tiles_(*args)
 
         executor.attend_tiles_ = noting
         cp.attend(q, k, v)
-        peaks.append(max(seen) / (q.numel() * 4))
+        peaks.append(max(bytes_seen) / (q.numel() * 4))
     return peaks
 
 

@@ -58,10 +58,14 @@ class Links(Noted):
     def all_reduce(self, x, group):
         super().all_reduce(x, self.group)
 
-    def batch_isend_irecv(self, of):
+    def batch_isend_irecv(self, operations):
         parts = (
-            part("send" if one.op == self.isend else "receive", one.tensor, one.group_peer)
-            for one in of
+            part(
+                "send" if operation.op == self.isend else "receive",
+                operation.tensor,
+                operation.group_peer,
+            )
+            for operation in operations
         )
         return [self.post(self.group, *parts)]
 
@@ -84,10 +88,10 @@ def purposeful(name):
     method, (direction, ahead) = getattr(_Stage, f"get_{name}_ops"), MESSAGES[name]
 
     def noted(self, chunk):
-        found = method(self, chunk)
-        for operation in found:
+        operations = method(self, chunk)
+        for operation in operations:
             operation.tensor.purpose = (direction, self.stage_index + ahead, chunk)
-        return found
+        return operations
 
     return patch.object(_Stage, f"get_{name}_ops", noted)
 
@@ -114,12 +118,15 @@ def timeline(rank, size, config, micro_batches, tied):
         stack.enter_context(fake_process_group(rank, size, 8))
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
         for context in (
-            *(patch.multiple(at, **posts) for at in (dist, dist.distributed_c10d)),
+            *(patch.multiple(module, **posts) for module in (dist, dist.distributed_c10d)),
             *map(purposeful, MESSAGES),
         ):
             stack.enter_context(context)
         runner = GpuRunner(
-            [nn.ParameterDict({name: torch.ones(4) for name in of}) for of in names],
+            [
+                nn.ParameterDict({name: torch.ones(4) for name in stage_names})
+                for stage_names in names
+            ],
             computed,
             "ddp",
             config=config,
@@ -159,26 +166,34 @@ def test_every_schedule_ends(config):
 
 def changed(timeline, purpose, instead):
     """Post another message in the place of one, or none."""
-    found = []
+    operations = []
     for operation, index in timeline:
-        kept = [of for of in operation.parts if instead or of.size != purpose]
-        parts = tuple(of._replace(size=instead) if of.size == purpose else of for of in kept)
-        found.append((operation._replace(parts=parts), index))
-    assert found != timeline
-    return found
+        parts_kept = [
+            message_part
+            for message_part in operation.parts
+            if instead or message_part.size != purpose
+        ]
+        parts = tuple(
+            message_part._replace(size=instead) if message_part.size == purpose else message_part
+            for message_part in parts_kept
+        )
+        operations.append((operation._replace(parts=parts), index))
+    assert operations != timeline
+    return operations
 
 
 @pytest.mark.parametrize("config", PIPELINES, ids=lambda config: config.pipeline_schedule)
 def test_a_message_that_is_lost_or_in_the_place_of_another_is_found(config):
-    found = posted(3, config, 6, tied=True)
-    play(found)
+    timelines = posted(3, config, 6, tied=True)
+    play(timelines)
     for rank, purpose, other in (
         (0, ("forward", 1, 2), ("forward", 1, 3)),
         (1, ("back", 1, 1), ("back", 1, 2)),
     ):
         for instead in (None, other):
             broken = [
-                changed(of, purpose, instead) if rank == at else of for at, of in enumerate(found)
+                changed(rank_timeline, purpose, instead) if rank == changed_rank else rank_timeline
+                for changed_rank, rank_timeline in enumerate(timelines)
             ]
             with pytest.raises(AssertionError, match=r"wait for ever: rank \d in Operation"):
                 play(broken)

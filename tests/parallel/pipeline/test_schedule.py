@@ -112,16 +112,16 @@ def initial(model):
 def compare(results, model):
     """Checks losses and weights, and returns the largest difference of a gradient."""
     want = whole_step(model, initial(model))
-    found = set()
+    names = set()
     worst = 0.0
     for trained, evaluated, weights, gradients in results:
         assert abs(trained - want.loss) < LOSS
         assert abs(evaluated - want.loss) < LOSS
-        found |= weights.keys()
+        names |= weights.keys()
         for name, weight in weights.items():
             assert torch.equal(weight, want.weights[name]), name
             worst = max(worst, (gradients[name] - want.gradients[name]).abs().max().item())
-    assert found == want.weights.keys()
+    assert names == want.weights.keys()
     return worst
 
 
@@ -198,10 +198,10 @@ def test_a_pipeline_over_tensor_or_context_parallel_ranks(cases):
         inner: {"pipeline_model_parallel_size": 2, f"{inner}_parallel_size": 2}
         for _, inner, *_ in cases
     }
-    given = [
+    pipeline_cases = [
         (model, pipeline, strategy, shared[inner]) for model, inner, pipeline, strategy in cases
     ]
-    for model, results in over_four(given):
+    for model, results in over_four(pipeline_cases):
         largest = max(
             x.abs().max().item() for x in whole_step(model, initial(model)).gradients.values()
         )
@@ -253,7 +253,7 @@ def inputs_kept(rank, world_size, graphs):
             super().backward_one_chunk(
                 bwd_chunk_id, 1 * loss if graphs and loss is not None else loss, *how, **named
             )
-            counts.append(sum(one() is not None for one in received))
+            counts.append(sum(reference() is not None for reference in received))
 
     schedule._Stage = Watched  # in this process alone
     with built(llama(tied=False), ONE_F_ONE_B, "zero1", pipeline_model_parallel_size=2) as (
@@ -266,12 +266,12 @@ def inputs_kept(rank, world_size, graphs):
     return max(counts)
 
 
-@pytest.mark.parametrize(("graphs", "most"), [(False, 1), (True, 4)])
-def test_a_last_stage_lets_go_of_its_inputs(graphs, most):
+@pytest.mark.parametrize(("graphs", "max_kept"), [(False, 1), (True, 4)])
+def test_a_last_stage_lets_go_of_its_inputs(graphs, max_kept):
     """torch keeps the losses of a step, whose graphs would keep what they are of: here 4
     micro-batches.
     """
-    assert run_ranks(inputs_kept, 2, graphs)[1] == most
+    assert run_ranks(inputs_kept, 2, graphs)[1] == max_kept
 
 
 def in_bfloat16(rank, world_size, widened):
@@ -280,19 +280,19 @@ def in_bfloat16(rank, world_size, widened):
     """
     if not widened:
         schedule.widen_gradients = lambda model: None
-    found = []
+    results = []
     for pipeline in (INTERLEAVED, SCHEDULES["zero bubble"][0]):
         with built(llama(tied=False), pipeline, "zero1", True, pipeline_model_parallel_size=2) as (
             _,
             parts,
             runner,
-            own,
+            batches,
         ):
-            runner.forward_backward(own, 60)
-            found.append(
+            runner.forward_backward(batches, 60)
+            results.append(
                 {name: full(p.grad) for part in parts for name, p in part.named_parameters()}
             )
-    whole, split = found
+    whole, split = results
     return max(((split[name] - whole[name]).norm() / whole[name].norm()).item() for name in whole)
 
 

@@ -111,15 +111,15 @@ def masks_seen(rank, world_size):
     """By policy: True for each attention of a step in bfloat16, recomputed ones too, that has the
     mask itself.
     """
-    given, tokens, seen = object(), data()[0][:, :16], []
+    mask_given, tokens, masks_by_layer = object(), data()[0][:, :16], []
 
     def attend(q, k, v, mask):
-        seen[-1].append(mask is given)
+        masks_by_layer[-1].append(mask is mask_given)
         return sdpa(q, k, v)
 
     with distributed_mesh(mesh_config(tp=2)) as mesh:
         for granularity in ("none", "selective", "full"):
-            seen.append([])
+            masks_by_layer.append([])
             with torch.device("meta"):
                 model = build_model(config(), attend)
             split_model(model, mesh.tp)
@@ -128,8 +128,8 @@ def masks_seen(rank, world_size):
             init_parameters(
                 model, mesh.device, lambda name, shape, part: weight_of(config(), name, shape, part)
             )
-            model(tokens, None, None, given).to_local().float().logsumexp(-1).sum().backward()
-    return seen
+            model(tokens, None, None, mask_given).to_local().float().logsumexp(-1).sum().backward()
+    return masks_by_layer
 
 
 def test_the_mask_passes_tensor_parallelism_sharding_and_recomputation():

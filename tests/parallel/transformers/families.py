@@ -120,28 +120,28 @@ def each_alone(model, ids, labels, documents):
 
 
 def gradients(loss, model):
-    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    tensor_gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     return [
         torch.zeros_like(x) if g is None else g
-        for x, g in zip(model.parameters(), found, strict=True)
+        for x, g in zip(model.parameters(), tensor_gradients, strict=True)
     ]
 
 
 def averaged(loss, model):
     """The loss, and the ranks' mean gradients as DDP has them."""
-    found = gradients(loss, model)
-    for x in found:
+    loss_gradients = gradients(loss, model)
+    for x in loss_gradients:
         dist.all_reduce(x)
-    return [loss.detach(), *(x / dist.get_world_size() for x in found)]
+    return [loss.detach(), *(x / dist.get_world_size() for x in loss_gradients)]
 
 
 def errors(mine, truth):
     """The error of each tensor in the 2-norm, relative to its own or to 1e-3 of all gradients'
     together.
     """
-    least = 1e-3 * torch.stack([b.norm() for b in truth[1:]]).norm()
+    min_norm = 1e-3 * torch.stack([b.norm() for b in truth[1:]]).norm()
     return [
-        float((a.double() - b).norm() / b.norm().clamp(min=least))
+        float((a.double() - b).norm() / b.norm().clamp(min=min_norm))
         for a, b in zip(mine, truth, strict=True)
     ]
 

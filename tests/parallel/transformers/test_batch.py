@@ -42,16 +42,16 @@ def test_documents_come_from_position_ids_or_lengths():
 @pytest.mark.parametrize("left", [True, False])
 def test_padding_is_left_out(left):
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    found = packed(attention_mask=mask if left else mask.flip(1))
-    assert found["input_ids"] == ([7, 8] if left else [5, 6]) + [9, 10, 11, 12]
-    assert found["position_ids"] == [0, 1, 0, 1, 2, 3]
-    assert found["bounds"] == (0, 2, 6)
+    inputs = packed(attention_mask=mask if left else mask.flip(1))
+    assert inputs["input_ids"] == ([7, 8] if left else [5, 6]) + [9, 10, 11, 12]
+    assert inputs["position_ids"] == [0, 1, 0, 1, 2, 3]
+    assert inputs["bounds"] == (0, 2, 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16])
 def test_a_mask_of_any_dtype_leaves_out_a_row_of_padding_alone(dtype):
-    found = packed(attention_mask=torch.tensor([[0, 0, 0, 0], [1, 1, 1, 0]]).to(dtype))
-    assert found == {
+    inputs = packed(attention_mask=torch.tensor([[0, 0, 0, 0], [1, 1, 1, 0]]).to(dtype))
+    assert inputs == {
         "input_ids": [9, 10, 11],
         "position_ids": [0, 1, 2],
         "labels": [10, 11, IGNORED],
@@ -74,7 +74,7 @@ def test_a_batch_without_labels_has_none():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (
             {"documents": (2, 5)},
@@ -101,6 +101,6 @@ def test_a_batch_without_labels_has_none():
         ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"attention_mask is \(2, 1, 4, 4\)"),
     ],
 )
-def test_a_wrong_batch_is_refused(wrong, said):
-    with pytest.raises(UserError, match=said):
+def test_a_wrong_batch_is_refused(wrong, message):
+    with pytest.raises(UserError, match=message):
         packed(**wrong)

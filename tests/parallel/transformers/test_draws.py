@@ -174,11 +174,11 @@ def padded_rows():
 def with_noise(group):
     """Embeddings of two forwards, by ours on the ranks and by transformers alone, without padding."""
     ids, mask = padded_rows()
-    seen = []
+    noisy_inputs = []
 
     def embedded(model):
         model.get_input_embeddings().register_forward_hook(
-            lambda module, inputs, output: seen.append(output)
+            lambda module, inputs, output: noisy_inputs.append(output)
         )
 
     plain = model_of("Llama", 2, torch.float32)
@@ -187,10 +187,10 @@ def with_noise(group):
     torch.manual_seed(7)
     for _ in range(2):
         plain(ids, attention_mask=mask)
-    expected = [x[mask.bool()] for x in seen]
+    expected = [x[mask.bool()] for x in noisy_inputs]
     state = torch.get_rng_state()
 
-    seen.clear()
+    noisy_inputs.clear()
     model = model_of("Llama", 2, torch.float32)
     cp = shard(model, group)
     activate(model)
@@ -199,11 +199,11 @@ def with_noise(group):
     outputs = []
     for _ in range(2):
         handle = model.model.layers[0].register_forward_pre_hook(
-            lambda module, inputs: seen.append(inputs[0])
+            lambda module, inputs: noisy_inputs.append(inputs[0])
         )
         model(**batch.inputs)
         handle.remove()
-        outputs.append(cp.gather(seen.pop())[mask.bool()])
+        outputs.append(cp.gather(noisy_inputs.pop())[mask.bool()])
 
     without = plain.model.embed_tokens.weight[ids[mask.bool()]]
     assert model.get_input_embeddings().training
@@ -250,7 +250,7 @@ def test_noise_that_is_drawn_in_blocks_is_that_drawn_at_once(monkeypatch, block)
     limit = 5.0 / (LENGTH * 8) ** 0.5
     expected = torch.empty(*ids.shape, 8).uniform_(-limit, limit)[mask.bool()]
     torch.manual_seed(7)
-    found = draws.local_noise(context, mask.bool(), 5.0, 8, torch.float32, torch.device("cpu"))
-    assert found.shape[1] == shard_batch(whole, context).labels.shape[1] > whole.cu_seqlens[-1]
-    assert torch.equal(found[0, : whole.cu_seqlens[-1]], expected)
-    assert not found[0, whole.cu_seqlens[-1] :].any()
+    noise = draws.local_noise(context, mask.bool(), 5.0, 8, torch.float32, torch.device("cpu"))
+    assert noise.shape[1] == shard_batch(whole, context).labels.shape[1] > whole.cu_seqlens[-1]
+    assert torch.equal(noise[0, : whole.cu_seqlens[-1]], expected)
+    assert not noise[0, whole.cu_seqlens[-1] :].any()

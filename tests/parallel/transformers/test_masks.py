@@ -47,13 +47,13 @@ def stated(function, size=None):
 
 @pytest.mark.parametrize("size", [1, 6, 4096])
 def test_a_mask_says_its_window_also_where_the_probe_is_shorter(size):
-    made = stated(masking.sliding_window_causal_mask_function(size), size)
-    assert disagreement(made, size) is None
-    assert "and its attention is told no window" in disagreement(made, None)
-    assert f"told a window of {size + 1}" in disagreement(made, size + 1)
-    places = torch.arange(11)
-    distances = places[:, None] - places
-    assert torch.equal(made[0, 0], (distances >= 0) & (distances < size))
+    mask = stated(masking.sliding_window_causal_mask_function(size), size)
+    assert disagreement(mask, size) is None
+    assert "and its attention is told no window" in disagreement(mask, None)
+    assert f"told a window of {size + 1}" in disagreement(mask, size + 1)
+    positions = torch.arange(11)
+    distances = positions[:, None] - positions
+    assert torch.equal(mask[0, 0], (distances >= 0) & (distances < size))
 
 
 @pytest.mark.parametrize("size", [2, 4096])
@@ -61,25 +61,25 @@ def test_masks_that_are_no_window_are_seen(size):
     blocks = masking.or_masks(
         masking.causal_mask_function, masking.blockwise_overlay(torch.zeros(1, 11).long())
     )
-    for made in (
+    for mask in (
         stated(CHUNKS(size, PADDING), size),
         stated(masking.sliding_window_bidirectional_mask_function(size), size),
         stated(masking.sliding_window_causal_mask_function(size)),  # which does not say so
         stated(blocks),
         stated(masking.bidirectional_mask_function),
     ):
-        assert disagreement(made, size).startswith(
+        assert disagreement(mask, size).startswith(
             "its mask is neither causal nor a sliding window"
         )
 
 
 def test_a_causal_mask_agrees_with_no_window_alone():
-    made = stated(masking.causal_mask_function)
-    assert disagreement(made, None) is None
-    assert "its mask has no window and its attention is told a window of 6" in disagreement(made, 6)
+    mask = stated(masking.causal_mask_function)
+    assert disagreement(mask, None) is None
+    assert "its mask has no window and its attention is told a window of 6" in disagreement(mask, 6)
     assert disagreement(None, None) is None
     assert disagreement(None, 6).startswith("it names a window of 6 and has no mask")
-    assert disagreement(made + 1, None).startswith("it has a mask of its own")
+    assert disagreement(mask + 1, None).startswith("it has a mask of its own")
     assert Statement(True, None).window is None
 
 

@@ -72,7 +72,7 @@ def compared(rank, world_size, kinds):
     """Errors of each class on the ranks, whether its check is right, and whether it is with other
     positions.
     """
-    found = {}
+    results = {}
     for kind in kinds:
         with Float64Mode():
             model = model_of(kind)
@@ -82,8 +82,8 @@ def compared(rank, world_size, kinds):
             error = difference(averaged(cp.loss(model(**batch.inputs), batch), model), truth)
             right = cp.check(model, batch).right
             batch.inputs["position_ids"] = batch.inputs["position_ids"] + 1
-            found[kind] = cp._positions.first, error, right, cp.check(model, batch).right
-    return found
+            results[kind] = cp._positions.first, error, right, cp.check(model, batch).right
+    return results
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_given_positions_begin_at_0_or_where_the_models_own_do():
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     expected = cp.batch(ids, labels, documents=(3, 5)).inputs["position_ids"]
     assert expected.tolist() == [[2, 3, 4, 2, 3, 4, 5, 6]]
-    for given in (positions, positions + 2):
+    for position_ids in (positions, positions + 2):
         assert torch.equal(
-            cp.batch(ids, labels, position_ids=given).inputs["position_ids"], expected
+            cp.batch(ids, labels, position_ids=position_ids).inputs["position_ids"], expected
         )
     with pytest.raises(
         UserError, match="position_ids begin a document at 5, and the model's own begin at 2"
@@ -154,11 +154,11 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("with_positions", [False, True])
 def test_padding_between_tokens_of_a_row_is_refused(name, with_positions):
-    row, taken = MASKS[name]
+    row, accepted = MASKS[name]
     ids = torch.arange(8).view(2, 4)
     mask = torch.tensor([[1, 1, 1, 1], row])
     positions = torch.arange(4).expand(2, 4) if with_positions else None
-    if taken:
+    if accepted:
         whole = pack(ids, None, positions, None, mask)
         assert whole.tokens["input_ids"][0].tolist() == ids[mask.bool()].tolist()
     else:

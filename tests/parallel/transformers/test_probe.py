@@ -37,7 +37,7 @@ def made(name, config=None, **others):
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         (
             lambda: made("Gemma2ForCausalLM"),
@@ -102,16 +102,16 @@ def made(name, config=None, **others):
         ),
     ],
 )
-def test_what_ranks_cannot_do_is_refused_by_layer_and_reason(model, said):
+def test_what_ranks_cannot_do_is_refused_by_layer_and_reason(model, message):
     model = model()
     before = [config._attn_implementation for config in configs(model)]
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         shard(model)
     assert [config._attn_implementation for config in configs(model)] == before
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "said"),
+    ("family", "method", "message"),
     [
         (
             "Qwen3_5",
@@ -121,8 +121,8 @@ def test_what_ranks_cannot_do_is_refused_by_layer_and_reason(model, said):
         ("Llama", "ulysses", r"^model\.layers\.0\.self_attn cannot .* heads"),
     ],
 )
-def test_what_the_ranks_of_a_method_cannot_do_is_refused(family, method, said):
-    with pytest.raises(UserError, match=said):
+def test_what_the_ranks_of_a_method_cannot_do_is_refused(family, method, message):
+    with pytest.raises(UserError, match=message):
         probe(sharded(family), make_plan(method, seq_len=5, size=5))
     probe(sharded(family), make_plan("zigzag", seq_len=5, size=5))
 
@@ -187,8 +187,8 @@ def test_a_layer_that_counts_its_tokens_itself_is_named():
     model.model.layers[1].self_attn.q_proj = nn.Sequential(
         model.model.layers[1].self_attn.q_proj, Count()
     )
-    said = r"^model\.layers\.1\.self_attn cannot be sharded: it counts its tokens itself, not by position_ids"
-    with pytest.raises(UserError, match=said):
+    message = r"^model\.layers\.1\.self_attn cannot be sharded: it counts its tokens itself, not by position_ids"
+    with pytest.raises(UserError, match=message):
         shard(model)
 
 
@@ -233,7 +233,7 @@ def test_a_sharded_model_is_sharded_again_only_while_it_is_paused():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             {"method": "lasp"},
@@ -250,8 +250,8 @@ def test_a_sharded_model_is_sharded_again_only_while_it_is_paused():
         ),
     ],
 )
-def test_a_method_or_option_that_layers_cannot_have_is_refused(options, said):
-    with pytest.raises(UserError, match=said):
+def test_a_method_or_option_that_layers_cannot_have_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
         shard(model_of("Llama", 2), **options)
 
 

@@ -42,7 +42,7 @@ def differences(rank, world_size, cells):
             x.double() for x in one_process(family, world_size, *tokens(LENGTH), documents, dtype)
         ]
 
-    found = []
+    rank_errors = []
     for family, method, documents, dtype in cells:
         with Float64Mode() if dtype == torch.float64 else nullcontext():
             model = model_of(family, world_size, dtype)
@@ -50,7 +50,7 @@ def differences(rank, world_size, cells):
             batch = cp.batch(*tokens(LENGTH), documents=documents)
             mine = averaged(cp.loss(model(**batch.inputs), batch), model)
         if rank == 0:
-            found.append(
+            rank_errors.append(
                 max(
                     map(
                         min,
@@ -61,13 +61,13 @@ def differences(rank, world_size, cells):
                     )
                 )
             )
-    return found
+    return rank_errors
 
 
 def worst(world_size, cells):
     """The errors of the cells that are over their bounds."""
-    found = run_ranks(differences, world_size, cells)[0]
-    return {cell: x for cell, x in zip(cells, found, strict=True) if not x < BOUNDS[cell[3]]}
+    all_errors = run_ranks(differences, world_size, cells)[0]
+    return {cell: x for cell, x in zip(cells, all_errors, strict=True) if not x < BOUNDS[cell[3]]}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

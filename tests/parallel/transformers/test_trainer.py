@@ -71,9 +71,9 @@ def text(rank, world_size, folder, sizes):
         return losses(trainer), losses(trainer, "eval_loss")
 
     kind = finetune_text.LongTrainer if world_size > 1 else alone(Trainer)
-    found = [logged(size, size) for size in sizes]
+    histories = [logged(size, size) for size in sizes]
     if world_size > 1:
-        found.append(logged("resumed", sizes[0], resume=f"{folder}/{sizes[0]}/checkpoint-3"))
+        histories.append(logged("resumed", sizes[0], resume=f"{folder}/{sizes[0]}/checkpoint-3"))
         with pytest.raises(
             UserError, match="fsdp is on, and accelerate has none for these devices"
         ):
@@ -83,11 +83,11 @@ def text(rank, world_size, folder, sizes):
             "fsdp": True,
             "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
         }
-        found += [
+        histories += [
             logged("fsdp", 2, resume=resume, **fsdp)
             for resume in (None, f"{folder}/fsdp/checkpoint-3")
         ]
-    return found
+    return histories
 
 
 def fsdp_on_cpus():
@@ -95,10 +95,10 @@ def fsdp_on_cpus():
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
-    own = AcceleratorState.__init__
+    plain_init = AcceleratorState.__init__
 
     def with_plugin(self, *args, fsdp_plugin=None, **others):
-        own(self, *args, fsdp_plugin=fsdp_plugin, **others)
+        plain_init(self, *args, fsdp_plugin=fsdp_plugin, **others)
         if fsdp_plugin is not None:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
 
@@ -130,9 +130,9 @@ def test_transformers_trainer_has_the_losses_of_one_process_and_its_checkpoints_
     ((expected, _),) = run_ranks(text, 1, str(tmp_path / "one"), (1,))[0]
     for rank in everywhere:
         assert len(rank) == len(sizes) + 3
-        for found, evaluations in rank:
-            assert len(found) == 6
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        for run_losses, evaluations in rank:
+            assert len(run_losses) == 6
+            torch.testing.assert_close(run_losses, expected, rtol=0, atol=1e-5)
             torch.testing.assert_close(evaluations, everywhere[0][0][1], rtol=0, atol=1e-5)
     for size in sizes:
         for step, loss in zip((3, 6), everywhere[0][0][1].tolist(), strict=True):
@@ -150,20 +150,20 @@ def chats(rank, world_size, folder, runs):
 
     from docs.examples import finetune_chats
 
-    found = []
+    run_losses = []
     for kind, steps, adapters in runs:
         base = SFTTrainer if kind is alone else finetune_chats.LongTrainer
-        made = kind(base) if kind else base
+        model = kind(base) if kind else base
         others = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if adapters else {}
         trainer = finetune_chats.trained(
-            folder, world_size, min(2, world_size), made, steps, **others
+            folder, world_size, min(2, world_size), model, steps, **others
         )
         assert (
             all("lora" in name for name, x in trainer.model.named_parameters() if x.requires_grad)
             == adapters
         )
-        found.append(losses(trainer))
-    return found
+        run_losses.append(losses(trainer))
+    return run_losses
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -171,12 +171,12 @@ def test_packed_chats_of_trl_have_the_losses_of_one_process(ranks, tmp_path):
     pytest.importorskip("trl", reason="the extra dev has it")
     pytest.importorskip("peft", reason="the extra dev has it")
     runs = (None, 8, False), (None, 6, True), (shifted_after_cutting, 3, False)
-    found, adapters, wrong = run_ranks(chats, ranks, str(tmp_path), runs)[0]
+    rank_losses, adapters, wrong = run_ranks(chats, ranks, str(tmp_path), runs)[0]
     expected, of_adapters = run_ranks(
         chats, 1, str(tmp_path), ((alone, 8, False), (alone, 6, True))
     )[0]
-    assert len(found) == 8
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert len(rank_losses) == 8
+    torch.testing.assert_close(rank_losses, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(adapters, of_adapters, rtol=0, atol=1e-5)
     assert adapters[0] - adapters[-1] > 0.01  # they learn
     assert (wrong - expected[:3]).abs()[

@@ -72,8 +72,8 @@ def in_parts(model, cp, batch):
 
 def shifted_after_cutting(model, cp, batch):
     """Wrong: a rank whose tokens are not neighbours pairs them all the same."""
-    own = cp.batch(*reversed(tokens(LENGTH)), documents=PACKED)
-    uncut = own.context.shard(tokens(LENGTH)[1], 1, IGNORED)
+    whole_batch = cp.batch(*reversed(tokens(LENGTH)), documents=PACKED)
+    uncut = whole_batch.context.shard(tokens(LENGTH)[1], 1, IGNORED)
     wrong = torch.cat([uncut[:, 1:], uncut.new_full((1, 1), IGNORED)], 1)
     return plain(model, cp, type(batch)(batch.inputs, wrong, batch.context, batch.whole))
 
@@ -127,20 +127,20 @@ def test_labels_that_are_shifted_after_cutting_are_seen(results):
 
 def checked():
     """Reports of a right model in float64 and float32, and of one whose ranks take other positions."""
-    found = []
+    reports = []
     for dtype in (torch.float64, torch.float32):
         with Float64Mode() if dtype == torch.float64 else nullcontext():
             model = model_of("Qwen3_5", HEADS, dtype)
             cp = shard(model, dist.group.WORLD)
             batch = cp.batch(*tokens(LENGTH), documents=PACKED)
-            found.append(cp.check(model, batch))
+            reports.append(cp.check(model, batch))
     batch.inputs["position_ids"] = (
         batch.inputs["position_ids"] + torch.arange(batch.labels.shape[1]) % 2
     )
-    found.append(cp.check(DistributedDataParallel(model), batch))
+    reports.append(cp.check(DistributedDataParallel(model), batch))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.training
-    return found
+    return reports
 
 
 def test_a_model_is_compared_with_one_process_module_by_module(results):
@@ -209,7 +209,7 @@ def refused(rank):
     quantised.lm_head.weight = torch.nn.Parameter(
         quantised.lm_head.weight.char(), requires_grad=False
     )
-    said = []
+    messages = []
     for call in (
         lambda: cp.batch(tokens(LENGTH)[0] + rank),
         lambda: cp.batch(tokens(LENGTH)[0], documents=(LENGTH - 1 - rank, 1 + rank)),
@@ -226,8 +226,8 @@ def refused(rank):
     ):
         with pytest.raises(UserError) as error:
             call()
-        said.append(str(error.value))
-    return said
+        messages.append(str(error.value))
+    return messages
 
 
 def test_wrong_uses_are_refused_on_every_rank(results):
@@ -256,8 +256,8 @@ def gathered():
     cp = shard(model, dist.group.WORLD)
     batch = cp.batch(ids, attention_mask=mask)
     with torch.no_grad():
-        found = cp.gather(model(**batch.inputs).logits)
-    return float((found - expected).abs().max() / expected.abs().max())
+        logits = cp.gather(model(**batch.inputs).logits)
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
 def test_logits_of_all_ranks_are_those_of_the_batch(results):
@@ -282,14 +282,14 @@ def adapted():
         assert report.right
         return max(row.ranks for row in report.rows)
 
-    found = []
+    run_losses = []
     with Float64Mode():
         model = model_of("Qwen3_5", HEADS)
         cp = shard(model, dist.group.WORLD)
-        found.append(losses(lora(model), cp))
+        run_losses.append(losses(lora(model), cp))
         model = lora(model_of("Qwen3_5", HEADS))
-        found.append(losses(model, shard(model, dist.group.WORLD)))
-    return found
+        run_losses.append(losses(model, shard(model, dist.group.WORLD)))
+    return run_losses
 
 
 def test_adapters_are_trained_as_in_one_process(results):
@@ -302,11 +302,11 @@ def test_check_is_refused_while_paused_and_needs_no_gradient_mode():
     cp = shard(model)
     batch, ours = cp.batch(*tokens(9)), model.config._attn_implementation
     with cp.paused(), cp.paused():
-        own = model.config._attn_implementation
+        implementation = model.config._attn_implementation
     with cp.paused():
         with cp.paused():
             pass
-        assert model.config._attn_implementation == own != ours
+        assert model.config._attn_implementation == implementation != ours
         with pytest.raises(
             UserError,
             match=r"the model has its own attention within paused\(\), .*; check it outside",

@@ -50,9 +50,10 @@ def test_a_reader_that_went_away_ends_a_command_without_a_word(code):
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")]
+    ("number", "status", "message"),
+    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")],
 )
-def test_a_signal_ends_a_command_as_an_exception_without_a_traceback(number, status, said):
+def test_a_signal_ends_a_command_as_an_exception_without_a_traceback(number, status, message):
     code = (
         "import os, sys\ndef main():\n    try:\n        os.kill(os.getpid(), "
         "int(sys.argv[1]))\n    finally:\n"
@@ -60,7 +61,7 @@ def test_a_signal_ends_a_command_as_an_exception_without_a_traceback(number, sta
     code += "        print('cleaned')\n" + COMMAND.format("main")
     with interruptible():
         done = ended([sys.executable, "-c", code, str(int(number))])
-    assert (done.returncode, done.stdout, done.stderr) == (status, "cleaned\n", said)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "cleaned\n", message)
 
 
 @pytest.mark.parametrize(
@@ -73,18 +74,18 @@ def test_every_program_says_its_version(main, capsys):
 
 
 def _asked(rank, size):
-    with redirect_stderr(StringIO()) as said:
-        return exit_status(main, ["--load", "x", "--fast"]), said.getvalue()
+    with redirect_stderr(StringIO()) as errors:
+        return exit_status(main, ["--load", "x", "--fast"]), errors.getvalue()
 
 
 def test_one_rank_tells_of_an_argument_that_none_takes():
-    statuses, said = zip(*run_ranks(_asked, 2), strict=True)
+    statuses, errors = zip(*run_ranks(_asked, 2), strict=True)
     assert statuses == (2, 2)
-    assert "".join(said) == "error: unknown argument --fast; --help lists them all\n"
+    assert "".join(errors) == "error: unknown argument --fast; --help lists them all\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--load x --promt y", "unknown argument --promt; did you mean --prompt?"),
         ("--load x --cp=2", "unknown argument --cp=2; did you mean --context-parallel-size?"),
@@ -93,8 +94,8 @@ def test_one_rank_tells_of_an_argument_that_none_takes():
         ("--load x y", "unknown argument y; a value follows the flag it belongs to"),
     ],
 )
-def test_the_nearest_flag_is_asked_for(words, said):
-    with pytest.raises(UsageError, match=re.escape(said)):
+def test_the_nearest_flag_is_asked_for(words, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
         main(words.split())
 
 
@@ -108,17 +109,17 @@ def test_choices_that_are_a_table_are_no_commands():
 def test_a_command_of_a_program_is_asked_for_flags_of_its_own(capsys):
     assert ruler.main(["model", "x", "--hiden-size", "8"]) == 2
     assert ruler.main(["model", "x", "--sample", "8"]) == 2
-    told = "error: unknown argument --hiden-size; did you mean --hidden-size?\n"
+    refusal = "error: unknown argument --hiden-size; did you mean --hidden-size?\n"
     assert (
         capsys.readouterr().err
-        == f"{told}error: unknown argument --sample; --help lists them all\n"
+        == f"{refusal}error: unknown argument --sample; --help lists them all\n"
     )
     assert ruler.main([]) == 2
-    told = (
+    refusal = (
         "error: a command is missing; give one of score, make, model, repeat; --help lists the "
         "arguments\n"
     )
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == refusal
     assert ruler.main(["make", "x.jsonl", "--lengths", "1024", "--tokeniser-model", "x"]) == 2
     assert (
         capsys.readouterr().err

@@ -26,8 +26,8 @@ def test_a_row_is_a_line_and_all_of_it_comes_back(tmp_path):
         "ratios",
     ]
     assert json.loads(lines[3]) == {"of": "ratios", "key": "a/b", "ratio": 0.333333333333}
-    found = read_records(tmp_path / "new" / "x.jsonl")
-    assert found == RESULT | {"ratios": {"a/b": {"ratio": 0.333333333333}, "b/a": {"ratio": 3.0}}}
+    records = read_records(tmp_path / "new" / "x.jsonl")
+    assert records == RESULT | {"ratios": {"a/b": {"ratio": 0.333333333333}, "b/a": {"ratio": 3.0}}}
 
 
 def test_a_table_is_columns_of_data():
@@ -53,10 +53,10 @@ def test_what_could_not_be_read_back_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a row of rows has a field 'of'"):
         lines_of({"rows": [{"of": 1}]})
     path = tmp_path / "x.jsonl"
-    for text, found in (
+    for text, message in (
         ('{"a": 1}\n{"b"', r"x\.jsonl:2 is not JSON"),
         ('{"a": 1}\n{"b": 2}', r"x\.jsonl:2 is no row"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=found):
+        with pytest.raises(ValueError, match=message):
             read_records(path)

@@ -43,8 +43,8 @@ def of_record(text):
     """Look the line up, and err in the middle of the record."""
     record = re.findall(r"^(\S+ \S+) (\S+)$", text, flags=re.MULTILINE)
     names = [name for name, _ in record]
-    asked = names.index(re.search(r"(\S+ \S+)\?$", text, flags=re.MULTILINE)[1])
-    return " apple " if 0.4 < asked / (len(names) - 1) < 0.6 else record[asked][1]
+    index = names.index(re.search(r"(\S+ \S+)\?$", text, flags=re.MULTILINE)[1])
+    return " apple " if 0.4 < index / (len(names) - 1) < 0.6 else record[index][1]
 
 
 def of_needle(text):
@@ -98,7 +98,10 @@ def test_the_table_has_averages_and_the_effective_length_and_the_picture_the_sha
         ("vt", 8192): [0.7],
         ("cwe", 8192): [1.0],
     }
-    cells = [Cell(*place, [(share, {}) for share in found]) for place, found in shares.items()]
+    cells = [
+        Cell(*place, [(share, {}) for share in shares_of_samples])
+        for place, shares_of_samples in shares.items()
+    ]
     assert table(cells)[2:5] == [
         "| vt | 90.0 | 70.0 | 80.0 |",
         "| cwe | 90.0 | 100.0 | 95.0 |",
@@ -175,7 +178,7 @@ def scored(folder, *flags, save="evaluation"):
     """Score the task with the shortest answers, and lines: each token of these is a step of all
     processes.
     """
-    asked = [
+    score_command = [
         "--tasks",
         "qa_1",
         "line_retrieval",
@@ -184,10 +187,10 @@ def scored(folder, *flags, save="evaluation"):
         "--lengths",
         "1000",
     ]
-    asked += ["--samples", "2", "--save", str(folder / save)]
+    score_command += ["--samples", "2", "--save", str(folder / save)]
     if "--tasks" not in flags or "line_retrieval" in flags:
-        asked += ["--depths", "2", "--vocabulary", "small"]
-    answers.score_run(command._parse(["score", str(folder), *asked, *flags]))
+        score_command += ["--depths", "2", "--vocabulary", "small"]
+    answers.score_run(command._parse(["score", str(folder), *score_command, *flags]))
     file = folder / save / "ruler.json"
     return (
         json.loads(file.read_text())["cells"] if file.exists() else None
@@ -220,14 +223,14 @@ def test_a_run_is_asked_and_its_answers_are_its_own(run, capsys):
         assert cell["wrong"] == [
             {"number": 0, "answers": list(example.question.answers), "written": text}
         ]
-    said = capsys.readouterr().out
-    assert "1000 tokens, line_retrieval 100%: 0.0" in said
-    assert "| line_retrieval 100% | 0.0 | 0.0 |" in said
+    output = capsys.readouterr().out
+    assert "1000 tokens, line_retrieval 100%: 0.0" in output
+    assert "| line_retrieval 100% | 0.0 | 0.0 |" in output
     assert (
         "1 examples of each task and length; RULER's prompts as of a base model, haystack of "
         "made sentences"
-    ) in said
-    assert "seq_length 1000 is 3.91 times the 256 positions" in said
+    ) in output
+    assert "seq_length 1000 is 3.91 times the 256 positions" in output
     assert (folder / "evaluation" / "ruler.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "evaluation" / "ruler.md").is_file()
 
@@ -279,7 +282,7 @@ def test_any_processes_score_the_same(run, tmp_path, meshes):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (
             ["--lengths", "300"],
@@ -315,9 +318,9 @@ def test_any_processes_score_the_same(run, tmp_path, meshes):
         (["--form", "repeat"], "--form: invalid choice: 'repeat'"),
     ],
 )
-def test_what_cannot_be_asked_is_named_before_the_processes_join(run, flags, said, monkeypatch):
+def test_what_cannot_be_asked_is_named_before_the_processes_join(run, flags, message, monkeypatch):
     monkeypatch.delattr(answers, "opened")
-    with pytest.raises((UserError, UsageError), match=said):
+    with pytest.raises((UserError, UsageError), match=message):
         scored(run[0], *flags)
 
 

@@ -48,10 +48,10 @@ def test_examples_are_written_as_the_benchmarks_and_to_train_on(tmp_path, tokeni
         main(["make", str(file), *flags[3:], "--tokenizer-model", tokenizer.path, "--samples", "1"])
         == 0
     )
-    said = (
+    message = (
         "note: qa_1, qa_2 left out: their questions come from files, which --qa-1 and --qa-2 name\n"
     )
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
     taught = [row["messages"] for row in made(tokenizer, file, *flags, "--messages")]
     assert all(turns[1]["content"] for turns in taught)
     assert not {turns[0]["content"] for turns in taught} & {row["input"] for row in rows}
@@ -70,7 +70,7 @@ def test_a_seed_gives_the_same_bytes_anywhere(tmp_path, tokenizer, capsys):
     )
     other = made(tokenizer, tmp_path / "b.jsonl", "--seed", "2")
     assert len({row["messages"][0]["content"] for row in rows + other}) == 12
-    asked = made(
+    asked_rows = made(
         tokenizer,
         tmp_path / "c.jsonl",
         "--tasks",
@@ -80,10 +80,10 @@ def test_a_seed_gives_the_same_bytes_anywhere(tmp_path, tokenizer, capsys):
         "--samples",
         "1",
     )
-    assert [row["task"] for row in asked] == [
+    assert [row["task"] for row in asked_rows] == [
         f"line_retrieval {depth}%" for depth in (0, 25, 50, 75, 100)
     ]
-    assert all(row["outputs"][0] in row["input"] for row in asked)
+    assert all(row["outputs"][0] in row["input"] for row in asked_rows)
 
 
 def test_a_question_that_does_not_fit_is_told_and_ends_nothing(tmp_path, tokenizer, capsys):
@@ -123,7 +123,7 @@ def test_a_question_that_does_not_fit_is_told_and_ends_nothing(tmp_path, tokeniz
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, tokenizer, flags, message):
     monkeypatch.chdir(tmp_path)
-    asked = [
+    line_flags = [
         "--messages",
         "--tasks",
         "line_retrieval",
@@ -132,15 +132,15 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, tokenizer, flags, 
         "--tokenizer-model",
         tokenizer.path,
     ]
-    assert main(["make", *asked, *flags]) == 1
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    assert main(["make", *line_flags, *flags]) == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_for_training_alone_is_refused_without_messages(capsys):
-    asked = [
+    command = [
         "make",
         "a.jsonl",
         "--tasks",
@@ -151,17 +151,17 @@ def test_what_is_for_training_alone_is_refused_without_messages(capsys):
         "none.json",
     ]
     for flags in (["--questions", "2"], ["--form", "repeat"]):
-        assert main([*asked, *flags]) == 2
+        assert main([*command, *flags]) == 2
         assert "--questions and --form repeat go with --messages" in capsys.readouterr().err
 
 
 def test_a_tiny_model_is_written_once_and_imported(tmp_path, capsys):
     folder = tmp_path / "tiny"
-    asked = ["model", str(folder), "--task", "line_retrieval", "--hidden-size", "32"]
-    assert main(asked) == 0
+    command = ["model", str(folder), "--task", "line_retrieval", "--hidden-size", "32"]
+    assert main(command) == 0
     assert "1,732 tokens" in capsys.readouterr().out
     assert convert(["import", str(folder), str(tmp_path / "run")]) == 0
-    assert main(asked) == 1
+    assert main(command) == 1
     assert "exists; choose a new folder" in capsys.readouterr().err
     assert main(["model", str(tmp_path / "odd"), "--hidden-size", "12"]) == 1
     assert "hidden_size is 12; it must be a multiple of 8" in capsys.readouterr().err

@@ -34,21 +34,21 @@ def test_an_example_fills_its_length(tokenizer, chat, task, by_template):
         assert len(prompts.ids(more)) + example.new_tokens > 9000
         text = tokenizer.detokenize(example.ids)
         assert text.endswith(example.question.text + example.question.prefix) or by_template
-        asked = example.question.text, "assistant\n" + example.question.prefix
-        assert not by_template or (all(part in text for part in asked) and text.endswith(asked[1]))
+        parts = example.question.text, "assistant\n" + example.question.prefix
+        assert not by_template or (all(part in text for part in parts) and text.endswith(parts[1]))
 
 
 @pytest.mark.parametrize("task", ["niah_multikey_3", "cwe"])
 def test_seed_number_length_and_purpose_each_draw_another(tokenizer, task):
     prompts = base(tokenizer)
-    made = [
+    examples = [
         ExampleMaker(task, length, seed, prompts, Sources(), purpose).make(number).question.answers
         for length in (7000, 9000)
         for seed in (1, 2)
         for purpose in ("train", "score")
         for number in (0, 1)
     ]
-    assert len(set(made)) == 16
+    assert len(set(examples)) == 16
 
 
 PINNED = "0f5a1a753eba4d2840c04bdaa1af403e0546d82c83986a03f105507ac77abd51"
@@ -69,17 +69,17 @@ def test_examples_are_these_bytes_in_any_process(tokenizer):
 def test_fill_finds_the_last_that_fits():
     draw = random.Random(1)
     for _ in range(300):
-        least, grows = draw.randrange(3), [draw.randrange(1, 40) for _ in range(200)]
+        min_index, grows = draw.randrange(3), [draw.randrange(1, 40) for _ in range(200)]
         tokens = [sum(grows[:size]) for size in range(200)]
-        room = draw.randrange(tokens[least], tokens[-1])
-        found = fill(
+        room = draw.randrange(tokens[min_index], tokens[-1])
+        last_index = fill(
             room,
             lambda size, tokens=tokens: tokens[min(size, 199)] + 40 * max(size - 199, 0),
-            least,
-            draw.randrange(least, 199),
+            min_index,
+            draw.randrange(min_index, 199),
             draw.choice([0.01, 1, 20, 1e6]),
         )
-        assert tokens[found] <= room < tokens[found + 1]
+        assert tokens[last_index] <= room < tokens[last_index + 1]
 
 
 def test_a_length_without_room_is_refused(tokenizer):
@@ -118,12 +118,12 @@ def test_questions_that_do_not_fit_are_left_out_and_told_and_the_others_keep_the
 ):
     sources = questions_of(tmp_path, [9000, 5, 5, 9000, 5])
     (maker,) = makers(["qa_1"], [2000], 1, base(tokenizer), sources, samples=7)
-    made = [maker.make(number) for number in range(7)]
-    assert [example.question.answers[0] for example in made] == [
+    examples = [maker.make(number) for number in range(7)]
+    assert [example.question.answers[0] for example in examples] == [
         f"name{n}" for n in (1, 2, 4, 1, 2, 4, 1)
     ]
-    assert all(len(example.ids) + example.new_tokens <= 2000 for example in made)
-    assert [example.number for example in made] == [*range(7)]
+    assert all(len(example.ids) + example.new_tokens <= 2000 for example in examples)
+    assert [example.number for example in examples] == [*range(7)]
     (note,) = left_out([maker])
     assert "qa_1 at 2000 tokens leaves out 2 questions that do not fit" in note
     assert "Who is 0?" in note
@@ -135,7 +135,7 @@ def test_questions_that_do_not_fit_are_left_out_and_told_and_the_others_keep_the
             ["qa_1"], [2000], 1, base(tokenizer), questions_of(tmp_path, [9000, 8000]), samples=2
         )
     again = ExampleMaker("qa_1", 2000, 1, base(tokenizer), sources)
-    assert [again.make(number).ids for number in (6, 0)] == [made[6].ids, made[0].ids]
+    assert [again.make(number).ids for number in (6, 0)] == [examples[6].ids, examples[0].ids]
 
 
 def test_an_example_whose_draw_is_too_long_gives_its_number_to_the_next(tokenizer):
@@ -150,6 +150,6 @@ def test_an_example_whose_draw_is_too_long_gives_its_number_to_the_next(tokenize
             break
         except DataError:
             length += 1
-    made = [maker.make(number) for number in range(20)]
-    assert all(len(example.ids) + example.new_tokens <= length for example in made)
+    examples = [maker.make(number) for number in range(20)]
+    assert all(len(example.ids) + example.new_tokens <= length for example in examples)
     assert left_out([maker])

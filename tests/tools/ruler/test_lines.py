@@ -26,19 +26,23 @@ def length(chat, turns):
 def test_each_asked_line_is_there_once_and_says_the_answer(chat, form, vocabulary):
     makes = maker(chat, form=form, vocabulary=vocabulary, questions=4)
     for sample in range(3):
-        made = makes.make(sample)
-        assert length(chat, made.turns) <= 1500
-        assert [turn["role"] for turn in made.turns] == ["user", "assistant"] * 4
-        record = made.turns[0]["content"]
-        found = re.findall(LINES[vocabulary], record, flags=re.MULTILINE)
-        found = [pair for pair in found if vocabulary == "full" or pair[1] in VALUES]
-        assert len(found) == (made.size if form == "lines" else 4)
-        assert len(dict(found)) == len(found)
-        asked = [re.search(KEYS[vocabulary], turn["content"])[1] for turn in made.turns[::2]]
-        assert len(set(asked)) == 4
-        assert [dict(found)[key] for key in asked] == [turn["content"] for turn in made.turns[1::2]]
-        assert not any(turn["content"] in asked for turn in made.turns)
-        assert length(chat, makes._turns(sample, made.size + 1, None)) > 1500
+        example = makes.make(sample)
+        assert length(chat, example.turns) <= 1500
+        assert [turn["role"] for turn in example.turns] == ["user", "assistant"] * 4
+        record = example.turns[0]["content"]
+        pairs = re.findall(LINES[vocabulary], record, flags=re.MULTILINE)
+        pairs = [pair for pair in pairs if vocabulary == "full" or pair[1] in VALUES]
+        assert len(pairs) == (example.size if form == "lines" else 4)
+        assert len(dict(pairs)) == len(pairs)
+        keys_asked = [
+            re.search(KEYS[vocabulary], turn["content"])[1] for turn in example.turns[::2]
+        ]
+        assert len(set(keys_asked)) == 4
+        assert [dict(pairs)[key] for key in keys_asked] == [
+            turn["content"] for turn in example.turns[1::2]
+        ]
+        assert not any(turn["content"] in keys_asked for turn in example.turns)
+        assert length(chat, makes._turns(sample, example.size + 1, None)) > 1500
 
 
 def test_words_do_not_stand_for_each_other():
@@ -49,22 +53,26 @@ def test_words_do_not_stand_for_each_other():
 
 @pytest.mark.parametrize("depth", [0, 3, 10])
 def test_the_asked_line_stands_at_its_depth(chat, depth):
-    made = maker(chat, depth, 11, vocabulary="small").make(3)
-    record = made.question.text.splitlines()
-    asked = record.pop().removesuffix("?")
-    assert record.index(f"{asked} {made.question.answers[0]}") == round(
-        depth / 10 * (made.size - 1)
+    example = maker(chat, depth, 11, vocabulary="small").make(3)
+    record = example.question.text.splitlines()
+    key = record.pop().removesuffix("?")
+    assert record.index(f"{key} {example.question.answers[0]}") == round(
+        depth / 10 * (example.size - 1)
     )
-    assert len(record) == made.size
-    assert made.task == f"line_retrieval {10 * depth}%"
-    assert [made.score(made.question.answers[0]), made.score("other"), made.score("")] == [1, 0, 0]
+    assert len(record) == example.size
+    assert example.task == f"line_retrieval {10 * depth}%"
+    assert [
+        example.score(example.question.answers[0]),
+        example.score("other"),
+        example.score(""),
+    ] == [1, 0, 0]
 
 
 def test_a_long_record_has_longer_names(chat):
-    made = maker(chat, tokens=60_000, vocabulary="small").make(0)
-    names = [line.rsplit(" ", 1)[0] for line in made.question.text.splitlines()[:-1]]
-    assert made.size > 2048
-    assert len(set(names)) == len(names) == made.size
+    example = maker(chat, tokens=60_000, vocabulary="small").make(0)
+    names = [line.rsplit(" ", 1)[0] for line in example.question.text.splitlines()[:-1]]
+    assert example.size > 2048
+    assert len(set(names)) == len(names) == example.size
     assert {len(name.split()) for name in names} == {3}
 
 
@@ -82,27 +90,27 @@ def test_what_is_scored_was_not_trained_on(chat):
 def test_a_record_is_repeated_as_often_as_asked_and_its_lengths_differ(chat):
     makes = maker(chat, tokens=400, vocabulary="small", form="repeat", questions=3)
     mades = [makes.make(sample) for sample in range(20)]
-    for made in mades:
-        user, assistant = (turn["content"] for turn in made.turns)
+    for example in mades:
+        user, assistant = (turn["content"] for turn in example.turns)
         assert assistant == 3 * user
         words = user.split("; ")[:-1]
-        assert sum(" " in word for word in words) == made.size >= 2
+        assert sum(" " in word for word in words) == example.size >= 2
         assert {*words} - {*VALUES} == {word for word in words if " " in word}
-        assert length(chat, made.turns) <= 400
-    assert len({made.size for made in mades}) > 3
+        assert length(chat, example.turns) <= 400
+    assert len({example.size for example in mades}) > 3
 
 
 def test_ends_of_records_are_asked_for_often_and_no_line_twice(chat):
-    places, makes = [], maker(chat, vocabulary="small", questions=5)
+    depths, makes = [], maker(chat, vocabulary="small", questions=5)
     for sample in range(60):
         turns = makes.make(sample).turns
         *record, first = turns[0]["content"].splitlines()
         names = [line.rsplit(" ", 1)[0] for line in record]
-        asked = [
+        keys_asked = [
             first.removesuffix("?"),
             *(turn["content"].removesuffix("?") for turn in turns[2::2]),
         ]
-        assert len(set(asked)) == 5
-        places.append(names.index(asked[0]) / (len(names) - 1))
-    assert 10 < places.count(0) < 30
-    assert 10 < places.count(1) < 30
+        assert len(set(keys_asked)) == 5
+        depths.append(names.index(keys_asked[0]) / (len(names) - 1))
+    assert 10 < depths.count(0) < 30
+    assert 10 < depths.count(1) < 30

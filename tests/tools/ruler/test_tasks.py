@@ -61,16 +61,16 @@ UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 def test_each_needle_is_there_once_and_says_the_answers(task, needles, asks, key, value):
     for number in range(4):
         question = asked(task, 50, number)
-        found = NEEDLE.findall(question.text)
-        assert len(found) == len({drawn for _, _, drawn in found}) == needles
-        assert all(re.fullmatch(key, k) and re.fullmatch(value, v) for _, k, v in found)
+        needles_found = NEEDLE.findall(question.text)
+        assert len(needles_found) == len({drawn for _, _, drawn in needles_found}) == needles
+        assert all(re.fullmatch(key, k) and re.fullmatch(value, v) for _, k, v in needles_found)
         query = re.search(r"for (.+) mentioned", question.text)[1]
-        wanted = re.split(r", and |, ", query)
+        keys_queried = re.split(r", and |, ", query)
         assert list(question.answers) == [
             v
-            for k in wanted
+            for k in keys_queried
             for _, other, v in sorted(
-                found,
+                needles_found,
                 key=lambda row: (
                     question.answers.index(row[2]) if row[2] in question.answers else -1
                 ),
@@ -119,10 +119,10 @@ def test_needles_stay_as_the_haystack_grows_and_lie_anywhere(task):
     small, large = asked(task, 20), asked(task, 400)
     assert small.answers == large.answers
     assert NEEDLE.findall(small.text) == NEEDLE.findall(large.text)
-    places = [asked(task, 100, n).text.index(asked(task, 100, n).answers[0]) for n in range(60)]
+    offsets = [asked(task, 100, n).text.index(asked(task, 100, n).answers[0]) for n in range(60)]
     longest = len(asked(task, 100).text)
-    assert min(places) < 0.15 * longest
-    assert max(places) > 0.85 * longest
+    assert min(offsets) < 0.15 * longest
+    assert max(offsets) > 0.85 * longest
 
 
 def test_variables_are_tracked_through_the_text():
@@ -130,22 +130,22 @@ def test_variables_are_tracked_through_the_text():
         question = asked("vt", 30, number)
         shown, text = question.text.split("\n\nMemorize")
         value = re.search(r"assigned the value (\d+) in the text above\.$", text)[1]
-        given = dict(re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", text))
-        reached = {name for name in given if follow(given, name) == value}
+        assignments = dict(re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", text))
+        reached = {name for name in assignments if follow(assignments, name) == value}
         assert set(question.answers) == reached
         assert len(reached) == 5
         assert f"5 variables are assigned the value {value}, they are: " in question.prefix
-        begin, known = shown.split("they are: ")
+        begin, answer_text = shown.split("they are: ")
         links = dict(re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", begin))
-        assert sorted(known.split()) == sorted(links)
+        assert sorted(answer_text.split()) == sorted(links)
         assert {follow(links, name) for name in links} == {
             re.search(r"the value (\d+) in", begin)[1]
         }
 
 
-def follow(given, name):
-    while name in given:
-        name = given[name]
+def follow(assignments, name):
+    while name in assignments:
+        name = assignments[name]
     return name
 
 
@@ -167,8 +167,8 @@ def test_common_words_are_the_most_common(length, often, seldom, size):
 def test_frequent_words_follow_the_zeta_distribution():
     question = asked("fwe", 1000)
     coded = re.search(r"coded words\. (.*)\nQuestion", question.text)[1].split()
-    (dots, most), *ranked = Counter(coded).most_common()
-    assert (dots, most) == ("...", 607)  # 1000 / zeta(2)
+    (dots, dots_count), *ranked = Counter(coded).most_common()
+    assert (dots, dots_count) == ("...", 607)  # 1000 / zeta(2)
     assert [times for _, times in ranked[:3]] == [151, 67, 37]
     assert tuple(word for word, _ in ranked[:3]) == question.answers
 
@@ -183,20 +183,22 @@ def test_frequent_words_follow_the_zeta_distribution():
 )
 def test_questions_have_their_paragraphs_among_others(tmp_path, name, text, count, paragraphs):
     (tmp_path / name).write_text(text)
-    given = Questions(tmp_path / name)
-    assert (len(given.questions), len(given.paragraphs)) == (count, paragraphs)
+    questions = Questions(tmp_path / name)
+    assert (len(questions.questions), len(questions.paragraphs)) == (count, paragraphs)
     for size in (0, 2, 4, 50):
         for number in range(3):
-            question = asked("qa_1", size, number, sources=Sources(questions={"qa_1": given}))
-            wanted = given.questions[number]
-            found = re.findall(r"^Document (\d+):\n", question.text, flags=re.MULTILINE)
-            assert [int(n) for n in found] == list(range(1, len(wanted.paragraphs) + size + 1))
-            assert all(question.text.count(f":\n{own}\n") == 1 for own in wanted.paragraphs)
-            assert question.text.endswith(f"\n\nQuestion: {wanted.question}")
-            assert question.answers == wanted.answers
-            if wanted.near and size <= len(wanted.near):  # those of the same article come first
+            question = asked("qa_1", size, number, sources=Sources(questions={"qa_1": questions}))
+            entry = questions.questions[number]
+            numbers = re.findall(r"^Document (\d+):\n", question.text, flags=re.MULTILINE)
+            assert [int(n) for n in numbers] == list(range(1, len(entry.paragraphs) + size + 1))
+            assert all(
+                question.text.count(f":\n{paragraph}\n") == 1 for paragraph in entry.paragraphs
+            )
+            assert question.text.endswith(f"\n\nQuestion: {entry.question}")
+            assert question.answers == entry.answers
+            if entry.near and size <= len(entry.near):  # those of the same article come first
                 others = re.findall(r":\n(Article .*)", question.text)
-                assert {other[:9] for other in others} == {wanted.paragraphs[0][:9]}
+                assert {other[:9] for other in others} == {entry.paragraphs[0][:9]}
 
 
 def test_essays_of_a_file_are_read_in_order_again_and_again(tmp_path):
@@ -205,9 +207,9 @@ def test_essays_of_a_file_are_read_in_order_again_and_again(tmp_path):
     assert essays.first(5) == ["First one.", "Second one!", "Third.", "First one.", "Second one!"]
     question = asked("niah_single_2", 4, sources=Sources(essays))
     assert NEEDLE.sub("", question.text).count("First one.") == 2
-    made = Essays()
-    assert made.first(50) == Essays().first(80)[:50]
-    assert len(set(made.first(500))) > 490
+    paragraphs = Essays()
+    assert paragraphs.first(50) == Essays().first(80)[:50]
+    assert len(set(paragraphs.first(500))) > 490
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ HOTPOT = {"question": "Who?", "answer": "Ada", "context": [["Ada", ["It was Ada.
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         *(
             ([GOOD, GOOD | {field: value}, GOOD], f"line 2: {field} ")
@@ -258,12 +260,12 @@ HOTPOT = {"question": "Who?", "answer": "Ada", "context": [["Ada", ["It was Ada.
     ],
 )
 def test_a_question_that_any_text_would_answer_or_none_is_refused_by_its_place(
-    tmp_path, content, said
+    tmp_path, content, message
 ):
     """An empty answer is in every text, so that it would score 100 for any."""
     lines = (line if isinstance(line, str) else json.dumps(line) for line in content)
     (tmp_path / "q.json").write_text("\ufeff" + "\n".join(lines))
-    with pytest.raises(DataError, match=rf"q\.json,? {said}"):
+    with pytest.raises(DataError, match=rf"q\.json,? {message}"):
         Questions(tmp_path / "q.json")
 
 

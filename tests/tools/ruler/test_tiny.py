@@ -40,9 +40,9 @@ def test_a_line_is_three_tokens_and_a_question_ends_with_its_name(tmp_path):
     turns = LineMaker(task, chat).make(0).turns
     ids, learned = chat.template.tokenize(tokenizer, turns)
     words = [tokenizer.detokenize([token], special=True) for token in ids]
-    lines, asked = turns[0]["content"].rsplit("\n", 1)
+    lines, question = turns[0]["content"].rsplit("\n", 1)
     record = [part for line in lines.splitlines() for part in (*line.rsplit(" ", 1), "\n")]
-    assert words[: 2 + len(record)] == ["<|user|>", *record, asked.removesuffix("?")]
+    assert words[: 2 + len(record)] == ["<|user|>", *record, question.removesuffix("?")]
     assert [word for word, learns in zip(words, learned, strict=True) if learns] == [
         part for turn in turns[1::2] for part in (turn["content"], "<|end|>")
     ]

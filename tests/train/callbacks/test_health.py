@@ -38,10 +38,10 @@ def health(policy="skip", save_interval=None, **more):
 def judged(rank, world_size):
     """The verdicts on a step after MIN_GOOD_STEPS good ones, of which one rank alone sees a high loss."""
     config = HealthConfig(check_for_spiky_loss=True, spike_factor=3.0)
-    said = []
+    verdicts = []
     for loss, norm in ((6.1, 0.5), (5.9, 50.0), (math.nan, 0.5), (2.0, math.inf)):
         of_run = Health(config, None, [(2.0, 0.5)] * MIN_GOOD_STEPS, RunProgress())
-        said.append(of_run.judge(loss if rank == 0 else 2.0, norm))
+        verdicts.append(of_run.judge(loss if rank == 0 else 2.0, norm))
     young = Health(config, None, [(2.0, 0.5)] * (MIN_GOOD_STEPS - 1), RunProgress())
     large = Health(
         replace(config, check_for_large_grads=True),
@@ -49,14 +49,14 @@ def judged(rank, world_size):
         [(2.0, 0.5)] * MIN_GOOD_STEPS,
         RunProgress(),
     )
-    return [*said, young.judge(6.1, 0.5), large.judge(2.0, 1.6)]
+    return [*verdicts, young.judge(6.1, 0.5), large.judge(2.0, 1.6)]
 
 
 def test_what_one_rank_sees_all_ranks_say():
-    said, other = run_ranks(judged, 2)
-    spike, plain, nan, infinite, young, large = said
+    verdicts, other = run_ranks(judged, 2)
+    spike, plain, nan, infinite, young, large = verdicts
     assert (
-        [bool(text) for text in said]
+        [bool(text) for text in verdicts]
         == [bool(text) for text in other]
         == [True, False, True, True, False, True]
     )

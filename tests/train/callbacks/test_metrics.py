@@ -158,9 +158,9 @@ def test_tensorboard_shows_each_iteration_once_after_rollbacks_resumes_and_figur
             log.rewind(3)
     log.amend({"validation_loss": 4.0})
     truth = read_metrics(tmp_path / "run" / METRICS)
-    wanted = [(r["iteration"], r["lm_loss"]) for r in truth]
-    assert wanted == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 3.0), (5, 3.0), (6, 3.0)]
-    assert scalars(tmp_path / "events") == {"lm_loss": wanted, "validation_loss": [(6, 4.0)]}
+    expected = [(r["iteration"], r["lm_loss"]) for r in truth]
+    assert expected == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 3.0), (5, 3.0), (6, 3.0)]
+    assert scalars(tmp_path / "events") == {"lm_loss": expected, "validation_loss": [(6, 4.0)]}
     shown = EventAccumulator(str(tmp_path / "events")).Reload().Tags()["scalars"]
     assert set(shown) == set(record(1)) - {"iteration"} | {"validation_loss"}
     resumed = RunLog(tmp_path / "run", config, {}, 2)  # from an earlier checkpoint
@@ -246,8 +246,8 @@ def test_wandb_has_the_records_and_settings_of_a_run_that_was_rolled_back_over_a
     last = {}
     for row in logged:
         last[row["iteration"]] = last.get(row["iteration"], {}) | row
-    for wanted in read_metrics(tmp_path / "run" / METRICS):
-        assert wanted == {name: last[wanted["iteration"]][name] for name in wanted}
+    for expected in read_metrics(tmp_path / "run" / METRICS):
+        assert expected == {name: last[expected["iteration"]][name] for name in expected}
     axes = {row.metric.glob_name: row.metric.step_metric for row in rows if row.HasField("metric")}
     assert axes["*"] == "iteration"
 

@@ -46,10 +46,10 @@ def test_intervals_as_sets_of_points():
             [(a, a + draw.randint(1, 9)) for a in draw.sample(range(60), 5)] for _ in range(2)
         )
         points = [{p for a, b in spans for p in range(a, b)} for spans in (first, second)]
-        lengths, (one, other) = covered([first, second])
-        assert lengths[one & ~other].sum() == len(points[0] - points[1])
-        assert lengths[one & other].sum() == len(points[0] & points[1])
-        assert lengths[one].sum() == len(points[0])
+        lengths, (in_first, other) = covered([first, second])
+        assert lengths[in_first & ~other].sum() == len(points[0] - points[1])
+        assert lengths[in_first & other].sum() == len(points[0] & points[1])
+        assert lengths[in_first].sum() == len(points[0])
 
 
 def test_time_by_hand():
@@ -61,15 +61,15 @@ def test_time_by_hand():
         event("gloo:all_reduce", 4 * second, 3 * second),  # a second of it behind mm
         event(SAVING, 8 * second, 2 * second),
     ]
-    found = rank_times(events, 0, 2)
-    assert (found.data, found.compute, found.communication, found.exposed, found.saving) == (
+    times = rank_times(events, 0, 2)
+    assert (times.data, times.compute, times.communication, times.exposed, times.saving) == (
         0.5,
         2.0,
         1.5,
         1.0,
         1.0,
     )
-    assert (found.iteration, found.other) == (5.0, 0.5)
+    assert (times.iteration, times.other) == (5.0, 0.5)
 
 
 def test_on_a_gpu_kernels_count_and_not_what_launched_them():
@@ -85,8 +85,8 @@ def test_on_a_gpu_kernels_count_and_not_what_launched_them():
         ),  # as offload's, beside what computes or not
         event("Memcpy DtoH (Device -> Pinned)", 0, 9, "DeviceType.CUDA"),
     ]
-    found = rank_times(events, 0, 1)
-    assert [round(1e9 * x) for x in (found.compute, found.communication, found.exposed)] == [
+    times = rank_times(events, 0, 1)
+    assert [round(1e9 * x) for x in (times.compute, times.communication, times.exposed)] == [
         4,
         5,
         3,
@@ -102,9 +102,9 @@ def test_memory_is_the_most_at_once_of_the_device_that_computes():
         rank_times([*late, *early], 0, 1).memory == 7
     )  # whatever the order in which they are told
     on_gpu = [*memory("DeviceType.CUDA", 50, -50, 20), event("gemm", 0, 9, "DeviceType.CUDA")]
-    found = rank_times([*late, *early, *on_gpu], 0, 1)
-    assert found.memory == 50
-    assert "| MB |" in table([found])
+    times = rank_times([*late, *early, *on_gpu], 0, 1)
+    assert times.memory == 50
+    assert "| MB |" in table([times])
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least():
@@ -140,10 +140,10 @@ def test_two_ranks_write_their_traces_and_a_table(tmp_path, default_data):
         "--save",
         str(tmp_path),
     ]
-    said, _ = run_ranks(
+    output, _ = run_ranks(
         on_rank, 2, [*TINY, *data, *flags, "--train-iters", "5", "--profile-ranks", "1"]
     )
-    assert "profiled iterations 2 to 3" in said
+    assert "profiled iterations 2 to 3" in output
     folder = tmp_path / "profile"
     assert sorted(path.name for path in folder.iterdir()) == [
         "rank-1.json.gz",
@@ -175,13 +175,13 @@ def slowed(trainer):
 
 
 def said_of_a_run(rank, size, config, folder):
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as output:
         run_with(rank, size, config, folder, slowed if rank == 1 else None)
-    return said.getvalue()
+    return output.getvalue()
 
 
 def test_a_slowed_rank_is_named_with_its_host(tmp_path):
-    said, _ = run_ranks(
+    output, _ = run_ranks(
         said_of_a_run,
         2,
         replace(settings(train_iters=4), logging=LoggingConfig(log_interval=2)),
@@ -194,8 +194,8 @@ def test_a_slowed_rank_is_named_with_its_host(tmp_path):
     assert last["slowest_behind"] > 0.2
     assert last["mlp_ms"][1] > 200 > last["mlp_ms"][0]
     assert min(last["data_ms"] + last["update_ms"]) > 0
-    assert f"warning: rank 1 on {socket.gethostname()} is " in said
-    assert said.count("% behind the median: mlp_ms ") == 1
+    assert f"warning: rank 1 on {socket.gethostname()} is " in output
+    assert output.count("% behind the median: mlp_ms ") == 1
     assert all(len(last[name]) == 2 for name in PHASES)
 
 

@@ -30,7 +30,7 @@ def test_wrong_tokens_are_counted_by_example():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "message"),
     [
         ({"ruler_interval": 0}, "ruler_interval is 0"),
         ({"ruler_lengths": (0,)}, "ruler_lengths is 0"),
@@ -41,9 +41,9 @@ def test_wrong_tokens_are_counted_by_example():
         ({"ruler_lengths": (512,)}, "ruler_lengths is 512; it is of a curve"),
     ],
 )
-def test_wrong_settings_are_named(given, said):
-    with pytest.raises(ValueError, match=said):
-        RulerConfig(**given)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RulerConfig(**settings)
 
 
 def test_lengths_are_those_of_the_model_or_less():
@@ -94,7 +94,7 @@ def answered(rank, world_size, runs, labels=None):
     """Measure the curve of each run's flags, with these answers if given: what it says, and wrong
     tokens by example.
     """
-    found = []
+    results = []
     for flags in runs:
         with trainer_of(LanguageTask, flags, Records()) as trainer:
             rows = trainer.data.curve._examples
@@ -105,11 +105,11 @@ def answered(rank, world_size, runs, labels=None):
                     tokens,
                 )
             shares = trainer.data.curve.measure(trainer.runner)
-            found.append((shares, trainer.task.objective.wrong.tolist()))
+            results.append((shares, trainer.task.objective.wrong.tolist()))
             written = (
                 [greedy(trainer.runner.parts[0], row) for row in rows] if world_size == 1 else None
             )
-    return found, rows, written
+    return results, rows, written
 
 
 def greedy(model, row):
@@ -130,20 +130,22 @@ def test_any_mesh_counts_what_greedy_writing_begins_with(default_data):
     flags = flags_of(default_data, *ASKED)
     ((shares, wrong),), rows, written = answered(0, 1, [flags])
     right = [
-        bool((row["labels"][row["labels"] != IGNORE_INDEX] == own).all())
-        for row, own in zip(rows, written, strict=True)
+        bool((row["labels"][row["labels"] != IGNORE_INDEX] == continuation).all())
+        for row, continuation in zip(rows, written, strict=True)
     ]
     assert [count == 0 for count in wrong] == right
     assert shares == {"ruler_512": 0.0, "ruler_640": 0.0}
-    labels = [own.clone() for own in written]
+    labels = [continuation.clone() for continuation in written]
     for number, place in ((1, -1), (3, 0), (4, 2)):
         labels[number][place] = (labels[number][place] + 1) % 1000
     ((shares, wrong),), _, _ = answered(0, 1, [flags], labels)
     assert [count == 0 for count in wrong] == [number not in (1, 3, 4) for number in range(8)]
     assert shares == {"ruler_512": 50.0, "ruler_640": 75.0}
-    for found, _, _ in run_ranks(answered, 2, [[*flags, *mesh.split()] for mesh in MESHES], labels):
-        assert [one for one, _ in found] == [shares] * len(MESHES)
+    for results, _, _ in run_ranks(
+        answered, 2, [[*flags, *mesh.split()] for mesh in MESHES], labels
+    ):
+        assert [share for share, _ in results] == [shares] * len(MESHES)
         assert all(
             [count == 0 for count in counts] == [count == 0 for count in wrong]
-            for _, counts in found
+            for _, counts in results
         )

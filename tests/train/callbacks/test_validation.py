@@ -15,7 +15,7 @@ class Averaged(Config):
     ema_decay = 0.5
 
 
-def watched(trainer, seen):
+def watched(trainer, observed):
     """Keep each validation's loss, the averages, and the weights on both sides of it."""
     (validation,) = (callback for callback in trainer.callbacks if isinstance(callback, Validation))
     (part,), plain = trainer.parts, validation.validate
@@ -24,18 +24,18 @@ def watched(trainer, seen):
         averages = {name: full(average) for name, average in trainer.ema.weights.items()}
         before = weights_of(part)
         figures = plain(iteration)
-        seen.append((figures["validation_loss"], averages, before, weights_of(part)))
+        observed.append((figures["validation_loss"], averages, before, weights_of(part)))
         return figures
 
     validation.validate = validate
 
 
 def test_the_averages_are_validated_and_the_weights_are_back():
-    seen = []
+    observed = []
     config = Averaged(**vars(settings(train_iters=2)))
-    _, error = run_with(0, 1, config, None, lambda trainer: watched(trainer, seen), Samples())
+    _, error = run_with(0, 1, config, None, lambda trainer: watched(trainer, observed), Samples())
     assert error == ""
-    ((loss, averages, before, after),) = seen
+    ((loss, averages, before, after),) = observed
     assert loss == pytest.approx(expected_validation(4, averages), rel=1e-6)
     assert loss != pytest.approx(expected_validation(4, before), rel=1e-4), (
         "the control: weights are no averages"

@@ -97,7 +97,7 @@ def test_what_is_written_is_the_state_at_the_save(tmp_path):
 
 
 def _sizes(rank, size, folder):
-    background, found = Background(Keeper(last=1, every=None)), []
+    background, sizes = Background(Keeper(last=1, every=None)), []
     for iteration, numbers in enumerate(
         (10, 300_000, 70, 70, 5_000), 1
     ):  # no tensor of these is the second rank's
@@ -110,11 +110,11 @@ def _sizes(rank, size, folder):
             if name.endswith(".distcp")
         )
         tensors, read = stored_weights(path, ARCHITECTURE)
-        found.append(
+        sizes.append(
             torch.equal(read("weight"), state["weight"]) and 0 < written - 4 * numbers < 4096
         )
         assert tensors.keys() == state.keys()
-    return found
+    return sizes
 
 
 def test_saves_that_grow_and_shrink_are_whole_and_a_rank_may_have_nothing_to_write(tmp_path):
@@ -123,8 +123,8 @@ def test_saves_that_grow_and_shrink_are_whole_and_a_rank_may_have_nothing_to_wri
 
 def _ended_while_saving(rank, size, folder):
     model, optimizer = build(0, sharded=True)
-    said = []
-    saves = Saves(config=CheckpointConfig(save=str(folder), async_save=True), say=said.append)
+    notes = []
+    saves = Saves(config=CheckpointConfig(save=str(folder), async_save=True), say=notes.append)
     saves.save("shared", 1, model, optimizer, architecture=ARCHITECTURE, extra={})
 
     def bad(together):
@@ -132,21 +132,21 @@ def _ended_while_saving(rank, size, folder):
             if rank == 1 or not together:  # alike on all ranks, and yet none knows it of the others
                 raise UserError("bad sample")
 
-    found = []
+    iterations = []
     for together in (False, True):
         with pytest.raises(UserError, match="bad sample"):
             bad(together)
-        found.append(saved_iterations(folder))
-    return found, said
+        iterations.append(saved_iterations(folder))
+    return iterations, notes
 
 
 @pytest.mark.slow
 def test_an_error_that_all_ranks_raise_waits_for_the_save_under_way_and_that_of_one_does_not(
     tmp_path,
 ):
-    for found, said in run_ranks(_ended_while_saving, 2, tmp_path):
-        assert found == [[], [1]]
-        assert said == [
+    for iterations, notes in run_ranks(_ended_while_saving, 2, tmp_path):
+        assert iterations == [[], [1]]
+        assert notes == [
             "the run ends when the save under way is over: bad sample",
             f"saved {tmp_path}/iter_0000001",
         ]
@@ -213,7 +213,7 @@ def filling(folder, left, job):
     return job()
 
 
-def _on_a_full_disk(rank, size, folder, left, at):
+def _on_a_full_disk(rank, size, folder, left, failing_at):
     background = Background(Keeper(last=1, every=None))
     model, optimizer = build(0, sharded=True)
     train(model, optimizer, range(1))
@@ -223,7 +223,7 @@ def _on_a_full_disk(rank, size, folder, left, at):
 
     def submit_full(job):
         jobs.append(job)
-        now = len(jobs) == (1 if at == "shards" else 2)
+        now = len(jobs) == (1 if failing_at == "shards" else 2)
         return plain(partial(filling, folder, left, job) if now and rank == 0 else job)
 
     background._thread.submit = submit_full
@@ -235,11 +235,11 @@ def _on_a_full_disk(rank, size, folder, left, at):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("at", "left", "newest"),
+    ("failing_at", "left", "newest"),
     [("shards", 0, 1), ("shards", 4096, 1), ("manifest", 0, 1), ("pointer", 4096, 2)],
 )
-def test_a_disk_that_fills_at_any_write_is_an_error_on_all_ranks(disk, at, left, newest):  # noqa: F811
-    first, other = run_ranks(_on_a_full_disk, 2, disk, left, at)
+def test_a_disk_that_fills_at_any_write_is_an_error_on_all_ranks(disk, failing_at, left, newest):  # noqa: F811
+    first, other = run_ranks(_on_a_full_disk, 2, disk, left, failing_at)
     assert other == first
     assert "iter_0000002." in first
     assert f"bytes are free in {disk}" in first

@@ -76,13 +76,13 @@ def _all_that_can_happen(rank, size, folder, sharded, beside):
         "latest_checkpointed_iteration.txt",
     }
     assert {path.name for path in local.glob("iter_*")} == {"iter_0000003"}
-    own = {f"__{other}_0.distcp" for other in (0, 1, 2, 3) if other // 2 == rank // 2}
-    assert names <= own | ({".metadata"} if rank < 2 else set())
+    own_shards = {f"__{other}_0.distcp" for other in (0, 1, 2, 3) if other // 2 == rank // 2}
+    assert names <= own_shards | ({".metadata"} if rank < 2 else set())
     dist.barrier()
 
-    path, said = found(settings)
+    path, note = found(settings)
     assert path == local / "iter_0000003"
-    assert said == ""
+    assert note == ""
     model, optimizer = build(1, sharded=sharded)
     load_checkpoint(path, model, optimizer, ARCHITECTURE)
     assert equal(whole_tensors(model, optimizer), state)
@@ -93,9 +93,9 @@ def _all_that_can_happen(rank, size, folder, sharded, beside):
     dist.barrier()
     if rank == 2:
         flip_a_byte(path, ".metadata")
-    again, said = found(settings)
+    again, note = found(settings)
     assert again == folder / "run" / "iter_0000001", "each node's copy is looked at"
-    assert rank or "node1" in said
+    assert rank or "node1" in note
 
     saves.save("shared", 4, model, optimizer, architecture=ARCHITECTURE, extra={})
     saves.end(4)
@@ -156,20 +156,26 @@ BREAKS = {
 def _broken(rank, size, folder):
     model, optimizer = build(0, sharded=True)
     for broken, (damage, note) in BREAKS.items():
-        at = folder / broken
-        from_first(at.mkdir)
-        settings = from_first(lambda at=at: config(at, 0)) and config(at, rank // 2)
+        broken_folder = folder / broken
+        from_first(broken_folder.mkdir)
+        settings = from_first(
+            lambda broken_folder=broken_folder: config(broken_folder, 0)
+        ) and config(broken_folder, rank // 2)
         saves = Saves(config=settings, say=lambda line: None)
         for iteration, tier in ((1, "shared"), (2, "local")):
             saves.save(tier, iteration, model, optimizer, architecture=ARCHITECTURE, extra={})
-        from_first(lambda damage=damage, at=at: damage(at / "node1"))
-        path, said = found(settings)
+        from_first(
+            lambda damage=damage, broken_folder=broken_folder: damage(broken_folder / "node1")
+        )
+        path, restored_note = found(settings)
         local = broken == "untouched"
         assert (
-            path == (saves._local if local else at / "run") / f"iter_000000{2 if local else 1}"
-        ), (broken, path, said)
+            path
+            == (saves._local if local else broken_folder / "run")
+            / f"iter_000000{2 if local else 1}"
+        ), (broken, path, restored_note)
         if rank == 0:
-            assert re.search(note, said), said
+            assert re.search(note, restored_note), restored_note
         if not local and broken != "of another run":
             dist.barrier()
             assert not list(saves._local.glob("iter_*")), "what was passed over does not come back"
@@ -186,18 +192,18 @@ def test_the_newest_of_both_tiers_is_taken_and_nothing_else_starts_a_run_afresh(
     saves = Saves(config=settings, say=lambda line: None)
     saves.save("local", 1, *run, architecture=ARCHITECTURE, extra={})
     flip_a_byte(saves._local / "iter_0000001")
-    path, said = found(settings)
+    path, note = found(settings)
     assert path is None, "there was no shared one yet"
-    assert "__0_0.distcp has another SHA-256" in said
+    assert "__0_0.distcp has another SHA-256" in note
     saves.save("local", 2, *run, architecture=ARCHITECTURE, extra={})
     save(tmp_path / "run", 3, *run)
-    path, said = found(settings)
+    path, note = found(settings)
     assert path == tmp_path / "run" / "iter_0000003"
-    assert said == f"passed over {saves._local}/iter_0000002: {path} is no older"
+    assert note == f"passed over {saves._local}/iter_0000002: {path} is no older"
     saves.save("local", 4, *run, architecture=ARCHITECTURE, extra={})
     (saves._local / "iter_0000005.1a2b3c4d.tmp").mkdir()
     flip_a_byte(path)
-    path, said = found(settings)
+    path, note = found(settings)
     assert path == saves._local / "iter_0000004", "whole, though the shared one is broken"
     assert files(saves._local) == {
         f"iter_0000004/{name}" for name in ("manifest.json", ".metadata", "__0_0.distcp")

@@ -100,13 +100,13 @@ def test_a_broken_checkpoint_is_named_and_fallen_back_from(tmp_path, breakage):
 
 def _find(rank, size, folder):
     notes = []
-    found = find_checkpoint(folder, report=notes.append)
+    checkpoint = find_checkpoint(folder, report=notes.append)
     with pytest.raises(CheckpointError) as caught:
         find_checkpoint(folder, 2)
     hashed = []
     verify.describe = lambda path: hashed.append(path.name) or describe(path)
-    find_damage(found)
-    return str(found), notes, str(caught.value), hashed
+    find_damage(checkpoint)
+    return str(checkpoint), notes, str(caught.value), hashed
 
 
 def test_ranks_find_the_same_checkpoint_and_share_the_hashing(tmp_path):
@@ -155,9 +155,9 @@ def test_the_manifest_gives_back_what_was_put_in(tmp_path):
     )
     assert path.name == "iter_12345678"
     assert find_checkpoint(tmp_path) == path
-    found = read_manifest(path)
-    assert found.extra == {**extra, "nested": {"10": 1, "9": [2, None]}}
-    assert (found.iteration, found.torch_version, found.longmesh_version) == (
+    read_back = read_manifest(path)
+    assert read_back.extra == {**extra, "nested": {"10": 1, "9": [2, None]}}
+    assert (read_back.iteration, read_back.torch_version, read_back.longmesh_version) == (
         12345678,
         torch.__version__,
         __version__,
@@ -172,7 +172,7 @@ def test_the_manifest_gives_back_what_was_put_in(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def saved_run(tmp_path_factory):
     """Checkpoints of iterations 1 to 6."""
     folder = tmp_path_factory.mktemp("made")
     model, optimizer = build(0, sharded=False)
@@ -183,8 +183,8 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def run(made, tmp_path):
-    return Path(shutil.copytree(made, tmp_path / "run"))
+def run(saved_run, tmp_path):
+    return Path(shutil.copytree(saved_run, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,12 @@ def path(tmp_path):
 
 
 def test_tensors_that_do_not_fit_are_named(path):
-    wide, fewer, more = Tiny(), Tiny(), Tiny()
-    wide.head = nn.Linear(WIDTH, VOCABULARY + 1, bias=False)
+    wider, fewer, more = Tiny(), Tiny(), Tiny()
+    wider.head = nn.Linear(WIDTH, VOCABULARY + 1, bias=False)
     fewer.layers = fewer.layers[:1]
     more.layers.append(nn.Linear(WIDTH, WIDTH))
     for model, message in (
-        (wide, r"model.head.weight has shape \[7, 6\] instead of \[8, 6\]"),
+        (wider, r"model.head.weight has shape \[7, 6\] instead of \[8, 6\]"),
         (fewer, "model.layers.1.bias is too many"),
         (more, "model.layers.2.weight is missing"),
     ):

@@ -54,11 +54,11 @@ def test_the_vocabulary_is_the_tokenizers_unless_another_one_is_named():
     ],
 )
 def test_the_flags_that_a_note_asks_for_scale_rope_as_far_as_the_sequences_go(model, length, flags):
-    given = [*DATA, *model.split(), "--seq-length", str(length)]
-    advised = " ".join(rope_flags(parse_args(given))).split()
+    model_flags = [*DATA, *model.split(), "--seq-length", str(length)]
+    advised = " ".join(rope_flags(parse_args(model_flags))).split()
     assert advised[1::2] == flags.split()
-    assert beyond_rope(parse_args([*given, *advised])) is None
-    assert bool(beyond_rope(parse_args(given))) == bool(flags)
+    assert beyond_rope(parse_args([*model_flags, *advised])) is None
+    assert bool(beyond_rope(parse_args(model_flags))) == bool(flags)
 
 
 DATA = ["--data-path", "runs/data/x", "--tokenizer-model", "x.model"]
@@ -91,14 +91,14 @@ def test_joined_ranks_are_those_of_a_larger_context_and_have_the_same_samples():
         "--global-batch-size 16"
     )
     apart = parse_args([APART, *sizes.split()])
-    asked = replace(apart, mesh=replace(apart.mesh, balance_over="dp_cp"))
+    apart_config = replace(apart, mesh=replace(apart.mesh, balance_over="dp_cp"))
     assert with_joined_ranks(apart, 16) == apart
-    joined = with_joined_ranks(asked, 16)
+    joined = with_joined_ranks(apart_config, 16)
     assert (joined.mesh.context_parallel_size, joined.train.micro_batch_size) == (8, 8)
     assert (joined.mesh.data_parallel_size(16), apart.mesh.data_parallel_size(16)) == (1, 4)
     assert joined.train.micro_batches(1) == apart.train.micro_batches(4) == 2
     assert with_joined_ranks(joined, 16) == joined
-    assert with_joined_ranks(asked, 6) == asked, (
+    assert with_joined_ranks(apart_config, 6) == apart_config, (
         "sizes that do not fit are left for validate to name"
     )
 

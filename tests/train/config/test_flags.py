@@ -39,9 +39,9 @@ def test_a_model_is_named_by_its_file_of_now_or_before_or_by_name(
     (tmp_path / "llama3_8b").mkdir()
     root = flags.MODELS.parents[1]
     monkeypatch.chdir(tmp_path if elsewhere else root)
-    given = str(root / name) if elsewhere and "/" in name else name
+    argument = str(root / name) if elsewhere and "/" in name else name
     toml_files._note_moved.cache_clear()
-    assert parse_args(["--config", given]) == load_config(flags.MODELS / "llama3_8b.toml")
+    assert parse_args(["--config", argument]) == load_config(flags.MODELS / "llama3_8b.toml")
     assert ("configs/models/llama3_8b.toml, which is read" in capsys.readouterr().err) == (
         "configs/l" in name
     )
@@ -196,8 +196,8 @@ def test_toml_round_trip_of_every_field(tmp_path):
             field = config_fields(config)[name]
             assert getattr(getattr(config, field.section), name) == value
             assert value != every[name].default or name == "model_type"
-    known = changed | alone | kinds | llama3 | dynamic
-    assert known.keys() | of_optimizers == every.keys()
+    covered = changed | alone | kinds | llama3 | dynamic
+    assert covered.keys() | of_optimizers == every.keys()
 
 
 def test_help_has_defaults_as_they_are_typed():
@@ -237,9 +237,9 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
             assert entry.text in str(caught.value)
         elif not entry.fits:
             accepted.append(line)
-    wanted = parse(["--train-iters", "5"])
-    assert parse([*(word for line in accepted for word in line), "--train-iters", "5"]) == wanted
-    assert parse([*("=".join(line) for line in accepted), "--train-iters", "5"]) == wanted
+    expected = parse(["--train-iters", "5"])
+    assert parse([*(word for line in accepted for word in line), "--train-iters", "5"]) == expected
+    assert parse([*("=".join(line) for line in accepted), "--train-iters", "5"]) == expected
 
 
 @pytest.mark.parametrize(

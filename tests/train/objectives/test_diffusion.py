@@ -52,16 +52,16 @@ def test_noise_times_and_dropped_labels_have_their_distributions():
     assert abs(local["times"].mean() - 499.5) < 50
     dropped = local["labels"] == MODEL.num_classes
     assert 150 < dropped.sum() < 250
-    kept = batch(*range(400))["labels"]
-    assert torch.equal(local["labels"][~dropped], kept[~dropped])
+    labels = batch(*range(400))["labels"]
+    assert torch.equal(local["labels"][~dropped], labels[~dropped])
 
 
 @pytest.mark.parametrize("kind", ["ddpm", "v_prediction", "rectified_flow"])
 def test_the_loss_is_the_naive_one_without_fillers(kind):
-    model, trained, given = DiT(MODEL), objective(kind=kind), batch(3, -1, 5)
+    model, trained, samples = DiT(MODEL), objective(kind=kind), batch(3, -1, 5)
     model.init_weights(0)
-    local = trained.local(given)
-    x0, noise, times = patchify(given["latents"], MODEL), local["noise"], local["times"]
+    local = trained.local(samples)
+    x0, noise, times = patchify(samples["latents"], MODEL), local["noise"], local["times"]
     assert int(local["count"]) == 2 * MODEL.num_patches
     diffusion = Diffusion(DiffusionConfig(objective=kind))
     output = model(
@@ -74,7 +74,7 @@ def test_the_loss_is_the_naive_one_without_fillers(kind):
 
 @pytest.mark.parametrize("kind", ["ddpm", "rectified_flow"])
 def test_joined_samples_have_the_loss_that_they_have_apart(kind):
-    given, patches = batch(3, -1, 5, 8), MODEL.num_patches
+    samples, patches = batch(3, -1, 5, 8), MODEL.num_patches
     alone = objective(kind=kind)
     whole = context_parallel("ring", seq_len=4 * patches, causal=False)
     bounded = whole.under(documents=tuple(range(0, 4 * patches + 1, patches)))
@@ -87,7 +87,7 @@ def test_joined_samples_have_the_loss_that_they_have_apart(kind):
         generator = torch.Generator().manual_seed(0)
         for weight in model.parameters():
             torch.nn.init.normal_(weight, 0, 0.3, generator=generator)
-        local = trained.local(given)
+        local = trained.local(samples)
         assert int(local["count"]) == 3 * patches
         losses[name] = trained.loss_sum(model, local).item()
     assert losses["joined"] == pytest.approx(losses["apart"], rel=2e-6)
@@ -103,8 +103,8 @@ def test_joined_samples_have_their_gradients_in_bfloat16_too():
     apart, joined = (torch.nn.Sequential(Modulation(16, 2)) for _ in range(2))
     joined.load_state_dict(apart.state_dict())
     gradients = []
-    for one, sample in ((apart, None), (joined, torch.arange(4).repeat_interleave(4096))):
-        module = one.bfloat16()[0]
+    for form, sample in ((apart, None), (joined, torch.arange(4).repeat_interleave(4096))):
+        module = form.bfloat16()[0]
         conditions = torch.ones(4, 16, dtype=torch.bfloat16)
         shift, _ = module(conditions, sample)
         x = shift.expand(4, 4096, 16) if sample is None else shift
@@ -114,8 +114,8 @@ def test_joined_samples_have_their_gradients_in_bfloat16_too():
 
 
 def shared(rank, world_size, folder):
-    found = objective(group=torch.distributed.group.WORLD)
-    local = found.local(batch(4, 5))
+    world_objective = objective(group=torch.distributed.group.WORLD)
+    local = world_objective.local(batch(4, 5))
     return local, int(local["count"])
 
 

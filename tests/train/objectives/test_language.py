@@ -64,17 +64,17 @@ def test_shares_make_up_the_batch_and_its_loss(method, size, shape):
     size = min(size, 2) if method == "ulysses" else size  # as many as the heads
     shares = run_ranks(share, size, method, shape)
     whole = whole_batch()
-    seen = []
+    seen_positions = []
     for rank, (local, positions, _, _) in enumerate(shares):
         assert torch.equal(positions, make_plan(method, seq_len=LENGTH, size=size).positions(rank))
         for column, position in enumerate(positions.tolist()):
             if position < LENGTH:
-                seen.append(position)
+                seen_positions.append(position)
                 assert torch.equal(local["tokens"][:, column], whole["tokens"][:, position])
                 assert torch.equal(local["labels"][:, column], whole["labels"][:, position])
             else:
                 assert (local["labels"][:, column] == IGNORE_INDEX).all(), "padding carries no loss"
-    assert sorted(seen) == list(range(LENGTH))
+    assert sorted(seen_positions) == list(range(LENGTH))
     assert sum(count for _, _, count, _ in shares) == 2 * LENGTH - 5
     model = build_model(shape)
     model.init_weights(3)
@@ -116,15 +116,15 @@ def test_a_loss_in_chunks_is_the_loss_and_never_has_all_logits(size, untied):
     config = replace(LLAMA, vocab_size=vocabulary, untie_embeddings_and_output_weights=untied)
     model = build_model(config).double()
     model.init_weights(3)
-    found, largest = [], []
+    losses, largest = [], []
     for chunk in (0, size):
         objective = NextToken(context_parallel("ring", seq_len=LENGTH), torch.device("cpu"), chunk)
-        with Largest() as seen:
+        with Largest() as tracker:
             loss = objective.loss_sum(model, objective.local(whole_batch()))
             gradients = torch.autograd.grad(loss, list(model.parameters()))
-        found.append([loss.detach(), *gradients])
-        largest.append(seen.elements)
-    for a, b in zip(*found, strict=True):
+        losses.append([loss.detach(), *gradients])
+        largest.append(tracker.elements)
+    for a, b in zip(*losses, strict=True):
         assert (a - b).norm() <= 1e-14 * b.norm()
     assert largest[0] == 2 * LENGTH * vocabulary
     assert largest[1] == max(min(size, 2 * LENGTH) * vocabulary, vocabulary * LLAMA.hidden_size)
@@ -147,11 +147,11 @@ def test_a_backend_that_is_not_for_the_model_or_the_device_is_a_user_error(kind,
 
 def test_entropy_of_one_corpus_and_of_no_blend(tmp_path):
     prefix = write_documents(tmp_path / "even", [[0, 1, 2, 3], [0, 1, 2, 3]])
-    one = DataConfig(data_path=(prefix,))
-    assert corpus_entropy(one)["unigram_entropy"] == pytest.approx(
+    data_config = DataConfig(data_path=(prefix,))
+    assert corpus_entropy(data_config)["unigram_entropy"] == pytest.approx(
         torch.tensor(4.0).log().item(), rel=1e-6
     )
-    assert corpus_entropy(replace(one, data_path=("0.5", prefix, "0.5", prefix))) == {}
+    assert corpus_entropy(replace(data_config, data_path=("0.5", prefix, "0.5", prefix))) == {}
 
 
 def test_validation_line_tells_what_frequencies_alone_would_give():
@@ -194,9 +194,9 @@ def joined(*flags, multiple=1):
 
 
 def attending():
-    found = build_model(DEEP, context_parallel("ring", seq_len=ROWS * LENGTH).attend)
-    found.init_weights(3)
-    return found
+    model = build_model(DEEP, context_parallel("ring", seq_len=ROWS * LENGTH).attend)
+    model.init_weights(3)
+    return model
 
 
 def test_without_a_flag_a_batch_is_as_it_was():
@@ -208,8 +208,11 @@ def test_without_a_flag_a_batch_is_as_it_was():
 
 
 def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing():
-    batch, one = packed_batch(), joined("reset_attention_mask", "reset_position_ids", multiple=4)
-    local = one.local(batch)
+    batch, objective = (
+        packed_batch(),
+        joined("reset_attention_mask", "reset_position_ids", multiple=4),
+    )
+    local = objective.local(batch)
     assert {name: tuple(value.shape) for name, value in local.items()} == {
         **dict.fromkeys(("tokens", "labels", "positions"), (1, 28)),
         "plan": (1,),
@@ -223,9 +226,9 @@ def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing():
     assert local["positions"][0, ROWS * LENGTH :].tolist() == [0, 0]
     assert local["labels"][0, ROWS * LENGTH :].tolist() == [IGNORE_INDEX] * 2
     assert PLANS[local["plan"]].documents == (0, 4, 8, 13, 14, 26)
-    assert one.lengths(local) == [4, 4, 5, 1, 12], "FLOPs count attention inside documents"
+    assert objective.lengths(local) == [4, 4, 5, 1, 12], "FLOPs count attention inside documents"
     assert joined().lengths(joined().local(batch)) == [LENGTH] * ROWS
-    name, like = one.first_input(ROWS)
+    name, like = objective.first_input(ROWS)
     assert (name, like.shape) == ("tokens", (1, 28))
     assert int(local["count"]) == int((batch["labels"] != IGNORE_INDEX).sum()) == ROWS * LENGTH - 2
 
@@ -254,24 +257,24 @@ def test_positions_restart_alone_or_attention_is_apart_alone():
 def test_the_loss_is_that_of_the_documents_alone(restart):
     """Rotary positions need not restart: only their differences count."""
     batch, flags = packed_batch(), ("reset_attention_mask", *(["reset_position_ids"] * restart))
-    one, plain = joined(*flags), build_model(DEEP)
+    objective, plain = joined(*flags), build_model(DEEP)
     plain.init_weights(3)
-    local = one.local(batch)
+    local = objective.local(batch)
     bounds = (0, 4, 8, 13, 14, 26)
     tokens, labels = batch["tokens"].flatten(), batch["labels"].flatten()
     want = sum(
         cross_entropy_sum(plain(tokens[None, begin:end]), labels[None, begin:end])[0]
         for begin, end in pairwise(bounds)
     )
-    torch.testing.assert_close(one.loss_sum(attending(), local), want)
+    torch.testing.assert_close(objective.loss_sum(attending(), local), want)
 
 
 def test_the_plan_of_a_micro_batch_lives_as_long_as_its_batch():
     """A pipeline joins a step's micro-batches and takes them apart: the parts do not keep the
     plans, the batches do.
     """
-    one = joined("reset_attention_mask")
-    batches = [one.local(packed_batch()), one.local(replaced(packed_batch()))]
+    objective = joined("reset_attention_mask")
+    batches = [objective.local(packed_batch()), objective.local(replaced(packed_batch()))]
     parts = torch.cat([batch["plan"] for batch in batches]).chunk(2)
     plan._packed.cache_clear()
     gc.collect()
@@ -295,5 +298,5 @@ def test_learned_positions_restart_in_a_table_as_long_as_a_sample():
     config = as_family(DEEP, "gpt", max_position_embeddings=LENGTH)
     gpt = build_model(config, context_parallel("ring", seq_len=ROWS * LENGTH).attend)
     gpt.init_weights(3)
-    one = joined("reset_attention_mask", "reset_position_ids")
-    assert torch.isfinite(one.loss_sum(gpt, one.local(packed_batch())))
+    objective = joined("reset_attention_mask", "reset_position_ids")
+    assert torch.isfinite(objective.loss_sum(gpt, objective.local(packed_batch())))

@@ -23,7 +23,7 @@ def checked(chunk, no_op, lists, *settings):
     assert (no_op.dtype, no_op.numel()) == (torch.int32, 1)
     assert len(lists) == 4
     assert len(lists[0]) > 0, "a launch without tensors"
-    assert all(len(one) == len(lists[0]) for one in lists)
+    assert all(len(tensors) == len(lists[0]) for tensors in lists)
     for of_one in zip(*lists, strict=True):
         assert all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in of_one), (
             "a DTensor has no address"

@@ -36,11 +36,11 @@ ORDERS = ((TORCH, TORCH), (APEX, APEX), (TORCH, APEX), (APEX, TORCH))
 @pytest.fixture
 def stub(monkeypatch):
     """Have apex's modules for a test, with torch's arithmetic."""
-    given = dict(sys.modules)
+    modules = dict(sys.modules)
     monkeypatch.setattr(apex, "EMULATED", True)
-    apex_stub.install(modules=given)
+    apex_stub.install(modules=modules)
     for name in ("apex", "apex.multi_tensor_apply", "amp_C"):
-        monkeypatch.setitem(sys.modules, name, given[name])
+        monkeypatch.setitem(sys.modules, name, modules[name])
     apex_stub.CALLS.clear()
     return monkeypatch
 
@@ -54,8 +54,8 @@ def trained(chosen):
 
 def test_weights_and_state_are_torchs_to_the_bit(stub):
     """Matrices decay and vectors do not; one is empty, and one has no gradient in the second step."""
-    found, want = trained(APEX), trained(TORCH)
-    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    actual, want = trained(APEX), trained(TORCH)
+    assert all(torch.equal(a, b) for a, b in zip(actual, want, strict=True))
     # In the third step a parameter counts one step less than the others of its group.
     assert apex_stub.CALLS == {"launches": 2 + 2 + 3, "tensors": 5 + 4 + 5}
 
@@ -64,11 +64,11 @@ def test_the_kernels_own_arithmetic_is_adamw_and_its_other_mode_is_not(stub):
     stub.setattr(sys.modules["amp_C"], "multi_tensor_adam", apex_stub.as_apex)
     want = torch.cat([x.flatten() for x in trained(TORCH)])
     start = torch.cat([x.flatten() for x in model()])
-    for mode, least, most in ((1, 0.0, 1e-6), (0, 1e-3, 1.0)):
+    for mode, min_error, max_error in ((1, 0.0, 1e-6), (0, 1e-3, 1.0)):
         stub.setattr(apex, "ADAM_W", mode)
-        found = torch.cat([x.flatten() for x in trained(APEX)])
-        error = (found - want)[: len(start)].norm() / (want[: len(start)] - start).norm()
-        assert least <= error < most, (mode, error)
+        actual = torch.cat([x.flatten() for x in trained(APEX)])
+        error = (actual - want)[: len(start)].norm() / (want[: len(start)] - start).norm()
+        assert min_error <= error < max_error, (mode, error)
 
 
 def one_step(mesh, parts, strategy):
@@ -147,8 +147,8 @@ def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path)
             flags = flags_of(
                 default_data, *SHORT, "--save", save, "--optimizer-backend", backend, *more
             )
-            said = run_ranks(in_the_entry, 2, flags)
-            assert [one.count("attention kernel: aten\n") for one in said] == [1, 0]
+            outputs = run_ranks(in_the_entry, 2, flags)
+            assert [output.count("attention kernel: aten\n") for output in outputs] == [1, 0]
         lines = [json.loads(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
         records.append(
             [

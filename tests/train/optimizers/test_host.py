@@ -49,16 +49,23 @@ def trained(moved, count=3):
 
 def everything(weights, optimizer):
     state = [optimizer.state[weight] for weight in weights]
-    return [*weights, *(one[name] for one in state for name in ("step", "exp_avg", "exp_avg_sq"))]
+    return [
+        *weights,
+        *(
+            weight_state[name]
+            for weight_state in state
+            for name in ("step", "exp_avg", "exp_avg_sq")
+        ),
+    ]
 
 
-@pytest.mark.parametrize("made", [host.on_host, host.cut])
+@pytest.mark.parametrize("allocate", [host.on_host, host.cut])
 @pytest.mark.parametrize("piece", [64, 1 << 24])
-def test_weights_and_moments_are_those_of_adamw(piece, made, monkeypatch):
+def test_weights_and_moments_are_those_of_adamw(piece, allocate, monkeypatch):
     monkeypatch.setattr(host, "PIECE", piece)
-    monkeypatch.setattr(host, "on_host", made)
-    found, want = (everything(*trained(moved)) for moved in (True, False))
-    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    monkeypatch.setattr(host, "on_host", allocate)
+    actual, want = (everything(*trained(moved)) for moved in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(actual, want, strict=True))
 
 
 @pytest.mark.parametrize("shards", [1, 8])
@@ -72,15 +79,15 @@ def test_slabs_are_powers_of_two_and_take_little_more_than_is_in_them(shards):
         for count in (5120 * 32000, *layer * 40, 5120, 5120 * 32000)
         for _ in MOMENTS
     ]
-    slabs, taken = Slabs(), defaultdict(list)
+    slabs, intervals_by_slab = Slabs(), defaultdict(list)
     for count in counts:
         number, start = slabs.place(count)
-        taken[number].append((start, start + count))
+        intervals_by_slab[number].append((start, start + count))
     assert all(size == pinned_bytes(size) for size in slabs.sizes)
     assert sum(slabs.sizes) < 1.08 * sum(counts) < sum(map(pinned_bytes, counts)) / 1.5
-    for number, places in taken.items():
-        assert places[-1][1] <= slabs.sizes[number]
-        assert all(end <= start for (_, end), (start, _) in pairwise(places))
+    for number, intervals in intervals_by_slab.items():
+        assert intervals[-1][1] <= slabs.sizes[number]
+        assert all(end <= start for (_, end), (start, _) in pairwise(intervals))
 
 
 def test_a_moment_has_a_storage_of_its_own_in_memory_that_others_share():
@@ -100,15 +107,15 @@ def played(monkeypatch, dropped=None):
     optimizer = build_optimizer(OptimizerConfig(optimizer_cpu_offload=True), weights)
     with streams(monkeypatch, dropped) as device:
         steps(weights, optimizer, 2)
-        found = [x.clone() for x in everything(weights, optimizer)]
-    return device, found
+        tensors = [x.clone() for x in everything(weights, optimizer)]
+    return device, tensors
 
 
 def test_nothing_races_and_both_ways_are_busy_at_once(monkeypatch):
-    device, found = played(monkeypatch)
+    device, tensors = played(monkeypatch)
     assert not device.races
     assert all(
-        torch.equal(a, b) for a, b in zip(found, everything(*trained(False, 2)), strict=True)
+        torch.equal(a, b) for a, b in zip(tensors, everything(*trained(False, 2)), strict=True)
     )
     filled = 2 * sum(size != (0,) for size in SIZES) - 1
     copies = [
@@ -140,7 +147,7 @@ def saved_and_loaded(rank, world_size, folder):
     a checkpoint.
     """
     host.on_host = host.cut  # as beside a GPU
-    found = []
+    states = []
     for order in ((False, False), (True, True), (True, False), (False, True)):
         path = folder / "".join(map(str, order))
         for number, moved in enumerate(order):
@@ -152,11 +159,11 @@ def saved_and_loaded(rank, world_size, folder):
             optimizer.step()
             if not number:
                 save_checkpoint(path, 1, model, optimizer, architecture={}, extra={})
-        found.append([x for part in tensors_of(model, optimizer).values() for x in part.values()])
+        states.append([x for part in tensors_of(model, optimizer).values() for x in part.values()])
     return all(
         torch.equal(to_local(a), to_local(b))
-        for other in found[1:]
-        for a, b in zip(*found[:1], other, strict=True)
+        for other in states[1:]
+        for a, b in zip(*states[:1], other, strict=True)
     )
 
 

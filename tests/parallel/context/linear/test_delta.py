@@ -42,12 +42,12 @@ class Case(NamedTuple):
     def made(self, make, **others):
         """A plan or a context of it."""
         method, options = self.layout
-        given = {
+        arguments = {
             "seq_len": self.length,
             "documents": self.documents,
             "delta_rule_schedule": self.schedule,
         }
-        return make(method, **given, **options, **others)
+        return make(method, **arguments, **options, **others)
 
 
 SEQUENCES = [
@@ -188,10 +188,10 @@ def test_float32_keeps_its_digits_under_strong_gates_and_equal_keys():
 
 def decay_alone(patch):
     """M replaced by the decay of linear attention."""
-    wide = delta.rule.wide_scan
+    wide_scan = delta.rule.wide_scan
 
     def without(q, k, v, g, beta, backend):
-        out, reads, states = wide(q, k, v, g, beta, backend=backend)
+        out, reads, states = wide_scan(q, k, v, g, beta, backend=backend)
         states[-1, ..., v.shape[-1] :] = torch.diag_embed(
             g.sum(1).exp()[..., None].expand(*states.shape[1:4])
         )

@@ -81,13 +81,15 @@ def no_halo():
 
 def across_documents():
     """Rows before a document's first token."""
-    one = halo.cut
+    cut = halo.cut
 
     def joined(plan):
-        return one(plan.under(documents=None, window=None))
+        return cut(plan.under(documents=None, window=None))
 
     halo.cut = joined
-    halo.segments = lambda plan, own=halo.segments: own(plan.under(documents=None, window=None))
+    halo.segments = lambda plan, segments=halo.segments: segments(
+        plan.under(documents=None, window=None)
+    )
 
 
 @pytest.mark.parametrize(("fault", "case"), [(no_halo, CASES[0]), (across_documents, CASES[2])])
@@ -100,31 +102,31 @@ def test_faults_show(fault, case):
 def test_rows_are_those_that_a_window_would_see(layout, length, documents):
     plan = make_plan(layout[0], seq_len=length, size=4, documents=documents, **layout[1])
     pieces = as_columns([plan.real_pieces((rank,)) for rank in range(4)])
-    seen = rows_seen(pieces, pieces, 1, (TAPS - 1, 0))
+    seen_rows = rows_seen(pieces, pieces, 1, (TAPS - 1, 0))
     want = {
         (who, whose, row)
-        for who, whose, first, end in zip(*(x.tolist() for x in seen), strict=True)
+        for who, whose, first, end in zip(*(x.tolist() for x in seen_rows), strict=True)
         for row in range(first, end)
         if who != whose
     }
     sends = [
         (part.peer, rank, part.rows)
-        for rank, own in enumerate(halos(plan, TAPS - 1))
-        for part in own.sends
+        for rank, rank_halo in enumerate(halos(plan, TAPS - 1))
+        for part in rank_halo.sends
     ]
-    found = {
+    rows_by_rank = {
         (who, whose, row)
         for who, whose, rows in sends
         for row in range(rows.start, rows.stop)
         if who != whose
     }
-    assert found == want
+    assert rows_by_rank == want
 
 
 def test_sums_of_bfloat16_are_the_bits_of_one_process():
     tensors = [y.bfloat16() for y in inputs(64)]
-    found = with_gradients(context_parallel("zigzag", seq_len=64).convolve, tensors)
-    for got, want in zip(found, with_gradients(causal_convolution, tensors), strict=True):
+    actual = with_gradients(context_parallel("zigzag", seq_len=64).convolve, tensors)
+    for got, want in zip(actual, with_gradients(causal_convolution, tensors), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
@@ -151,8 +153,8 @@ def test_a_gradient_of_several_ranks_is_rounded_once(length, documents):
 def test_it_compiles_whole():
     cp = context_parallel("zigzag", seq_len=16, documents=(0, 5, 16))
     compiled = torch.compile(cp.convolve, fullgraph=True, backend="aot_eager")
-    found, want = (with_gradients(convolve, inputs(16)) for convolve in (compiled, cp.convolve))
-    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    actual, want = (with_gradients(convolve, inputs(16)) for convolve in (compiled, cp.convolve))
+    torch.testing.assert_close(actual, want, rtol=0, atol=0)
 
 
 def test_calls_that_do_not_fit_are_named():

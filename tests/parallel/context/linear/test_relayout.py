@@ -30,7 +30,7 @@ def both(rank, world_size, wrong=False):
     """A tensor and a gradient as they arrive, each way, beside this rank's share of the whole in
     that layout.
     """
-    found = []
+    results = []
     for outer, inner in PAIRS:
         inside = context_parallel(inner, seq_len=LENGTH, group=dist.group.WORLD, multiple=2)
         outside = context_parallel(
@@ -54,11 +54,11 @@ def both(rank, world_size, wrong=False):
             assert x.grad is not None
             pairs = ((y.detach(), target.shard(values, 1)), (x.grad, source.shard(gradients, 1)))
             plans = outside.plan.geometry, inside.plan.geometry
-            most = moved_tokens(*plans) * 2 * 3 * 2 * 8
-            found.append(
-                {"equal": [torch.equal(*pair) for pair in pairs], "sent": sent, "most": most}
+            max_bytes = moved_tokens(*plans) * 2 * 3 * 2 * 8
+            results.append(
+                {"equal": [torch.equal(*pair) for pair in pairs], "sent": sent, "most": max_bytes}
             )
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -82,8 +82,8 @@ def test_few_tokens_stay():
     outside, inside = (
         make_plan(method, seq_len=64, size=4).geometry for method in ("lasp", "zigzag")
     )
-    kept = [token_route(outside, inside, rank).sends[rank] for rank in range(4)]
-    assert kept == [8, 0, 8, 0]
+    unmoved = [token_route(outside, inside, rank).sends[rank] for rank in range(4)]
+    assert unmoved == [8, 0, 8, 0]
     assert moved_tokens(outside, inside) == 16
 
 
@@ -103,11 +103,11 @@ def test_plans_of_other_lengths_or_ranks_are_refused():
 
 
 def test_one_layout_exchanges_nothing():
-    one = context_parallel("ring", seq_len=8)
-    attend = InsideAttention(one, context_parallel("lasp", seq_len=8))
+    ring = context_parallel("ring", seq_len=8)
+    attend = InsideAttention(ring, context_parallel("lasp", seq_len=8))
     x = torch.randn(1, 8, 2, 4)
-    assert torch.equal(attend(x, x, x), one.attend(x, x, x))
-    assert torch.equal(attend.prefetch_kv(x, x)(x), one.attend(x, x, x))
+    assert torch.equal(attend(x, x, x), ring.attend(x, x, x))
+    assert torch.equal(attend.prefetch_kv(x, x)(x), ring.attend(x, x, x))
     assert attend._relayout is None
 
 
@@ -120,9 +120,9 @@ def test_a_mask_of_the_outer_layout_is_that_of_the_inner_one():
         assert torch.equal(
             attend(x, x, x, handle), inside.under(documents=documents).attend(x, x, x)
         )
-        own = attend.inner_handle(handle)
-        assert own is attend.inner_handle(handle)
-        assert PLANS[own.tensor].geometry == inside.plan.geometry
+        inner_handle = attend.inner_handle(handle)
+        assert inner_handle is attend.inner_handle(handle)
+        assert PLANS[inner_handle.tensor].geometry == inside.plan.geometry
     assert not torch.equal(attend(x, x, x, handles[0]), attend(x, x, x, handles[1]))
 
 
@@ -131,11 +131,11 @@ def test_a_plan_of_the_outer_layout_that_is_gone_leaves_none_of_the_inner_one():
         inside, outside = context_parallel("ulysses", seq_len=8), context_parallel(outer, seq_len=8)
         attend = InsideAttention(inside, outside)
         handle = outside.under(documents=(0, 3, 8)).handle
-        own = PLANS[attend.inner_handle(handle).tensor]
-        assert own.documents == (0, 3, 8)
-        assert own is attend.under(PLANS[handle.tensor]).plan
-        gone = weakref.ref(own)
-        del own, handle
+        inner_plan = PLANS[attend.inner_handle(handle).tensor]
+        assert inner_plan.documents == (0, 3, 8)
+        assert inner_plan is attend.under(PLANS[handle.tensor]).plan
+        gone = weakref.ref(inner_plan)
+        del inner_plan, handle
         plan._packed.cache_clear()
         gc.collect()
         assert gone() is None

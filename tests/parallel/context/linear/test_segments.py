@@ -40,7 +40,7 @@ def test_every_segment_ends_with_the_map_of_all_before_it(schedule, gradient, si
 
 
 @pytest.mark.parametrize(
-    ("schedule", "size", "count", "most"),
+    ("schedule", "size", "count", "max_bytes"),
     [
         # MiB of a rank: states of 2, maps of 4
         ("chain", 8, 7, 2),
@@ -49,13 +49,13 @@ def test_every_segment_ends_with_the_map_of_all_before_it(schedule, gradient, si
         ("tree", 32, 5, 18),
     ],
 )
-def test_rounds_and_bytes_are_those_of_the_page(schedule, size, count, most):
+def test_rounds_and_bytes_are_those_of_the_page(schedule, size, count, max_bytes):
     plan = make_plan("ring", seq_len=8 * size, size=size, delta_rule_schedule=schedule)
     for gradient in (False, True):
         assert len(rounds(plan, gradient=gradient)) == count
         assert (
             max(delta_traffic(plan, rank, 2, 2, gradient=gradient).total for rank in range(size))
-            == most
+            == max_bytes
         )
 
 

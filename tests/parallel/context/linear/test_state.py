@@ -40,10 +40,10 @@ def inputs(length, dtype):
     generator = torch.Generator().manual_seed(7)
     widths = (WIDTH, WIDTH, WIDTH + 1, WIDTH + 1)
     return tuple(
-        torch.randn(BATCH, length, HEADS, wide, generator=generator, dtype=torch.float64)
+        torch.randn(BATCH, length, HEADS, width, generator=generator, dtype=torch.float64)
         .to(dtype)
         .double()
-        for wide in widths
+        for width in widths
     )
 
 
@@ -75,8 +75,8 @@ def attend_on_ranks(rank, world_size, cases, rates=LOG_DECAY):
         local = [
             x.index_fill(1, (cp.positions >= length).nonzero().flatten(), torch.nan) for x in local
         ]
-        found = with_gradients(partial(cp.attend_linear, log_decay=rates), local)
-        results.append([cp.unshard(x, 1) for x in found])
+        outputs_of_rank = with_gradients(partial(cp.attend_linear, log_decay=rates), local)
+        results.append([cp.unshard(x, 1) for x in outputs_of_rank])
     return results
 
 
@@ -96,8 +96,8 @@ def test_ranks_and_documents_are_exact(world_size):
         if case[-1] == torch.float64:
             limits = [1e-12] * 4
         else:
-            least = 1e-5 if case[-1] == torch.float32 else 0
-            limits = [max(1.5 * limit, least) for limit in error(one_process(*case[2:]), want)]
+            min_limit = 1e-5 if case[-1] == torch.float32 else 0
+            limits = [max(1.5 * limit, min_limit) for limit in error(one_process(*case[2:]), want)]
         for name, measured, limit in zip(
             ("out", "dq", "dk", "dv"), error(got, want), limits, strict=True
         ):
@@ -154,7 +154,7 @@ def test_the_decays_of_other_heads_would_be_seen():
 
 def count_bytes(rank, world_size, lengths):
     """Bytes sent forward and backward, which are the plan's."""
-    found = []
+    counts = []
     for method, layout in STATES:
         for length, documents in product(lengths, (None, (0, 21, 64))):
             if documents and length != documents[-1]:
@@ -164,8 +164,8 @@ def count_bytes(rank, world_size, lengths):
             )
             keys = 2 * WIDTH if method == "ulysses" else WIDTH  # as LRPE makes them
             leaves = [
-                torch.ones(BATCH, cp.plan.local_len, HEADS, wide).bfloat16()
-                for wide in (keys, keys, WIDTH)
+                torch.ones(BATCH, cp.plan.local_len, HEADS, width).bfloat16()
+                for width in (keys, keys, WIDTH)
             ]
             out = cp.attend_linear(*(x.requires_grad_() for x in leaves), LOG_DECAY)
             forward, cp.transport.traffic = cp.transport.traffic, Traffic()
@@ -173,8 +173,10 @@ def count_bytes(rank, world_size, lengths):
             sizes = {"batch": BATCH, "heads": HEADS, "kv_heads": HEADS, "element_size": 2}
             cost = cp.plan.cost(rank, **sizes, head_dim=keys, value_dim=WIDTH)
             assert (forward, cp.transport.traffic) == (cost.forward, cost.backward)
-            found += [(method, layout, length, forward, cp.transport.traffic)] * (documents is None)
-    return found
+            counts += [(method, layout, length, forward, cp.transport.traffic)] * (
+                documents is None
+            )
+    return counts
 
 
 def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where_heads_are_exchanged():
@@ -183,8 +185,8 @@ def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where
     """
     hidden, ranks = HEADS * WIDTH, 4
     state = 4 * BATCH * hidden**2 // HEADS  # B d^2 / h elements of float32
-    for rank, found in enumerate(run_ranks(count_bytes, ranks, [64, 128, 256, 512])):
-        for method, layout, length, forward, backward in found:
+    for rank, counts in enumerate(run_ranks(count_bytes, ranks, [64, 128, 256, 512])):
+        for method, layout, length, forward, backward in counts:
             if (method, layout) == (
                 "lasp",
                 "zigzag",
@@ -209,11 +211,11 @@ def record(rank, world_size, method):
     events = []
 
     def logged(owner, name, waits=False):
-        found = getattr(owner, name)
+        function = getattr(owner, name)
 
         def call(*arguments, **named):
             events.append(name)
-            result = found(*arguments, **named)
+            result = function(*arguments, **named)
             if not waits:
                 return result
             return lambda: (events.append("wait"), result())[1]
@@ -259,13 +261,13 @@ def overflow(rank, world_size, method):
     for x in tensors[1:3]:
         x[0, 5, 2] = 1e25
     if world_size == 1:
-        found = with_gradients(lambda q, k, v: linear_attention(q, k, v, LOG_DECAY)[0], tensors)
-        return [x.isfinite().all(-1) for x in found]
+        results = with_gradients(lambda q, k, v: linear_attention(q, k, v, LOG_DECAY)[0], tensors)
+        return [x.isfinite().all(-1) for x in results]
     cp = context_parallel(method, seq_len=64, group=dist.group.WORLD)
-    found = with_gradients(
+    results = with_gradients(
         lambda q, k, v: cp.attend_linear(q, k, v, LOG_DECAY), [cp.shard(x, 1) for x in tensors]
     )
-    return [cp.unshard(x.isfinite().all(-1), 1) for x in found]
+    return [cp.unshard(x.isfinite().all(-1), 1) for x in results]
 
 
 @pytest.mark.parametrize("method", STATE_METHODS)

@@ -21,8 +21,8 @@ def token_work(layout):
 def place_work(layout, mask):
     """Work of each place, by the positions of its ranks, under the mask of a layout."""
     work, ranks = token_work(mask), range(layout.size)
-    own = [work[layout.positions(rank)].sum() for rank in ranks]
-    return np.array(own).reshape(layout.num_places, layout.team_size).sum(axis=1)
+    work_by_rank = [work[layout.positions(rank)].sum() for rank in ranks]
+    return np.array(work_by_rank).reshape(layout.num_places, layout.team_size).sum(axis=1)
 
 
 class Transfers(NamedTuple):
@@ -51,9 +51,11 @@ def drawn(rng):
     size, tokens = int(rng.integers(1, 20)), int(rng.integers(1, 60))
     team_size = int(rng.choice([team for team in range(1, size + 1) if size % team == 0]))
     real = size * tokens - int(rng.integers(0, min(size * tokens, 2 * size)) * (rng.random() < 0.4))
-    most = [0, real - 1, int(rng.integers(0, real)), min(4, real - 1)][rng.integers(4)]
+    num_boundaries = [0, real - 1, int(rng.integers(0, real)), min(4, real - 1)][rng.integers(4)]
     inner = (
-        np.sort(rng.choice(np.arange(1, real), most, replace=False)) if real > 1 else np.array([])
+        np.sort(rng.choice(np.arange(1, real), num_boundaries, replace=False))
+        if real > 1
+        else np.array([])
     )
     if rng.random() < 0.2:
         inner = np.arange(1, real)[:: int(rng.integers(1, real + 1))]  # all equal, but for the last

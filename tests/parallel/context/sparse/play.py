@@ -24,8 +24,8 @@ class Sent(NamedTuple):
     index: int  # of the round in which it is sent, -1 before the first
     due: int
     positions: np.ndarray
-    there: np.ndarray
-    here: np.ndarray
+    sender_rows: np.ndarray
+    receiver_rows: np.ndarray
 
 
 class Gradient(NamedTuple):
@@ -34,7 +34,7 @@ class Gradient(NamedTuple):
     """
 
     pairs: np.ndarray
-    own: np.ndarray
+    from_owner: np.ndarray
 
 
 def visible(plan):
@@ -56,9 +56,9 @@ def visible(plan):
 
 def spelled_out(rows):
     """The rows one by one; checks that they ascend."""
-    found = np.concatenate([np.arange(first, end) for first, end in rows] or [np.arange(0)])
-    assert (np.diff(found) > 0).all()
-    return found
+    positions = np.concatenate([np.arange(first, end) for first, end in rows] or [np.arange(0)])
+    assert (np.diff(positions) > 0).all()
+    return positions
 
 
 class Play:
@@ -72,14 +72,14 @@ class Play:
             default: ``visible`` of the plan) asks for.
     """
 
-    def __init__(self, plan, moves, seen=None):
+    def __init__(self, plan, moves, visible_pairs=None):
         self.plan, self.geometry, self.ranks = plan, plan.geometry, range(plan.size)
         self.schedules = [plan.schedule(rank, moves) for rank in self.ranks]
         self.own = [self._joined(self.geometry.head_group(rank)) for rank in self.ranks]
         self.team = [self._joined(self.geometry.team(rank)) for rank in self.ranks]
         self.moves = moves
-        seen = visible(plan) if seen is None else seen
-        self.seen = seen.T if moves == "kv" else seen  # [what moves, what stays]
+        visible_pairs = visible(plan) if visible_pairs is None else visible_pairs
+        self.seen = visible_pairs.T if moves == "kv" else visible_pairs  # [what moves, what stays]
         self.rows: list[Sent] = []
         self.gradients: list[Sent] = []
         self._links: dict[tuple[int, int, bool], deque[tuple[int, Parcel, Any]]] = {}
@@ -92,38 +92,49 @@ class Play:
         """Play all rounds and check what has come about."""
         arriving = [{} for _ in self.ranks]
         returning = [{} for _ in self.ranks]
-        kept = [np.zeros((len(team), self.plan.padded_len), dtype=int) for team in self.team]
-        self._post(-1, [one[0].joined for one in self.schedules], self.own, arriving, self.rows)
+        pairs_by_rank = [
+            np.zeros((len(team), self.plan.padded_len), dtype=int) for team in self.team
+        ]
+        self._post(
+            -1, [schedule[0].joined for schedule in self.schedules], self.own, arriving, self.rows
+        )
         for i, step in enumerate(self.geometry.rounds):
-            rounds = [one[i] for one in self.schedules]
-            held = [
+            rounds = [schedule[i] for schedule in self.schedules]
+            held_positions = [
                 self.own[rank]
                 if rounds[rank].in_place
                 else self._filled(rounds[rank].length, arriving[rank].pop(i, []))
                 for rank in self.ranks
             ]
-            assert [len(held[rank]) for rank in self.ranks] == [step.length for step in rounds]
-            self._post(i, [step.moves for step in rounds], held, arriving, self.rows)
+            assert [len(held_positions[rank]) for rank in self.ranks] == [
+                step.length for step in rounds
+            ]
+            self._post(i, [step.moves for step in rounds], held_positions, arriving, self.rows)
             sums = [
-                self._computed(rank, held[rank], rounds[rank].tiles, kept[rank])
+                self._computed(rank, held_positions[rank], rounds[rank].tiles, pairs_by_rank[rank])
                 for rank in self.ranks
             ]
             for rank in self.ranks:
                 self._add(sums[rank], returning[rank].pop(i, []))
-                asked = step.gradient is not None
+                needs_gradient = step.gradient is not None
                 self._needed[rank].append(
-                    asked & self.seen[np.ix_(held[rank], self.team[rank])].any(1)
+                    needs_gradient & self.seen[np.ix_(held_positions[rank], self.team[rank])].any(1)
                 )
             self._post(
-                i, [step.gradients for step in rounds], sums, returning, self.gradients, held
+                i,
+                [step.gradients for step in rounds],
+                sums,
+                returning,
+                self.gradients,
+                held_positions,
             )
         assert not any(self._links.values()), "sent and never received"
         assert not any(arriving), "received and never used"
-        self._check_sums(returning, kept)
+        self._check_sums(returning, pairs_by_rank)
         self._check_need()
         return self
 
-    def _post(self, index, parcels, tensors, waiting, sent, held=None):
+    def _post(self, index, parcels, tensors, waiting, sent, holders=None):
         """All ranks send parts of ``tensors`` and receive."""
         for rank in self.ranks:
             for parcel in sorted(parcels[rank].sends, key=lambda parcel: parcel.due):
@@ -140,58 +151,62 @@ class Play:
                 assert (when, other.due, other.peer) == (index, parcel.due, rank), (
                     "sends and receives do not meet"
                 )
-                here, there = spelled_out(parcel.rows), spelled_out(other.rows)
-                assert len(here) == len(there) > 0, "what is sent is not what is received"
-                waiting[rank].setdefault(parcel.due, []).append((here, part))
-                positions = (tensors if held is None else held)[parcel.peer][there]
-                sent.append(Sent(parcel.peer, rank, index, parcel.due, positions, there, here))
-                if held is not None and parcel.peer != rank:
+                row_index, peer_rows = spelled_out(parcel.rows), spelled_out(other.rows)
+                assert len(row_index) == len(peer_rows) > 0, "what is sent is not what is received"
+                waiting[rank].setdefault(parcel.due, []).append((row_index, part))
+                positions = (tensors if holders is None else holders)[parcel.peer][peer_rows]
+                sent.append(
+                    Sent(parcel.peer, rank, index, parcel.due, positions, peer_rows, row_index)
+                )
+                if holders is not None and parcel.peer != rank:
                     assert part.pairs.any(1).all(), "a gradient of 0 is sent"
-                    assert not part.own.any(), "an owner's own part of the gradient leaves it"
+                    assert not part.from_owner.any(), (
+                        "an owner's own part of the gradient leaves it"
+                    )
 
     def _filled(self, length, arriving):
         buffer = np.full(length, -1)
-        for here, part in arriving:
-            assert (buffer[here] == -1).all(), "two transfers to one row"
-            buffer[here] = part
+        for row_index, part in arriving:
+            assert (buffer[row_index] == -1).all(), "two transfers to one row"
+            buffer[row_index] = part
         assert (buffer >= 0).all(), "a row of the buffer that nothing fills"
         assert len(np.unique(buffer)) == length
         return buffer
 
-    def _computed(self, rank, held, tiles, kept):
-        pairs = np.zeros((len(held), self.plan.padded_len), dtype=int)
+    def _computed(self, rank, held_positions, tiles, pair_sums):
+        pairs = np.zeros((len(held_positions), self.plan.padded_len), dtype=int)
         for tile in tiles:
-            here, still = (tile.k, tile.q) if self.moves == "kv" else (tile.q, tile.k)
+            moving, staying = (tile.k, tile.q) if self.moves == "kv" else (tile.q, tile.k)
             block = MASKS[tile.kind](
                 np.ones((tile.q.stop - tile.q.start, tile.k.stop - tile.k.start), dtype=int)
             )
             block = block.T if self.moves == "kv" else block
-            assert block.shape == (len(held[here]), len(self.team[rank][still])), (
+            assert block.shape == (len(held_positions[moving]), len(self.team[rank][staying])), (
                 "a tile beyond the buffer"
             )
-            pairs[here, self.team[rank][still]] += block
-            kept[still, held[here]] += block.T
-        return Gradient(pairs, pairs.any(1) & np.isin(held, self.own[rank]))
+            pairs[moving, self.team[rank][staying]] += block
+            pair_sums[staying, held_positions[moving]] += block.T
+        return Gradient(pairs, pairs.any(1) & np.isin(held_positions, self.own[rank]))
 
     def _add(self, sums, returning):
-        for here, part in returning:
-            sums.pairs[here] += part.pairs
-            sums.own[here] |= part.own
+        for row_index, part in returning:
+            sums.pairs[row_index] += part.pairs
+            sums.from_owner[row_index] |= part.from_owner
 
-    def _check_sums(self, returning, kept):
+    def _check_sums(self, returning, pair_sums):
         """Every visible pair counts once, in what moves, at its owner, and in what stays, in its
         team.
         """
         end = len(self.geometry.rounds)
         for rank in self.ranks:
             home = np.zeros((len(self.own[rank]), self.plan.padded_len), dtype=int)
-            for here, part in returning[rank].pop(end, []):
-                home[here] += part.pairs
+            for row_index, part in returning[rank].pop(end, []):
+                home[row_index] += part.pairs
             assert not returning[rank], "a gradient that nothing waits for"
             np.testing.assert_array_equal(
                 home, self.seen[self.own[rank]], f"gradients that reach rank {rank}"
             )
-            staying = sum(kept[mate] for mate in self.geometry.teammates(rank))
+            staying = sum(pair_sums[mate] for mate in self.geometry.teammates(rank))
             np.testing.assert_array_equal(
                 staying, self.seen.T[self.team[rank]], f"pairs computed for rank {rank}"
             )
@@ -202,18 +217,22 @@ class Play:
         """
         for sent in sorted(self.rows, key=lambda sent: -sent.index):
             if sent.index >= 0:
-                self._needed[sent.sender][sent.index][sent.there] |= self._needed[sent.receiver][
-                    sent.due
-                ][sent.here]
+                self._needed[sent.sender][sent.index][sent.sender_rows] |= self._needed[
+                    sent.receiver
+                ][sent.due][sent.receiver_rows]
         for sent in self.rows:
             if sent.sender != sent.receiver:
-                assert self._needed[sent.receiver][sent.due][sent.here].all(), (
+                assert self._needed[sent.receiver][sent.due][sent.receiver_rows].all(), (
                     "a row is sent that no query sees"
                 )
 
 
-def _part(of, rows):
-    return Gradient(of.pairs[rows], of.own[rows]) if isinstance(of, Gradient) else of[rows]
+def _part(tensor, rows):
+    return (
+        Gradient(tensor.pairs[rows], tensor.from_owner[rows])
+        if isinstance(tensor, Gradient)
+        else tensor[rows]
+    )
 
 
 def drawn(draw, method, size):
@@ -224,16 +243,16 @@ def drawn(draw, method, size):
         if able.splits_heads
         else draw.choice([1, *(d for d in range(1, size + 1) if size % d == 0)])
     )
-    places = size // degree
+    num_places = size // degree
     options["ulysses_degree"] = degree
     if able.teams:
         options["team_size"] = draw.choice(
-            [team for team in range(1, places + 1) if places % team**2 == 0]
+            [team for team in range(1, num_places + 1) if num_places % team**2 == 0]
         )
         options["placement"] = draw.choice(["collect_intra", "p2p_intra"])
     if able.nodes:
         options["ranks_per_node"] = degree * draw.choice(
-            [node for node in range(1, places + 1) if places % node == 0]
+            [node for node in range(1, num_places + 1) if num_places % node == 0]
         )
     if len(able.layouts) > 1:
         options["layout"] = draw.choice(["auto", *able.layouts])
@@ -241,7 +260,7 @@ def drawn(draw, method, size):
     if seq_len > 1 and draw.random() < 0.7:
         cuts = draw.sample(range(1, seq_len), min(seq_len - 1, draw.choice([1, 3, 10])))
         options["documents"] = (0, *sorted(cuts), seq_len)
-    made = make_plan(
+    plan = make_plan(
         method,
         seq_len=seq_len,
         size=size,
@@ -250,12 +269,12 @@ def drawn(draw, method, size):
         **options,
     )
     if draw.random() < 0.5:
-        return made
+        return plan
     widths = [1, 2, max(1, size - 1), draw.randint(1, seq_len)]
     window = draw.choice(widths), 0 if causal else draw.choice([-1, *widths])
     # of one layer, in the layout that balances the others, or of all
     return (
-        made.windowed(window)
+        plan.windowed(window)
         if draw.random() < 0.5
-        else made.under(documents=made.documents, window=window)
+        else plan.under(documents=plan.documents, window=window)
     )

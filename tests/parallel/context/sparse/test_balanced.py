@@ -50,8 +50,8 @@ def check(layout):
         assert all(a.start + a.length < b.start for a, b in pairwise(layout.strides(rank)))
     for place in range(layout.num_places):
         joined = np.concatenate(owned[place * layout.team_size : (place + 1) * layout.team_size])
-        own = layout.pieces().take(np.flatnonzero(layout.pieces().place == place))
-        pieces = zip(own.start, own.length, strict=True)
+        place_pieces = layout.pieces().take(np.flatnonzero(layout.pieces().place == place))
+        pieces = zip(place_pieces.start, place_pieces.length, strict=True)
         np.testing.assert_array_equal(
             joined, np.concatenate([np.arange(a, a + count) for a, count in pieces])
         )
@@ -63,8 +63,8 @@ def check(layout):
         layout.num_places - 1
     )
     work, left, right = place_work(layout, layout), *layout.reach
-    most = min(left + 1 + right, np.diff(layout.documents).max())
-    assert np.abs(work - work.mean()).max() <= 0.003 * work.mean() + most + 1
+    max_work = min(left + 1 + right, np.diff(layout.documents).max())
+    assert np.abs(work - work.mean()).max() <= 0.003 * work.mean() + max_work + 1
 
 
 def test_any_documents_under_any_mask():
@@ -83,9 +83,11 @@ def flat(beads):
         (
             circles,
             "crossings",
-            lambda whole: lambda arcs: (found := whole(arcs)).on(np.minimum(found.room, 20)),
+            lambda whole: (
+                lambda arcs: (short_arcs := whole(arcs)).on(np.minimum(short_arcs.room, 20))
+            ),
         ),
-        (balancing, "opened", lambda whole: lambda *of: flat(whole(*of))),
+        (balancing, "opened", lambda whole: lambda *args: flat(whole(*args))),
         (circles, "TOLERANCE", lambda whole: 0.1),
     ],
     ids=[
@@ -95,16 +97,16 @@ def flat(beads):
     ],
 )
 def test_what_is_broken_is_seen(monkeypatch, module, name, broken):
-    rng, seen = np.random.default_rng(0), 0
+    rng, num_cases = np.random.default_rng(0), 0
     monkeypatch.setattr(module, name, broken(getattr(module, name)))
     balancing._arcs.cache_clear()
     for _ in range(60):
         try:
             check(drawn(rng))
         except AssertionError:
-            seen += 1
+            num_cases += 1
     balancing._arcs.cache_clear()
-    assert seen > 10
+    assert num_cases > 10
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 6, 7, 8, 16, 64])
@@ -115,7 +117,7 @@ def test_one_document_is_zigzag(size):
 
 
 @pytest.mark.parametrize(
-    ("length", "seq_len", "size", "most"),
+    ("length", "seq_len", "size", "max_share"),
     [
         (lognormal, 2**14, 8, 0.21),
         (lognormal, 2**17, 16, 0.14),
@@ -124,13 +126,13 @@ def test_one_document_is_zigzag(size):
         (chat, 2**17, 16, 0.25),
     ],
 )
-def test_work_and_rows_of_packed_sequences(length, seq_len, size, most):
+def test_work_and_rows_of_packed_sequences(length, seq_len, size, max_share):
     """Rows as a mean of 20 draws: those with one or two of the longest documents have twice as
     many.
     """
     layouts = [balanced(filled(length, seq_len, seed), size) for seed in range(20)]
     assert max(map(imbalance, layouts[:3])) <= 1.0035
-    assert np.mean([share_of_a_ring(layout) for layout in layouts]) <= most
+    assert np.mean([share_of_a_ring(layout) for layout in layouts]) <= max_share
 
 
 def test_a_window_over_one_document_moves_little_more_than_the_halo():

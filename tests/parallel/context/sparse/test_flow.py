@@ -39,15 +39,16 @@ def crossings(sent, gradients, per_node, degree):
     """Arrivals of each row, per heads, at each other node; of a gradient, its departures from each
     other node.
     """
-    found = Counter()
-    for one in sent:
-        nodes = one.sender // per_node, one.receiver // per_node
+    counts = Counter()
+    for transfer in sent:
+        nodes = transfer.sender // per_node, transfer.receiver // per_node
         if nodes[0] != nodes[1]:
             far = nodes[0 if gradients else 1]
-            found.update(
-                (far, one.sender % degree, position) for position in one.positions.tolist()
+            counts.update(
+                (far, transfer.sender % degree, position)
+                for position in transfer.positions.tolist()
             )
-    return found
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,13 @@ def one_row_short(who, whose, first, end, rows):
 def one_row_more(who, whose, first, end, rows):
     """With the row before the first one, or after the last one, that a place sees of another's."""
     for reader, owner in {*zip(who.tolist(), whose.tolist(), strict=True)}:
-        own = np.flatnonzero((who == reader) & (whose == owner))
-        least, last = own[first[own].argmin()], own[end[own].argmax()]
-        if reader != owner and first[least] > 0:
-            return who, whose, first - (np.arange(len(first)) == least), end
+        rows_of_pair = np.flatnonzero((who == reader) & (whose == owner))
+        first_row, last = (
+            rows_of_pair[first[rows_of_pair].argmin()],
+            rows_of_pair[end[rows_of_pair].argmax()],
+        )
+        if reader != owner and first[first_row] > 0:
+            return who, whose, first - (np.arange(len(first)) == first_row), end
         if reader != owner and end[last] < rows:
             return who, whose, first, end + (np.arange(len(end)) == last)
     raise AssertionError("every place sees all or nothing of another's")
@@ -108,41 +112,41 @@ def one_row_more(who, whose, first, end, rows):
 def test_a_row_too_few_and_a_row_too_many_are_seen(moves, change, message, monkeypatch):
     for method in ("ring", "allgather", "exchange", "double_ring"):
         named = {"layout": "contiguous"} if len(METHODS[method].layouts) > 1 else {}
-        made = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0), **named)
-        Play(Plan(made.geometry, made.mask), moves).run()
+        plan = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0), **named)
+        Play(Plan(plan.geometry, plan.mask), moves).run()
         with monkeypatch.context() as patch:
-            patch.setattr(flow, "rows_seen", lambda *of: change(*rows_seen(*of), rows=24))
+            patch.setattr(flow, "rows_seen", lambda *args: change(*rows_seen(*args), rows=24))
             with pytest.raises(AssertionError, match=message):
-                Play(Plan(made.geometry, made.mask), moves).run()
+                Play(Plan(plan.geometry, plan.mask), moves).run()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_boundary_ignored_and_a_window_off_by_one_are_seen(method):
-    made = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0))
+    plan = make_plan(method, seq_len=96, size=4, documents=DOCUMENTS, window=(20, 0))
     for documents, window in (
         ((0, 9, 41, 70, 96), (20, 0)),
         (DOCUMENTS, (19, 0)),
         (DOCUMENTS, (21, 0)),
     ):
-        wrong = Plan(made.geometry, made.under(documents=documents, window=window).mask, made.mask)
+        wrong = Plan(plan.geometry, plan.under(documents=documents, window=window).mask, plan.mask)
         with pytest.raises(AssertionError, match=r"rank \d"):
-            Play(wrong, "kv", visible(made)).run()
-    Play(made, "kv", visible(made)).run()
+            Play(wrong, "kv", visible(plan)).run()
+    Play(plan, "kv", visible(plan)).run()
 
 
 def test_a_gradient_returns_to_its_owner_before_it_goes_on():
     """An owner in a team that holds its rows again amid the rounds keeps its own part, and the
     parts that came.
     """
-    made = make_plan(
+    plan = make_plan(
         "wallfacer", seq_len=79, size=12, team_size=2, documents=(0, 34, 79), layout="zigzag"
     )
     amid = [
         (rank, i)
         for rank in range(12)
-        for i, step in enumerate(made.schedule(rank))
-        if i not in (0, len(made.geometry.rounds) - 1)
+        for i, step in enumerate(plan.schedule(rank))
+        if i not in (0, len(plan.geometry.rounds) - 1)
         and any(p.peer == rank for p in step.gradients.sends)
     ]
     assert amid
-    Play(made, "kv").run()
+    Play(plan, "kv").run()

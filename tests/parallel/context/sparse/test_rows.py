@@ -31,12 +31,12 @@ def spans(rows):
     return Spans(*np.array(rows, dtype=np.int64).reshape(-1, 2).T)
 
 
-def spelled_out(found):
+def spelled_out(row_set):
     """The numbers; checks that the intervals ascend and neither overlap nor adjoin."""
     rows = (
-        list(zip(*(x.tolist() for x in found), strict=True))
-        if isinstance(found, Spans)
-        else list(found)
+        list(zip(*(x.tolist() for x in row_set), strict=True))
+        if isinstance(row_set, Spans)
+        else list(row_set)
     )
     edges = [edge for interval in rows for edge in interval]
     assert all(a < b for a, b in pairwise(edges))
@@ -52,7 +52,7 @@ def test_unions_common_rows_and_rests_are_those_of_sets():
             for first in draw.choices(range(40), k=draw.randrange(8))
         ]
         numbers = {i for first, end in overlapping for i in range(first, end)}
-        for rows, wanted in (
+        for rows, expected in (
             (union(), set()),
             (union(spans(a), spans(b), spans(c)), in_a | in_b | in_c),
             (union(spans(tuple(overlapping))), numbers),
@@ -60,7 +60,7 @@ def test_unions_common_rows_and_rests_are_those_of_sets():
             (common(spans(a), spans(b)), in_a & in_b),
             (without(spans(a), spans(b)), in_a - in_b),
         ):
-            assert spelled_out(rows) == sorted(wanted), (a, b, c, overlapping)
+            assert spelled_out(rows) == sorted(expected), (a, b, c, overlapping)
 
 
 def sets(plan):
@@ -75,7 +75,7 @@ def sets(plan):
         )
 
 
-def found(plan, reach, seen):
+def found(plan, reach, visible_pairs):
     """Return which rows of each set each set sees, bool [sets, all rows of the sets]: computed, and
     by brute force.
     """
@@ -86,8 +86,8 @@ def found(plan, reach, seen):
     for who, whose, first, end in zip(*(column.tolist() for column in rows), strict=True):
         assert 0 <= first < end <= len(positions[whose])
         got[who, begin[whose] + first : begin[whose] + end] = True
-    columns = seen[:, np.concatenate(positions)]
-    return got, np.stack([columns[own].any(0) for own in positions])
+    columns = visible_pairs[:, np.concatenate(positions)]
+    return got, np.stack([columns[rank_positions].any(0) for rank_positions in positions])
 
 
 @pytest.mark.parametrize("method", METHODS)

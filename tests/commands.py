@@ -1,11 +1,10 @@
-"""Commands of README and docs, each run in a scratch copy of the checkout or left out for a reason:
-a dated table.
+"""Commands of README and docs, each run in a scratch copy or left out for a reason: a dated table.
 
-python -m tests.commands                                       # all pages, in a new user's order:
-an hour on 2 cores python -m tests.commands --pages README.md docs/tasks/data.md  # these pages
-alone; other rows stay as they are python -m tests.commands --only sampling --logs /tmp/logs      #
-commands with a word in them, and what they print python -m tests.commands --scratch /tmp/copy
-# a copy that stays, for later pages that need its runs
+python -m tests.commands                    # all pages, in a new user's order: an hour on 2 cores
+python -m tests.commands --pages README.md  # these pages alone; other rows stay as they are
+python -m tests.commands --only sampling    # commands with a word in them
+python -m tests.commands --logs /tmp/logs   # and what they print
+python -m tests.commands --scratch /tmp/x   # a copy that stays, for pages that need its runs
 """
 
 import json

@@ -1,8 +1,7 @@
 """Run a command with GPUs that are not there: everything works as with CUDA, but nothing is
 computed.
 
-    python -m tests.cuda_stub --gpus 2 -- torchrun --nproc-per-node 2 pretrain_gpt.py --device cuda
-    --bf16 ...
+    python -m tests.cuda_stub --gpus 2 -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
 
 Needs Linux on x86_64, gcc, a CUDA build of torch (CUDA 13) and no GPU. Devices, allocations,
 copies, streams, launches and NCCL's calls are real calls of torch's own code, answered by

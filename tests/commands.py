@@ -34,7 +34,10 @@ ORDER = (
     "docs/concepts",
     "docs",
 )
-PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:make|python|torchrun|sbatch|squeue|scontrol|export|mkdir|git|pip|\.|\.ci/\w+) "
+PROGRAMS = (
+    r"(?:[A-Z_]+=\S+ )*"
+    r"(?:make|python|torchrun|sbatch|squeue|scontrol|export|mkdir|git|pip|\.|\.ci/\w+) "
+)
 NOT_RUN = {
     r"/path/to|\b(?:PREFIX|FILE|HOST|NAME|JOB|RUN)\b(?!=)": (
         "placeholder: a name of yours stands in it"
@@ -193,7 +196,7 @@ def read_table(path: Path) -> dict[Command, list[str]]:
 
 
 def write_table(path: Path, results: dict[Command, list[str]], left_out: Counter[str]) -> None:
-    """Write a row for each command that can run here, and how many are left out for which reason."""
+    """Write a row for each command that can run here, and how many are left out for what reason."""
     ran = sum(result.startswith("ran") for result, _ in results.values())
     head = (
         f"Commands of README and docs, written by `python -m tests.commands`: of "

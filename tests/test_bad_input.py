@@ -187,7 +187,7 @@ def end_cases(rank, world_size, root):
 
 @pytest.fixture(scope="module")
 def endings(place):
-    """The ending of every case on each of two ranks; they found the same files, and changed none."""
+    """The ending of every case on each of two ranks; they had the same files, and changed none."""
     make_bad(place)
     before = snapshot(place)
     rank_endings = run_ranks(end_cases, 2, place)

@@ -62,8 +62,11 @@ def chats(tmp_path_factory):
     )
     counts = prepare(request, folder / "chats", progress=False)[0].conversations
     assert 3 <= counts["samples"] < 9  # some hold several
-    flags = f"""--data-path {folder}/chats --tokenizer-model {tokenizer} --sft --split 100,0,0 --eval-iters 0
-        --seq-length {LENGTH} --global-batch-size {counts["samples"]} --micro-batch-size 1""".split()
+    flags = f"""
+        --data-path {folder}/chats --tokenizer-model {tokenizer} --sft --split 100,0,0
+        --eval-iters 0 --seq-length {LENGTH} --global-batch-size {counts["samples"]}
+        --micro-batch-size 1
+    """.split()
     return Chats(turns, flags, tokenizer)
 
 
@@ -89,7 +92,7 @@ def alone(chats):
 
 
 def others_changed(batch):
-    """Leave loss to the second conversation of the row alone, and change every token of the others."""
+    """Leave loss to the second conversation of the row alone; change every token of the others."""
     batch = second_document_alone(batch)
     mine = batch["starts"].cumsum(1) == 2
     return batch | {"tokens": batch["tokens"].where(mine, (batch["tokens"] + 7) % 200)}

@@ -113,7 +113,7 @@ def unknown_modules(page, root):
 
 
 def unknown_paths(page, root):
-    """Files and folders of ours that a page names between backticks, or as a program or a --config."""
+    """Files and folders of ours that a page names in backticks, or as a program or a --config."""
     tops = {path.name for path in root.iterdir() if path.is_dir()} - {"runs"}
     words = r"(?<![\w./-])[\w.-]+(?:/[\w.-]+)*/?(?![\w/<*])"
     for word in {word for line in code(page) for word in re.findall(words, line)}:

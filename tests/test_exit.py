@@ -173,7 +173,9 @@ READING = """
 import runpy, sys
 def tell():
     print("LOADED", *sys.modules)
-for command in ("pretrain_gpt.py --help", "pretrain_dit.py --help", "pretrain_gpt.py --no-such-flag"):
+for command in (
+    "pretrain_gpt.py --help", "pretrain_dit.py --help", "pretrain_gpt.py --no-such-flag"
+):
     sys.argv = command.split()
     try:
         runpy.run_path(sys.argv[0])["main"](sys.argv[1:])

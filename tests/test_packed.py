@@ -243,7 +243,7 @@ def test_a_run_that_stops_and_goes_on_changes_no_bit(flags, tmp_path):
 
 
 def planned_in(rank, world_size, runs):
-    """Train for 4 steps with a validation each; the threads that plan, in the order of their plans."""
+    """Train for 4 steps with a validation each; the threads that plan, in order of their plans."""
     threads_seen, make = [], plan.rank_schedule
     for arguments in runs:
         threads = []

@@ -61,10 +61,14 @@ LAUNCH = """
 KILL, SIGNAL, STARTED, END = "SIGKILL", "signal", "runs into one folder", "end of a run"
 TITLE = f"""# Chaos
 
-Written by `make chaos`. A trial starts a run of 4 processes under torchrun, or goes on with that of the trial before,
-and strikes. Right is: the next start goes on from the newest commit, which is whole; no process is left {ORPHANED:.0f}
-seconds after the launcher's end; a signal's end is a clean save; losses, and at the end weights and moments, are those
-of the undisturbed run to the bit. Of runs into one folder one trains at a time, and the others say so in a line. "Gone"
+Written by `make chaos`. A trial starts a run of 4 processes under torchrun, or goes on with that \
+of the trial before,
+and strikes. Right is: the next start goes on from the newest commit, which is whole; no process \
+is left {ORPHANED:.0f}
+seconds after the launcher's end; a signal's end is a clean save; losses, and at the end weights \
+and moments, are those
+of the undisturbed run to the bit. Of runs into one folder one trains at a time, and the others \
+say so in a line. "Gone"
 is the longest time in seconds from a launcher's end to that of its last process.
 
 | what | where | to whom | trials | wrong | gone |

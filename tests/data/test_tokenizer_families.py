@@ -36,7 +36,7 @@ def both(path):
 
 
 def assert_alike(ours, theirs, path, count=200):
-    """Ids of texts: special tokens read as such, with what is added around, and as ordinary text."""
+    """Ids of texts: special tokens read as such, with what is added around, or as ordinary text."""
     for text in texts(path, count):
         ids = ours.tokenize_special(text)[0]
         assert ids == theirs(text, add_special_tokens=False)["input_ids"], repr(text)

@@ -105,7 +105,7 @@ def attention(device: str, folder: Path) -> dict[str, Any]:
 
 
 def expected(reason: str) -> bool:
-    """Say that a skipped figure is of a library not here, or does not suit the shape or the memory."""
+    """Say that a skipped figure is of a library not here, or does not suit shape or memory."""
     return reason.startswith(("UserError", "OutOfMemoryError")) or "would be padded" in reason
 
 
@@ -160,7 +160,7 @@ def optimizer(device: str, folder: Path) -> dict[str, Any]:
 
 
 def training(device: str, folder: Path) -> dict[str, Any]:
-    """Train for some steps on drawn tokens: 1B parameters at 8,192 and at 32,768 tokens on a GPU."""
+    """Train for some steps on drawn tokens: on a GPU, 1B parameters at 8,192 and 32,768 tokens."""
     return _trained(device)
 
 

@@ -327,7 +327,7 @@ def linear_beside_the_limit(
 
 
 def rule(backend: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Return the gated delta rule's output ``[B, T, H, E]``, of log gates and beta ``[B, T, H]``."""
+    """Return the gated delta rule's output ``[B, T, H, E]``; log gates, beta ``[B, T, H]``."""
     return delta_rule(q * q.shape[-1] ** -0.5, k, v, g, beta, backend=backend)[0]
 
 

@@ -59,7 +59,7 @@ def on(device, *args):
 )
 @pytest.mark.parametrize("kind", [FULL, CAUSAL])
 def test_backends_equal_float64(device, name, width, length, kind):
-    """Out, log-sum-exp, dq, dk and dv, of slices of longer tensors; 4 query heads share 2 of keys."""
+    """Out, log-sum-exp, dq, dk, dv of slices of longer tensors; 4 query heads share 2 of keys."""
     try:
         error = error_of(name, device, width, length, kind)
     except (UserError, torch.OutOfMemoryError) as refusal:

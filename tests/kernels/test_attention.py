@@ -42,8 +42,8 @@ def beside_the_naive_form(name, kind, inputs):
 
 
 BLOCKS = [
-    (1, 1, CAUSAL, 4, 4), (1, 7, FULL, 8, 2), (33, 33, CAUSAL, 4, 4), (65, 17, FULL, 8, 2), (600, 600, CAUSAL, 4, 2),
-    (1, 1, ANTI, 8, 2), (67, 67, ANTI, 4, 4), (67, 67, ANTI, 8, 2),
+    (1, 1, CAUSAL, 4, 4), (1, 7, FULL, 8, 2), (33, 33, CAUSAL, 4, 4), (65, 17, FULL, 8, 2),
+    (600, 600, CAUSAL, 4, 2), (1, 1, ANTI, 8, 2), (67, 67, ANTI, 4, 4), (67, 67, ANTI, 8, 2),
 ]  # fmt: skip
 
 

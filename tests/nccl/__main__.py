@@ -213,11 +213,12 @@ STEPS = {links: 180, methods: 1200, pipeline: 300, meshes: 600, killed: 300}
 
 
 def processes_of(device: str, requested: int | None) -> int:
-    """Return how many processes check; raise UserError unless there are 2 to 8, and a GPU for each."""
+    """Return the count of processes; raise UserError unless 2 to 8, and a GPU for each."""
     available = torch.cuda.device_count() if device == "cuda" else 8
     if available < 2:
         raise UserError(
-            f"nccl-check needs 2 to 8 CUDA GPUs, and torch sees {available} here; nothing was written"
+            f"nccl-check needs 2 to 8 CUDA GPUs, and torch sees {available} here; "
+            "nothing was written"
         )
     num_processes = requested or (min(available, 8) if device == "cuda" else 2)
     if not 2 <= num_processes <= min(available, 8):

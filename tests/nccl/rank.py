@@ -78,7 +78,8 @@ def _collectives(
 def main(arguments: list[str]) -> None:
     """Do what the first argument names, with the others."""
     what, folder, *more = arguments
-    {"train": train_cases, "links": measure_links}[what](Path(folder), *more)  # type: ignore[operator]
+    work = {"train": train_cases, "links": measure_links}[what]
+    work(Path(folder), *more)  # type: ignore[operator]
 
 
 if __name__ == "__main__":

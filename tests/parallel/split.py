@@ -46,7 +46,8 @@ RING = HybridConfig()
 def config(tied=False, **changes):
     """A LLaMA unless `changes` has another model_type."""
     sizes = {
-        "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
+        "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 32,
+        "num_attention_heads": 4, "num_query_groups": 2,
         "vocab_size": VOCABULARY, "untie_embeddings_and_output_weights": not tied,
     }  # fmt: skip
     return model_config(**{**sizes, **changes})

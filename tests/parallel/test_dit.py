@@ -1,4 +1,4 @@
-"""A sharded diffusion transformer does not round its times; tests/test_dit.py has it on every mesh."""
+"""A sharded diffusion transformer does not round its times; tests/test_dit.py has all meshes."""
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,4 +1,4 @@
-"""No policy changes a loss or a gradient; each computes again what it says, and keeps what it says."""
+"""No policy changes a loss or a gradient; each computes again and keeps what it says."""
 
 from dataclasses import replace
 

@@ -190,8 +190,8 @@ def test_legacy_ddp_over_ranks_that_the_library_sums_over_too_is_refused():
                 "data_parallel_sharding_strategy": "legacy_ddp",
             },
             (
-                "instances is 2 with data_parallel_sharding_strategy legacy_ddp, which .* use 1, or "
-                "strategy zero1"
+                "instances is 2 with data_parallel_sharding_strategy legacy_ddp, "
+                "which .* use 1, or strategy zero1"
             ),
         ),
     ],

@@ -27,7 +27,7 @@ LINEAR_REFERENCE = Case()
 
 
 def reference_of(kind: str) -> Case:
-    """Return the reference of a kind of model: one process, with plain SDPA for softmax attention."""
+    """Return the reference of a kind of model: one process, plain SDPA for softmax attention."""
     return LINEAR_REFERENCE if kind in LINEAR else REFERENCE
 
 

@@ -160,7 +160,10 @@ def test_sharding_gives_way_where_memory_is_short(tmp_path):
 def test_processes_that_no_mesh_suits_are_told_which_would(monkeypatch):
     """Two copies of the optimizer's shards, and 3 processes."""
     resized_config = flagged("--full-world-size", "8", "--num-distributed-optimizer-instances", "2")
-    line = r"^allow_resize is set, and no mesh of 3 processes suits the model and keeps global_batch_size 4 of the run "
+    line = (
+        r"^allow_resize is set, and no mesh of 3 processes suits the model "
+        r"and keeps global_batch_size 4 of the run "
+    )
     with pytest.raises(ConfigError, match=line + r"for 8; on 2, 4, 6, 8 there would be one$"):
         rearranged(resized_config, 3, 512)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")

@@ -1,4 +1,4 @@
-"""`--dry-run` as it is called: every configuration, its report and commands, and what it refuses."""
+"""`--dry-run` as it is called: every configuration, its report, its commands, its refusals."""
 
 import re
 import shlex

@@ -159,7 +159,8 @@ def made_anew(parse, build, flags, change=None):
             name: x if name == "plan" else local_recorder._fake.from_tensor(x)
             for name, x in batch.items()
         }
-        local_recorder.know(vars(plain.__self__))  # type: ignore[attr-defined]  (the objective's own, made once)
+        # The objective's own, made once.
+        local_recorder.know(vars(plain.__self__))  # type: ignore[attr-defined]
         to = Tensor.to
         stack.enter_context(
             patch.object(

@@ -163,7 +163,7 @@ def test_what_its_owner_removed_meanwhile_is_made_anew(gone, tmp_path, monkeypat
 
 
 def test_one_process_has_a_folder_once(tmp_path):
-    """fcntl grants its process a lock again, and the second's end would let go of the first one's."""
+    """fcntl grants its process a lock again, and the second's end would release the first."""
     with owned(tmp_path):
         with (
             pytest.raises(InUseError, match="in use by this process already"),

@@ -51,7 +51,8 @@ ReturnToService=2
 SlurmdTimeout=20
 JobRequeue=1
 KillWait=5
-# As sites have it: what no node or limit of the partition can take is refused, and does not wait for ever.
+# As sites have it: what no node or limit of the partition can take is refused,
+# and does not wait for ever.
 EnforcePartLimits=ALL
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -97,7 +98,7 @@ def missing():
 
 
 def write_configuration(folder, nodes, kinds, gpus):
-    """Write slurm.conf, gres.conf, hosts and the devices into ``folder``; return the nodes' names."""
+    """Write slurm.conf, gres.conf, hosts and devices into ``folder``; return the nodes' names."""
     names = [f"node{number}" for number in range(1, nodes + 1)]
     for sub in ("state", *names):
         (folder / sub).mkdir(parents=True, exist_ok=True)

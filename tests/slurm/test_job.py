@@ -19,7 +19,9 @@ scontrol() {
         echo try >>"$RUN/tries"
         [ -z "$REFUSAL" ] || { echo "$REFUSAL" >&2 && return 1; }
         echo "scontrol $*" ;;
-    "show job") [ -n "$AWAY" ] || echo "JobId=7 JobState=RUNNING $KNOWN ExcNodeList=$EXCLUDED Features=(null)" ;;
+    "show job")
+        [ -n "$AWAY" ] ||
+            echo "JobId=7 JobState=RUNNING $KNOWN ExcNodeList=$EXCLUDED Features=(null)" ;;
     *) echo "scontrol $*" ;;
     esac
 }

@@ -144,7 +144,7 @@ def ended(slurm, job):
 
 
 def preempt(slurm, folder):
-    """Another job has precedence for a second; its log is in the folder, and not in the checkout."""
+    """Another job has precedence for a second; its log is in the folder, not in the checkout."""
     where = [
         "--partition=urgent",
         "--exclusive",

@@ -22,8 +22,11 @@ from train.run import exit_status
 
 transformers = pytest.importorskip("transformers")
 END, TURN = "<|endoftext|>", "<|im_end|>"
-FLAGS = """--seq-length 64 --train-iters 60 --lr 1e-2 --min-lr 1e-2 --lr-warmup-iters 2 --global-batch-size 4
-    --micro-batch-size 1 --split 1,0,0 --eval-iters 0 --save-interval 60 --context-parallel-size 1 --sft"""
+FLAGS = """
+    --seq-length 64 --train-iters 60 --lr 1e-2 --min-lr 1e-2 --lr-warmup-iters 2
+    --global-batch-size 4 --micro-batch-size 1 --split 1,0,0 --eval-iters 0 --save-interval 60
+    --context-parallel-size 1 --sft
+"""
 
 
 @pytest.fixture(scope="module")

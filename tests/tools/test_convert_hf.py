@@ -119,7 +119,7 @@ def test_an_export_is_the_import_to_the_bit(tmp_path, name, capsys):
 
 
 def test_a_run_of_an_import_computes_what_theirs_does(tmp_path, monkeypatch, capsys):
-    """It finds its tokenizer from any folder, and its method of context parallelism suits its kind."""
+    """It has its tokenizer from any folder, and a method of context parallelism for its kind."""
     from tools import sample
 
     monkeypatch.chdir(tmp_path)

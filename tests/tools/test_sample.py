@@ -162,7 +162,10 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(run, tmp_path, capsys
     assert "iteration 1," in sampled(capsys, "--load", tmp_path, "--num-tokens", 2).out
     tokenizer.write_bytes(tokenizer.read_bytes().replace(b"value", b"walue", 1))
     assert main(["--load", str(tmp_path), "--num-tokens", "2"]) == 1
-    message = rf"error: {tokenizer} is not the tokenizer that .*digest {was[:8]}, now {digest(tokenizer)[:8]}\); put .*\n"
+    message = (
+        rf"error: {tokenizer} is not the tokenizer that .*digest {was[:8]}, "
+        rf"now {digest(tokenizer)[:8]}\); put .*\n"
+    )
     assert re.fullmatch(message, capsys.readouterr().err)
 
 

@@ -1,4 +1,4 @@
-"""Averages of sharded weights equal those of whole ones, and take the weights' place for a while."""
+"""Averages of sharded weights equal those of whole ones, and take their place for a while."""
 
 import pytest
 import torch

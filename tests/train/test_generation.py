@@ -145,7 +145,7 @@ def runs(tmp_path_factory):
 
 
 def naive(config, prompts):
-    """The likeliest tokens and their logits [NEW, B, V], from a forward over all tokens for each."""
+    """The likeliest tokens and their logits [NEW, B, V], each from a forward over all tokens."""
     if config.rope is not None and config.rope.rope_scaling_type == "dynamic":
         config = dataclasses.replace(config, rope_scaling_seq_length=max(map(len, prompts)) + NEW)
     model, continuations = weighted(config), []

@@ -342,7 +342,10 @@ def test_a_disk_that_fills_up_is_named_and_nothing_stays(tmp_path, monkeypatch, 
         return done(target, *arguments)
 
     monkeypatch.setattr(owner, call, full)
-    message = r"cannot write to .*/a \(No space left on device: [\d,]+ bytes are free in .*\); free space or name"
+    message = (
+        r"cannot write to .*/a \(No space left on device: "
+        r"[\d,]+ bytes are free in .*\); free space or name"
+    )
     with pytest.raises(DataError, match=message):
         folder(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []

@@ -394,7 +394,11 @@ def versions(set_gpu, monkeypatch):
     """Have versions 3 and 4 of stand-ins that compute; return those put in place so far."""
     registered = []
     for impl in ("FA3", "FA4"):
-        register = lambda impl=impl: registered.append((impl, Computing())) or registered[-1][1]  # noqa: E731
+
+        def register(impl=impl):
+            registered.append((impl, Computing()))
+            return registered[-1][1]
+
         monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, impl, register)
     set_gpu(H100)
     return registered

@@ -1,4 +1,4 @@
-"""The delta rule in chunks against the recurrence token by token: outputs, states, every gradient."""
+"""The delta rule in chunks against the recurrence by tokens: outputs, states, every gradient."""
 
 from functools import partial
 

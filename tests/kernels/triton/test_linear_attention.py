@@ -24,7 +24,14 @@ triton = pytest.importorskip(
     "triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it"
 )
 
-from tests.kernels.triton.harness import SHARED, Launched, compiled, interpret, meta, on_a_gpu  # noqa: E402
+from tests.kernels.triton.harness import (  # noqa: E402
+    SHARED,
+    Launched,
+    compiled,
+    interpret,
+    meta,
+    on_a_gpu,
+)
 
 BOUNDS = 7
 """Place of the kernel's argument ``bounds``."""

@@ -256,7 +256,10 @@ def odd_files(folder, kind):
     if kind == "saved twice":
         other.save_pretrained(folder.parent / "other")
         (folder.parent / "other" / "model.safetensors").rename(folder / "model.safetensors")
-        return rf"model-00001-of.*, .* and {len(shards) - 2} more passed over, .*; model.safetensors is read"
+        return (
+            rf"model-00001-of.*, .* and {len(shards) - 2} more passed over, .*; "
+            r"model.safetensors is read"
+        )
     if kind == "old shards":
         save_file(other.state_dict(), folder / "model-00001-of-00001.safetensors")
         return "model-00001-of-00001.safetensors passed over, as transformers does"

@@ -12,7 +12,7 @@ from tests.model.models import model_config
 
 
 def leaves(length, groups=2, heads=4):
-    """q, k, v and sinks, float64; the lengths of the tests below fill blocks of queries and do not."""
+    """q, k, v and sinks, float64; some lengths of the tests below fill blocks of queries."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, length, heads, 8), (2, length, groups, 8), (2, length, groups, 8), (heads,)]
     return [

@@ -1,4 +1,4 @@
-"""k and v prefetched: what it gathers is under way before q is projected, and nothing else changes."""
+"""k and v prefetched: their gather is under way before q is projected; nothing else changes."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def gradients(model, cp, micro_batches=1):
 
 
 def events(cp, model):
-    """The projections of a forward, and the gathers that it posts, each by its number of tensors."""
+    """The projections of a forward, and the gathers that it posts, by their number of tensors."""
     log = []
     for layer in model.layers:
         for name in ("wq", "wk", "wv"):

@@ -27,7 +27,7 @@ Case = tuple[str, dict[str, Any], Masked]
 
 
 def make_late(patch, draw):
-    """Sleep before sends are posted, before what arrived is taken, and before tiles are computed."""
+    """Sleep before sends are posted, before arrivals are taken, and before tiles are computed."""
 
     def late(function):
         def called(*args):

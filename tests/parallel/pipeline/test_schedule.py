@@ -136,7 +136,7 @@ def over_four(cases):
 
 
 def test_every_schedule_gives_the_step_of_one_process():
-    """On pp 2 x dp 2, sequences with unequal numbers of labels; tied embeddings lie on both ends."""
+    """On pp 2 x dp 2, sequences with unequal numbers of labels; tied embeddings on both ends."""
     sizes = {"pipeline_model_parallel_size": 2}
     cases = [
         ((llama, gpt)[i % 2](tied=True), *SCHEDULES[name], sizes)

@@ -33,7 +33,7 @@ def shared(value):
 
 
 def dropped(group):
-    """Masks of the embeddings by seed, forward and rank; all ranks have the same state afterwards."""
+    """Masks of the embeddings by seed, forward and rank; all ranks end in the same state."""
     model = model_with_dropout()
     cp = shard(model, group)
     masks = []
@@ -172,7 +172,7 @@ def padded_rows():
 
 
 def with_noise(group):
-    """Embeddings of two forwards, by ours on the ranks and by transformers alone, without padding."""
+    """Embeddings of two forwards, ours on the ranks and transformers' alone, without padding."""
     ids, mask = padded_rows()
     noisy_inputs = []
 

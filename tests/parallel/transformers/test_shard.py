@@ -1,4 +1,4 @@
-"""Models of transformers over gloo ranks against the same in one process: loss and every gradient."""
+"""Models of transformers over gloo ranks against one process: loss and every gradient."""
 
 from contextlib import nullcontext
 from functools import cache

@@ -126,7 +126,7 @@ def test_labels_that_are_shifted_after_cutting_are_seen(results):
 
 
 def checked():
-    """Reports of a right model in float64 and float32, and of one whose ranks take other positions."""
+    """Reports of a right model in float64 and float32, and of one with wrong positions."""
     reports = []
     for dtype in (torch.float64, torch.float32):
         with Float64Mode() if dtype == torch.float64 else nullcontext():

@@ -225,7 +225,7 @@ def wandb_records(file):
 
 
 @pytest.mark.slow
-def test_wandb_has_the_records_and_settings_of_a_run_that_was_rolled_back_over_an_axis_of_iterations(
+def test_wandb_has_the_records_and_settings_of_a_run_rolled_back_over_an_axis_of_iterations(
     tmp_path,
 ):
     """It cannot take rows back: the later row of an iteration is the run's."""

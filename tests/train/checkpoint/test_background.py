@@ -238,7 +238,12 @@ def _on_a_full_disk(rank, size, folder, left, failing_at):
     ("failing_at", "left", "newest"),
     [("shards", 0, 1), ("shards", 4096, 1), ("manifest", 0, 1), ("pointer", 4096, 2)],
 )
-def test_a_disk_that_fills_at_any_write_is_an_error_on_all_ranks(disk, failing_at, left, newest):  # noqa: F811
+def test_a_disk_that_fills_at_any_write_is_an_error_on_all_ranks(
+    disk,  # noqa: F811
+    failing_at,
+    left,
+    newest,
+):
     first, other = run_ranks(_on_a_full_disk, 2, disk, left, failing_at)
     assert other == first
     assert "iter_0000002." in first

@@ -53,7 +53,7 @@ def trained(chosen):
 
 
 def test_weights_and_state_are_torchs_to_the_bit(stub):
-    """Matrices decay and vectors do not; one is empty, and one has no gradient in the second step."""
+    """Matrices decay, vectors do not; one is empty, one has no gradient in the second step."""
     actual, want = trained(APEX), trained(TORCH)
     assert all(torch.equal(a, b) for a, b in zip(actual, want, strict=True))
     # In the third step a parameter counts one step less than the others of its group.

@@ -28,7 +28,7 @@ def model():
 
 
 def steps(weights, optimizer, count=3):
-    """Take steps of several rates with drawn gradients; the second leaves a parameter without one."""
+    """Take steps of several rates, gradients drawn; a parameter has none in the second."""
     generator = torch.Generator().manual_seed(1)
     for i in range(count):
         for group in optimizer.param_groups:

@@ -11,7 +11,7 @@ DOCUMENTS = (0, 3, 40, 41, 131, 251)
 
 
 def with_gradients(function, tensors):
-    """The result and the gradients of all tensors but the last, which is the result's own gradient."""
+    """The result and the gradients of all tensors but the last, the result's own gradient."""
     *leaves, dout = tensors
     leaves = [x.requires_grad_() for x in leaves]
     out = function(*leaves)

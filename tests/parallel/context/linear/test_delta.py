@@ -102,7 +102,7 @@ def truth(length, documents, shared):
 
 
 def errors(got, want):
-    """Errors relative to the norm; documents of one token give gates no gradient, so to 1 at least."""
+    """Errors by the norm, or by 1: documents of one token give gates no gradient."""
     names = "out", "dq", "dk", "dv", "dg", "dbeta"
     return {
         name: ((a - b).norm() / b.norm().clamp(min=1)).item()
@@ -115,7 +115,7 @@ def worst(got, case):
 
 
 def attend_on_ranks(rank, world_size, cases, fault=None):
-    """out, dq, dk, dv, dg and dbeta of the whole sequence for each case, and bytes that were sent."""
+    """out, dq, dk, dv, dg and dbeta of the whole sequence for each case, and bytes sent."""
     results = []
     with pytest.MonkeyPatch.context() as patch:
         if fault:

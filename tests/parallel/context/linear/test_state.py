@@ -179,7 +179,7 @@ def count_bytes(rank, world_size, lengths):
     return counts
 
 
-def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where_heads_are_exchanged():
+def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_if_heads_are_exchanged():
     """A rank has B N d / P elements of v and of out, twice as many of q and of k, and keeps its own
     1 / P of them.
     """

@@ -41,7 +41,7 @@ def share_of_a_ring(layout):
 
 
 def check(layout):
-    """Equal tokens, equal work but for the tolerance and one token's, and at most 2 (P - 1) cuts."""
+    """Equal tokens, work equal to the tolerance and one token's, and at most 2 (P - 1) cuts."""
     owned = [layout.positions(rank) for rank in range(layout.size)]
     assert {len(positions) for positions in owned} == {layout.seq_len // layout.size}
     np.testing.assert_array_equal(np.sort(np.concatenate(owned)), np.arange(layout.seq_len))

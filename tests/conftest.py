@@ -35,10 +35,10 @@ def pytest_xdist_auto_num_workers():
 LONG = """
     test_parity.py test_packed.py test_split.py test_schedule.py test_trainer.py test_dit.py
     test_bad_input.py
-    test_step_memory.py test_delta.py test_plan.py test_trainer.py test_steps.py test_offload.py
-    test_strategies.py
+    test_step_memory.py test_delta.py test_plan.py test_plan_memory.py test_trainer.py
+    test_steps.py test_offload.py test_strategies.py
     test_apex.py test_dry_run.py test_attention.py test_linear_attention.py test_lora.py
-    test_resume.py
+    test_resume.py test_resume_state.py
 """.split()
 """Names of the files that take longest."""
 

@@ -13,8 +13,6 @@ from data.tokenizer.classes import BUILDERS, NOT_READ, OVERRIDDEN, REGISTERED
 from tests.data.families import (
     FAMILIES,
     OPENAI,
-    added,
-    decoder_of,
     gemma_3,
     gpt_2,
     llama_2,
@@ -27,8 +25,8 @@ from tests.data.families import (
     qwen_3_5,
     smollm_2,
     texts,
-    write,
 )
+from tests.data.family_files import added, decoder_of, write
 
 
 def both(path):

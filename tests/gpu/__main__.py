@@ -24,7 +24,7 @@ from bench.harness import need_cuda, target
 from bench.shapes import MaskedShape
 from kernels.attention import select_backend
 from runtime.errors import UserError
-from tests.gpu import rates
+from tests.gpu import layer_rates, rates
 from tests.steps import SkippedStep, Step, asked, check, launched, tests
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.ceilings import ceilings
@@ -117,7 +117,7 @@ def linear(device: str, folder: Path) -> dict[str, Any]:
         (16, 128, (8192, 32768, 131072)) if device == "cuda" else (2, 16, (128,))
     )
     limits, rows, targets = ceilings(device, (_dtype(device),)), [], []
-    delta = rates.delta_rules(
+    delta = layer_rates.delta_rules(
         device,
         MaskedShape(
             seq_length=lengths[0],
@@ -137,7 +137,9 @@ def linear(device: str, folder: Path) -> dict[str, Any]:
         work = MaskedShape(
             seq_length=length, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device)
         )
-        row = rates.linear_beside_the_limit(device, work, limits, 20 if device == "cuda" else 2)
+        row = layer_rates.linear_beside_the_limit(
+            device, work, limits, 20 if device == "cuda" else 2
+        )
         rows.append(row)
         print(row, flush=True)
         targets.append(target(f"of the limit, {length} tokens", row["of_the_limit"], 0.6))
@@ -156,7 +158,7 @@ def optimizer(device: str, folder: Path) -> dict[str, Any]:
     except UserError as error:
         raise SkippedStep(str(error)) from error
     layer = [*[(2048, 2048)] * 4, *[(5504, 2048)] * 3, (2048,), (2048,)]
-    return rates.optimizers(device, layer * 10 if device == "cuda" else [(33, 7), (7,)], 20)
+    return layer_rates.optimizers(device, layer * 10 if device == "cuda" else [(33, 7), (7,)], 20)
 
 
 def training(device: str, folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from data.tokenizer import load_tokenizer, train_tokenizer
 from model.decoder import Decoder
 from model.registry import architecture_of, build_model
 from runtime.ranks import run_ranks
-from tests.data.families import begins_with
+from tests.data.family_files import begins_with
 from tests.model.models import generate, model_config
 from tools import sample
 from train.checkpoint.api import save_checkpoint

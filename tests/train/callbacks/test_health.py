@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from runtime.ranks import run_ranks
-from tests.train.test_trainer import checkpoints, infinite_in, run_with, settings
+from tests.train.runs import checkpoints, run_with, settings
+from tests.train.test_trainer import infinite_in
 from train.callbacks.health import (
     FAILURES,
     MIN_GOOD_STEPS,

@@ -9,7 +9,7 @@ import torch
 from parallel.context import context_parallel
 from runtime.ranks import run_ranks
 from tests.train.callbacks.test_metrics import record
-from tests.train.test_trainer import run_with, settings
+from tests.train.runs import run_with, settings
 from train.callbacks.progress import COLUMNS, ProgressReport, machine_line, progress_line
 from train.objectives.diffusion import Denoising
 from train.objectives.language import NextToken

@@ -32,8 +32,9 @@ def reference_of(kind: str) -> Case:
 
 
 def chosen_cases(kind: str, only: str = "") -> list[Case]:
-    """Return the meshes of a kind of model whose title contains ``only``; learned sinks refuse
-    split backwards.
+    """Return the meshes of a kind of model whose title contains ``only``.
+
+    Learned sinks refuse split backwards.
     """
     cases = [
         case

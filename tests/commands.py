@@ -86,8 +86,9 @@ class Command:
 
 
 def commands(page: Path, root: Path = ROOT) -> list[Command]:
-    """Return the commands in a page's blocks of code without a language, continued lines joined,
-    comments cut.
+    """Return the commands in a page's blocks of code without a language.
+
+    Continued lines are joined, and comments cut.
     """
     page_commands = []
     for block in re.findall(
@@ -116,8 +117,9 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 
 def scratch_copy(root: Path, to: Path) -> None:
-    """Copy the checkout's files, and lay out the inputs that pages name: books/, a.jsonl, b.jsonl,
-    photographs/.
+    """Copy the checkout's files, and lay out the inputs that pages name.
+
+    books/, a.jsonl, b.jsonl, photographs/.
     """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=root, capture_output=True, check=True).stdout

@@ -19,8 +19,9 @@ def parsed(text):
 
 
 def imports(path, root):
-    """Full names of the modules that a file imports, inside functions and relative to its package
-    too.
+    """Full names of the modules that a file imports.
+
+    Those imported inside functions or relative to its package are among them.
     """
     package = path.relative_to(root).parent.parts
     for node in nodes(path):

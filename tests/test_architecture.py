@@ -55,8 +55,10 @@ FOLDERS = {
     "papers/trajectories": ("a small world in which attempts teach", f"{PROGRAMS} papers"),
     "slurm": ("jobs of a scheduler", f"{LIBRARY} train planner tools {BELOW}"),
 }
-"""Each folder has one purpose, which no other has, and the others that it stands on; a row within a
-row is a part whose imports differ from the rest's."""
+"""Each folder has one purpose, which no other has, and the others that it stands on.
+
+A row within a row is a part whose imports differ from the rest's.
+"""
 ENTRIES = {"pretrain_gpt", "pretrain_dit"}
 PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
 NODES = {
@@ -75,9 +77,11 @@ NODES = {
     "docs": 791,
     "tests": 385600,
 }
-"""Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new
-capability needs; the commit's message gives the reason. Lines are not counted: a comment, a blank
-line or a longer name costs nothing."""
+"""Maximum syntax nodes per folder.
+
+A number goes down with the code, and up only by what a new capability needs; the commit's message
+gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing.
+"""
 NO_SUBJECT = ("What", "That", "Whether", "Those", "How", "Where", "Of")
 MAX_NODES_PER_LINE = 6.5
 MAX_PER_THOUSAND_LINES = {"comprehensions": 20, "ternaries": 12, "tuple_assignments": 12}
@@ -96,8 +100,9 @@ MOST_LINES_OF_RESULTS = 1480
 
 
 def row_of(names):
-    """The row of FOLDERS with the longest path that a module's names start with; its first name if
-    there is none.
+    """The row of FOLDERS with the longest path that a module's names start with.
+
+    Its first name if there is none.
     """
     paths = ("/".join(names[:count]) for count in range(len(names), 0, -1))
     return (
@@ -136,8 +141,9 @@ def wrong_imports(root):
 
 
 def circles(root):
-    """Files of ours that import each other, those for types alone and those inside functions too,
-    each circle once.
+    """Files of ours that import each other, each circle once.
+
+    Imports for types alone and inside functions count too.
     """
     files = {
         path.relative_to(root).as_posix(): path
@@ -243,8 +249,9 @@ def relative_clauses(root):
 
 
 def crowded(root):
-    """Folders of more modules than one looks through; in tools/ a file is a command, which users
-    know by its name.
+    """Folders of more modules than one looks through.
+
+    In tools/ a file is a command, which users know by its name.
     """
     modules = (path for path in style.sources(root) if path.name != "__init__.py")
     counts = Counter(path.parent.relative_to(root).as_posix() for path in modules)

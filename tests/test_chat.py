@@ -1,5 +1,6 @@
-"""Packed conversations train as each does alone, with loss on the assistant's tokens alone, on one
-rank and several.
+"""Packed conversations train as each does alone, with loss on the assistant's tokens alone.
+
+They do so on one rank and several.
 """
 
 import dataclasses
@@ -71,8 +72,9 @@ def chats(tmp_path_factory):
 
 
 def alone(chats):
-    """The token-weighted mean over the conversations, each computed by itself from its turns, in
-    float64.
+    """The token-weighted mean over the conversations, in float64.
+
+    Each is computed by itself from its turns.
     """
     config, tokenizer = parse_args([*TINY, *chats.flags]), load_tokenizer(chats.tokenizer)
     assert isinstance(tokenizer, HuggingFaceTokenizer)

@@ -1,5 +1,6 @@
-"""An entry reads its command line before heavy imports, and leaves nothing that can still abort its
-process.
+"""An entry reads its command line before heavy imports.
+
+It leaves nothing that can still abort its process.
 
 A thread of gloo's lets go of a collective's tensors after the collective has ended. If the
 interpreter is being taken down by then, the process aborts. How often depends on the machine, so
@@ -187,8 +188,9 @@ tell()
 
 
 def test_a_command_line_is_read_before_anything_heavy_is_loaded():
-    """--help of both entries, and a flag that is refused, which a person waits for; and so the
-    entries' own imports.
+    """--help of both entries, and a flag that is refused, which a person waits for.
+
+    And so the entries' own imports.
     """
     done = starts.ended([sys.executable, "-c", READING], PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr

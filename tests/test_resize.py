@@ -1,5 +1,6 @@
-"""--allow-resize: a run goes on with other processes, which the planner arranges; batch, samples
-and losses stay.
+"""--allow-resize: a run goes on with other processes, which the planner arranges.
+
+Batch, samples and losses stay.
 
 So does torchrun's own restart: --max-restarts after a killed rank, and --nnodes MIN:MAX with nodes
 that go and come.

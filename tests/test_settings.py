@@ -1,5 +1,6 @@
-"""Settings that make no sense, a table of them: each is accepted, noted or refused in one line that
-names it.
+"""Settings that make no sense, a table of them.
+
+Each is accepted, noted or refused in one line that names it.
 
 Every flag of both entries gets what is at the ends of its type and beyond; then come pairs that
 contradict each other, TOML of every wrong shape, paths to what is not there, and the flags of the
@@ -41,8 +42,9 @@ def values_of(field):
 
 
 def rows_of(entry):
-    """Every flag of an entry, of each family its own, with every extreme of its type; once without
-    a value, too.
+    """Every flag of an entry, of each family its own, with every extreme of its type.
+
+    Once without a value, too.
     """
     keys_seen = set()
     for family, table in fields_by_variant(ENTRIES[entry][0]).items():
@@ -60,8 +62,9 @@ def rows_of(entry):
 
 
 def checked(entry):
-    """An entry's checks before any work, in one process: it reads, validates, and looks at the
-    folder.
+    """An entry's checks before any work, in one process.
+
+    It reads, validates, and looks at the folder.
     """
     _, module, base = ENTRIES[entry]
 

@@ -1,5 +1,6 @@
-"""The attention bench through its command line at a tiny size: real processes, figures that agree
-with each other.
+"""The attention bench through its command line at a tiny size.
+
+Real processes, figures that agree with each other.
 """
 
 from dataclasses import replace

@@ -41,8 +41,9 @@ def corpus():
 
 @cache
 def trained(kind):
-    """The model of a tokenizer, as JSON: of bytes, or of characters with bytes for those that it
-    lacks.
+    """The model of a tokenizer, as JSON.
+
+    Of bytes, or of characters with bytes for those that it lacks.
     """
     backend = Tokenizer(models.BPE())
     if kind == "bytes":
@@ -106,8 +107,9 @@ def write(
     more=None,
     **files,
 ):
-    """Write a folder: tokenizer.json, tokenizer_config.json, config.json and ``files``, by name
-    without .json.
+    """Write a folder.
+
+    tokenizer.json, tokenizer_config.json, config.json and ``files``, by name without .json.
     """
     model = json.loads(trained(kind))
     backend = Tokenizer.from_str(json.dumps({"version": "1.0", "model": model | (more or {})}))

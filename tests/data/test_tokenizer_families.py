@@ -1,5 +1,6 @@
-"""Tokenizers of published families give the ids of transformers, special tokens in the text among
-them.
+"""Tokenizers of published families give the ids of transformers.
+
+Special tokens in the text are among them.
 """
 
 import json

@@ -112,8 +112,9 @@ def a_document_with(word, make):
 
 
 def told_apart_later(folder):
-    """Files beside tokenizer.json that change ids of data prepared before; those that do not, do
-    not count.
+    """Files beside tokenizer.json that change ids of data prepared before.
+
+    Those that do not, do not count.
     """
     path = llama_2(folder)
     prefix, _ = text_prepared(path)
@@ -224,8 +225,9 @@ def lacking(make, *tokens):
 
 
 def told_of_dropped_characters(folder):
-    """A BPE of characters, without bytes and without an unknown token: transformers drops the
-    others in silence.
+    """A BPE of characters, without bytes and without an unknown token.
+
+    transformers drops the others in silence.
     """
     path = folder / "tokenizer.json"
     vocab = {character: number for number, character in enumerate("one tw<|imstar_>du\nH")}

@@ -1,5 +1,6 @@
-"""Check a GPU in steps: kernels against float64, all ranks of a plan on it, waits, rates, a run of
-1B, a profile.
+"""Check a GPU in steps.
+
+Kernels against float64, all ranks of a plan on it, waits, rates, a run of 1B, a profile.
 
     make gpu-check
     make gpu-check ARGS="--steps environment backends"
@@ -56,8 +57,9 @@ FUSED_RESIDUAL = "tests/gpu/test_attention.py"
 
 
 def backends(device: str, folder: Path) -> dict[str, Any]:
-    """Compare every backend with float64: widths, lengths, grouped heads, slices of longer tensors,
-    log-sum-exp.
+    """Compare every backend with float64.
+
+    Widths, lengths, grouped heads, slices of longer tensors, log-sum-exp.
     """
     return tests(device, folder, FUSED_RESIDUAL, "-k", "backend")
 
@@ -68,8 +70,9 @@ def triton(device: str, folder: Path) -> dict[str, Any]:
 
 
 def ranks(device: str, folder: Path) -> dict[str, Any]:
-    """Attend with all ranks of every method as threads, whole and packed, against one attention of
-    the same dtype.
+    """Attend with all ranks of every method as threads, whole and packed.
+
+    They are compared with one attention of the same dtype.
     """
     return tests(device, folder, FUSED_RESIDUAL, "-k", "ranks")
 
@@ -110,8 +113,9 @@ def expected(reason: str) -> bool:
 
 
 def linear(device: str, folder: Path) -> dict[str, Any]:
-    """Measure linear attention by length and the delta rule, forward + backward, beside
-    flash-linear-attention's.
+    """Measure linear attention by length and the delta rule, forward + backward.
+
+    flash-linear-attention's stand beside them.
     """
     heads, width, lengths = (
         (16, 128, (8192, 32768, 131072)) if device == "cuda" else (2, 16, (128,))

@@ -1,5 +1,6 @@
-"""Emulate the ranks of a plan on one device: what each rank computes in each of its rounds, without
-traffic.
+"""Emulate the ranks of a plan on one device.
+
+What each rank computes in each of its rounds, without traffic.
 """
 
 from collections.abc import Callable

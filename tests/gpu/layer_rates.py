@@ -28,8 +28,9 @@ WORST_UPDATE = 1e-5
 def timed(
     ways: dict[str, Callable[..., Tensor]], inputs: Sequence[Tensor], device: str, repeats: int
 ) -> tuple[dict[str, float], dict[str, list[Tensor]]]:
-    """Return the seconds of each way's forward + backward, and its out and gradients; ``given``
-    ends with dout.
+    """Return the seconds of each way's forward + backward, and its out and gradients.
+
+    ``given`` ends with dout.
     """
     steps = {name: forward_backward(way, *inputs) for name, way in ways.items()}
     results = {name: step() for name, step in steps.items()}
@@ -41,8 +42,9 @@ def timed(
 def linear_beside_the_limit(
     device: str, work: MaskedShape, limits: dict[str, Any], repeats: int
 ) -> dict[str, Any]:
-    """Time what ``auto`` takes here and, where it is installed, flash-linear-attention's
-    chunk_simple_gla.
+    """Time what ``auto`` takes here, and flash-linear-attention's chunk_simple_gla.
+
+    The latter is timed where it is installed.
 
     ``limit_seconds`` is the longer of the chunked form's operations at the rate of matrix products
     and of reading q, k, v and dout, each in forward and backward, and writing out, dq, dk and dv at
@@ -80,8 +82,9 @@ def rule(backend: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor)
 
 
 def delta_rules(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
-    """Time the gated delta rule by ``auto``, by torch's chunks and, where it is installed,
-    flash-linear-attention.
+    """Time the gated delta rule by ``auto`` and by torch's chunks.
+
+    flash-linear-attention's is timed where it is installed.
     """
     q, k, v, dout = work.tensors()
     drawn = torch.Generator().manual_seed(1)
@@ -118,8 +121,9 @@ def delta_rules(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
 
 
 def optimizers(device: str, sizes: Sequence[tuple[int, ...]], repeats: int) -> dict[str, Any]:
-    """Time a step of AdamW on weights of these sizes by each backend, and compare the updates of
-    three.
+    """Time a step of AdamW on weights of these sizes by each backend.
+
+    Compare the updates of three steps.
     """
     seconds, updates = dict[str, float](), dict[str, Tensor]()
     for backend in get_args(Backend):

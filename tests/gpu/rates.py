@@ -50,8 +50,9 @@ def measure(
     ranks: int,
     repeats: int,
 ) -> dict[str, Any]:
-    """Measure ceilings, kernels at every length, and what ranks with ``work.seq_length`` positions
-    each compute.
+    """Measure ceilings, kernels at every length, and what ranks compute.
+
+    A rank has ``work.seq_length`` positions.
     """
     skipped: dict[str, str] = {}
     kernels: list[dict[str, Any]] = []
@@ -74,8 +75,9 @@ def measure(
 def _try(
     label: str, skipped: dict[str, str], measured: Callable[[], dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return ``measured()``, or None and note the refusal (no memory, not installed, not
-    supported).
+    """Return ``measured()``, or None and note the refusal.
+
+    No memory, a missing library and an unsupported shape are refusals.
     """
     try:
         return measured()
@@ -153,8 +155,9 @@ def shares_of(
     repeats: int,
     skipped: dict[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """Time what each rank computes by every method, forward + backward; a method is as fast as its
-    slowest rank.
+    """Time what each rank computes by every method, forward + backward.
+
+    A method is as fast as its slowest rank.
 
     ``of_share`` compares that with a rank's share of torch's own attention of the whole sequence on
     this device, and ``limit`` is the same by pairs.
@@ -190,8 +193,9 @@ def shares_of(
 
 
 def masked(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
-    """Time a CAUSAL tile off the diagonal beside one on it, and packed documents beside one,
-    forward + backward.
+    """Time a CAUSAL tile off the diagonal beside one on it, and packed documents beside one.
+
+    Both are forward + backward.
     """
     q, k, v, dout = work.tensors(device)
     backend, scale = select_backend("auto", device, q.dtype), work.head_dim**-0.5
@@ -224,8 +228,9 @@ def masked(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
 
 
 def targets(figures: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
-    """Return what is wanted of the figures of ``measure`` and ``masked``; ``chosen`` is the backend
-    that auto takes.
+    """Return what is wanted of the figures of ``measure`` and ``masked``.
+
+    ``chosen`` is the backend that auto takes.
     """
     rows, wanted_targets = figures["kernels"], list[dict[str, Any]]()
     seconds = {

@@ -25,8 +25,9 @@ def tensors(queries, keys, heads, kv_heads, dtype, width=16, device="cpu"):
 
 
 def beside_the_naive_form(name, kind, inputs):
-    """lse, out, dq, dk and dv of a backend, each with that of autograd of the naive form in
-    float64.
+    """lse, out, dq, dk and dv of a backend, each with the naive form's.
+
+    The latter are by autograd in float64.
     """
     q, k, v, dout = inputs
     backend = select_backend(name, q.device.type, q.dtype)

@@ -1,5 +1,6 @@
-"""The summed cross entropy is its definition, and a function over chunks of rows the function: also
-what is kept.
+"""The summed cross entropy is its definition, and a function over chunks of rows the function.
+
+Also what is kept.
 """
 
 import pytest

@@ -1,5 +1,6 @@
-"""Published runs: the rule that splits them, how far off the planner is on the others; and UPipe's
-longest lengths.
+"""Published runs: the rule that splits them, how far off the planner is on the others.
+
+And UPipe's longest lengths.
 """
 
 from statistics import median

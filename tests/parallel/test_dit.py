@@ -23,8 +23,9 @@ def weight_of(name, shape, part):
 
 
 def in_bfloat16(rank, world_size):
-    """Return how far rounding the times to bfloat16 moves the output; zero would mean that they are
-    rounded.
+    """Return how far rounding the times to bfloat16 moves the output.
+
+    Zero would mean that they are rounded.
     """
     model = DiT(CONFIG)
     shard_model(

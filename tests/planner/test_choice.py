@@ -58,8 +58,9 @@ def test_the_schedule_of_a_delta_rule_is_the_one_predicted_fastest():
 
 @pytest.mark.parametrize("kind", ["transnormer", "linear_transformer"])
 def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kind, tmp_path):
-    """A state to the next rank waits for all before it: one latency after the other; gathered they
-    hide.
+    """A state to the next rank waits for all before it: one latency after the other.
+
+    Gathered they hide.
     """
     model = model_config(model_type=kind, hidden_size=512, num_attention_heads=8, vocab_size=512)
     linear = replace(config(16), model=model)

@@ -1,5 +1,6 @@
-"""A real Slurm on one machine: a controller and a daemon per virtual node, with GPUs that are only
-names.
+"""A real Slurm on one machine.
+
+A controller and a daemon per virtual node, with GPUs that are only names.
 
 python -m tests.slurm.cluster start FOLDER [--nodes 2] [--gpu a100] [--gpus 8]
     prints the line that a shell needs to use it, export SLURM_CONF=FOLDER/slurm.conf
@@ -223,8 +224,9 @@ def stop(folder):
 
 @contextmanager
 def virtual_cluster(folder, nodes=2, kinds=("a100",), gpus=8):
-    """Start a cluster and stop it at the end of the block; yields the environment of Slurm's
-    commands.
+    """Start a cluster and stop it at the end of the block.
+
+    Yields the environment of Slurm's commands.
     """
     start(folder, nodes, kinds, gpus)
     try:

@@ -37,9 +37,7 @@ def texts():
 
 
 def inert(text, folder):
-    """True if all lines for sbatch have a word each, and bash runs nothing of a job's script but
-    the training.
-    """
+    """True if all lines for sbatch have a word each, and bash runs nothing but the training."""
     options = [line for line in text.split("\n") if line.startswith("#SBATCH")]
     keys = {shlex.split(line)[1].split("=")[0] for line in options if len(shlex.split(line)) == 2}
     stub = text.replace("source slurm/job.sh", "train() { touch trained; }")
@@ -61,8 +59,9 @@ def inert(text, folder):
 
 
 def refused_or_inert(arguments, name, text, folder, capsys):
-    """Assert that a text is refused in a line with its name, or does nothing in the script; what
-    does not print is.
+    """Assert that a text is refused in a line with its name, or does nothing in the script.
+
+    What does not print is.
     """
     status = submit.main(["--dry-run", *arguments])
     out, err = capsys.readouterr()

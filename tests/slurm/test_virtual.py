@@ -1,5 +1,6 @@
-"""On a real Slurm of virtual nodes: the scripts as they are, and a run that goes on by itself
-whatever ends it.
+"""On a real Slurm of virtual nodes.
+
+The scripts as they are, and a run that goes on by itself whatever ends it.
 """
 
 import os

@@ -1,5 +1,6 @@
-"""A base model that is trained on conversations: its checkpoints, its export and its samples know
-where turns end.
+"""A base model that is trained on conversations.
+
+Its checkpoints, its export and its samples know where turns end.
 """
 
 import json
@@ -31,8 +32,9 @@ FLAGS = """
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run on conversations that begins with an imported base model, whose texts end with another
-    token than turns.
+    """A run on conversations that begins with an imported base model.
+
+    Its texts end with another token than turns.
     """
     folder = tmp_path_factory.mktemp("chat")
     base = folder / "base"

@@ -34,8 +34,9 @@ tokenizer_model = "{tokenizer}"
 
 
 def write_run(folder, model, more="", *, iteration=1, entries=300, tokenizer=None, **extra):
-    """Write a run of a model, with a tokenizer of so many entries where none is named, and ``more``
-    in its [model].
+    """Write a run of a model, with ``more`` in its [model].
+
+    Where no tokenizer is named, it has one of so many entries.
     """
     if tokenizer is None:
         tokenizer = train_tokenizer(
@@ -61,8 +62,9 @@ def model_of(**shape):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run's folder: checkpoints of iterations 1 and 2, whose weights differ; its config.toml has
-    no vocab_size.
+    """A run's folder: checkpoints of iterations 1 and 2, whose weights differ.
+
+    Its config.toml has no vocab_size.
     """
     folder = tmp_path_factory.mktemp("run")
     write_run(folder, trained(1))

@@ -1,5 +1,6 @@
-"""The attention as a package of another project: alone, on two ranks, and beside this checkout in
-one process.
+"""The attention as a package of another project.
+
+Alone, on two ranks, and beside this checkout in one process.
 """
 
 import hashlib
@@ -114,8 +115,9 @@ def test_a_project_with_folders_of_our_names_attends_on_two_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_package_and_checkout_share_a_process(tmp_path, monkeypatch):
-    """Each has its own operators; under one name, the later would silently take the place of the
-    earlier.
+    """Each has its own operators.
+
+    Under one name, the later would silently take the place of the earlier.
     """
     vendor.write(tmp_path / "same", vendor.package(namespace=renaming.NAMESPACE))
     broken = started(BESIDE, tmp_path / "same", PYTHONPATH=str(vendor.ROOT))

@@ -25,8 +25,9 @@ PEAK = 1e9
 
 
 class Samples:
-    """Sample n is random tokens of seed n, of which the first (n + 1) % 5 carry no loss; `length`
-    before repeats.
+    """Sample n is random tokens of seed n, of which the first (n + 1) % 5 carry no loss.
+
+    `length` before repeats.
     """
 
     def __init__(self, length=20, bad=None):
@@ -66,8 +67,9 @@ def settings(**train):
 
 
 def run_with(rank, world_size, config, folder=None, prepare=None, valid_data=None, train_data=None):
-    """Train, and return how far it came and the error that ended it, if any; data parallel over all
-    ranks.
+    """Train, and return how far it came and the error that ended it, if any.
+
+    Data parallel over all ranks.
     """
     if folder is not None:
         config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))

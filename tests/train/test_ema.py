@@ -38,8 +38,9 @@ def step(model, optimizer):
 
 
 def averaged(rank, world_size, strategy):
-    """Two steps, outputs before, with and after the averages, a third step, and both weights and
-    averages.
+    """Two steps, outputs before, with and after the averages, and a third step.
+
+    Return both weights and averages.
     """
     config = DataParallelConfig(data_parallel_sharding_strategy=strategy)
     with distributed_mesh(MeshConfig(device="cpu")) as mesh:

@@ -201,8 +201,9 @@ def test_what_changes_is_told_with_the_flag_that_keeps_it(flags, line):
 
 
 def test_batches_are_compared_as_they_are_whatever_number_of_processes_makes_them():
-    """As many micro-batches as there are data-parallel processes are joined by balance_over: no
-    flag gives them.
+    """As many micro-batches as there are data-parallel processes are joined by balance_over.
+
+    No flag gives them.
     """
     extra = saved(Config(mesh=MeshConfig(), train=TrainConfig(global_batch_size=4)))
     line = "global_batch_size was 4 and is 1; --global-batch-size 4 keeps it"

@@ -143,8 +143,9 @@ def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path):
 
 
 def traced(trainer):
-    """Note every file that the second step enters, after what is made once; those around the model
-    are few.
+    """Note every file that the second step enters, after what is made once.
+
+    Those around the model are few.
     """
     plain, entered = trainer.train_step, set()
 
@@ -259,8 +260,9 @@ def test_all_ranks_go_by_the_first_ones_clock():
 
 
 def expected_validation(samples, weights=None):
-    """Mean loss of these or the initial weights over the tokens of samples 0, 1, ... in one
-    process.
+    """Mean loss of these or the initial weights over the tokens of samples 0, 1, ...
+
+    It is that of one process.
     """
     model = Decoder(MODEL)
     model.init_weights(5)
@@ -275,8 +277,9 @@ def expected_validation(samples, weights=None):
 
 
 def half_rate(trainer):
-    """Have the second group learn at half of the rate; the run ends by the rates that its last step
-    had.
+    """Have the second group learn at half of the rate.
+
+    The run ends by the rates that its last step had.
     """
     matrices, vectors = trainer.optimizer.param_groups
     vectors["lr_factor"], train = 0.5, trainer.train

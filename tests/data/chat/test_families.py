@@ -1,5 +1,6 @@
-"""Conversations of the families that are imported: ids and masks are those of transformers and of
-TRL.
+"""Conversations of the families that are imported.
+
+Ids and masks are those of transformers and of TRL.
 """
 
 import random

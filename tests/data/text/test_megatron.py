@@ -1,5 +1,6 @@
-"""Samples from GPTDataset: exact tokens, an order that depends on the seed alone, and errors on
-every rank.
+"""Samples from GPTDataset.
+
+Exact tokens, an order that depends on the seed alone, and errors on every rank.
 """
 
 from itertools import chain

@@ -77,8 +77,9 @@ def test_the_cudnn_that_came_with_torch(required, installed, expected_version, m
 
 
 def test_a_gpu_is_detected_though_torch_refuses_its_cudnn(monkeypatch):
-    """An older cuDNN than torch was built with: torch's own question for the version raises, its
-    kernels do not.
+    """An older cuDNN than torch was built with.
+
+    torch's own question for the version raises, its kernels do not.
     """
 
     def refused():

@@ -164,8 +164,9 @@ def test_what_the_gpu_or_torch_lacks_is_said_first(set_gpu, monkeypatch):
 
 
 class Computing:
-    """A version of FlashAttention behind aten's operators on the CPU, by the naive form; it counts
-    its calls.
+    """A version of FlashAttention behind aten's operators on the CPU, by the naive form.
+
+    It counts its calls.
     """
 
     def __init__(self):

@@ -156,8 +156,9 @@ def edit(path, **changes):
 
 
 CHANGES = [json.loads(line) for line in Path(__file__).with_name("config_changes.jsonl").open()]
-"""Changes of a family's config.json: it is read, nothing changes, or it is refused, by transformers
-too or by us.
+"""Changes of a family's config.json.
+
+It is read, nothing changes, or it is refused, by transformers too or by us.
 """
 
 

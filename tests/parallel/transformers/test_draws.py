@@ -1,5 +1,6 @@
-"""Random draws on ranks: dropout differs by rank and is repeated by seed; NEFTune's noise is that
-of one process.
+"""Random draws on ranks: dropout differs by rank and is repeated by seed.
+
+NEFTune's noise is that of one process.
 """
 
 from importlib.util import find_spec
@@ -51,8 +52,9 @@ def dropped(group):
 
 
 def adapted():
-    """The share of elements that an adapter's dropout, which came after shard, treats alike on both
-    ranks.
+    """The share of elements that an adapter's dropout treats alike on both ranks.
+
+    The adapter came after shard.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -72,8 +74,9 @@ def adapted():
 
 
 def checkpointed():
-    """The largest difference of gradients with and without layers computed again, and with another
-    seed.
+    """The largest difference of gradients with and without layers computed again.
+
+    The second is that with another seed.
     """
     gradients = []
     for checkpointing, seed in ((False, 7), (True, 7), (False, 8)):

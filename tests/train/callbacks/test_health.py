@@ -1,5 +1,6 @@
-"""Bad steps: spikes and losses that are not finite, what each policy does, and that restarts are
-counted.
+"""Bad steps: spikes and losses that are not finite, and what each policy does.
+
+Restarts are counted.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Saves by a thread beside the training: what they hold, what they cost, and what is left when
-something fails.
+"""Saves by a thread beside the training.
+
+What they hold, what they cost, and what is left when something fails.
 """
 
 import os
@@ -49,8 +50,9 @@ def all_ready(background):
 
 
 def train_on(folder, every, background):
-    """Train to the end from the newest checkpoint, as a run does, with a save in every so many
-    steps and at the end.
+    """Train to the end from the newest checkpoint, as a run does.
+
+    There is a save in every so many steps and at the end.
 
     Returns the losses by step.
     """

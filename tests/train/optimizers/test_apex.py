@@ -1,5 +1,6 @@
-"""AdamW by apex's kernel, of which a stand-in runs on the CPU: torch's to the bit on every
-sharding, and resumed.
+"""AdamW by apex's kernel, of which a stand-in runs on the CPU.
+
+torch's to the bit on every sharding, and resumed.
 """
 
 import json
@@ -80,8 +81,9 @@ def one_step(mesh, parts, strategy):
 
 
 def ends_of(rank, world_size, folder, strategy, tp):
-    """Say that weights and state end alike however kernels take turns at a checkpoint, and count
-    apex's launches.
+    """Say that weights and state end alike, and count apex's launches.
+
+    Kernels take turns at a checkpoint in any way.
     """
     apex_stub.install()
     ends = []
@@ -134,8 +136,9 @@ def in_the_entry(rank, world_size, arguments):
 
 
 def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path):
-    """Three iterations by torch, and one by it and two by apex around a checkpoint: equal in all
-    but times.
+    """Three iterations by torch, and one by it and two by apex around a checkpoint.
+
+    Equal in all but times.
     """
     records = []
     for name, starts in (

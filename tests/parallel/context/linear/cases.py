@@ -1,5 +1,6 @@
-"""Layouts and documents that linear attention is tested in, its gradients, and bytes of a delta
-rule's rounds.
+"""Layouts and documents that linear attention is tested in, and its gradients.
+
+Bytes of a delta rule's rounds are here too.
 """
 
 import torch

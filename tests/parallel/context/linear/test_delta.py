@@ -29,8 +29,9 @@ Documents = tuple[int, ...] | None
 
 
 class Case(NamedTuple):
-    """A layout, the sequence, value heads of a key head (None is a gate per channel), and a
-    schedule.
+    """A layout, the sequence, value heads of a key head, and a schedule.
+
+    None in the place of value heads is a gate per channel.
     """
 
     layout: tuple[str, dict[str, Any]]
@@ -304,8 +305,9 @@ def test_it_compiles_whole():
 
 
 def under_policies(rank, world_size):
-    """dq, and bytes of a convolution and an attention in a layer whose activations are computed
-    again.
+    """dq, and bytes of a convolution and an attention.
+
+    They are in a layer whose activations are computed again.
     """
     results = []
     for attention_kept in (None, True, False):

@@ -119,7 +119,7 @@ def pages(root: Path = ROOT) -> list[Path]:
 def scratch_copy(root: Path, to: Path) -> None:
     """Copy the checkout's files, and lay out the inputs that pages name.
 
-    books/, a.jsonl, b.jsonl, photographs/.
+    They are books/, a.jsonl, b.jsonl and photographs/.
     """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=root, capture_output=True, check=True).stdout

@@ -30,7 +30,7 @@ OTHERS_FLAGS = """
 def pages(root):
     """The Markdown that people read.
 
-    Beside the front page, docs/, and what results say of themselves.
+    Beside the front page it is docs/, and what results say of themselves.
     """
     paths = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
     return [
@@ -48,7 +48,7 @@ def prose(page):
 def code(page):
     """The code of a page.
 
-    The lines of its blocks, continued ones joined, and what stands between backticks.
+    It is the lines of its blocks, continued ones joined, and what stands between backticks.
     """
     text = page.read_text(encoding="utf-8")
     for block in re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.M | re.S):

@@ -1,6 +1,6 @@
 """A run that signals end goes on as if it had never been ended.
 
-One of which a rank is stopped ends, and says so.
+A run of which a rank is stopped ends, and says so.
 
 Secrets in the environment are in no file of a run, and in nothing that it says.
 """

@@ -190,7 +190,7 @@ tell()
 def test_a_command_line_is_read_before_anything_heavy_is_loaded():
     """--help of both entries, and a flag that is refused, which a person waits for.
 
-    And so the entries' own imports.
+    That goes for the entries' own imports too.
     """
     done = starts.ended([sys.executable, "-c", READING], PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr

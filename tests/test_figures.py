@@ -149,9 +149,9 @@ def results_of(page, text):
 
 
 def walk(value, name=""):
-    """Strings and numbers of a record by the first name on their way, without samples.
+    """Strings and numbers of a record by the first name on their way.
 
-    Other lists of more than 3.
+    Samples, which are other lists of more than 3, are left out.
     """
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -201,7 +201,7 @@ def read(files):
 def sections(page):
     """The texts of a page without code, the targets of links, and what is left out.
 
-    The result files of each.
+    The result files of each come last.
     """
     text = page.read_text(encoding="utf-8")
     for place, whole in enumerate(re.split(r"^(?=## )", text, flags=re.M)):

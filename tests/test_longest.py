@@ -25,9 +25,9 @@ BOUND = 2e-6
 
 
 def of_the_first_tokens(rank, world_size, arguments):
-    """Return the mean loss of the first tokens: of all ranks.
+    """Return the mean loss of the first tokens of all ranks, and of two others.
 
-    Of torch's attention over each document; over halves.
+    They are of one process: torch's attention over each document, and over halves.
     """
     config = parse_args(arguments)
     with distributed_mesh(config.mesh) as mesh:

@@ -1,6 +1,6 @@
 """LoRA over any mesh.
 
-Loss and gradients of one process and of PEFT's, frozen weights, resuming, exports.
+It has loss and gradients of one process and of PEFT's, frozen weights, resuming and exports.
 """
 
 import importlib

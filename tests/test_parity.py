@@ -49,14 +49,14 @@ KINDS = {
 }
 """Flags of each kind, and of its reference.
 
-One process, plain SDPA, or all scores of a linear attention at once.
+The latter is one process, plain SDPA, or all scores of a linear attention at once.
 """
 
 
 def rows():
     """Yield kinds, meshes and iterations.
 
-    Three see what twenty do, whose rounding has longer to grow.
+    Three iterations see what twenty do, whose rounding has longer to grow.
     """
     for kind, case, slow in TRAINED:
         yield kind, case, 3, slow
@@ -200,7 +200,7 @@ def test_a_wrong_mask_or_position_makes_parity_fail(
 def train_with_an_overflow(rank, world_size, arguments):
     """Train, keys and values 1e25 times too large in iteration 3.
 
-    The iterations skipped and all norms.
+    Return the iterations skipped and all norms.
     """
     config = parse_args(arguments)
     with distributed_mesh(config.mesh) as mesh:

@@ -188,7 +188,7 @@ def test_the_same_bits_are_loaded_on_another_mesh(kind, first, second, default_d
 def test_other_samples_would_be_seen(default_data, tmp_path):
     """The bound on losses is one on the order of samples.
 
-    Eight samples too late, and they are far apart.
+    With eight samples too late, they are far apart.
     """
     late = partial(samples_skipped, 8)
     went_on, resumed = both("llama", case_of("dp=2"), case_of("none"), default_data, tmp_path, late)

@@ -44,7 +44,7 @@ def values_of(field):
 def rows_of(entry):
     """Every flag of an entry, of each family its own, with every extreme of its type.
 
-    Once without a value, too.
+    It is there once without a value, too.
     """
     keys_seen = set()
     for family, table in fields_by_variant(ENTRIES[entry][0]).items():

@@ -1,6 +1,6 @@
 """The attention bench through its command line at a tiny size.
 
-Real processes, figures that agree with each other.
+Its processes are real, and its figures agree with each other.
 """
 
 from dataclasses import replace

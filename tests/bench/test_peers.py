@@ -1,6 +1,6 @@
-"""Other packages beside ours.
+"""Other packages beside ours: the same shapes and tokens, whose losses can be compared.
 
-The same shapes and tokens, whose losses can be compared, and reasons for the rest.
+The rest has a reason.
 """
 
 import math

@@ -43,7 +43,7 @@ def corpus():
 def trained(kind):
     """The model of a tokenizer, as JSON.
 
-    Of bytes, or of characters with bytes for those that it lacks.
+    It is of bytes, or of characters with bytes for those that it lacks.
     """
     backend = Tokenizer(models.BPE())
     if kind == "bytes":
@@ -107,9 +107,9 @@ def write(
     more=None,
     **files,
 ):
-    """Write a folder.
+    """Write a folder of a tokenizer.
 
-    tokenizer.json, tokenizer_config.json, config.json and ``files``, by name without .json.
+    It has tokenizer.json, tokenizer_config.json, config.json and ``files``, by name without .json.
     """
     model = json.loads(trained(kind))
     backend = Tokenizer.from_str(json.dumps({"version": "1.0", "model": model | (more or {})}))

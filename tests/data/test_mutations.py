@@ -42,7 +42,7 @@ def place(tmp_path_factory):
 def mutations(whole, flips):
     """Bits flipped at places all over a file, most of them where formats have their headers.
 
-    Then whatever else.
+    Then come other changes.
     """
     offsets = [
         *range(min(40, len(whole))),

@@ -59,7 +59,7 @@ FUSED_RESIDUAL = "tests/gpu/test_attention.py"
 def backends(device: str, folder: Path) -> dict[str, Any]:
     """Compare every backend with float64.
 
-    Widths, lengths, grouped heads, slices of longer tensors, log-sum-exp.
+    Cases are widths, lengths, grouped heads, slices of longer tensors, and log-sum-exp.
     """
     return tests(device, folder, FUSED_RESIDUAL, "-k", "backend")
 

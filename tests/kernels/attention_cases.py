@@ -107,7 +107,7 @@ def truth(case, device, kinds=lambda tile: tile.kind):
 def error(got, want):
     """The largest difference, relative to the largest value or 1.
 
-    Infinite where one has keys and the other none.
+    It is infinite where one has keys and the other none.
     """
     if not torch.equal(torch.isneginf(got), torch.isneginf(want)):
         return torch.inf

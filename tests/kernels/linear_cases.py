@@ -54,9 +54,9 @@ CUT = [  # with decays that remember more than a segment
     ),  # 1; 2, without a state; 2, 2; 1
     Case(130, "bfloat16", (0, 1, 64, 130), (0.99,), programs=528),  # every chunk alone
 ]
-"""Documents in several segments. A few bounds of segments are ends of documents.
+"""Documents in several segments.
 
-None lies within one.
+A few bounds of segments are ends of documents; none lies within one.
 """
 INTERPRETED = [*(case for case in CASES if (case.length, case.dtype) != (200, "bfloat16")), *CUT]
 FAR = [
@@ -182,7 +182,7 @@ def report_far():
 def _faults(fused):
     """The errors with a fault each.
 
-    Decays wrong by a hundredth, none from segment to segment, documents not apart.
+    Decays are wrong by a hundredth, or none from segment to segment, or documents are not apart.
     """
     constants, carry, segments_of = fused.constants, fused.carry_kernel, fused.segments_of
     cut = Case(70, documents=(0, 33, 70), decays=(0.99,), programs=4)

@@ -90,7 +90,7 @@ def test_large_scores_do_not_overflow():
 def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
     """All tiles of a causal sequence, and an ANTI one, beside the reference.
 
-    Counted, who computed how many strips.
+    It is counted who computed how many strips.
 
     Heads of a group of keys come ``apart`` if they are large, so that what comes back is small.
     """

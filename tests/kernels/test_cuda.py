@@ -1,6 +1,6 @@
 """Small tiles packed into launches.
 
-The arithmetic of indices, with a naive kernel in the place of a GPU's.
+The arithmetic of indices is tested with a naive kernel in the place of a GPU's.
 """
 
 import random

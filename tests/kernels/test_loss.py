@@ -1,6 +1,6 @@
-"""The summed cross entropy is its definition, and a function over chunks of rows the function.
+"""The summed cross entropy is its definition, also over chunks of rows.
 
-Also what is kept.
+A function over chunks is the function, in what it keeps too.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """LASP's tables: what is out of memory, longest sequences, counted bytes.
 
-Of convergence what is run and kept.
+Those of convergence have what is run and kept.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Published runs: the rule that splits them, how far off the planner is on the others.
 
-And UPipe's longest lengths.
+UPipe's longest lengths are here too.
 """
 
 from statistics import median

@@ -101,7 +101,7 @@ def reference(world_size):
 def with_weights_on_their_way(rank, world_size, prefetch):
     """True for each layer that is computed while the next one's weights are being gathered.
 
-    And the gradients.
+    Return the gradients too.
     """
     model, posted = sharded(world_size, prefetch=prefetch), list[bool]()
     for layer, following in pairwise(model.layers):

@@ -190,7 +190,7 @@ def test_contradictions_are_refused(settings, words):
 def sharded_step(chosen, world_size, bf16):
     """As `step`, over context-parallel ranks that share the weights too.
 
-    And the attention forwards of this rank.
+    Return the attention forwards of this rank too.
     """
     cp = context_parallel("zigzag", seq_len=LENGTH, group=dist.group.WORLD)
     with torch.device("meta"):

@@ -130,7 +130,7 @@ def test_for_a_gpu_norms_keep_what_its_kernel_keeps():
 def test_what_is_in_host_memory_is_not_on_the_device():
     """A stage of 4 layers with 2 micro-batches in flight has 8 inputs of layers.
 
-    2 on the device, 6 not.
+    2 are on the device, and 6 are not.
     """
     flags = (
         "--pipeline-model-parallel-size 2 --global-batch-size 4 --recompute-granularity full "

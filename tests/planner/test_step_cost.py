@@ -174,7 +174,7 @@ MEASURED = {
 }
 """MiB at the peak beyond weights and gradients, by recompute policy and chunks.
 
-docs/evidence/memory.md.
+They are those of docs/evidence/memory.md.
 """
 SMALL = replace(
     GPT_7B,

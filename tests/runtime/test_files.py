@@ -211,9 +211,9 @@ def test_one_who_waits_has_it_when_the_other_is_killed(tmp_path):
 
 
 def _as_nobody(folder, report):
-    """In a child.
+    """In a child, what comes of owning the folder as another user.
 
-    What comes of owning the folder as another user, who may not look into those above it.
+    That user may not look into those above it.
     """
     os.chdir(folder)
     os.setgroups([])

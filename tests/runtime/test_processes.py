@@ -144,7 +144,7 @@ def test_every_group_has_one_worker():
 def all_at_once(rank, world_size):
     """Collectives, functional ones and messages of one group, all in flight.
 
-    Waited for from the last to the first.
+    They are waited for from the last to the first.
     """
     sums = [torch.full((1000,), float(i)) for i in range(8)]
     got = [torch.empty(1000) for _ in range(8)]

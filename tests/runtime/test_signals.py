@@ -27,7 +27,7 @@ on_linux = pytest.mark.skipif(
 def forked(body):
     """A child that runs ``body`` with the end of a pipe to write to, once it has written.
 
-    Its id, and the other end.
+    Return its id, and the other end.
     """
     reading, writing = os.pipe()
     child = os.fork()

@@ -1,6 +1,6 @@
-"""Hugging Face models to runs and back.
+"""Hugging Face models to runs and back, with the same bits, files and greedy tokens.
 
-The same bits, files and greedy tokens, a few tensors in memory, no half.
+Few tensors are in memory, and no half is left.
 """
 
 import dataclasses

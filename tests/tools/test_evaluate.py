@@ -1,6 +1,6 @@
-"""Loss by position.
+"""Loss by position, of one process against every token's loss one by one.
 
-Of one process against every token's loss one by one, of any mesh against one process.
+Any mesh is compared with one process.
 """
 
 import argparse

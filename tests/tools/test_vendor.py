@@ -1,6 +1,6 @@
 """The attention as a package of another project.
 
-Alone, on two ranks, and beside this checkout in one process.
+It is alone, on two ranks, and beside this checkout in one process.
 """
 
 import hashlib

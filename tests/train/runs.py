@@ -69,7 +69,7 @@ def settings(**train):
 def run_with(rank, world_size, config, folder=None, prepare=None, valid_data=None, train_data=None):
     """Train, and return how far it came and the error that ended it, if any.
 
-    Data parallel over all ranks.
+    The run is data parallel over all ranks.
     """
     if folder is not None:
         config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))

@@ -1,6 +1,6 @@
 """Products of 8 bits by torchao, which emulates them on a CPU.
 
-What they change, and what is refused.
+The tests hold what they change, and what is refused.
 """
 
 from importlib.util import find_spec

@@ -164,7 +164,7 @@ def naive(config, prompts):
 def written(rank, world_size, folder, mesh, lost=False, **settings):
     """The text of a rank, with the logits that it draws from.
 
-    With ``lost``, less one row of a cache.
+    With ``lost``, it has one row of a cache less.
     """
     logits_seen, draw = [], Draw.__call__
 
@@ -329,7 +329,7 @@ def unequal(rank, world_size, cells, folders, fault):
 def drawn(rank, world_size, folder, mesh):
     """Texts of two prompts drawn by two seeds, one of them twice.
 
-    Some are ended by a token of the first.
+    The last ones are ended by a token of the first.
     """
     settings = {"temperature": 3.0, "top_k": 40, "top_p": 0.95}
     with opened(folder, dtype=torch.float64, **mesh) as writer:

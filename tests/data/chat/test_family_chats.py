@@ -17,7 +17,7 @@ from tests.data.test_tokenizer_families import changed
 def marked(user, answer, before="", space=""):
     """A template that marks answers.
 
-    What it writes for a user's turn, an answer's begin and an answer's end.
+    Return what it writes for a user's turn, an answer's begin and an answer's end.
     """
     begin, end = answer
     return (

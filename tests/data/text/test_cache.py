@@ -1,6 +1,6 @@
 """The cache of sample indices, whole, written once, refused where it is damaged.
 
-Files that change under a run.
+Files may change under a run.
 """
 
 import os
@@ -92,7 +92,7 @@ def train(prefix):
 def test_a_file_cut_under_a_run_is_named(prefix, train, end):
     """A memory map of it would end the process by SIGBUS.
 
-    A read of what is gone, hand out what was in memory.
+    A read of the rest would hand out what was in memory.
     """
     train[0]
     path = Path(prefix + end)

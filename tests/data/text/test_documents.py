@@ -192,7 +192,7 @@ def packed(sample):
 def fragments_of(documents):
     """Return what `packed` has of all documents.
 
-    Texts, cut where a document of the .idx is longer than S.
+    They are texts, cut where a document of the .idx is longer than S.
     """
     for tokens in documents:
         for begin in range(0, len(tokens), SEQ):

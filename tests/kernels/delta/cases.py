@@ -133,7 +133,8 @@ def errors_of_a_wide_scan(backend):
 def _faults():
     """Errors with a fault each.
 
-    Documents that are not apart, and gates by differences of sums as others take them.
+    The faults are documents that are not apart, and gates by differences of sums as others take
+    them.
     """
     from kernels.triton import delta
 

@@ -21,7 +21,10 @@ from kernels.triton import flash_attention
 from tests.starts import PATIENCE, ROOT, ended
 
 SHARED = {80: 163 << 10, 90: 227 << 10}
-"""Bytes of shared memory that a block may have, by compute capability (CUDA Programming Guide)."""
+"""Bytes of shared memory of a block, and of a thread its registers and STACK.
+
+STACK is in bytes; a thread spills to it.
+"""
 on_a_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"
 )

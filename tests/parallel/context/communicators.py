@@ -1,6 +1,6 @@
 """All ranks of a plan, one after another, on tensors without memory.
 
-Then what they posted is played as NCCL does it.
+What they posted is then played as NCCL does it.
 
 Each communicator is a stream of its own on every rank: its operations run in the order in which
 they were posted, and the first of them starts when the rank's computation has come to where it was

@@ -1,6 +1,6 @@
 """Every plan through the code of a GPU, without one.
 
-Its kernels' calls, and whether what all ranks post can end.
+Its kernels' calls are checked, and that what all ranks post can end.
 """
 
 from collections import Counter
@@ -289,9 +289,9 @@ def sharded(part, *args, **named):
 
 
 def groups_of(kind, case):
-    """Per rank of a mesh.
+    """Per rank of a mesh, how many groups torch has counted, and those that it is in.
 
-    How many groups torch has counted, and those that it is in, in the order they were made.
+    The latter are in the order they were made.
 
     A stage has one layer of few parameters, without values: they bring no groups of their own.
     """

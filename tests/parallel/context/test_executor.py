@@ -1,6 +1,6 @@
 """Softmax attention of every method on real gloo ranks.
 
-Against float64 and one process, and bytes against the plan.
+It is compared with float64 and one process, and bytes with the plan.
 """
 
 from itertools import product
@@ -240,7 +240,7 @@ def test_the_groups_of_two_sequences_do_not_meet(ranks):
 def padding_reaches_nothing(rank, world_size):
     """True where unsharding undoes sharding and marks padding.
 
-    And what padding's gradients make of dk and dv.
+    Return also what padding's gradients make of dk and dv.
     """
     x, undone, gradients = torch.arange(2 * 5 * 3).reshape(2, 5, 3), [], []
     for method, causal in product(METHODS, (True, False)):

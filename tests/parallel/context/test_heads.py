@@ -1,6 +1,6 @@
 """Heads exchanged in stages on real gloo ranks.
 
-The bits of the attention without stages, bytes, and memory.
+The attention without stages has the same bits; bytes and memory are counted.
 """
 
 from functools import partial
@@ -90,7 +90,7 @@ def in_stages(rank, world_size, dtype, *, wrong=False):
 def test_stages_change_no_bit(world_size, dtype):
     """If the query heads of a KV head are in several stages, sums over them have another order.
 
-    dk, dv, in a ring dq.
+    The sums are dk, dv, in a ring dq.
 
     All tiles here have multiples of 16 rows: of others a CPU merges the last rows, and which these
     are depends on the heads, by instructions that round otherwise.

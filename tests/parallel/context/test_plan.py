@@ -30,7 +30,7 @@ BASIC = (
 def coverage(plan, moves="kv"):
     """Count how often each pair of the padded sequence is computed for a head, over all ranks.
 
-    [query, key].
+    The counts are [query, key].
     """
 
     @cache

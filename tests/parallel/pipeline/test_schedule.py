@@ -241,7 +241,7 @@ def test_a_stage_reduces_gradients_as_often_as_its_strategy_says():
 def inputs_kept(rank, world_size, graphs):
     """The most received inputs that are still there after a backward of a stage.
 
-    With or without the losses' graphs.
+    It is with or without the losses' graphs.
     """
     received = []
     counts = []

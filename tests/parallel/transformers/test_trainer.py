@@ -61,7 +61,7 @@ def shifted_after_cutting(trainer_class):
 def text(rank, world_size, folder, sizes):
     """Losses of training and evaluation for each size of groups.
 
-    Then those after going on at step 3, and of FSDP2.
+    Those after going on at step 3, and of FSDP2, come last.
     """
     on_one_machine(world_size)
     from transformers import Trainer

@@ -1,6 +1,6 @@
 """Answers counted by task and length.
 
-Of writers whose errors are known, and of a model as by hand, on any mesh.
+They are of writers whose errors are known, and of a model as by hand, on any mesh.
 """
 
 import json

@@ -206,7 +206,7 @@ log.sync()
 def wandb_records(file):
     """Yield the records of a file that wandb wrote offline.
 
-    LevelDB's log of protobuf messages, after 7 bytes.
+    It is LevelDB's log of protobuf messages, after 7 bytes.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 

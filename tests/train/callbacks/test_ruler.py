@@ -94,7 +94,7 @@ MESHES = (
 def answered(rank, world_size, runs, labels=None):
     """Measure the curve of each run's flags, with these answers if given.
 
-    What it says, and wrong tokens by example.
+    Return what it says, and wrong tokens by example.
     """
     results = []
     for flags in runs:

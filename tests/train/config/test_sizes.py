@@ -1,6 +1,6 @@
 """Sizes that do not fit or that no machine can hold, and files that are no configuration.
 
-One line, before any work.
+Each is refused in one line, before any work.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """AdamW by apex's kernel, of which a stand-in runs on the CPU.
 
-torch's to the bit on every sharding, and resumed.
+It is torch's to the bit on every sharding, and resumed.
 """
 
 import json
@@ -138,7 +138,7 @@ def in_the_entry(rank, world_size, arguments):
 def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path):
     """Three iterations by torch, and one by it and two by apex around a checkpoint.
 
-    Equal in all but times.
+    They are equal in all but times.
     """
     records = []
     for name, starts in (

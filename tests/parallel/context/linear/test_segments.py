@@ -1,6 +1,6 @@
 """Rounds by which states pass along segments.
 
-Who learns of whom, in how many rounds, and how many bytes.
+They say who learns of whom, in how many rounds, and how many bytes.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """WallFacer's algorithms as the paper prints them, against the plan.
 
-And what placement does to the links.
+They also show what placement does to the links.
 """
 
 from parallel.context import make_plan

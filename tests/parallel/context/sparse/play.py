@@ -18,7 +18,7 @@ MASKS = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
 class Sent(NamedTuple):
     """Rows that one rank sends to another.
 
-    Which positions, when, and where they lie in both buffers.
+    They say which positions, when, and where they lie in both buffers.
     """
 
     sender: int

@@ -1,6 +1,6 @@
 """The layout ``balanced``: equal tokens, equal work, few cuts, few rows, whatever the documents.
 
-And what travels.
+The traffic is counted too.
 """
 
 import hashlib

@@ -34,7 +34,10 @@ ORDER = (
     "docs/concepts",
     "docs",
 )
-PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:make|python|torchrun|sbatch|squeue|scontrol|export|mkdir|git|pip|\.|\.ci/\w+) "
+PROGRAMS = (
+    r"(?:[A-Z_]+=\S+ )*"
+    r"(?:make|python|torchrun|sbatch|squeue|scontrol|export|mkdir|git|pip|\.|\.ci/\w+) "
+)
 NOT_RUN = {
     r"/path/to|\b(?:PREFIX|FILE|HOST|NAME|JOB|RUN)\b(?!=)": (
         "placeholder: a name of yours stands in it"
@@ -83,8 +86,9 @@ class Command:
 
 
 def commands(page: Path, root: Path = ROOT) -> list[Command]:
-    """Return the commands in a page's blocks of code without a language, continued lines joined,
-    comments cut.
+    """Return the commands in a page's blocks of code without a language.
+
+    Continued lines are joined, and comments cut.
     """
     page_commands = []
     for block in re.findall(
@@ -113,8 +117,9 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 
 def scratch_copy(root: Path, to: Path) -> None:
-    """Copy the checkout's files, and lay out the inputs that pages name: books/, a.jsonl, b.jsonl,
-    photographs/.
+    """Copy the checkout's files, and lay out the inputs that pages name.
+
+    They are books/, a.jsonl, b.jsonl and photographs/.
     """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=root, capture_output=True, check=True).stdout
@@ -193,7 +198,7 @@ def read_table(path: Path) -> dict[Command, list[str]]:
 
 
 def write_table(path: Path, results: dict[Command, list[str]], left_out: Counter[str]) -> None:
-    """Write a row for each command that can run here, and how many are left out for which reason."""
+    """Write a row for each command that can run here, and how many are left out for what reason."""
     ran = sum(result.startswith("ran") for result, _ in results.values())
     head = (
         f"Commands of README and docs, written by `python -m tests.commands`: of "

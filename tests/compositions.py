@@ -1,5 +1,6 @@
-"""Every method of context parallelism with its options and numbers of ranks: the one table that
-tests take cases from.
+"""Every method of context parallelism with its options and numbers of ranks.
+
+This is the one table that tests take cases from.
 
 Lines of words, as tools/common/cases.py reads them; ``METHODS`` stands for every method of softmax
 attention.
@@ -72,8 +73,9 @@ SLOW_RANKS = (8, 9)
 
 
 class Composition(NamedTuple):
-    """A method on a number of ranks, with the options that ``make_plan`` and ``context_parallel``
-    take.
+    """A method on a number of ranks, with its options.
+
+    They are those that ``make_plan`` and ``context_parallel`` take.
     """
 
     method: str
@@ -232,8 +234,9 @@ def _trained(lines: str) -> list[Trained]:
 
 
 TRAINED = _trained(_TRAINED)
-"""Meshes of training: nightly ones have each part in another too: a method, a strategy, a split of
-the model.
+"""Meshes of training, from which tests take theirs.
+
+The nightly ones have each part in another too: a method, a strategy, a split of the model.
 """
 MASKED = _trained(_MASKED)
 """Meshes with labels masked, whose gradients are compared element by element."""

@@ -26,8 +26,9 @@ preload("tests.preload")
 
 
 def pytest_xdist_auto_num_workers():
-    """Return one more than there are cores, at most 4: tests that start ranks wait for much of
-    their time.
+    """Return one more than there are cores, at most 4.
+
+    Tests that start ranks wait for much of their time.
     """
     return min(len(usable_cores()) + 1, 4)
 
@@ -35,10 +36,10 @@ def pytest_xdist_auto_num_workers():
 LONG = """
     test_parity.py test_packed.py test_split.py test_schedule.py test_trainer.py test_dit.py
     test_bad_input.py
-    test_step_memory.py test_delta.py test_plan.py test_trainer.py test_steps.py test_offload.py
-    test_strategies.py
+    test_step_memory.py test_delta.py test_plan.py test_plan_memory.py test_trainer.py
+    test_steps.py test_offload.py test_strategies.py
     test_apex.py test_dry_run.py test_attention.py test_linear_attention.py test_lora.py
-    test_resume.py
+    test_resume.py test_resume_state.py
 """.split()
 """Names of the files that take longest."""
 
@@ -49,8 +50,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Let collections of garbage pass over all modules and tests, which would take half a second
-    each.
+    """Let collections of garbage pass over all modules and tests.
+
+    That would take half a second each.
     """
     gc.freeze()
     gc.enable()
@@ -58,8 +60,9 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Skip a test if a program that its ``needs`` marks name is missing, or for the reason that
-    ``unless`` gives.
+    """Skip a test if a program is missing, or for a reason.
+
+    The ``needs`` marks name the programs, and ``unless`` gives the reason.
     """
     for mark in item.iter_markers("needs"):
         missing = [name for name in mark.args if shutil.which(name) is None]
@@ -74,8 +77,9 @@ VOCABULARY = 1024
 
 @pytest.fixture(scope="session")
 def default_data(tmp_path_factory):
-    """Prefix of a part of the default corpus, the standard library's sources, with a small
-    tokenizer beside it.
+    """Prefix of a part of the default corpus, with a small tokenizer beside it.
+
+    The corpus is the standard library's sources.
 
     The first worker that asks makes it, once for all of them.
     """

@@ -19,8 +19,9 @@ class Ending:
 
     @property
     def wrong(self):
-        """Say what is wrong, if anything: a refusal is one line and a status, a success prints no
-        errors.
+        """Say what is wrong, if anything.
+
+        A refusal is one line and a status, a success prints no errors.
         """
         lines = self.stderr.splitlines()
         if self.status == 0:
@@ -37,8 +38,9 @@ class Ending:
 
 
 def end(command, arguments, seconds_to_speak=SECONDS_TO_SPEAK):
-    """Call an entry's or a tool's main as its last line does; an unhandled exception is noted in
-    ``stderr``.
+    """Call an entry's or a tool's main as its last line does.
+
+    An unhandled exception is noted in ``stderr``.
     """
     errors, out, statuses = io.StringIO(), io.StringIO(), [0]
 
@@ -58,8 +60,9 @@ def end(command, arguments, seconds_to_speak=SECONDS_TO_SPEAK):
 
 
 def apart(cases):
-    """Yield each case on ranks that have joined, which spares the imports of each, as if it were
-    another run.
+    """Yield each case on ranks that have joined, as if it were another run.
+
+    That spares the imports of each.
     """
     store = dist.distributed_c10d._get_default_store()
     for case in cases:

@@ -1,5 +1,6 @@
-"""Samples that hold several documents, one step over any mesh, and the documents alone, for the
-tests of packing.
+"""Samples that hold several documents, one step over any mesh, and the documents alone.
+
+They are for the tests of packing.
 """
 
 import dataclasses
@@ -37,8 +38,9 @@ TINY = f"""
 
 
 def write_packed(folder, tokenizer, seed=1, longest=50):
-    """Write documents of 1 to ``longest`` random tokens, each with an end; return the flags that
-    name them.
+    """Write documents of 1 to ``longest`` random tokens, each with an end.
+
+    Return the flags that name them.
     """
     eod = load_tokenizer(str(tokenizer)).eod
     generator = torch.Generator().manual_seed(seed)
@@ -59,8 +61,9 @@ class Step:
     valid: int
 
     def difference(self, other):
-        """Return the largest relative difference of any gradient, but for a key's bias, whose
-        gradient is zero.
+        """Return the largest relative difference of any gradient.
+
+        A key's bias, whose gradient is zero, is left out.
         """
         assert self.gradients.keys() == other.gradients.keys()
         return max(
@@ -120,8 +123,9 @@ def _step(trainer, change):
 
 
 def over_ranks(world_size, runs, changes=(as_it_is,)):
-    """Return the steps [run][change] of ``world_size`` ranks; pipeline stages have parts of the
-    gradients.
+    """Return the steps [run][change] of ``world_size`` ranks.
+
+    Pipeline stages have parts of the gradients.
     """
 
     def whole(steps):
@@ -150,8 +154,9 @@ def validation_on_rank(rank, world_size, flags):
 
 
 def alone(flags, validation=False):
-    """Compute the same step, or all samples of the validation, from each document alone, in float64
-    and one process.
+    """Compute the same step, or all samples of the validation, from each document alone.
+
+    It is in float64 and one process.
     """
     config = parse_args([*TINY, *flags])
     tokenizer = load_tokenizer(str(config.data.tokenizer_model))

@@ -24,8 +24,9 @@ def flags_of(data, *more):
 
 
 def on_rank(rank, world_size, arguments):
-    """Run as a launcher would, but with a fixed peak for MFU, whose measurement takes longer than a
-    step.
+    """Run as a launcher would, but with a fixed peak for MFU.
+
+    Its measurement takes longer than a step.
 
     Return the output: a rank's stdout belongs to the first test that started ranks, not to the
     running one.
@@ -54,16 +55,18 @@ def dit_on_rank(rank, world_size, arguments):
 
 
 def pretrain_digits(world_size, save, *arguments):
-    """Train the tiny diffusion transformer on handwritten digits into ``save`` and return its
-    metrics.
+    """Train the tiny diffusion transformer into ``save`` and return its metrics.
+
+    Its data are handwritten digits.
     """
     run_ranks(dit_on_rank, world_size, [*DIT, "--save", str(save), *arguments])
     return read_metrics(save / METRICS)
 
 
 def pretrain(world_size, data, save, *arguments):
-    """Train the tiny model on ``world_size`` ranks into ``save``, print the first's output, return
-    the metrics.
+    """Train the tiny model on ``world_size`` ranks into ``save``, and return the metrics.
+
+    The first rank's output is printed.
     """
     print(run_ranks(on_rank, world_size, flags_of(data, "--save", str(save), *arguments))[0])
     return read_metrics(save / METRICS)
@@ -75,8 +78,9 @@ def curve(save, *names):
 
 
 def carried_on(ranks, save, arguments, *names, body=on_rank):
-    """Train into ``save``, going on from what is there; print the first rank's output, return
-    fields of all records.
+    """Train into ``save``, going on from what is there, and return fields of all records.
+
+    The first rank's output is printed.
     """
     print(run_ranks(body, ranks, [*arguments, "--save", str(save), "--load", str(save)])[0])
     return curve(save, *names)

@@ -38,8 +38,9 @@ class Step(NamedTuple):
 
 
 def of_step(command: list[str], limit: float) -> dict[str, Any]:
-    """Run a step by its command, which is given a file to write; return its figures, or why it
-    ``failed``.
+    """Run a step by its command, and return its figures, or why it ``failed``.
+
+    The command is given a file to write.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
@@ -55,8 +56,9 @@ def of_step(command: list[str], limit: float) -> dict[str, Any]:
 
 
 def ended(command: list[str], limit: float, stdout: int | None = None) -> tuple[int, str]:
-    """Run a command to its end; return its status and what it wrote to stderr. ``stdout`` is as of
-    ``Popen``.
+    """Run a command to its end; return its status and what it wrote to stderr.
+
+    ``stdout`` is as of ``Popen``.
 
     Whatever ends it, what it started ends too: ranks that hang would keep the devices that the next
     step needs.
@@ -120,8 +122,9 @@ def asked(
     argv: list[str] | None,
     more: Iterable[str] = (),
 ) -> argparse.Namespace:
-    """Read the command line of a check, with the flags that every check has; ``more`` are steps
-    that must be named.
+    """Read the command line of a check, with the flags that every check has.
+
+    ``more`` are steps that must be named.
     """
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     help_text = "which of %(choices)s to run; default: all" + (
@@ -145,8 +148,9 @@ def asked(
 def check(
     program: str, label: str, args: argparse.Namespace, steps: dict[str, Step], *more: str
 ) -> None:
-    """Run the steps asked for, each by ``program`` with the flags ``more``, and write all results
-    as each ends.
+    """Run the steps asked for, and write all results as each ends.
+
+    Each is run by ``program`` with the flags ``more``.
 
     Raises MeasureError: a step failed, or found something wrong.
     """
@@ -182,8 +186,9 @@ def check(
 
 
 def launched(processes: int, *command: str) -> tuple[int, str]:
-    """Run a program under torchrun and print its lines as they come; return its status and the
-    lines.
+    """Run a program under torchrun and print its lines as they come.
+
+    Return its status and the lines.
 
     That is when all are gone that may print.
     """
@@ -197,8 +202,9 @@ def launched(processes: int, *command: str) -> tuple[int, str]:
 
 
 def tests(device: str, folder: Path, *chosen: str) -> dict[str, Any]:
-    """Run tests marked gpu, or the same on a CPU; count passed and skipped, and name those that
-    failed.
+    """Run tests marked gpu, or the same on a CPU.
+
+    Count passed and skipped, and name those that failed.
     """
     if importlib.util.find_spec("pytest") is None:
         raise SkippedStep("pytest is not installed")

@@ -2,11 +2,11 @@
 
 import ast
 from collections import Counter, defaultdict
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from tests import style
+from tests.syntax import imports, nodes, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,11 +55,12 @@ FOLDERS = {
     "papers/trajectories": ("a small world in which attempts teach", f"{PROGRAMS} papers"),
     "slurm": ("jobs of a scheduler", f"{LIBRARY} train planner tools {BELOW}"),
 }
-"""Each folder has one purpose, which no other has, and the others that it stands on; a row within a
-row is a part whose imports differ from the rest's."""
+"""Each folder has one purpose, which no other has, and the others that it stands on.
+
+A row within a row is a part whose imports differ from the rest's.
+"""
 ENTRIES = {"pretrain_gpt", "pretrain_dit"}
 PACKAGES = {name for name in FOLDERS if "/" not in name} - {"entry"}
-NAMES = PACKAGES | {"configs", "tests", "docs"}
 NODES = {
     "entry": 340,
     "model": 44770,
@@ -76,9 +77,11 @@ NODES = {
     "docs": 791,
     "tests": 385600,
 }
-"""Maximum syntax nodes per folder. A number goes down with the code, and up only by what a new
-capability needs; the commit's message gives the reason. Lines are not counted: a comment, a blank
-line or a longer name costs nothing."""
+"""Maximum syntax nodes per folder.
+
+A number goes down with the code, and up only by what a new capability needs; the commit's message
+gives the reason. Lines are not counted: a comment, a blank line or a longer name costs nothing.
+"""
 NO_SUBJECT = ("What", "That", "Whether", "Those", "How", "Where", "Of")
 MAX_NODES_PER_LINE = 6.5
 MAX_PER_THOUSAND_LINES = {"comprehensions": 20, "ternaries": 12, "tuple_assignments": 12}
@@ -96,46 +99,10 @@ LONGEST_FILE = 400
 MOST_LINES_OF_RESULTS = 1480
 
 
-def sources(root):
-    """The Python files of the checkout, without environments and runs."""
-    yield from root.glob("*.py")
-    for folder in sorted(NAMES):
-        yield from (root / folder).rglob("*.py")
-
-
-KINDS = ast.Import | ast.ImportFrom | ast.Expr | ast.Attribute
-
-
-def nodes(path):
-    """The nodes of a file's syntax that a promise is about."""
-    return parsed(path.read_text(encoding="utf-8"))[0]
-
-
-@cache
-def parsed(text):
-    """Return the nodes of these kinds, and how many there are of all."""
-    every = [*ast.walk(ast.parse(text))]
-    return [node for node in every if isinstance(node, KINDS)], len(every)
-
-
-def imports(path, root):
-    """Full names of the modules that a file imports, inside functions and relative to its package
-    too.
-    """
-    package = path.relative_to(root).parent.parts
-    for node in nodes(path):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: max(len(package) - node.level + 1, 0)] if node.level else ()
-            module = ".".join((*above, *filter(None, [node.module])))
-            yield from filter(None, [module])
-            yield from (f"{module}.{alias.name}".lstrip(".") for alias in node.names)
-
-
 def row_of(names):
-    """The row of FOLDERS with the longest path that a module's names start with; its first name if
-    there is none.
+    """The row of FOLDERS with the longest path that a module's names start with.
+
+    Its first name if there is none.
     """
     paths = ("/".join(names[:count]) for count in range(len(names), 0, -1))
     return (
@@ -147,7 +114,7 @@ def row_of(names):
 
 def wrong_imports(root):
     wrong = []
-    for path in sources(root):
+    for path in style.sources(root):
         relative = path.relative_to(root)
         owner = row_of(relative.with_suffix("").parts) if len(relative.parts) > 1 else "entry"
         if owner not in FOLDERS:
@@ -174,12 +141,13 @@ def wrong_imports(root):
 
 
 def circles(root):
-    """Files of ours that import each other, those for types alone and those inside functions too,
-    each circle once.
+    """Files of ours that import each other, each circle once.
+
+    Imports for types alone and inside functions count too.
     """
     files = {
         path.relative_to(root).as_posix(): path
-        for path in sources(root)
+        for path in style.sources(root)
         if "tests" not in path.parts
     }
     modules = {
@@ -208,7 +176,7 @@ def circles(root):
 def joins(root):
     """Files with a call of init_process_group, under whatever name of its module."""
     paths = []
-    for path in sources(root):
+    for path in style.sources(root):
         names = [node.attr for node in nodes(path) if isinstance(node, ast.Attribute)]
         names += [name.rsplit(".", 1)[-1] for name in imports(path, root)]
         paths += [str(path.relative_to(root))] if "init_process_group" in names else []
@@ -222,7 +190,7 @@ def lines_of(path):
 def too_long(root):
     return [
         f"{path.relative_to(root)}: {count}"
-        for path in sources(root)
+        for path in style.sources(root)
         if (count := lines_of(path)) > LONGEST_FILE
     ]
 
@@ -230,7 +198,7 @@ def too_long(root):
 def size(root):
     """Syntax nodes and lines of each top-level folder."""
     nodes_of, lines = Counter[str](), Counter[str]()
-    for path in sources(root):
+    for path in style.sources(root):
         top, *below = path.relative_to(root).parts
         folder = top if below else "entry"
         nodes_of[folder] += parsed(path.read_text(encoding="utf-8"))[1]
@@ -269,7 +237,7 @@ def too_dense(counts):
 def relative_clauses(root):
     """Docstrings whose first word makes a reader wait for the subject."""
     offences = []
-    for path in sources(root):
+    for path in style.sources(root):
         for node in nodes(path):
             match node:
                 case ast.Expr(value=ast.Constant(value=str(text))):
@@ -281,10 +249,11 @@ def relative_clauses(root):
 
 
 def crowded(root):
-    """Folders of more modules than one looks through; in tools/ a file is a command, which users
-    know by its name.
+    """Folders of more modules than one looks through.
+
+    In tools/ a file is a command, which users know by its name.
     """
-    modules = (path for path in sources(root) if path.name != "__init__.py")
+    modules = (path for path in style.sources(root) if path.name != "__init__.py")
     counts = Counter(path.parent.relative_to(root).as_posix() for path in modules)
     crowds = {name: count for name, count in counts.items() if count > MOST_FILES}
     return [
@@ -309,7 +278,7 @@ def plant(root, name, text):
 
 
 def test_dependencies_point_one_way(tmp_path):
-    assert len(list(sources(ROOT))) > 20
+    assert len(list(style.sources(ROOT))) > 20
     assert wrong_imports(ROOT) == []
     plant(tmp_path, "tools/common/arguments.py", "from train import run")
     plant(

@@ -1,5 +1,6 @@
-"""Bad input gives one message and a failing status on every rank, soon, and nothing is written
-over.
+"""Bad input gives one message and a failing status on every rank, soon.
+
+Nothing is written over.
 """
 
 import hashlib
@@ -187,7 +188,7 @@ def end_cases(rank, world_size, root):
 
 @pytest.fixture(scope="module")
 def endings(place):
-    """The ending of every case on each of two ranks; they found the same files, and changed none."""
+    """The ending of every case on each of two ranks; they had the same files, and changed none."""
     make_bad(place)
     before = snapshot(place)
     rank_endings = run_ranks(end_cases, 2, place)
@@ -203,8 +204,9 @@ def test_one_message_names_what_is_wrong(name, endings):
 
 
 def torchrun(script, arguments):
-    """Start two processes as a user does, which must fail in time; return the one line that begins
-    with error:.
+    """Start two processes as a user does, which must fail in time.
+
+    Return the one line that begins with error:.
     """
     process = starts.ended([*starts.torchrun(2), str(script), *arguments])
     assert process.returncode != 0
@@ -224,8 +226,9 @@ def torchrun(script, arguments):
 def test_torchrun_ends_all_ranks_before_they_joined_and_where_one_has_a_state_that_is_not_finite(
     flags, words, place, endings
 ):
-    """The rank after that one waits for the state, so the launcher alone can end it; it speaks of
-    no lost peer.
+    """The rank after that one waits for the state, so the launcher alone can end it.
+
+    It speaks of no lost peer.
     """
     assert re.search(words, torchrun("pretrain_gpt.py", flags_of(place, flags)))
 

@@ -1,5 +1,6 @@
-"""Packed conversations train as each does alone, with loss on the assistant's tokens alone, on one
-rank and several.
+"""Packed conversations train as each does alone, with loss on the assistant's tokens alone.
+
+They do so on one rank and several.
 """
 
 import dataclasses
@@ -62,14 +63,18 @@ def chats(tmp_path_factory):
     )
     counts = prepare(request, folder / "chats", progress=False)[0].conversations
     assert 3 <= counts["samples"] < 9  # some hold several
-    flags = f"""--data-path {folder}/chats --tokenizer-model {tokenizer} --sft --split 100,0,0 --eval-iters 0
-        --seq-length {LENGTH} --global-batch-size {counts["samples"]} --micro-batch-size 1""".split()
+    flags = f"""
+        --data-path {folder}/chats --tokenizer-model {tokenizer} --sft --split 100,0,0
+        --eval-iters 0 --seq-length {LENGTH} --global-batch-size {counts["samples"]}
+        --micro-batch-size 1
+    """.split()
     return Chats(turns, flags, tokenizer)
 
 
 def alone(chats):
-    """The token-weighted mean over the conversations, each computed by itself from its turns, in
-    float64.
+    """The token-weighted mean over the conversations, in float64.
+
+    Each is computed by itself from its turns.
     """
     config, tokenizer = parse_args([*TINY, *chats.flags]), load_tokenizer(chats.tokenizer)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
@@ -89,7 +94,7 @@ def alone(chats):
 
 
 def others_changed(batch):
-    """Leave loss to the second conversation of the row alone, and change every token of the others."""
+    """Leave loss to the second conversation of the row alone; change every token of the others."""
     batch = second_document_alone(batch)
     mine = batch["starts"].cumsum(1) == 2
     return batch | {"tokens": batch["tokens"].where(mine, (batch["tokens"] + 7) % 200)}

@@ -1,5 +1,6 @@
-"""The commands of pages: found and sorted, run, failed or ended at the limit; each has a row in the
-table.
+"""The commands of pages: found and sorted, run, failed or ended at the limit.
+
+Each has a row in the table.
 """
 
 import pytest

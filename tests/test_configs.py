@@ -1,5 +1,6 @@
-"""The published sizes of the models under configs/, and the commands that the help shows with these
-files.
+"""The published sizes of the models under configs/.
+
+The commands that the help shows with these files are tested too.
 """
 
 import re
@@ -50,8 +51,9 @@ PARAMETERS = {
     "transnormer_7b": 6_931_091_456,
     "transnormer_hybrid_tiny": 487_488,
 }
-"""Text parts; the names of Qwen3.5 and Gemma 3 count a vision part, and a layer that predicts more
-tokens, besides.
+"""Text parts; the names of Qwen3.5 and Gemma 3 count other parts besides.
+
+These are a vision part, and a layer that predicts more tokens.
 """
 
 

@@ -1,5 +1,6 @@
-"""A diffusion transformer trains on any mesh as in one process, resumes to the bit, and refuses
-what cannot be.
+"""A diffusion transformer trains on any mesh as in one process, and resumes to the bit.
+
+It refuses what cannot be.
 """
 
 import shutil

@@ -1,5 +1,6 @@
-"""The pages are true: links lead somewhere, commands and paths exist, and prose is readable in an
-editor.
+"""The pages are true.
+
+Links lead somewhere, commands and paths exist, and prose is readable in an editor.
 """
 
 import ast
@@ -27,8 +28,9 @@ OTHERS_FLAGS = """
 
 
 def pages(root):
-    """The Markdown that people read: beside the front page, docs/, and what results say of
-    themselves.
+    """The Markdown that people read.
+
+    Beside the front page it is docs/, and what results say of themselves.
     """
     paths = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
     return [
@@ -44,8 +46,9 @@ def prose(page):
 
 
 def code(page):
-    """The code of a page: the lines of its blocks, continued ones joined, and what stands between
-    backticks.
+    """The code of a page.
+
+    It is the lines of its blocks, continued ones joined, and what stands between backticks.
     """
     text = page.read_text(encoding="utf-8")
     for block in re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.M | re.S):
@@ -68,8 +71,9 @@ def anchors(page):
 
 
 def broken_links(page, root):
-    """Links to what the checkout lacks or to no heading of a page, and links of forms that are not
-    looked up.
+    """Links to what the checkout lacks or to no heading of a page.
+
+    Links of forms that are not looked up are among them.
     """
     text = SPAN.sub("", prose(page))
     for link in LINK.findall(text):
@@ -113,7 +117,7 @@ def unknown_modules(page, root):
 
 
 def unknown_paths(page, root):
-    """Files and folders of ours that a page names between backticks, or as a program or a --config."""
+    """Files and folders of ours that a page names in backticks, or as a program or a --config."""
     tops = {path.name for path in root.iterdir() if path.is_dir()} - {"runs"}
     words = r"(?<![\w./-])[\w.-]+(?:/[\w.-]+)*/?(?![\w/<*])"
     for word in {word for line in code(page) for word in re.findall(words, line)}:
@@ -126,8 +130,9 @@ def unknown_paths(page, root):
 
 @cache
 def sources(root):
-    """The text of every source but those of tests that are no programs: no page may take a flag
-    from these.
+    """The text of every source but those of tests that are no programs.
+
+    No page may take a flag from these.
     """
     paths = [*root.glob("[a-z]*/**/*.py"), *root.glob("train/config/*.txt"), root / "Makefile"]
     texts = (
@@ -172,8 +177,9 @@ def has(module, name):
 
 
 def wide_lines(page, root):
-    """Lines of prose over 120 characters: tables, code and the targets of links are as long as they
-    must be.
+    """Lines of prose over 120 characters.
+
+    Tables, code and the targets of links are as long as they must be.
     """
     for line in (
         prose(page).splitlines()

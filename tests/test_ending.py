@@ -1,5 +1,6 @@
-"""A run that signals end goes on as if it had never been ended; one of which a rank is stopped
-ends, and says so.
+"""A run that signals end goes on as if it had never been ended.
+
+A run of which a rank is stopped ends, and says so.
 
 Secrets in the environment are in no file of a run, and in nothing that it says.
 """
@@ -188,8 +189,9 @@ def leaks(folder):
 def test_a_stopped_rank_is_named_all_stacks_are_written_nothing_is_left_and_no_secret_is_told(
     default_data, tmp_path, monkeypatch
 ):
-    """All that writes is on: services, profile, asynchronous saves, both tiers, and the stacks of
-    the stopped rank.
+    """All that writes is on.
+
+    Services, profile, asynchronous saves, both tiers, and the stacks of the stopped rank.
     """
     stopped = 0  # of rank 1 tests/runtime/test_watchdog.py tells
     for number, name in enumerate(SECRETS):

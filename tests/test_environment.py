@@ -1,5 +1,6 @@
-"""The packages that `make` installs: those of training, extras where a target needs them, every one
-pinned.
+"""The packages that `make` installs.
+
+Those of training, extras where a target needs them, every one pinned.
 """
 
 import os
@@ -27,8 +28,9 @@ def locked():
 
 
 def planned(target, folder, *variables, status=0):
-    """The commands that make would run for a target, with a fresh environment in ``folder``, or its
-    refusal.
+    """The commands that make would run for a target, or its refusal.
+
+    A fresh environment is in ``folder``.
     """
     # A `make test` that this may run under hands its own variables on.
     make_variables = (

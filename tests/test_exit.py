@@ -1,5 +1,6 @@
-"""An entry reads its command line before heavy imports, and leaves nothing that can still abort its
-process.
+"""An entry reads its command line before heavy imports.
+
+It leaves nothing that can still abort its process.
 
 A thread of gloo's lets go of a collective's tensors after the collective has ended. If the
 interpreter is being taken down by then, the process aborts. How often depends on the machine, so
@@ -173,7 +174,9 @@ READING = """
 import runpy, sys
 def tell():
     print("LOADED", *sys.modules)
-for command in ("pretrain_gpt.py --help", "pretrain_dit.py --help", "pretrain_gpt.py --no-such-flag"):
+for command in (
+    "pretrain_gpt.py --help", "pretrain_dit.py --help", "pretrain_gpt.py --no-such-flag"
+):
     sys.argv = command.split()
     try:
         runpy.run_path(sys.argv[0])["main"](sys.argv[1:])
@@ -185,8 +188,9 @@ tell()
 
 
 def test_a_command_line_is_read_before_anything_heavy_is_loaded():
-    """--help of both entries, and a flag that is refused, which a person waits for; and so the
-    entries' own imports.
+    """--help of both entries, and a flag that is refused, which a person waits for.
+
+    That goes for the entries' own imports too.
     """
     done = starts.ended([sys.executable, "-c", READING], PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
-"""Figures in the pages of evidence and of the papers: each stands in a result file that its page
-leads to.
+"""Figures in the pages of evidence and of the papers.
+
+Each stands in a result file that its page leads to.
 
 A section's result files are those that it links to, and those of ``bench/results`` that their
 README says are told there; what stands before the first section quotes them all. A figure is a
@@ -83,8 +84,9 @@ ALLOWED = {
 
 @dataclass
 class Record:
-    """A line of a result: its names, its numbers, and how many digits those have that are printed
-    only.
+    """A line of a result.
+
+    Its names, its numbers, and how many digits those have that are printed only.
     """
 
     names: set[str]
@@ -147,8 +149,9 @@ def results_of(page, text):
 
 
 def walk(value, name=""):
-    """Strings and numbers of a record by the first name on their way, without samples: other lists
-    of more than 3.
+    """Strings and numbers of a record by the first name on their way.
+
+    Samples, which are other lists of more than 3, are left out.
     """
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -196,8 +199,9 @@ def read(files):
 
 
 def sections(page):
-    """The texts of a page without code, the targets of links, and what is left out; the result
-    files of each.
+    """The texts of a page without code, the targets of links, and what is left out.
+
+    The result files of each come last.
     """
     text = page.read_text(encoding="utf-8")
     for place, whole in enumerate(re.split(r"^(?=## )", text, flags=re.M)):

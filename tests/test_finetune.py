@@ -1,5 +1,6 @@
-"""`--finetune --load` of an imported model: fresh counters, the same losses on every mesh, changed
-rope noted.
+"""`--finetune --load` of an imported model.
+
+Fresh counters, the same losses on every mesh, changed rope noted.
 """
 
 import shutil
@@ -73,8 +74,9 @@ def alone(default_data, imported, trained):
 
 
 def exported(run, theirs, out):
-    """Weights of a model that was imported, and of a run's export, which has the same settings
-    else.
+    """Weights of a model that was imported, and of a run's export.
+
+    The run has the same settings else.
     """
     export_model(run, out, None, None, 10**9)
     before, after = load_hf(theirs), load_hf(out)
@@ -84,8 +86,9 @@ def exported(run, theirs, out):
 
 
 def test_what_was_finetuned_is_exported_as_what_was_imported(imported, alone, trained, tmp_path):
-    """Its type and the entries of its config.json, though its checkpoint has float32 and a folder
-    of its own.
+    """Its type and the entries of its config.json.
+
+    Its checkpoint has float32 and a folder of its own.
 
     A run that goes on has its own folder as load, and no longer says where its weights came from.
     """
@@ -119,8 +122,9 @@ def test_another_mesh_has_the_same_losses(mesh, default_data, imported, alone, t
 def test_a_hugging_face_folder_does_what_its_import_does(
     default_data, imported, alone, tmp_path, capsys
 ):
-    """The same losses to the bit; the run is exported as theirs, and its config.toml does not begin
-    there again.
+    """The same losses to the bit.
+
+    The run is exported as theirs, and its config.toml does not begin there again.
     """
     theirs, save = imported[0].parent / "theirs", tmp_path / "run"
     got = finetuned(
@@ -185,8 +189,9 @@ def test_a_run_going_on_from_iteration_0_has_them_too(default_data, imported, al
 
 
 def test_dynamic_rope_goes_by_the_length_of_each_run(default_data, imported, tmp_path):
-    """A run's config.toml keeps no length that was not given, and the export has the one that it
-    was trained at.
+    """A run's config.toml keeps no length that was not given.
+
+    The export has the one that it was trained at.
     """
     dynamic = (
         "dynamic",

@@ -1,5 +1,6 @@
-"""A run that is killed between two shared checkpoints goes on from the local one, as the run that
-nobody disturbed.
+"""A run that is killed between two shared checkpoints goes on from the local one.
+
+It is then as the run that nobody disturbed.
 """
 
 import io
@@ -34,8 +35,9 @@ def flags(data, save, *more):
 
 
 def _on_node(rank, size, arguments, nodes, killed_after=None):
-    """Run as a rank of one of two nodes; the last rank is killed after the iteration ``at``. Return
-    what it says.
+    """Run as a rank of one of two nodes.
+
+    The last rank is killed after the iteration ``at``. Return what it says.
 
     With --async-save each iteration waits for what goes on beside it.
     """

@@ -1,5 +1,6 @@
-"""The recipe of 524,288 tokens on a CPU: its four processes and one process give the first 16,384
-tokens one loss.
+"""The recipe of 524,288 tokens on a CPU.
+
+Its four processes and one process give the first 16,384 tokens one loss.
 """
 
 from itertools import islice, pairwise
@@ -24,8 +25,9 @@ BOUND = 2e-6
 
 
 def of_the_first_tokens(rank, world_size, arguments):
-    """Return the mean loss of the first tokens: of all ranks; of torch's attention over each
-    document; over halves.
+    """Return the mean loss of the first tokens of all ranks, and of two others.
+
+    They are of one process: torch's attention over each document, and over halves.
     """
     config = parse_args(arguments)
     with distributed_mesh(config.mesh) as mesh:

@@ -1,5 +1,6 @@
-"""LoRA over any mesh: loss and gradients of one process and of PEFT's, frozen weights, resuming,
-exports.
+"""LoRA over any mesh.
+
+It has loss and gradients of one process and of PEFT's, frozen weights, resuming and exports.
 """
 
 import importlib
@@ -73,8 +74,9 @@ BOUND = 1e-5
 
 
 class Runs:
-    """A base of each kind, a run of one process with adapters that do something, and another that
-    goes on from it.
+    """A base of each kind, a run with adapters that do something, and another.
+
+    The run is of one process, and the other goes on from it.
     """
 
     def __init__(self, data, folder):
@@ -145,8 +147,9 @@ def rows():
 
 @pytest.mark.parametrize(("kind", "case"), [*rows()])
 def test_a_mesh_has_the_losses_and_gradients_of_one_process(kind, case, runs):
-    """All that is frozen keeps every bit, and adapters alone have gradients and an optimizer's
-    state.
+    """All that is frozen keeps every bit.
+
+    Adapters alone have gradients and an optimizer's state.
     """
     got, want = runs.finetuned(kind, case, runs.begun(kind)), runs.alone(kind)
     row = compare(got, want)

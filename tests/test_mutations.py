@@ -1,5 +1,6 @@
-"""Files of a run, each damaged in every way of a table: accepted, noted or refused, always in one
-line.
+"""Files of a run, each damaged in every way of a table.
+
+Accepted, noted or refused, always in one line.
 """
 
 import json
@@ -296,8 +297,9 @@ LINES = {
 @pytest.mark.parametrize("mutation", [*ANY_FILE, *LINES])
 @pytest.mark.parametrize(("name", "line"), [(FAILURES, FAILURE), (STARTS, START)])
 def test_what_a_run_notes_of_its_starts_and_failures(name, line, mutation, run, tmp_path):
-    """They are read by the next start, which names the file where it is not taken, and starts.jsonl
-    with local ones.
+    """They are read by the next start, starts.jsonl with local ones.
+
+    It names the file where it is not taken.
     """
     config = parse_args(
         ["--data-path", "x", "--tokenizer-model", "x", "--save", str(run), "--load", str(run)]

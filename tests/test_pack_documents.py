@@ -1,5 +1,6 @@
-"""Whole documents packed into samples train as each alone does, over any mesh, and a run goes on to
-the bit.
+"""Whole documents packed into samples train as each alone does, over any mesh.
+
+A run goes on to the bit.
 """
 
 import os

@@ -1,5 +1,6 @@
-"""Packed documents train as each document alone does, on every kind of mesh; what is between them
-is zero.
+"""Packed documents train as each document alone does, on every kind of mesh.
+
+What is between them is zero.
 """
 
 import threading
@@ -188,8 +189,9 @@ def test_other_documents_change_nothing_at_all(ranks, meshes, flags):
 
 
 def test_one_circle_over_data_and_context_parallel_ranks_is_a_larger_context(flags, want):
-    """2 x 2 ranks with a row each, and 4 ranks with both rows; the samples are those of any
-    arrangement.
+    """2 x 2 ranks with a row each, and 4 ranks with both rows.
+
+    The samples are those of any arrangement.
     """
     shared = [*flags, "--context-parallel-method", "zigzag"]
     (joined,), (large,), (apart,) = over_ranks(
@@ -223,8 +225,9 @@ def test_validation_counts_each_document_once_and_no_filler(ranks, mesh, flags):
 
 
 def test_a_run_that_stops_and_goes_on_changes_no_bit(flags, tmp_path):
-    """Steps are made ahead, and what was made when the run stopped is made again; its folder has
-    what was asked for.
+    """Steps are made ahead, and what was made when the run stopped is made again.
+
+    Its folder has what was asked for.
     """
     names = ("lm_loss", "grad_norm", "consumed_tokens", "validation_loss")
     mesh = "--context-parallel-method exchange --balance-over dp_cp --micro-batch-size 1"
@@ -243,7 +246,7 @@ def test_a_run_that_stops_and_goes_on_changes_no_bit(flags, tmp_path):
 
 
 def planned_in(rank, world_size, runs):
-    """Train for 4 steps with a validation each; the threads that plan, in the order of their plans."""
+    """Train for 4 steps with a validation each; the threads that plan, in order of their plans."""
     threads_seen, make = [], plan.rank_schedule
     for arguments in runs:
         threads = []
@@ -263,8 +266,9 @@ def planned_in(rank, world_size, runs):
 
 
 def test_no_step_but_the_first_waits_for_its_plan(flags):
-    """Later steps of training and of validation have their plans in advance, those of other windows
-    and layers too.
+    """Later steps of training and of validation have their plans in advance.
+
+    Those of other windows and layers do, too.
     """
     steps = ["--train-iters", "4", "--eval-interval", "1", "--eval-iters", "9"]
     runs = {

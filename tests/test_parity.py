@@ -1,5 +1,6 @@
-"""Training of every kind of model on any mesh equals training in one process, and goes on from its
-checkpoints.
+"""Training of every kind of model on any mesh equals training in one process.
+
+It goes on from its checkpoints.
 """
 
 import math
@@ -46,14 +47,16 @@ KINDS = {
     "smollm3": (config("smollm3"), (*CP1, *ALONE)),
     "granite": (config("granite3"), (*CP1, *ALONE)),
 }
-"""Flags of each kind, and of its reference: one process, plain SDPA, or all scores of a linear
-attention at once.
+"""Flags of each kind, and of its reference.
+
+The latter is one process, plain SDPA, or all scores of a linear attention at once.
 """
 
 
 def rows():
-    """Yield kinds, meshes and iterations: three see what twenty do, whose rounding has longer to
-    grow.
+    """Yield kinds, meshes and iterations.
+
+    Three iterations see what twenty do, whose rounding has longer to grow.
     """
     for kind, case, slow in TRAINED:
         yield kind, case, 3, slow
@@ -86,8 +89,9 @@ def each_on_rank(rank, world_size, runs):
 
 @pytest.fixture(scope="module")
 def records(default_data, tmp_path_factory):
-    """The records of a run; all of as many ranks are trained in one go, the slow ones apart from
-    the others.
+    """The records of a run.
+
+    All of as many ranks are trained in one go, the slow ones apart from the others.
     """
 
     @cache
@@ -120,8 +124,9 @@ def records(default_data, tmp_path_factory):
 def test_every_iteration_and_the_validation_equal_one_process(
     kind, case, iterations, slow, records, one_process
 ):
-    """Gradients are clipped, since their norm is above 1; two key-value heads: on tp 4 each is
-    shared by two ranks.
+    """Gradients are clipped, since their norm is above 1.
+
+    Two key-value heads: on tp 4 each is shared by two ranks.
     """
     want = one_process(kind, "--train-iters", str(iterations))
     got = records(kind, case, iterations, slow)
@@ -157,8 +162,9 @@ def test_a_length_that_does_not_divide_is_padded_never_cut(
 
 
 def without_the_shift(rank, world_size, arguments):
-    """Train with the diagonal kept in every round of striping, where the later ranks' tokens must
-    not be seen.
+    """Train with the diagonal kept in every round of striping.
+
+    The later ranks' tokens must not be seen there.
     """
     tiles._compare = lambda rows, columns, shift, q0, k0: [
         (q0, q0 + rows, k0, k0 + columns, CAUSAL if shift < columns else FULL)
@@ -167,8 +173,9 @@ def without_the_shift(rank, world_size, arguments):
 
 
 def positions_from_zero(rank, world_size, arguments):
-    """Train with every rank's tokens numbered from 0 instead of by their places in the whole
-    sequence.
+    """Train with every rank's tokens numbered from 0.
+
+    Right are their places in the whole sequence.
     """
     hidden = Decoder.hidden
     Decoder.hidden = lambda self, tokens, *_: hidden(self, tokens)
@@ -191,8 +198,9 @@ def test_a_wrong_mask_or_position_makes_parity_fail(
 
 
 def train_with_an_overflow(rank, world_size, arguments):
-    """Train, keys and values 1e25 times too large in iteration 3; the iterations skipped and all
-    norms.
+    """Train, keys and values 1e25 times too large in iteration 3.
+
+    Return the iterations skipped and all norms.
     """
     config = parse_args(arguments)
     with distributed_mesh(config.mesh) as mesh:

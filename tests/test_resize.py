@@ -1,5 +1,6 @@
-"""--allow-resize: a run goes on with other processes, which the planner arranges; batch, samples
-and losses stay.
+"""--allow-resize: a run goes on with other processes, which the planner arranges.
+
+Batch, samples and losses stay.
 
 So does torchrun's own restart: --max-restarts after a killed rank, and --nnodes MIN:MAX with nodes
 that go and come.
@@ -203,8 +204,10 @@ def test_agents_that_go_and_come_resize_the_run(default_data, whole, tmp_path, m
     # Without it an agent that stays does not tell one that comes where the store is (torch 2.13).
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     save, logs, port = tmp_path / "run", [tmp_path / "0.log", tmp_path / "1.log"], free_port()
-    launch = f"""--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --local-addr 127.0.0.1
-        --rdzv-endpoint 127.0.0.1:{port} --rdzv-conf last_call_timeout=3""".split()
+    launch = f"""
+        --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d
+        --local-addr 127.0.0.1 --rdzv-endpoint 127.0.0.1:{port} --rdzv-conf last_call_timeout=3
+    """.split()
     with torchrun(logs[0], launch, default_data, save) as first:
         wait_until(lambda: listens(port))  # it has the agents' store, and stays
         with torchrun(logs[1], launch, default_data, save) as second:

@@ -1,5 +1,6 @@
-"""A run that is stopped and goes on is the run that never stopped, on its own mesh and on any
-other.
+"""A run that is stopped and goes on is the run that never stopped.
+
+It may go on on its own mesh and on any other.
 """
 
 import json
@@ -29,8 +30,9 @@ EXACT = (
 
 
 class Runs(NamedTuple):
-    """A run of ``last`` iterations with these flags on so many ranks, and one that was stopped
-    half-way.
+    """A run of ``last`` iterations with these flags on so many ranks.
+
+    Another one was stopped half-way.
     """
 
     ranks: int
@@ -184,8 +186,9 @@ def test_the_same_bits_are_loaded_on_another_mesh(kind, first, second, default_d
 
 
 def test_other_samples_would_be_seen(default_data, tmp_path):
-    """The bound on losses is one on the order of samples: eight samples too late, and they are far
-    apart.
+    """The bound on losses is one on the order of samples.
+
+    With eight samples too late, they are far apart.
     """
     late = partial(samples_skipped, 8)
     went_on, resumed = both("llama", case_of("dp=2"), case_of("none"), default_data, tmp_path, late)
@@ -194,8 +197,9 @@ def test_other_samples_would_be_seen(default_data, tmp_path):
 
 
 def both(kind, first, second, data, folder, sabotage=None):
-    """4 iterations on one mesh, and from the second one's checkpoint on another; micro-batches of 2
-    where they fit.
+    """4 iterations on one mesh, and from the second one's checkpoint on another.
+
+    Micro-batches of 2 where they fit.
     """
     more = ("--micro-batch-size", "1" if 8 in (first.dp, second.dp) else "2")
     went_on = trained(

@@ -1,5 +1,6 @@
-"""Settings that make no sense, a table of them: each is accepted, noted or refused in one line that
-names it.
+"""Settings that make no sense, a table of them.
+
+Each is accepted, noted or refused in one line that names it.
 
 Every flag of both entries gets what is at the ends of its type and beyond; then come pairs that
 contradict each other, TOML of every wrong shape, paths to what is not there, and the flags of the
@@ -41,8 +42,9 @@ def values_of(field):
 
 
 def rows_of(entry):
-    """Every flag of an entry, of each family its own, with every extreme of its type; once without
-    a value, too.
+    """Every flag of an entry, of each family its own, with every extreme of its type.
+
+    It is there once without a value, too.
     """
     keys_seen = set()
     for family, table in fields_by_variant(ENTRIES[entry][0]).items():
@@ -60,8 +62,9 @@ def rows_of(entry):
 
 
 def checked(entry):
-    """An entry's checks before any work, in one process: it reads, validates, and looks at the
-    folder.
+    """An entry's checks before any work, in one process.
+
+    It reads, validates, and looks at the folder.
     """
     _, module, base = ENTRIES[entry]
 
@@ -105,14 +108,20 @@ def test_every_flag_at_the_ends_of_its_type(entry, folder):
 
 
 CONTRADICTIONS = """
-    --micro-batch-size 3 --global-batch-size 4 | --device cpu --distributed-backend nccl | --finetune
+    --micro-batch-size 3 --global-batch-size 4 | --device cpu --distributed-backend nccl
+    --finetune
     --softmax-every 2 | --rope-scaling-type yarn | --window-size 8,1 | --window-size 1e9,0
-    --window-size 8,0 --window-attn-skip-freq [1]*3 | --window-size 8,0 --window-attn-skip-freq [1]*1000000000000
-    --num-attention-heads 1000000000 --hidden-size 1000000000 --tensor-model-parallel-size 3 | --kv-channels 3
-    --split 0,0,0 | --split 1,2,3,4 | --split inf,1 | --split ,,, | --distributed-timeout-minutes 1e-320
-    --seed 9223372036854775808 | --exit-duration-in-mins 1e300 | --lr 1\x1b | stray\x07 | --non\x1bsense
+    --window-size 8,0 --window-attn-skip-freq [1]*3
+    --window-size 8,0 --window-attn-skip-freq [1]*1000000000000
+    --num-attention-heads 1000000000 --hidden-size 1000000000 --tensor-model-parallel-size 3
+    --kv-channels 3
+    --split 0,0,0 | --split 1,2,3,4 | --split inf,1 | --split ,,,
+    --distributed-timeout-minutes 1e-320
+    --seed 9223372036854775808 | --exit-duration-in-mins 1e300 | --lr 1\x1b | stray\x07
+    --non\x1bsense
     --data-path 1 x 2 | --data-path 0 x 1 y | --data-path nan x | --data-path
-    --nonsense 5 | stray | --lr | --lr 1 2 | --lr=1 --lr=2 | -5 | -- | --config | --no-lr 1 | ---lr 1
+    --nonsense 5 | stray | --lr | --lr 1 2 | --lr=1 --lr=2 | -5 | -- | --config | --no-lr 1
+    ---lr 1
 """
 """Others, with a message of their own, are in ``tests/train/config``."""
 
@@ -249,36 +258,52 @@ def test_paths_to_what_is_not_meant(use, odd_paths, folder):
 
 TOOLS = {
     plot.main: """
-        layout --size 0 | layout --size 1000000000 | layout --size x | layout --seq-length 1e30 | layout --methods nope
+        layout --size 0 | layout --size 1000000000 | layout --size x | layout --seq-length 1e30
+        layout --methods nope
         layout --methods | layout --methods ring ring --size 3 --seq-length 1
         layout --methods ring --size 2 --seq-length 4 --output /proc/x.png
         layout --methods ring --size 2 --seq-length 4 --output x.nope
-        teams --size 1000000000 | teams --team-size 0 | teams --placement nope | teams --ranks-per-node 0
+        teams --size 1000000000 | teams --team-size 0 | teams --placement nope
+        teams --ranks-per-node 0
         teams --heads 0 | teams --kv-heads 0 | nope | loss | loss none | layout --nope | teams 5""",
     plan.main: """
-        --world-size 0 | --world-size x | --world-size 1e30 | --top x | --nope | --profile --world-size 7
+        --world-size 0 | --world-size x | --world-size 1e30 | --top x | --nope
+        --profile --world-size 7
         --config none.toml --world-size 2 | --seq-length 0 --world-size 2""",
     sample.main: """
-        --load none | --load none --num-tokens 0 | --load none --num-tokens 1e30 | --load none --temperature nan
-        --load none --top-k 0 | --load none --top-p 1.5 | --load none --seed -1 | --load none --ckpt-step -1
-        --load none --by-line | --load none --prompt x --prompt-file y | --load none --context-parallel-size 0
-        --load none --stop | --load none --num-samples 0 | --num-tokens 5 | --load | --nope | --load a b
+        --load none | --load none --num-tokens 0 | --load none --num-tokens 1e30
+        --load none --temperature nan
+        --load none --top-k 0 | --load none --top-p 1.5 | --load none --seed -1
+        --load none --ckpt-step -1
+        --load none --by-line | --load none --prompt x --prompt-file y
+        --load none --context-parallel-size 0
+        --load none --stop | --load none --num-samples 0 | --num-tokens 5 | --load | --nope
+        --load a b
         --load none --seed 1000000000000000000000000000000""",
     convert_hf.main: """
-        import | import none | import none x | export none x | export none x --dtype int8 | import none x y
-        export none x --max-shard-size 0 | export none x --max-shard-size 5XB | nope | export none x --nope""",
+        import | import none | import none x | export none x | export none x --dtype int8
+        import none x y
+        export none x --max-shard-size 0 | export none x --max-shard-size 5XB | nope
+        export none x --nope""",
     sample_dit.main: """
-        --load none | --load none --num-samples 0 | --load none --steps x | --load none --guidance nan
-        --load none --method nope | --load none --batch-size 0 | --load none --classes x | --load none --vae none
+        --load none | --load none --num-samples 0 | --load none --steps x
+        --load none --guidance nan
+        --load none --method nope | --load none --batch-size 0 | --load none --classes x
+        --load none --vae none
         --num-samples 5 | --nope | --load none --seed -1""",
     prepare_data.main: """
-        --input none --output-prefix x | --input none | --stdlib --input none | --vocab-size 0 | --vocab-size 1e30
-        --max-bytes x | --max-bytes -5 | --input --output-prefix x | --tokenizer-model none.model --vocab-size 5
+        --input none --output-prefix x | --input none | --stdlib --input none | --vocab-size 0
+        --vocab-size 1e30
+        --max-bytes x | --max-bytes -5 | --input --output-prefix x
+        --tokenizer-model none.model --vocab-size 5
         --nope | stray | --output-prefix""",
     prepare_latents.main: """
-        --input none --output x | --input none | --check none | --check none --input none | --output x
-        --input none --output x --size 0 | --input none --output x --size x | --input none --output x --dtype float8
-        --input none --output x --samples-per-shard 0 | --input none --output x --batch-size 1e30 | --nope
+        --input none --output x | --input none | --check none | --check none --input none
+        --output x
+        --input none --output x --size 0 | --input none --output x --size x
+        --input none --output x --dtype float8
+        --input none --output x --samples-per-shard 0 | --input none --output x --batch-size 1e30
+        --nope
         --input none --output x --vae none""",
 }
 

@@ -61,8 +61,9 @@ def in_order(plain):
 @pytest.mark.parametrize("moves", ["kv", "queries"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 3.1e-3)])
 def test_blocks_add_up_whatever_their_kernel_returns(dtype, bound, moves, block_by_block):
-    """In bfloat16 each block is rounded once, 3.0e-3; with sums that travel in it, as a rank alone
-    may, 3.4e-3.
+    """In bfloat16 each block is rounded once, 3.0e-3.
+
+    With sums that travel in it, as a rank alone may, 3.4e-3.
     """
     for (method, options, masked), size in product(CASES, (1, 4)):
         if size == 1 and options:

@@ -1,5 +1,6 @@
-"""All ranks of a plan as threads of one process, on one device: their transfers are copies, on a
-GPU on side streams.
+"""All ranks of a plan as threads of one process, on one device.
+
+Their transfers are copies, on a GPU on side streams.
 
 A GPU alone so shows whether a plan, its kernels and their waits are right together. Gradients come
 from the executor itself: autograd has one thread per GPU, in which ranks would wait for each other
@@ -83,8 +84,9 @@ class ThreadTransport(Transport):
         return
 
     def _send(self, tensors: Sequence[Tensor], to: int, kind: str) -> None:
-        """Copy the tensors for another rank, which waits for the copy and not for this rank's
-        stream.
+        """Copy the tensors for another rank.
+
+        It waits for the copy and not for this rank's stream.
         """
         channel, event = (self.rank, to, kind), None
         if self._copies is None:
@@ -151,8 +153,9 @@ class ThreadTransport(Transport):
 
 @cache
 def pool(size: int) -> ThreadPoolExecutor:
-    """Return the threads of so many ranks: cuDNN's graphs are built anew in every thread, for up to
-    half a second.
+    """Return the threads of so many ranks.
+
+    cuDNN's graphs are built anew in every thread, for up to half a second.
     """
     return ThreadPoolExecutor(size)
 

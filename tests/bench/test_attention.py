@@ -1,5 +1,6 @@
-"""The attention bench through its command line at a tiny size: real processes, figures that agree
-with each other.
+"""The attention bench through its command line at a tiny size.
+
+Its processes are real, and its figures agree with each other.
 """
 
 from dataclasses import replace

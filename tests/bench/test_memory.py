@@ -1,5 +1,6 @@
-"""The account of memory is right to the byte, policies come out in their order, and cases are
-configurations.
+"""The account of memory is right to the byte.
+
+Policies come out in their order, and cases are configurations.
 """
 
 import pytest

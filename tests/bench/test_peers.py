@@ -1,5 +1,6 @@
-"""Other packages beside ours: the same shapes and tokens, whose losses can be compared, and reasons
-for the rest.
+"""Other packages beside ours: the same shapes and tokens, whose losses can be compared.
+
+The rest has a reason.
 """
 
 import math

@@ -1,5 +1,6 @@
-"""Kill, signal and start twice runs of 4 processes under torchrun, and compare them with the run
-that nobody disturbed.
+"""Kill, signal and start twice runs of 4 processes under torchrun.
+
+They are compared with the run that nobody disturbed.
 
     make chaos ARGS="--kills 200 --signals 50 --starts 50"
 
@@ -61,10 +62,14 @@ LAUNCH = """
 KILL, SIGNAL, STARTED, END = "SIGKILL", "signal", "runs into one folder", "end of a run"
 TITLE = f"""# Chaos
 
-Written by `make chaos`. A trial starts a run of 4 processes under torchrun, or goes on with that of the trial before,
-and strikes. Right is: the next start goes on from the newest commit, which is whole; no process is left {ORPHANED:.0f}
-seconds after the launcher's end; a signal's end is a clean save; losses, and at the end weights and moments, are those
-of the undisturbed run to the bit. Of runs into one folder one trains at a time, and the others say so in a line. "Gone"
+Written by `make chaos`. A trial starts a run of 4 processes under torchrun, or goes on with that \
+of the trial before,
+and strikes. Right is: the next start goes on from the newest commit, which is whole; no process \
+is left {ORPHANED:.0f}
+seconds after the launcher's end; a signal's end is a clean save; losses, and at the end weights \
+and moments, are those
+of the undisturbed run to the bit. Of runs into one folder one trains at a time, and the others \
+say so in a line. "Gone"
 is the longest time in seconds from a launcher's end to that of its last process.
 
 | what | where | to whom | trials | wrong | gone |
@@ -78,8 +83,9 @@ class Hung(UserError):
 
 
 def start(save: Path, plan: Row, ranks: int = RANKS) -> tuple[subprocess.Popen[Any], IO[str]]:
-    """Start a run or go on with it, one of several ranks under torchrun, with a plan for
-    ``victim``.
+    """Start a run or go on with it, with a plan for ``victim``.
+
+    It is one of several ranks under torchrun.
     """
     data, flags = save.parent / "data", ["--save", str(save), "--load", str(save)]
     flags += ["--data-path", f"{data}", "--tokenizer-model", f"{data}.model"]
@@ -97,8 +103,9 @@ def mark(plan: Row) -> str:
 
 
 def ended(process: subprocess.Popen[Any], out: IO[str], plan: Row) -> str:
-    """Wait for the end of what was started with a plan, and return what it said; raise Hung if it
-    does not end.
+    """Wait for the end of what was started with a plan, and return its output.
+
+    Raises Hung: it does not end.
     """
     hung = False
     try:
@@ -137,8 +144,9 @@ def starts(save: Path) -> list[int]:
 
 
 def differs(save: Path, ranks: int = RANKS) -> str:
-    """Say in what a run's records up to its newest commit, or at its end its tensors, are not the
-    undisturbed ones.
+    """Say in what a run differs from the undisturbed one.
+
+    Records are compared up to its newest commit, and at its end its tensors.
     """
     iteration, histories = newest(save), []
     for run in (save, save.parent / f"whole-{ranks}"):
@@ -243,8 +251,9 @@ def disturbed(kind: str, number: int, folder: Path, draw: random.Random) -> Row:
 
 
 def together(kind: str, number: int, folder: Path, draw: random.Random) -> Row:
-    """Start two or four runs into one folder, one after another: each trains or is refused in a
-    line.
+    """Start two or four runs into one folder, one after another.
+
+    Each trains or is refused in a line.
     """
     save, processes = folder / "together", []
     shutil.rmtree(save, ignore_errors=True)

@@ -1,5 +1,6 @@
-"""A rank of pretrain_gpt.py that strikes at processes of its run at a hook, as CHAOS in the
-environment says.
+"""A rank of pretrain_gpt.py that strikes at processes of its run at a hook.
+
+CHAOS in the environment says which, and when.
 """
 
 import functools

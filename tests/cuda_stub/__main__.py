@@ -1,5 +1,6 @@
-"""Run a command with GPUs that are not there: everything works as with CUDA, but nothing is
-computed.
+"""Run a command with GPUs that are not there.
+
+Everything works as with CUDA, but nothing is computed.
 
     python -m tests.cuda_stub --gpus 2 -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
 
@@ -62,8 +63,9 @@ def check_machine() -> None:
 
 
 def symbols(kind: str) -> set[str]:
-    """Return the names of calls that torch's libraries leave to others (``undefined``), or have
-    (``defined``).
+    """Return the names of calls that torch's libraries have, or leave to others.
+
+    Those are ``defined``, or ``undefined``.
     """
     libraries = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("*.so")))
     listed = subprocess.run(
@@ -76,8 +78,9 @@ def symbols(kind: str) -> set[str]:
 
 
 def others() -> str:
-    """Return C for the calls that ``stub.c`` leaves out: they return 0, and those that start
-    kernels are counted.
+    """Return C for the calls that ``stub.c`` leaves out.
+
+    They return 0, and those that start kernels are counted.
     """
     names = symbols("undefined") - symbols("defined")
     triton = importlib.util.find_spec("triton")
@@ -96,8 +99,9 @@ def others() -> str:
 
 
 def built() -> Path:
-    """Return the folder of the stub for this torch, made if need be. Raises UserError: it cannot be
-    built.
+    """Return the folder of the stub for this torch, made if need be.
+
+    Raises UserError: it cannot be built.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longmesh"
     made_of = (
@@ -137,8 +141,9 @@ def built() -> Path:
 
 
 def environment(gpus: int) -> dict[str, str]:
-    """Return the environment of processes that find this many GPUs. Raises UserError: the stub
-    cannot work here.
+    """Return the environment of processes that find this many GPUs.
+
+    Raises UserError: the stub cannot work here.
     """
     check_machine()
     folder = str(built())

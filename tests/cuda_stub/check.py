@@ -146,7 +146,8 @@ def predicted(processes: int, flags: Sequence[str]) -> int:
 
 
 def write_data(folder: Path, flags: str) -> None:
-    """Write what a case reads: latents, or documents of log-normal lengths and a tokenizer;
+    """Write what a case reads: latents, or documents of log-normal lengths and a tokenizer.
+
     --mock-data needs none.
     """
     draw = np.random.default_rng(0)

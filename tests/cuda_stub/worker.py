@@ -1,5 +1,6 @@
-"""A program of ours as a rank of ``tests.cuda_stub.check``: it tells what torch's allocator and the
-stub counted.
+"""A program of ours as a rank of ``tests.cuda_stub.check``.
+
+It tells what torch's allocator and the stub counted.
 
 torchrun ... -m tests.cuda_stub.worker FOLDER pretrain_gpt.py FLAGS...
 """
@@ -17,8 +18,9 @@ from tools.common.report import write_records
 
 
 def main(file, program):
-    """Run the program; after each step write the most bytes yet, and its launches, waits and copies
-    to the host.
+    """Run the program.
+
+    After each step write the most bytes yet, and its launches, waits and copies to the host.
     """
     counts, before = (ctypes.c_long * 3)(), [0, 0, 0]
 

@@ -1,170 +1,23 @@
-"""Small folders of tokenizers, built as those of published families are: files, flags,
-pre-tokenizers, classes.
-"""
+"""Small folders of tokenizers, built as those of published families are."""
 
 import json
 import random
-from functools import cache
 
 from tokenizers import (
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
     normalizers,
     pre_tokenizers,
-    processors,
-    trainers,
 )
 
-from data.text.corpus import Corpus, stdlib_files
-
-LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
+from tests.data.family_files import (
+    LLAMA_3,
+    QWEN_2,
+    QWEN_3_5,
+    added,
+    by_pattern,
+    decoder_of,
+    legacy_spaces,
+    write,
 )
-QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
-QWEN_3_5 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
-)
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-@cache
-def corpus():
-    return [
-        *Corpus(stdlib_files(), max_bytes=150_000),
-        "Straße naïve 日本語 🙂 привет мир " * 20,
-        "12 345 6789 " * 20,
-    ]
-
-
-@cache
-def trained(kind):
-    """The model of a tokenizer, as JSON: of bytes, or of characters with bytes for those that it
-    lacks.
-    """
-    backend = Tokenizer(models.BPE())
-    if kind == "bytes":
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(QWEN_3_5), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        first, alphabet = [], sorted(pre_tokenizers.ByteLevel.alphabet())
-    else:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-        first = {
-            "llama": ["<unk>", "<s>", "</s>", *BYTES],
-            "gemma": ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *BYTES],
-        }[kind]
-        alphabet = []
-    trainer = trainers.BpeTrainer(
-        vocab_size=1200,
-        special_tokens=first,
-        initial_alphabet=alphabet,
-        limit_alphabet=400,
-        show_progress=False,
-    )
-    backend.train_from_iterator(corpus(), trainer)
-    model = json.loads(backend.to_str())["model"]
-    if kind != "bytes":
-        model |= {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True}
-    return json.dumps(model)
-
-
-def added(text, **flags):
-    """An entry of added_tokens, without its id."""
-    plain = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    return {"content": text} | plain | flags
-
-
-def begins_with(token, number):
-    """A post-processor that puts a token first."""
-    return processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A {token}:1 $B:1", special_tokens=[(token, number)]
-    )
-
-
-def write(
-    folder,
-    kind,
-    tokens,
-    settings,
-    model_type,
-    *,
-    split=None,
-    normalizer=None,
-    begin=None,
-    more=None,
-    **files,
-):
-    """Write a folder: tokenizer.json, tokenizer_config.json, config.json and ``files``, by name
-    without .json.
-    """
-    model = json.loads(trained(kind))
-    backend = Tokenizer.from_str(json.dumps({"version": "1.0", "model": model | (more or {})}))
-    if split is not None:
-        backend.pre_tokenizer = split
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    backend.decoder = (
-        decoders.ByteLevel()
-        if kind == "bytes"
-        else decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
-    )
-    content = json.loads(backend.to_str())
-    number, entries = len(model["vocab"]), []
-    for token in tokens:
-        token_id = model["vocab"].get(token["content"])
-        entries.append({"id": number if token_id is None else token_id} | token)
-        number += token_id is None
-    content["added_tokens"] = sorted(entries, key=lambda entry: entry["id"])
-    if begin is not None:
-        ids = {entry["content"]: entry["id"] for entry in entries}
-        ready = Tokenizer.from_str(json.dumps(content))
-        ready.post_processor = begins_with(begin, ids[begin])
-        content = json.loads(ready.to_str())
-    elif kind == "bytes":
-        content["post_processor"] = {
-            "type": "ByteLevel",
-            "add_prefix_space": True,
-            "trim_offsets": False,
-            "use_regex": True,
-        }
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps(content))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    if model_type is not None:
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    for name, value in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(value))
-    return path
-
-
-def by_pattern(pattern):
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def legacy_spaces():
-    """The normalizer of LLaMA 2's tokenizer.json."""
-    return normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-
 
 SENTENCES = [added("<unk>"), added("<s>"), added("</s>")]
 ENDED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -181,15 +34,6 @@ QWEN_CONFIG = {
     "pad_token": "<|endoftext|>",
 }
 OPENAI = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
-
-
-def decoder_of(path, **flags):
-    """The added_tokens_decoder that goes with a tokenizer.json, with other flags."""
-    entries = json.loads(path.read_text())["added_tokens"]
-    return {
-        str(entry["id"]): {name: value for name, value in entry.items() if name != "id"} | flags
-        for entry in entries
-    }
 
 
 def llama_2(folder, **settings):
@@ -379,8 +223,9 @@ def smollm_2(folder):
 
 
 def phi_3(folder):
-    """Phi-3's: after its tokens white space is taken, by tokenizer_config.json for one that the
-    other file differs.
+    """Phi-3's: after its tokens white space is taken.
+
+    tokenizer_config.json says so of one of which the other file does not.
     """
     turns = [added(f"<|{name}|>", rstrip=True) for name in ("user", "assistant", "end", "system")]
     tokens = [
@@ -446,9 +291,7 @@ FAMILIES = {
 
 
 def texts(path, count=200):
-    """Texts of code, words, digits, white space, many scripts, and special tokens between and
-    inside of them.
-    """
+    """Texts of code, words, digits, white space and many scripts, with special tokens in them."""
     names = [entry["content"] for entry in json.loads(path.read_text())["added_tokens"]]
     pieces = [
         "def f(x):\n    return x ** 2\n",

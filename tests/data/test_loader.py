@@ -1,5 +1,6 @@
-"""Batches: the global order whatever the ranks, micro-batches and readers, from any number of
-consumed samples.
+"""Batches in the global order, from any number of consumed samples.
+
+It is the same whatever the ranks, micro-batches and readers.
 """
 
 import pytest

@@ -1,5 +1,6 @@
-"""Files of data with bits flipped, cut, zeroed or swapped: each is read, or refused in one line;
-none crashes.
+"""Files of data with bits flipped, cut, zeroed or swapped: each is read, or refused in one line.
+
+None crashes.
 """
 
 import json
@@ -39,8 +40,9 @@ def place(tmp_path_factory):
 
 
 def mutations(whole, flips):
-    """Bits flipped at places all over a file, most of them where formats have their headers; then
-    whatever else.
+    """Bits flipped at places all over a file, most of them where formats have their headers.
+
+    Then come other changes.
     """
     offsets = [
         *range(min(40, len(whole))),
@@ -58,8 +60,9 @@ def mutations(whole, flips):
 
 
 def outcomes(path, contents, use):
-    """Count the changed files that `use` takes and those that it refuses in one line; any other
-    error fails.
+    """Count the changed files that `use` takes and those that it refuses in one line.
+
+    Any other error fails.
     """
     whole, read, errors = path.read_bytes(), 0, list[ValueError]()
     try:
@@ -124,8 +127,9 @@ def test_a_damaged_corpus(place, end):
 
 
 def test_a_damaged_record(place):
-    """The record of a preparation: of this request, or refused; numbers of other types or beyond
-    bounds too.
+    """The record of a preparation: of this request, or refused.
+
+    Numbers of other types or beyond bounds too.
     """
     path, request = place / "words.json", Request(inputs=(str(place / "a.txt"),), vocab_size=300)
     whole, prefix = json.loads(path.read_text()), place / "words"

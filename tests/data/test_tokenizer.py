@@ -40,8 +40,9 @@ def trained(tmp_path_factory, sources):
 
 
 def write_hugging_face(folder, *special, merges=()):
-    """A byte-level tokenizer.json: a token is a byte, but for the special ones and the ``merges``
-    of two.
+    """A byte-level tokenizer.json.
+
+    A token is a byte, but for the special ones and the ``merges`` of two.
     """
     words = [*sorted(ByteLevel.alphabet()), *(a + b for a, b in merges)]
     backend = Backend(BPE({word: number for number, word in enumerate(words)}, list(merges)))

@@ -1,5 +1,6 @@
-"""Tokenizers of published families give the ids of transformers, special tokens in the text among
-them.
+"""Tokenizers of published families give the ids of transformers.
+
+Special tokens in the text are among them.
 """
 
 import json
@@ -13,8 +14,6 @@ from data.tokenizer.classes import BUILDERS, NOT_READ, OVERRIDDEN, REGISTERED
 from tests.data.families import (
     FAMILIES,
     OPENAI,
-    added,
-    decoder_of,
     gemma_3,
     gpt_2,
     llama_2,
@@ -27,8 +26,8 @@ from tests.data.families import (
     qwen_3_5,
     smollm_2,
     texts,
-    write,
 )
+from tests.data.family_files import added, decoder_of, write
 
 
 def both(path):
@@ -36,7 +35,7 @@ def both(path):
 
 
 def assert_alike(ours, theirs, path, count=200):
-    """Ids of texts: special tokens read as such, with what is added around, and as ordinary text."""
+    """Ids of texts: special tokens read as such, with what is added around, or as ordinary text."""
     for text in texts(path, count):
         ids = ours.tokenize_special(text)[0]
         assert ids == theirs(text, add_special_tokens=False)["input_ids"], repr(text)

@@ -1,5 +1,6 @@
-"""Check a GPU in steps: kernels against float64, all ranks of a plan on it, waits, rates, a run of
-1B, a profile.
+"""Check a GPU in steps.
+
+Kernels against float64, all ranks of a plan on it, waits, rates, a run of 1B, a profile.
 
     make gpu-check
     make gpu-check ARGS="--steps environment backends"
@@ -24,7 +25,7 @@ from bench.harness import need_cuda, target
 from bench.shapes import MaskedShape
 from kernels.attention import select_backend
 from runtime.errors import UserError
-from tests.gpu import rates
+from tests.gpu import layer_rates, rates
 from tests.steps import SkippedStep, Step, asked, check, launched, tests
 from tools.common.arguments import one_line_errors, parser_for, run_command
 from tools.common.ceilings import ceilings
@@ -56,8 +57,9 @@ FUSED_RESIDUAL = "tests/gpu/test_attention.py"
 
 
 def backends(device: str, folder: Path) -> dict[str, Any]:
-    """Compare every backend with float64: widths, lengths, grouped heads, slices of longer tensors,
-    log-sum-exp.
+    """Compare every backend with float64.
+
+    Cases are widths, lengths, grouped heads, slices of longer tensors, and log-sum-exp.
     """
     return tests(device, folder, FUSED_RESIDUAL, "-k", "backend")
 
@@ -68,8 +70,9 @@ def triton(device: str, folder: Path) -> dict[str, Any]:
 
 
 def ranks(device: str, folder: Path) -> dict[str, Any]:
-    """Attend with all ranks of every method as threads, whole and packed, against one attention of
-    the same dtype.
+    """Attend with all ranks of every method as threads, whole and packed.
+
+    They are compared with one attention of the same dtype.
     """
     return tests(device, folder, FUSED_RESIDUAL, "-k", "ranks")
 
@@ -105,19 +108,20 @@ def attention(device: str, folder: Path) -> dict[str, Any]:
 
 
 def expected(reason: str) -> bool:
-    """Say that a skipped figure is of a library not here, or does not suit the shape or the memory."""
+    """Say that a skipped figure is of a library not here, or does not suit shape or memory."""
     return reason.startswith(("UserError", "OutOfMemoryError")) or "would be padded" in reason
 
 
 def linear(device: str, folder: Path) -> dict[str, Any]:
-    """Measure linear attention by length and the delta rule, forward + backward, beside
-    flash-linear-attention's.
+    """Measure linear attention by length and the delta rule, forward + backward.
+
+    flash-linear-attention's stand beside them.
     """
     heads, width, lengths = (
         (16, 128, (8192, 32768, 131072)) if device == "cuda" else (2, 16, (128,))
     )
     limits, rows, targets = ceilings(device, (_dtype(device),)), [], []
-    delta = rates.delta_rules(
+    delta = layer_rates.delta_rules(
         device,
         MaskedShape(
             seq_length=lengths[0],
@@ -137,7 +141,9 @@ def linear(device: str, folder: Path) -> dict[str, Any]:
         work = MaskedShape(
             seq_length=length, num_heads=heads, kv_heads=heads, head_dim=width, dtype=_dtype(device)
         )
-        row = rates.linear_beside_the_limit(device, work, limits, 20 if device == "cuda" else 2)
+        row = layer_rates.linear_beside_the_limit(
+            device, work, limits, 20 if device == "cuda" else 2
+        )
         rows.append(row)
         print(row, flush=True)
         targets.append(target(f"of the limit, {length} tokens", row["of_the_limit"], 0.6))
@@ -156,11 +162,11 @@ def optimizer(device: str, folder: Path) -> dict[str, Any]:
     except UserError as error:
         raise SkippedStep(str(error)) from error
     layer = [*[(2048, 2048)] * 4, *[(5504, 2048)] * 3, (2048,), (2048,)]
-    return rates.optimizers(device, layer * 10 if device == "cuda" else [(33, 7), (7,)], 20)
+    return layer_rates.optimizers(device, layer * 10 if device == "cuda" else [(33, 7), (7,)], 20)
 
 
 def training(device: str, folder: Path) -> dict[str, Any]:
-    """Train for some steps on drawn tokens: 1B parameters at 8,192 and at 32,768 tokens on a GPU."""
+    """Train for some steps on drawn tokens: on a GPU, 1B parameters at 8,192 and 32,768 tokens."""
     return _trained(device)
 
 

@@ -1,5 +1,6 @@
-"""Emulate the ranks of a plan on one device: what each rank computes in each of its rounds, without
-traffic.
+"""Emulate the ranks of a plan on one device, without traffic.
+
+A rank computes what it does in each of its rounds.
 """
 
 from collections.abc import Callable

@@ -1,30 +1,25 @@
-"""Measure attention on one device: block kernels beside torch's own, and what ranks compute,
-without their traffic.
+"""Measure attention on one device: block kernels beside torch's own, and the ranks of a plan.
 
+Ranks are measured without their traffic.
 The same code runs on the CPU, as in its tests. What a device or a library refuses is listed under
 ``skipped`` with the reason and has no figure.
 """
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean, median
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from bench.harness import MeasureError, forward_backward, target
-from bench.linear import flops
 from bench.shapes import MaskedShape
 from kernels.attention import CAUSAL, select_backend
 from kernels.backends import SOFTMAX
 from kernels.blocks import Keys, Rows
-from kernels.ops import delta_rule, linear_attention
 from model.parts.attention import sdpa
-from model.parts.linear_attention import alibi_slopes
 from parallel.context.executor import Executor
 from parallel.context.traffic import sizes
 from runtime.machine import describe, time_steps
@@ -33,15 +28,11 @@ from tests.kernels.blocks import block_backward, block_forward
 from tools.common.ceilings import ceilings
 from tools.common.loopback import LoopbackTransport, step_of
 from tools.common.shapes import BACKWARD_PRODUCTS, DTYPES, FORWARD_PRODUCTS
-from train.optimizers.adamw import Backend
-from train.optimizers.config import OptimizerConfig, build_optimizer
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 BACKENDS = {"cuda": tuple(name for name in SOFTMAX if name != "reference"), "cpu": ("aten",)}
 WORST_ERROR = 2e-2
 """Relative difference from torch's own, in the 2-norm, beyond which a kernel is not timed."""
-WORST_UPDATE = 1e-5
-"""The same of two optimizers' updates."""
 HALVES = ("forward", "backward")
 
 
@@ -59,8 +50,9 @@ def measure(
     ranks: int,
     repeats: int,
 ) -> dict[str, Any]:
-    """Measure ceilings, kernels at every length, and what ranks with ``work.seq_length`` positions
-    each compute.
+    """Measure ceilings, kernels at every length, and what ranks compute.
+
+    A rank has ``work.seq_length`` positions.
     """
     skipped: dict[str, str] = {}
     kernels: list[dict[str, Any]] = []
@@ -83,8 +75,9 @@ def measure(
 def _try(
     label: str, skipped: dict[str, str], measured: Callable[[], dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return ``measured()``, or None and note the refusal (no memory, not installed, not
-    supported).
+    """Return ``measured()``, or None and note the refusal.
+
+    No memory, a missing library and an unsupported shape are refusals.
     """
     try:
         return measured()
@@ -162,8 +155,9 @@ def shares_of(
     repeats: int,
     skipped: dict[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """Time what each rank computes by every method, forward + backward; a method is as fast as its
-    slowest rank.
+    """Time what each rank computes by every method, forward + backward.
+
+    A method is as fast as its slowest rank.
 
     ``of_share`` compares that with a rank's share of torch's own attention of the whole sequence on
     this device, and ``limit`` is the same by pairs.
@@ -199,8 +193,9 @@ def shares_of(
 
 
 def masked(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
-    """Time a CAUSAL tile off the diagonal beside one on it, and packed documents beside one,
-    forward + backward.
+    """Time a CAUSAL tile off the diagonal beside one on it, and packed documents beside one.
+
+    Both are forward + backward.
     """
     q, k, v, dout = work.tensors(device)
     backend, scale = select_backend("auto", device, q.dtype), work.head_dim**-0.5
@@ -233,8 +228,9 @@ def masked(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
 
 
 def targets(figures: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
-    """Return what is wanted of the figures of ``measure`` and ``masked``; ``chosen`` is the backend
-    that auto takes.
+    """Return what is wanted of the figures of ``measure`` and ``masked``.
+
+    ``chosen`` is the backend that auto takes.
     """
     rows, wanted_targets = figures["kernels"], list[dict[str, Any]]()
     seconds = {
@@ -275,126 +271,6 @@ def targets(figures: dict[str, Any], chosen: str) -> list[dict[str, Any]]:
         *wanted_targets,
         target("packed documents over the dense rate", figures["masked"]["packed"], 0.85),
     ]
-
-
-def timed(
-    ways: dict[str, Callable[..., Tensor]], inputs: Sequence[Tensor], device: str, repeats: int
-) -> tuple[dict[str, float], dict[str, list[Tensor]]]:
-    """Return the seconds of each way's forward + backward, and its out and gradients; ``given``
-    ends with dout.
-    """
-    steps = {name: forward_backward(way, *inputs) for name, way in ways.items()}
-    results = {name: step() for name, step in steps.items()}
-    return {
-        name: median(time_steps(step, device, repeats)) for name, step in steps.items()
-    }, results
-
-
-def linear_beside_the_limit(
-    device: str, work: MaskedShape, limits: dict[str, Any], repeats: int
-) -> dict[str, Any]:
-    """Time what ``auto`` takes here and, where it is installed, flash-linear-attention's
-    chunk_simple_gla.
-
-    ``limit_seconds`` is the longer of the chunked form's operations at the rate of matrix products
-    and of reading q, k, v and dout, each in forward and backward, and writing out, dq, dk and dv at
-    that of copies.
-    """
-    q, k, v, dout = work.tensors(device)
-    log_decay = [-slope for slope in alibi_slopes(work.num_heads)]
-    ways: dict[str, Callable[..., Tensor]] = {
-        "ours": lambda q, k, v: linear_attention(q, k, v, log_decay)[0]
-    }
-    if importlib.util.find_spec("fla") is not None:
-        from fla.ops.simple_gla import chunk_simple_gla
-
-        rates = torch.tensor(log_decay, device=device)
-        ways["flash-linear-attention"] = lambda *x: chunk_simple_gla(*x, g_gamma=rates, scale=1.0)[
-            0
-        ]
-    seconds, results = timed(ways, (q, k, v, dout), device, repeats)
-    busy = flops("chunked", work) / limits["matmul_tflops"][work.dtype] / 1e12
-    moved = 11 * q.nbytes / limits["copy_gb_per_s"] / 1e9
-    row = {"length": work.seq_length, "seconds": seconds, "limit_seconds": max(busy, moved)}
-    row["of_the_limit"] = row["limit_seconds"] / seconds["ours"]
-    if "flash-linear-attention" in ways:
-        row["times_as_fast"] = seconds["flash-linear-attention"] / seconds["ours"]
-        error = relative_error(results["ours"][:1], results["flash-linear-attention"][:1])
-        row |= {"error": error} | (
-            {} if error < 2e-2 else {"wrong": f"outputs differ by {error:.1e}"}
-        )
-    return row
-
-
-def rule(backend: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Return the gated delta rule's output ``[B, T, H, E]``, of log gates and beta ``[B, T, H]``."""
-    return delta_rule(q * q.shape[-1] ** -0.5, k, v, g, beta, backend=backend)[0]
-
-
-def delta_rules(device: str, work: MaskedShape, repeats: int) -> dict[str, Any]:
-    """Time the gated delta rule by ``auto``, by torch's chunks and, where it is installed,
-    flash-linear-attention.
-    """
-    q, k, v, dout = work.tensors()
-    drawn = torch.Generator().manual_seed(1)
-    rates, betas = torch.randn(2, *v.shape[:3], generator=drawn)
-    tensors = [
-        F.normalize(q, dim=-1),
-        F.normalize(k, dim=-1),
-        v,
-        -F.softplus(rates - 3),
-        betas.sigmoid(),
-    ]
-    half = DTYPES[work.dtype]
-    inputs = [
-        *(x.to(device, half if x.ndim == 4 else x.dtype) for x in tensors),
-        dout.to(device, half),
-    ]
-    ways: dict[str, Callable[..., Tensor]] = {
-        "ours": partial(rule, "auto"),
-        "chunked": partial(rule, "chunked"),
-    }
-    if importlib.util.find_spec("fla") is not None:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        ways["flash-linear-attention"] = lambda *x: chunk_gated_delta_rule(*x)[0]
-    seconds, results = timed(ways, inputs, device, repeats)
-    row: dict[str, Any] = {"length": work.seq_length, "seconds": seconds}
-    row["errors"] = {name: relative_error(got, results["chunked"]) for name, got in results.items()}
-    row["times_as_fast"] = {
-        name: seconds[name] / seconds["ours"] for name in ways if name != "ours"
-    }
-    if not row["errors"]["ours"] < WORST_ERROR:
-        row["wrong"] = f"the delta rule differs from torch's chunks by {row['errors']['ours']:.1e}"
-    return row
-
-
-def optimizers(device: str, sizes: Sequence[tuple[int, ...]], repeats: int) -> dict[str, Any]:
-    """Time a step of AdamW on weights of these sizes by each backend, and compare the updates of
-    three.
-    """
-    seconds, updates = dict[str, float](), dict[str, Tensor]()
-    for backend in get_args(Backend):
-        drawn = torch.Generator(device).manual_seed(0)
-        weights = nn.ParameterList(
-            torch.randn(size, device=device, generator=drawn) for size in sizes
-        )
-        optimizer = build_optimizer(OptimizerConfig(lr=0.1, optimizer_backend=backend), weights)
-        before = [p.detach().clone() for p in weights]
-        for p in weights:
-            p.grad = torch.randn(p.shape, device=device, generator=drawn)
-        for _ in range(3):
-            optimizer.step()
-        pairs = zip(weights, before, strict=True)
-        updates[backend] = torch.cat([(p.detach() - was).flatten() for p, was in pairs])
-        seconds[backend] = median(time_steps(optimizer.step, device, repeats))
-    error = relative_error([updates["apex"]], [updates["torch"]])
-    row = {"parameters": updates["torch"].numel(), "seconds": seconds, "error": error}
-    return row | {
-        "wrong": [f"updates differ by {error:.1e} of the 2-norm"]
-        if not error <= WORST_UPDATE
-        else []
-    }
 
 
 def told(result: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
-"""Attention on a GPU: backends against float64, all ranks of a plan as threads, and no wait of the
-host for the device.
+"""Attention on a GPU.
+
+Backends against float64, all ranks of a plan as threads, and no wait of the host for the device.
 
 `make gpu-check` runs the cases marked gpu; on a CPU the same cases are small.
 """
@@ -59,7 +60,7 @@ def on(device, *args):
 )
 @pytest.mark.parametrize("kind", [FULL, CAUSAL])
 def test_backends_equal_float64(device, name, width, length, kind):
-    """Out, log-sum-exp, dq, dk and dv, of slices of longer tensors; 4 query heads share 2 of keys."""
+    """Out, log-sum-exp, dq, dk, dv of slices of longer tensors; 4 query heads share 2 of keys."""
     try:
         error = error_of(name, device, width, length, kind)
     except (UserError, torch.OutOfMemoryError) as refusal:
@@ -78,8 +79,9 @@ def test_a_wrong_backend_is_seen(monkeypatch):
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("device", DEVICES)
 def test_ranks_equal_one_attention(device, size, packed, method):
-    """All ranks of a method are threads; out, dq, dk and dv are compared with torch's own in
-    float64.
+    """All ranks of a method are threads.
+
+    out, dq, dk and dv are compared with torch's own in float64.
     """
     documents = DOCUMENTS[device] if packed else None
     work = AttentionShape(seq_length=DOCUMENTS[device][-1], head_dim=64 if device == "cuda" else 16)
@@ -134,8 +136,9 @@ def error_of(name, device, width, length, kind):
 
 
 def in_float64(q, k, v, dout, kind, scale):
-    """Return out, lse, dq, dk and dv, a head at a time: scores of 8,192 tokens take half a
-    gigabyte.
+    """Return out, lse, dq, dk and dv, a head at a time.
+
+    Scores of 8,192 tokens take half a gigabyte.
     """
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     group, outs, sums = q.shape[2] // k.shape[2], [], []
@@ -162,8 +165,9 @@ def in_float64(q, k, v, dout, kind, scale):
 
 
 def unwaited(step, device):
-    """Run a step twice on a GPU, the second time with torch raising where the host waits; a CPU is
-    never waited for.
+    """Run a step twice on a GPU, the second time with torch raising where the host waits.
+
+    A CPU is never waited for.
     """
     step()  # kernels are chosen and compiled once
     if device != "cuda":

@@ -1,5 +1,6 @@
-"""Checks of GPUs, on a CPU: results are written as steps end, what is wrong, hangs or is missing is
-told; rates.
+"""Checks of GPUs, on a CPU: results are written as steps end.
+
+A step that is wrong, hangs or is missing is told. Rates are measured too.
 """
 
 import json

@@ -67,8 +67,9 @@ def inputs(case, device):
 
 
 def folded(backend, tensors, calls, scale, accum_dtype=torch.float32):
-    """The tensors in ``NAMES`` from q, k, v and dout; tiles of each call continue from the calls
-    before.
+    """The tensors in ``NAMES`` from q, k, v and dout.
+
+    Tiles of each call continue from the calls before.
     """
     q, k, v, dout = tensors
     out = torch.zeros(q.shape, dtype=accum_dtype, device=q.device)
@@ -104,8 +105,9 @@ def truth(case, device, kinds=lambda tile: tile.kind):
 
 
 def error(got, want):
-    """The largest difference, relative to the largest value or 1; infinite where one has keys and
-    the other none.
+    """The largest difference, relative to the largest value or 1.
+
+    It is infinite where one has keys and the other none.
     """
     if not torch.equal(torch.isneginf(got), torch.isneginf(want)):
         return torch.inf
@@ -134,8 +136,9 @@ def block_error(kind, device="cpu"):
 
 
 def merge_error(device="cpu"):
-    """The largest difference of the merge in one launch from its twin, into a slice, some rows
-    without keys.
+    """The largest difference of the merge in one launch from its twin.
+
+    It merges into a slice, with some rows without keys.
     """
     from kernels.triton import pointwise
 

@@ -1,5 +1,6 @@
-"""Arguments and results of a GPU's attention kernels, by their shape functions, which run without a
-GPU.
+"""Arguments and results of a GPU's attention kernels, by their shape functions.
+
+These run without a GPU.
 
 The shape functions take what the kernels refuse, so the kernels' own conditions stand here (torch's
 aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp and attention.cu, of 2.13; cuDNN
@@ -23,8 +24,9 @@ BACKWARD = {f"{name.removesuffix('_forward')}_backward": layout for name, layout
 
 
 class CudaCalls:
-    """While entered, check each call of an attention kernel, and count them by operator. Raises
-    AssertionError.
+    """While entered, check each call of an attention kernel, and count them by operator.
+
+    Raises AssertionError.
 
     A dispatch mode would see all other operators too, which takes twice as long.
     """
@@ -90,8 +92,9 @@ def _named(func, args, kwargs):
 
 
 def _check(layout, named, q, k, v, out, lse, is_backward):
-    """q, k, v and out ``[B, H, T, D]``, or packed ``[R, H, D]``; lse ``[B, H, T]``, cuDNN's one
-    more, or ``[H, R]``.
+    """q, k, v and out ``[B, H, T, D]``, or packed ``[R, H, D]``.
+
+    lse ``[B, H, T]``, cuDNN's one more, or ``[H, R]``.
     """
     rows, head = (0, 1) if layout == "packed" else (2, 1)
     for x, what in ((q, "q"), (k, "k"), (v, "v")):

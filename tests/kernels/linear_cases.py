@@ -18,8 +18,9 @@ BOUND = 1e-5
 
 
 class Case(NamedTuple):
-    """One input; decay 1 has no forgetting, 0.2 has forgotten all after a few tokens, and one head
-    is in between.
+    """One input, with three kinds of decay.
+
+    Decay 1 has no forgetting, 0.2 has forgotten all after a few tokens, and one head is in between.
     """
 
     length: int
@@ -53,8 +54,9 @@ CUT = [  # with decays that remember more than a segment
     ),  # 1; 2, without a state; 2, 2; 1
     Case(130, "bfloat16", (0, 1, 64, 130), (0.99,), programs=528),  # every chunk alone
 ]
-"""Documents in several segments. A few bounds of segments are ends of documents; none lies within
-one.
+"""Documents in several segments.
+
+A few bounds of segments are ends of documents; none lies within one.
 """
 INTERPRETED = [*(case for case in CASES if (case.length, case.dtype) != (200, "bfloat16")), *CUT]
 FAR = [
@@ -126,8 +128,9 @@ def naive_errors(case):
 
 
 def within_bounds(case, errors_by_name):
-    """Return whether errors are within ``BOUND`` in float32, in bfloat16 within twice the naive
-    form's.
+    """Return whether errors are within ``BOUND`` in float32.
+
+    In bfloat16 they are within twice the naive form's.
 
     States are float32 in both, and the naive form's can be exact by luck: its own rounding is
     always allowed.
@@ -177,8 +180,9 @@ def report_far():
 
 
 def _faults(fused):
-    """The errors with a fault each: decays wrong by a hundredth, none from segment to segment,
-    documents not apart.
+    """The errors with a fault each.
+
+    Decays are wrong by a hundredth, or none from segment to segment, or documents are not apart.
     """
     constants, carry, segments_of = fused.constants, fused.carry_kernel, fused.segments_of
     cut = Case(70, documents=(0, 33, 70), decays=(0.99,), programs=4)

@@ -9,8 +9,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def rotary_error(dtype, device="cpu", width=20):
-    """The largest of the rotation in one launch, and of its gradient, of a slice whose tokens are
-    its third dimension.
+    """The largest error of the rotation in one launch, and of its gradient.
+
+    The input is a slice whose tokens are its third dimension.
 
     Angles are each sequence's own, or those of all, with and without a first dimension.
     """

@@ -25,8 +25,9 @@ def tensors(queries, keys, heads, kv_heads, dtype, width=16, device="cpu"):
 
 
 def beside_the_naive_form(name, kind, inputs):
-    """lse, out, dq, dk and dv of a backend, each with that of autograd of the naive form in
-    float64.
+    """lse, out, dq, dk and dv of a backend, each with the naive form's.
+
+    The latter are by autograd in float64.
     """
     q, k, v, dout = inputs
     backend = select_backend(name, q.device.type, q.dtype)
@@ -42,8 +43,8 @@ def beside_the_naive_form(name, kind, inputs):
 
 
 BLOCKS = [
-    (1, 1, CAUSAL, 4, 4), (1, 7, FULL, 8, 2), (33, 33, CAUSAL, 4, 4), (65, 17, FULL, 8, 2), (600, 600, CAUSAL, 4, 2),
-    (1, 1, ANTI, 8, 2), (67, 67, ANTI, 4, 4), (67, 67, ANTI, 8, 2),
+    (1, 1, CAUSAL, 4, 4), (1, 7, FULL, 8, 2), (33, 33, CAUSAL, 4, 4), (65, 17, FULL, 8, 2),
+    (600, 600, CAUSAL, 4, 2), (1, 1, ANTI, 8, 2), (67, 67, ANTI, 4, 4), (67, 67, ANTI, 8, 2),
 ]  # fmt: skip
 
 

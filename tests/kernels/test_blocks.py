@@ -1,5 +1,6 @@
-"""Squares cut by halves and into strips, each visible pair once; sinks as in gpt-oss's attention,
-in float64.
+"""Squares cut by halves and into strips, each visible pair once.
+
+Sinks as in gpt-oss's attention, in float64.
 """
 
 from types import SimpleNamespace
@@ -94,8 +95,9 @@ def test_a_rectangle_stays_whole():
 
 
 def inputs(dtype=torch.float64):
-    """q, k, v, sinks and dout of 4 heads, two per key head; sinks far above and below the scores,
-    too.
+    """q, k, v, sinks and dout of 4 heads, two per key head.
+
+    Sinks far above and below the scores, too.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 9, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8), (2, 9, 4, 8)]
@@ -119,8 +121,9 @@ def expected():
 
 
 def in_blocks(gradient_lse="with sinks"):
-    """Return the same from two blocks of keys, merged, then sinks; the backward takes the global
-    results.
+    """Return the same from two blocks of keys, merged, then sinks.
+
+    The backward takes the global results.
     """
     q, k, v, sinks, dout = inputs()
     halves = (slice(0, 5), slice(5, 12))

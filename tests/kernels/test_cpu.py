@@ -1,5 +1,6 @@
-"""Strips by oneDNN's products against the reference in float64: blocks of rows and of keys, masks,
-groups of heads.
+"""Strips by oneDNN's products against the reference in float64.
+
+Blocks of rows and of keys, masks, groups of heads.
 """
 
 import pytest
@@ -28,8 +29,9 @@ STRIPS = {
 
 
 def made(rows, columns, heads=4, groups=2, width=16):
-    """q, k, v, dout [B, T, H, D] with gaps between their rows, as slices of longer sequences have
-    them.
+    """q, k, v, dout [B, T, H, D] with gaps between their rows.
+
+    Slices of longer sequences have such gaps.
     """
     torch.manual_seed(3)
     batch = 2 if rows * columns < 1_000_000 else 1
@@ -86,8 +88,9 @@ def test_large_scores_do_not_overflow():
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_backend_takes_it_for_large_strips_alone(apart, monkeypatch):
-    """All tiles of a causal sequence, and an ANTI one, beside the reference; counted, who computed
-    how many strips.
+    """All tiles of a causal sequence, and an ANTI one, beside the reference.
+
+    It is counted who computed how many strips.
 
     Heads of a group of keys come ``apart`` if they are large, so that what comes back is small.
     """

@@ -1,5 +1,6 @@
-"""Small tiles packed into launches: the arithmetic of indices, with a naive kernel in the place of
-a GPU's.
+"""Small tiles packed into launches.
+
+The arithmetic of indices is tested with a naive kernel in the place of a GPU's.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Linear attention against the float64 reference: outputs, the outgoing state, and every gradient."""
+"""Linear attention against the float64 reference: outputs, outgoing state, every gradient."""
 
 import math
 

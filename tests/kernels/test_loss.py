@@ -1,5 +1,6 @@
-"""The summed cross entropy is its definition, and a function over chunks of rows the function: also
-what is kept.
+"""The summed cross entropy is its definition, also over chunks of rows.
+
+A function over chunks is the function, in what it keeps too.
 """
 
 import pytest

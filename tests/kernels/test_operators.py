@@ -1,5 +1,6 @@
-"""Products by oneDNN against torch's own, in float64 and beside its float32; the gate by torch's
-operators.
+"""Products by oneDNN against torch's own, in float64 and beside its float32.
+
+The gate is compared with torch's operators.
 """
 
 from itertools import product

@@ -1,5 +1,6 @@
-"""Small models of every kind, their weights as training leaves them, and the texts that they write
-on one device.
+"""Small models of every kind, their weights as training leaves them.
+
+Here are also the texts that they write on one device.
 """
 
 from contextlib import contextmanager
@@ -94,8 +95,9 @@ def tokens(length=12, vocabulary=40):
 
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, *, stop=(), **settings):
-    """Continue prompts of any lengths; return the new tokens of each, up to the first of ``stop``,
-    at most so many.
+    """Continue prompts of any lengths.
+
+    Return the new tokens of each, up to the first of ``stop``, at most so many.
 
     Each token is read once: layers keep their states, those of softmax attention a KV cache.
 

@@ -75,8 +75,9 @@ def test_weights_on_the_meta_device_are_not_initialised_silently():
 
 
 def test_explicit_positions_make_the_order_of_tokens_free(any_kind):
-    """A context-parallel layout relies on it: permuted tokens with their positions and a mask to
-    match.
+    """A context-parallel layout relies on it.
+
+    Permuted tokens with their positions and a mask to match.
     """
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     back = order.argsort()

@@ -1,5 +1,6 @@
-"""A Linear Transformer written out by hand, in float64; learned positions; layers sharded and on a
-GPU.
+"""A Linear Transformer written out by hand, in float64; learned positions.
+
+Layers sharded and on a GPU.
 
 The other kinds of models are compared with their published implementations.
 """
@@ -121,8 +122,9 @@ def test_sinusoids_of_far_positions_are_exact():
 
 
 def fully_sharded(rank, world_size):
-    """Dtypes of a layer's input and rotary tables inside FSDP2's bf16 mixed precision, and a
-    gradient's error.
+    """Dtypes of a layer's input and rotary tables, and a gradient's error.
+
+    They are those inside FSDP2's bf16 mixed precision.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -60,8 +60,9 @@ def test_the_target_leads_back_to_data_and_noise(objective):
 
 
 def naive_bound(prediction, variance, x0, x_t, t, count):
-    """The bound's term for one element, in bits, by the formulas of Ho et al. and Nichol and
-    Dhariwal.
+    """The bound's term for one element, in bits.
+
+    The formulas are those of Ho et al. and of Nichol and Dhariwal.
     """
     bars = alpha_bars(count)
     bar, before = bars[t], bars[t - 1] if t else 1.0
@@ -94,8 +95,9 @@ def naive_bound(prediction, variance, x0, x_t, t, count):
 
 @pytest.mark.parametrize("count", [1000, 250])
 def test_learned_variance_adds_the_variational_bound(count):
-    """With weight 1 for any number of steps: the original's create_diffusion leaves
-    rescale_learned_sigmas off.
+    """With weight 1 for any number of steps.
+
+    The original's create_diffusion leaves rescale_learned_sigmas off.
     """
     diffusion = Diffusion(DiffusionConfig(num_timesteps=count), learn_sigma=True, channels=C)
     x0, noise = drawn(B, T, WIDTH) / 3, drawn(B, T, WIDTH, seed=1)
@@ -122,8 +124,9 @@ def test_learned_variance_adds_the_variational_bound(count):
 
 
 def test_predictions_and_variances_alternate_place_by_place():
-    """As the original's final layer has them: patch x patch x (prediction channels, variance
-    channels).
+    """As the original's final layer has them.
+
+    Patch x patch x (prediction channels, variance channels).
     """
     output = torch.arange(2.0 * WIDTH).view(1, 1, 2 * WIDTH)
     prediction, variance = of("ddpm", learn_sigma=True).split(output)

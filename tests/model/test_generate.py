@@ -21,8 +21,9 @@ PROMPT = [[1, 2, 3], [7, 8, 9]]
 
 
 class Table(torch.nn.Module):
-    """Logits that depend on the last token alone: the distribution that generate draws from is
-    known.
+    """Logits that depend on the last token alone.
+
+    The distribution that generate draws from is known.
     """
 
     config = model_config(num_layers=1)
@@ -180,8 +181,9 @@ def recurrent(request):
 
 
 def test_a_state_goes_on_where_the_parallel_form_is(recurrent):
-    """Prompts and continuations of any length, in double precision; a state holds no more for it, a
-    cache does.
+    """Prompts and continuations of any length, in double precision.
+
+    A state holds no more for it, a cache does.
     """
     tokens = torch.randint(20, (2, 150), generator=torch.Generator().manual_seed(1))
     want = recurrent.hidden(tokens)

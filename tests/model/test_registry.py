@@ -35,8 +35,9 @@ def test_number_of_parameters(config):
 
 
 def test_known_sizes():
-    """LLaMA-2-7B, LLaMA-3-8B and GPT-2 have 6,738,415,616, 8,030,261,248 and 124,439,808 on Hugging
-    Face.
+    """LLaMA-2-7B, LLaMA-3-8B and GPT-2 have these counts on Hugging Face.
+
+    They are 6,738,415,616, 8,030,261,248 and 124,439,808.
     """
     llama2 = model_config(
         num_layers=32,
@@ -59,8 +60,9 @@ def test_known_sizes():
 
 @pytest.mark.parametrize("config", KINDS)
 def test_flops_match_those_torch_counts(config):
-    """Attention written as matrix products, so that torch counts the full square, forward and
-    backward.
+    """Attention written as matrix products.
+
+    torch so counts the full square, forward and backward.
 
     The recurrence, too: each token writes into the state, and reads from it. Each layer of a hybrid
     counts as its kind.

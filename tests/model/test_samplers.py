@@ -116,8 +116,9 @@ def test_a_perfect_model_gives_the_distribution_back(objective, method):
 
 
 def test_perfect_variances_make_few_steps_exact():
-    """The step before is normal too; the smaller fixed variance leaves out what x_t does not say
-    about the data.
+    """The step before is normal too.
+
+    The smaller fixed variance leaves out what x_t does not say about the data.
     """
     mean, std, steps = 0.4, 0.3, 20
     learned, fixed = of("ddpm", learn_sigma=True), of("ddpm")

@@ -1,5 +1,6 @@
-"""Check 2 to 8 GPUs together under NCCL, in steps: links, every method, a pipeline with tied
-embeddings, other meshes against one GPU, a killed rank.
+"""Check 2 to 8 GPUs together under NCCL, in steps.
+
+Links, every method, a pipeline with tied embeddings, other meshes against one GPU, a killed rank.
 
     make nccl-check
     make nccl-check ARGS="--device cpu --nproc 4"
@@ -43,8 +44,9 @@ from tools.parity.own import MergedRun, merged
 BOUNDS = {"cuda": 10.0, "cpu": 1.0}
 """Times the bounds of `make parity`; a GPU adds up in other orders, by how much is not measured."""
 SECONDS_TO_END = {"cuda": 40.0, "cpu": 20.0}
-"""The other ranks' limit after a kill: those that wait for a GPU heed no SIGTERM, and torchrun
-kills them after 30.
+"""The other ranks' limit after a kill.
+
+Those that wait for a GPU heed no SIGTERM, and torchrun kills them after 30.
 """
 FAILED = re.compile(r"^(?:\[rank\d+\]: *)?((?:[\w.]+Error|error|hung)\b.*)", re.M)
 Row = tuple[str, Case]
@@ -77,8 +79,9 @@ def methods(processes: int, device: str, folder: Path) -> dict[str, Any]:
 
 
 def pipeline(processes: int, device: str, folder: Path) -> dict[str, Any]:
-    """Train with a stage on every rank, the first and the last with the same embedding, by two
-    schedules.
+    """Train with a stage on every rank, by two schedules.
+
+    The first and the last stage have the same embedding.
     """
     interleaved = Case(pp=processes, schedule="Interleaved1F1B", virtual=2)
     return compared(processes, device, folder, [("gpt", Case(pp=processes)), ("gpt", interleaved)])
@@ -102,8 +105,9 @@ def meshes(processes: int, device: str, folder: Path) -> dict[str, Any]:
 
 
 def compared(processes: int, device: str, folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
-    """Train every row, and one process for each kind of model; return how far apart they are, and
-    which too far.
+    """Train every row, and one process for each kind of model.
+
+    Return how far apart they are, and which too far.
     """
     prepare(Request(max_bytes=4 << 20), data := folder / "data", progress=False)
     alone = {kind: flags_of(kind, reference_of(kind), data, processes, device) for kind, _ in rows}
@@ -134,8 +138,9 @@ def compared(processes: int, device: str, folder: Path, rows: Sequence[Row]) -> 
 
 
 def flags_of(kind: str, case: Case, data: Path, processes: int, device: str) -> list[str]:
-    """Return the command line of two steps; heads, layers and micro-batches can be shared by all
-    processes.
+    """Return the command line of two steps.
+
+    Heads, layers and micro-batches can be shared by all processes.
     """
     sizes = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 2, "global-batch-size": 2}
     sizes |= {"num-query-groups": 1} if kind == "llama" else {}
@@ -156,8 +161,9 @@ def flags_of(kind: str, case: Case, data: Path, processes: int, device: str) -> 
 def trained(
     processes: int, cases: dict[str, list[str]], folder: Path
 ) -> dict[str, MergedRun | str]:
-    """Train cases one after another; return a run of each, or why there is none. After a failure
-    all start anew.
+    """Train cases one after another.
+
+    Return a run of each, or why there is none. After a failure all start anew.
     """
     runs: dict[str, MergedRun | str] = {}
     while left := {name: flags for name, flags in cases.items() if name not in runs}:
@@ -213,11 +219,12 @@ STEPS = {links: 180, methods: 1200, pipeline: 300, meshes: 600, killed: 300}
 
 
 def processes_of(device: str, requested: int | None) -> int:
-    """Return how many processes check; raise UserError unless there are 2 to 8, and a GPU for each."""
+    """Return the count of processes; raise UserError unless 2 to 8, and a GPU for each."""
     available = torch.cuda.device_count() if device == "cuda" else 8
     if available < 2:
         raise UserError(
-            f"nccl-check needs 2 to 8 CUDA GPUs, and torch sees {available} here; nothing was written"
+            f"nccl-check needs 2 to 8 CUDA GPUs, and torch sees {available} here; "
+            "nothing was written"
         )
     num_processes = requested or (min(available, 8) if device == "cuda" else 2)
     if not 2 <= num_processes <= min(available, 8):

@@ -26,8 +26,9 @@ def result(folder: Path, name: str, rank: int) -> Path:
 
 
 def train_cases(folder: Path) -> None:
-    """Train by the flags of each case, one after the other; a rank's findings are on the disk
-    before the next.
+    """Train by the flags of each case, one after the other.
+
+    A rank's findings are on the disk before the next.
     """
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     for name, flags in json.loads((folder / CASES).read_text()).items():
@@ -39,8 +40,9 @@ def train_cases(folder: Path) -> None:
 
 
 def measure_links(folder: Path, device: str) -> None:
-    """Write GB/s of every size: what a rank sends to the next one, and nccl-tests' bus bandwidth of
-    collectives.
+    """Write GB/s of every size.
+
+    What a rank sends to the next one, and nccl-tests' bus bandwidth of collectives.
     """
     rows = []
     with distributed_mesh(MeshConfig(device=device)) as mesh:  # type: ignore[arg-type]
@@ -63,8 +65,9 @@ def measure_links(folder: Path, device: str) -> None:
 def _collectives(
     device: torch.device, size: int, ranks: int
 ) -> dict[str, tuple[int, Callable[[], Any]]]:
-    """Return each collective of ``size`` bytes, and how often a ring passes each rank's part of
-    them on.
+    """Return each collective of ``size`` bytes, and its share of traffic.
+
+    That is how often a ring passes each rank's part of them on.
     """
     whole = torch.zeros(size // 4 // ranks * ranks, device=device)
     other, part = torch.empty_like(whole), whole[: len(whole) // ranks].clone()
@@ -78,7 +81,8 @@ def _collectives(
 def main(arguments: list[str]) -> None:
     """Do what the first argument names, with the others."""
     what, folder, *more = arguments
-    {"train": train_cases, "links": measure_links}[what](Path(folder), *more)  # type: ignore[operator]
+    work = {"train": train_cases, "links": measure_links}[what]
+    work(Path(folder), *more)  # type: ignore[operator]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""LASP's tables: what is out of memory, longest sequences, counted bytes; of convergence what is
-run and kept.
+"""LASP's tables: what is out of memory, longest sequences, counted bytes.
+
+Those of convergence have what is run and kept.
 """
 
 from pathlib import Path
@@ -12,8 +13,9 @@ from train.config.language import parse_args, validate
 
 
 def above_floor(rows, backend):
-    """Return the rows of a backend that hold more than the least that the paper has for as many
-    GPUs.
+    """Return the rows of a backend that hold more than the paper's least.
+
+    The least is that for as many GPUs.
     """
     rows_of_backend = [row for row in rows if row.labels["backend"] == backend and row.difference]
     floors = {

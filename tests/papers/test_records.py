@@ -1,5 +1,6 @@
-"""Published runs: the rule that splits them, how far off the planner is on the others; and UPipe's
-longest lengths.
+"""Published runs: the rule that splits them, how far off the planner is on the others.
+
+UPipe's longest lengths are here too.
 """
 
 from statistics import median

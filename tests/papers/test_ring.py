@@ -1,5 +1,6 @@
-"""Ring Attention's tables: minimal blocks as printed, FLOPs by the registry's count, every longest
-context.
+"""Ring Attention's tables.
+
+Minimal blocks as printed, FLOPs by the registry's count, every longest context.
 """
 
 import pytest

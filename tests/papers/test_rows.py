@@ -1,5 +1,6 @@
-"""Tables row by row: differences, columns, files, and what the commands say of a wrong or
-unmeasurable table.
+"""Tables row by row.
+
+Differences, columns, files, and what the commands say of a wrong or unmeasurable table.
 """
 
 from dataclasses import replace

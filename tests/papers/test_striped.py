@@ -1,5 +1,6 @@
-"""Striped Attention's speed-ups: every printed maximum, the tiles of the paper, the planner's exact
-work.
+"""Striped Attention's speed-ups.
+
+Every printed maximum, the tiles of the paper, the planner's exact work.
 """
 
 import pytest

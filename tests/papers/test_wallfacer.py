@@ -1,5 +1,6 @@
-"""WallFacer's volumes and peaks as printed, counted bytes as planned, and the paper's best team in
-every setting.
+"""WallFacer's volumes and peaks as printed, and counted bytes as planned.
+
+The paper's best team is the best in every setting.
 """
 
 import pytest

@@ -1,5 +1,6 @@
-"""A small model on any mesh of data, context and tensor parallel ranks, and one step of it, for the
-tests of these.
+"""A small model on any mesh of data, context and tensor parallel ranks, and one step of it.
+
+They are for the tests of these.
 """
 
 from dataclasses import dataclass
@@ -33,8 +34,11 @@ from train.context_attention import context_of
 from train.objectives.language import NextToken
 
 LOSS, GRADIENT = 2e-6, 3e-7
-"""Bounds of a step's differences from one process: float32 rounds a gradient near 1 by 6e-8, on
-every processor in another order of sums. Negative controls are 100 times these and more."""
+"""Bounds of a step's differences from one process.
+
+float32 rounds a gradient near 1 by 6e-8, on every processor in another order of sums. Negative
+controls are 100 times these and more.
+"""
 ZERO3 = DataParallelConfig()
 SEED, BATCH, LENGTH = 3, 4, 17
 VOCABULARY = 37
@@ -46,7 +50,8 @@ RING = HybridConfig()
 def config(tied=False, **changes):
     """A LLaMA unless `changes` has another model_type."""
     sizes = {
-        "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
+        "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 32,
+        "num_attention_heads": 4, "num_query_groups": 2,
         "vocab_size": VOCABULARY, "untie_embeddings_and_output_weights": not tied,
     }  # fmt: skip
     return model_config(**{**sizes, **changes})
@@ -57,8 +62,9 @@ def mesh_config(tp=1, cp=1):
 
 
 def weight_of(model_config, name, shape, part=()):
-    """Initial weights, but for biases, sinks and adapters, which near 0 would hide what is done
-    with them.
+    """Initial weights, but for biases, sinks and adapters.
+
+    Near 0 these would hide what is done with them.
     """
     if name.endswith(("bias", "lora_B.weight")):
         return normal(model_config.init_method_std)(Beginning(name, shape, SEED, part))
@@ -100,8 +106,9 @@ def build(
 
 
 def context(mesh, model_config, method, hybrid=RING):
-    """The context-parallel dimension and the attention of the model; ``hybrid`` is for its softmax
-    layers, if any.
+    """The context-parallel dimension and the attention of the model.
+
+    ``hybrid`` is for its softmax layers, if any.
     """
     group = mesh.cp.get_group()
     if model_config.softmax_period is not None:
@@ -163,8 +170,9 @@ def split_step(
     hybrid=RING,
     bf16=False,
 ):
-    """The same on this mesh; ``local_mean`` divides by this rank's own number of labels, which is
-    wrong.
+    """The same on this mesh.
+
+    ``local_mean`` divides by this rank's own number of labels, which is wrong.
     """
     model, cp = build(mesh, model_config, recompute, data_parallel, method, hybrid, bf16=bf16)
     weights = weights_of(model)

@@ -1,5 +1,6 @@
-"""Streams and memory of a device that is not there: who waits for whom, and which uses of memory
-could race.
+"""Streams and memory of a device that is not there.
+
+Who waits for whom, and which uses of memory could race.
 """
 
 import gc
@@ -33,8 +34,9 @@ class Stream:
 
 
 class Device(TorchDispatchMode):
-    """A device module's streams, of which each operator runs on the current one at once; it notes
-    what could race.
+    """A device module's streams, of which each operator runs on the current one at once.
+
+    It notes what could race.
 
     Two uses of memory, one of which writes, must be ordered by events. What is freed the
     computation may write again. It has nothing that the host could wait for.

@@ -37,8 +37,9 @@ LLAMA3_8B = parse_args(
 
 
 def in_tiles(rank, world_size, tp):
-    """Gather a model whose weights are drawn in small tiles; then again, as if every rank were the
-    first.
+    """Gather a model whose weights are drawn in small tiles.
+
+    Then again, as if every rank were the first.
     """
     tensors.WHOLE, tensors.TILE = 16, (4, 5)
     with distributed_mesh(split.mesh_config(tp)) as mesh:
@@ -49,8 +50,9 @@ def in_tiles(rank, world_size, tp):
 
 @pytest.mark.parametrize(("ranks", "tp"), [(3, 1), (4, 2)])
 def test_drawn_in_tiles_the_weights_are_the_whole_models(ranks, tp, monkeypatch):
-    """Sharded by FSDP unevenly; by tensor parallelism along either dimension, by FSDP along the
-    first.
+    """Sharded by FSDP unevenly.
+
+    By tensor parallelism along either dimension, by FSDP along the first.
     """
     monkeypatch.setattr(tensors, "WHOLE", 16)
     monkeypatch.setattr(tensors, "TILE", (4, 5))
@@ -97,8 +99,9 @@ def reference(world_size):
 
 
 def with_weights_on_their_way(rank, world_size, prefetch):
-    """True for each layer that is computed while the next one's weights are being gathered; and the
-    gradients.
+    """True for each layer that is computed while the next one's weights are being gathered.
+
+    Return the gradients too.
     """
     model, posted = sharded(world_size, prefetch=prefetch), list[bool]()
     for layer, following in pairwise(model.layers):

@@ -1,5 +1,6 @@
-"""A step of models with a delta rule over ranks of any dimension, in every mode, is that of one
-process.
+"""A step of models with a delta rule over ranks is that of one process.
+
+The ranks have any dimension, in every mode.
 """
 
 from dataclasses import replace
@@ -107,8 +108,9 @@ def halves(rank, world_size, meshes):
 
 
 def errors(step, kind):
-    """Differences of a step from that in float32: of its loss, and of each gradient relative to its
-    norm.
+    """Differences of a step from that in float32.
+
+    Of its loss, and of each gradient relative to its norm.
     """
     want = one_process(kind)
     pairs = {name: (x, want.gradients[name]) for name, x in step.gradients.items()}
@@ -121,8 +123,9 @@ def root_mean_square(values):
 
 
 def test_bfloat16_over_ranks_is_as_near_to_float32_as_in_one_process():
-    """By the mean over all gradients: the error of a single small one can be nearly zero by luck in
-    one process.
+    """By the mean over all gradients.
+
+    The error of a single small one can be nearly zero by luck in one process.
     """
     alone = run_ranks(halves, 1, [(1, 1)])[0]
     for (kind, tp, cp), step in run_ranks(halves, 2, [(1, 2), (2, 1)])[0].items():

@@ -1,4 +1,4 @@
-"""A sharded diffusion transformer does not round its times; tests/test_dit.py has it on every mesh."""
+"""A sharded diffusion transformer does not round its times; tests/test_dit.py has all meshes."""
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,8 +23,9 @@ def weight_of(name, shape, part):
 
 
 def in_bfloat16(rank, world_size):
-    """Return how far rounding the times to bfloat16 moves the output; zero would mean that they are
-    rounded.
+    """Return how far rounding the times to bfloat16 moves the output.
+
+    Zero would mean that they are rounded.
     """
     model = DiT(CONFIG)
     shard_model(

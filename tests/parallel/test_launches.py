@@ -1,5 +1,6 @@
-"""Launches of one and of two nodes with stubbed GPUs: each process has one of its own, or the run
-is refused.
+"""Launches of one and of two nodes with stubbed GPUs.
+
+Each process has one of its own, or the run is refused.
 """
 
 import os
@@ -61,8 +62,9 @@ LAUNCHERS = {
 
 
 def gpu_of(patch, environment, node, gpus, device="auto"):
-    """Join as one process of a launch; return its host and GPU, as ``_check_apart`` compares them,
-    or None.
+    """Join as one process of a launch.
+
+    Return its host and GPU, as ``_check_apart`` compares them, or None.
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     visible = [int(x) for x in listed.split(",")] if listed else [*range(gpus)]

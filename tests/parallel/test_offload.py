@@ -1,5 +1,6 @@
-"""Copies to host memory and back beside the computation: on stubbed streams, no memory is used
-before it may be.
+"""Copies to host memory and back beside the computation.
+
+On stubbed streams, no memory is used before it may be.
 """
 
 import warnings

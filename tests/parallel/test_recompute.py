@@ -1,4 +1,4 @@
-"""No policy changes a loss or a gradient; each computes again what it says, and keeps what it says."""
+"""No policy changes a loss or a gradient; each computes again and keeps what it says."""
 
 from dataclasses import replace
 
@@ -99,8 +99,9 @@ def test_a_dropped_chunk_would_be_noticed(size, monkeypatch):
 
 
 def layer_output(chosen):
-    """One layer's output, and the tensors that autograd's own store holds between forward and
-    backward.
+    """One layer's output, and the tensors that autograd's own store holds.
+
+    It holds them between forward and backward.
     """
     cp = context_parallel("striped", seq_len=LENGTH)
     model = Decoder(MODEL, cp.attend)
@@ -187,8 +188,9 @@ def test_contradictions_are_refused(settings, words):
 
 
 def sharded_step(chosen, world_size, bf16):
-    """As `step`, over context-parallel ranks that share the weights too; and the attention forwards
-    of this rank.
+    """As `step`, over context-parallel ranks that share the weights too.
+
+    Return the attention forwards of this rank too.
     """
     cp = context_parallel("zigzag", seq_len=LENGTH, group=dist.group.WORLD)
     with torch.device("meta"):
@@ -238,8 +240,9 @@ def test_with_context_parallelism_and_sharded_weights(bf16):
 
 
 def exchanged(rank, world_size):
-    """Every policy's loss and gradients, and the share of the forward's exchange of heads that the
-    backward repeats.
+    """Every policy's loss and gradients, and the share of an exchange that is repeated.
+
+    It is the forward's exchange of heads, which the backward repeats.
     """
     results = {}
     for name in FORWARDS:

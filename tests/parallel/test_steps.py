@@ -1,5 +1,6 @@
-"""A step of models with linear attention, of hybrids, and of those with windows and sinks, over
-ranks of any dimension.
+"""A step of models with linear attention, of hybrids, and of those with windows and sinks.
+
+It is over ranks of any dimension.
 
 It is that of one process. In a hybrid, layers of softmax attention go by another method and layout.
 And what is sent.
@@ -193,8 +194,9 @@ LOCAL_ROPE = ("gemma3", "olmo3")
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_with_two_ropes_and_norms_of_branches_is_that_of_one_process(ranks):
-    """Relative to the largest gradient: those before a norm of a branch are large where its weights
-    are small.
+    """Relative to the largest gradient.
+
+    Those before a norm of a branch are large where its weights are small.
     """
     tp, cp, other = (1, 3, "striped") if ranks == 3 else (2, 2, "zigzag")
     cases = [Case(kind, method, tp, cp) for kind in LOCAL_ROPE for method in ("exchange", other)]
@@ -216,8 +218,9 @@ def packed_steps(rank, world_size):
 
 
 def packed_step(rank, kind):
-    """The loss and gradients of packed documents, summed over ranks, and whether the bytes sent are
-    the plan's.
+    """The loss and gradients of packed documents, summed over ranks.
+
+    True stands beside them if the bytes sent are the plan's.
     """
     model_config = MODELS[kind]
     cp = context_parallel("exchange", seq_len=PACKED[-1], group=dist.group.WORLD).under(
@@ -272,8 +275,9 @@ def test_packed_documents_over_three_ranks_are_each_document_alone():
 
 
 def test_a_kept_state_is_not_passed_on_again():
-    """Rank 0 of 2 sends one state per layer forward; a policy that computes the attention again
-    sends it again.
+    """Rank 0 of 2 sends one state per layer forward.
+
+    A policy that computes the attention again sends it again.
     """
     policies = ("none", "attention_boundary", "full", "selective")
     first, last = run_ranks(

@@ -1,5 +1,6 @@
-"""Each data-parallel strategy divides, sends and sums as its name says, with tensor parallelism and
-in bfloat16 too.
+"""Each data-parallel strategy divides, sends and sums as its name says.
+
+It does so with tensor parallelism and in bfloat16 too.
 """
 
 from contextlib import contextmanager
@@ -38,8 +39,9 @@ CASES = {
 
 
 def shares(strategy, ranks, copies):
-    """Copies over all ranks of the weights and their gradients between micro-batches, then of both
-    after a step.
+    """Copies over all ranks of the weights and their gradients.
+
+    They are counted between micro-batches, then after a step.
 
     Between micro-batches of zero2 and zero3 the gradients are in shards: of the weights with one
     copy; with more, not yet with the weights at all.
@@ -51,8 +53,9 @@ def shares(strategy, ranks, copies):
 
 
 def traffic(strategy, ranks, copies):
-    """The collectives of gradients, each with its number of ranks, in the first and last
-    micro-batch and after it.
+    """The collectives of gradients, each with its number of ranks.
+
+    They are those in the first and last micro-batch and after it.
     """
     scatter, reduce = (
         ("reduce_scatter", ranks // copies),
@@ -105,8 +108,9 @@ def elements(model, what):
 
 
 def accumulated(rank, world_size, strategy, copies=1, bf16=False, finish=True):
-    """Gradients of two micro-batches, what this rank held after the first and at the end, what was
-    sent, the norm.
+    """Gradients of two micro-batches, what was sent, and the norm.
+
+    Between them: what this rank held after the first and at the end.
     """
     model = sharded(world_size, bf16, strategy, copies)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -190,8 +194,8 @@ def test_legacy_ddp_over_ranks_that_the_library_sums_over_too_is_refused():
                 "data_parallel_sharding_strategy": "legacy_ddp",
             },
             (
-                "instances is 2 with data_parallel_sharding_strategy legacy_ddp, which .* use 1, or "
-                "strategy zero1"
+                "instances is 2 with data_parallel_sharding_strategy legacy_ddp, "
+                "which .* use 1, or strategy zero1"
             ),
         ),
     ],
@@ -212,8 +216,9 @@ ANGLES = "layers.0.attention.lrpe.theta"
 
 
 def gradients(rank, world_size, strategy, granularity="none", data_rank=None):
-    """Gradients of a TransNormer in bfloat16 over two micro-batches; its angles are seen in
-    float32.
+    """Gradients of a TransNormer in bfloat16 over two micro-batches.
+
+    Its angles are seen in float32.
     """
     dtypes = []
     forward = LRPE.forward

@@ -1,5 +1,6 @@
-"""A tiny model, sharded or not, and its checkpoints, for the tests of these; weights and gradients
-in full.
+"""A tiny model, sharded or not, and its checkpoints, for the tests of these.
+
+Weights and gradients in full.
 """
 
 import torch

@@ -1,5 +1,6 @@
-"""A small LLaMA under any data-parallel strategy, its ranks with unequal numbers of tokens, for the
-tests of these.
+"""A small LLaMA under any data-parallel strategy, its ranks with unequal numbers of tokens.
+
+It is for the tests of these.
 """
 
 import math

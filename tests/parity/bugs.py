@@ -1,5 +1,6 @@
-"""Bugs of composition, each planted in a process before it trains, as a user's change of the code
-would.
+"""Bugs of composition, each planted in a process before it trains.
+
+They are as a user's change of the code would be.
 """
 
 import torch.distributed as dist
@@ -25,8 +26,9 @@ def mask_shifted():
 
 
 def no_sum_over_tp():
-    """Each rank keeps its own tokens of its own partial sum; embeddings, of which one rank has
-    each, stay right.
+    """Each rank keeps its own tokens of its own partial sum.
+
+    Embeddings, of which one rank has each, stay right.
     """
     scattered = styles.reduce_scatter
 
@@ -138,8 +140,9 @@ def copies_left_alone():
 
 
 def samples_skipped(count=2):
-    """Start so many samples too late; one alone might be the fully masked one, replaced by another
-    such one.
+    """Start so many samples too late.
+
+    One alone might be the fully masked one, replaced by another such one.
     """
     batches = trainer.batches
 

@@ -27,13 +27,14 @@ LINEAR_REFERENCE = Case()
 
 
 def reference_of(kind: str) -> Case:
-    """Return the reference of a kind of model: one process, with plain SDPA for softmax attention."""
+    """Return the reference of a kind of model: one process, plain SDPA for softmax attention."""
     return LINEAR_REFERENCE if kind in LINEAR else REFERENCE
 
 
 def chosen_cases(kind: str, only: str = "") -> list[Case]:
-    """Return the meshes of a kind of model whose title contains ``only``; learned sinks refuse
-    split backwards.
+    """Return the meshes of a kind of model whose title contains ``only``.
+
+    Learned sinks refuse split backwards.
     """
     cases = [
         case

@@ -1,5 +1,6 @@
-"""Train tiny models on every kind of mesh and compare each with one process: losses, gradients,
-weights.
+"""Train tiny models on every kind of mesh and compare each with one process.
+
+Losses, gradients and weights are compared.
 
 Every row is 3 steps of 8 micro-batches, float32, on processes joined by gloo: language models on
 the default corpus with labels masked, the diffusion transformer (dit) on handwritten digits of
@@ -91,8 +92,9 @@ class Row:
 
 
 class Masked:
-    """Samples without some of their loss, by their index, so that ranks get unequal numbers of
-    valid tokens.
+    """Samples without some of their loss, so that ranks get unequal numbers of valid tokens.
+
+    The index says which part.
 
     Of eight texts, one has none, two end early, two start late, and the rest lack a range in the
     middle; of eight latents three are fillers.
@@ -122,8 +124,9 @@ def train_masked(
     sabotage: Callable[[], None] | None = None,
     task: type[Task[Any]] = LanguageTask,
 ) -> RankResult:
-    """Train on masked samples, as ``tools.parity.rank.train``, and note by how much the process
-    grew.
+    """Train on masked samples, and note by how much the process grew.
+
+    The training is that of ``tools.parity.rank.train``.
     """
     before = _peak_mb()
     run = train(rank, world_size, flags, sabotage, task, wrap=Masked)

@@ -1,5 +1,6 @@
-"""A user's run, shrunk, equals one process on its mesh; bugs planted there are found, and their
-module is named.
+"""A user's run, shrunk, equals one process on its mesh.
+
+Bugs planted there are found, and their module is named.
 """
 
 from pathlib import Path

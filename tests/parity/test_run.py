@@ -1,5 +1,6 @@
-"""Meshes of every kind train as one process does, what breaks that is seen, and no process stays
-behind.
+"""Meshes of every kind train as one process does.
+
+A bug that breaks that is seen, and no process stays behind.
 """
 
 import re
@@ -18,8 +19,9 @@ from tests.parity.run import Masked, Row, compare, main
 from tools.common.cases import Case
 
 STEPS = 2
-"""The second has weights that the first one's gradients made; a third, as in the bench, would see
-nothing else.
+"""The second has weights that the first one's gradients made.
+
+A third, as in the bench, would see nothing else.
 """
 CONTROLS = (
     (bugs.local_means, "llama", Case(dp=2)),
@@ -50,8 +52,9 @@ def reference(default_data):
     ids=lambda value: getattr(value, "title", value),
 )
 def test_a_mesh_trains_as_one_process_does(kind, case, default_data, reference):
-    """Loss, first gradients, gradient norms and initial weights, with unequal numbers of valid
-    tokens per rank.
+    """Loss, first gradients, gradient norms and initial weights.
+
+    Ranks have unequal numbers of valid tokens.
 
     Its micro-batches have two samples, those of the reference one.
     """

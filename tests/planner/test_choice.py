@@ -58,8 +58,9 @@ def test_the_schedule_of_a_delta_rule_is_the_one_predicted_fastest():
 
 @pytest.mark.parametrize("kind", ["transnormer", "linear_transformer"])
 def test_linear_attention_gets_the_faster_of_the_methods_that_pass_states_on(kind, tmp_path):
-    """A state to the next rank waits for all before it: one latency after the other; gathered they
-    hide.
+    """A state to the next rank waits for all before it: one latency after the other.
+
+    Gathered they hide.
     """
     model = model_config(model_type=kind, hidden_size=512, num_attention_heads=8, vocab_size=512)
     linear = replace(config(16), model=model)
@@ -160,7 +161,10 @@ def test_sharding_gives_way_where_memory_is_short(tmp_path):
 def test_processes_that_no_mesh_suits_are_told_which_would(monkeypatch):
     """Two copies of the optimizer's shards, and 3 processes."""
     resized_config = flagged("--full-world-size", "8", "--num-distributed-optimizer-instances", "2")
-    line = r"^allow_resize is set, and no mesh of 3 processes suits the model and keeps global_batch_size 4 of the run "
+    line = (
+        r"^allow_resize is set, and no mesh of 3 processes suits the model "
+        r"and keeps global_batch_size 4 of the run "
+    )
     with pytest.raises(ConfigError, match=line + r"for 8; on 2, 4, 6, 8 there would be one$"):
         rearranged(resized_config, 3, 512)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")

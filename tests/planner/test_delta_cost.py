@@ -1,5 +1,6 @@
-"""The time, bytes and memory of layers with a delta rule, against figures worked out by hand and a
-measured step.
+"""The time, bytes and memory of layers with a delta rule.
+
+They are compared with figures worked out by hand and a measured step.
 """
 
 from collections import Counter
@@ -39,8 +40,9 @@ def bytes_sent(cost):
 
 
 def test_products_are_counted_by_hand():
-    """3 d^2 + 5 C d multiply-adds of a token and head; Q, M and Q S of those that continue; N in a
-    backward.
+    """3 d^2 + 5 C d multiply-adds of a token and head; Q, M and Q S of those that continue.
+
+    A backward has N.
     """
     computing = replace(COMPUTE, delta_fraction=1.0)
     plain, map_products, d2 = 3 * 128**2 + 5 * 64 * 128, 3 * 128**2 + 64 * 128, 128**2

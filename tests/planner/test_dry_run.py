@@ -1,4 +1,4 @@
-"""`--dry-run` as it is called: every configuration, its report and commands, and what it refuses."""
+"""`--dry-run` as it is called: every configuration, its report, its commands, its refusals."""
 
 import re
 import shlex
@@ -36,8 +36,9 @@ def alone(monkeypatch, tmp_path):
 
 
 def run(path, *flags):
-    """Dry-run a configuration by the entry that takes it; one without a vocabulary has one of 1,000
-    entries.
+    """Dry-run a configuration by the entry that takes it.
+
+    One without a vocabulary has one of 1,000 entries.
     """
     text = path.read_text()
     entry = pretrain_dit if "latent_shape" in text or "digits" in text else pretrain_gpt
@@ -167,8 +168,9 @@ def at_size(path):
 
 
 QUICK = (None, "llama", "transnormer", "olmo3")
-"""Kinds of models of ``make test``; None is a diffusion transformer's, and a llama's that a file
-leaves out.
+"""Kinds of models of ``make test``.
+
+None is a diffusion transformer's, and a llama's that a file leaves out.
 """
 
 

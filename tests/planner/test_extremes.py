@@ -1,5 +1,6 @@
-"""The longest sequence and the fewest processes: what fits, and that the next does not; flags that
-make a run fit.
+"""The longest sequence and the fewest processes: what fits, and that the next does not.
+
+Flags that make a run fit.
 """
 
 from dataclasses import replace

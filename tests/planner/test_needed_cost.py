@@ -1,5 +1,6 @@
-"""Costs of an attention of which only the rows needed travel: bytes as the plan counts them, and
-what wins where.
+"""Costs of an attention of which only the rows needed travel.
+
+Bytes as the plan counts them, and what wins where.
 """
 
 import pytest

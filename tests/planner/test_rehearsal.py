@@ -1,5 +1,6 @@
-"""A rank's dry run: what it finds wrong, and its memory against real processes'. The report is in
-test_dry_run.py.
+"""A rank's dry run: what it finds wrong, and its memory against real processes'.
+
+The report is in test_dry_run.py.
 """
 
 import sys
@@ -127,8 +128,9 @@ def test_for_a_gpu_norms_keep_what_its_kernel_keeps():
 
 
 def test_what_is_in_host_memory_is_not_on_the_device():
-    """A stage of 4 layers with 2 micro-batches in flight has 8 inputs of layers: 2 on the device, 6
-    not.
+    """A stage of 4 layers with 2 micro-batches in flight has 8 inputs of layers.
+
+    2 are on the device, and 6 are not.
     """
     flags = (
         "--pipeline-model-parallel-size 2 --global-batch-size 4 --recompute-granularity full "
@@ -147,8 +149,9 @@ def test_what_is_in_host_memory_is_not_on_the_device():
 
 @pytest.mark.slow
 def test_in_a_zero_bubble_gradients_wait_for_the_weights():
-    """Against the same stages with whole backwards; more rounds of micro-batches than it runs
-    change nothing.
+    """Against the same stages with whole backwards.
+
+    More rounds of micro-batches than it runs change nothing.
     """
     flags = [
         *SMALL,

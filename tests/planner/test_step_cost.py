@@ -1,5 +1,6 @@
-"""The cost model, against figures worked out by hand, measured memory and what is published of the
-best layouts.
+"""The cost model, against figures worked out by hand and measured memory.
+
+It is also compared with what is published of the best layouts.
 """
 
 from dataclasses import replace
@@ -171,8 +172,9 @@ MEASURED = {
     ("full", 1024, 0): 224.2,
     ("full", 1024, 1024): 149.5,
 }
-"""MiB at the peak beyond weights and gradients, by recompute policy and chunks:
-docs/evidence/memory.md.
+"""MiB at the peak beyond weights and gradients, by recompute policy and chunks.
+
+They are those of docs/evidence/memory.md.
 """
 SMALL = replace(
     GPT_7B,

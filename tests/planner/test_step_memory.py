@@ -90,8 +90,9 @@ QUICK = (
     "gemma3",
     "transnormer, lasp 4, full",
 )
-"""Cases of ``make test``: whatever is cut, stored or sent is in one of them; the others combine the
-same.
+"""Cases of ``make test``: whatever is cut, stored or sent is in one of them.
+
+The others combine the same.
 """
 
 

@@ -1,5 +1,6 @@
-"""Nothing in a step waits for the host: no number is read from the device, and no tensor is made
-for it anew.
+"""Nothing in a step waits for the host.
+
+No number is read from the device, and no tensor is made for it anew.
 """
 
 import traceback
@@ -75,8 +76,9 @@ SLOW = {
     "transnormer, ulysses",
     "linear_transformer, lasp, packed",
 } - {"zigzag"}
-"""Every model is in the default set, and a method of each way to pass keys on; the others run
-nightly.
+"""Every model is in the default set, and a method of each way to pass keys on.
+
+The others run nightly.
 """
 """Methods for a diffusion transformer: its attention is a language model's, without a mask."""
 DIT = """
@@ -87,8 +89,9 @@ DIT = """
 
 
 class Made(Recorder):
-    """Note the host's tensors that meet those of the device, or are copied to it, in a second pass
-    alone.
+    """Note the host's tensors that meet those of the device, or are copied to it.
+
+    They are noted in a second pass alone.
 
     What is cached there was in the first pass.
     """
@@ -144,8 +147,9 @@ class Made(Recorder):
 
 
 def made_anew(parse, build, flags, change=None):
-    """Return the host's tensors that the second micro-batch of a step takes into its layers and was
-    made for them.
+    """Return the host's tensors that the second micro-batch takes into its layers.
+
+    They were made for it.
     """
     recorders = []
 
@@ -159,7 +163,8 @@ def made_anew(parse, build, flags, change=None):
             name: x if name == "plan" else local_recorder._fake.from_tensor(x)
             for name, x in batch.items()
         }
-        local_recorder.know(vars(plain.__self__))  # type: ignore[attr-defined]  (the objective's own, made once)
+        # The objective's own, made once.
+        local_recorder.know(vars(plain.__self__))  # type: ignore[attr-defined]
         to = Tensor.to
         stack.enter_context(
             patch.object(
@@ -224,8 +229,9 @@ def test_those_of_a_diffusion_transformer_neither(method, objective):
 
 
 def reads_of_a_step(monkeypatch, data, more):
-    """Count what the training thread reads in a step, but for the CPU's attention; ``more`` is
-    called in each.
+    """Count what the training thread reads in a step, but for the CPU's attention.
+
+    ``more`` is called in each.
     """
     counts = []
 
@@ -260,8 +266,9 @@ def reads_of_a_step(monkeypatch, data, more):
 
 
 def test_a_step_reads_the_device_once(default_data, monkeypatch):
-    """Loss and norm. Two more lists are what the hosts agree on, on the CPU: counts and requests,
-    and health.
+    """Loss and norm.
+
+    Two more lists are what the hosts agree on, on the CPU: counts and requests, and health.
     """
     assert reads_of_a_step(monkeypatch, default_data, lambda: None) == 3
     monkeypatch.undo()

@@ -1,5 +1,6 @@
-"""Documents of a micro-batch, drawn or read, and the layouts of a hybrid's softmax layers by what
-they cost.
+"""Documents of a micro-batch, drawn or read, and layouts by what they cost.
+
+The layouts are those of a hybrid's softmax layers.
 """
 
 from dataclasses import replace
@@ -36,8 +37,9 @@ def run(length, size, method="ring"):
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_layouts_are_weighed_by_pairs_and_bytes(size):
-    """Contiguous gives the last rank (2 P - 1) / P of the mean; an exchange sends at most all
-    tokens.
+    """Contiguous gives the last rank (2 P - 1) / P of the mean.
+
+    An exchange sends at most all tokens.
     """
     length, none = 1024 * size, {"launch_us": 0.0, "inside_latency_us": 0.0, "masked_share": 0.0}
     ideal = replace(load_cluster("h100"), **none, posted_overlap=1.0, inside_gb_per_s=1e12)

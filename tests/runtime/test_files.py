@@ -118,8 +118,9 @@ def test_an_owner_leaves_what_others_write(tmp_path):
 
 
 def test_children_of_an_owner_do_not_keep_its_lock(tmp_path):
-    """Workers that read data outlive a killed trainer for some seconds, in which it is started
-    again.
+    """Workers that read data outlive a killed trainer for some seconds.
+
+    In these it is started again.
     """
     reading, writing = os.pipe()
     owner = os.fork()
@@ -142,8 +143,9 @@ def test_children_of_an_owner_do_not_keep_its_lock(tmp_path):
 
 @pytest.mark.parametrize("gone", ["lock", "folder"])
 def test_what_its_owner_removed_meanwhile_is_made_anew(gone, tmp_path, monkeypatch):
-    """An owner that ends removes its lock, and the folder that it made, as another one opens the
-    lock.
+    """An owner that ends removes its lock, and the folder that it made.
+
+    Another one opens the lock meanwhile.
     """
     folder, opening, calls = tmp_path / "run", os.open, []
 
@@ -163,7 +165,7 @@ def test_what_its_owner_removed_meanwhile_is_made_anew(gone, tmp_path, monkeypat
 
 
 def test_one_process_has_a_folder_once(tmp_path):
-    """fcntl grants its process a lock again, and the second's end would let go of the first one's."""
+    """fcntl grants its process a lock again, and the second's end would release the first."""
     with owned(tmp_path):
         with (
             pytest.raises(InUseError, match="in use by this process already"),
@@ -209,8 +211,9 @@ def test_one_who_waits_has_it_when_the_other_is_killed(tmp_path):
 
 
 def _as_nobody(folder, report):
-    """In a child: what comes of owning the folder as another user, who may not look into those
-    above it.
+    """In a child, what comes of owning the folder as another user.
+
+    That user may not look into those above it.
     """
     os.chdir(folder)
     os.setgroups([])

@@ -80,7 +80,8 @@ def test_the_record_says_who_since_when_and_how_to_end_it(tmp_path, monkeypatch)
         Lock(tmp_path / ".lock", wait=False)
     host = re.escape(socket.gethostname())
     assert re.fullmatch(
-        rf"{tmp_path} is in use by process {child} on {host}, Slurm job 4711, since 20..-..-.. ..:..:.. UTC "
+        rf"{tmp_path} is in use by process {child} on {host}, Slurm job 4711, "
+        r"since 20..-..-.. ..:..:.. UTC "
         r"\(lock \.lock\); wait until it ends or end it \(scancel 4711\)",
         str(caught.value),
     )

@@ -1,5 +1,6 @@
-"""Cards: the rates of data sheets by the names that torch gives, of which none is taken for
-another.
+"""Cards: the rates of data sheets by the names that torch gives.
+
+None of these is taken for another.
 """
 
 import pytest

@@ -142,8 +142,9 @@ def test_every_group_has_one_worker():
 
 
 def all_at_once(rank, world_size):
-    """Collectives, functional ones and messages of one group, all in flight; waited for from the
-    last to the first.
+    """Collectives, functional ones and messages of one group, all in flight.
+
+    They are waited for from the last to the first.
     """
     sums = [torch.full((1000,), float(i)) for i in range(8)]
     got = [torch.empty(1000) for _ in range(8)]
@@ -170,8 +171,9 @@ def test_one_worker_is_enough_for_all_that_is_in_flight():
 
 
 def parted(rank, world_size):
-    """Return how many of 100 one-process groups hold a tensor of their last collective after
-    parting.
+    """Return how many of 100 one-process groups hold a tensor after parting.
+
+    It is one of their last collective.
 
     Without ``leave``, one of 20,000 does.
     """

@@ -1,5 +1,6 @@
-"""In a log a line after ten seconds, then one a minute; on a terminal one line that moves, and is
-gone at the end.
+"""In a log a line after ten seconds, then one a minute.
+
+On a terminal one line that moves, and is gone at the end.
 """
 
 from itertools import count

@@ -25,8 +25,9 @@ on_linux = pytest.mark.skipif(
 
 
 def forked(body):
-    """A child that runs ``body`` with the end of a pipe to write to, once it has written; its id,
-    and the other end.
+    """A child that runs ``body`` with the end of a pipe to write to, once it has written.
+
+    Return its id, and the other end.
     """
     reading, writing = os.pipe()
     child = os.fork()

@@ -1,5 +1,6 @@
-"""Random weights are the same numbers whole and in parts; handles stand for objects; operators have
-their gradients.
+"""Random weights are the same numbers whole and in parts; handles stand for objects.
+
+Operators have their gradients.
 """
 
 import gc

@@ -101,8 +101,9 @@ def test_without_a_process_group_the_body_runs_alone():
 
 
 def left_alone(rank, world_size, folder, how):
-    """A rank's messages and exit status while another one is stopped; then all join anew, for
-    run_ranks.
+    """A rank's messages and exit status while another one is stopped.
+
+    Then all join anew, for run_ranks.
     """
     store = dist.FileStore(str(folder / "pids"), world_size)
     store.set(f"{rank}", str(os.getpid()))

@@ -18,8 +18,9 @@ from train.run import exit_status
 
 
 def joined(rank, world_size, port, torch_of, sources_of):
-    """Join through the launcher's store as a rank that has these; return the status and what was
-    said.
+    """Join through the launcher's store as a rank that has these.
+
+    Return the status and what was said.
     """
     leave()  # once both have joined
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

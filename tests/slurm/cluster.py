@@ -1,5 +1,6 @@
-"""A real Slurm on one machine: a controller and a daemon per virtual node, with GPUs that are only
-names.
+"""A real Slurm on one machine.
+
+A controller and a daemon per virtual node, with GPUs that are only names.
 
 python -m tests.slurm.cluster start FOLDER [--nodes 2] [--gpu a100] [--gpus 8]
     prints the line that a shell needs to use it, export SLURM_CONF=FOLDER/slurm.conf
@@ -51,7 +52,8 @@ ReturnToService=2
 SlurmdTimeout=20
 JobRequeue=1
 KillWait=5
-# As sites have it: what no node or limit of the partition can take is refused, and does not wait for ever.
+# As sites have it: what no node or limit of the partition can take is refused,
+# and does not wait for ever.
 EnforcePartLimits=ALL
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -97,7 +99,7 @@ def missing():
 
 
 def write_configuration(folder, nodes, kinds, gpus):
-    """Write slurm.conf, gres.conf, hosts and the devices into ``folder``; return the nodes' names."""
+    """Write slurm.conf, gres.conf, hosts and devices into ``folder``; return the nodes' names."""
     names = [f"node{number}" for number in range(1, nodes + 1)]
     for sub in ("state", *names):
         (folder / sub).mkdir(parents=True, exist_ok=True)
@@ -222,8 +224,9 @@ def stop(folder):
 
 @contextmanager
 def virtual_cluster(folder, nodes=2, kinds=("a100",), gpus=8):
-    """Start a cluster and stop it at the end of the block; yields the environment of Slurm's
-    commands.
+    """Start a cluster and stop it at the end of the block.
+
+    Yields the environment of Slurm's commands.
     """
     start(folder, nodes, kinds, gpus)
     try:

@@ -1,5 +1,6 @@
-"""The agent that stands between srun and the ranks: a signal reaches the ranks, or ends it while
-there are none.
+"""The agent that stands between srun and the ranks.
+
+A signal reaches the ranks, or ends it while there are none.
 """
 
 import os

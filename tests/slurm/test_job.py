@@ -19,7 +19,9 @@ scontrol() {
         echo try >>"$RUN/tries"
         [ -z "$REFUSAL" ] || { echo "$REFUSAL" >&2 && return 1; }
         echo "scontrol $*" ;;
-    "show job") [ -n "$AWAY" ] || echo "JobId=7 JobState=RUNNING $KNOWN ExcNodeList=$EXCLUDED Features=(null)" ;;
+    "show job")
+        [ -n "$AWAY" ] ||
+            echo "JobId=7 JobState=RUNNING $KNOWN ExcNodeList=$EXCLUDED Features=(null)" ;;
     *) echo "scontrol $*" ;;
     esac
 }
@@ -121,8 +123,9 @@ BAD = "1 error: loss is not finite"
     ],
 )
 def test_how_a_start_ends_decides_if_the_job_is_queued_again(start, code, again, tmp_path):
-    """An error ends the run; ranks that are killed, lose a peer or are told to end do not, nor does
-    a signal early.
+    """An error ends the run.
+
+    Ranks that are killed, lose a peer or are told to end do not, nor does a signal early.
     """
     run = tmp_path / "run"
     status, output = started(run, **{"new": "4", **start})

@@ -1,5 +1,6 @@
-"""On a real Slurm of virtual nodes: the scripts as they are, and a run that goes on by itself
-whatever ends it.
+"""On a real Slurm of virtual nodes.
+
+The scripts as they are, and a run that goes on by itself whatever ends it.
 """
 
 import os
@@ -144,7 +145,7 @@ def ended(slurm, job):
 
 
 def preempt(slurm, folder):
-    """Another job has precedence for a second; its log is in the folder, and not in the checkout."""
+    """Another job has precedence for a second; its log is in the folder, not in the checkout."""
     where = [
         "--partition=urgent",
         "--exclusive",

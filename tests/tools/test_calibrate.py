@@ -1,5 +1,6 @@
-"""A calibration is a cluster file that the planner reads; what was not measured is named; bad
-outputs are refused.
+"""A calibration is a cluster file that the planner reads; what was not measured is named.
+
+Bad outputs are refused.
 """
 
 import os

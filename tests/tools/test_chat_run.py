@@ -1,5 +1,6 @@
-"""A base model that is trained on conversations: its checkpoints, its export and its samples know
-where turns end.
+"""A base model that is trained on conversations.
+
+Its checkpoints, its export and its samples know where turns end.
 """
 
 import json
@@ -22,14 +23,18 @@ from train.run import exit_status
 
 transformers = pytest.importorskip("transformers")
 END, TURN = "<|endoftext|>", "<|im_end|>"
-FLAGS = """--seq-length 64 --train-iters 60 --lr 1e-2 --min-lr 1e-2 --lr-warmup-iters 2 --global-batch-size 4
-    --micro-batch-size 1 --split 1,0,0 --eval-iters 0 --save-interval 60 --context-parallel-size 1 --sft"""
+FLAGS = """
+    --seq-length 64 --train-iters 60 --lr 1e-2 --min-lr 1e-2 --lr-warmup-iters 2
+    --global-batch-size 4 --micro-batch-size 1 --split 1,0,0 --eval-iters 0 --save-interval 60
+    --context-parallel-size 1 --sft
+"""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run on conversations that begins with an imported base model, whose texts end with another
-    token than turns.
+    """A run on conversations that begins with an imported base model.
+
+    Its texts end with another token than turns.
     """
     folder = tmp_path_factory.mktemp("chat")
     base = folder / "base"

@@ -1,5 +1,6 @@
-"""Hugging Face models to runs and back: the same bits, files and greedy tokens, a few tensors in
-memory, no half.
+"""Hugging Face models to runs and back, with the same bits, files and greedy tokens.
+
+Few tensors are in memory, and no half is left.
 """
 
 import dataclasses
@@ -46,8 +47,9 @@ def write_tokenizer(folder, entries=61):
 
 
 def published(folder, name, dtype=torch.float32):
-    """A folder as transformers writes it, in shards, with a tokenizer and code that must not come
-    along.
+    """A folder as transformers writes it, in shards, with a tokenizer.
+
+    Code beside it must not come along.
     """
     theirs = hugging_face(CONFIGS[name]).to(dtype)
     theirs.config.eos_token_id = theirs.generation_config.eos_token_id = [9, 11]
@@ -119,7 +121,7 @@ def test_an_export_is_the_import_to_the_bit(tmp_path, name, capsys):
 
 
 def test_a_run_of_an_import_computes_what_theirs_does(tmp_path, monkeypatch, capsys):
-    """It finds its tokenizer from any folder, and its method of context parallelism suits its kind."""
+    """It has its tokenizer from any folder, and a method of context parallelism for its kind."""
     from tools import sample
 
     monkeypatch.chdir(tmp_path)
@@ -169,8 +171,9 @@ def test_an_export_is_meant_for_what_it_was_trained_on(tmp_path, lengths, meant_
 
 
 def test_a_strangers_files_beside_the_tokenizer_are_not_taken(tmp_path):
-    """A run that was never imported has the tokenizer of a published model, or of an import, and no
-    more of it.
+    """A run that was never imported has a tokenizer, and no more of its folder.
+
+    It is a published model's, or an import's.
     """
     run, stranger = tmp_path / "run", published(tmp_path / "theirs", "llama")
     import_model(stranger, run)

@@ -1,5 +1,6 @@
-"""Loss by position: of one process against every token's loss one by one, of any mesh against one
-process.
+"""Loss by position, of one process against every token's loss one by one.
+
+Any mesh is compared with one process.
 """
 
 import argparse
@@ -35,8 +36,9 @@ tokenizer_model = "{tokenizer}"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run's folder with a checkpoint whose losses differ by position, and texts, three of them
-    long enough.
+    """A run's folder with a checkpoint whose losses differ by position, and texts.
+
+    Three of these are long enough.
     """
     folder = tmp_path_factory.mktemp("run")
     texts = [
@@ -138,8 +140,9 @@ def test_prepared_text_gives_the_same_numbers(run, tmp_path):
 
 
 def test_documents_of_a_pair_are_those_of_its_index_however_they_end(run, tmp_path):
-    """Sentences of a document are joined, texts of one are apart, and an end token in front ends
-    nothing.
+    """Sentences of a document are joined, and texts of one are apart.
+
+    An end token in front ends nothing.
     """
     tokenizer = load_tokenizer(run / "t.model")
     eod = tokenizer.eod

@@ -1,5 +1,6 @@
-"""Pictures: what the layout pictures show equals the plan and the mask; the loss comes from
-metrics.jsonl.
+"""Pictures: what the layout pictures show equals the plan and the mask.
+
+The loss comes from metrics.jsonl.
 """
 
 import json

@@ -63,7 +63,8 @@ def test_the_line_names_what_is_wrong(flags, message, tmp_path, monkeypatch, cap
 
 
 CONTRADICTING = """
-    --input x | --stdlib --input x | --tokenizer-model t.model --vocab-size 300 | --max-bytes 0 | --vocab-size -3
+    --input x | --stdlib --input x | --tokenizer-model t.model --vocab-size 300 | --max-bytes 0
+    --vocab-size -3
     --workers 0 | --inspect 2 | --check x --stdlib | --check x --whole
     --chat --input x --output-prefix y --seq-length 8 | --input x --output-prefix y --too-long split
     --chat --input x --output-prefix y --seq-length 8 --chat-template mine.jinja

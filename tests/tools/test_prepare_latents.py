@@ -15,8 +15,9 @@ SHADES = {"cat": 0, "dog": 255}
 
 @pytest.fixture
 def images(tmp_path, monkeypatch):
-    """Two classes of two images each, wider than high, of one colour with stripes at the sides that
-    are cut off.
+    """Two classes of two images each, wider than high, of one colour.
+
+    They have stripes at the sides that are cut off.
     """
     pytest.importorskip("datasets")
     from PIL import Image

@@ -12,7 +12,7 @@ from data.tokenizer import load_tokenizer, train_tokenizer
 from model.decoder import Decoder
 from model.registry import architecture_of, build_model
 from runtime.ranks import run_ranks
-from tests.data.families import begins_with
+from tests.data.family_files import begins_with
 from tests.model.models import generate, model_config
 from tools import sample
 from train.checkpoint.api import save_checkpoint
@@ -34,8 +34,9 @@ tokenizer_model = "{tokenizer}"
 
 
 def write_run(folder, model, more="", *, iteration=1, entries=300, tokenizer=None, **extra):
-    """Write a run of a model, with a tokenizer of so many entries where none is named, and ``more``
-    in its [model].
+    """Write a run of a model, with ``more`` in its [model].
+
+    Where no tokenizer is named, it has one of so many entries.
     """
     if tokenizer is None:
         tokenizer = train_tokenizer(
@@ -61,8 +62,9 @@ def model_of(**shape):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run's folder: checkpoints of iterations 1 and 2, whose weights differ; its config.toml has
-    no vocab_size.
+    """A run's folder: checkpoints of iterations 1 and 2, whose weights differ.
+
+    Its config.toml has no vocab_size.
     """
     folder = tmp_path_factory.mktemp("run")
     write_run(folder, trained(1))
@@ -162,7 +164,10 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(run, tmp_path, capsys
     assert "iteration 1," in sampled(capsys, "--load", tmp_path, "--num-tokens", 2).out
     tokenizer.write_bytes(tokenizer.read_bytes().replace(b"value", b"walue", 1))
     assert main(["--load", str(tmp_path), "--num-tokens", "2"]) == 1
-    message = rf"error: {tokenizer} is not the tokenizer that .*digest {was[:8]}, now {digest(tokenizer)[:8]}\); put .*\n"
+    message = (
+        rf"error: {tokenizer} is not the tokenizer that .*digest {was[:8]}, "
+        rf"now {digest(tokenizer)[:8]}\); put .*\n"
+    )
     assert re.fullmatch(message, capsys.readouterr().err)
 
 

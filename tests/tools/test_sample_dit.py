@@ -90,7 +90,10 @@ def _drawn_on_rank(rank, world_size, run, folder):
     return results
 
 
-NOT_FINITE = r"iter_0000002 draws values that are not finite in \d+ of \d+ samples: its training diverged, or guidance"
+NOT_FINITE = (
+    r"iter_0000002 draws values that are not finite in \d+ of \d+ samples: "
+    r"its training diverged, or guidance"
+)
 
 
 def test_two_processes_draw_the_same_and_one_tells_of_samples_that_are_not_finite(run, tmp_path):

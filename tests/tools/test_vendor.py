@@ -1,5 +1,6 @@
-"""The attention as a package of another project: alone, on two ranks, and beside this checkout in
-one process.
+"""The attention as a package of another project.
+
+It is alone, on two ranks, and beside this checkout in one process.
 """
 
 import hashlib
@@ -35,24 +36,33 @@ from longmesh_attention import METHODS, context_parallel, make_plan, process_gro
 def same(a, b):
     return bool(torch.allclose(a, b, rtol=0, atol=1e-12))
 
-whole = [torch.randn(1, 16, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+def drawn(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, 16, 4, 8, dtype=torch.float64, generator=generator)
+
+whole = [drawn(seed) for seed in range(4)]
 alone = [x.clone().requires_grad_() for x in whole[:3]]
 expected = context_parallel("striped", seq_len=16).attend(*alone)
 expected.backward(whole[3])
-naive = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in whole[:3]), is_causal=True)
+heads_first = (x.transpose(1, 2) for x in whole[:3])
+naive = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True)
 with process_group() as group:
-    assert group.size() == 2 and "striped" in METHODS and make_plan("striped", seq_len=16, size=2).size == 2
-    for method in ("striped", "ulysses"):
-        cp = context_parallel(method, seq_len=16, group=group, ulysses_degree=2 if method == "ulysses" else 1)
+    assert group.size() == 2 and "striped" in METHODS
+    assert make_plan("striped", seq_len=16, size=2).size == 2
+    for method, degree in (("striped", 1), ("ulysses", 2)):
+        cp = context_parallel(method, seq_len=16, group=group, ulysses_degree=degree)
         mine = [cp.shard(x, 1).requires_grad_() for x in whole[:3]]
         out = cp.attend(*mine)
         out.backward(cp.shard(whole[3], 1))
         found = [cp.unshard(x, 1) for x in (out, *(x.grad for x in mine))]
         assert all(same(a, b) for a, b in zip(found, (expected, *(x.grad for x in alone))))
-        assert same(found[0], naive.transpose(1, 2)) and not same(found[0], naive.transpose(1, 2) + 1e-9)
+        assert same(found[0], naive.transpose(1, 2))
+        assert not same(found[0], naive.transpose(1, 2) + 1e-9)
 root, here = Path(sys.argv[1]), Path(__file__).parent
-files = [Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
-ours = [str(f) for f in files if f.is_relative_to(root) and f.relative_to(root).parts[0] in sys.argv[2:]]
+names = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+files = [Path(name) for name in names if name]
+inside = [f for f in files if f.is_relative_to(root)]
+ours = [str(f) for f in inside if f.relative_to(root).parts[0] in sys.argv[2:]]
 own = all(Path(module.__file__).parents[1] == here for module in (data, kernels, train))
 os.write(1, f"RANK {rank} OURS {ours} OWN {own}\\n".encode())
 sys.exit(0 if rank else os.waitstatus_to_exitcode(os.wait()[1]))
@@ -105,8 +115,9 @@ def test_a_project_with_folders_of_our_names_attends_on_two_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_package_and_checkout_share_a_process(tmp_path, monkeypatch):
-    """Each has its own operators; under one name, the later would silently take the place of the
-    earlier.
+    """Each has its own operators.
+
+    Under one name, the later would silently take the place of the earlier.
     """
     vendor.write(tmp_path / "same", vendor.package(namespace=renaming.NAMESPACE))
     broken = started(BESIDE, tmp_path / "same", PYTHONPATH=str(vendor.ROOT))
@@ -254,7 +265,8 @@ from longmesh_attention.kernels import reference
 import longmesh_attention.context.plan as plan, os
 from numba import runtime, kernels; from longmesh_attention.kernels import kernels
 import os, longmesh_attention.runtime.errors as e, kernels_of as runtime
-from longmesh_attention.runtime.files import owned as é; é(torch.ops.longmesh_attention.op, "longmesh_attention::op")
+from longmesh_attention.runtime.files import owned as é; \
+é(torch.ops.longmesh_attention.op, "longmesh_attention::op")
 '''
     assert vendor.renamed(source.encode(), Path("a.py")).decode() == expected
     with pytest.raises(vendor.UserError, match=r"a\.py:1 imports kernels\.merge by its full name"):

@@ -1,5 +1,6 @@
-"""Items made ahead: in order, each error where its item is taken, no thread left; the clock of a
-step's parts.
+"""Items made ahead: in order, each error where its item is taken, no thread left.
+
+The clock of a step's parts.
 """
 
 import threading

@@ -1,5 +1,6 @@
-"""--compile changes no result on any mesh, compiles each kind of layer once, and refuses what it
-cannot do.
+"""--compile changes no result on any mesh, and compiles each kind of layer once.
+
+It refuses what it cannot do.
 
 Inductor takes 15 s of a core for one kind of layer on one rank, so that its code is compared by
 slow tests alone. By default some meshes are traced and differentiated as for it, and the graphs run
@@ -55,8 +56,9 @@ MESHES = {
 
 
 def compiled_graphs(rank, world_size, arguments):
-    """Train, and return how many graphs had been compiled after each iteration, and the breaks in
-    them.
+    """Train, and return how many graphs had been compiled after each iteration.
+
+    Return the breaks in them, too.
     """
     from torch._dynamo.utils import counters
 
@@ -82,8 +84,9 @@ def traced_graphs(rank, world_size, arguments):
 
 
 def compare(train, mesh, data, folder, *smaller):
-    """Train with and without compiled layers; assert that results are the same, and that nothing is
-    compiled late.
+    """Train with and without compiled layers.
+
+    Assert that results are the same, and that nothing is compiled late.
     """
     ranks, flags = MESHES[mesh]
     base_flags = [

@@ -1,4 +1,4 @@
-"""Averages of sharded weights equal those of whole ones, and take the weights' place for a while."""
+"""Averages of sharded weights equal those of whole ones, and take their place for a while."""
 
 import pytest
 import torch
@@ -38,8 +38,9 @@ def step(model, optimizer):
 
 
 def averaged(rank, world_size, strategy):
-    """Two steps, outputs before, with and after the averages, a third step, and both weights and
-    averages.
+    """Two steps, outputs before, with and after the averages, and a third step.
+
+    Return both weights and averages.
     """
     config = DataParallelConfig(data_parallel_sharding_strategy=strategy)
     with distributed_mesh(MeshConfig(device="cpu")) as mesh:

@@ -1,5 +1,6 @@
-"""Products of 8 bits by torchao, which emulates them on a CPU: what they change, and what is
-refused.
+"""Products of 8 bits by torchao, which emulates them on a CPU.
+
+The tests hold what they change, and what is refused.
 """
 
 from importlib.util import find_spec

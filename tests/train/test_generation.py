@@ -145,7 +145,7 @@ def runs(tmp_path_factory):
 
 
 def naive(config, prompts):
-    """The likeliest tokens and their logits [NEW, B, V], from a forward over all tokens for each."""
+    """The likeliest tokens and their logits [NEW, B, V], each from a forward over all tokens."""
     if config.rope is not None and config.rope.rope_scaling_type == "dynamic":
         config = dataclasses.replace(config, rope_scaling_seq_length=max(map(len, prompts)) + NEW)
     model, continuations = weighted(config), []
@@ -162,8 +162,9 @@ def naive(config, prompts):
 
 
 def written(rank, world_size, folder, mesh, lost=False, **settings):
-    """The text of a rank, with the logits that it draws from; with ``lost``, less one row of a
-    cache.
+    """The text of a rank, with the logits that it draws from.
+
+    With ``lost``, it has one row of a cache less.
     """
     logits_seen, draw = [], Draw.__call__
 
@@ -261,8 +262,9 @@ def all_written(rank, world_size, cells, folders, fault=None):
 
 
 def away(name, results):
-    """The largest difference of logits from those of a forward over all tokens, and whether texts
-    are the same.
+    """The largest difference of logits from those of a forward over all tokens.
+
+    True stands beside it if texts are the same.
     """
     model = (MODELS | STATES)[name.removeprefix("folded ")]
     texts, logits = of_ranks(results)
@@ -325,8 +327,9 @@ def unequal(rank, world_size, cells, folders, fault):
 
 
 def drawn(rank, world_size, folder, mesh):
-    """Texts of two prompts drawn by two seeds, one of them twice, and ended by a token of the
-    first.
+    """Texts of two prompts drawn by two seeds, one of them twice.
+
+    The last ones are ended by a token of the first.
     """
     settings = {"temperature": 3.0, "top_k": 40, "top_p": 0.95}
     with opened(folder, dtype=torch.float64, **mesh) as writer:

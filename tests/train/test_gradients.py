@@ -14,8 +14,9 @@ from runtime.ranks import run_ranks
 from train.gradients import NORM_CHUNK, clip_gradients, gradient_norm
 
 SHAPES = [(3001, 1401), (7,), (2, 5), (1,)]
-"""Large enough for float32 sums to be off; neither size divides by two, and one rank's share of the
-last is empty.
+"""Large enough for float32 sums to be off.
+
+Neither size divides by two, and one rank's share of the last is empty.
 """
 
 

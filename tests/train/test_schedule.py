@@ -49,8 +49,9 @@ STYLES = [
 
 
 def megatrons(schedule, batch):
-    """The rates of Megatron's first 60 iterations, as its training loop steps the schedule: after
-    each, by its batch.
+    """The rates of Megatron's first 60 iterations, as its training loop steps the schedule.
+
+    After each, by its batch.
 
     Without a warm-up its inverse square root is that of the samples, here of the iterations: alike
     for a batch of 1.

@@ -1,5 +1,6 @@
-"""Namespaces come and go, what crosses is what the plans say, and an interrupted bench leaves
-nothing.
+"""Namespaces come and go, and what crosses is what the plans say.
+
+An interrupted bench leaves nothing.
 """
 
 import os
@@ -65,8 +66,9 @@ def descendants(parent):
 
 
 def seconds_to_send(network, senders, count):
-    """Each sender sends ``count`` bytes to its like on the other node, all at once; threads can be
-    in namespaces.
+    """Each sender sends ``count`` bytes to its like on the other node, all at once.
+
+    Threads can be in namespaces.
     """
     listeners = {rank: threading.Event() for rank in senders}
 

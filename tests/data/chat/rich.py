@@ -1,5 +1,6 @@
-"""A template that reads all that a conversation may have, and tokenizers for other people's
-templates.
+"""A template that reads all that a conversation may have.
+
+There are tokenizers for other people's templates too.
 """
 
 import json
@@ -17,8 +18,9 @@ SPECIAL = re.compile(
 
 
 def write_folder(folder, source, tool_use=None):
-    """A byte-level tokenizer with the special tokens that a template spells, and the template;
-    returns its path.
+    """A byte-level tokenizer with the special tokens that a template spells, and the template.
+
+    Returns its path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     special = sorted({"<s>", "</s>", "<|im_start|>", "<|im_end|>", *SPECIAL.findall(source)})

@@ -85,8 +85,9 @@ BY_HAND = {
 
 
 def write_tokenizer(folder, template, merges=()):
-    """Write a byte-level tokenizer.json with the special tokens, and a tokenizer_config.json;
-    return its path.
+    """Write a byte-level tokenizer.json with the special tokens, and a tokenizer_config.json.
+
+    Return its path.
     """
     folder.mkdir(exist_ok=True)
     config = TOKENS | ({} if template is None else {"chat_template": template})

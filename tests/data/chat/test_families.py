@@ -1,5 +1,6 @@
-"""Conversations of the families that are imported: ids and masks are those of transformers and of
-TRL.
+"""Conversations of the families that are imported.
+
+Ids and masks are those of transformers and of TRL.
 """
 
 import random
@@ -108,7 +109,7 @@ def test_ids_and_masks_of_a_template_with_marks_are_those_of_transformers(family
     "family", sorted(PUBLISHED.keys() - {"LLaMA 3.1"})
 )  # which TRL does not train
 def test_ids_and_masks_of_a_published_template_are_those_of_trl(family, tmp_path):
-    """TRL trains with the template that `get_training_chat_template` returns for the published one."""
+    """TRL trains with what `get_training_chat_template` returns for the published template."""
     from trl.chat_template_utils import get_training_chat_template
 
     name, has = PUBLISHED[family]

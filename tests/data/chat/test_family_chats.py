@@ -1,5 +1,6 @@
-"""Conversations of published families: ids and masks are those of transformers, tokens with rstrip
-and lstrip too.
+"""Conversations of published families.
+
+Ids and masks are those of transformers, tokens with rstrip and lstrip too.
 """
 
 import random
@@ -14,8 +15,9 @@ from tests.data.test_tokenizer_families import changed
 
 
 def marked(user, answer, before="", space=""):
-    """A template that marks answers: what it writes for a user's turn, an answer's begin and an
-    answer's end.
+    """A template that marks answers.
+
+    Return what it writes for a user's turn, an answer's begin and an answer's end.
     """
     begin, end = answer
     return (
@@ -81,8 +83,9 @@ WORDS = {"Qwen 3": ["<think>", "</think>", "<tool_call>"], "Qwen 3.5": ["<think>
 
 
 def conversations(name, count=50):
-    """Conversations whose contents neither begin nor end with white space; ordinary added words are
-    among them.
+    """Conversations whose contents neither begin nor end with white space.
+
+    Ordinary added words are among them.
     """
     draw, pieces = random.Random(0), PIECES + WORDS.get(name, [])
     for _ in range(count):

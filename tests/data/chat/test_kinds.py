@@ -1,5 +1,6 @@
-"""Each kind of row that people have is right, told or refused, as docs/reference/data_kinds.md
-says.
+"""Each kind of row that people have is right, told or refused.
+
+The page docs/reference/data_kinds.md says which.
 
 ``kinds.jsonl`` has a row of each kind: what is learned of it and what transformers is asked for, or
 what the note or the refusal names.

@@ -1,5 +1,6 @@
-"""Long conversations take time that grows as their text does, and have the masks that every prefix
-gives.
+"""Long conversations take time that grows as their text does.
+
+Their masks are those that every prefix gives.
 """
 
 import dataclasses

@@ -77,8 +77,9 @@ def test_what_is_trained_is_kept_and_written_anew(tmp_path):
 
 @pytest.mark.parametrize(("name", "other"), [("c", "c.v1"), ("c.v1", "c")])
 def test_another_prefix_is_prepared_at_the_same_time(name, other, tmp_path, monkeypatch):
-    """It is not refused, nor does it remove the draft of this one's tokenizer, as it does what a
-    killed one left.
+    """It is not refused, nor does it remove the draft of this one's tokenizer.
+
+    The draft that a killed one left is removed.
     """
 
     def beside(*arguments):

@@ -106,8 +106,9 @@ def test_every_format_gives_the_same_bytes(suffix, row, tmp_path):
 
 
 def test_samples_are_the_conversations(tmp_path):
-    """Every label within its conversation, loss where the file says, positions from the lengths,
-    padding without.
+    """Every label is within its conversation, with loss where the file says.
+
+    Positions come from the lengths, without padding.
     """
     texts = [("a", "b" * n) for n in (1, 30, 60, 90, 20)]
     prepared(

@@ -10,7 +10,8 @@ from data.chat.template import load_template
 from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
 from tests.data.chat.templates import TEMPLATES, TURNS, source_of
-from tests.data.families import QWEN, QWEN_2, QWEN_CONFIG, added, by_pattern, write
+from tests.data.families import QWEN, QWEN_CONFIG
+from tests.data.family_files import QWEN_2, added, by_pattern, write
 
 THINKING = source_of("thinking")
 

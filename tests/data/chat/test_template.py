@@ -1,5 +1,6 @@
-"""Ids are those of transformers, what is learned is as written by hand, and what is not exact is
-refused.
+"""Ids are those of transformers, and what is learned is as written by hand.
+
+Inexact ones are refused.
 """
 
 import json
@@ -215,8 +216,9 @@ def test_a_template_that_is_nested_too_deeply_is_refused(name, tmp_path):
 
 
 def test_marks_that_the_template_cuts_are_not_taken(tmp_path):
-    """Without the marks it would write another text, or they would stand alone: the prefixes hold
-    instead.
+    """Without the marks it would write another text, or they would stand alone.
+
+    The prefixes hold instead.
     """
     cut = "{% set x %}{% generation %} abc{% endgeneration %}{% endset %}{{ x"
     for end in ("[2:] }}", "[:2] }}", " | trim }}"):

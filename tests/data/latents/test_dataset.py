@@ -1,5 +1,6 @@
-"""Samples of latents, whatever wrote them, and what is refused; a writing that fails leaves
-nothing, and says why.
+"""Samples of latents, whatever wrote them, and what is refused.
+
+A writing that fails leaves nothing, and says why.
 """
 
 import errno
@@ -140,8 +141,9 @@ def corrupt(path, row, value):
 @pytest.mark.parametrize(("row", "value"), [(2, np.nan), (3, np.inf)])
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
 def test_a_nan_is_named_with_file_and_row(tmp_path, monkeypatch, kind, row, value):
-    """By a check of the folder in blocks, here of 3 rows, and by the sample where it came after the
-    start of a run.
+    """By a check of the folder in blocks, here of 3 rows, and by the sample.
+
+    The sample tells it where it came after the start of a run.
     """
     train, _ = built(folder(tmp_path, kind=kind), split="100")
     monkeypatch.setattr("data.latents.folder._BLOCK", 3 * math.prod(SHAPE))
@@ -158,8 +160,9 @@ def test_a_nan_is_named_with_file_and_row(tmp_path, monkeypatch, kind, row, valu
 
 
 def spoil(path, content):
-    """A number cuts a file, a text or an array takes its place, a table changes entries, and None
-    removes it.
+    """A number cuts a file, and a text or an array takes its place.
+
+    A table changes entries, and None removes it.
     """
     if content is None:
         path.unlink()
@@ -342,7 +345,10 @@ def test_a_disk_that_fills_up_is_named_and_nothing_stays(tmp_path, monkeypatch, 
         return done(target, *arguments)
 
     monkeypatch.setattr(owner, call, full)
-    message = r"cannot write to .*/a \(No space left on device: [\d,]+ bytes are free in .*\); free space or name"
+    message = (
+        r"cannot write to .*/a \(No space left on device: "
+        r"[\d,]+ bytes are free in .*\); free space or name"
+    )
     with pytest.raises(DataError, match=message):
         folder(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []

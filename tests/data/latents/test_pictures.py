@@ -1,6 +1,4 @@
-"""Every kind of picture file gives the colours that it shows, pixel by pixel, or is told or
-refused.
-"""
+"""Every kind of picture file gives its colours, pixel by pixel, or is told or refused."""
 
 import io
 import struct

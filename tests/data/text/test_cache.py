@@ -1,5 +1,6 @@
-"""The cache of sample indices, whole, written once, refused where it is damaged; files that change
-under a run.
+"""The cache of sample indices, whole, written once, refused where it is damaged.
+
+Files may change under a run.
 """
 
 import os
@@ -89,8 +90,9 @@ def train(prefix):
 
 @pytest.mark.parametrize("end", [".bin", ".idx"])
 def test_a_file_cut_under_a_run_is_named(prefix, train, end):
-    """A memory map of it would end the process by SIGBUS; a read of what is gone, hand out what was
-    in memory.
+    """A memory map of it would end the process by SIGBUS.
+
+    A read of the rest would hand out what was in memory.
     """
     train[0]
     path = Path(prefix + end)

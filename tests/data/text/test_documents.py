@@ -1,5 +1,6 @@
-"""Documents in samples are those of the `.idx`, however they end, against a twin that walks the
-stream by hand.
+"""Documents in samples are those of the `.idx`, however they end.
+
+A twin walks the stream by hand.
 """
 
 import random
@@ -121,8 +122,9 @@ def test_a_flag_alone_does_its_part(tmp_path):
 
 
 def test_documents_that_all_end_are_megatrons_to_the_bit(tmp_path):
-    """Tokens, positions, and the losses that Megatron's own flags leave; no old run's numbers
-    change.
+    """Tokens, positions, and the losses that Megatron's own flags leave.
+
+    No old run's numbers change.
     """
     prefix = write_pair(tmp_path / "d", KINDS["ends"])
     train = build(prefix, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
@@ -152,8 +154,9 @@ def test_documents_that_all_end_are_megatrons_to_the_bit(tmp_path):
 
 
 def test_the_end_tokens_alone_would_mix_every_segment_and_learn_every_boundary(tmp_path):
-    """The fault, and the control of the tests above: of documents without ends, Megatron's rule
-    finds none.
+    """The fault, and the control of the tests above.
+
+    Of documents without ends, Megatron's rule finds none.
     """
     documents = numbered(KINDS["no ends"])
     train = build(
@@ -187,8 +190,9 @@ def packed(sample):
 
 
 def fragments_of(documents):
-    """Return what `packed` has of all documents: texts, cut where a document of the .idx is longer
-    than S.
+    """Return what `packed` has of all documents.
+
+    They are texts, cut where a document of the .idx is longer than S.
     """
     for tokens in documents:
         for begin in range(0, len(tokens), SEQ):

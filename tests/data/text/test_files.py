@@ -1,4 +1,4 @@
-"""Files that people have, each read as it is meant, told or refused; the kinds are rows of a page."""
+"""Files that people have, each read as meant, told or refused; the kinds are rows of a page."""
 
 import bz2
 import gzip

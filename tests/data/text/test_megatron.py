@@ -1,5 +1,6 @@
-"""Samples from GPTDataset: exact tokens, an order that depends on the seed alone, and errors on
-every rank.
+"""Samples from GPTDataset.
+
+Exact tokens, an order that depends on the seed alone, and errors on every rank.
 """
 
 from itertools import chain
@@ -290,7 +291,10 @@ def test_ids_that_the_tokenizer_has_and_the_model_lacks_are_refused_by_name(tmp_
     prefix = write_documents(tmp_path / "d", documents)
     config, tokenizer = DataConfig(data_path=(prefix,), split="90,10,0"), NumberTokenizer()
     build_datasets(config, SEQ, SEED, tokenizer, highest + 1)
-    message = rf"document 39, token \d+ of the file: token {highest} \('{highest}'\) is in the tokenizer's {VOCAB_SIZE}"
+    message = (
+        rf"document 39, token \d+ of the file: token {highest} "
+        rf"\('{highest}'\) is in the tokenizer's {VOCAB_SIZE}"
+    )
     with pytest.raises(DataError, match=message):
         build_datasets(config, SEQ, SEED, tokenizer, highest)
 

@@ -1,5 +1,6 @@
-"""Every item is in one bin, none is too full, and few are needed; samples hold every token once,
-labels their own.
+"""Every item is in one bin, none is too full, and few are needed.
+
+Samples hold every token once, labels their own.
 """
 
 import random

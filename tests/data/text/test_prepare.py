@@ -188,8 +188,9 @@ def test_a_line_without_text_is_one_error_and_no_complaint_of_the_vocabulary(tmp
 
 
 def test_one_preparation_of_a_prefix_at_a_time(tmp_path, folder):
-    """The second is refused while the first lives; what the first left, killed, is removed by the
-    next.
+    """The second is refused while the first lives.
+
+    What the first left, killed, is removed by the next.
     """
     with another_process(tmp_path, "d") as child:
         with pytest.raises(DataError, match=rf"cannot write .*/d: .* in use by process {child}"):

@@ -1,5 +1,6 @@
-"""Inputs of the delta rule, and errors of a backend against the recurrence token by token in
-float64.
+"""Inputs of the delta rule, and errors of a backend.
+
+The errors are against the recurrence token by token in float64.
 """
 
 from functools import cache
@@ -130,8 +131,10 @@ def errors_of_a_wide_scan(backend):
 
 
 def _faults():
-    """Errors with a fault each: documents that are not apart, and gates by differences of sums as
-    others take them.
+    """Errors with a fault each.
+
+    The faults are documents that are not apart, and gates by differences of sums as others take
+    them.
     """
     from kernels.triton import delta
 

@@ -1,4 +1,4 @@
-"""The delta rule in chunks against the recurrence token by token: outputs, states, every gradient."""
+"""The delta rule in chunks against the recurrence by tokens: outputs, states, every gradient."""
 
 from functools import partial
 
@@ -45,8 +45,9 @@ def test_chunks_equal_the_recurrence(case):
 
 @pytest.mark.parametrize("case", HARD)
 def test_strong_gates_and_equal_keys_cost_no_digits(case):
-    """A gate's gradient too, which is small beside that of the tokens around it: differences of
-    sums had 6e-6 of it.
+    """A gate's gradient too, which is small beside that of the tokens around it.
+
+    Differences of sums had 6e-6 of it.
 
     It has 1.1e-6 on a processor without AVX.
     """
@@ -110,8 +111,9 @@ def test_a_wide_scan_is_the_map_of_any_state(case):
 
 @pytest.mark.parametrize("fault", ["differences", "documents"])
 def test_faults_show(fault, monkeypatch):
-    """Gates by differences of sums from the chunk's start, as others take them, and a state that
-    crosses documents.
+    """Gates by differences of sums from the chunk's start, as others take them.
+
+    The second fault is a state that crosses documents.
     """
     if fault == "documents":
         case = Case(200, documents=PACKED)
@@ -124,8 +126,9 @@ def test_faults_show(fault, monkeypatch):
 
 
 def _differences(x, dim):
-    """Replace the sums of gates j + 1 to i, from a matrix whose first column has all but the first
-    gate.
+    """Replace the sums of gates j + 1 to i.
+
+    They come from a matrix whose first column has all but the first gate.
     """
     sums = F.pad(x[..., 1:, 0].cumsum(-1), (1, 0))
     return x.copy_(sums[..., :, None] - sums[..., None, :])
@@ -143,8 +146,9 @@ def test_one_document_is_one_sequence_and_others_are_apart():
 
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_what_another_document_holds_costs_no_digits(per_channel):
-    """Keys of norm 25 let a state grow without bounds; in the same chunk lies a document with
-    ordinary ones.
+    """Keys of norm 25 let a state grow without bounds.
+
+    In the same chunk lies a document with ordinary ones.
     """
     *leaves, _ = (
         x.requires_grad_() for x in inputs(Case(50, per_channel=per_channel, documents=(0, 20, 50)))

@@ -1,5 +1,6 @@
-"""A fresh cache of compiled kernels for each test of Triton's, and one run of its interpreter for
-all.
+"""A fresh cache of compiled kernels for each test of Triton's.
+
+One run of its interpreter serves all.
 """
 
 import json

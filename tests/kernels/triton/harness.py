@@ -1,5 +1,6 @@
-"""Triton without a GPU: numbers by its interpreter, in a process of its own, and what its compiler
-makes for a GPU.
+"""Triton without a GPU.
+
+Numbers by its interpreter, in a process of its own, and what its compiler makes for a GPU.
 """
 
 import json
@@ -20,7 +21,10 @@ from kernels.triton import flash_attention
 from tests.starts import PATIENCE, ROOT, ended
 
 SHARED = {80: 163 << 10, 90: 227 << 10}
-"""Bytes of shared memory that a block may have, by compute capability (CUDA Programming Guide)."""
+"""Bytes of shared memory of a block, and of a thread its registers and STACK.
+
+STACK is in bytes; a thread spills to it.
+"""
 on_a_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device; make gpu-check runs it"
 )
@@ -54,16 +58,18 @@ class Launched(NamedTuple):
     kernel: Any
 
     def used(self, folder):
-        """Bytes of shared memory of a block and, of a thread, its registers and bytes of STACK, to
-        which it spills.
+        """Bytes of shared memory of a block, and of a thread its registers and STACK.
+
+        To the latter's bytes it spills.
         """
         dump = self._said(folder, "--dump-resource-usage")
         usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
         return {"shared": self.kernel.metadata.shared, **usage}
 
     def check(self, capability, folder, spilled=0):
-        """Assert that it keeps to a GPU's registers and shared memory, and spills at most so many
-        bytes; None: any.
+        """Assert that it keeps to a GPU's registers and shared memory.
+
+        It spills at most so many bytes; None stands for any.
         """
         used = self.used(folder)
         assert used["shared"] <= SHARED[capability], self.blocking
@@ -75,8 +81,9 @@ class Launched(NamedTuple):
         )
 
     def spilled(self, folder):
-        """Instructions that load from the stack and store there, in each innermost loop with matrix
-        products.
+        """Instructions that load from the stack and store there.
+
+        They are counted in each innermost loop with matrix products.
         """
         instructions = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", self._said(folder, "-sass"))
         lines = [(int(place, 16), line) for place, line in instructions]
@@ -102,8 +109,9 @@ class Launched(NamedTuple):
 
 
 def compiled(capability, code):
-    """Run code on tensors without memory; each launch is compiled for a capability, with its own
-    arguments.
+    """Run code on tensors without memory.
+
+    Each launch is compiled for a capability, with its own arguments.
     """
     launches = list[Launched]()
     stub = SimpleNamespace(

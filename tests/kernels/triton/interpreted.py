@@ -1,5 +1,6 @@
-"""A program that prints the numbers of Triton's interpreter, which must be chosen before Triton is
-imported.
+"""A program that prints the numbers of Triton's interpreter.
+
+It must be chosen before Triton is imported.
 """
 
 import json

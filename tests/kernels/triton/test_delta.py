@@ -1,5 +1,6 @@
-"""The delta rule's kernels: numbers through Triton's interpreter on the CPU, and what its compiler
-makes of them.
+"""The delta rule's kernels.
+
+Numbers through Triton's interpreter on the CPU, and what its compiler makes of them.
 """
 
 import pytest
@@ -51,8 +52,9 @@ def test_faults_show(interpreted):
 
 
 def steps(width, values, dtype, columns=0):
-    """Forward and backward of two value heads to a key head; with more columns, of a scan of any
-    state alone.
+    """Forward and backward of two value heads to a key head.
+
+    With more columns, of a scan of any state alone.
     """
     from kernels.triton import delta, delta_backward
 
@@ -71,8 +73,9 @@ def steps(width, values, dtype, columns=0):
 
 
 def check(capability, launched, allowed, folder):
-    """Assert that kernels keep to a GPU's shared memory, spill little, and multiply by its matrix
-    units.
+    """Assert that kernels keep to a GPU's shared memory and spill little.
+
+    They multiply by its matrix units.
     """
     for launch in {id(launch.kernel): launch for launch in launched}.values():
         launch.check(capability, folder, allowed.get(launch.name, 64))
@@ -80,8 +83,9 @@ def check(capability, launched, allowed, folder):
 
 
 SPILLED = {80: {"solve_kernel": 288, "changes_back_kernel": 288}, 90: {}}
-"""Bytes that a thread may spill in bfloat16 beyond 64: the three products of TF32 in the inverse
-hold whole chunks.
+"""Bytes that a thread may spill in bfloat16 beyond 64.
+
+The three products of TF32 in the inverse hold whole chunks.
 """
 
 

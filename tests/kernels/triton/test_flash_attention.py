@@ -1,5 +1,6 @@
-"""Attention of lists of tiles: numbers by Triton's interpreter and on a GPU, and what its compiler
-makes for one.
+"""Attention of lists of tiles.
+
+Numbers by Triton's interpreter and on a GPU, and what its compiler makes for one.
 """
 
 import pytest
@@ -23,8 +24,9 @@ BOUNDS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 """Relative to the largest value: scores are rounded to the inputs' dtype before the second product.
 """
 SPILLED = (24, 3)
-"""Most instructions of a loop that read from the stack, mostly what stays the same, and that store
-there.
+"""Most instructions of a loop that read from the stack, and that store there.
+
+What they read stays the same, mostly.
 """
 
 
@@ -66,8 +68,9 @@ def launches(width, dtype=torch.bfloat16, alone=True):
 
 
 def check(capability, width, alone, folder):
-    """Compile the launches; assert that they keep to a GPU's registers and shared memory, and
-    return their names.
+    """Compile the launches.
+
+    Assert that they keep to a GPU's registers and shared memory, and return their names.
     """
     all_launches = compiled(capability, lambda: launches(width, alone=alone))
     for launch in all_launches:
@@ -154,8 +157,9 @@ def test_work_lists_travel_once_and_hold_every_pair():
 
 
 def test_every_tensor_of_a_plan_is_taken(monkeypatch):
-    """Tensors of all kinds of plans are contiguous where the kernels add to them; see
-    ``_check_contiguous``.
+    """Tensors of all kinds of plans are contiguous where the kernels add to them.
+
+    See ``_check_contiguous``.
     """
     launched = list[str]()
     monkeypatch.setattr(

@@ -1,5 +1,6 @@
-"""The fused kernel: numbers through Triton's interpreter on the CPU, and what its compiler makes of
-it for a GPU.
+"""The fused kernel.
+
+Numbers through Triton's interpreter on the CPU, and what its compiler makes of it for a GPU.
 """
 
 import math
@@ -24,7 +25,14 @@ triton = pytest.importorskip(
     "triton", reason="torch's builds for the CPU bring no Triton; the extra dev has it"
 )
 
-from tests.kernels.triton.harness import SHARED, Launched, compiled, interpret, meta, on_a_gpu  # noqa: E402
+from tests.kernels.triton.harness import (  # noqa: E402
+    SHARED,
+    Launched,
+    compiled,
+    interpret,
+    meta,
+    on_a_gpu,
+)
 
 BOUNDS = 7
 """Place of the kernel's argument ``bounds``."""
@@ -73,8 +81,9 @@ def forward(width, value_width, documents=None, *, size=(2, 1000, 8)):
 
 
 def steps(width, value_width, heads, documents):
-    """Forward and backward, of one process and of one of several, which takes and passes on a
-    state: 14 scans.
+    """Forward and backward, of one process and of one of several: 14 scans.
+
+    One of several takes and passes on a state.
     """
     from kernels.linear_attention import backward
     from kernels.triton.linear_attention import scan
@@ -100,8 +109,9 @@ def steps(width, value_width, heads, documents):
     ],
 )
 def test_every_kernel_keeps_to_a_gpus_registers_and_shared_memory(capability, width, tmp_path):
-    """A sequence of 131,072 tokens; width 256 is the first TransNormer layer's, whose LRPE doubles
-    queries and keys.
+    """A sequence of 131,072 tokens.
+
+    Width 256 is the first TransNormer layer's, whose LRPE doubles queries and keys.
     """
     added, carried, launched = compiled(
         capability, lambda: forward(width, 128, size=(1, 131072, 16))

@@ -1,5 +1,6 @@
-"""The rotation and the gate in one launch: numbers by Triton's interpreter, and what its compiler
-makes for a GPU.
+"""The rotation and the gate in one launch.
+
+Numbers by Triton's interpreter, and what its compiler makes for a GPU.
 """
 
 import pytest

@@ -1,5 +1,6 @@
-"""Hugging Face's models with random weights, and ours with the same, for the tests that compare the
-two.
+"""Hugging Face's models with random weights, and ours with the same.
+
+They are for the tests that compare the two.
 """
 
 import dataclasses
@@ -156,8 +157,9 @@ class ExactRotary(nn.Module):
 
 
 def hugging_face(config, dtype=torch.float32):
-    """Random weights, norms and biases included; in float64, float32 islands (norms, angles, delta
-    rules) too.
+    """Random weights, norms and biases included.
+
+    In float64, float32 islands (norms, angles, delta rules) too.
 
     Models with a delta rule are always in float64: in float32 the sums of their gates lose digits.
     """

@@ -1,5 +1,6 @@
-"""Adapters of PEFT's compute here what they do there, and those that ours cannot be are refused by
-name.
+"""Adapters of PEFT's compute here what they do there.
+
+Those that ours cannot be are refused by name.
 """
 
 import json

@@ -1,15 +1,11 @@
-"""Each family has Hugging Face's numbers, weights there and back, and folders read as transformers
-reads them.
-"""
+"""Each family has Hugging Face's numbers, and reads its folders as transformers reads them."""
 
-import contextlib
 import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from model.hf import config_from_hf, config_to_hf, from_hf, load_hf, save_hf, to_hf
@@ -155,20 +151,14 @@ def test_reads_shards_that_transformers_wrote(config, tmp_path):
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-@pytest.fixture
-def sharded(tmp_path):
-    """A folder as transformers writes it, in several shards."""
-    hugging_face(LLAMA).save_pretrained(tmp_path, max_shard_size="60KB")
-    return tmp_path
-
-
 def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 CHANGES = [json.loads(line) for line in Path(__file__).with_name("config_changes.jsonl").open()]
-"""Changes of a family's config.json: it is read, nothing changes, or it is refused, by transformers
-too or by us.
+"""Changes of a family's config.json.
+
+It is read, nothing changes, or it is refused, by transformers too or by us.
 """
 
 
@@ -242,93 +232,6 @@ def test_every_key_that_transformers_writes_is_known():
             set(transformers.GenerationConfig._get_default_generation_params())
             <= HUGGING_FACE[family].known
         )
-
-
-def odd_files(folder, kind):
-    """A folder of a model with the files of another one beside; return what is told of them."""
-    model, other = hugging_face(LLAMA), hugging_face(LLAMA)
-    other.lm_head.weight.data += 1
-    model.save_pretrained(folder, max_shard_size="60KB")
-    shards = {
-        name: load_file(folder / name)
-        for name in sorted(path.name for path in folder.glob("model-*"))
-    }
-    if kind == "saved twice":
-        other.save_pretrained(folder.parent / "other")
-        (folder.parent / "other" / "model.safetensors").rename(folder / "model.safetensors")
-        return rf"model-00001-of.*, .* and {len(shards) - 2} more passed over, .*; model.safetensors is read"
-    if kind == "old shards":
-        save_file(other.state_dict(), folder / "model-00001-of-00001.safetensors")
-        return "model-00001-of-00001.safetensors passed over, as transformers does"
-    if kind == "pickles":
-        torch.save(other.state_dict(), folder / "pytorch_model.bin")
-        return "pytorch_model.bin passed over, as transformers does; model-00001"
-    last = list(shards)[-1]
-    if kind == "twice":
-        save_file(
-            shards[last] | {"model.embed_tokens.weight": other.lm_head.weight.data}, folder / last
-        )
-        return f"model.embed_tokens.weight is passed over, as transformers does: {last} has it too"
-    assert kind == "not in the index"
-    names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    fewer = {name: names[name] for name in names if "1.mlp" not in name}
-    edit(folder / "model.safetensors.index.json", weight_map=fewer)
-    return None
-
-
-@pytest.mark.parametrize(
-    "kind", ["saved twice", "old shards", "pickles", "twice", "not in the index"]
-)
-def test_weights_are_those_that_transformers_reads(tmp_path, kind):
-    warning = odd_files(tmp_path / "odd", kind)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "odd")
-    with pytest.warns(UserWarning, match=warning) if warning else contextlib.nullcontext():
-        _, state, _ = load_hf(tmp_path / "odd")
-    expected = from_hf(theirs.state_dict(), LLAMA)
-    assert all(torch.equal(state[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize(
-    "escape", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "model.bin"]
-)
-def test_an_index_cannot_leave_its_folder(sharded, escape):
-    index = sharded / "model.safetensors.index.json"
-    names = json.loads(index.read_text())["weight_map"]
-    edit(index, weight_map=names | {"lm_head.weight": escape})
-    with pytest.raises(ValueError, match="no safetensors file directly in this folder"):
-        load_hf(sharded)
-
-
-def test_broken_folders(sharded):
-    with pytest.raises(ValueError, match=r"nowhere/config\.json does not exist"):
-        load_hf(sharded / "nowhere")
-    index = sharded / "model.safetensors.index.json"
-    names = json.loads(index.read_text())["weight_map"]
-    shard = sharded / names["lm_head.weight"]
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-10])
-    with pytest.raises(ValueError, match=f"{shard.name} is not a whole safetensors file"):
-        load_hf(sharded)
-    save_file(
-        {name: w for name, w in _load(whole, sharded).items() if name != "lm_head.weight"}, shard
-    )
-    with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
-        load_hf(sharded)
-    shard.unlink()
-    with pytest.raises(ValueError, match="does not exist"):
-        load_hf(sharded)
-    index.write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        load_hf(sharded)
-    index.write_text('{"weight_map": [1]}')
-    with pytest.raises(ValueError, match="weight_map"):
-        load_hf(sharded)
-
-
-def _load(contents, folder):
-    path = folder / "copy"
-    path.write_bytes(contents)
-    return load_file(path)
 
 
 @pytest.mark.parametrize(

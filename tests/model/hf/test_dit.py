@@ -21,8 +21,9 @@ BLOCK.adaLN_modulation.1 144 24
 
 
 def in_diffusers(original, config):
-    """diffusers' model with weights in the original's naming; each of its blocks has embedders of
-    its own.
+    """diffusers' model with weights in the original's naming.
+
+    Each of its blocks has embedders of its own.
 
     Its sines of times go by 10000^(-j / 127), the original's by 10000^(-j / 128): set to the latter
     here.

@@ -1,5 +1,6 @@
-"""Families in the ways in which they differ from others: what folders hold, which are refused, and
-greedy texts.
+"""Families in the ways in which they differ from others.
+
+What folders hold, which are refused, and greedy texts.
 """
 
 import json
@@ -147,8 +148,9 @@ def test_old_and_sparse_configurations():
 
 @pytest.mark.parametrize("name", ["llama, dynamic", "llama, wide heads"])
 def test_dynamic_rope_of_a_run_is_plain_rope_of_another_base(name):
-    """A run fixes the length that the base is for, and a text of any other length must have the
-    same base.
+    """A run fixes the length that the base is for.
+
+    A text of any other length must have the same base.
     """
     scaling = {**asdict(CONFIGS["llama, dynamic"]), "kv_channels": CONFIGS[name].kv_channels}
     config = replace(LLAMA, **scaling | {"rope_scaling_seq_length": 33})
@@ -185,8 +187,9 @@ VISION = {
 
 
 def of_images(config, folder):
-    """A tiny model of text and images, as transformers writes it; Qwen3.5's with a layer for two
-    tokens ahead.
+    """A tiny model of text and images, as transformers writes it.
+
+    Qwen3.5's with a layer for two tokens ahead.
     """
     kind, text, more = config.model_type, config_to_hf(config), {"mm_tokens_per_image": 4}
     if kind == "qwen3_5":
@@ -204,8 +207,9 @@ def of_images(config, folder):
 
 
 def layouts(config, weights):
-    """The weights by the names of files of transformers 4 and of modules of transformers 5, where
-    these are others.
+    """The weights by the names of files of transformers 4 and of modules of 5.
+
+    Some of these are others.
     """
     if config is QWEN3_5:
         return [weights]
@@ -267,8 +271,9 @@ def test_outer_entries_say_whether_embeddings_are_tied(tmp_path):
 
 
 def test_entries_are_read_as_published():
-    """Gemma 3 4B's config.json leaves out what is transformers' default; OLMo 3 7B's has one
-    rope_theta.
+    """Gemma 3 4B's config.json leaves out what is transformers' default.
+
+    OLMo 3 7B's has one rope_theta.
     """
     text = {
         "hidden_size": 2560,

@@ -1,5 +1,6 @@
-"""Folders that go through us keep what they said, and those that cannot be read or written right
-are one line.
+"""Folders that go through us keep what they said.
+
+Those that cannot be read or written right are one line.
 """
 
 import dataclasses

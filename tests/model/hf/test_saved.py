@@ -1,5 +1,6 @@
-"""Folders that transformers saves of models made from its own configurations: ours has their
-logits.
+"""Folders that transformers saves of models made from its own configurations.
+
+Ours has their logits.
 """
 
 import json

@@ -12,7 +12,7 @@ from tests.model.models import model_config
 
 
 def leaves(length, groups=2, heads=4):
-    """q, k, v and sinks, float64; the lengths of the tests below fill blocks of queries and do not."""
+    """q, k, v and sinks, float64; some lengths of the tests below fill blocks of queries."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, length, heads, 8), (2, length, groups, 8), (2, length, groups, 8), (heads,)]
     return [
@@ -70,8 +70,9 @@ def our_name(theirs):
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_layer_is_that_of_gpt_oss_and_so_is_every_gradient(layer):
-    """A window in one layer and none in the other; theirs counts a token's own key, Megatron's and
-    ours does not.
+    """A window in one layer and none in the other.
+
+    Theirs counts a token's own key, Megatron's and ours does not.
     """
     from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention

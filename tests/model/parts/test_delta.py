@@ -1,4 +1,4 @@
-"""Layers with a gated delta rule against transformers' modules, and a model of them on one process."""
+"""Layers with a gated delta rule against transformers' modules; a model of them in one process."""
 
 import dataclasses
 import math

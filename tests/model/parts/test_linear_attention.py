@@ -1,5 +1,6 @@
-"""TransNormer against the released model, written out by hand from its weights under their released
-names.
+"""TransNormer against the released model, written out by hand.
+
+It takes the weights under their released names.
 """
 
 import dataclasses
@@ -50,8 +51,9 @@ def released_slopes(heads):
 
 
 def released(weights, config, ids):
-    """Logits from weights in the released naming, one head at a time with every score, in the
-    weights' dtype.
+    """Logits from weights in the released naming, in the weights' dtype.
+
+    They are computed one head at a time with every score.
     """
     heads, layers = config.num_attention_heads, config.num_layers
 
@@ -137,8 +139,9 @@ def test_decays():
 
 
 def test_positions_are_relative_and_exact_far_out():
-    """Products of turned queries and keys depend on distances, at a million too, where float32's
-    angles do not.
+    """Products of turned queries and keys depend on distances, at a million too.
+
+    float32's angles do not.
     """
     lrpe = LRPE(2, 4)
     lrpe.theta.data = torch.tensor([1.0, 0.5, 0.1, 0.01] * 2)
@@ -209,8 +212,9 @@ def test_round_trip_in_the_released_naming(config, tmp_path):
 
 
 def test_a_released_configuration_is_read():
-    """TransNormerLLM-385M's values; it lists no tie_word_embeddings, which transformers takes for
-    true.
+    """TransNormerLLM-385M's values.
+
+    It lists no tie_word_embeddings, which transformers takes for true.
     """
     theirs = {
         "model_type": "transnormer",

@@ -1,5 +1,6 @@
-"""Adapters of low rank: which layers get them, what they compute, what is trained, and settings
-without sense.
+"""Adapters of low rank.
+
+Which layers get them, what they compute, what is trained, and settings without sense.
 """
 
 import dataclasses
@@ -108,8 +109,9 @@ def test_a_model_begins_as_it_is_and_by_name_and_seed():
 
 
 def test_flops_are_those_that_torch_counts():
-    """Two products of a frozen weight, three of an adapter's; the first layer's need no gradient of
-    their input.
+    """Two products of a frozen weight, three of an adapter's.
+
+    The first layer's need no gradient of their input.
     """
     config = adapted(LLAMA, num_layers=1)
     model = model_of(config)

@@ -1,5 +1,6 @@
-"""Scaled rope turns as transformers' ROPE_INIT_FUNCTIONS do, by positions alone, and refuses what
-makes no sense.
+"""Scaled rope turns as transformers' ROPE_INIT_FUNCTIONS do, by positions alone.
+
+It refuses what makes no sense.
 """
 
 import dataclasses

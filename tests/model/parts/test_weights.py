@@ -1,5 +1,7 @@
-"""Each part states how its weights begin; a parameter of which none states anything is refused by
-its name."""
+"""Each part states how its weights begin.
+
+A parameter of which none states anything is refused by its name.
+"""
 
 from functools import partial
 from typing import ClassVar
@@ -21,8 +23,10 @@ from model.parts.weights import (
 
 
 class Residual(nn.Module):
-    """A part as its author writes it: its words about a norm and a feed-forward, which has words of
-    its own."""
+    """A part as its author writes it.
+
+    Its words about a norm and a feed-forward, which has words of its own.
+    """
 
     INIT: ClassVar[Inits] = {"norm": "ones", "shift": partial(constant, 0.5)}
 

@@ -16,8 +16,9 @@ def test_a_window_is_the_keys_before_a_token_and_after_it(text):
 
 
 def megatrons(window_attn_skip_freq, layer_number):
-    """megatron-core 0.16.1's is_layer_window_attention, where there is a window; its import takes 6
-    s.
+    """megatron-core 0.16.1's is_layer_window_attention, where there is a window.
+
+    Its import takes 6 s.
     """
     if window_attn_skip_freq is None:
         return True

@@ -1,5 +1,6 @@
-"""Attempts in a context: roll-outs beside whole forwards and players written by hand, and runs on 4
-processes.
+"""Attempts in a context.
+
+Roll-outs beside whole forwards and players written by hand, and runs on 4 processes.
 """
 
 import json
@@ -30,8 +31,9 @@ def prefix(tmp_path_factory):
 
 
 class Player:
-    """Reads what a model would, and opens the door that it saw lead on, or one that it has not seen
-    fail.
+    """Reads what a model would, and opens the door that it saw lead on.
+
+    If it saw none, it opens one that it has not seen fail.
     """
 
     def __init__(self, codec, tasks):

@@ -1,5 +1,6 @@
-"""Chains of attempts: bins by quantiles, targets relabelled, actions alone with loss, and what is
-refused.
+"""Chains of attempts.
+
+Bins by quantiles, targets relabelled, actions alone with loss, and what is refused.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Episodes to chains from the command line: what it writes, what prepare_data's check says of it,
-what it refuses.
+"""Episodes to chains from the command line.
+
+What it writes, what prepare_data's check says of it, what it refuses.
 """
 
 import json

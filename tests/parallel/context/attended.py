@@ -1,5 +1,6 @@
-"""Softmax attention of real ranks under any mask, against float64 and one process, and its bytes
-against the plan's.
+"""Softmax attention of real ranks under any mask, against float64 and one process.
+
+Its bytes are compared with the plan's.
 """
 
 from functools import cache
@@ -19,8 +20,9 @@ SINKS = (0.5, -1.5, 2.0, 0.0, 1.25, -3.0, 3.5, 1.0)
 ROUNDED = {torch.float32: 1e-6, torch.bfloat16: 0.0}
 """Relative error of a norm that is always allowed."""
 DSINKS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
-"""Relative error of dsinks, which torch's SDPA does not have; each rank rounds its own to the
-dtype.
+"""Relative error of dsinks, which torch's SDPA does not have.
+
+Each rank rounds its own to the dtype.
 """
 
 
@@ -49,8 +51,9 @@ Case = tuple[str, dict[str, Any], Masked, torch.dtype]
 
 
 def inputs(masked, dtype):
-    """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds
-    exactly.
+    """q, k, v and the gradient of out, the same on every rank.
+
+    float64 values that ``dtype`` holds exactly.
     """
     generator = torch.Generator().manual_seed(5)
     return [
@@ -83,8 +86,9 @@ def bias(masked):
 
 @cache
 def truth(masked, dtype):
-    """[out, dq, dk, dv, and dsinks if there are any] in float64; a sink is one more key, of value
-    0.
+    """[out, dq, dk, dv, and dsinks if there are any] in float64.
+
+    A sink is one more key, of value 0.
     """
     *leaves, dout = inputs(masked, dtype)
     leaves = [x.requires_grad_() for x in leaves]
@@ -103,8 +107,9 @@ def truth(masked, dtype):
 
 @cache
 def one_process_sdpa(masked, dtype):
-    """[out, dq, dk, dv] of torch's SDPA with the same mask; a sink is one more key of score bias
-    alone.
+    """[out, dq, dk, dv] of torch's SDPA with the same mask.
+
+    A sink is one more key of score bias alone.
     """
     *leaves, dout = (x.to(dtype) for x in inputs(masked, dtype))
     leaves = [x.requires_grad_() for x in leaves]
@@ -133,16 +138,18 @@ def sinks_of(masked, dtype):
 
 
 class Ranks:
-    """Context parallelism of this rank by method and options: groups are made once, whatever the
-    length and mask.
+    """Context parallelism of this rank by method and options.
+
+    Groups are made once, whatever the length and mask.
     """
 
     def __init__(self):
         self._made: dict[tuple[Any, ...], dict[int, ContextParallel]] = {}
 
     def under(self, method, options, masked):
-        """The context without documents and window, whose ``attend`` takes masks, and the one under
-        this mask.
+        """The context without documents and window, and the one under this mask.
+
+        The first one's ``attend`` takes masks.
         """
         lengths = self._made.setdefault((method, tuple(options.items()), masked.causal), {})
         if not lengths:
@@ -195,8 +202,9 @@ def attend_all(rank, world_size, cases):
 
 
 def check(world_size, cases):
-    """Compare all cases on real ranks: in float64 to its precision, in other dtypes by the error of
-    one process.
+    """Compare all cases on real ranks.
+
+    In float64 to its precision, in other dtypes by the error of one process.
 
     These errors are norms over thousands of elements, so that none is small by luck in bfloat16,
     whose rounding is the same on every processor. In float32 the kernels of processors differ, and

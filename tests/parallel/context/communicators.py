@@ -1,5 +1,6 @@
-"""All ranks of a plan, one after another, on tensors without memory; then what they posted is
-played as NCCL does it.
+"""All ranks of a plan, one after another, on tensors without memory.
+
+What they posted is then played as NCCL does it.
 
 Each communicator is a stream of its own on every rank: its operations run in the order in which
 they were posted, and the first of them starts when the rank's computation has come to where it was
@@ -40,8 +41,9 @@ class Part(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """The parts that a rank posts on a group at once, or (``waits``) the place where its
-    computation waits for them.
+    """The parts that a rank posts on a group at once.
+
+    With ``waits``, it is the place where its computation waits for them.
     """
 
     group: Group
@@ -145,8 +147,9 @@ def timelines(plan, compute):
 
 
 def _merge(out, lse, block_out, block_lse):
-    """Take what ``kernels.blocks.merge_`` takes; the shape function of logaddexp took half of all
-    time.
+    """Take what ``kernels.blocks.merge_`` takes.
+
+    The shape function of logaddexp took half of all time.
     """
     assert out.shape == block_out.shape == (*lse.shape, out.shape[-1])
     assert lse.shape == block_lse.shape
@@ -154,8 +157,9 @@ def _merge(out, lse, block_out, block_lse):
 
 
 def softmax(backend="aten", heads=8, kv_heads=2, width=64, strided=False):
-    """Forward and backward of a softmax attention in bfloat16; of ``strided`` tensors a head lies
-    in pieces.
+    """Forward and backward of a softmax attention in bfloat16.
+
+    Of ``strided`` tensors a head lies in pieces.
     """
 
     def compute(plan, rank, links):
@@ -192,8 +196,9 @@ def states(plan, rank, links):
 
 
 def hybrid(outside):
-    """Linear layers in the layout of ``outside``, and a softmax layer in the plan's, with an
-    exchange on both sides.
+    """Linear layers in the layout of ``outside``, and a softmax layer in the plan's.
+
+    There is an exchange on both sides.
     """
 
     def compute(plan, rank, links):
@@ -251,8 +256,9 @@ def play(ranks_timelines):
 
 
 def _check_connected(rank_timelines):
-    """NCCL connects a group at its first operation, for which all of it must come, be it with
-    messages alone.
+    """NCCL connects a group at its first operation, for which all of it must come.
+
+    That goes for messages alone too.
     """
     firsts = {}
     for rank, timeline in enumerate(rank_timelines):
@@ -268,8 +274,9 @@ def _check_connected(rank_timelines):
 
 
 def _meeting(counts, rank, group, part):
-    """The start of a message or collective on this side, and the starts on others that it needs to
-    go through.
+    """The start of a message or collective on this side, and those that it waits for.
+
+    They are starts on others that it needs to go through.
 
     Between two ranks messages meet in the order of their start, and so do the collectives of a
     group.

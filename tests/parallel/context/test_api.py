@@ -1,4 +1,4 @@
-"""k and v prefetched: what it gathers is under way before q is projected, and nothing else changes."""
+"""k and v prefetched: their gather is under way before q is projected; nothing else changes."""
 
 import pytest
 import torch
@@ -49,8 +49,9 @@ def micro_batch(cp, index):
 
 
 def gradients(model, cp, micro_batches=1):
-    """Loss and gradients; all micro-batches go forward before the first goes back, as a pipeline
-    may have it.
+    """Loss and gradients.
+
+    All micro-batches go forward before the first goes back, as a pipeline may have it.
     """
     losses = [
         model(micro_batch(cp, i), positions=cp.positions).square().sum()
@@ -65,7 +66,7 @@ def gradients(model, cp, micro_batches=1):
 
 
 def events(cp, model):
-    """The projections of a forward, and the gathers that it posts, each by its number of tensors."""
+    """The projections of a forward, and the gathers that it posts, by their number of tensors."""
     log = []
     for layer in model.layers:
         for name in ("wq", "wk", "wv"):
@@ -111,8 +112,9 @@ def test_keys_and_values_are_on_their_way_before_q_is_projected_if_they_are_gath
 
 
 def steps(rank, world_size, cases):
-    """Against an attention of the same plan that never prefetches, to the bit, and against one
-    process in float64.
+    """Against an attention of the same plan that never prefetches, to the bit.
+
+    It is also compared with one process in float64.
     """
     ring = context_parallel("ring", seq_len=LENGTH)
     want = gradients(llama(ring.attend), ring, 2)

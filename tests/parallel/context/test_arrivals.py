@@ -1,5 +1,6 @@
-"""Whatever arrives first, results are the same to the bit: ranks are late on purpose, otherwise in
-every run.
+"""Whatever arrives first, results are the same to the bit.
+
+Ranks are late on purpose, otherwise in every run.
 """
 
 import random
@@ -27,7 +28,7 @@ Case = tuple[str, dict[str, Any], Masked]
 
 
 def make_late(patch, draw):
-    """Sleep before sends are posted, before what arrived is taken, and before tiles are computed."""
+    """Sleep before sends are posted, before arrivals are taken, and before tiles are computed."""
 
     def late(function):
         def called(*args):
@@ -60,8 +61,9 @@ def add_in_any_order(patch, draw):
 
 
 def attend_again(rank, world_size, cases, runs, change):
-    """Per case: whether out and gradients of all runs but the first, which ``change`` leaves alone,
-    equal the first.
+    """Per case, True where out and gradients of all runs equal the first.
+
+    The first is the one that ``change`` leaves alone.
     """
     ranks, equal_by_case = Ranks(), []
     for method, options, masked in cases:

@@ -1,5 +1,6 @@
-"""Every plan through the code of a GPU, without one: its kernels' calls, and whether what all ranks
-post can end.
+"""Every plan through the code of a GPU, without one.
+
+Its kernels' calls are checked, and that what all ranks post can end.
 """
 
 from collections import Counter
@@ -154,8 +155,9 @@ def with_layout(change, kernel):
 
 
 def wrong_kernels():
-    """Backends each of which gets one thing wrong that shape functions take, and the width that
-    shows it.
+    """Backends each of which gets one thing wrong that shape functions take.
+
+    The width that shows it stands beside each.
     """
     forward, backward, plain = (
         flash_attention.flash_forward,
@@ -275,8 +277,9 @@ def test_a_circle_of_ranks_that_wait_is_found():
 
 
 def sharded(part, *args, **named):
-    """Shard a part whose layers have one parameter each: to split all of them takes most of the
-    time.
+    """Shard a part whose layers have one parameter each.
+
+    To split all of them takes most of the time.
     """
     for layer in part.layers:
         for name, _ in [*layer.named_parameters()][1:]:
@@ -286,8 +289,9 @@ def sharded(part, *args, **named):
 
 
 def groups_of(kind, case):
-    """Per rank of a mesh: how many groups torch has counted, and those that it is in, in the order
-    they were made.
+    """Per rank of a mesh, how many groups torch has counted, and those that it is in.
+
+    The latter are in the order they were made.
 
     A stage has one layer of few parameters, without values: they bring no groups of their own.
     """
@@ -323,8 +327,9 @@ LISTS = [(kind, chosen_cases(kind)) for kind in ("llama", "transnormer", DIFFUSI
 
 
 def all_cases():
-    """Each case; slow if it differs from one before in what makes no group (schedules, chunks, ZeRO
-    stages), or large.
+    """Each case; large ones are slow, and those that make no group of their own.
+
+    They differ from one before in schedules, chunks or ZeRO stages alone.
 
     Of 8 ranks, products of three dimensions alone are not slow.
     """
@@ -347,8 +352,9 @@ def all_cases():
     ids=lambda list_item: list_item.title if isinstance(list_item, Case) else list_item,
 )
 def test_all_ranks_make_the_same_groups_in_an_order_that_ends(kind, case):
-    """torch names a group by how many there were, or by its ranks: a name that differs is a rank
-    alone at its door.
+    """torch names a group by how many there were, or by its ranks.
+
+    A name that differs is a rank alone at its door.
     """
     counts, case_timelines = groups_of(kind, case)
     assert len({*counts}) == 1

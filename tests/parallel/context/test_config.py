@@ -1,5 +1,6 @@
-"""Flags of context parallelism: what cannot work is refused before any process joins, naming flag
-and fix.
+"""Flags of context parallelism.
+
+What cannot work is refused before any process joins, naming flag and fix.
 """
 
 import pytest

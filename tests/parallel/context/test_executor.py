@@ -1,5 +1,6 @@
-"""Softmax attention of every method on real gloo ranks: against float64 and one process, and bytes
-against the plan.
+"""Softmax attention of every method on real gloo ranks.
+
+It is compared with float64 and one process, and bytes with the plan.
 """
 
 from itertools import product
@@ -56,8 +57,9 @@ def fits(method, options, mask, size):
 
 
 def some_cases(size):
-    """Every method packed and not, in float64 and float32, and under other masks, of five tokens
-    too.
+    """Every method packed and not, in float64 and float32.
+
+    Other masks come too, of five tokens among them.
 
     Those with options, and all but on two ranks, have one of each by turns; the two backwards take
     turns too.
@@ -168,8 +170,9 @@ CONTROLS = [
         )
     ),
 ]
-"""Faults that break the attention in silence, and where; masks other than EVERYTHING are taken for
-it.
+"""Faults that break the attention in silence, and where.
+
+Masks other than EVERYTHING are taken for it.
 """
 
 
@@ -235,8 +238,9 @@ def test_the_groups_of_two_sequences_do_not_meet(ranks):
 
 
 def padding_reaches_nothing(rank, world_size):
-    """True where unsharding undoes sharding and marks padding; and what padding's gradients make of
-    dk and dv.
+    """True where unsharding undoes sharding and marks padding.
+
+    Return also what padding's gradients make of dk and dv.
     """
     x, undone, gradients = torch.arange(2 * 5 * 3).reshape(2, 5, 3), [], []
     for method, causal in product(METHODS, (True, False)):

@@ -1,5 +1,6 @@
-"""Heads exchanged in stages on real gloo ranks: the bits of the attention without stages, bytes,
-and memory.
+"""Heads exchanged in stages on real gloo ranks.
+
+The attention without stages has the same bits; bytes and memory are counted.
 """
 
 from functools import partial
@@ -38,8 +39,9 @@ STAGES = {  # method, options, heads, KV heads, stages
 
 
 def in_stages(rank, world_size, dtype, *, wrong=False):
-    """[out, dq, dk, dv, dsinks] of each case, without stages and in stages; what is sent is what
-    the plan says.
+    """[out, dq, dk, dv, dsinks] of each case, without stages and in stages.
+
+    What is sent is what the plan says.
     """
     if wrong:  # every stage attends with its rank's first heads
         staged.HeadSubset._view = lambda self, x: (
@@ -86,8 +88,9 @@ def in_stages(rank, world_size, dtype, *, wrong=False):
 )
 @pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_stages_change_no_bit(world_size, dtype):
-    """If the query heads of a KV head are in several stages, sums over them have another order: dk,
-    dv, in a ring dq.
+    """If the query heads of a KV head are in several stages, sums over them have another order.
+
+    The sums are dk, dv, in a ring dq.
 
     All tiles here have multiples of 16 rows: of others a CPU merges the last rows, and which these
     are depends on the heads, by instructions that round otherwise.
@@ -109,8 +112,9 @@ def test_stages_of_wrong_heads_would_be_seen():
 
 
 def counted(stages, kv_heads):
-    """Bytes beyond q, k and v of a rank of 8 with 64 query heads: a forward's peak, what it keeps,
-    a backward's peak.
+    """Bytes beyond q, k and v of a rank of 8 with 64 query heads.
+
+    A forward's peak, what it keeps, a backward's peak.
 
     In units of a rank's tokens of one head in bfloat16.
     """
@@ -136,8 +140,9 @@ def counted(stages, kv_heads):
 
 @pytest.mark.parametrize("kv_heads", [64, 8])
 def test_exchanged_heads_take_a_stages_memory(kv_heads):
-    """UPipe's formula: of 64 heads on 8 ranks in 8 stages, 87.5 % less; what is not exchanged stays
-    as it is.
+    """UPipe's formula: of 64 heads on 8 ranks in 8 stages, 87.5 % less.
+
+    What is not exchanged stays as it is.
 
     With 8 KV heads all stages share the one that a rank has, exchanged once.
     """

@@ -1,5 +1,6 @@
-"""Masks that change from one call to the next over the same ranks: the same bits as each mask on
-its own.
+"""Masks that change from one call to the next over the same ranks.
+
+The same bits as each mask on its own.
 """
 
 import gc
@@ -40,8 +41,9 @@ def leaves(cp, seed):
 
 
 def steps(masked, linear):
-    """[out, dq, dk, dv] of two micro-batches under each mask; all go forward before the first goes
-    back.
+    """[out, dq, dk, dv] of two micro-batches under each mask.
+
+    All go forward before the first goes back.
     """
     inputs = [leaves(cp, seed) for seed in range(2) for cp in masked]
     outs = [attention(cp, linear)(*x) for cp, x in zip(masked * 2, inputs, strict=True)]
@@ -77,8 +79,9 @@ def compare_case(method, options, linear, group_calls):
 
 
 def compare(rank, world_size, cases, linear):
-    """Compare out and gradients under changing masks with those of ranks joined for each mask
-    alone.
+    """Compare out and gradients under changing masks.
+
+    The others are of ranks joined for each mask alone.
     """
     new_group, group_calls = dist.new_group, []
 
@@ -192,8 +195,9 @@ def test_masks_of_other_ranks_and_sinks_of_other_heads_are_refused():
 
 
 def test_a_compiled_attention_serves_every_mask():
-    """Compiled once: the plan is a tensor. A plan's number as an int, as executors have theirs,
-    compiles again.
+    """Compiled once: the plan is a tensor.
+
+    A plan's number as an int, as executors have theirs, compiles again.
     """
     from torch._dynamo.testing import CompileCounterWithBackend
 

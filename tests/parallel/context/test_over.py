@@ -1,5 +1,6 @@
-"""Contexts of other lengths over the same groups, with a scale of one's own: outputs and gradients
-in float64.
+"""Contexts of other lengths over the same groups, with a scale of one's own.
+
+Outputs and gradients in float64.
 """
 
 import torch

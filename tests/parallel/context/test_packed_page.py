@@ -1,5 +1,6 @@
-"""The page of packed documents has the figures of plans: two rows here, all of them with the slow
-tests.
+"""The page of packed documents has the figures of plans.
+
+Two rows here, all of them with the slow tests.
 """
 
 from functools import partial
@@ -34,8 +35,9 @@ DRAWS = 3
 
 
 def drawn(name, seed, seq_len):
-    """Cumulative lengths of documents: one, two of 0.35 to 0.65 of the sequence, or as
-    bench/shapes.py draws them.
+    """Cumulative lengths of documents.
+
+    One, two of 0.35 to 0.65 of the sequence, or as bench/shapes.py draws them.
     """
     if name == "two":
         return (0, int(seq_len * np.random.default_rng(seed).uniform(0.35, 0.65)), seq_len)
@@ -43,8 +45,9 @@ def drawn(name, seed, seq_len):
 
 
 def figures(plan):
-    """Largest over mean work of the ranks, and rows of KV that all of them send as a share of a
-    ring's.
+    """Largest over mean work of the ranks, and rows of KV that all of them send.
+
+    The rows are a share of a ring's.
 
     What a team gathers of its queries is left out.
     """
@@ -99,8 +102,9 @@ def test_the_page_has_every_layout_and_method():
 
 
 def test_one_document_by_hand():
-    """The last of four blocks of 16 tokens sees 3.5 others; half of a ring's rows are of earlier
-    blocks.
+    """The last of four blocks of 16 tokens sees 3.5 others.
+
+    Half of a ring's rows are of earlier blocks.
     """
     make = partial(make_plan, "exchange", seq_len=64, size=4, documents=(0, 64))
     pairs = [16 * 17 / 2 + 16 * 16 * rank for rank in range(4)]

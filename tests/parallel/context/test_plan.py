@@ -28,8 +28,9 @@ BASIC = (
 
 
 def coverage(plan, moves="kv"):
-    """Count how often each pair of the padded sequence is computed for a head, over all ranks:
-    [query, key].
+    """Count how often each pair of the padded sequence is computed for a head, over all ranks.
+
+    The counts are [query, key].
     """
 
     @cache
@@ -63,8 +64,9 @@ def visible(plan):
 
 
 def check_transfers(geometry):
-    """Sends match receives, what arrives is what is held next, and gradients of all queries reach
-    each KV's owner.
+    """Sends match receives, and what arrives is what is held next.
+
+    Gradients of all queries reach each KV's owner.
     """
     steps = [geometry.rounds_of(rank) for rank in range(geometry.size)]
     rounds = len(steps[0])
@@ -157,8 +159,9 @@ def test_each_rank_gets_a_multiple_of_positions_where_that_is_asked_for(method):
 
 
 def test_coverage_notices_a_diagonal_that_striping_must_exclude():
-    """Negative control: with the strict mask's shift dropped, later tokens are seen, and the check
-    says so.
+    """Negative control: without the strict mask's shift, later tokens are seen.
+
+    The check says so.
     """
     plan = make_plan("striped", seq_len=32, size=4)
     counts = coverage(plan)
@@ -176,8 +179,9 @@ def test_balanced_methods_give_every_rank_the_same_work_in_every_round(method):
 
 
 def test_under_full_attention_every_rank_has_the_same_work_in_any_layout():
-    """So striped and zigzag bring nothing there, and contiguous blocks are the default of all
-    others.
+    """So striped and zigzag bring nothing there.
+
+    Contiguous blocks are the default of all others.
     """
     for method, size, options in PLANNED:
         plan = make_plan(method, seq_len=size * 16, size=size, causal=False, **options)
@@ -229,8 +233,9 @@ def test_cost_counts_the_bytes_of_each_peer():
 
 
 def test_the_paper_s_worked_example():
-    """WallFacer, section 3.2.2: B 1, N 65,536, H 6,656 (52 heads of 128), P 64, C 4, 64 layers, two
-    bytes.
+    """WallFacer, section 3.2.2.
+
+    B 1, N 65,536, H 6,656 (52 heads of 128), P 64, C 4, 64 layers, two bytes.
     """
     shape = {"batch": 1, "heads": 52, "kv_heads": 52, "head_dim": 128, "element_size": 2}
     activation = 65536 * 6656 // 64
@@ -304,7 +309,8 @@ REFUSED = """
     ring 8 {"delta_rule_schedule": "star"} | is 'star'; use one of auto, chain
     double_ring 8 {"ranks_per_node": 3} | _ranks_per_node .* nodes of 3 .*: 1, 2, 4, 8$
     exchange 6 {"ranks_per_node": 4} | _ranks_per_node .* nodes of 4 in exchange.*: 1, 2, 3, 6$
-    double_ring 12 {"ranks_per_node": 6, "ulysses_degree": 4} | is 6, not a multiple of ulysses_degree 4
+    double_ring 12 {"ranks_per_node": 6, "ulysses_degree": 4} | is 6, \
+not a multiple of ulysses_degree 4
     lasp 2 {"causal": False} | lasp has no full mask
     lasp 2 {"ulysses_degree": 2} | ulysses_degree is 2 with method lasp.*use 1
     lasp 4 {"team_size": 2} | lasp has no teams

@@ -1,5 +1,6 @@
-"""Tiles and work against brute force, for random documents, windows and runs; a million tokens take
-no longer.
+"""Tiles and work against brute force, for random documents, windows and runs.
+
+A million tokens take no longer.
 """
 
 import random
@@ -39,8 +40,9 @@ def visible(queries, keys, stride, reach):
 
 
 def covered(tile_list, shape):
-    """The times that each pair is computed; no tile has a wrong shape or count, or a masked row or
-    column.
+    """The times that each pair is computed.
+
+    No tile has a wrong shape or count, or a masked row or column.
     """
     counts = np.zeros(shape, dtype=np.int64)
     for tile in tile_list:
@@ -90,9 +92,7 @@ def test_padding_sees_nothing_and_is_not_seen():
 
 
 def test_the_next_window_has_other_tiles():
-    """Negative control: brute force sees a window that is one key too wide, and one that is too
-    narrow.
-    """
+    """Negative control: brute force sees a window that is one key too wide or too narrow."""
     (window_pieces,) = (any_pieces(random.Random(3), 60, 1),)
     for wrong in (6, 8):
         got = covered(

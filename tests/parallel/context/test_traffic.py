@@ -15,8 +15,9 @@ BATCH, TOKENS, HEADS, WIDTH = 1, 144, 48, 16
 
 
 def formula(plan, rank, kv_heads):
-    """Elements that a forward of a rank sends point to point, and in collectives: METHODS' figures,
-    and where not.
+    """Elements that a forward of a rank sends point to point, and in collectives.
+
+    METHODS' figures, and where not.
 
     With A = B N H / P elements of a rank's q: 2 B N H / C point to point, of which a ring of one
     rank per team sends P - 1 parts in P, and a team nothing where its KV is placed on the rank
@@ -40,8 +41,9 @@ def formula(plan, rank, kv_heads):
 
 @pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 2])
 def test_plans_send_what_the_formula_says_in_elements(kv_heads):
-    """Real ranks send what their plans say (test_executor.py). Elements have 8 bytes, lse and
-    partial results too.
+    """Real ranks send what their plans say (test_executor.py).
+
+    Elements have 8 bytes, lse and partial results too.
     """
     for method, size, options in EVERY:
         plan = make_plan(method, seq_len=TOKENS, size=size, **options)
@@ -67,8 +69,9 @@ def live_bytes():
 
 
 def hold(rank, world_size, cases):
-    """The most that an attention's tensors take as a round's tiles start, in A: bytes of this
-    rank's q.
+    """The most that an attention's tensors take as a round's tiles start, in A.
+
+    Bytes of this rank's q.
     """
     peaks, attend_tiles_ = [], executor.attend_tiles_
     for method, options in cases:
@@ -94,8 +97,9 @@ LSE = 2 / WIDTH
 
 
 def test_buffers_are_the_formula_s_and_those_that_the_paper_does_not_count():
-    """WallFacer, equations 6 and 7, count 3 C + 1 activations besides checkpoints: q, k and v of a
-    team, and an output.
+    """WallFacer, equations 6 and 7, count 3 C + 1 activations besides checkpoints.
+
+    q, k and v of a team, and an output.
 
     Here KV that arrives while the other is used takes 2 C more, the partial output and lse are the
     whole team's, and this rank's own q, k and v, which autograd holds, stay beside those that were

@@ -1,5 +1,6 @@
-"""Messages of a pipeline's ranks in two steps and an evaluation can all end, and join what belongs
-together.
+"""Messages of a pipeline's ranks in two steps and an evaluation can all end.
+
+They join what belongs together.
 """
 
 from contextlib import ExitStack
@@ -34,8 +35,9 @@ VOTES = 0 if VERSION >= "2.14" else 4 if VERSION >= "2.12" else 2
 
 
 class Links(Noted):
-    """The messages of torch's schedules and ours. One that is posted alone has a communicator of
-    its two ranks.
+    """The messages of torch's schedules and ours.
+
+    One that is posted alone has a communicator of its two ranks.
     """
 
     def __init__(self, rank, size):
@@ -102,8 +104,9 @@ def computed(part, batch):
 
 
 def timeline(rank, size, config, micro_batches, tied):
-    """The operations of a rank; the first and the last stage share a weight if ``tied``. No step
-    makes a group.
+    """The operations of a rank.
+
+    The first and the last stage share a weight if ``tied``. No step makes a group.
     """
     links, last = Links(rank, size), config.stages(size) - 1
     posts = {

@@ -77,8 +77,9 @@ def built(model, pipeline, strategy, bf16=False, **sizes):
 
 
 def step(rank, world_size, model, pipeline, strategy, sizes):
-    """The loss of evaluation and of training summed over tokens, the weights, the gradients of this
-    rank's stages.
+    """The loss of evaluation and of training summed over tokens, the weights, the gradients.
+
+    The gradients are those of this rank's stages.
     """
     valid = int((data()[1] != -100).sum())
     with built(model, pipeline, strategy, **sizes) as (mesh, parts, runner, batches):
@@ -136,7 +137,7 @@ def over_four(cases):
 
 
 def test_every_schedule_gives_the_step_of_one_process():
-    """On pp 2 x dp 2, sequences with unequal numbers of labels; tied embeddings lie on both ends."""
+    """On pp 2 x dp 2, sequences with unequal numbers of labels; tied embeddings on both ends."""
     sizes = {"pipeline_model_parallel_size": 2}
     cases = [
         ((llama, gpt)[i % 2](tied=True), *SCHEDULES[name], sizes)
@@ -191,8 +192,9 @@ SLOW = [
     "cases", [SHARED, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["some", "more"]
 )
 def test_a_pipeline_over_tensor_or_context_parallel_ranks(cases):
-    """Layers with a delta rule or a rope of their own have larger gradients, of which the bound is
-    a share.
+    """Layers with a delta rule or a rope of their own have larger gradients.
+
+    The bound is a share of these.
     """
     shared = {
         inner: {"pipeline_model_parallel_size": 2, f"{inner}_parallel_size": 2}
@@ -229,15 +231,17 @@ def reductions(rank, world_size):
 
 
 def test_a_stage_reduces_gradients_as_often_as_its_strategy_says():
-    """Two micro-batches on each rank; a stage has its layers and what goes round them, each a group
-    of parameters.
+    """Two micro-batches on each rank.
+
+    A stage has its layers and what goes round them, each a group of parameters.
     """
     assert run_ranks(reductions, 4) == [[groups, 2 * groups] for groups in (4, 4, 3, 3)]
 
 
 def inputs_kept(rank, world_size, graphs):
-    """The most received inputs that are still there after a backward of a stage; with or without
-    the losses' graphs.
+    """The most received inputs that are still there after a backward of a stage.
+
+    It is with or without the losses' graphs.
     """
     received = []
     counts = []
@@ -268,15 +272,17 @@ def inputs_kept(rank, world_size, graphs):
 
 @pytest.mark.parametrize(("graphs", "max_kept"), [(False, 1), (True, 4)])
 def test_a_last_stage_lets_go_of_its_inputs(graphs, max_kept):
-    """torch keeps the losses of a step, whose graphs would keep what they are of: here 4
-    micro-batches.
+    """torch keeps the losses of a step, whose graphs would keep what they are of.
+
+    Here 4 micro-batches.
     """
     assert run_ranks(inputs_kept, 2, graphs)[1] == max_kept
 
 
 def in_bfloat16(rank, world_size, widened):
-    """The largest difference of a gradient between a split backward and a whole one, relative to
-    its norm.
+    """The largest difference of a gradient between a split backward and a whole one.
+
+    It is relative to the gradient's norm.
     """
     if not widened:
         schedule.widen_gradients = lambda model: None

@@ -1,5 +1,6 @@
-"""A model split over ranks is the whole model: its weights, loss, gradients, their norm and its
-checkpoints.
+"""A model split over ranks is the whole model.
+
+Its weights, loss, gradients, their norm and its checkpoints.
 """
 
 from dataclasses import replace
@@ -108,8 +109,9 @@ def test_one_step_is_that_of_one_process(mesh, models, recompute):
 
 
 def masks_seen(rank, world_size):
-    """By policy: True for each attention of a step in bfloat16, recomputed ones too, that has the
-    mask itself.
+    """By policy, True for each attention of a step in bfloat16 that has the mask itself.
+
+    Recomputed ones count too.
     """
     mask_given, tokens, masks_by_layer = object(), data()[0][:, :16], []
 
@@ -151,16 +153,19 @@ def a_bias_of_every_rank(patch):
 
 
 def parts_for_wholes(patch):
-    """Each rank's part of a gradient is taken for the whole, where every rank holds the value
-    whole.
+    """Each rank's part of a gradient is taken for the whole.
+
+    Every rank holds the value whole there.
     """
     to_local = DTensor.to_local
     patch.setattr(DTensor, "to_local", lambda tensor, **_: to_local(tensor))
 
 
 def a_wrong_word(patch):
-    """Keys and values are stated to be whole on every rank, so that queries attend to those of
-    other heads."""
+    """Keys and values are stated to be whole on every rank.
+
+    Queries so attend to those of other heads.
+    """
     patch.setitem(Attention.SPLIT, "wk", "whole")
     patch.setitem(Attention.SPLIT, "wv", "whole")
 

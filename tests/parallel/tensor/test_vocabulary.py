@@ -13,7 +13,7 @@ TOKENS, VOCABULARY = (3, 11), 37
 
 
 def inputs(dtype):
-    """Return logits far from zero, largest on different ranks, and labels with both ends and -100."""
+    """Return logits far from zero, largest on different ranks; labels have both ends and -100."""
     generator = torch.Generator().manual_seed(5)
     logits = 30 * torch.randn(*TOKENS, VOCABULARY, generator=generator)
     labels = torch.randint(VOCABULARY, TOKENS, generator=generator)

@@ -1,5 +1,6 @@
-"""Ranks of these tests are forked from a server that has imported transformers, its trainer, trl
-and peft.
+"""Ranks of these tests are forked from a server.
+
+It has imported transformers, its trainer, trl and peft.
 """
 
 from runtime.ranks import preload

@@ -1,5 +1,6 @@
-"""Tiny random models of transformers, one of each family, and the same in one process with each
-document alone.
+"""Tiny random models of transformers, one of each family.
+
+The same are run in one process with each document alone.
 """
 
 from contextlib import nullcontext
@@ -81,8 +82,9 @@ def config_of(family, heads, **others):
 
 
 def model_of(family, heads, dtype=torch.float64, **others):
-    """A model with random weights from one seed, in training; its sinks, gates and norms are random
-    too.
+    """A model with random weights from one seed, in training.
+
+    Its sinks, gates and norms are random too.
     """
     torch.manual_seed(1)
     model = getattr(transformers, f"{family}ForCausalLM")(config_of(family, heads, **others))
@@ -136,8 +138,9 @@ def averaged(loss, model):
 
 
 def errors(mine, truth):
-    """The error of each tensor in the 2-norm, relative to its own or to 1e-3 of all gradients'
-    together.
+    """The error of each tensor in the 2-norm.
+
+    It is relative to its own or to 1e-3 of all gradients' together.
     """
     min_norm = 1e-3 * torch.stack([b.norm() for b in truth[1:]]).norm()
     return [

@@ -1,5 +1,6 @@
-"""Import once, in the server that ranks are forked from, what most ranks of these tests would
-import.
+"""Import once what most ranks of these tests would import.
+
+It is in the server that ranks are forked from.
 """
 
 import gc

@@ -1,5 +1,6 @@
-"""Batches packed and cut, over one process: rows, padding, documents, labels; what is refused names
-the fix.
+"""Batches packed and cut, over one process: rows, padding, documents, labels.
+
+What is refused names the fix.
 """
 
 import pytest

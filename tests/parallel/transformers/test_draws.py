@@ -1,5 +1,6 @@
-"""Random draws on ranks: dropout differs by rank and is repeated by seed; NEFTune's noise is that
-of one process.
+"""Random draws on ranks: dropout differs by rank and is repeated by seed.
+
+NEFTune's noise is that of one process.
 """
 
 from importlib.util import find_spec
@@ -33,7 +34,7 @@ def shared(value):
 
 
 def dropped(group):
-    """Masks of the embeddings by seed, forward and rank; all ranks have the same state afterwards."""
+    """Masks of the embeddings by seed, forward and rank; all ranks end in the same state."""
     model = model_with_dropout()
     cp = shard(model, group)
     masks = []
@@ -51,8 +52,9 @@ def dropped(group):
 
 
 def adapted():
-    """The share of elements that an adapter's dropout, which came after shard, treats alike on both
-    ranks.
+    """The share of elements that an adapter's dropout treats alike on both ranks.
+
+    The adapter came after shard.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -72,8 +74,9 @@ def adapted():
 
 
 def checkpointed():
-    """The largest difference of gradients with and without layers computed again, and with another
-    seed.
+    """The largest difference of gradients with and without layers computed again.
+
+    The second is that with another seed.
     """
     gradients = []
     for checkpointing, seed in ((False, 7), (True, 7), (False, 8)):
@@ -172,7 +175,7 @@ def padded_rows():
 
 
 def with_noise(group):
-    """Embeddings of two forwards, by ours on the ranks and by transformers alone, without padding."""
+    """Embeddings of two forwards, ours on the ranks and transformers' alone, without padding."""
     ids, mask = padded_rows()
     noisy_inputs = []
 

@@ -1,5 +1,6 @@
-"""Masks of models against the arguments of their layers; windows of one token; configurations of
-several models.
+"""Masks of models against the arguments of their layers; windows of one token.
+
+Configurations of several models.
 """
 
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""Positions that models take by themselves: the ranks have the same, and the check would see
-others.
+"""Positions that models take by themselves.
+
+The ranks have the same, and the check would see others.
 """
 
 import pytest
@@ -69,8 +70,9 @@ def model_of(kind):
 
 
 def compared(rank, world_size, kinds):
-    """Errors of each class on the ranks, whether its check is right, and whether it is with other
-    positions.
+    """Errors of each class on the ranks, and whether its check is right.
+
+    The third is its verdict with other positions.
     """
     results = {}
     for kind in kinds:

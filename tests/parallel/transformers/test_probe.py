@@ -45,11 +45,17 @@ def made(name, config=None, **others):
         ),
         (
             lambda: made("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED),
-            r"model\.layers\.0\.self_attn cannot .* chunked_attention, which is neither full nor a sliding window",
+            (
+                r"model\.layers\.0\.self_attn cannot .* chunked_attention, "
+                r"which is neither full nor a sliding window"
+            ),
         ),
         (
             lambda: made("Llama4ForCausalLM", "Llama4TextConfig"),
-            r"^Llama4TextConfig\.attn_temperature_tuning is set: it scales queries by a count of a rank's own tokens",
+            (
+                r"^Llama4TextConfig\.attn_temperature_tuning is set: "
+                r"it scales queries by a count of a rank's own tokens"
+            ),
         ),
         (
             lambda: made("BambaForCausalLM", **MAMBA),
@@ -77,15 +83,24 @@ def made(name, config=None, **others):
         ),
         (
             lambda: made("LlamaForSequenceClassification", "LlamaConfig"),
-            r"^LlamaForSeq.*: it returns logits of shape \(1, 2\) for 11 tokens, .* give a causal language model",
+            (
+                r"^LlamaForSeq.*: it returns logits of shape \(1, 2\) for 11 tokens, "
+                r".* give a causal language model"
+            ),
         ),
         (
             lambda: made("MptForCausalLM", d_model=24, n_heads=4, n_layers=2),
-            r"^transformer.* cannot be sharded: its forward of 11 tokens without a mask failed, AttributeError: 'None",
+            (
+                r"^transformer.* cannot be sharded: its forward of 11 tokens "
+                r"without a mask failed, AttributeError: 'None"
+            ),
         ),
         (
             lambda: made("StableLmForCausalLM"),
-            r"^model\.layers\.0\.self_attn cannot .*: the layers around it do not pass keyword arguments on",
+            (
+                r"^model\.layers\.0\.self_attn cannot .*: "
+                r"the layers around it do not pass keyword arguments on"
+            ),
         ),
         (lambda: made("GPT2LMHeadModel", "GPT2Config"), r"^GPT2Config\.attn_pdrop is 0\.1"),
         (
@@ -187,7 +202,10 @@ def test_a_layer_that_counts_its_tokens_itself_is_named():
     model.model.layers[1].self_attn.q_proj = nn.Sequential(
         model.model.layers[1].self_attn.q_proj, Count()
     )
-    message = r"^model\.layers\.1\.self_attn cannot be sharded: it counts its tokens itself, not by position_ids"
+    message = (
+        r"^model\.layers\.1\.self_attn cannot be sharded: "
+        r"it counts its tokens itself, not by position_ids"
+    )
     with pytest.raises(UserError, match=message):
         shard(model)
 

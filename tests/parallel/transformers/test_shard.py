@@ -1,4 +1,4 @@
-"""Models of transformers over gloo ranks against the same in one process: loss and every gradient."""
+"""Models of transformers over gloo ranks against one process: loss and every gradient."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -32,8 +32,9 @@ def cells_of(world_size):
 
 
 def differences(rank, world_size, cells):
-    """Rank 0's errors of these cells: a tensor's against one process in its dtype, or, where less,
-    in float64.
+    """Rank 0's errors of these cells.
+
+    A tensor's against one process in its dtype, or, where less, in float64.
     """
 
     @cache

@@ -1,5 +1,6 @@
-"""Trainers of transformers and TRL over four ranks against one process: losses, evaluation,
-checkpoints, refusals.
+"""Trainers of transformers and TRL over four ranks against one process.
+
+Losses, evaluation, checkpoints, refusals.
 """
 
 import os
@@ -25,8 +26,9 @@ def losses(trainer, name="loss"):
 
 
 def on_one_machine(world_size):
-    """Set the variable of torchrun's without which accelerate takes ranks for those of as many
-    machines.
+    """Set the variable of torchrun's that says how many ranks a machine has.
+
+    Without it accelerate takes ranks for those of as many machines.
     """
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
 
@@ -57,8 +59,9 @@ def shifted_after_cutting(trainer_class):
 
 
 def text(rank, world_size, folder, sizes):
-    """Losses of training and evaluation for each size of groups; then those after going on at step
-    3, and of FSDP2.
+    """Losses of training and evaluation for each size of groups.
+
+    Those after going on at step 3, and of FSDP2, come last.
     """
     on_one_machine(world_size)
     from transformers import Trainer

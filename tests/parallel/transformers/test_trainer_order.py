@@ -1,5 +1,6 @@
-"""Calls before a training do not change it: an evaluation, a prediction, another training, a loss
-by hand.
+"""Calls before a training do not change it.
+
+An evaluation, a prediction, another training, a loss by hand.
 """
 
 import pytest
@@ -81,8 +82,9 @@ STARTING = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}
 
 
 def trained(rank, world_size, folder, others):
-    """The weights after each call and training, and after one that an evaluation started; all
-    trained twice.
+    """The weights after each call and training, and after one that an evaluation started.
+
+    All trained twice.
     """
     on_one_machine(world_size)
     results = {}

@@ -1,5 +1,6 @@
-"""Training a sharded model over two ranks: loss, labels, checkpointing, adapters, FSDP2, and its
-own check.
+"""Training a sharded model over two ranks.
+
+Loss, labels, checkpointing, adapters, FSDP2, and its own check.
 """
 
 from contextlib import nullcontext
@@ -126,7 +127,7 @@ def test_labels_that_are_shifted_after_cutting_are_seen(results):
 
 
 def checked():
-    """Reports of a right model in float64 and float32, and of one whose ranks take other positions."""
+    """Reports of a right model in float64 and float32, and of one with wrong positions."""
     reports = []
     for dtype in (torch.float64, torch.float32):
         with Float64Mode() if dtype == torch.float64 else nullcontext():
@@ -144,8 +145,9 @@ def checked():
 
 
 def test_a_model_is_compared_with_one_process_module_by_module(results):
-    """Gates of the delta rule are off in transformers' float32, and are not taken for the ranks'
-    fault.
+    """Gates of the delta rule are off in transformers' float32.
+
+    They are not taken for the ranks' fault.
     """
     (exact, right, wrong), other = (result["checked"] for result in results)
     assert [exact, right, wrong] == other
@@ -174,8 +176,9 @@ def test_a_model_is_compared_with_one_process_module_by_module(results):
 
 
 def test_a_process_that_was_exact_by_chance_does_not_condemn_the_ranks():
-    """In float32; in bfloat16 a thousand roundings would hide everything. What is not a number is
-    never right.
+    """In float32; in bfloat16 a thousand roundings would hide everything.
+
+    What is not a number is never right.
     """
     small = ModuleErrors("b", 1, 1e-7, 1e-7)
     report = Report(1.0, 1.0, 1.0, 2.0**-23, [ModuleErrors("a", 1, 2e-5, 1e-7), small])

@@ -1,5 +1,6 @@
-"""Lines of words are the cases that they say, and a word that is none is refused with those that
-are.
+"""Lines of words are the cases that they say.
+
+A word that is none is refused with those that are.
 """
 
 from pathlib import Path

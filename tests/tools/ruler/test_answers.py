@@ -1,5 +1,6 @@
-"""Answers counted by task and length: of writers whose errors are known, and of a model as by hand,
-on any mesh.
+"""Answers counted by task and length.
+
+They are of writers whose errors are known, and of a model as by hand, on any mesh.
 """
 
 import json
@@ -175,8 +176,9 @@ def run_with_positions(tmp_path_factory):
 
 
 def scored(folder, *flags, save="evaluation"):
-    """Score the task with the shortest answers, and lines: each token of these is a step of all
-    processes.
+    """Score the task with the shortest answers, and lines.
+
+    Each token of these is a step of all processes.
     """
     score_command = [
         "--tasks",
@@ -264,8 +266,9 @@ OTHERS = [
 
 @pytest.mark.parametrize("meshes", [[COPIES], pytest.param(OTHERS, marks=pytest.mark.slow)])
 def test_any_processes_score_the_same(run, tmp_path, meshes):
-    """Three questions at each place, so that copies of the model have different numbers of them or
-    none.
+    """Three questions at each place.
+
+    Copies of the model so have different numbers of them or none.
     """
     folder, _ = run
     alone = {

@@ -1,4 +1,4 @@
-"""Examples written by the command: as the benchmark's, and to train on, the same bytes for a seed."""
+"""Examples written by the command: the benchmark's, and to train on, the same for a seed."""
 
 import hashlib
 import json

@@ -1,5 +1,6 @@
-"""RULER's questions solved by hand: each says its answers, as often and as rarely as the benchmark
-has them.
+"""RULER's questions solved by hand.
+
+Each says its answers, as often and as rarely as the benchmark has them.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Tiny models have tokens for all words of their tasks, so that the answer is what followed the
-key.
+"""Tiny models have tokens for all words of their tasks.
+
+The answer so is what followed the key.
 """
 
 from dataclasses import replace

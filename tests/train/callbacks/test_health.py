@@ -1,5 +1,6 @@
-"""Bad steps: spikes and losses that are not finite, what each policy does, and that restarts are
-counted.
+"""Bad steps: spikes and losses that are not finite, and what each policy does.
+
+Restarts are counted.
 """
 
 import json
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from runtime.ranks import run_ranks
-from tests.train.test_trainer import checkpoints, infinite_in, run_with, settings
+from tests.train.runs import checkpoints, run_with, settings
+from tests.train.test_trainer import infinite_in
 from train.callbacks.health import (
     FAILURES,
     MIN_GOOD_STEPS,
@@ -36,7 +38,7 @@ def health(policy="skip", save_interval=None, **more):
 
 
 def judged(rank, world_size):
-    """The verdicts on a step after MIN_GOOD_STEPS good ones, of which one rank alone sees a high loss."""
+    """The verdicts on a step after MIN_GOOD_STEPS good ones, if one rank alone has a high loss."""
     config = HealthConfig(check_for_spiky_loss=True, spike_factor=3.0)
     verdicts = []
     for loss, norm in ((6.1, 0.5), (5.9, 50.0), (math.nan, 0.5), (2.0, math.inf)):
@@ -121,7 +123,7 @@ def test_after_three_starts_that_failed_the_next_one_does_not_train(tmp_path):
 
 
 def test_failures_after_a_local_checkpoint_are_counted_and_a_cut_line_is_left_out(tmp_path):
-    """They note the newest shared one, of iteration 2, whichever local one each start went on from."""
+    """They note the newest shared one, of iteration 2, whatever local one a start went on from."""
     (tmp_path / "iter_0000002").mkdir()
     (tmp_path / FAILURES).write_text('{"iteration": 1, "checkpoint": 0, "why": "old"}\n{"iter')
     for start in range(3):

@@ -173,8 +173,9 @@ def test_tensorboard_shows_each_iteration_once_after_rollbacks_resumes_and_figur
 
 
 def in_a_process_of_its_own(code, folder, **environment):
-    """wandb ends its service with the process, as in a real run; nothing of this machine's settings
-    is seen.
+    """wandb ends its service with the process, as in a real run.
+
+    Nothing of this machine's settings is seen.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     homes = {
@@ -203,8 +204,9 @@ log.sync()
 
 
 def wandb_records(file):
-    """Yield the records of a file that wandb wrote offline: LevelDB's log of protobuf messages,
-    after 7 bytes.
+    """Yield the records of a file that wandb wrote offline.
+
+    It is LevelDB's log of protobuf messages, after 7 bytes.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -225,7 +227,7 @@ def wandb_records(file):
 
 
 @pytest.mark.slow
-def test_wandb_has_the_records_and_settings_of_a_run_that_was_rolled_back_over_an_axis_of_iterations(
+def test_wandb_has_the_records_and_settings_of_a_run_rolled_back_over_an_axis_of_iterations(
     tmp_path,
 ):
     """It cannot take rows back: the later row of an iteration is the run's."""

@@ -17,7 +17,7 @@ from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.pretraining import TINY, on_rank
 from tests.starts import PATIENCE
-from tests.train.test_trainer import run_with, settings
+from tests.train.runs import run_with, settings
 from train.callbacks import DATA, SAVING
 from train.callbacks.metrics import METRICS, LoggingConfig, read_metrics
 from train.callbacks.profile import ProfileConfig, covered, rank_times, table

@@ -9,7 +9,7 @@ import torch
 from parallel.context import context_parallel
 from runtime.ranks import run_ranks
 from tests.train.callbacks.test_metrics import record
-from tests.train.test_trainer import run_with, settings
+from tests.train.runs import run_with, settings
 from train.callbacks.progress import COLUMNS, ProgressReport, machine_line, progress_line
 from train.objectives.diffusion import Denoising
 from train.objectives.language import NextToken
@@ -86,8 +86,9 @@ def test_time_left_says_what_matters_of_it(seconds, text):
 
 
 def test_the_first_iteration_of_a_run_has_a_line_and_every_tenth_and_the_last():
-    """A resumed run's first one too. Time left goes by the iterations after the first, whose time
-    is none of theirs.
+    """A resumed run's first one too.
+
+    Time left goes by the iterations after the first, whose time is none of theirs.
     """
     objective = NextToken(context_parallel("ring", seq_len=8), torch.device("cpu"))
     report = ProgressReport(None, objective, train_iters=34, log_interval=10, device_type="cuda")

@@ -1,5 +1,6 @@
-"""The curve of RULER in a run: wrong tokens by example, on any mesh what greedy writing begins
-with, and settings.
+"""The curve of RULER in a run.
+
+Wrong tokens by example, on any mesh what greedy writing begins with, and settings.
 """
 
 import pytest
@@ -91,8 +92,9 @@ MESHES = (
 
 
 def answered(rank, world_size, runs, labels=None):
-    """Measure the curve of each run's flags, with these answers if given: what it says, and wrong
-    tokens by example.
+    """Measure the curve of each run's flags, with these answers if given.
+
+    Return what it says, and wrong tokens by example.
     """
     results = []
     for flags in runs:
@@ -124,8 +126,9 @@ def greedy(model, row):
 
 
 def test_any_mesh_counts_what_greedy_writing_begins_with(default_data):
-    """Some answers are the model's own, some have one other token: the last, the first, or one in
-    the middle.
+    """Some answers are the model's own, some have one other token.
+
+    The last, the first, or one in the middle.
     """
     flags = flags_of(default_data, *ASKED)
     ((shares, wrong),), rows, written = answered(0, 1, [flags])

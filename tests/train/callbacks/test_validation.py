@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.parallel.tiny import full, weights_of
-from tests.train.test_trainer import Samples, expected_validation, run_with, settings
+from tests.train.runs import Samples, run_with, settings
+from tests.train.test_trainer import expected_validation
 from train.callbacks.validation import Validation
 from train.config.entries import Config
 

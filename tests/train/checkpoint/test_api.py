@@ -136,8 +136,9 @@ def test_wrappers_and_a_flattened_mesh_leave_no_trace_in_the_names(tmp_path):
 
 
 class Float32Momentum(torch.optim.Optimizer):
-    """Keeps a float32 moment for bf16 weights, which torch's own optimizers would cast at
-    load_state_dict.
+    """Keeps a float32 moment for bf16 weights.
+
+    torch's own optimizers would cast it at load_state_dict.
     """
 
     def __init__(self, parameters):
@@ -266,8 +267,9 @@ def test_another_architecture_is_refused_with_its_fields(tmp_path):
 
 
 def test_everything_is_on_disk_before_a_checkpoint_bears_its_name(tmp_path, monkeypatch):
-    """A power cut can lose what was not synced: files first, then the rename, then the parent, then
-    the pointer.
+    """A power cut can lose what was not synced.
+
+    Files first, then the rename, then the parent, then the pointer.
     """
     events = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace

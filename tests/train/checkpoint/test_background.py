@@ -1,5 +1,6 @@
-"""Saves by a thread beside the training: what they hold, what they cost, and what is left when
-something fails.
+"""Saves by a thread beside the training.
+
+What they hold, what they cost, and what is left when something fails.
 """
 
 import os
@@ -49,8 +50,9 @@ def all_ready(background):
 
 
 def train_on(folder, every, background):
-    """Train to the end from the newest checkpoint, as a run does, with a save in every so many
-    steps and at the end.
+    """Train to the end from the newest checkpoint, as a run does.
+
+    There is a save in every so many steps and at the end.
 
     Returns the losses by step.
     """
@@ -238,7 +240,12 @@ def _on_a_full_disk(rank, size, folder, left, failing_at):
     ("failing_at", "left", "newest"),
     [("shards", 0, 1), ("shards", 4096, 1), ("manifest", 0, 1), ("pointer", 4096, 2)],
 )
-def test_a_disk_that_fills_at_any_write_is_an_error_on_all_ranks(disk, failing_at, left, newest):  # noqa: F811
+def test_a_disk_that_fills_at_any_write_is_an_error_on_all_ranks(
+    disk,  # noqa: F811
+    failing_at,
+    left,
+    newest,
+):
     first, other = run_ranks(_on_a_full_disk, 2, disk, left, failing_at)
     assert other == first
     assert "iter_0000002." in first

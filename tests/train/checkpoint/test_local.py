@@ -1,4 +1,4 @@
-"""The local tier: parts of a checkpoint on several nodes, which are folders of pairs of ranks here."""
+"""The local tier: parts of a checkpoint on several nodes, here folders of pairs of ranks."""
 
 import json
 import re

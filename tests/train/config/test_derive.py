@@ -1,5 +1,6 @@
-"""Configurations that are derived from a run's, and flags of packed documents with what they go
-with.
+"""Configurations that are derived from a run's.
+
+Flags of packed documents come with what they go with.
 """
 
 from dataclasses import replace

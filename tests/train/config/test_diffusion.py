@@ -1,5 +1,6 @@
-"""The configuration of a diffusion transformer: the files under configs/, and what contradicts
-itself.
+"""The configuration of a diffusion transformer.
+
+The files under configs/, and what contradicts itself.
 """
 
 from dataclasses import replace
@@ -14,8 +15,9 @@ from train.config.flags import ConfigError, write_toml
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs" / "models").glob("*dit_*.toml"))
 PROCESSES = {"dit_tiny": 4}
-"""Processes that `make dit` starts: a file that sets a global batch has no room for more; the
-others fit 8.
+"""Processes that `make dit` starts: a file that sets a global batch has no room for more.
+
+The others fit 8.
 """
 
 

@@ -41,7 +41,7 @@ def flagged(*more):
     return parse_args([*FLAGS.split(), *more])
 
 
-def test_sizes_that_do_not_fit_the_processes_are_refused_and_the_refusal_names_the_flag_that_would_fit_them(
+def test_sizes_that_do_not_fit_the_processes_are_refused_and_the_refusal_names_the_flag_that_fits(
     tmp_path, monkeypatch
 ):
     (tmp_path / "config.toml").write_text("[mesh]\nfull_world_size = 4\n")

@@ -314,8 +314,9 @@ def test_a_misspelt_flag_of_another_family_is_asked_for():
 
 
 def test_a_key_that_no_earlier_version_wrote_is_never_passed_over(tmp_path):
-    """At its default it changes the model: a SmolLM3 read as a LLaMA would have rope in every
-    layer.
+    """At its default it changes the model.
+
+    A SmolLM3 read as a LLaMA would have rope in every layer.
     """
     file = tmp_path / "config.toml"
     file.write_text('[model]\nmodel_type = "llama"\nno_rope_freq = "4"\n')

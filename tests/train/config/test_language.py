@@ -74,7 +74,7 @@ def test_an_optional_choice_is_unset_by_none():
 
 
 def test_the_file_names_the_family_unless_a_flag_does(tmp_path):
-    """Earlier versions wrote the settings of all families: those at their defaults are passed over."""
+    """Earlier versions wrote all families' settings: those at their defaults are passed over."""
     old = (
         "add_qkv_bias = false\nlinear_gate = 'per_head'\nrotary_percent = "
         "1.0\nrope_scaling_truncate = true\n"
@@ -227,61 +227,92 @@ def test_wrong_flags_are_refused_by_name(argv, words):
 CONTRADICTIONS = """
 6 --context-parallel-size 4 | context_parallel_size is 4 | 6 processes | 1, 2, 3, 6
 6 --tensor-model-parallel-size 4 | tensor_model_parallel_size is 4 | 6 processes; | 1, 2, 3, 6;
-4 --tensor-model-parallel-size 2 --context-parallel-size 4 | context_parallel_size is 4 | 2 processes that tensor
-3 --tensor-model-parallel-size 3 | tensor_model_parallel_size 3 | num_attention_heads 8 | fit this model: 1, 2
-2 --tensor-model-parallel-size 2 --ffn-hidden-size 31 | does not divide ffn_hidden_size 31 | fit this model: 1
-4 --tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 96 --num-query-groups 6 | num_query_groups is 6
+4 --tensor-model-parallel-size 2 --context-parallel-size 4 | context_parallel_size is 4 | \
+2 processes that tensor
+3 --tensor-model-parallel-size 3 | tensor_model_parallel_size 3 | num_attention_heads 8 | \
+fit this model: 1, 2
+2 --tensor-model-parallel-size 2 --ffn-hidden-size 31 | does not divide ffn_hidden_size 31 | \
+fit this model: 1
+4 --tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 96 --num-query-groups 6 | \
+num_query_groups is 6
 4 --tensor-model-parallel-size 4 --vocab-size 6 | vocab_size is 6 | --vocab-size 7
-4 G --max-position-embeddings 5 --seq-length 5 --tensor-model-parallel-size 4 | max_position_embeddings is 5
+4 G --max-position-embeddings 5 --seq-length 5 --tensor-model-parallel-size 4 | \
+max_position_embeddings is 5
 4 --tensor-model-parallel-size 2 --global-batch-size 3 | data-parallel size 2 | 2 or 4
-4 --micro-batch-size 2 --global-batch-size 10 | global_batch_size is 10 | data-parallel size 4 | 8 or 16
+4 --micro-batch-size 2 --global-batch-size 10 | global_batch_size is 10 | data-parallel size 4 | \
+8 or 16
 4 --global-batch-size 2 | global_batch_size is 2 | nearest that work: 4
-8 --tensor-model-parallel-size 2 --num-distributed-optimizer-instances 3 | num_distributed_optimizer_instances is 3
+8 --tensor-model-parallel-size 2 --num-distributed-optimizer-instances 3 | \
+num_distributed_optimizer_instances is 3
 2 --num-distributed-optimizer-instances 4 | instances is 4 | the 2 data- | nearest that work: 2
 2 --context-parallel-size 2 --context-parallel-method none | none | context_parallel_size 2
 1 --context-parallel-method none --ulysses-degree 2 | method is none | leave them out
-8 --context-parallel-size 4 --ulysses-degree 4 --tensor-model-parallel-size 2 --num-attention-heads 4 | ulysses_degree
+8 --context-parallel-size 4 --ulysses-degree 4 \
+--tensor-model-parallel-size 2 --num-attention-heads 4 | ulysses_degree
 1 --lr-decay-iters 5 --lr-warmup-iters 6 | lr_warmup_iters is 6 | lr_decay_iters 5
-1 --lr-decay-iters 50 --lr-warmup-fraction 0.5 --lr-decay-style WSD --lr-wsd-decay-iters 26 | lr_wsd_decay_iters is 26
-1 --lr-decay-iters 100 --lr-warmup-iters 95 --lr-decay-style WSD --lr-wsd-decay-iters 6 | lr_wsd_decay_iters is 6
+1 --lr-decay-iters 50 --lr-warmup-fraction 0.5 --lr-decay-style WSD --lr-wsd-decay-iters 26 | \
+lr_wsd_decay_iters is 26
+1 --lr-decay-iters 100 --lr-warmup-iters 95 --lr-decay-style WSD --lr-wsd-decay-iters 6 | \
+lr_wsd_decay_iters is 6
 1 --attention-backend flash_attn_3 | flash_attn_3 | --bf16
 1 --device cpu --recompute-granularity full --recompute-offload | recompute_offload | host memory
 1 --device cpu --optimizer-cpu-offload | optimizer_cpu_offload | host memory | --device cuda
-1 --device cpu --optimizer-backend apex | optimizer_backend is apex and device is cpu | or use --device cuda
-1 --device cuda --optimizer-backend apex --optimizer-cpu-offload | apex and optimizer_cpu_offload is set | leave one out
-1 --device cpu --compile --recompute-granularity attention_boundary | compile is set with recompute_granularity att
-1 --model-type transnormer --attention-backend aten | attention_backend is aten | auto, chunked, triton
+1 --device cpu --optimizer-backend apex | optimizer_backend is apex and device is cpu | \
+or use --device cuda
+1 --device cuda --optimizer-backend apex --optimizer-cpu-offload | \
+apex and optimizer_cpu_offload is set | leave one out
+1 --device cpu --compile --recompute-granularity attention_boundary | \
+compile is set with recompute_granularity att
+1 --model-type transnormer --attention-backend aten | attention_backend is aten | \
+auto, chunked, triton
 1 --attention-backend chunked | attention_backend is chunked | model_type llama has softmax | aten
-2 --model-type transnormer --context-parallel-size 2 | context_parallel_method is striped | use one of lasp, lasp2
-1 --context-parallel-method lasp | context_parallel_method is lasp | model_type llama has softmax | use ring, striped
-2 --context-parallel-size 2 --delta-rule-schedule tree | delta_rule_schedule is tree | model_type llama has no layers
-2 L --context-parallel-layout striped | context_parallel_layout is 'striped' with method lasp2 | consecutive tokens
+2 --model-type transnormer --context-parallel-size 2 | context_parallel_method is striped | \
+use one of lasp, lasp2
+1 --context-parallel-method lasp | context_parallel_method is lasp | \
+model_type llama has softmax | use ring, striped
+2 --context-parallel-size 2 --delta-rule-schedule tree | delta_rule_schedule is tree | \
+model_type llama has no layers
+2 L --context-parallel-layout striped | context_parallel_layout is 'striped' with method lasp2 | \
+consecutive tokens
 2 L --attention-backend reference | attention_backend is reference with context_parallel_size 2
-4 --model-type linear_transformer --num-attention-heads 2 --tensor-model-parallel-size 4 | num_attention_heads 2
+4 --model-type linear_transformer --num-attention-heads 2 --tensor-model-parallel-size 4 | \
+num_attention_heads 2
 1 --save-interval 5 | save_interval is 5 | --save
 1 --keep-last 2 | keep_last is 2 | --save
 1 --non-persistent-save-interval 2 | non_persistent_save_interval is 2, but save is not set
-1 --save x --non-persistent-save-interval 2 | non_persistent_save_interval is 2 | --non-persistent-local-ckpt-dir
+1 --save x --non-persistent-save-interval 2 | non_persistent_save_interval is 2 | \
+--non-persistent-local-ckpt-dir
 1 --non-persistent-local-ckpt-dir x | local_ckpt_dir is x | --non-persistent-save-interval
 1 --wandb-exp-name x | wandb_exp_name is x | --wandb-project
 1 --split 100,0,0 | split is 100,0,0 | --eval-iters 0
 1 --tokenizer-model none | tokenizer_model is not set
 1 G --max-position-embeddings 512 --seq-length 513 | seq_length is 513 | max_position_embeddings 512
-1 G --reset-attention-mask --max-position-embeddings 251 --seq-length 251 | reset_attention_mask is set with learned
-1 --reset-attention-mask --context-parallel-method none | reset_attention_mask is set and context_parallel_method
+1 G --reset-attention-mask --max-position-embeddings 251 --seq-length 251 | \
+reset_attention_mask is set with learned
+1 --reset-attention-mask --context-parallel-method none | \
+reset_attention_mask is set and context_parallel_method
 4 --balance-over dp_cp | balance_over is dp_cp, | give pretrain_gpt.py --reset-attention-mask
-8 B --context-parallel-size 2 --context-parallel-method ulysses --num-attention-heads 4 | ulysses_degree is 8 with 4
+8 B --context-parallel-size 2 --context-parallel-method ulysses --num-attention-heads 4 | \
+ulysses_degree is 8 with 4
 6 B --context-parallel-size 4 | context_parallel_size is 4, which does not divide the 6 processes
 4 B --global-batch-size 6 | global_batch_size is 6, not a multiple of micro_batch_size 4
-4 H --softmax-every none --hybrid-softmax-method ulysses | hybrid_softmax_method is ulysses and softmax_every is
-4 H --softmax-every none --hybrid-softmax-layout zigzag | hybrid_softmax_layout is zigzag and softmax_every is
-4 H --hybrid-softmax-method ulysses --hybrid-softmax-layout zigzag | zigzag | same work in any layout; use con
-4 H --context-parallel-method ulysses --context-parallel-layout zigzag | context_parallel_layout is zigzag with method u
-4 H --context-parallel-layout zigzag --hybrid-softmax-layout contiguous | context_parallel_layout is zigzag, which all
-4 H --hybrid-softmax-method ulysses --num-attention-heads 2 | hybrid_softmax_method is ulysses: ulysses_degree is 4 with
-4 H --context-parallel-method zigzag | context_parallel_method is zigzag | use one of lasp, lasp2, ulysses
+4 H --softmax-every none --hybrid-softmax-method ulysses | \
+hybrid_softmax_method is ulysses and softmax_every is
+4 H --softmax-every none --hybrid-softmax-layout zigzag | \
+hybrid_softmax_layout is zigzag and softmax_every is
+4 H --hybrid-softmax-method ulysses --hybrid-softmax-layout zigzag | zigzag | \
+same work in any layout; use con
+4 H --context-parallel-method ulysses --context-parallel-layout zigzag | \
+context_parallel_layout is zigzag with method u
+4 H --context-parallel-layout zigzag --hybrid-softmax-layout contiguous | \
+context_parallel_layout is zigzag, which all
+4 H --hybrid-softmax-method ulysses --num-attention-heads 2 | \
+hybrid_softmax_method is ulysses: ulysses_degree is 4 with
+4 H --context-parallel-method zigzag | context_parallel_method is zigzag | \
+use one of lasp, lasp2, ulysses
 4 H --attention-backend aten | attention_backend is aten, which is softmax attention
-2 Z --softmax-type learnable | pipeline_schedule is InterleavedZeroBubble, | softmax_type is learnable,
+2 Z --softmax-type learnable | pipeline_schedule is InterleavedZeroBubble, | \
+softmax_type is learnable,
 """
 SHORT = {
     " H ": (

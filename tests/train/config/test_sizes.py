@@ -1,5 +1,6 @@
-"""Sizes that do not fit or that no machine can hold, and files that are no configuration: one line,
-before any work.
+"""Sizes that do not fit or that no machine can hold, and files that are no configuration.
+
+Each is refused in one line, before any work.
 """
 
 import pytest

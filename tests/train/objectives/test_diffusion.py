@@ -1,5 +1,6 @@
-"""The denoising objective: what is drawn for a sample, how it is shared out, and the loss of one
-process.
+"""The denoising objective.
+
+What is drawn for a sample, how it is shared out, and the loss of one process.
 """
 
 import pytest
@@ -97,8 +98,9 @@ def test_joined_samples_have_the_loss_that_they_have_apart(kind):
 
 
 def test_joined_samples_have_their_gradients_in_bfloat16_too():
-    """A row of the modulation sums the gradients of all its patches: in bfloat16 a sum of thousands
-    would stop.
+    """A row of the modulation sums the gradients of all its patches.
+
+    In bfloat16 a sum of thousands would stop.
     """
     apart, joined = (torch.nn.Sequential(Modulation(16, 2)) for _ in range(2))
     joined.load_state_dict(apart.state_dict())

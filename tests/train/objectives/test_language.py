@@ -1,5 +1,6 @@
-"""Next-token prediction over context-parallel ranks: every token once, padding never, documents
-apart.
+"""Next-token prediction over context-parallel ranks.
+
+Every token once, padding never, documents apart.
 """
 
 import gc
@@ -83,8 +84,9 @@ def test_shares_make_up_the_batch_and_its_loss(method, size, shape):
 
 
 def test_positions_of_padding_have_no_entry_of_their_own_in_a_table():
-    """Negative control: the plan's positions as they are, where NextToken has those of the sequence
-    alone.
+    """Negative control: the plan's positions as they are.
+
+    NextToken has those of the sequence alone.
     """
     model = build_model(GPT)
     model.init_weights(3)
@@ -234,8 +236,9 @@ def test_samples_are_joined_into_one_sequence_and_padding_carries_nothing():
 
 
 def test_positions_restart_alone_or_attention_is_apart_alone():
-    """Each flag for itself, as in Megatron: samples as they are with positions of documents, or the
-    reverse.
+    """Each flag for itself, as in Megatron.
+
+    Samples as they are with positions of documents, or the reverse.
     """
     batch = packed_batch()
     restarted, apart = (
@@ -270,8 +273,9 @@ def test_the_loss_is_that_of_the_documents_alone(restart):
 
 
 def test_the_plan_of_a_micro_batch_lives_as_long_as_its_batch():
-    """A pipeline joins a step's micro-batches and takes them apart: the parts do not keep the
-    plans, the batches do.
+    """A pipeline joins a step's micro-batches and takes them apart.
+
+    The parts do not keep the plans, the batches do.
     """
     objective = joined("reset_attention_mask")
     batches = [objective.local(packed_batch()), objective.local(replaced(packed_batch()))]

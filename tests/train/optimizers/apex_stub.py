@@ -1,5 +1,6 @@
-"""A stand-in for apex on a CPU: its kernel's arguments, what it refuses, and its arithmetic or that
-of torch's kernel.
+"""A stand-in for apex on a CPU.
+
+Its kernel's arguments, what it refuses, and its arithmetic or that of torch's kernel.
 
 As csrc/multi_tensor_apply.cuh and multi_tensor_adam.cu of NVIDIA/apex 6424da3b have them.
 """

@@ -31,8 +31,9 @@ def test_matrices_decay_and_norms_do_not():
 
 
 def test_a_step_is_adamw_by_its_definition():
-    """Loshchilov and Hutter 2019, algorithm 2, the decay scaled by the learning rate, as torch and
-    Megatron have it.
+    """Loshchilov and Hutter 2019, algorithm 2, the decay scaled by the learning rate.
+
+    torch and Megatron have it so.
     """
     model = nn.Linear(2, 1)
     weight, bias = (p.detach().double().clone() for p in (model.weight, model.bias))

@@ -1,5 +1,6 @@
-"""AdamW by apex's kernel, of which a stand-in runs on the CPU: torch's to the bit on every
-sharding, and resumed.
+"""AdamW by apex's kernel, of which a stand-in runs on the CPU.
+
+It is torch's to the bit on every sharding, and resumed.
 """
 
 import json
@@ -53,7 +54,7 @@ def trained(chosen):
 
 
 def test_weights_and_state_are_torchs_to_the_bit(stub):
-    """Matrices decay and vectors do not; one is empty, and one has no gradient in the second step."""
+    """Matrices decay, vectors do not; one is empty, one has no gradient in the second step."""
     actual, want = trained(APEX), trained(TORCH)
     assert all(torch.equal(a, b) for a, b in zip(actual, want, strict=True))
     # In the third step a parameter counts one step less than the others of its group.
@@ -80,8 +81,9 @@ def one_step(mesh, parts, strategy):
 
 
 def ends_of(rank, world_size, folder, strategy, tp):
-    """Say that weights and state end alike however kernels take turns at a checkpoint, and count
-    apex's launches.
+    """Say that weights and state end alike, and count apex's launches.
+
+    Kernels take turns at a checkpoint in any way.
     """
     apex_stub.install()
     ends = []
@@ -134,8 +136,9 @@ def in_the_entry(rank, world_size, arguments):
 
 
 def test_a_run_is_torchs_and_goes_on_from_its_checkpoint(default_data, tmp_path):
-    """Three iterations by torch, and one by it and two by apex around a checkpoint: equal in all
-    but times.
+    """Three iterations by torch, and one by it and two by apex around a checkpoint.
+
+    They are equal in all but times.
     """
     records = []
     for name, starts in (

@@ -28,7 +28,7 @@ def model():
 
 
 def steps(weights, optimizer, count=3):
-    """Take steps of several rates with drawn gradients; the second leaves a parameter without one."""
+    """Take steps of several rates, gradients drawn; a parameter has none in the second."""
     generator = torch.Generator().manual_seed(1)
     for i in range(count):
         for group in optimizer.param_groups:
@@ -70,8 +70,9 @@ def test_weights_and_moments_are_those_of_adamw(piece, allocate, monkeypatch):
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_slabs_are_powers_of_two_and_take_little_more_than_is_in_them(shards):
-    """The moments are those of Llama 2 13B; each tensor in a slab of its own would take two thirds
-    more.
+    """The moments are those of Llama 2 13B.
+
+    Each tensor in a slab of its own would take two thirds more.
     """
     layer = [5120**2] * 4 + [5120 * 13824] * 3 + [5120] * 2
     counts = [
@@ -100,8 +101,9 @@ def test_a_moment_has_a_storage_of_its_own_in_memory_that_others_share():
 
 
 def played(monkeypatch, dropped=None):
-    """Steps on streams, one wait of which is left out; what is read after them is the
-    computation's.
+    """Steps on streams, one wait of which is left out.
+
+    What is read after them is the computation's.
     """
     weights = model()
     optimizer = build_optimizer(OptimizerConfig(optimizer_cpu_offload=True), weights)
@@ -143,8 +145,9 @@ def test_every_wait_is_needed(dropped, race, monkeypatch):
 
 
 def saved_and_loaded(rank, world_size, folder):
-    """Return if shards of weights and moments are those of AdamW after two steps, the second behind
-    a checkpoint.
+    """Return if shards of weights and moments are those of AdamW after two steps.
+
+    The second is behind a checkpoint.
     """
     host.on_host = host.cut  # as beside a GPU
     states = []

@@ -1,5 +1,6 @@
-"""Layouts and documents that linear attention is tested in, its gradients, and bytes of a delta
-rule's rounds.
+"""Layouts and documents that linear attention is tested in, and its gradients.
+
+Bytes of a delta rule's rounds are here too.
 """
 
 import torch
@@ -11,7 +12,7 @@ DOCUMENTS = (0, 3, 40, 41, 131, 251)
 
 
 def with_gradients(function, tensors):
-    """The result and the gradients of all tensors but the last, which is the result's own gradient."""
+    """The result and the gradients of all tensors but the last, the result's own gradient."""
     *leaves, dout = tensors
     leaves = [x.requires_grad_() for x in leaves]
     out = function(*leaves)

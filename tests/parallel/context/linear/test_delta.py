@@ -29,8 +29,9 @@ Documents = tuple[int, ...] | None
 
 
 class Case(NamedTuple):
-    """A layout, the sequence, value heads of a key head (None is a gate per channel), and a
-    schedule.
+    """A layout, the sequence, value heads of a key head, and a schedule.
+
+    None in the place of value heads is a gate per channel.
     """
 
     layout: tuple[str, dict[str, Any]]
@@ -102,7 +103,7 @@ def truth(length, documents, shared):
 
 
 def errors(got, want):
-    """Errors relative to the norm; documents of one token give gates no gradient, so to 1 at least."""
+    """Errors by the norm, or by 1: documents of one token give gates no gradient."""
     names = "out", "dq", "dk", "dv", "dg", "dbeta"
     return {
         name: ((a - b).norm() / b.norm().clamp(min=1)).item()
@@ -115,7 +116,7 @@ def worst(got, case):
 
 
 def attend_on_ranks(rank, world_size, cases, fault=None):
-    """out, dq, dk, dv, dg and dbeta of the whole sequence for each case, and bytes that were sent."""
+    """out, dq, dk, dv, dg and dbeta of the whole sequence for each case, and bytes sent."""
     results = []
     with pytest.MonkeyPatch.context() as patch:
         if fault:
@@ -304,8 +305,9 @@ def test_it_compiles_whole():
 
 
 def under_policies(rank, world_size):
-    """dq, and bytes of a convolution and an attention in a layer whose activations are computed
-    again.
+    """dq, and bytes of a convolution and an attention.
+
+    They are in a layer whose activations are computed again.
     """
     results = []
     for attention_kept in (None, True, False):

@@ -1,5 +1,6 @@
-"""Tokens that go from one layout to another on real gloo ranks: unshard and shard, gradients and
-bytes; refusals.
+"""Tokens that go from one layout to another on real gloo ranks.
+
+Unshard and shard, gradients, bytes, and refusals.
 """
 
 import gc
@@ -27,8 +28,9 @@ def whole(length, seed):
 
 
 def both(rank, world_size, wrong=False):
-    """A tensor and a gradient as they arrive, each way, beside this rank's share of the whole in
-    that layout.
+    """A tensor and a gradient as they arrive, each way.
+
+    This rank's share of the whole in that layout stands beside them.
     """
     results = []
     for outer, inner in PAIRS:

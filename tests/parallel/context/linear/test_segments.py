@@ -1,5 +1,6 @@
-"""Rounds by which states pass along segments: who learns of whom, in how many rounds, and how many
-bytes.
+"""Rounds by which states pass along segments.
+
+They say who learns of whom, in how many rounds, and how many bytes.
 """
 
 import pytest

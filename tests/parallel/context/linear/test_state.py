@@ -1,5 +1,6 @@
-"""Linear attention over real gloo ranks against float64 in one process: out, every gradient, bytes,
-and their order.
+"""Linear attention over real gloo ranks against float64 in one process.
+
+out, every gradient, bytes, and their order.
 """
 
 import math
@@ -34,8 +35,9 @@ LENGTHS = [
 
 
 def inputs(length, dtype):
-    """q, k, v and the gradient of out, the same on every rank; float64 values that ``dtype`` holds
-    exactly.
+    """q, k, v and the gradient of out, the same on every rank.
+
+    float64 values that ``dtype`` holds exactly.
     """
     generator = torch.Generator().manual_seed(7)
     widths = (WIDTH, WIDTH, WIDTH + 1, WIDTH + 1)
@@ -179,9 +181,10 @@ def count_bytes(rank, world_size, lengths):
     return counts
 
 
-def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_where_heads_are_exchanged():
-    """A rank has B N d / P elements of v and of out, twice as many of q and of k, and keeps its own
-    1 / P of them.
+def test_bytes_are_those_of_one_state_whatever_the_length_and_grow_with_it_if_heads_are_exchanged():
+    """A rank has B N d / P elements of v and of out, and twice as many of q and of k.
+
+    It keeps its own 1 / P of them.
     """
     hidden, ranks = HEADS * WIDTH, 4
     state = 4 * BATCH * hidden**2 // HEADS  # B d^2 / h elements of float32
@@ -254,8 +257,9 @@ def test_what_needs_no_other_rank_is_computed_while_the_state_is_on_its_way():
 
 
 def overflow(rank, world_size, method):
-    """The heads [B, T, H] of out and of the gradients that stay finite where one key and value
-    overflow.
+    """The heads [B, T, H] of out and of the gradients that stay finite.
+
+    One key and value overflow.
     """
     tensors = [x.float() for x in inputs(64, torch.float32)]
     for x in tensors[1:3]:

@@ -1,5 +1,6 @@
-"""WallFacer's algorithms as the paper prints them, against the plan; and what placement does to the
-links.
+"""WallFacer's algorithms as the paper prints them, against the plan.
+
+They also show what placement does to the links.
 """
 
 from parallel.context import make_plan

@@ -45,8 +45,9 @@ def transfers(layout):
 
 
 def drawn(rng):
-    """Any numbers of ranks, teams and tokens; documents of any kind, among them of one token; any
-    mask.
+    """Any numbers of ranks, teams and tokens.
+
+    Documents of any kind, among them of one token; any mask.
     """
     size, tokens = int(rng.integers(1, 20)), int(rng.integers(1, 60))
     team_size = int(rng.choice([team for team in range(1, size + 1) if size % team == 0]))

@@ -1,5 +1,6 @@
-"""All ranks of a plan at work on sets of positions, without processes, as ``NeededRows``
-works on tensors.
+"""All ranks of a plan at work on sets of positions, without processes.
+
+``NeededRows`` works so on tensors.
 """
 
 from collections import deque
@@ -15,8 +16,9 @@ MASKS = {CAUSAL: np.tril, ANTI: np.triu, FULL: lambda block: block}
 
 
 class Sent(NamedTuple):
-    """Rows that one rank sends to another: which positions, when, and where they lie in both
-    buffers.
+    """Rows that one rank sends to another.
+
+    They say which positions, when, and where they lie in both buffers.
     """
 
     sender: int
@@ -29,8 +31,9 @@ class Sent(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The pairs [rows, seq_len] that each row's gradient sums up, and True where its owner computed
-    some of them.
+    """The pairs [rows, seq_len] that each row's gradient sums up.
+
+    True where its owner computed some of them.
     """
 
     pairs: np.ndarray
@@ -38,8 +41,9 @@ class Gradient(NamedTuple):
 
 
 def visible(plan):
-    """The mask of queries and keys, bool [padded_len, padded_len]; padding sees nothing and is not
-    seen.
+    """The mask of queries and keys, bool [padded_len, padded_len].
+
+    Padding sees nothing and is not seen.
     """
     position = np.arange(plan.padded_len)
     document = np.searchsorted((plan.documents or (0, plan.seq_len))[1:], position, side="right")
@@ -194,8 +198,9 @@ class Play:
             sums.from_owner[row_index] |= part.from_owner
 
     def _check_sums(self, returning, pair_sums):
-        """Every visible pair counts once, in what moves, at its owner, and in what stays, in its
-        team.
+        """Every visible pair counts once.
+
+        It does so in what moves, at its owner, and in what stays, in its team.
         """
         end = len(self.geometry.rounds)
         for rank in self.ranks:
@@ -212,8 +217,9 @@ class Play:
             )
 
     def _check_need(self):
-        """Every row that leaves a rank is seen at the one that gets it, or at a later one that gets
-        it from there.
+        """Every row that leaves a rank is seen at the one that gets it, or later.
+
+        A later one gets it from there.
         """
         for sent in sorted(self.rows, key=lambda sent: -sent.index):
             if sent.index >= 0:

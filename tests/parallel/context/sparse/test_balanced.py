@@ -1,5 +1,6 @@
-"""The layout ``balanced``: equal tokens, equal work, few cuts, few rows, whatever the documents;
-and what travels.
+"""The layout ``balanced``: equal tokens, equal work, few cuts, few rows, whatever the documents.
+
+The traffic is counted too.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ def share_of_a_ring(layout):
 
 
 def check(layout):
-    """Equal tokens, equal work but for the tolerance and one token's, and at most 2 (P - 1) cuts."""
+    """Equal tokens, work equal to the tolerance and one token's, and at most 2 (P - 1) cuts."""
     owned = [layout.positions(rank) for rank in range(layout.size)]
     assert {len(positions) for positions in owned} == {layout.seq_len // layout.size}
     np.testing.assert_array_equal(np.sort(np.concatenate(owned)), np.arange(layout.seq_len))
@@ -127,8 +128,9 @@ def test_one_document_is_zigzag(size):
     ],
 )
 def test_work_and_rows_of_packed_sequences(length, seq_len, size, max_share):
-    """Rows as a mean of 20 draws: those with one or two of the longest documents have twice as
-    many.
+    """Rows as a mean of 20 draws.
+
+    Those with one or two of the longest documents have twice as many.
     """
     layouts = [balanced(filled(length, seq_len, seed), size) for seed in range(20)]
     assert max(map(imbalance, layouts[:3])) <= 1.0035
@@ -154,8 +156,9 @@ def test_each_mask_has_its_own_balance():
 
 
 def test_every_machine_finds_the_same():
-    """A digest of layouts, taken when they were first made: what one rank of many sends, others
-    must expect.
+    """A digest of layouts, taken when they were first made.
+
+    What one rank of many sends, others must expect.
     """
     digest = hashlib.sha256()
     for size, window in [(8, None), (6, (300, 0)), (16, (64, 0))]:
@@ -169,8 +172,9 @@ def test_every_machine_finds_the_same():
 
 
 def test_a_million_tokens_are_planned_in_milliseconds():
-    """15 on a quiet core; three times as much leaves room for a slower one, and none for a loop
-    over documents.
+    """15 on a quiet core.
+
+    Three times as much leaves room for a slower one, and none for a loop over documents.
     """
     rng = np.random.default_rng(0)
     inner = np.sort(rng.choice(np.arange(1, 2**20), 2099, replace=False)).tolist()

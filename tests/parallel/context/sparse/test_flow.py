@@ -36,8 +36,9 @@ def test_the_same_for_other_masks_in_every_run_and_up_to_64_ranks(method, draw, 
 
 
 def crossings(sent, gradients, per_node, degree):
-    """Arrivals of each row, per heads, at each other node; of a gradient, its departures from each
-    other node.
+    """Arrivals of each row, per heads, at each other node.
+
+    Of a gradient, its departures from each other node.
     """
     counts = Counter()
     for transfer in sent:
@@ -135,8 +136,9 @@ def test_a_boundary_ignored_and_a_window_off_by_one_are_seen(method):
 
 
 def test_a_gradient_returns_to_its_owner_before_it_goes_on():
-    """An owner in a team that holds its rows again amid the rounds keeps its own part, and the
-    parts that came.
+    """An owner in a team that holds its rows again amid the rounds keeps its own part.
+
+    It keeps the parts that came, too.
     """
     plan = make_plan(
         "wallfacer", seq_len=79, size=12, team_size=2, documents=(0, 34, 79), layout="zigzag"

@@ -76,8 +76,9 @@ def sets(plan):
 
 
 def found(plan, reach, visible_pairs):
-    """Return which rows of each set each set sees, bool [sets, all rows of the sets]: computed, and
-    by brute force.
+    """Return which rows of each set each set sees, bool [sets, all rows of the sets].
+
+    They are computed, and by brute force.
     """
     pieces, positions = zip(*sets(plan), strict=True)
     begin = np.cumsum([0, *map(len, positions)])

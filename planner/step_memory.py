@@ -71,7 +71,7 @@ class _Stage(NamedTuple):
     outside: float
     """Parameters outside the layers: the first stage has the embeddings, the last the output."""
     output: float
-    """Those of the output projection."""
+    """Parameters of the output projection."""
 
     @property
     def total(self) -> float:

@@ -120,7 +120,10 @@ def test_a_killed_run_goes_on_to_the_bit(flags, tmp_path):
         ("--pack-documents --sft --reset-position-ids", "pack_documents is set with sft"),
         ("--blend-by-length 9:0.5 --sft --reset-position-ids", "blend_by_length is set with sft"),
         ("--pack-documents --eod-mask-loss", "eod_mask_loss is set with pack_documents"),
-        ("--pack-documents --mock-data", "mock_data draws tokens, with which .*pack_documents"),
+        (
+            "--pack-documents --mock-data",
+            "mock_data draws tokens and cannot be combined with .*pack_documents",
+        ),
     ],
 )
 def test_what_packing_does_not_go_with(more, message):

@@ -95,7 +95,7 @@ def test_contestants_sit_where_they_should_and_end_and_a_failing_rank_is_told():
         check_same("striped", contestants.fingerprint("striped"), truth, "float32")
         assert len(contestants.step("striped")) == 2
         assert len(contestants.step(ONE_PROCESS)) == 1
-        processes = [rank.process for rank in (*contestants._ranks, contestants._one)]
+        processes = [rank.process for rank in (*contestants._ranks, contestants._single)]
         files = [Path(f"/proc/{process.pid}/status") for process in processes]
         if all(path.exists() for path in files):
             allowed = [path.read_text().split("Cpus_allowed_list:")[1].split()[0] for path in files]

@@ -122,7 +122,7 @@ def stage_without_norm():
         return {
             name: p
             for name, p in parameters(self).items()
-            if 0 in self.own or name == "norm.weight"
+            if 0 in self.stage_numbers or name == "norm.weight"
         }
 
     PipelineRunner.parameters = some

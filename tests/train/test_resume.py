@@ -92,8 +92,7 @@ def test_a_schedule_that_is_changed_by_name_is_taken_and_the_flag_keeps_the_old_
             in note
         )
     assert (
-        "goes on with this configuration's; --use-checkpoint-opt-param-scheduler keeps the "
-        "checkpoint's"
+        "this configuration's is taken; --use-checkpoint-opt-param-scheduler keeps the checkpoint's"
     ) in note
     goes_on, note = continued(
         config(240, **change, use_checkpoint_opt_param_scheduler=True), PATH, saved(config(120)), 60
@@ -108,7 +107,7 @@ def test_a_schedule_that_comes_to_0_before_the_end_is_not_gone_on_with_unless_as
     goes_on, note = continued(now, PATH, extra, iteration)
     assert goes_on == now
     assert all(rate(goes_on, n) > 0 for n in range(iteration + 1, 240))
-    assert "(lr_decay_iters was 120 and is 240): it goes on with this configuration's" in note
+    assert "(lr_decay_iters was 120 and is 240): this configuration's is taken" in note
     resumed_config = config(240, min_lr=0.0, use_checkpoint_opt_param_scheduler=True)
     assert rate(continued(resumed_config, PATH, extra, iteration)[0], 121) == 0
 
@@ -142,7 +141,7 @@ def test_a_schedule_that_is_overridden_or_not_kept_is_this_configurations():
     now = config(240, override_opt_param_scheduler=True)
     goes_on, note = continued(now, PATH, saved(config(120)), 120)
     assert goes_on == now
-    assert "goes on with this configuration's" in note
+    assert "this configuration's is taken" in note
     # Once taken it is the run's own.
     assert continued(config(240), PATH, saved(now), 130) == (config(240), "")
     early = {"sample_order": config().named(Config.SAMPLE_ORDER), "trained_for": {}}

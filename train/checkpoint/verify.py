@@ -27,11 +27,11 @@ class View(NamedTuple):
 
     host: str
     inode: int
-    """Of the folder: ranks with the same host and inode read the same files."""
+    """Inode of the folder: ranks with the same host and inode read the same files."""
     problem: str
     """The fault of the manifest; empty if it is intact."""
     digest: str
-    """Of the manifest."""
+    """Digest of the manifest."""
     files: set[str]
 
 

@@ -140,8 +140,8 @@ def test_preparing_again_keeps_or_refuses(tmp_path, folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: (d / "d.idx").unlink(), "is not the whole"),
-        (lambda d: (d / "d.json").unlink(), "is not the whole"),
+        (lambda d: (d / "d.idx").unlink(), "other files of the same data are missing"),
+        (lambda d: (d / "d.json").unlink(), "other files of the same data are missing"),
         (lambda d: (d / "d.json").write_text("{}"), "not a record"),
         (lambda d: (d / "d.bin").write_bytes(b"short"), r"d\.bin has 5 bytes"),
         (lambda d: (d / "d.model").write_bytes(b"garbage"), "no sentencepiece model"),

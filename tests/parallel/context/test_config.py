@@ -106,7 +106,7 @@ def test_layouts_for_causal_masks_run_under_full_attention_only_where_forced(met
 
 
 def test_nodes_are_as_launched_unless_said_otherwise():
-    with pytest.raises(ContextError, match="rings of 3"):
+    with pytest.raises(ContextError, match="nodes of 3"):
         check(8, launched=3, method="double_ring")
     assert ContextConfig(context_parallel_ranks_per_node=4).plan_arguments(3)["ranks_per_node"] == 4
     assert ContextConfig().plan_arguments(3)["ranks_per_node"] == 3

@@ -30,7 +30,7 @@ def test_an_example_fills_its_length(tokenizer, chat, task, by_template):
         example = maker.make(number)
         assert example.ids == prompts.ids(example.question)
         assert len(example.ids) + example.new_tokens <= 9000
-        more = TASKS[task].make(maker._of(number), example.size + 1)
+        more = TASKS[task].make(maker._case_of(number), example.size + 1)
         assert len(prompts.ids(more)) + example.new_tokens > 9000
         text = tokenizer.detokenize(example.ids)
         assert text.endswith(example.question.text + example.question.prefix) or by_template

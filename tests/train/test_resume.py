@@ -55,9 +55,8 @@ def test_a_longer_or_shorter_run_stays_on_the_schedule_that_it_began_with():
     assert note == (
         "note: lr at iteration 121 is 2.000000E-04 by the checkpoint's schedule (2.000000E-04 "
         "after iteration 120) "
-        "and 1.149148E-03 by this configuration's (lr_decay_iters was 120 and is 240): it goes "
-        "on with the "
-        "checkpoint's; --override-opt-param-scheduler takes the other"
+        "and 1.149148E-03 by this configuration's (lr_decay_iters was 120 and is 240): the "
+        "checkpoint's is kept; --override-opt-param-scheduler takes the other"
     )
     # Stopped and begun again by the same command, and longer still: the first schedule stays.
     for length in (240, 360):

@@ -61,7 +61,7 @@ LAUNCHERS = {
 
 
 def gpu_of(patch, environment, node, gpus, device="auto"):
-    """Join as one process of a launch; return its host and GPU, as ``_check_apart`` compares them,
+    """Join as one process of a launch; return its host and GPU, as ``_check_distinct`` compares them,
     or None.
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")

@@ -155,7 +155,7 @@ class Mask:
 
     @property
     def reach(self) -> Reach:
-        """How far a query sees behind and ahead of itself."""
+        """The distances that a query sees behind and ahead of itself."""
         left, right = self.window or (-1, -1)
         behind = None if left < 0 else left
         if self.causal:

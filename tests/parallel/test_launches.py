@@ -61,9 +61,7 @@ LAUNCHERS = {
 
 
 def gpu_of(patch, environment, node, gpus, device="auto"):
-    """Join as one process of a launch; return its host and GPU, as ``_check_distinct`` compares them,
-    or None.
-    """
+    """Join as one process of a launch; return the host and GPU that are compared, or None."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     visible = [int(x) for x in listed.split(",")] if listed else [*range(gpus)]
     devices, reported = list[torch.device](), list[tuple[str, str]]()

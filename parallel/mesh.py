@@ -68,7 +68,7 @@ def idle_gpus(config: "MeshConfig") -> str:
         return ""
     return (
         f"WARNING: device is auto and takes the CPU, though {socket.gethostname()} has GPUs: torch "
-        f"{torch.__version__} finds none; --device cuda says why, --device cpu is meant so"
+        f"{torch.__version__} finds none; --device cuda shows why, --device cpu silences this"
     )
 
 

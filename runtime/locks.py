@@ -241,7 +241,7 @@ def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> 
         return None
     if patience:
         print(
-            f"note: {path} is of {first.holder}; watching for {patience:g} s whether that is alive",
+            f"note: {path} belongs to {first.holder}; watching for {patience:g} s if it is alive",
             file=sys.stderr,
         )
     deadline = time.monotonic() + patience

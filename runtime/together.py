@@ -41,7 +41,7 @@ TIMED_OUT = re.compile(
     re.I,
 )
 POLL_SECONDS = 0.05
-"""Time between two looks at the store. Looks are counted, not the clock: load slows all ranks."""
+"""Time between polls of the store. Deadlines count polls, not time, as load slows all ranks."""
 MAX_SLOWDOWN = 10
 """Factor by which load may slow down an exchange through the store."""
 GRACE_SECONDS = 1.5

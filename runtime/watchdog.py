@@ -220,8 +220,9 @@ class Watchdog:
         )
         print(message, file=sys.stderr, flush=True)
 
-        # A silent store hangs with its node, which overrules that only if it misses ranks: once
-        # woken it hears all.
+        # If the store is silent, its holder's node, rank 0's, is the suspect. Should rank 0 wake up
+        # later, it finds all answers in the store: mode x keeps its empty list from replacing this
+        # one. Only a report that misses ranks does.
         suspects = lost
         if not lost and not answers:
             suspects = [0]

@@ -12,9 +12,7 @@ from runtime.progress import counted
 COMMENTS = {
     "comment": "The run's folder, which squeue's %k shows.",
     "dependency": "Not before that job has ended without an error.",
-    "kill-on-invalid-dep": (
-        "If that job fails, this one is cancelled, in the place of waiting for ever."
-    ),
+    "kill-on-invalid-dep": "If that job fails, this one is cancelled instead of waiting forever.",
     "array": "A run for each word of --array; its flags stand below.",
     "LAUNCHER": "What srun starts: ranks, one per GPU, or a torchrun per node.",
     "CONTAINER": "The image that the ranks run in, by this runtime.",

@@ -178,11 +178,11 @@ class NeededRows:
         return buffer
 
     def _finish(self, index: int) -> None:
-        """Wait for old sends, and free their buffers.
+        """Wait for the sends that are due by round ``index``, and free their buffers.
 
-        They are keys that were due by round ``index``, and gradients of two rounds before it. The
-        rank that is in the earliest round waits for nothing that is not posted, so ranks cannot
-        wait in a circle.
+        Rows are due in the round that uses them, gradients also by the second round after their
+        own. The rank in the earliest round waits only for transfers that their receivers have
+        posted, so ranks cannot wait in a circle.
         """
         remaining = []
         for until, sent in self._sent:

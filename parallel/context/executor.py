@@ -250,9 +250,9 @@ class Executor:
             self._prefetched = None
         if handle != pending_handle:
             raise ContextError(
-                f"attend: an attention takes the prefetched k and v {handle}, and {pending_handle} "
-                "is pending; call the function that prefetch_kv returns once, before another "
-                "attention"
+                f"attend: this attention takes the prefetched k and v {handle}, and "
+                f"{pending_handle} is pending; call the function that prefetch_kv returned, once, "
+                "before any other attention"
             )
         return arrival
 

@@ -155,7 +155,7 @@ class Mask:
 
     @property
     def reach(self) -> Reach:
-        """Return how many tokens a query sees behind and ahead of itself; None for all."""
+        """The distances that a query sees behind and ahead of itself."""
         left, right = self.window or (-1, -1)
         behind = None if left < 0 else left
         if self.causal:

@@ -240,7 +240,7 @@ def _gradients(
         terms = [loss.detach()]
         for parameter, gradient in zip(parameters.values(), gradients, strict=True):
             terms.append(torch.zeros_like(parameter) if gradient is None else gradient)
-        del gradients
+        del gradients, gradient  # the sums below replace them
 
         # One at a time, for memory; not in place, since autograd may return one tensor twice.
         for i, x in enumerate(sums):

@@ -139,7 +139,8 @@ def _layer_type(module: nn.Module) -> str | None:
     layer = getattr(module, "layer_idx", None)
     if not layer_types or layer is None or layer >= len(layer_types):
         return None
-    return str(layer_types[layer])
+    layer_type: str | None = layer_types[layer]
+    return layer_type
 
 
 def attend_masked(

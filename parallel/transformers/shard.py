@@ -44,8 +44,8 @@ LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 OF_LAYERS = {
     "causal": "the layers are causal, or refused",
     "documents": "give them with each batch, to cp.batch",
-    "window": "each layer has its own, or none",
     "seq_len": "a batch has any length",
+    "window": "each layer has its own, or none",
 }
 """Options of ``context_parallel`` that are not options of ``shard``, and why."""
 

@@ -231,8 +231,8 @@ def parts(plan: Plan, rank: int, *, waits: bool = False) -> RankParts:
 
 
 LONGEST_CHAIN = 8
-"""Segments of a document up to which ``auto`` takes the chain, which sends the fewest bytes in the
-most rounds.
+"""Segments of the longest document for which ``auto`` takes the chain: it sends the fewest bytes,
+but in the most rounds.
 """
 
 

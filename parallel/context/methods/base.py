@@ -81,7 +81,7 @@ class Method:
     """
     splits_heads: bool = False
     states: Literal["", "neighbour", "gather"] = ""
-    """Transport of states: to the next rank or by an all-gather; empty for softmax attention."""
+    """Way of the states: to the next rank, or an all-gather; empty for softmax attention."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)

@@ -64,7 +64,7 @@ class ArcLayout:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Return the largest numbers of tokens that a token sees before and after itself."""
+        """The most tokens that a token sees before itself, and behind itself."""
         left, right = self.window or (-1, 0 if self.causal else -1)
         return (self.real if left < 0 else left, self.real if right < 0 else right)
 

@@ -22,7 +22,7 @@ from train.config import flags
 from train.config import language as config
 from train.config.entries import Config, DiTRunConfig
 from train.config.fields import fields_by_variant
-from train.config.flags import LONGEST_TOML
+from train.config.toml_files import LONGEST_TOML
 from train.run import claim_folder
 
 ENTRIES = {

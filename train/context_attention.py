@@ -255,10 +255,6 @@ def kernel_lines(config: CommonConfig) -> list[str]:
     kernels = []
     warning = None
 
-    linear_kernel = ""
-    if model.linear_attention:
-        # Selected for a delta rule too: it refuses a backend that this device or dtype lacks.
-        linear_kernel = select_linear_backend(backend, device, dtype)
     if config.delta:
         kernel = select_delta_backend(
             "reference" if backend == "reference" else "auto",
@@ -269,7 +265,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
         )
         kernels.append(f"{kernel} (delta rule)")
     elif model.linear_attention:
-        kernels.append(f"{linear_kernel} (linear attention)")
+        kernels.append(f"{select_linear_backend(backend, device, dtype)} (linear attention)")
 
     if not model.linear_attention or model.own_softmax_layout:
         # A hybrid's backend is the one of its linear attention.

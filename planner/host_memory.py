@@ -1,4 +1,9 @@
-"""Host memory of a training step: offloaded activations and the optimizer's moments."""
+"""Host memory of a training step: offloaded activations and the optimizer's moments.
+
+The operating system kills a process that exceeds the host memory, without a message from torch, so
+that it has to be counted as carefully as a GPU's. torch pins powers of two only, which may double a
+tensor; so tensors are cut from slabs (parallel/offload.py), and the slabs are counted.
+"""
 
 from functools import lru_cache
 from math import ceil

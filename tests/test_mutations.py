@@ -257,7 +257,7 @@ def test_a_manifest_with_a_wrong_extra(run):
         rewrite_manifest(run / "iter_0000002", extra=extra)
         iteration, (line,) = ended(lambda: resumed(run))
         assert iteration is None, extra
-        assert "iter_0000002/manifest.json has no valid progress" in line
+        assert "iter_0000002/manifest.json has no valid state of its run" in line
         assert "load another" in line
 
 

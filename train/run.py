@@ -245,13 +245,15 @@ def _check_no_other_run(config: CommonConfig, folder: Path) -> None:
         and os.path.realpath(checkpoint.load) == os.path.realpath(folder)
         and not checkpoint.finetune
     )
-    if not resumes:
-        if iterations or ((folder / METRICS).exists() and not _is_same_run(config, folder)):
-            raise ConfigError(_refusal(folder, iterations, checkpoint.finetune))
-        return
+    holds_run = bool(iterations)
+    if not iterations and (folder / METRICS).exists():
+        # Also of a resumed run: a config.toml that cannot be read is refused, not overwritten.
+        holds_run = not _is_same_run(config, folder)
+    if holds_run and not resumes:
+        raise ConfigError(_refusal(folder, iterations, checkpoint.finetune))
 
     step = checkpoint.ckpt_step
-    if step is not None and iterations and iterations[0] > step:
+    if resumes and step is not None and iterations and iterations[0] > step:
         raise ConfigError(
             f"ckpt_step is {step} and {folder} holds a checkpoint of iteration {iterations[0]}, "
             "which going on from there would meet; choose another --save"

@@ -133,8 +133,7 @@ def schedule_of(config: ScheduleConfig, train_iters: int) -> Schedule:
 
     If lr_decay_iters is not set, a run too short for its warm-up takes a tenth of its iterations
     instead, and caps lr_wsd_decay_iters at the rest: a short trial runs with the configuration of
-    a long run.
-    The default of lr_wsd_decay_iters never reaches into the warm-up.
+    a long run. The default of lr_wsd_decay_iters never reaches into the warm-up.
     """
     end = config.lr_decay_iters or train_iters
     warmup = config.lr_warmup_iters

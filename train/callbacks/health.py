@@ -48,9 +48,10 @@ def read_failures(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
+    lines = read_regular(path).split("\n")[:-1]  # its errors name the path and the fix themselves
     failures = []
     try:
-        for line in read_regular(path).split("\n")[:-1]:
+        for line in lines:
             failure = json.loads(line)
             has_counts = is_count(failure["iteration"]) and is_count(failure["checkpoint"])
             if not has_counts or type(failure["why"]) is not str:

@@ -51,8 +51,8 @@ class CheckpointConfig:
     async_save: bool = False
     """Write checkpoints in the background: training only waits for a copy in memory."""
     keep_last: int | None = None
-    """Keep this many of the newest whole checkpoints and remove older ones; by default all are
-    kept, or with --keep-every one."""
+    """Keep this many of the newest whole checkpoints and remove older ones; by default keep all, or
+    only the newest if --keep-every is given."""
     keep_every: int | None = None
     """Keep every checkpoint whose iteration is a multiple of this number."""
     non_persistent_save_interval: int | None = None
@@ -223,7 +223,7 @@ def load_model(
 
     Args:
         section: section of the checkpoint to read; an EMA of the weights has its own.
-        fresh: returns if a weight of this name may stay as it is if the checkpoint lacks it.
+        fresh: returns True for a weight that keeps its value if the checkpoint lacks it.
 
     Raises CheckpointError as ``load_checkpoint`` does.
     """

@@ -157,7 +157,7 @@ def sections_of(root: Any, variant: str | None = None) -> dict[str, type]:
 
     variants = variants_of(root)
     if not variants.classes:
-        return hints_of(root)
+        return dict(hints_of(root))  # not the cached table itself
     return hints_of(root) | {variants.section: variants.classes[variant or variants.default]}
 
 

@@ -203,6 +203,6 @@ def corpus_entropy(data: DataConfig) -> dict[str, float]:
     if data.mock_data:
         return {}
     prefixes, _ = blend(data.data_path)
-    if len(prefixes) > 1 or data.sft:
+    if len(prefixes) != 1 or data.sft:
         return {}
     return {"unigram_entropy": entropy(token_counts(prefixes[0]))}

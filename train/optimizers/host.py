@@ -1,13 +1,13 @@
 """AdamW with its moments in host memory.
 
 The moments come to the device one piece at a time, while the piece before is updated. Two streams
-carry the copies, one to the device ("in") and one out of it. The host waits for nothing; the events
+carry the copies: "back" to the device, and "out" of it. The host waits for nothing; the events
 below order the streams:
 
-* in waits for the computation before the step, whose memory it may write to;
-* the computation waits for in before it updates a piece;
+* back waits for the computation before the step, whose memory it may write to;
+* the computation waits for back before it updates a piece;
 * out waits for the computation, which has written the updated moments;
-* in waits for out before it reuses the buffers of the piece before the last;
+* back waits for out before it reuses the buffers of the piece before the last;
 * the computation waits for out after the last pieces, so that all moments are in host memory for
   whatever follows the step.
 """

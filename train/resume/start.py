@@ -241,7 +241,7 @@ def progress_of(path: Path, extra: dict[str, Any]) -> RunProgress:
     problem = _problem_of(extra, int(path.name.removeprefix("iter_")))
     if problem:
         raise CheckpointError(
-            f"{path / MANIFEST} has no valid progress ({problem}); load another checkpoint"
+            f"{path / MANIFEST} has no valid state of its run ({problem}); load another checkpoint"
         )
     return RunProgress(**extra["progress"])
 

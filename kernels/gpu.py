@@ -72,9 +72,8 @@ def family_of(name: str) -> Family:
     words = re.split(r"[^A-Z0-9]+", name.upper())
     if "H20" in words:
         return "h20"
-    for word in words:
-        if re.fullmatch(r"H[128]00", word):
-            return "hopper"
-        if re.fullmatch(r"G?B[23]00", word):
-            return "blackwell"
+    if any(re.fullmatch(r"H[128]00", word) for word in words):
+        return "hopper"
+    if any(re.fullmatch(r"G?B[23]00", word) for word in words):
+        return "blackwell"
     return ""

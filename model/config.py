@@ -30,12 +30,12 @@ class Footprint(NamedTuple):
     """Activation sizes of a family, for the planner's memory model."""
 
     fused_residual: float
-    """``planner.step_memory.StepShape.residual`` if norms are kernels: widths of the residual
+    """``planner.step_shape.StepShape.residual`` if norms are kernels: widths of the residual
     stream that a layer saves for the backward, such as inputs and outputs of both norms."""
     gated: bool
     """True if the feed-forward has a gate."""
     first_layer: float = 0.0
-    """``planner.step_memory.StepShape.first_layer``: widths that the first layer saves beyond the
+    """``planner.step_shape.StepShape.first_layer``: widths that the first layer saves beyond the
     others'."""
     output_gate: float = 0.0
     """Widths of the queries that the gate of attention's output saves; layers with a delta rule are

@@ -173,8 +173,8 @@ def _gradients(
 
     # Through the triangular system, whose right side is beta (V - K_in S).
     dsolved = terms.inverse.transpose(-1, -2) @ dchanges  # [N, R, C, E]
-    residual = terms.v.flatten(1, 2) - terms.k_in @ states
-    dbeta = (dsolved * residual).sum(-1, keepdim=True).unflatten(1, groups)
+    dbeta = dsolved * (terms.v.flatten(1, 2) - terms.k_in @ states)
+    dbeta = dbeta.sum(-1, keepdim=True).unflatten(1, groups)
     dsystem = -(dsolved @ changes_t).tril_(-1).unflatten(1, groups)  # [N, G, n, C, C]
     dbeta += (dsystem * terms.kk).sum(-1, keepdim=True)
     dqk = (dout @ changes_t).tril_().unflatten(1, groups)
@@ -197,6 +197,7 @@ def _gradients(
     from_start = _per_gate(dq_in * terms.q + dk_in * terms.k, terms)
     to_end = _per_gate(dk_out * terms.k, terms)
     dg += sums_from(from_start) + sums_before(to_end)
+    del from_start, to_end  # with gates per channel as large as all keys
     whole_chunk = (terms.chunk_decay * states * dstates_after).sum(-1)  # [N, R, D]
     whole_chunk = whole_chunk[..., None, :].unflatten(1, groups)  # [N, G, n, 1, D]
     dg = dg + _per_gate(whole_chunk, terms)

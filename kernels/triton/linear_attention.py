@@ -173,8 +173,9 @@ def scan_kernel(
         b_state += dot(tl.trans(weighted_k), b_v, PRECISION, WIDEN)
 
     if not (EACH and OUTPUT):
+        stored = inside & leaves
         finals = final + state_index * D * E + d[:, None] * E + e[None, :]
-        tl.store(finals, b_state, mask=inside & leaves)
+        tl.store(finals, b_state, mask=stored)
 
 
 @triton.jit(do_not_specialize=["carried"])

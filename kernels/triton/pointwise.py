@@ -89,8 +89,9 @@ def gate_kernel(gate, up, out, count, A: tl.constexpr, B: tl.constexpr, N: tl.co
     i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     g = tl.load(gate + i, mask=i < count).to(tl.float32)
     u = tl.load(up + i, mask=i < count).to(tl.float32)
+    outputs = out + i
     result = g * tl.sigmoid(g * (A + B * g * g)) * u
-    tl.store(out + i, result.to(out.dtype.element_ty), mask=i < count)
+    tl.store(outputs, result.to(out.dtype.element_ty), mask=i < count)
 
 
 @triton.jit

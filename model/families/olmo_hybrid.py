@@ -71,8 +71,8 @@ def _sizes_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     hidden_size = settings["hidden_size"]
     key_heads = entry(hf, "linear_num_key_heads", int, None) or heads
     value_heads = entry(hf, "linear_num_value_heads", int, None) or heads
-    default_dim = int(0.75 * hidden_size / max(key_heads, 1))
-    key_dim = entry(hf, "linear_key_head_dim", int, None) or default_dim
+    key_dim = entry(hf, "linear_key_head_dim", int, None)
+    key_dim = key_dim or int(0.75 * hidden_size / max(key_heads, 1))
     value_dim = entry(hf, "linear_value_head_dim", int, None) or 2 * key_dim
     return {
         "linear_num_key_heads": key_heads,

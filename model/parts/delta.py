@@ -43,7 +43,7 @@ class DeltaAttend(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any = None
     ) -> Tensor:
-        """Return ``kernels.delta.rule.delta_rule`` of the whole sequence: [B, T, H, E].
+        """Return ``kernels.ops.delta_rule`` of the whole sequence: [B, T, H, E].
 
         ``mask`` as in Attend.
         """

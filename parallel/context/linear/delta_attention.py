@@ -41,7 +41,7 @@ class DeltaAttention:
         ``with_state`` also returns the final state.
 
         Args:
-            q, k, v, g, beta: as for ``kernels.delta.rule.delta_rule``, with T_local tokens.
+            q, k, v, g, beta: as for ``kernels.ops.delta_rule``, with T_local tokens.
             mask: the plan of these sequences, another ``handle``; by default the one bound.
 
         Returns:

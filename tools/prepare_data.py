@@ -316,6 +316,13 @@ def _check(args: argparse.Namespace) -> int:
 
     # Before the tokenizer: a prefix that was never written lacks that too.
     indexed = open_indexed(args.check)
+    if indexed.holds_conversations:
+        lengths = indexed.lengths
+        kind = "conversation"
+    else:
+        lengths = indexed.document_lengths
+        kind = "document"
+
     file = args.tokenizer_model
     if not file:
         trained = Path(f"{args.check}{TOKENIZER}/tokenizer.json")
@@ -326,11 +333,7 @@ def _check(args: argparse.Namespace) -> int:
     print(check_prefix(args.check, tokenizer))
     if args.inspect:
         texts = shown(args.check, tokenizer, args.inspect, args.whole, sys.stdout.isatty())
-        if indexed.holds_conversations:
-            shares_text = share_lines(indexed.lengths, "conversation")
-        else:
-            shares_text = share_lines(indexed.document_lengths, "document")
-        for line in chain(texts, shares_text):
+        for line in chain(texts, share_lines(lengths, kind)):
             print(line)
 
     return 0

@@ -1,8 +1,8 @@
 """Turn text or conversations into training data: a tokenizer and Megatron's .bin/.idx.
 
 Without flags it takes the Python sources of this machine's standard library, so that a first run
-needs no download. What it wrote before with the same flags is kept, unless an input file has
-changed since: then it asks.
+needs no download. Data that it wrote before with the same flags is kept; if an input file has
+changed since, it stops and asks for --overwrite.
 
     python -m tools.prepare_data                      # runs/data/stdlib.bin, .idx, .model and .json
     python -m tools.prepare_data --input books/ --suffix .txt --output-prefix runs/data/books \\

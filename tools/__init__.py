@@ -1,1 +1,1 @@
-"""Programs beside training: prepare, sample, plan, plot, vendor."""
+"""Programs besides training: prepare, sample, plan, plot, vendor."""

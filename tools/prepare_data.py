@@ -1,8 +1,8 @@
 """Turn text or conversations into training data: a tokenizer and Megatron's .bin/.idx.
 
 Without flags it takes the Python sources of this machine's standard library, so that a first run
-needs no download. What it wrote before with the same flags is kept, unless an input file has
-changed since: then it asks.
+needs no download. Data that it wrote before with the same flags is kept; if an input file has
+changed since, it stops and asks for --overwrite.
 
     python -m tools.prepare_data                      # runs/data/stdlib.bin, .idx, .model and .json
     python -m tools.prepare_data --input books/ --suffix .txt --output-prefix runs/data/books \\
@@ -316,6 +316,13 @@ def _check(args: argparse.Namespace) -> int:
 
     # Before the tokenizer: a prefix that was never written lacks that too.
     indexed = open_indexed(args.check)
+    if indexed.holds_conversations:
+        lengths = indexed.lengths
+        kind = "conversation"
+    else:
+        lengths = indexed.document_lengths
+        kind = "document"
+
     file = args.tokenizer_model
     if not file:
         trained = Path(f"{args.check}{TOKENIZER}/tokenizer.json")
@@ -326,11 +333,7 @@ def _check(args: argparse.Namespace) -> int:
     print(check_prefix(args.check, tokenizer))
     if args.inspect:
         texts = shown(args.check, tokenizer, args.inspect, args.whole, sys.stdout.isatty())
-        if indexed.holds_conversations:
-            shares_text = share_lines(indexed.lengths, "conversation")
-        else:
-            shares_text = share_lines(indexed.document_lengths, "document")
-        for line in chain(texts, shares_text):
+        for line in chain(texts, share_lines(lengths, kind)):
             print(line)
 
     return 0

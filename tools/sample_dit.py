@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 4 -m tools.sample_dit --load runs/dit_tiny \\
         --guidance 2 --steps 100
 
-Started by torchrun, the processes form the run's mesh where their number allows it, else data
+Started by torchrun, the processes form the run's mesh if their number allows it, else data
 parallelism alone: every data-parallel rank draws other samples, context and tensor parallel ranks
-share each. The pictures are the same.
+share each. The pictures are the same on any mesh.
 """
 
 import argparse

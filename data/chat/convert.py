@@ -167,8 +167,8 @@ def _pieces(ids: np.ndarray, learned: np.ndarray, chat: Chat) -> list[Piece]:
         pieces.append((ids[start : start + size], mask))
     if not any(mask.any() for _, mask in pieces):
         raise DataError(
-            "no token that is left of it carries loss; leave it out, or cut it another way: "
-            "--too-long"
+            "no token that is left after cutting carries loss; leave it out, or cut it another "
+            "way: --too-long"
         )
     return pieces
 

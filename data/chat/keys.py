@@ -121,7 +121,7 @@ def is_unread(where: str, key: str, value: Any) -> bool:
     refuse_pictures(where, key, value)
     if key in _PREFERENCES or (key == "label" and isinstance(value, bool)):
         raise DataError(
-            f"{where} has {key}, which is of preferences, and training here is on one answer; "
+            f"{where} has {key}, a key of preference data, and training here is on one answer; "
             'write the preferred one as a turn of "messages" and leave the rest out'
         )
     if key in _CONTENT:

@@ -2,13 +2,12 @@
 
 A turn is the text that the conversation through it adds to the conversation before it with the
 generation prompt, if both are prefixes of the whole. Writing every prefix of a conversation of n
-turns takes time proportional to n squared, which conversations of hundreds of tool calls feel.
+turns takes time proportional to n squared, too slow for conversations of hundreds of tool calls.
 
 So only the first turns of a long conversation and a few dozen others are compared with prefixes.
-Every turn, of all, is also written as the last one of a short window of the turns around it, and
-the text that it adds there must stand at the expected place of the whole text. A conversation for
-which any of this fails is compared with every prefix, so the result never rests on the windows
-alone.
+Each later answer is also rendered as the last turn of a short window of turns, and the text that it
+adds there must be found at the expected position of the whole text. If any of these checks fails,
+the conversation is compared with every prefix, so the result never rests on the windows alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +57,7 @@ def spans_by_prefixes(
 
 
 def _compared(render: Render, turns: Sequence[Turn], number: int, text: str) -> Bounds | None:
-    """Return a turn's bounds by the prefixes before and through it, None if they are none."""
+    """Return a turn's bounds by the prefixes before and through it, None if one is no prefix."""
     text_before = render(turns[:number], True)
     text_through = render(turns[: number + 1], False)
     if not text.startswith(text_through) or not text_through.startswith(text_before):

@@ -287,7 +287,7 @@ def _control_tokens(template: ChatTemplate, tokenizer: HuggingFaceTokenizer) -> 
 
 
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
-    """Read a template: NAMED, of a file, or the one beside the tokenizer.
+    """Read a template: one of NAMED, a file, or the one beside the tokenizer.
 
     Beside it are chat_template.jinja and tokenizer_config.json. Raises DataError: there is none, or
     it is no template; a name whose special tokens the tokenizer lacks.

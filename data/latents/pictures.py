@@ -145,7 +145,7 @@ def _one_deep_channel(image: "Image") -> np.ndarray:
         if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
             raise ValueError(
                 f"its values are floats from {values.min():g} to {values.max():g}, and white is "
-                "not known but for floats from 0 to 1; convert it to 8 or 16 bits"
+                "not known for floats outside of 0 to 1; convert it to 8 or 16 bits"
             )
         shares = values
     elif image.format in _DEEP_FORMATS and not (image.format == "TIFF" and image.mode == "I"):

@@ -44,7 +44,10 @@ def write_latents(
         for latents, labels in _regrouped(batches, samples_per_shard):
             shape = shape or latents.shape[1:]
             if latents.shape[1:] != shape:
-                raise DataError(f"sample {samples} on is {latents.shape[1:]}, those before {shape}")
+                raise DataError(
+                    f"samples from {samples} on have the shape {latents.shape[1:]}, and those "
+                    f"before {shape}; write latents of one shape"
+                )
             latents = _cast(latents, dtype, first=samples)
             with _writable(folder):
                 names = _write_shard(drafts_of, folder, len(shards), latents, labels, kind)

@@ -123,9 +123,9 @@ class Indexed:
 def prepared_record(prefix: str) -> dict[str, Any]:
     """Return the facts that tools/prepare_data.py recorded beside a pair; {} without its record."""
     record = Path(f"{prefix}.json")
-    if not record.is_file():
-        return {}
     try:
+        if not record.is_file():
+            return {}
         return dict(json.loads(record.read_text(encoding="utf-8"))["prepared"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}

@@ -346,7 +346,7 @@ def _finish(
 
 
 def _counts_after(counts: Counter[str], start: str) -> dict[str, int]:
-    """Return the counts whose names start like this, by the rest of the name, largest first."""
+    """Return the counts of names with a prefix, by the rest of the name, largest first."""
     matches = []
     for name, count in counts.items():
         if name.startswith(start):

@@ -1,6 +1,6 @@
 """Split one pair of token files into endless datasets, by Megatron's GPTDataset or by packing.
 
-Two things of GPTDataset are replaced. Its index covers all epochs of a run; here each epoch has an
+Two things of GPTDataset are replaced. Its index covers all epochs of a run; here each epoch has a
 separate index, so that sample n does not depend on the length of a run. And it names its caches by
 path and settings alone: a corpus rewritten at the same path would be cut by the old indices, and a
 cache half-written by a killed run would pass for whole. Here a cache is a folder named by a digest

@@ -41,7 +41,7 @@ class Tokens:
 
 
 def joined(tokenizer: Tokenizer, documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return `ids` and `lengths`, as in `Tokens`, of documents, int64 each.
+    """Concatenate documents, int64 each; return the `ids` and `lengths` of `Tokens`.
 
     Raises DataError: an id outside of the tokenizer's vocabulary, which the file's dtype would
     silently wrap.

@@ -134,7 +134,7 @@ def control_tokens(
     words: Mapping[str, int],
     ends: Iterable[int],
 ) -> frozenset[str]:
-    """Return the texts of added tokens that no text may become.
+    """Return the texts of added tokens that no document may be tokenized to.
 
     A pad token (or another name) that is only an ordinary word of the vocabulary, such as "!", is
     not among them.

@@ -256,7 +256,7 @@ def _settings(
     class_name: str | None,
     special: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the settings that a digest beside prepared data is made of.
+    """Return the settings whose digest is recorded with prepared data.
 
     Order and keys are part of the digest: data prepared earlier would be refused after a change.
     """

@@ -42,7 +42,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._mark = mark if all(self._model.is_byte(token) for token in mark) else None
 
     def _set_added(self, config: dict[str, Any]) -> None:
-        """Set the tokens around a text by a tokenizer_config.json: the model does not say."""
+        """Set the tokens around a text from tokenizer_config.json; the model file has none."""
         if config.get("add_bos_token") and self.bos is not None:
             self.before = (self.bos,)
         if config.get("add_eos_token"):

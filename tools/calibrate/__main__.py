@@ -7,13 +7,13 @@ python -m tools.plan --config configs/models/llama_tiny.toml --cluster laptop.to
     --context-parallel-size 4 --vocab-size 8192
 python -m tools.calibrate --ceilings  # copies and matrix products on all cores; no file
 
-Links inside nodes need two processes on each, links between nodes two nodes. What was not measured,
-and is not taken from --links, stands in the file as a comment, and the planner names it. On a CPU
-every process has one thread.
+Links inside nodes need two processes on each, links between nodes two nodes. A figure that was not
+measured, and is not taken from --links, is a comment in the file, and the planner names it. On a
+CPU every process has one thread.
 
-All ranks measure at once, since those of a node may share cores, memory and adapters; of what each
-finds the median counts. What is short counts by its mean: ranks that share a core wait for it now
-and then, for longer than that.
+All ranks measure at once, since those of a node may share cores, memory and adapters; the median
+over ranks counts. Short work counts by its mean: ranks that share a core wait for it now and then,
+and longer than the work itself takes.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Meshes and their settings in a line of words, such as "llama cp=4 zigzag zero3".
 
-A word is the name of a method, a sharding strategy, a pipeline's schedule or what is recomputed, or
-NAME=VALUE for a field of ``Case``. Flags may follow, from the first that begins with "--".
+A word is the name of a method, a sharding strategy, a pipeline schedule or a recompute granularity,
+or NAME=VALUE for a field of ``Case``. Flags may follow, from the first that begins with "--".
 """
 
 from dataclasses import dataclass, field, fields
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def flags(self) -> list[str]:
-        """Return the command line: the mesh, the method if ranks share sequences, non-defaults."""
+        """Return the flags: the mesh, the method if cp > 1, and all that is not the default."""
         flags = []
         if self.joined:
             flags.append("--pack-samples")

@@ -249,7 +249,7 @@ def _check_tokenizer(path: str, checkpoint: Path, extra: "Mapping[str, Any]", to
 
 
 def mesh_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the mesh of ``add_mesh``'s arguments; context parallelism takes the processes left."""
+    """Return the mesh of ``add_mesh``'s arguments; cp takes the remaining processes."""
     from runtime.processes import launched_world_size
 
     tp = args.tensor_model_parallel_size

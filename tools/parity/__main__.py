@@ -8,12 +8,12 @@ python -m tools.parity llama3_8b --pipeline-model-parallel-size 2 --global-batch
 
 RUN is the name of a model of configs/models, a configuration's file, or a run's folder, and
 --config may name it as in training; flags override it. The run gets the fewest layers of every
-kind, narrow heads, a short sequence and at most 8 processes, where what was above 1 is 2 or more.
-It takes two steps on a few samples of its own data (made-up ones where there are none yet) in
-float32 on the CPU, and so does one process with plain attention. Compared are, in the order of a
-step, initial weights, the batch, what every module returns, the loss, every gradient, their norm,
-the second step and the validation. What differs first is named, with its size, and the status is 1.
-It takes from seconds to a few minutes.
+kind, narrow heads, a short sequence and at most 8 processes; a dimension of the mesh above 1 stays
+above 1 if there is room. It takes two steps on a few samples of its own data (made-up ones if there
+are none yet) in float32 on the CPU, and so does one process with plain attention. These are
+compared in the order of a step: initial weights, the batch, the output of every module, the loss,
+every gradient, their norm, the second step and the validation. The first difference is named, with
+its size, and the status is 1. It takes from seconds to a few minutes.
 """
 
 import sys

@@ -11,15 +11,16 @@
 
 An example fills its length, the tokens kept for the answer included, and depends on task, length,
 seed, number and tokenizer alone. make writes rows as the benchmark's own; with --messages they are
-conversations to train on, drawn from other hashes than what score asks, whatever the seeds. `model`
-and `repeat` are for a tiny model that learns to retrieve in minutes (make ruler, make finetune).
+conversations to train on, drawn from other hashes than score's questions, whatever the seeds.
+`model` and `repeat` are for a tiny model that learns to retrieve in minutes (make ruler, make
+finetune).
 
 line_retrieval is a record of named lines and a question for one, at each of --depths from the first
 line (0%) to the last (100%), always by the chat template; an answer counts if it is exact. Of its
 forms, `lines` asks for a value, `needle` hides one sentence among others that say nothing, and
-`repeat`, for --messages, is a record of names to say again, some with a value, which teaches a
-model from nothing to look back. The small vocabulary has 1,664 names and 64 values, for a model
-that `model` writes; the full one is for a real tokenizer.
+`repeat`, for --messages, is a record of names to repeat, some with a value, which teaches an
+untrained model to look back. The small vocabulary has 1,664 names and 64 values, for a model that
+`model` writes; the full one is for a real tokenizer.
 """
 
 import argparse

@@ -192,7 +192,7 @@ class LineMaker:
         return turns
 
     def _record_to_repeat(self, draw: str, lines: int) -> str:
-        """Return a record of names, every other one with a value."""
+        """Return a record of names, about half of them with a value."""
         record = ""
         for line, number in enumerate(distinct(draw, lines, _num_names(self._words), "key")):
             record += f"{self._key(number)}; "

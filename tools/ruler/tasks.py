@@ -1,4 +1,4 @@
-"""RULER's 13 tasks (Hsieh et al. 2024): questions of any size, each from a draw alone.
+"""RULER's 13 tasks (Hsieh et al. 2024): questions of any size, each a function of its draw.
 
 The prompts and the parameters are the benchmark's, word for word; a size counts sentences, lines or
 words of the haystack. If a task's own draws do not depend on the size, needles stay the same as the
@@ -91,7 +91,7 @@ class RulerTask:
     """One of the answers is enough (string_match_part); else each counts (string_match_all)."""
 
     def score(self, written: str, answers: Sequence[str]) -> float:
-        """Return the share of answers, 0 to 1, in a written text, in any case."""
+        """Return the share of answers, 0 to 1, that a text contains; case does not count."""
         matches = [answer.lower() in written.lower() for answer in answers]
         if self.any:
             return float(any(matches))

@@ -41,7 +41,7 @@ class WholeTensors:
         self._gradients: dict[int, list[Arrival]] = {}
 
     def visits(self) -> Iterator[Visit]:
-        """Yield each round that computes something, while the next round's tensors are in transit."""
+        """Yield each round that computes tiles, while the next round's tensors are in transit."""
         for index, step in enumerate(self._rounds):
             visiting = self._due.pop(index)()
 
@@ -113,7 +113,7 @@ class NeededRows:
         self._finish(len(self._rounds))
 
     def send_gradient(self, index: int, gradient: Tensors) -> None:
-        """Add the gradients that arrive for round ``index``; send the sums on or to their owners."""
+        """Add the gradients that arrive for round ``index``, and send the sums to the next rank."""
         for rows, arrival in self._returning.pop(index, []):
             _add(gradient, rows, arrival())
         self._post(self._rounds[index].gradients, gradient, index + 1, self._returning)
@@ -147,7 +147,7 @@ class NeededRows:
         Args:
             parcels: rows to send and receive.
             tensors: this rank's buffer of the current round.
-            next_round: transfers that are due later are not urgent, so they use the ``far`` process group.
+            next_round: transfers that are due later are not urgent: they use the ``far`` group.
             waiting: the table that the receives are added to.
         """
         all_parcels = parcels.sends + parcels.receives
@@ -216,5 +216,5 @@ def _add(sums: Tensors, rows: Rows, parts: Tensors) -> None:
 
 
 def _parts(rows: Rows, x: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield each interval of ``rows`` and its part of x, in which the intervals follow each other."""
+    """Yield each interval of ``rows`` with its part of x, which stores them back to back."""
     return zip(rows, x.split([end - first for first, end in rows], 1), strict=True)

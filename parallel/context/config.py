@@ -96,7 +96,7 @@ class ContextConfig:
         ranks_per_node: int | None,
         causal: bool = True,
     ) -> None:
-        """Check that ``size`` ranks with these heads support this configuration. Needs no processes.
+        """Check that ``size`` ranks with these heads support this. Needs no processes.
 
         Under full attention (not ``causal``) a method with a layout for causal masks must be
         forced.
@@ -133,7 +133,7 @@ class ContextConfig:
         plan.geometry.check_heads(heads, kv_heads)
 
     def _check_full_layout(self) -> None:
-        """Raise ContextError if the layout only balances a causal mask, unless the user forced it."""
+        """Raise ContextError if the layout only balances a causal mask, unless it was forced."""
         method = self.context_parallel_method
         layout = method_of(method).layout(causal=False)
         if layout not in ("contiguous", BALANCED) and self.context_parallel_layout == "auto":

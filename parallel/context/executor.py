@@ -251,7 +251,8 @@ class Executor:
         if handle != pending_handle:
             raise ContextError(
                 f"attend: this attention takes the prefetched k and v {handle}, but "
-                f"{pending_handle} is pending; call the function that prefetch_kv returns once, before another "
+                f"{pending_handle} is pending; call the function that prefetch_kv returns once, "
+                "before another "
                 "attention"
             )
         return arrival
@@ -259,7 +260,7 @@ class Executor:
     def _circulation(
         self, plan: Plan, moving: Tensors, moves: Moves, prefetched: Arrival | None
     ) -> WholeTensors | NeededRows:
-        """Start to circulate KV or queries, as whole tensors or as only the rows that are needed."""
+        """Start to circulate KV or queries, as whole tensors or only the needed rows."""
         if plan.sparse:
             return NeededRows(self.transport, plan.schedule(self.rank, moves), moving)
         arrival = prefetched or self.transport.gather(moving, self._holders)

@@ -326,7 +326,7 @@ class Geometry:
         return np.argsort(self._place_of_group) * self.ulysses_degree
 
     def place(self, rank: int) -> int:
-        """Return the place (head group) of ``rank``; raise ContextError if the rank does not exist."""
+        """Return the place (head group) of ``rank``; raise ContextError if there is none."""
         if not 0 <= rank < self.size:
             raise ContextError(f"rank {rank} does not exist; there are {self.size} ranks, from 0")
         return int(self._place_of_group[rank // self.ulysses_degree])

@@ -266,7 +266,7 @@ def passages(
     Args:
         layout: a layout whose ranks hold consecutive tokens, in equally many stretches each.
         boundaries: first positions of the documents after the first; padding is a document.
-        reverse: return the passages of the state's gradient, which travels in the opposite direction.
+        reverse: return the passages of the state's gradient, which travels backwards.
     """
     stretches = []
     for rank in range(layout.size):

@@ -223,7 +223,7 @@ class Plan:
         return boundaries
 
     def pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
-        """Return the positions of ``ranks`` as pieces, concatenated and cut at document boundaries."""
+        """Return the positions of ``ranks`` as pieces, cut at document boundaries."""
         layout = self.layout
         strides = (run for rank in ranks for run in layout.strides(self.geometry.owner(rank)))
         return pieces(strides, layout.stride, self.boundaries)

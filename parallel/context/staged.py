@@ -149,7 +149,7 @@ class HeadSubset:
         return self._view(x).flatten(2, 4)
 
     def put(self, target: Tensor, x: Tensor) -> None:
-        """Write this subset's heads, x ``[B, T, count, ...]``, into ``target`` ``[B, T, H, ...]``."""
+        """Write x ``[B, T, count, ...]``, this subset's heads, to ``target`` ``[B, T, H, ...]``."""
         view = self._view(target)
         view.copy_(x.view_as(view))
 

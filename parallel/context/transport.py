@@ -327,7 +327,7 @@ class HeadExchange:
         return joined.contiguous()
 
     def local_heads(self, x: Tensor) -> Tensor:
-        """Return the elements of x [H] for the heads with which this rank attends; differentiable."""
+        """Return the elements of x [H] for the heads of this rank; differentiable."""
         return x.chunk(len(self.ranks))[self.ranks.index(self.transport.rank)]
 
 

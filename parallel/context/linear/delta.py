@@ -301,7 +301,7 @@ class DeltaExecutor:
 
 
 def _composed(earlier: Tensors, later: Tensors) -> Tensors:
-    """Compose the maps of two stretches, (U, M), or (U,) if the earlier stretch begins the chain."""
+    """Compose the maps (U, M) of two stretches; (U,) if the earlier one begins the chain."""
     added, through = later
     first, *rest = (through @ x for x in earlier)
     return added + first, *rest

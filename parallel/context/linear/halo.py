@@ -104,7 +104,7 @@ class Convolution:
         self.rank = self.transport.rank
 
     def forward(self, plan: Plan, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out like x, zero in padding, and this rank's concatenated halos ``[B, rows, C]``."""
+        """Return out like x, zero in padding, and this rank's halos ``[B, rows, C]``."""
         reach = weight.shape[1] - 1
         halo = halos(plan, reach)[self.rank]
         cu_seqlens = self._cu_seqlens(plan)

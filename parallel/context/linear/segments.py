@@ -129,7 +129,7 @@ def segments(plan: Plan) -> tuple[tuple[Segment, ...], ...]:
 
 @lru_cache(maxsize=64)
 def cut(plan: Plan) -> tuple[Chain, ...]:
-    """Return the chains of several segments: documents that are cut between ranks, without padding."""
+    """Return the chains of several segments: documents cut between ranks, without padding."""
     return tuple(
         chain for chain in chains(plan) if len(chain) > 1 and chain[0].start < plan.seq_len
     )
@@ -177,7 +177,7 @@ class ScanPart(NamedTuple):
             x[:, segment.tokens] = piece
 
     def inputs(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the part's q, k, v, g and beta, with gates that reset the state between documents."""
+        """Return q, k, v, g and beta, with gates that reset the state between documents."""
         q, k, v, g, beta = map(self.of, tensors)
         lengths = (segment.length for segment in self.segments)
         cu_seqlens = tuple(accumulate(lengths, initial=0))

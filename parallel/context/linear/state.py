@@ -90,7 +90,7 @@ class StateExecutor:
         v: Tensor,
         log_decay: Sequence[float],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv in float32 or wider; ``states`` are those that ``forward`` returned."""
+        """Return dq, dk and dv in float32 or wider; ``states`` come from ``forward``."""
         scan = self._scan(q)
         dq: BySlot = {}
         dk: BySlot = {}

@@ -75,7 +75,7 @@ class ArcLayout:
         return np.array(self.documents, dtype=np.int64)
 
     def pieces(self) -> Pieces:
-        """Return the pieces of documents at all places, including padding, by place and position."""
+        """Return the pieces at all places, including padding, by place and position."""
         return _arcs(self).pieces
 
     def strides(self, rank: int) -> tuple[Stride, ...]:
@@ -233,7 +233,7 @@ def in_parts(pieces: Pieces, documents: np.ndarray) -> Pieces:
 
 
 def travelling(pieces: Pieces, line: Line, reach: tuple[int, int]) -> Spans:
-    """Return the rows that one place sees and another holds, sorted by reader, owner and position."""
+    """Return the rows that one place sees and another holds, by reader, owner and position."""
     reader, owner, first, end = rows_seen(pieces, pieces, 1, reach)
     return union(line.spans(reader, owner, first, end).where(reader != owner))
 

@@ -202,7 +202,7 @@ class Line:
 
 
 class Pieces(NamedTuple):
-    """Pieces of documents, and the sets (such as places) that hold them: int64 ``[pieces]`` each."""
+    """Pieces of documents, and the sets (such as places) that hold them: int64 ``[pieces]``."""
 
     place: np.ndarray
     start: np.ndarray
@@ -240,7 +240,7 @@ def rows_seen(queries: Pieces, keys: Pieces, stride: int, reach: Reach) -> tuple
 
 
 def _pairs(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield index pairs of equal documents in ``a`` and ``b``, about ``AT_ONCE`` pairs at a time."""
+    """Yield index pairs of equal documents in ``a`` and ``b``, about ``AT_ONCE`` at a time."""
     # For element i of ``a``, the matches are order[low[i]:high[i]].
     order = np.argsort(b, kind="stable")
     low = np.searchsorted(b[order], a, "left")

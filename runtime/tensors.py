@@ -187,8 +187,8 @@ class Handles(Generic[T]):
     def tensor(self, item: T, shape: tuple[int, ...] = ()) -> Tensor:
         """Return a handle of ``item`` as an int64 tensor on the CPU.
 
-        torch.compile does not specialise on the tensor. Equal items share a number, so one stands for
-        the others. The tensor keeps the item alive for a backward that saves the tensor.
+        torch.compile does not specialise on the tensor. Equal items share a number, so one stands
+        for the others. The tensor keeps the item alive for a backward that saves the tensor.
         """
         number = self._tensors.get(item)
         if number is None:

@@ -126,9 +126,7 @@ class NeededRows:
             if self._sums:
                 _add(self._sums, rows, parts)
             elif self._rounds[0].in_place and parts[0].shape[1] == tokens:
-                self._sums = (
-                    parts  # gradient of this rank's own buffer, which nothing else uses now
-                )
+                self._sums = parts  # this rank's own buffer, which nothing else uses now
             else:
                 self._sums = tuple(x.new_zeros(x.shape[0], tokens, *x.shape[2:]) for x in parts)
                 _add(self._sums, rows, parts)

@@ -219,9 +219,7 @@ def launches(tiles: Sequence[Tile], q: Tensor, k: Tensor) -> tuple[Launch, ...]:
     return _launches(as_numbers(tiles), *q.shape[:2], k.shape[1], q.device)
 
 
-@cached_on_device(
-    256
-)  # each round of a micro-batch has different tiles, and a ring has one round per rank
+@cached_on_device(256)  # each round of a micro-batch has other tiles, and a ring many rounds
 def _launches(
     tiles: tuple[TileNumbers, ...], batch: int, rows: int, columns: int, device: torch.device
 ) -> tuple[Launch, ...]:

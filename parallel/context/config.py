@@ -28,8 +28,8 @@ class ContextConfig:
     each micro-batch: equal tokens and work on every rank. Under full attention striped and
     zigzag bring nothing, as layouts and as methods, and run only if this names them."""
     context_parallel_team_size: int = 1
-    """Ranks of a team of wallfacer (C), whose square must divide the context-parallel size; 1 is a
-    plain ring.
+    """Number of ranks in a team of wallfacer (C), whose square must divide the context-parallel
+    size; 1 is a plain ring.
     """
     context_parallel_placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
     """Ranks that are neighbours, and so share a node, in wallfacer: a team's members, or a
@@ -38,12 +38,12 @@ class ContextConfig:
     """Context-parallel ranks in a node, the inner ring of double_ring; by default as launched,
     or all if unknown."""
     ulysses_degree: int = 1
-    """Neighbouring ranks that split the heads among them; the method runs over such groups. For
-    ulysses it is all ranks."""
+    """Number of neighbouring ranks that split the heads among them; the method runs over such
+    groups. For ulysses it is all ranks."""
     ulysses_head_chunks: int = 1
-    """Stages in which heads are exchanged and attended with (UPipe), to divide the memory of the
-    exchanged q, k, v and out by this; it must divide the query heads of a rank. Softmax attention
-    alone."""
+    """Number of stages (UPipe): each exchanges and attends with a part of the heads, which divides
+    the memory of the exchanged q, k, v and out by this number; it must divide the query heads of a
+    rank. Softmax attention only."""
     delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
     """Rounds by which the states of a delta rule pass between ranks: one rank after the other, or
     in a tree; auto takes the one predicted fastest."""

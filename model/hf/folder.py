@@ -66,7 +66,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     if not folder.name:
         raise UserError(f"{folder} has no name; give the name of a new folder")
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise UserError(f"{folder} exists and would not be overwritten; choose a new folder")
+        raise UserError(f"{folder} exists; choose a new folder, since nothing is overwritten")
     try:
         with replacing(folder) as (draft,):
             draft.mkdir()

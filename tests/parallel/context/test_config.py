@@ -36,7 +36,7 @@ def check(size, launched=None, **fields):
         (
             8,
             {"ulysses_head_chunks": 2},
-            "ulysses_head_chunks is 2, and no ranks exchange heads; leave it out",
+            "ulysses_head_chunks is 2, but no ranks exchange heads; leave out",
         ),
         (
             8,

@@ -57,7 +57,7 @@ def test_what_a_launcher_says(names, size, monkeypatch):
         ({"RANK": 2, "WORLD_SIZE": 2}, "RANK is '2'.* from 0 to 1, below WORLD_SIZE"),
         ({"RANK": 0}, "RANK is set but WORLD_SIZE is not"),
         ({"RANK": 0, "WORLD_SIZE": 0}, "WORLD_SIZE is '0'.* from 1;"),
-        ({"WORLD_SIZE": 4}, "WORLD_SIZE is 4 and RANK is not set"),
+        ({"WORLD_SIZE": 4}, "WORLD_SIZE is 4 but RANK is not set"),
         (
             {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 2},
             "LOCAL_RANK is '2'.*LOCAL_WORLD_SIZE",

@@ -1,1 +1,1 @@
-"""Benchmarks, one file each; measurements by machine are in `bench/results/`."""
+"""Benchmarks, one file each; `bench/results/` has the measurements of each machine."""

@@ -49,9 +49,9 @@ MASKED_METHODS = (
     "ring",
     "exchange",
     "allgather/balanced",
-)  # of packed documents and windows
+)  # for packed documents and windows
 MIN_GAIN = 1.05
-"""Ratio of pairs below which the share of the gain is only noise."""
+"""Ratio of counted pairs below which a measured share of the gain is only noise."""
 ONE_RANK = "ring"  # with one rank every method is the same
 
 Target = tuple[str, str, float | None, float | None]
@@ -64,11 +64,11 @@ MASKED_TARGETS: tuple[Target, ...] = (
     ("zigzag/exchange", "gain_reached", 0.9, None),
     ("striped/exchange", "ratio", 1.0, None),
 )
-"""Two contestants, their field in ``compare``, and its minimum and maximum."""
+"""Two contestants, the field of ``compare`` for their ratio, and its minimum and maximum."""
 MIN_SHORT_RATE = 0.6
-"""Minimum FLOP rate of short documents, as a share of one document's."""
+"""Minimum FLOP rate on short documents, as a fraction of the rate on one document."""
 MIN_WINDOW_GAIN = 3.0
-"""Minimum ratio of one document's time to a window's."""
+"""Minimum ratio of the time of one document to the time of a window."""
 CONTESTANTS: dict[str, Column] = {
     "": "{name}",
     "median s": "{median:.3f}",
@@ -93,7 +93,7 @@ ALONE: dict[str, Column] = {
 
 
 def slowest_pairs(contestant: str, work: MaskedShape, size: int) -> int:
-    """Count the (query, key) pairs of the slowest rank, by the plan.
+    """Count the (query, key) pairs of the slowest rank, according to the plan.
 
     The ranks of a ring of 3 or more wait for each other in every round, so the slowest rank of each
     round counts. In a ring of 2 everything is sent at the start, and an exchange has no rounds, so
@@ -157,7 +157,7 @@ def measure_cpu(
 
 
 def summary(steps: list[list[float]], work: MaskedShape, pairs: float) -> dict[str, Any]:
-    """Summarize one contestant.
+    """Summarize the times of one contestant.
 
     Args:
         steps: the seconds of each rank, for each step.
@@ -247,7 +247,7 @@ def alone(work: MaskedShape, window: int, repeats: int, max_seconds: float) -> d
 
 
 def judge(masks: dict[str, MaskedShape], seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return a row per mask, and the targets."""
+    """Return one row per mask, and the targets."""
     rows: dict[str, dict[str, Any]] = {}
     for name, mask in masks.items():
         median_seconds = median(seconds[name])
@@ -267,7 +267,7 @@ def judge(masks: dict[str, MaskedShape], seconds: dict[str, list[float]]) -> dic
 
 
 def table(result: dict[str, Any]) -> str:
-    """Format the figures of ``measure_cpu``."""
+    """Format the figures of ``measure_cpu`` as a table."""
     work = result["workload"]
     machine = result["machine"]
     ranks = result["ranks"]

@@ -19,8 +19,8 @@ from tools.common.arguments import positive
 from tools.common.report import write_records
 
 MIN_ROUNDS = 3
-"""Rounds that are always done, however long they take."""
-SETTLE_SECONDS = 0.02  # OpenMP threads spin for a moment after their work ends
+"""Number of rounds that are always done, however long they take."""
+SETTLE_SECONDS = 0.02  # OpenMP threads keep spinning for a moment after their work ends
 SIZES = {
     "seq_length": "tokens",
     "batch": "sequences",
@@ -32,14 +32,15 @@ Figure = TypeVar("Figure")
 
 
 class MeasureError(UserError):
-    """A contestant failed or computed a wrong result, so its time would mean nothing."""
+    """A contestant failed or computed a wrong result, so its time would be meaningless."""
 
 
 @contextmanager
 def as_measure_errors(prefix: str = "") -> Iterator[None]:
-    """Raise a rank's failure in the block as a MeasureError.
+    """Turn a rank's failure inside the block into a MeasureError.
 
-    Its message is the last line of the traceback and the file with all of it.
+    The message has the last line of the traceback, and the path of the file with the whole
+    traceback.
     """
     try:
         yield
@@ -89,7 +90,7 @@ def measured(
 
 
 def clocked(step: Callable[[], object]) -> Callable[[], float]:
-    """Return a call that runs a step of this process and returns its seconds."""
+    """Return a function that runs a step in this process and returns the seconds that it took."""
 
     def seconds() -> float:
         start = time.perf_counter()
@@ -116,7 +117,7 @@ def forward_backward(attend: Callable[..., Tensor], *tensors: Tensor) -> Callabl
 
 
 def add_sizes(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
-    """Add flags for the sizes of an attention, fields of an ``AttentionShape``."""
+    """Add flags for the sizes of an attention, which are fields of ``AttentionShape``."""
     for name, default in defaults.items():
         help = SIZES[name]
         if default:
@@ -153,13 +154,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Write a result to the file of ``--json``, if given."""
+    """Write a result to the file given by ``--json``, if any."""
     if args.json:
         write_records(args.json, result)
 
 
 def add_results(parser: argparse.ArgumentParser) -> None:
-    """Add flags for the folder of the results, and for a remark in them."""
+    """Add flags for the folder of results, and for a remark in them."""
     results = "write JSON lines and Markdown here too, named after the machine"
     parser.add_argument("--results", type=Path, metavar="FOLDER", help=results)
     parser.add_argument(
@@ -168,7 +169,7 @@ def add_results(parser: argparse.ArgumentParser) -> None:
 
 
 def heading(result: dict[str, Any]) -> list[str]:
-    """Return lines with the machine of the figures, its load, and the remark."""
+    """Return lines that describe the machine of the figures, its load, and the remark."""
     load = f"load average at the end {result['load_average'][0]:.1f}"
     lines = [f"{in_words(result['machine'])}; {load}."]
     if result["note"]:
@@ -179,7 +180,7 @@ def heading(result: dict[str, Any]) -> list[str]:
 def target(
     name: str, ratio: float, lower: float | None, upper: float | None = None
 ) -> dict[str, Any]:
-    """Compare a figure with its bounds."""
+    """Compare a figure with its minimum and maximum."""
     met = (lower or 0) <= ratio <= (upper or math.inf)
     return {
         "name": name,
@@ -199,7 +200,7 @@ def format_targets(targets: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def need_cuda(device: str) -> None:
-    """Raise UserError if the device is a GPU, and there is none."""
+    """Raise UserError if the device is a GPU but there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("this needs a CUDA GPU, and torch sees none here; nothing was written")
 
@@ -223,7 +224,7 @@ def check_same(
     dtype: str,
     truth: str = "scaled_dot_product_attention",
 ) -> None:
-    """Check that a contestant computes the same as ``truth`` before it is timed.
+    """Check, before it is timed, that a contestant computes the same as ``truth``.
 
     Raises MeasureError: the fingerprints differ by more than ``MISMATCH``.
     """

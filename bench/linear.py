@@ -59,17 +59,17 @@ LABELS = {
     "naive": "linear, all scores at once",
     "softmax": "softmax (SDPA)",
 }
-"""Contestants, and their names in the picture."""
+"""Contestants, with their names in the picture."""
 SCORES_BYTES = 1 << 30
 """Limit on the size of the T x T matrices that naive saves for the backward."""
 SCANS = 4
-"""Scans of the chunked form: one in the forward, and one each for dq, dk and dv."""
+"""Number of scans of the chunked form: one in the forward, and one each for dq, dk and dv."""
 MINIMUM_SECONDS = 0.5
-"""Time for all contestants at a length; the shortest step takes a millisecond."""
+"""Minimum time for all contestants at one length; the shortest step takes a millisecond."""
 
 
 def fits(work: AttentionShape) -> bool:
-    """Return whether naive's scores and decays for the backward fit ``SCORES_BYTES``."""
+    """Return True if the scores and decays that naive saves fit ``SCORES_BYTES``."""
     return 4 * (work.batch + 1) * work.num_heads * work.seq_length**2 <= SCORES_BYTES
 
 
@@ -113,7 +113,7 @@ def steps_of(work: AttentionShape) -> dict[str, Callable[[], list[Tensor]]]:
 
 
 def rows_at(work: AttentionShape, repeats: int, max_seconds: float) -> list[dict[str, Any]]:
-    """Time the contestants at a length; return a row of each.
+    """Time the contestants at one length; return one row for each.
 
     Raises MeasureError: chunked differs from naive.
     """
@@ -177,7 +177,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def by_length(result: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
-    """Return the rows of a contestant by length."""
+    """Return the rows of a contestant, keyed by length."""
     return {row["length"]: row for row in result["rows"] if row["name"] == name}
 
 

@@ -62,13 +62,13 @@ COLUMNS: dict[str, Column] = {
     "s": "{seconds:.2f}",
 }
 FORWARD_END = "end of the forward"
-"""Mark in a profile."""
+"""Name of the mark in a profile."""
 STEPS = 3
-"""Measured steps, of which the one with the lowest peak counts."""
+"""Number of measured steps; the one with the lowest peak counts."""
 
 
 class Attentions(TorchDispatchMode):
-    """Count the forwards of an attention, including those that a backward recomputes."""
+    """Counts the forwards of an attention, including those that a backward recomputes."""
 
     count = 0
 
@@ -105,7 +105,7 @@ def command(line: str, models: Mapping[str, str] = MODELS) -> tuple[int, str]:
 
 
 def configured(flags: str) -> tuple[Any, Any]:
-    """Return a case's configuration, and the class of its task."""
+    """Return a case's configuration, and the class of its training task."""
     config = parsed(flags.split())
     return config, task_of(config)
 
@@ -190,7 +190,7 @@ def watch_cpu(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
 
 
 def watch_cuda(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
-    """As ``watch_cpu``, by torch's allocator."""
+    """Measure as ``watch_cpu``, with torch's CUDA allocator."""
     torch.cuda.synchronize()
     bytes_before = torch.cuda.memory_allocated()
     start = time.perf_counter()
@@ -229,7 +229,7 @@ def _no_messages() -> Iterator[None]:
 
 
 def compare(processes: int, flags: str) -> dict[str, Any]:
-    """Compare predicted and measured bytes of the process that takes most.
+    """Compare predicted and measured bytes of the process that uses the most.
 
     Raises MeasureError: a process failed.
     """

@@ -47,9 +47,9 @@ from train.tasks.language import LanguageTask
 OURS = ("zigzag", "striped")
 CONFIG = Path("configs/models/llama_tiny.toml")
 FLAGS: tuple[list[str], ...] = ([], ["--compile"])
-"""Additional flags of our training; each set is measured."""
+"""Additional flags of Longmesh's training; each set is measured."""
 SETTLE = 2
-"""First steps of a training that do not count."""
+"""Number of first steps of a training that do not count."""
 MODULES = {"ring-attention-pytorch": "ring_attention_pytorch", "transformers": "transformers"}
 """The packages of the attention and of the training; docs/evidence/speed.md has the reasons against
 others.
@@ -58,7 +58,7 @@ ATTENTION, TRAINING = MODULES
 
 
 def installed(name: str) -> bool:
-    """Return whether a package is installed, and so measured."""
+    """Return True if a package is installed, so that it is measured."""
     return find_spec(MODULES[name]) is not None
 
 
@@ -125,7 +125,7 @@ def _step(model: nn.Module, sequences: Sequence[tuple[Tensor, Tensor]]) -> Calla
 
 
 def attention(length: int, repeats: int, max_seconds: float) -> dict[str, Any]:
-    """Time our methods and the packages', forward and backward; return a row as ``row``.
+    """Time Longmesh's methods and the packages', forward and backward; return a row as ``row``.
 
     Raises UserError, MeasureError: as ``bench.attention.measure_cpu``.
     """
@@ -139,7 +139,7 @@ def attention(length: int, repeats: int, max_seconds: float) -> dict[str, Any]:
 
 
 def training(repeats: int, flags: list[str]) -> dict[str, Any]:
-    """Time training steps of ours and of the packages; return a row as ``row``."""
+    """Time training steps of Longmesh and of the packages; return a row as ``row``."""
     packages = [TRAINING] if installed(TRAINING) else []
     torch.set_num_threads(len(usable_cores()))
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +173,7 @@ def row(
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """Show a row in a line."""
+    """Format a row as one line."""
     times = []
     for name, median_seconds in row["median"].items():
         low, _, high = row["quartiles"][name]

@@ -24,7 +24,7 @@ from tools.common.shapes import DTYPES
 ONE_PROCESS = "one_process"
 ANSWER_WITHIN = 600.0
 BUCKET = 512
-"""Queries and keys of a tile of ring-attention-pytorch: its own default."""
+"""Number of queries and keys in a tile of ring-attention-pytorch, its own default."""
 
 
 class Contestants:
@@ -92,7 +92,7 @@ def _serve(
     The process is a rank, on its core, or the single process on all cores.
     """
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)  # before any thread is started, so that all inherit it
+        os.sched_setaffinity(0, cores)  # before any thread starts, so that all threads inherit it
     torch.set_num_threads(len(cores))
     answer = _prepare(work, methods, rank, ranks, folder)
     while True:
@@ -104,15 +104,15 @@ def _prepare(
 ) -> Callable[[str, str], Any]:
     tensors = work.tensors()
     steps: dict[str, Callable[[], list[Tensor]]] = {}
-    valid: dict[str, Tensor] = {}  # local rows that are not padding
+    valid: dict[str, Tensor] = {}  # indices of local rows that are not padding
     if rank is None:
         steps[ONE_PROCESS] = forward_backward(work.attend, *tensors)
         valid[ONE_PROCESS] = torch.arange(work.seq_length)
     else:
         join_here(rank, ranks, folder)
         for method in methods:
-            # KV moves in the backward too, as in the papers: moving queries would give ring's idle
-            # rank work of the other.
+            # KV moves in the backward too, as in the papers: moving queries would give idle ranks
+            # of the ring work of other ranks.
             cp = ContextParallel(work.plan(method, ranks, backward="kv"), dist.group.WORLD)
             package = method.partition("@")[2]
             attend = attention_of(package) if package else cp.attend

@@ -50,7 +50,7 @@ LENGTHS: dict[str, Callable[[np.random.Generator, int], float]] = {
     "short": short,
     "chat": chat,
 }
-"""Draws of a document's length, by name."""
+"""Functions that draw a document's length, keyed by name."""
 
 
 def documents_of(name: str, seq_len: int, seed: int = SEED) -> tuple[int, ...]:
@@ -71,9 +71,9 @@ class MaskedShape(AttentionShape):
     """One causal self-attention under a mask."""
 
     documents: str | None = None
-    """A name in ``LENGTHS``, for packed documents of such lengths; None is one document."""
+    """Name in ``LENGTHS`` for packed documents of such lengths; None is one document."""
     window: int | None = None
-    """Keys that a query sees, including its own; None is all before it."""
+    """Number of keys that a query sees, including its own; None means all keys before it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +91,7 @@ class MaskedShape(AttentionShape):
 
     @property
     def mask(self) -> dict[str, Any]:
-        """The mask, as ``make_plan`` takes it."""
+        """The mask as keyword arguments of ``make_plan``."""
         return {
             "documents": None if self.documents is None else self.cu_seqlens,
             "window": None if self.window is None else (self.window - 1, 0),
@@ -104,7 +104,7 @@ class MaskedShape(AttentionShape):
 
     @property
     def masked(self) -> str:
-        """The mask in words."""
+        """Description of the mask in words."""
         words = "causal, one document"
         if self.documents is not None:
             words = f"causal, {len(self.cu_seqlens) - 1} documents ({self.documents})"
@@ -114,7 +114,7 @@ class MaskedShape(AttentionShape):
 
     @property
     def pairs(self) -> int:
-        """Unmasked (query, key) pairs."""
+        """Number of unmasked (query, key) pairs."""
         total = 0
         for start, end in pairwise(self.cu_seqlens):
             visible = min(end - start, self.window or end - start)

@@ -1,1 +1,1 @@
-"""Attention of one process, each fast path with a naive twin."""
+"""Attention kernels for one process; each fast path has a naive implementation to compare with."""

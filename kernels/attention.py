@@ -1,8 +1,9 @@
-"""Attention of blocks, one or a list of tiles, forward and backward, and the choice of a backend.
+"""Attention of one block or a list of tiles, forward and backward, and the choice of a backend.
 
 Blocks are FULL, CAUSAL or ANTI (``kernels.blocks``). CAUSAL and ANTI ones are always square, since
-kernels disagree on how to align the diagonal of a rectangle. Reversed along tokens, an ANTI block
-is a CAUSAL one, so it needs no kernel. A backend never gets a row whose keys are all masked.
+kernels disagree on how to align the diagonal of a rectangle. With its tokens reversed, an ANTI
+block is a CAUSAL one, so it needs no kernel of its own. A backend never gets a row whose keys are
+all masked.
 
 Shapes: q ``[B, T, H, D]``, k and v ``[B, S, K, D]`` with H a multiple of K, lse ``[B, T, H]``
 float32 or wider.
@@ -26,7 +27,7 @@ from runtime.errors import UserError
 def block_forward(
     q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float, backend: AttentionKernel
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of the queries to these keys, by a backend that takes tiles one by one.
+    """Compute the attention of queries to these keys, with a backend that computes single tiles.
 
     Returns:
         out ``[B, T, H, D]`` (on a GPU in the inputs' dtype, else float32 or wider) and lse ``[B, T,
@@ -63,10 +64,11 @@ def empty_results(rows: Sequence[int], q: Tensor, dtype: torch.dtype) -> tuple[T
 def only_block(
     tiles: Sequence[Tile], rows: int, columns: int | None, backend: AttentionKernel
 ) -> Tile | None:
-    """Return the tile if it is the only one and has all rows, and all columns if these are given.
+    """Return the only tile, if it covers all rows (and all columns, if these are given); else None.
 
-    What its kernel returns is then the sum of all tiles: to add it to zeros would only move memory.
-    None also for a backend that takes lists of tiles, which continues from results.
+    The result of its kernel is then the sum over all tiles, and adding it to zeros would only move
+    memory. The result is also None for a backend that takes lists of tiles, since it continues from
+    running results.
     """
     if backend.tiled is not None or len(tiles) != 1 or tiles[0].q != slice(0, rows):
         return None
@@ -84,7 +86,7 @@ def attend_tiles_(
     scale: float,
     backend: AttentionKernel,
 ) -> None:
-    """Fold the attention of these tiles into running results, in place.
+    """Add the attention of these tiles to running results, in place.
 
     Args:
         out, lse: results over earlier keys, float32 or wider; lse is -inf for a row without any.
@@ -112,7 +114,7 @@ def add_gradients_(
     scale: float,
     backend: AttentionKernel,
 ) -> None:
-    """Add the gradients through these tiles to the sums so far, float32 or wider, in place."""
+    """Add the gradients through these tiles to running sums (float32 or wider), in place."""
     if backend.tiled is not None:
         backend.tiled.add_gradients_(sums, rows, keys, tiles, scale)
         return
@@ -136,7 +138,7 @@ def select_backend(
 ) -> AttentionKernel:
     """Return the kernel of backend ``name`` for this device and dtype.
 
-    ``auto`` takes the fastest usable one. With ``documents``, tiles have other shapes in each
+    ``auto`` takes the fastest usable backend. With ``documents``, tiles have other shapes in each
     micro-batch.
 
     Raises:
@@ -149,9 +151,7 @@ def select_backend(
     elif name in SOFTMAX:
         backend = SOFTMAX[name]
     else:
-        raise UserError(
-            f"attention_backend is {name!r}, which does not exist; use {listed(SOFTMAX)}"
-        )
+        raise UserError(f"attention_backend {name!r} does not exist; use {listed(SOFTMAX)}")
     refusal = backend.refusal(name, device_type, dtype)
     if refusal:
         raise UserError(refusal)
@@ -163,7 +163,7 @@ def select_backend(
 
 
 def automatic_backend(device_type: str, this_gpu: Gpu, documents: bool) -> Backend:
-    """Return the backend that ``auto`` takes."""
+    """Return the softmax attention backend that ``auto`` chooses."""
     if device_type != "cpu":
         for backend in SOFTMAX.values():
             if backend.is_automatic(this_gpu, documents):
@@ -172,7 +172,7 @@ def automatic_backend(device_type: str, this_gpu: Gpu, documents: bool) -> Backe
 
 
 def takes_whole(name: str, device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether torch's SDPA of a whole sequence is at least as fast as tiles.
+    """Return True if torch's SDPA of a whole sequence is at least as fast as tiles.
 
     True on a CPU, except with one thread, where the oneDNN kernel is faster. In bfloat16 SDPA would
     round partial results, so tiles are used.
@@ -197,7 +197,7 @@ def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
 
 
 def flip_if_anti(kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Reverse the tokens of an ANTI block; the same again turns its results back."""
+    """Reverse the tokens of an ANTI block; a second call reverses the results back."""
     if kind != ANTI:
         return tensors
     return tuple(x.flip(1) for x in tensors)

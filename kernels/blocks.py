@@ -26,13 +26,13 @@ FULL = "full"
 CAUSAL = "causal"
 ANTI = "anti"
 TileNumbers = tuple[int, int, int, int, str]
-"""A tile in numbers: first and last + 1 of the rows, of the columns; kind."""
+"""A tile as numbers: first row, last row + 1, first column, last column + 1, and kind."""
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""dq, dk and dv, of the shapes of q, k and v."""
+"""dq, dk and dv, with the shapes of q, k and v."""
 
 
 class Rows(NamedTuple):
-    """Operands of a backward by query: q, dout and out ``[B, T, H, D]``, lse ``[B, T, H]``.
+    """Operands of a backward per query: q, dout and out ``[B, T, H, D]``, lse ``[B, T, H]``.
 
     out and lse are the *global* results of the rows, over all their keys.
     """
@@ -44,14 +44,14 @@ class Rows(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values ``[B, S, K, D]``, H a multiple of K."""
+    """Keys and values ``[B, S, K, D]``; H is a multiple of K."""
 
     k: Tensor
     v: Tensor
 
 
 class Tile(NamedTuple):
-    """Queries ``q`` (a slice of rows) against keys ``k`` (a slice of columns)."""
+    """A rectangle of pairs: queries ``q`` (a slice of rows) and keys ``k`` (a slice of columns)."""
 
     q: slice
     k: slice
@@ -68,21 +68,21 @@ class Tile(NamedTuple):
 
     @property
     def hidden(self) -> int:
-        """Number of pairs that the tile's mask hides."""
+        """Number of pairs in the tile that its mask hides."""
         rows = self.q.stop - self.q.start
         columns = self.k.stop - self.k.start
         return rows * columns - self.pairs
 
 
 def as_numbers(tiles: Sequence[Tile]) -> tuple[TileNumbers, ...]:
-    """Return the tiles as numbers, which are hashable: a key of a cache."""
+    """Return the tiles as numbers, which are hashable and can be a cache key."""
     return tuple([(q.start, q.stop, k.start, k.stop, kind) for q, k, kind in tiles])
 
 
 def halved(tile: Tile, max_side: int) -> Iterator[Tile]:
     """Halve a CAUSAL or ANTI tile recursively into squares and the FULL rectangles between them.
 
-    The squares have at most ``max_side`` rows, and about the same size.
+    The squares have at most ``max_side`` rows, and about equal sizes.
     """
     side = tile.q.stop - tile.q.start
     if tile.kind == FULL or side <= max_side:
@@ -106,24 +106,24 @@ def halved(tile: Tile, max_side: int) -> Iterator[Tile]:
 
 
 def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Swap [B, T, H, ...] and [B, H, T, ...], as views.
+    """Swap [B, T, H, ...] and [B, H, T, ...], returning views.
 
-    Tensors whose heads are not contiguous are copied, as kernels need them to be.
+    A tensor is copied if its heads are not contiguous, since kernels need that.
     """
     return tuple(in_one_piece(x).transpose(1, 2) for x in tensors)
 
 
 def in_one_piece(x: Tensor) -> Tensor:
-    """Return x ``[B, T, H, D]`` with contiguous heads, copied if need be, and lse unchanged."""
+    """Return x ``[B, T, H, D]`` with contiguous heads, copied if need be; lse unchanged."""
     return x if x.ndim < 4 or x.stride(-1) == 1 else x.contiguous()
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Fold one block's result into the running result of the same rows, in place.
+    """Add one block's result to the running result of the same rows, in place.
 
     With w = sigmoid(block_lse - lse) the merged rows are out + w (block_out - out): no exponential
-    of a score, so nothing overflows. A row without keys so far has lse = -inf and takes the block's
-    values.
+    of a score, so nothing overflows. A row that has seen no keys yet has lse = -inf and takes the
+    block's values.
 
     Args:
         out, block_out: ``[B, T, H, D]``, or of any shape ``[..., D]``; ``out`` float32 or wider.
@@ -157,7 +157,7 @@ def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add a sink to every row's denominator.
+    """Add a sink to the softmax denominator of every row.
 
     A row without keys, with out 0 and lse -inf, still has out 0, and its lse is the sink's score.
 
@@ -182,6 +182,6 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
         out, lse: results of ``with_sinks``.
         sinks: as there.
     """
-    sink_share = torch.exp(sinks.to(lse.dtype) - lse)  # of the softmax, at most 1
+    sink_share = torch.exp(sinks.to(lse.dtype) - lse)  # the sink's weight in the softmax, at most 1
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [B, T, H]
     return -(sink_share * delta).sum((0, 1))

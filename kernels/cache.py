@@ -1,4 +1,4 @@
-"""KV cache of a layer in generation: keys and values of the tokens so far, and attention to them.
+"""KV cache of a layer in generation: keys and values of earlier tokens, and attention to them.
 
 A rank may hold only some of the rows. Then every rank attends to its own rows, and the partial
 results are merged by their lse.
@@ -17,32 +17,32 @@ from kernels.blocks import merged, with_sinks
 from runtime.tensors import accum_dtype
 
 NO_POSITION = 1 << 62
-"""Position of padding, which no query sees."""
+"""Position of a padding token, which no query sees."""
 PART = 1024
-"""Rows up to which new ones are joined to the last part.
+"""Maximum number of rows in the last part to which new rows are still appended.
 
-To join them with all rows would copy the whole cache for every token.
+Appending to one tensor of all rows would copy the whole cache for every token.
 """
 ROWS_PER_STEP = 1 << 14
-"""Rows whose scores, and keys in float32, exist at a time."""
+"""Number of rows whose scores, and float32 keys, exist at the same time."""
 
 
 class KVCache:
-    """Rows of keys and values [B, G, S, D] with their positions int64 [B, S], in parts along S.
+    """Rows of keys and values [B, G, S, D] with positions int64 [B, S], in several parts along S.
 
     Heads come before rows, so that a product with all rows of a head reads contiguous memory.
     """
 
     def __init__(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Start with these rows; there may be none."""
+        """Create the cache from these rows; there may be none."""
         self._parts = [(k, v, positions)]
 
     def __len__(self) -> int:
-        """Return S."""
+        """Return the number of rows, S."""
         return sum(positions.shape[1] for *_, positions in self._parts)
 
     def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Add rows."""
+        """Append rows to the cache."""
         last_k, last_v, last_positions = self._parts[-1]
         if last_positions.shape[1] + positions.shape[1] <= PART:
             del self._parts[-1]
@@ -52,7 +52,7 @@ class KVCache:
         self._parts.append((k, v, positions))
 
     def drop(self, before: Tensor) -> None:
-        """Drop rows that are padding, or before position ``before`` [B], in all sequences."""
+        """Remove rows that, in all sequences, are padding or lie before position ``before`` [B]."""
         parts = []
         for k, v, positions in self._parts:
             needed = (positions >= before[:, None]) & (positions != NO_POSITION)  # [B, S]
@@ -68,10 +68,10 @@ class KVCache:
     def attend(
         self, q: Tensor, positions: Tensor, behind: int | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend with q [B, T, H, D] at ``positions`` [B, T] to the rows that are not after them.
+        """Attend with q [B, T, H, D] at ``positions`` [B, T] to the rows at or before them.
 
         Args:
-            behind: how many positions before its own a query sees; None is all.
+            behind: number of positions before its own that a query sees; None means all.
 
         Returns:
             out [B, T, H, D] and lse [B, T, H], float32 or wider; 0 and -inf for a query that sees
@@ -102,7 +102,7 @@ class KVCache:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the visible rows, bool [B, T, S]; results as in ``KVCache.attend``."""
+    """Attend to the rows marked in a bool mask [B, T, S]; results as in ``KVCache.attend``."""
     q, k, v = (x.to(accum_dtype(x.dtype)) for x in (q, k, v))
     tokens = q.shape[1]
     kv_heads = k.shape[1]
@@ -111,7 +111,7 @@ def _attend(
     hidden = ~visible[:, None, :, None]  # [B, 1, T, 1, S]
     scores = (grouped_q @ k.mT).unflatten(2, (tokens, -1))  # [B, G, T, H / G, S]
     scores = scores.masked_fill(hidden, float("-inf"))
-    weights = scores.softmax(-1).masked_fill(hidden, 0)  # not NaN for a query that sees no row
+    weights = scores.softmax(-1).masked_fill(hidden, 0)  # avoids NaN for a query that sees no row
     out = (weights.flatten(2, 3) @ v).unflatten(2, (tokens, -1))  # [B, G, T, H / G, D]
     out = out.transpose(1, 2).flatten(2, 3)  # [B, T, H, D]
     lse = scores.logsumexp(-1).transpose(1, 2).flatten(2)  # [B, T, H]
@@ -119,7 +119,8 @@ def _attend(
 
 
 Merge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(out, lse) of new queries over this process's rows -> over the rows of all processes."""
+"""Function from (out, lse) over this process's rows to (out, lse) over the rows of all processes.
+"""
 
 
 def _only_process(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,9 +128,9 @@ def _only_process(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class States:
-    """State of a model's layers after the tokens read so far.
+    """State of each of a model's layers after the tokens read so far.
 
-    Linear attention has a state [B, H, D, E], softmax attention a KVCache. ``read`` precedes
+    Linear attention has a state [B, H, D, E], softmax attention a KVCache. Call ``read`` before
     every forward. If processes share the prompt's tokens, each saves the keys and values of its own
     tokens, and all save the state after the last.
     """
@@ -140,27 +141,28 @@ class States:
         merge: Merge = _only_process,
         total: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Start before the first token.
+        """Create the state before the first token.
 
         Args:
             layers: number of layers.
-            merge: merges attention over the processes that share a cache.
-            total: sums over the processes that share the first tokens, if there are several.
+            merge: function that merges attention over the processes that share a cache.
+            total: function that sums over the processes that share the first tokens, if there are
+                several.
         """
         self.layers: list[Any] = [None] * layers
-        """The state of each layer; None before the first token."""
+        """State of each layer; None before the first token."""
         self._merge = merge
         self._total = total
 
     def read(
         self, positions: Tensor, ends: Tensor, keep: bool = True, *, shared: bool = False
     ) -> None:
-        """Set the tokens of the next forward.
+        """Announce the tokens of the next forward.
 
         Args:
             positions: int64 [B, T], or [1, T] if they are the same in all sequences.
-            ends: int64 [B], how many tokens of each sequence will have been read; later positions
-                are padding.
+            ends: int64 [B], number of tokens of each sequence read by then; later positions are
+                padding.
             keep: True if this process, not another one, saves the rows of these tokens.
             shared: True if each process has other tokens of the sequences, which are then the first
                 ones.
@@ -171,8 +173,8 @@ class States:
         self._ends = ends
         self.shared = shared
         self.count = len(real_tokens)
-        """Tokens of this forward without padding, for layers with a state, whose sequences have one
-        length.
+        """Number of tokens in this forward without padding. Layers with a state need it; their
+        sequences all have the same length.
         """
         self._saved_tokens = real_tokens if keep else real_tokens[:0]
         masked_positions = positions.where(real, NO_POSITION)
@@ -187,7 +189,7 @@ class States:
         """Return the last ``count`` rows of a sequence that processes share.
 
         Args:
-            rows: [B, T, ...], of this process's tokens.
+            rows: [B, T, ...], the rows of this process's tokens.
 
         Returns:
             [B, count, ...], with zeros before the first token.
@@ -206,9 +208,9 @@ class States:
     def attention(
         self, layer: int, k: Tensor, v: Tensor, behind: int | None, sinks: Tensor | None
     ) -> Callable[[Tensor], Tensor] | None:
-        """Save a layer's new rows, and return the attention of q to all rows.
+        """Save a layer's new rows, and return the function that attends with q to all rows.
 
-        Returns None for the first tokens, which see only each other: an ordinary attention.
+        Returns None for the first tokens: they see only each other, as in an ordinary attention.
 
         Args:
             k, v: [B, T, G, D].

@@ -1,4 +1,4 @@
-"""Softmax attention of tiles on a CPU, cut into strips for torch's kernel or for oneDNN's products.
+"""Softmax attention of tiles on a CPU, split into strips for torch's kernel or oneDNN's products.
 
 torch's kernel steps over the keys 512 at a time, and computes all pairs of such a step, hidden or
 not. So a CAUSAL or ANTI square that is larger is first halved until one step holds it, and then cut
@@ -26,13 +26,13 @@ from runtime.tensors import accum_dtype
 
 aten = torch.ops.aten
 Strip = tuple[slice, slice, bool, Tensor | None]
-"""Rows, columns, if it is causal, and its additive mask."""
+"""Rows, columns, True if the strip is causal, and its additive mask."""
 LARGE = 1 << 16
-"""Elements of q from which a group of heads gets a call of its own."""
+"""Number of elements of q from which each group of heads gets a separate call."""
 
 
 class Strips(NamedTuple):
-    """Sizes of strips, in tokens.
+    """Strip sizes, in tokens.
 
     ``square`` is the kernel's step over keys: every row must see at least one key in each step.
     """
@@ -44,7 +44,7 @@ class Strips(NamedTuple):
     def attend_(
         self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
     ) -> None:
-        """Fold the attention of these tiles into running results, in place."""
+        """Add the attention of these tiles to running results, in place."""
         out = out.transpose(1, 2)  # [B, H, T, D]
         lse = lse.transpose(1, 2)  # [B, H, T]
         q, k, v = heads_first(q, *keys)
@@ -62,7 +62,8 @@ class Strips(NamedTuple):
                 total_out = out[:, heads, rows]
                 total_lse = lse[:, heads, rows]
                 if total_lse.max() == -torch.inf:
-                    # The rows' first keys: a merge with nothing would take twice the time.
+                    # These are the rows' first keys: a merge with an empty result would take twice
+                    # the time.
                     total_out.copy_(strip_out)
                     total_lse.copy_(strip_lse)
                 else:
@@ -88,7 +89,7 @@ class Strips(NamedTuple):
                 dv[key_index].add_(gradients[2])
 
     def _head_groups(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yield query heads to compute in one call, with their key/value heads.
+        """Yield the query heads to compute in one call, with their key/value heads.
 
         A kernel's results of all heads are as large as q, so large heads go one group at a time.
         """
@@ -112,7 +113,7 @@ class Strips(NamedTuple):
                 yield from self.cut([tile], dtype, by_rows=by_rows)
 
     def cut(self, tiles: Sequence[Tile], dtype: torch.dtype, *, by_rows: bool) -> Iterator[Strip]:
-        """Yield the tiles with their squares cut into strips of rows, or of columns."""
+        """Yield the tiles, with squares split into strips of rows, or of columns."""
         for tile in chain.from_iterable(halved(tile, self.square) for tile in tiles):
             if tile.kind == FULL:
                 yield tile.q, tile.k, False, None
@@ -136,7 +137,7 @@ class Strips(NamedTuple):
 
 
 def _cuts(side: int, step: int) -> list[int]:
-    """Cut ``side`` tokens into strips of ``step``; the last has between half and 1.5 of it."""
+    """Split ``side`` tokens into strips of ``step``; the last has between half and 1.5 of it."""
     return [*range(0, max(1, side - step // 2), step), side]
 
 
@@ -153,7 +154,8 @@ def strip_forward(
         causal: query t sees keys 0..t, aligned top left; T may exceed S.
         mask: added to the scores, or None.
     """
-    # Widen bfloat16 first: the kernel would round each partial result, and their sum must be exact.
+    # Convert bfloat16 to float32 first: the kernel would round each partial result, but their sum
+    # must be exact.
     dtype = accum_dtype(q.dtype)
     q = q.to(dtype)
     k = k.to(dtype)

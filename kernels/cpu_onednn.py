@@ -1,7 +1,7 @@
-"""Softmax attention of a strip by oneDNN's matrix products, for one thread of a CPU.
+"""Softmax attention of a strip with oneDNN's matrix products, for one CPU thread.
 
-The queries go in blocks of ROWS, and each block through its keys in steps of COLUMNS. A block of
-scores stays in the second cache while it is made, exponentiated and used. oneDNN takes large blocks
+Queries are processed in blocks of ROWS, and each block's keys in steps of COLUMNS. A block of
+scores stays in the L2 cache while it is computed, exponentiated and used. oneDNN takes large blocks
 where it is faster than the MKL inside torch's kernel (``kernels.operators``).
 
 Exponentials are powers of two: the queries are scaled by log2(e) first, and lse is scaled back at
@@ -31,35 +31,35 @@ from kernels.operators import product
 from runtime.tensors import accum_dtype
 
 ROWS = 192
-"""Queries of a block.
+"""Number of queries in a block.
 
 A product sums its rows one after the other, in float32: gradients of keys that sum more queries at
 once differ by more than a process's own rounding (tests/parallel/context/test_executor.py). A
-forward sums none, and may take more.
+forward sums over no queries, so it may use more.
 """
 COLUMNS = 7 * 192
-"""Keys of a step."""
+"""Number of keys in a step."""
 MAX_SCORES = 1 << 18
-"""Scores of a block: 1 MiB."""
+"""Maximum number of scores in a block: 1 MiB."""
 MIN_WORK = 1 << 22
-"""Scores times channels of a head below which Python's calls take longer than the products."""
+"""Scores times channels of a head below which the Python calls take longer than the products."""
 MIN_WIDTH = 32
-"""Channels of a head below which there is nothing to gain."""
+"""Number of channels of a head below which oneDNN is not faster."""
 GRAIN = 64
-"""Strips with rows and columns that are multiples of this have few shapes, which recur.
+"""Strips whose rows and columns are multiples of this number have few distinct shapes.
 
 oneDNN compiles a product for every new shape, in 0.5 ms, and keeps the last 1,024, 0.7 GB at most.
 """
 WORTH_COMPILING = 1_000_000
-"""Scores of all heads from which a strip of any other shape is worth that.
+"""Number of scores (of all heads) from which a strip of any other shape is worth compiling.
 
-Packed short documents, of any lengths, stay below.
+Packed short documents stay below, whatever their lengths.
 """
 LOG2_E = math.log2(math.e)
 
 
 def is_faster(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN is faster than torch's kernel for large strips of this dtype.
+    """Return True if oneDNN is faster than torch's kernel for large strips of this dtype.
 
     Their results are float32 or wider. With several threads it is slower: torch's kernel gives each
     thread its heads, and these products would synchronize the threads after every operator.
@@ -69,7 +69,7 @@ def is_faster(dtype: torch.dtype) -> bool:
 
 
 def suits(q: Tensor, k: Tensor) -> bool:
-    """Return whether a strip of these q and k, float32 or wider, goes to oneDNN's products."""
+    """Return True if a strip of these q and k (float32 or wider) should use oneDNN's products."""
     rows, width = q.shape[2:]
     columns = k.shape[2]
     recurs = rows % GRAIN == 0 and columns % GRAIN == 0
@@ -110,7 +110,7 @@ def onednn_forward(
     for b, h, kv_head in _heads(q, k):
         head_q = (q[b, h] * (scale * LOG2_E)).contiguous()  # [T, D]
         head_k = k[b, kv_head].contiguous()  # [S, D]
-        # With gaps between the rows of v a product takes a thousand times as long.
+        # If the rows of v are not contiguous, a product takes a thousand times as long.
         head_v = v[b, kv_head].contiguous().t()  # [D, S]
         for row_slice, column_slices in blocks:
             maxima = list[Tensor]()
@@ -190,7 +190,7 @@ def onednn_backward(
 def _blocks(
     rows: int, columns: int, causal: bool, block_rows: int = ROWS
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield blocks of rows with the steps over their visible keys.
+    """Yield blocks of rows, each with the steps over its visible keys.
 
     All but the last block and step have the same shape, for which oneDNN compiles once.
     """
@@ -204,14 +204,14 @@ def _blocks(
 def _mask(
     causal: bool, mask: Tensor | None, dtype: torch.dtype, transposed: bool = False
 ) -> Callable[[Tensor, slice, slice], None]:
-    """Return a function that hides scores of a block, given its rows and columns.
+    """Return a function that masks the hidden scores of a block, given its rows and columns.
 
-    With ``transposed`` the scores are ``[columns, rows]``, and it takes columns and rows.
+    With ``transposed`` the scores are ``[columns, rows]``, and the function takes columns and rows.
     """
     if causal:
         mask = triangle(CAUSAL, ROWS, dtype)
     if mask is not None and transposed:
-        mask = mask.t().contiguous()  # a sum of rows and columns would take three times as long
+        mask = mask.t().contiguous()  # a new mask takes three times as long
 
     def hide(scores: Tensor, first: slice, second: slice) -> None:
         if mask is None:
@@ -230,6 +230,6 @@ def _mask(
 
 
 def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield each sequence and query head, with its key/value head."""
+    """Yield each sequence and query head, with the key/value head that it uses."""
     for b, h in pairs(range(q.shape[0]), range(q.shape[1])):
         yield b, h, h * k.shape[1] // q.shape[1]

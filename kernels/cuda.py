@@ -1,4 +1,4 @@
-"""Kernels of a GPU's library: many small tiles packed into one launch, padded heads, fallbacks.
+"""Wrap GPU library kernels: pack many small tiles into one launch, pad heads, and fall back.
 
 A tile of a packed document can be far too small for a GPU, and a launch for each would cost more
 than its work. So all CAUSAL and ANTI tiles of a round share one launch, and all FULL ones another,
@@ -38,15 +38,15 @@ from runtime.errors import UserError
 from runtime.tensors import cached_on_device, to_device
 
 Kernel = tuple[Callable[..., Any], Callable[..., Any]]
-"""A forward and its backward."""
+"""A forward function and its backward."""
 SMALL = 1 << 20
-"""Maximum pairs of a tile that shares a launch.
+"""Maximum number of pairs of a tile that shares a launch with others.
 
-A larger one keeps a device busy alone, and is not worth the copy of its rows.
+A larger tile keeps a GPU busy by itself, and is not worth the copy of its rows.
 """
 
 Index = slice | Tensor
-"""Rows of a tensor: a slice, or int64 indices."""
+"""Selection of rows of a tensor: a slice, or int64 indices."""
 
 
 class Lengths(NamedTuple):
@@ -59,7 +59,7 @@ class Lengths(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Some of the packed rows and columns, and their index in the tensors."""
+    """Some of the packed rows and columns, with their indices in the tensors."""
 
     packed_rows: slice
     rows: Index
@@ -68,7 +68,7 @@ class Pass(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Tiles that a kernel takes at once."""
+    """Tiles that a kernel computes in one launch."""
 
     rows: Index
     columns: Index
@@ -90,7 +90,7 @@ def with_fallback(
         name: the backend, for the message.
         limit: the kernel's limit, for the message: "takes heads of up to 128 channels".
         takes: returns True for (q, k) that the kernel takes.
-        fallback: the other kernel, or None. Then the returned functions raise UserError.
+        fallback: the other kernel; if None, the returned functions raise UserError instead.
     """
 
     def kernel_for(q: Tensor, k: Tensor) -> Kernel:
@@ -113,7 +113,7 @@ def with_fallback(
 
 
 def pad_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
-    """Return a kernel for heads of any width, which pads them to a multiple of 8 channels.
+    """Return a kernel for heads of any width, by padding them to a multiple of 8 channels.
 
     GPU kernels take only such widths. Channels of zeros add nothing to a score, and the scale is
     an argument, so it does not change.
@@ -139,7 +139,7 @@ def pad_heads(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kern
 
 @dataclass(frozen=True)
 class PackedKernel:
-    """A kernel of packed tiles.
+    """A kernel for packed tiles.
 
     The forward takes (q, k, v, lengths, causal, scale), and the backward (rows, keys, lengths,
     causal, scale).
@@ -151,7 +151,7 @@ class PackedKernel:
     def attend_(
         self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
     ) -> None:
-        """Fold the attention of these tiles into running results, in place.
+        """Add the attention of these tiles to running results, in place.
 
         ``out`` and ``lse`` are contiguous.
         """
@@ -172,7 +172,7 @@ class PackedKernel:
                 merge_(
                     rows_out, rows_lse, packed_out[step.packed_rows], packed_lse[step.packed_rows]
                 )
-                if not isinstance(step.rows, slice):  # these are copies
+                if not isinstance(step.rows, slice):  # these are copies, not views
                     out.index_copy_(0, step.rows, rows_out)
                     lse.index_copy_(0, step.rows, rows_lse)
 
@@ -197,7 +197,7 @@ class PackedKernel:
 
 
 def split_by_size(tiles: Sequence[Tile]) -> tuple[Sequence[Tile], Sequence[Tile]]:
-    """Return the tiles that share launches, and those that take one each."""
+    """Split the tiles into those that share launches and those that each need one."""
     small = []
     large = []
     for tile in tiles:
@@ -219,7 +219,7 @@ def launches(tiles: Sequence[Tile], q: Tensor, k: Tensor) -> tuple[Launch, ...]:
     return _launches(as_numbers(tiles), *q.shape[:2], k.shape[1], q.device)
 
 
-@cached_on_device(256)  # each round of a micro-batch has its own, and a ring has a round per rank
+@cached_on_device(256)  # each round of a micro-batch has other tiles, and a ring many rounds
 def _launches(
     tiles: tuple[TileNumbers, ...], batch: int, rows: int, columns: int, device: torch.device
 ) -> tuple[Launch, ...]:
@@ -238,7 +238,7 @@ def _launches(
 def _launch(
     tiles: list[TileNumbers], batch: int, rows: int, columns: int, device: torch.device
 ) -> Launch:
-    # The tiles of all sequences, in the order of their passes.
+    # Tiles of all sequences, ordered by pass.
     ordered: list[TileNumbers] = []
     pass_ends = [0]
     for members in _disjoint_passes(tiles, rows, columns):
@@ -256,7 +256,7 @@ def _launch(
     row_starts = np.cumsum([0, *map(len, row_runs)])
     column_starts = np.cumsum([0, *map(len, column_runs)])
 
-    # One copy to the device.
+    # Copied to the device once.
     host = [row_starts, column_starts, row_index, column_index]
     joined = to_device(torch.from_numpy(np.concatenate(host)), device)
     device_row_starts, device_column_starts, device_rows, device_columns = joined.split(
@@ -293,7 +293,7 @@ def _launch(
 
 @dataclass
 class _Members:
-    """Tiles of a pass, and masks of the rows and the columns that they use."""
+    """Tiles of one pass, with masks of the rows and columns that they use."""
 
     rows: np.ndarray
     columns: np.ndarray
@@ -301,7 +301,7 @@ class _Members:
 
 
 def _disjoint_passes(tiles: list[TileNumbers], rows: int, columns: int) -> list[list[TileNumbers]]:
-    """Split tiles into passes in which no row and no column appears twice, first fit."""
+    """Split tiles into passes in which no row and no column appears twice (first fit)."""
     passes: list[_Members] = []
     for tile in tiles:
         q = slice(*tile[:2])
@@ -325,7 +325,7 @@ def _run(start: int, stop: int, kind: str) -> np.ndarray:
 
 
 def _index(host_index: np.ndarray, device_index: Tensor, part: slice) -> Index:
-    """Return the index of these rows: a slice if they are in order, so that nothing is copied."""
+    """Return the index of these rows: a slice if they are consecutive, which avoids a copy."""
     rows = host_index[part]
     if (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)

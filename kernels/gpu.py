@@ -1,4 +1,4 @@
-"""This process's GPU and its cuDNN, detected in one place."""
+"""Detect this process's GPU and its cuDNN, in one place."""
 
 import re
 from functools import cache
@@ -14,7 +14,7 @@ HOPPER = 9
 BLACKWELL = 10
 """Major compute capability of B200 and B300."""
 Family = Literal["", "hopper", "h20", "blackwell"]
-"""GPUs on which attention reaches the same share of the peak; empty: any other."""
+"""Families of GPUs on which attention reaches the same share of the peak; "" is any other GPU."""
 
 
 class Gpu(NamedTuple):
@@ -26,11 +26,11 @@ class Gpu(NamedTuple):
     bundled: int = 0
     """Version of the cuDNN package of this torch; 0 if it has none."""
     name: str = ""
-    """torch's name of the GPU."""
+    """Name of the GPU in torch."""
 
     @property
     def family(self) -> Family:
-        """The family; an H20, a Hopper with a seventh of the peak, is a separate one."""
+        """The GPU's family; an H20, a Hopper with a seventh of the peak, has a separate one."""
         if self.capability[0] == HOPPER:
             return "h20" if family_of(self.name) == "h20" else "hopper"
         return "blackwell" if self.capability[0] == BLACKWELL else ""
@@ -38,7 +38,7 @@ class Gpu(NamedTuple):
 
 @cache
 def gpu() -> Gpu:
-    """Detect this process's GPU; once, as it cannot change."""
+    """Detect this process's GPU once, since it cannot change."""
     if not torch.cuda.is_available():
         return Gpu()
     return Gpu(
@@ -50,7 +50,7 @@ def gpu() -> Gpu:
 
 
 def bundled_cudnn() -> int:
-    """Return the installed version of the cuDNN package that torch requires; 0 for none."""
+    """Return the installed version of the cuDNN package that torch requires; 0 if there is none."""
     versions = []
     try:
         for requirement in metadata.requires("torch") or ():
@@ -63,12 +63,12 @@ def bundled_cudnn() -> int:
 
 
 def version_of(number: int) -> str:
-    """Format a number of cuDNN's, such as 91501, as a version."""
+    """Format cuDNN's version number, such as 91501, as a version string."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def family_of(name: str) -> Family:
-    """Return the family of a GPU by the words of its name."""
+    """Return the family of a GPU from the words in its name."""
     words = re.split(r"[^A-Z0-9]+", name.upper())
     if "H20" in words:
         return "h20"

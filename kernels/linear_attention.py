@@ -1,4 +1,4 @@
-"""Linear attention with decay, forward and backward, and its parts for context parallelism.
+"""Linear attention with decay, forward and backward, and the parts that context parallelism needs.
 
 With decay a (0 < a <= 1, one per head) the state S_t = a S_(t-1) + k_t v_t^T gives o_t = S_t^T q_t,
 which is sum over s <= t of a^(t-s) (q_t . k_s) v_s (LASP, Sun et al. 2024, section 2;
@@ -101,8 +101,7 @@ def select_linear_backend(name: str, device_type: str, dtype: torch.dtype) -> st
         return "chunked"
     if name not in LINEAR:
         raise UserError(
-            f"attention_backend is {name!r}, which has no linear attention; use auto,"
-            f" {', '.join(LINEAR)}"
+            f"attention_backend {name!r} has no linear attention; use auto, {', '.join(LINEAR)}"
         )
     refusal = LINEAR[name].refusal(name, device_type, dtype)
     if refusal:
@@ -111,14 +110,14 @@ def select_linear_backend(name: str, device_type: str, dtype: torch.dtype) -> st
 
 
 def scan_of(backend: str) -> Scan:
-    """Return the scan of a backend that ``select_linear_backend`` returned."""
+    """Return the scan function of a backend name from ``select_linear_backend``."""
     return BACKENDS[backend].linear_scan()
 
 
 def decayed_state(state: Tensor, log_decay: Sequence[float], tokens: int) -> Tensor:
     """Decay a state, or its gradient, over ``tokens`` tokens of one document.
 
-    What these tokens add to the state is ``state_after``.
+    ``state_after`` computes what these tokens add to the state.
     """
     rates = constants(tuple(log_decay), state.dtype, state.device)
     return state * (rates * tokens).exp()[:, None, None]
@@ -130,7 +129,7 @@ def state_after(
     """Compute the part of a later state [B, H, D, E] that these tokens add.
 
     Args:
-        remaining_tokens: [T], how many tokens follow each of these before that state. The tokens
+        remaining_tokens: [T], the number of tokens between each token and that state. The tokens
             may come in any order.
     """
     dtype = accum_dtype(k.dtype)
@@ -153,8 +152,8 @@ def from_state(
     The result is in the state's dtype.
 
     Args:
-        tokens: how many see it, those of the first document (the last with ``reverse``); default
-            all.
+        tokens: number of tokens that see the state, those of the first document (of the last with
+            ``reverse``); by default all.
         reverse: backwards in time, see ``scan``.
     """
     length = q.shape[1]

@@ -10,30 +10,31 @@ from torch import Tensor
 from runtime.tensors import accum_dtype, cached_on_device, constants, to_device
 
 SCAN_CHUNK = 64
-"""Tokens of a chunk, so that memory and time are linear in the number of tokens."""
+"""Number of tokens in a chunk; chunks make memory and time linear in the number of tokens."""
 
 
 @dataclass(frozen=True)
 class Chunks:
     """Assignment of tokens to chunks; no chunk spans two documents.
 
-    A chunk has room for C tokens. The last one of a document may leave some slots empty.
+    A chunk has C slots for tokens. The last one of a document may leave some slots empty.
     """
 
     index: Tensor | None
-    """Token of each slot [N * C], arbitrary for empty slots; None if all slots are filled in order.
+    """Token in each slot [N * C], arbitrary in empty slots; None if all slots are filled in order.
     """
     slots: Tensor | None
-    """Slot of each token [T]; None as above. A mask would force a GPU sync to count its entries."""
+    """Slot of each token [T]; None in the same case. A mask would make a GPU wait to count its
+    entries."""
     lengths: Tensor
-    """Tokens per chunk [N]."""
+    """Number of tokens in each chunk [N]."""
     starts_document: tuple[bool, ...]
-    """True if a chunk is the first of its document."""
+    """For each chunk, True if it is the first of its document."""
 
 
-@cached_on_device(64)  # packed documents differ from batch to batch
+@cached_on_device(64)  # packed documents differ in each batch
 def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.device) -> Chunks:
-    """Cut documents of these cumulative lengths into chunks; default one of ``length`` tokens."""
+    """Split documents of these cumulative lengths into chunks; default one of ``length`` tokens."""
     starts = []
     lengths = []
     starts_document = []
@@ -96,7 +97,7 @@ def scan(
     read_exponents = after if reverse else before
     write_exponents = before if reverse else after
 
-    # Empty slots of k are zero, so whatever q and v hold there adds nothing.
+    # k is zero in empty slots, so whatever q and v hold there adds nothing.
     filled = filled[:, None, :, None]  # [N, 1, C, 1]
     decayed_k = _chunked(k, chunks, dtype) * (_power(rates, write_exponents) * filled)
     values = _chunked(v, chunks, dtype)  # [B, N, H, C, E]

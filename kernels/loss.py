@@ -1,4 +1,4 @@
-"""Summed cross entropy, and functions of rows applied chunk by chunk to save memory.
+"""Summed cross entropy, and functions of rows that are applied in chunks to save memory.
 
 The logits are the largest tensor of a small model: N tokens times V entries, and a naive loss holds
 several float32 copies. Here the float32 copy exists for one chunk of rows at a time. A chunked
@@ -20,12 +20,12 @@ from runtime.simulation import device_type_of
 from runtime.tensors import accum_dtype
 
 LOSS_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Elements of a float32 chunk: 4 MiB fit a CPU's cache, and 128 MiB keep a GPU busy."""
+"""Number of elements in a float32 chunk: 4 MiB fit a CPU's cache, and 128 MiB keep a GPU busy."""
 
 Split = tuple[int, dist.ProcessGroup]
-"""The first of this rank's vocabulary entries, and the ranks that have the others."""
+"""First vocabulary entry of this rank, and the group of ranks that hold the other entries."""
 RowFunction = Callable[[Tensor, slice], Tensor]
-"""(rows [n, C], their slice) -> [n, ...], or a scalar to be summed."""
+"""Function of (rows [n, C], their slice) that returns [n, ...], or a scalar to be summed."""
 
 
 def cross_entropy_sum(
@@ -85,8 +85,8 @@ class _CrossEntropySum(torch.autograd.Function):
             torch.logsumexp(logits[rows].to(dtype), dim=-1, out=lse[rows])
         label_logit = logits.gather(-1, column[:, None])[:, 0].to(dtype)
         if split is not None:
-            # lse is over this rank's entries so far. A label's logit is on one rank, so a sum with
-            # zeros from the others brings it; one message has both sums.
+            # lse covers only this rank's entries so far. A label's logit is on one rank, so a sum
+            # with zeros from the other ranks delivers it; one message carries both sums.
             largest = lse.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
             sums = torch.stack(((lse - largest).exp(), label_logit.where(local, 0)))  # [2, N]
@@ -103,11 +103,11 @@ class _CrossEntropySum(torch.autograd.Function):
         logits, column, local, valid, lse = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for rows in _float_chunks(logits):
-            if grad.dtype == lse.dtype:  # in place
+            if grad.dtype == lse.dtype:  # overwrites the logits' chunk in place
                 chunk = torch.sub(logits[rows], lse[rows, None], out=grad[rows])
             else:
                 chunk = logits[rows].to(lse.dtype, copy=True).sub_(lse[rows, None])
-            # softmax(logits) minus one at the label.
+            # The gradient is softmax(logits) minus one at the label.
             chunk.exp_()
             chunk.scatter_add_(-1, column[rows, None], -local[rows, None].to(chunk.dtype))
             chunk.mul_(grad_loss).masked_fill_(~valid[rows, None], 0)
@@ -148,7 +148,7 @@ def _chunks(x: Tensor, size: int) -> Iterator[slice]:
 
 
 class _Gradients:
-    """Gradients of chunks: of x row by row, of parameters as sums in float32 or wider."""
+    """Gradients of chunks: of x row by row, and of parameters as sums in float32 or wider."""
 
     def __init__(self, x: Tensor, parameters: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:
         need_x, *self._needs_grad = needs_grad
@@ -157,7 +157,8 @@ class _Gradients:
             if needed:
                 self._trained.append(parameter)
         self._dx = torch.empty_like(x) if need_x else None
-        # Allocated by the first chunk: a gradient may be sharded differently from its parameter.
+        # Allocated with the first chunk, since a gradient may be sharded differently from its
+        # parameter.
         self._sums: list[Tensor] = []
 
     def add(self, fn: RowFunction, x: Tensor, rows: slice, grad: Tensor | None = None) -> Tensor:
@@ -166,8 +167,8 @@ class _Gradients:
         ``grad`` is the gradient of the result; None for 1.
         """
         chunk = x[rows].detach().requires_grad_(self._dx is not None)
-        # Without hooks: a checkpoint around this would recompute everything for each chunk that
-        # reads a saved tensor.
+        # Saved-tensor hooks are disabled: a checkpoint around this would recompute everything for
+        # each chunk that reads a saved tensor.
         with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
             out = fn(chunk, rows)
         inputs = self._trained if self._dx is None else [chunk, *self._trained]
@@ -190,7 +191,8 @@ class _Gradients:
         None for a tensor that needs no gradient.
         """
         if factor is not None:
-            # With one dimension: a scalar would be rounded to bfloat16 before the product.
+            # The factor keeps one dimension: a scalar would be rounded to bfloat16 before the
+            # product.
             factor = factor.reshape(1)
             if self._dx is not None:
                 self._dx.mul_(factor)
@@ -217,7 +219,8 @@ class _OverChunks(torch.autograd.Function):
     def forward(ctx: Any, fn: RowFunction, size: int, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.fn = fn
         ctx.size = size
-        # Not in save_for_backward: activation checkpointing around this would return them detached.
+        # save_for_backward is not used: activation checkpointing around this would return detached
+        # tensors.
         ctx.parameters = parameters
         ctx.save_for_backward(x)
         out: Tensor | None = None
@@ -254,7 +257,7 @@ class _SumOverChunks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
-                "sum_over_chunks keeps its gradients for one backward, and this is a second one;"
+                "sum_over_chunks keeps its gradients for one backward, but this is a second one;"
                 " run the forward again"
             )
         gradients = ctx.gradients.times(grad)

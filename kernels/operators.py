@@ -1,4 +1,4 @@
-"""Operators of a model's layers: matrix products, rotary positions, a feed-forward's gate.
+"""Operators of model layers: matrix products, rotary positions, and the gate of a feed-forward.
 
 torch multiplies float32 matrices on a CPU with MKL, which stays with AVX2 on AMD's processors.
 oneDNN uses their AVX-512 and is about twice as fast there, so ``linear`` calls it directly. Rotary
@@ -25,7 +25,7 @@ from kernels.triton import has_triton
 from runtime.simulation import SIMULATED_DEVICE
 
 MIN_ROWS = 32
-"""Rows below which a product takes less time than its call."""
+"""Number of rows below which a product takes less time than the call."""
 
 
 def _takes_onednn() -> bool:
@@ -40,7 +40,7 @@ def _takes_onednn() -> bool:
 
 
 ONEDNN = _takes_onednn()
-"""True if float32 products go to oneDNN on this processor."""
+"""True if float32 products use oneDNN on this processor."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -50,13 +50,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if x.device.type != "cpu" or not ONEDNN or not _suits(x, weight):
         return F.linear(x, weight, bias)
-    # In rows: oneDNN's operator returns a view of others, which nothing could be added to in place.
+    # Computed on rows: oneDNN's operator returns a view, to which nothing could be added in place.
     rows = x.flatten(0, -2)  # [N, I]
     return _Linear.apply(rows, weight, bias).unflatten(0, x.shape[:-1])
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether these are plain float32 tensors with enough rows."""
+    """Return True for plain float32 tensors with enough rows for oneDNN."""
     if x.dtype != torch.float32 or weight.dtype != torch.float32:
         return False
     if x.shape[:-1].numel() < MIN_ROWS:
@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + b by oneDNN; float32, x ``[N, I]``, weight ``[O, I]`` with any strides."""
+    """Compute x W^T + b with oneDNN; float32, x ``[N, I]``, weight ``[O, I]`` with any strides."""
     if torch.compiler.is_compiling():
         # inductor lowers oneDNN's operator for constant weights only.
         return _product_op(x, weight, bias)
@@ -113,7 +113,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Return grad^T x ``[O, I]`` for grad ``[N, O]`` and x ``[N, I]``, summed over the N rows."""
     if grad.shape[1] <= x.shape[1]:
         return product(grad.t(), x.t())
-    # oneDNN is fastest if the result is wide: compute the transpose.
+    # oneDNN is fastest if the result is wide, so compute the transpose.
     return product(x.t(), grad.t()).t()
 
 
@@ -123,7 +123,8 @@ def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 
 if torch.backends.mkldnn.is_available():
     operators = (torch.ops.mkldnn._linear_pointwise, torch.ops.longmesh.product)
-    # A vendored copy in the same process may have registered oneDNN's.
+    # A vendored copy of this module in the same process may have registered oneDNN's operator
+    # already.
     register_flop_formula([op for op in operators if op not in flop_registry])(_flops)
 
 
@@ -151,7 +152,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_unfused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x by torch's operators."""
+    """Rotate x with torch's operators."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)  # [B, T, H, D/2] each
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -167,7 +168,7 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Rotate the gradient by the opposite angles."""
+        """Rotate the gradient by the opposite angle."""
         from kernels.triton.pointwise import rotate as fused_rotate
 
         cos, sin = ctx.saved_tensors
@@ -175,9 +176,9 @@ class _Rotated(torch.autograd.Function):
 
 
 class _RotatedShapes(torch.autograd.Function):
-    """Shapes and memory of the fused rotation, without data.
+    """The fused rotation's shapes and memory, without data.
 
-    A simulation of a GPU on the CPU would else see the float32 copies of torch's operators.
+    Otherwise a simulation of a GPU on the CPU would count the float32 copies of torch's operators.
     """
 
     @staticmethod
@@ -191,7 +192,7 @@ class _RotatedShapes(torch.autograd.Function):
 
 
 Activation = Literal["silu", "gelu"]
-"""gelu is its tanh form (Hendrycks & Gimpel 2016)."""
+"""Name of an activation; gelu is its tanh form (Hendrycks & Gimpel 2016)."""
 ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "silu": (F.silu, torch.ops.aten.silu_backward.grad_input),
     "gelu": (
@@ -199,7 +200,7 @@ ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], Callable[..., Tensor]
         partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
     ),
 }
-"""Each activation with its backward, which takes the gradient of its result, and its input."""
+"""Each activation with its backward, which takes the result's gradient and the input."""
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:

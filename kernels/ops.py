@@ -1,4 +1,4 @@
-"""Operators of linear attention, the delta rule and its convolution.
+"""Custom operators of linear attention, the delta rule and its convolution.
 
 Each has its call, forward, fake and backward together. torch.compile and recompute policies see it
 as one operator. Those of matrix products are in ``kernels.operators``.
@@ -157,7 +157,7 @@ def _delta_backward(dout: Tensor, dstates: Tensor | None, *arguments: Any) -> li
     dfinal = None if dstates is None else dstates[-1]
     with torch.autocast(dout.device.type, enabled=False):
         *gradients, dstate = rule.backward(tuple(inputs), states, dout, dfinal, backend=backend)
-    # A copy: a view would keep the memory of all states.
+    # A copy, since a view would keep the memory of all states.
     return [*gradients, dstate.clone()]
 
 

@@ -1,4 +1,4 @@
-"""Naive softmax attention, linear attention and delta rule: the reference for every fast path.
+"""Naive softmax attention, linear attention and delta rule: references for every fast path.
 
 All scores exist at once, or tokens are read one by one: slow, and short enough to be checked
 against the papers by eye. Tests compare the outputs and every gradient of a fast path with these.
@@ -140,7 +140,7 @@ def linear_attention(
         exponents = rates.view(-1, *[1] * distance.ndim) * distance
         return exponents.exp().where(visible, 0).to(q.dtype)
 
-    # Within the documents.
+    # Only tokens of the same document.
     document = torch.bucketize(position, cu_seqlens[1:], right=True)  # [T]
     distance = position[:, None] - position  # [T, S]
     visible = (distance >= 0) & (document[:, None] == document)
@@ -149,7 +149,8 @@ def linear_attention(
     weights = decay(length - 1 - position, document == document[-1])  # [H, S]
     final = torch.einsum("bshd,bshe,hs->bhde", k, v, weights)
 
-    # The incoming state: the first document reads it, and the last hands it on if it is the first.
+    # The first document reads the incoming state, and the last passes it on if it is also the
+    # first.
     if state is not None:
         state = state.to(q.dtype)
         state_decay = decay(position + 1, document == 0)  # [H, T]

@@ -23,7 +23,7 @@ from runtime.errors import UserError, at_least, require
 
 C = TypeVar("C", bound="DecoderConfig")
 Architecture = dict[str, int | float | bool | str | None]
-"""Settings that decide a model's shapes and computation, as checkpoints record them."""
+"""Settings that determine a model's shapes and computation, as checkpoints record them."""
 
 
 class Footprint(NamedTuple):
@@ -89,12 +89,12 @@ class DecoderConfig(LoraConfig, ABC):
     @property
     @abstractmethod
     def footprint(self) -> Footprint:
-        """Activation sizes of the family, for the planner."""
+        """Activation sizes of the family, for the planner's memory model."""
 
     @property
     @abstractmethod
     def positions(self) -> str:
-        """Source of the tokens' positions, as checkpoints record it."""
+        """Source of token positions (such as rope), as checkpoints record it."""
 
     @abstractmethod
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
@@ -103,12 +103,12 @@ class DecoderConfig(LoraConfig, ABC):
     linear_attention = False
     """True if attention keeps a state instead of keys and values; in a hybrid, most layers do."""
     delta_rule = False
-    """True if layers without softmax attention have a gated delta rule."""
+    """True if layers without softmax attention use a gated delta rule."""
     joint_qk_norm = False
-    """True if queries, and keys, are normalised over all heads at once."""
+    """True if queries (and keys) are normalised over all heads at once."""
     softmax_type = "vanilla"
-    """Divisor of softmax attention's weights; ``model.parts.settings.WindowedConfig`` makes it a
-    setting."""
+    """Denominator of the softmax attention weights; ``model.parts.settings.WindowedConfig`` makes
+    it a setting."""
 
     def __post_init__(self) -> None:
         family = type(self).model_type
@@ -142,29 +142,29 @@ class DecoderConfig(LoraConfig, ABC):
         require(self, divides, "num_query_groups", must)
 
     def check_counts(self, *names: str) -> None:
-        """Check settings that are 1 or more, or left out. Raises UserError."""
+        """Check settings that must be 1 or more, or left out. Raises UserError."""
         must = "it must be 1 or more, or left out for its default"
         for name in names:
             value = getattr(self, name)
             require(self, value is None or value >= 1, name, must)
 
     def is_default(self, name: str) -> bool:
-        """Return whether a setting has its default value."""
+        """Return True if a setting has its default value."""
         return bool(getattr(self, name) == getattr(type(self), name))
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """Positions that the model is meant for, or has in a table; None if unlimited."""
+        """Number of positions that the model is meant for, or has in a table; None if unlimited."""
         return None
 
     @property
     def learned_positions(self) -> bool:
-        """Return whether positions are learned embeddings."""
+        """Return True if positions are learned embeddings."""
         return False
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Rope of softmax attention; None without rope."""
+        """Rope of softmax attention; None if it has none."""
         return None
 
     @property
@@ -173,26 +173,26 @@ class DecoderConfig(LoraConfig, ABC):
         return self.max_position_embeddings or 0
 
     def with_rope_length(self: C, length: int) -> C:
-        """Return the configuration with this length for dynamic scaling of rope, if needed."""
+        """Return a copy with this length for dynamic scaling of rope, if it needs one."""
         return self
 
     @property
     def local_rope(self) -> RopeConfig | None:
-        """Rope of the layers with a window, if it differs from the other layers'."""
+        """Rope of layers with a window, if it differs from the rope of other layers."""
         return None
 
     @property
     def softmax_period(self) -> int | None:
-        """Layers from one softmax layer to the next; None if all layers have the same attention."""
+        """Number of layers from one softmax layer to the next; None if all layers are alike."""
         return None
 
     @property
     def own_softmax_layout(self) -> bool:
-        """Return whether softmax layers may shard tokens differently from linear layers."""
+        """Return True if softmax layers may shard tokens differently from linear layers."""
         return False
 
     def norm(self, width: int | None = None) -> nn.Module:
-        """Build a norm, by default of the residual stream."""
+        """Build a norm, by default with the width of the residual stream."""
         return RMSNorm(width or self.hidden_size, eps=self.norm_epsilon)
 
     def head_norm(self, heads: int) -> nn.Module:
@@ -204,7 +204,7 @@ class DecoderConfig(LoraConfig, ABC):
         return JointRMSNorm(heads * self.head_dim, eps=self.norm_epsilon)
 
     def attention(self, layer: int, attend: Attend, **settings: Any) -> Attention:
-        """Build the softmax attention of a layer; ``settings`` are others of ``Attention``."""
+        """Build the softmax attention of a layer; ``settings`` are arguments of ``Attention``."""
         softmax_type: Any = self.softmax_type
         return Attention(
             self.hidden_size,
@@ -219,7 +219,7 @@ class DecoderConfig(LoraConfig, ABC):
         )
 
     def cores(self, attend: Attend | LinearAttend | HybridAttention | None) -> HybridAttention:
-        """Return both attention cores, by default those of one device.
+        """Return both attention cores, by default those for one device.
 
         A single core is the linear one in a model with linear attention, otherwise the softmax one.
         """
@@ -233,30 +233,30 @@ class DecoderConfig(LoraConfig, ABC):
         return HybridAttention(softmax=core)
 
     def embedding_scale(self, dtype: torch.dtype) -> float | None:
-        """Return the factor of embeddings of this dtype; None is 1."""
+        """Return the factor by which embeddings of this dtype are multiplied; None means 1."""
         return None
 
     @property
     def logits_scale(self) -> float | None:
-        """Factor of the logits, applied to the output projection's input; None is 1."""
+        """Factor of the logits, applied to the input of the output projection; None means 1."""
         return None
 
     def added_positions(self) -> nn.Module | None:
-        """Build the module whose function of the positions is added to embeddings, or None."""
+        """Build the module that computes positions to add to the embeddings, or None."""
         return None
 
     @property
     def recurrent(self) -> bool:
-        """Return whether some layers keep a state of constant size instead of keys and values."""
+        """Return True if some layers keep a state of constant size instead of keys and values."""
         return self.linear_attention or self.delta_rule
 
     @property
     def some_softmax(self) -> bool:
-        """Return whether some layer has softmax attention."""
+        """Return True if some layer has softmax attention."""
         return any(map(self.has_softmax, range(self.num_layers)))
 
     def has_softmax(self, layer: int) -> bool:
-        """Return whether this layer, counted from 0, has softmax attention."""
+        """Return True if this layer, counted from 0, has softmax attention."""
         return True
 
     def window(self, layer: int) -> Window | None:
@@ -265,7 +265,7 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def windows(self) -> tuple[Window | None, ...]:
-        """The window of each layer."""
+        """Window of each layer."""
         return tuple(map(self.window, range(self.num_layers)))
 
     @property
@@ -275,16 +275,16 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Names of a layer's linear layers that may get an adapter."""
+        """Names of the linear layers of a layer that may get an adapter."""
         return ("wq", "wk", "wv", "wo", "gate", "up", "down")
 
     def adapted_linears(self) -> tuple[str, ...]:
-        """Return the names of a layer's linear layers with an adapter; empty without lora_rank."""
+        """Return the names of a layer's linear layers with adapters; empty without lora_rank."""
         return self.adapted(self.linears, self.hidden_size)
 
     @property
     def position_table(self) -> int | None:
-        """Entries in the table of learned positions; None without one."""
+        """Number of entries in the table of learned positions; None if there is no table."""
         return self.max_position_embeddings if self.learned_positions else None
 
     @cached_property
@@ -293,12 +293,12 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that rope rotates."""
+        """Number of channels of a head that rope rotates."""
         return self.head_dim
 
     @property
     def query_groups(self) -> int:
-        """Key and value heads."""
+        """Number of key and value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
@@ -311,12 +311,12 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def shared_sizes(self) -> dict[str, int]:
-        """Sizes of a layer that tensor parallelism divides, by setting."""
+        """Sizes of a layer that tensor parallelism divides, keyed by setting."""
         return {"num_attention_heads": self.num_attention_heads, "ffn_hidden_size": self.ffn_size}
 
     @property
     def vocabulary(self) -> int:
-        """Vocabulary entries; raises UserError if not set."""
+        """Number of vocabulary entries; raises UserError if not set."""
         if self.vocab_size is None:
             raise UserError("vocab_size is not set; give it, or a tokenizer to take it from")
         return self.vocab_size
@@ -328,11 +328,11 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def state_elements(self) -> int:
-        """Elements of the states of all layers, per sequence."""
+        """Number of elements in the states of all layers, per sequence."""
         return 0
 
     def architecture(self) -> Architecture:
-        """Return all settings that decide the model's shapes and computation, defaults resolved.
+        """Return all settings that determine the model's shapes and computation, defaults resolved.
 
         A checkpoint can be loaded if its entries are equal. For checkpoints written before a
         setting existed, its entry is left out if it has the value that they were trained with.
@@ -351,7 +351,7 @@ class DecoderConfig(LoraConfig, ABC):
         )
         entries["position_embedding_type"] = self.positions
         entries["max_position_embeddings"] = self.position_table
-        # In every checkpoint, also of families without rope.
+        # This entry is in every checkpoint, even for families without rope.
         entries["rotary_base"] = RopeConfig.rotary_base
         if self.lora_rank is not None:
             entries["lora_rank"] = self.lora_rank
@@ -360,7 +360,7 @@ class DecoderConfig(LoraConfig, ABC):
         return entries
 
     def resolved(self, *names: str) -> Architecture:
-        """Return the values of settings, with the defaults of those that are left out."""
+        """Return the values of settings, with defaults filled in for those left out."""
         properties: dict[str, str] = {}
         for cls in reversed(type(self).__mro__):
             properties |= vars(cls).get("RESOLVED", {})

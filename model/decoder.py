@@ -25,7 +25,8 @@ from model.parts.rotary import Rotary
 from model.parts.weights import Beginning, Inits, Splits, Stream, initial_value, normal_inits
 
 Head = Callable[[Tensor, Tensor], Tensor]
-"""Replaces the logits: normalised hidden states [B, T, C], output weights [V, C] -> the result."""
+"""Function that replaces the logits: (normalised hidden states [B, T, C], output weights [V, C]) ->
+result."""
 
 
 class Decoder(nn.Module):
@@ -54,7 +55,7 @@ class Decoder(nn.Module):
     def __init__(
         self, config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None
     ) -> None:
-        """Build the modules.
+        """Build the modules of the decoder.
 
         Args:
             attend: the attention core: softmax or linear as the model needs, both for a hybrid. By
@@ -63,8 +64,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.inits = normal_inits(config.init_method_std, config.num_layers)
-        """The initializers that the words in INIT stand for."""
-        self.local_rope = config.local_rope  # once, not in every step
+        """Initializers, keyed by the words of INIT."""
+        self.local_rope = config.local_rope  # computed once, not in every step
         hidden_size = config.hidden_size
         cores = config.cores(attend)
 
@@ -112,7 +113,7 @@ class Decoder(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        """Return whether this part has the last layer, and so the norm and the output."""
+        """Return True if this part has the last layer, and so the norm and the output."""
         return self.norm is not None
 
     @property
@@ -129,7 +130,7 @@ class Decoder(nn.Module):
         mask: Any = None,
         states: States | None = None,
     ) -> Tensor:
-        """Return normalised hidden states [B, T, C], the input of `project`; arguments as above.
+        """Return normalised hidden states [B, T, C], the input of `project`; see `forward`.
 
         Learned positions must be below max_position_embeddings, those of padding too.
 
@@ -159,7 +160,7 @@ class Decoder(nn.Module):
         return x if scale is None else x * scale
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C]; arguments as `hidden`."""
+        """Return the input [B, T, C] of the first layer; arguments as in `hidden`."""
         assert self.embedding is not None, "a part without an embedding takes hidden states"
         x = self.embedding(tokens)  # [B, T, C]
         scale = self.config.embedding_scale(x.dtype)
@@ -173,7 +174,7 @@ class Decoder(nn.Module):
         return x
 
     def layer_positions(self, positions: Tensor, dtype: torch.dtype) -> Any:
-        """Return the positions as layers take them: a Rotary, integers, or None.
+        """Return the positions in the form that layers take: a Rotary, integers, or None.
 
         With rope, cosines and sines are computed once here and shared by all layers. Linear
         attention takes the integers. Layers with learned or sinusoidal positions take None, since
@@ -191,13 +192,13 @@ class Decoder(nn.Module):
         return rotary
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., V] of normalised hidden states [..., C]."""
+        """Return the logits [..., V] for normalised hidden states [..., C]."""
         if self.output is not None:
             return self.output(hidden)
         return linear(hidden, self.output_weight)
 
     def keep(self, layers: range) -> None:
-        """Drop all layers but these, in place; parameters keep their names.
+        """Drop all layers except these, in place; parameters keep their names.
 
         The embeddings stay with the first layer, norm and output with the last. With tied
         embeddings the last part keeps a copy of the embedding, whose weight is the output's.

@@ -51,13 +51,13 @@ class DiffusionConfig:
             value = getattr(self, name)
             if value != getattr(type(self), name):
                 raise UserError(
-                    f"{name} is {value}, and objective {self.objective} draws its times uniformly; "
+                    f"{name} is {value}, but objective {self.objective} draws its times uniformly; "
                     "leave it out, or set objective to rectified_flow"
                 )
 
 
 class Diffusion:
-    """The arithmetic of one objective, in the data's dtype; schedules are float64."""
+    """Arithmetic of one objective, in the data's dtype; noise schedules are float64."""
 
     def __init__(
         self, config: DiffusionConfig, learn_sigma: bool = False, channels: int = 1
@@ -77,7 +77,7 @@ class Diffusion:
         self.flow = config.objective == "rectified_flow"
         if self.flow and learn_sigma:
             raise UserError(
-                "learn_sigma is true and objective rectified_flow has no variance to learn; set "
+                "learn_sigma is true, but objective rectified_flow has no variance to learn; set "
                 "learn_sigma to false, or objective to ddpm or v_prediction"
             )
         self.schedule = NoiseSchedule.linear(config.num_timesteps)
@@ -85,7 +85,7 @@ class Diffusion:
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """Samplers of the objective, the default first."""
+        """Sampling methods for the objective; the first is the default."""
         return ("euler",) if self.flow else ("ddim", "ddpm")
 
     def times(self, uniform: Tensor, normal: Tensor) -> Tensor:
@@ -107,9 +107,10 @@ class Diffusion:
         return signal * x0 + sigma * noise
 
     def target(self, x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-        """Return the model's target.
+        """Return the tensor that the model should predict.
 
-        It is the noise (ddpm), alpha noise - sigma x0 (v_prediction), or the velocity noise - x0.
+        The target is the noise (ddpm), alpha noise - sigma x0 (v_prediction), or the velocity noise
+        - x0.
         """
         if self.config.objective == "ddpm":
             return noise
@@ -121,10 +122,10 @@ class Diffusion:
     def loss(self, output: Tensor, x0: Tensor, noise: Tensor, x_t: Tensor, times: Tensor) -> Tensor:
         """Return the loss of every element, in x0's shape and dtype (float32 or float64).
 
-        A sample's loss is the mean. It is the squared error and, with learn_sigma, the variational
-        bound's term in bits, which trains only the variance (Nichol and Dhariwal 2021, "hybrid"
-        loss). Its weight is 1, as in the original DiT; with rescale_learned_sigmas (off there) it
-        would be num_timesteps / 1000, the same at 1000 steps.
+        A sample's loss is the mean. The loss is the squared error and, with learn_sigma, the
+        variational bound's term in bits, which trains only the variance (Nichol and Dhariwal 2021,
+        "hybrid" loss). Its weight is 1, as in the original DiT; with rescale_learned_sigmas (off
+        there) it would be num_timesteps / 1000, the same at 1000 steps.
         """
         prediction, variance = self.split(output.to(x0.dtype))
         error = (prediction - self.target(x0, noise, times)).square()
@@ -133,7 +134,7 @@ class Diffusion:
         return error + self._bound(prediction.detach(), variance, x0, x_t, times)
 
     def split(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Split an output into predictions ``[..., W]`` and variances ``[..., W]``.
+        """Split a model output into predictions ``[..., W]`` and variances ``[..., W]``.
 
         Variances are None without learn_sigma.
         """
@@ -144,7 +145,7 @@ class Diffusion:
         return prediction.flatten(-2), variance.flatten(-2)
 
     def join(self, prediction: Tensor, variance: Tensor | None) -> Tensor:
-        """Invert `split`."""
+        """Undo `split`."""
         if variance is None:
             return prediction
         prediction = prediction.unflatten(-1, (-1, self.channels))  # [..., N, C]
@@ -163,7 +164,7 @@ class Diffusion:
         return signal * x_t - sigma * prediction, sigma * x_t + signal * prediction
 
     def _levels(self, times: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors of data and noise in x_t, ``[B, 1, ...]``."""
+        """Return the factors of data and of noise in x_t, ``[B, 1, ...]``."""
         if self.flow:
             sigma = times.double() / self.config.num_timesteps
             signal = 1 - sigma
@@ -206,28 +207,28 @@ class Diffusion:
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Tables ``[steps]``, float64, of a chain of noising steps, complete or with times skipped."""
+    """Tables ``[steps]``, float64, for a chain of noising steps: all steps, or some skipped."""
 
     betas: Tensor
     """Variance of the noise that each step adds."""
     alpha_bars: Tensor
-    """Share of the data's variance in x_t."""
+    """Fraction of the variance of x_t that comes from the data."""
     posterior_variances: Tensor
     """Variance of x_(t-1) given x0 and x_t. The first would be 0, and repeats the second."""
     from_data: Tensor
     """Factor of x0 in the mean of x_(t-1) (Ho et al. 2020, equation 7)."""
     from_x_t: Tensor
-    """Factor of x_t in that mean."""
+    """Factor of x_t in the mean of x_(t-1)."""
 
     @classmethod
     def linear(cls, count: int) -> "NoiseSchedule":
         """Build the schedule of Ho et al. 2020 and the original DiT, scaled to ``count`` steps."""
         betas = torch.linspace(0.1 / count, 20 / count, count, dtype=torch.float64)
-        return cls.of(betas.clamp(max=0.999))  # above 1 with fewer than 20 steps
+        return cls.of(betas.clamp(max=0.999))  # the beta would exceed 1 with fewer than 20 steps
 
     @classmethod
     def of(cls, betas: Tensor) -> "NoiseSchedule":
-        """Build the tables of a chain whose steps have these variances."""
+        """Build the tables for a chain whose steps have these variances."""
         alpha_bars = torch.cumprod(1 - betas, dim=0)
         previous = torch.cat([alpha_bars.new_ones(1), alpha_bars[:-1]])
         posterior_variances = betas * (1 - previous) / (1 - alpha_bars)
@@ -261,7 +262,7 @@ class NoiseSchedule:
         return from_data * x0 + broadcast(self.from_x_t[index], x_t) * x_t
 
     def log_variance(self, variance: Tensor, index: Tensor) -> Tensor:
-        """Map an output's variance from [-1, 1] to a log between those of its bounds.
+        """Map a model's variance output from [-1, 1] to a log variance between two bounds.
 
         The bounds of a step's variance are the posterior's and beta.
         """

@@ -25,7 +25,7 @@ from model.parts.projections import Linear
 from model.parts.weights import Beginning, Inits, Splits, Stream, initial_value, xavier_inits
 
 FREQUENCIES = 256
-"""Sines and cosines per time."""
+"""Number of sines and cosines that encode a time."""
 full_sdpa = partial(sdpa, causal=False)
 """Full attention on one device that has all patches: an ``Attend`` without windows or sinks."""
 
@@ -204,7 +204,7 @@ class DiT(nn.Module):
         super().__init__()
         self.config = config
         self.inits = xavier_inits(config.init_method_std)
-        """The initializers that the words in INIT stand for."""
+        """Initializers, keyed by the words of INIT."""
         self.x_embedder: nn.Linear | None = Linear(config.patch_width, config.hidden_size)
         self.t_embedder = TimeEmbedding(config.hidden_size)
         self.y_embedder = nn.Embedding(config.num_classes + 1, config.hidden_size)
@@ -254,16 +254,16 @@ class DiT(nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """Return whether this part has the first layer, and so takes patches."""
+        """Return True if this part has the first layer, and so takes patches."""
         return self.x_embedder is not None
 
     @property
     def is_last(self) -> bool:
-        """Return whether this part has the last layer, and so returns patches."""
+        """Return True if this part has the last layer, and so returns patches."""
         return self.final_layer is not None
 
     def keep(self, layers: range) -> None:
-        """Drop all layers but these, in place; parameters keep their names.
+        """Drop all layers except these, in place; parameters keep their names.
 
         The patch embedding stays with the first layer, the final layer with the last, time and
         label embeddings with every part.
@@ -283,7 +283,7 @@ class DiT(nn.Module):
 
 
 def meta_dit_state(config: DiTConfig) -> dict[str, Tensor]:
-    """Return the state dict on the meta device: every parameter's name and shape."""
+    """Return the state dict on the meta device, with every parameter's name and shape."""
     return _on_meta(config).state_dict()
 
 
@@ -309,8 +309,8 @@ def multiply_adds(config: DiTConfig) -> int:
 def dit_flops_per_patch(config: DiTConfig) -> float:
     """Return the training FLOPs per patch, forward and backward: 6 per multiply-add.
 
-    Two in the forward and four in the backward. Work done once per sample is divided among its
-    patches.
+    A multiply-add costs two FLOPs in the forward and four in the backward. Work done once per
+    sample is divided among its patches.
     """
     return 6 * multiply_adds(config) / config.num_patches
 

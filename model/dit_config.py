@@ -37,7 +37,7 @@ class DiTConfig:
     init_method_std: float = 0.02
     """Standard deviation of the initial weights of the time and label embeddings."""
 
-    # Properties of language models, which a diffusion transformer lacks.
+    # Properties that language models have but a diffusion transformer lacks.
     linear_attention = False
     delta_rule = False
     recurrent = False
@@ -45,7 +45,7 @@ class DiTConfig:
     alternating: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
-        # TOML and the command line give lists.
+        # TOML and the command line provide lists.
         object.__setattr__(self, "latent_shape", tuple(self.latent_shape))
         at_least(
             self,
@@ -119,7 +119,7 @@ class DiTConfig:
 
     @property
     def video(self) -> bool:
-        """Return whether the latents have frames."""
+        """Return True if the latents have frames."""
         return len(self.latent_shape) == 4
 
     @property
@@ -128,12 +128,12 @@ class DiTConfig:
 
     @property
     def query_groups(self) -> int:
-        """Key and value heads."""
+        """Number of key and value heads."""
         return self.num_attention_heads
 
     @property
     def shared_sizes(self) -> dict[str, int]:
-        """Sizes of a layer that tensor parallelism divides, by setting."""
+        """Sizes of a layer that tensor parallelism divides, keyed by setting."""
         return {"num_attention_heads": self.num_attention_heads, "ffn_hidden_size": self.ffn_size}
 
     @property
@@ -148,7 +148,7 @@ class DiTConfig:
 
     @property
     def patch_grid(self) -> tuple[int, int, int]:
-        """Patches along frames (1 for images), height and width."""
+        """Number of patches along frames (1 for images), height and width."""
         frames = self.latent_shape[1] if self.video else 1
         height, width = self.latent_shape[-2:]
         return (
@@ -159,15 +159,15 @@ class DiTConfig:
 
     @property
     def num_patches(self) -> int:
-        """Patches per sample, the model's sequence length."""
+        """Number of patches per sample, which is the model's sequence length."""
         return math.prod(self.patch_grid)
 
     @property
     def patch_width(self) -> int:
-        """Elements of a patch: frames x height x width x channels, in this order."""
+        """Number of elements in a patch: frames x height x width x channels, in this order."""
         return math.prod(self.patch_shape) * self.latent_shape[0]
 
     @property
     def out_width(self) -> int:
-        """Elements of an output patch: as its inputs, with twice the channels for learn_sigma."""
+        """Number of elements in an output patch: the input's, twice as many for learn_sigma."""
         return self.patch_width * (2 if self.learn_sigma else 1)

@@ -16,7 +16,7 @@ from runtime.errors import UserError, require
 
 
 class DivergedError(UserError):
-    """The model overflowed, so that the next token has no distribution."""
+    """The model overflowed, so the next token has no distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Draw:
     """Draw from the smallest set of likeliest tokens, among top_k, whose probabilities sum to this
     (Holtzman et al. 2020)."""
     generator: torch.Generator | None = None
-    """On the logits' device."""
+    """Random generator on the logits' device."""
 
     def __post_init__(self) -> None:
         in_range = 0 <= self.temperature < float("inf")
@@ -75,17 +75,17 @@ class Draw:
 
 
 Choose = Callable[[Tensor, Tensor], Tensor]
-"""Last hidden states [B, C] and their logits [B, V] -> the next tokens [B], as a ``Draw`` does."""
+"""Function (last hidden states [B, C], their logits [B, V]) -> next tokens [B], like a ``Draw``."""
 Read = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(new tokens [B, T], positions [1 or B, T], ``ends`` as for ``States.read``) -> the next tokens
-[B]."""
+"""Function (new tokens [B, T], positions [1 or B, T], ``ends`` as for ``States.read``) -> next
+tokens [B]."""
 
 
 def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, table: int | None) -> None:
-    """Check the lengths of prompts and of their continuations.
+    """Check the lengths of prompts and of the texts that continue them.
 
     Args:
-        table: entries of the model's table of learned positions, if it has one.
+        table: number of entries in the model's table of learned positions, if it has one.
 
     Raises:
         UserError: no new tokens, an empty prompt, or more tokens than the table allows.
@@ -95,10 +95,10 @@ def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, table: 
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
             raise UserError(f"prompt {number} has no tokens; give at least one")
-        # One more than the table: the last token is drawn and not read again.
+        # One more token than the table: the last token is drawn but not read again.
         if table is not None and len(prompt) + max_new_tokens > table + 1:
             raise UserError(
-                f"prompt {number} has {len(prompt)} tokens and {max_new_tokens} are to follow, and "
+                f"prompt {number} has {len(prompt)} tokens and {max_new_tokens} are to follow, but "
                 f"the model's max_position_embeddings {table} allows {table + 1} together; shorten "
                 "it, or ask for fewer"
             )
@@ -132,10 +132,11 @@ def write(
     """Return the new tokens of each prompt.
 
     Args:
-        begin: forgets all tokens and returns a ``Read``. The prompts are padded to the right.
+        begin: function that forgets all tokens and returns a ``Read``. Prompts are padded to the
+            right.
         max_new_tokens: of each prompt.
         stop: token ids that end a text, and are not part of it.
-        alike: read only prompts of one length together.
+        alike: batch only prompts of equal length.
     """
     lengths = {len(prompt) for prompt in prompts}
     if alike and len(lengths) > 1:
@@ -157,7 +158,7 @@ def _write_together(
     stop: Sequence[int],
     device: torch.device,
 ) -> list[list[int]]:
-    """Return the new tokens of prompts that are read as one batch."""
+    """Return the new tokens of prompts that form one batch."""
     texts: list[list[int]] = [[] for _ in prompts]
     unfinished = set(range(len(prompts)))
     ends = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]

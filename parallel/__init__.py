@@ -1,1 +1,1 @@
-"""The dimensions of the mesh."""
+"""Parallelism along every dimension of the mesh: context, data, pipeline and tensor."""

@@ -17,7 +17,7 @@ class ParallelSections(Protocol):
 
     @property
     def model(self) -> Any:
-        """Has ``num_layers``."""
+        """Configuration of the model, with ``num_layers``."""
 
     @property
     def pipeline(self) -> PipelineConfig: ...
@@ -30,11 +30,11 @@ class ParallelSections(Protocol):
 
     @property
     def float8(self) -> Any:
-        """Converts layers by ``convert(layers)``."""
+        """Configuration of float8, which converts layers with ``convert(layers)``."""
 
     @property
     def train(self) -> Any:
-        """Has ``bf16`` and ``compile``."""
+        """Configuration of training, with ``bf16`` and ``compile``."""
 
 
 def parallelize(
@@ -54,32 +54,32 @@ def parallelize(
         weight_of: returns any slice of a parameter's initial value; if None, the weights stay
             uninitialized memory.
     """
-    # Imports DTensor, which a refused command line need not wait for.
+    # Imports DTensor, for which a refused command line need not wait.
     from parallel.tensor.split import split_model
 
     data_mesh = sharding_mesh(mesh.dp_cp, config.data_parallel)
     layer_ranges = stage_layers(config.pipeline, config.model.num_layers, mesh.pp.size())
     modules = []
     for stage in config.pipeline.stages_of(mesh.pp.get_local_rank(), mesh.pp.size()):
-        # On the meta device a model of any size is whole and takes no memory.
+        # On the meta device a model of any size can be built whole, without memory.
         with torch.device("meta"):
             module: Any = build()
 
         # Drop the other stages' layers first: the steps below take time for each layer.
         module.keep(layer_ranges[stage])
 
-        # Before everything that replaces a forward: tensor parallelism hooks the plain modules, and
-        # the steps below see a layer's inputs and outputs as they are on this rank.
+        # Comes before everything that replaces a forward: tensor parallelism hooks the plain
+        # modules, and the steps below see a layer's inputs and outputs as they are on this rank.
         split_model(module, mesh.tp)
 
-        # Before compilation, which should see the rounded products.
+        # Comes before compilation, which should see the rounded products.
         config.float8.convert(module.layers)
 
-        # Inside recomputation, which then runs a compiled layer again as a whole.
+        # Comes inside recomputation, which then runs a compiled layer again as a whole.
         if config.train.compile:
             compile_layers(module.layers)
 
-        # Inside FSDP, whose hooks gather a layer's weights before its backward recomputes it.
+        # Comes inside FSDP, whose hooks gather a layer's weights before its backward recomputes it.
         recompute_layers(module.layers, config.recompute)
 
         # FSDP last: the gathering of the weights is neither compiled nor recomputed.
@@ -92,7 +92,7 @@ def parallelize(
             prefetch=mesh.device.type == "cuda",
         )
 
-        # Only now is memory allocated, and for this rank's shards alone.
+        # Only now is memory allocated, and only for this rank's shards.
         init_parameters(module, mesh.device, weight_of)
         modules.append(module)
     return modules

@@ -23,7 +23,8 @@ from runtime.tensors import Part
 
 Strategy = Literal["ddp", "legacy_ddp", "zero1", "zero2", "zero3"]
 WeightOf = Callable[[str, torch.Size, Part], Tensor]
-"""(parameter's name, full shape, slice of each dimension) -> the initial values in these slices.
+"""Function (parameter's name, full shape, slice of each dimension) -> the initial values in these
+slices.
 
 The values do not depend on the rank or the mesh.
 """
@@ -77,7 +78,7 @@ def sharding_mesh(mesh: DeviceMesh, config: DataParallelConfig) -> DeviceMesh:
 
     copies_mesh = mesh._unflatten(0, (copies, mesh.size() // copies), ("copies", "shards"))
     if dist.get_backend(mesh.get_group()) != dist.Backend.FAKE:
-        # New groups do not inherit the timeout.
+        # New groups do not inherit the timeout, so set it.
         backend = mesh.get_group()._get_backend(torch.device(mesh.device_type))
         for group in copies_mesh.get_all_groups():
             dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
@@ -131,15 +132,15 @@ def shard_model(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
     )
     if strategy in ("ddp", "legacy_ddp"):
-        # With legacy_ddp the library sees one rank: it casts, accumulates micro-batches, and sends
-        # nothing.
+        # With legacy_ddp the library sees a single rank: it casts and accumulates micro-batches,
+        # but sends nothing.
         if strategy == "legacy_ddp" and mesh.size() > 1:
             raise ValueError(
-                f"legacy_ddp is applied to one rank alone, not {mesh.size()}; use the mesh of "
+                f"legacy_ddp is applied to a single rank, not {mesh.size()}; use the mesh of "
                 "sharding_mesh"
             )
-        # Unlike DistributedDataParallel, it takes DTensors, and gradients of another dtype than the
-        # weights.
+        # Unlike DistributedDataParallel, FSDP supports DTensors, and gradients in another dtype
+        # than the weights.
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
         apply: Callable[..., object] = partial(replicate, mesh=mesh, mp_policy=policy)
@@ -159,7 +160,7 @@ def shard_model(
             if bf16 and getattr(module, "full_precision", False):
                 apply(module, mp_policy=float32_policy)
         apply(layer)
-    # Only layers cast their inputs: bfloat16 cannot represent a diffusion model's times.
+    # Only layers cast their inputs: bfloat16 cannot represent the times of a diffusion model.
     apply(model, mp_policy=replace(policy, cast_forward_inputs=False))
 
     for module in model.modules():
@@ -189,13 +190,13 @@ def init_parameters(model: nn.Module, device: torch.device, weight_of: WeightOf 
 
 @torch.no_grad()
 def copy_whole(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Copy this rank's shard of a whole tensor, the same on every rank, into a parameter."""
+    """Copy this rank's shard of a whole tensor (equal on every rank) into a parameter."""
     local, slices = local_shard(parameter)
     local.copy_(whole[slices])
 
 
 def to_local(x: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, in the same memory."""
+    """Return this rank's shard of a tensor, sharing its memory."""
     from torch.distributed.tensor import DTensor
 
     return x.to_local() if isinstance(x, DTensor) else x
@@ -220,7 +221,7 @@ def local_shard(parameter: Tensor) -> tuple[Tensor, Part]:
         if isinstance(placement, Shard | _StridedShard):
             start = slices[placement.dim].start
             stop = slices[placement.dim].stop
-            chunk = -(-(stop - start) // mesh.size(mesh_dim))  # rounded up
+            chunk = -(-(stop - start) // mesh.size(mesh_dim))  # sizes are rounded up
             start = min(start + mesh.get_local_rank(mesh_dim) * chunk, stop)
             slices[placement.dim] = slice(start, min(start + chunk, stop))
     return parameter.to_local(), tuple(slices)
@@ -241,7 +242,7 @@ def set_gradient_sync(model: nn.Module, last: bool, strategy: Strategy = "zero3"
 
 
 def finalize_by_hand(model: nn.Module) -> None:
-    """Announce, before a forward, that gradients are reduced at the step's end, not in a backward.
+    """Announce, before a forward, that gradients are reduced only at the step's end.
 
     torch requires this from 2.15 on.
     """
@@ -261,7 +262,7 @@ def widen_gradients(model: nn.Module) -> None:
             continue
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if not groups:  # torch before 2.13 has one group per module, or None
+        if not groups:  # torch before 2.13 stores one group per module, or None
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         for group in groups:
             for parameter in group.fsdp_params:
@@ -299,7 +300,7 @@ def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> 
 
 
 def untracked_replicas(mesh: DeviceMesh, strategy: Strategy) -> int:
-    """Return how many ranks hold a copy of each gradient that its DTensor does not show.
+    """Return the number of ranks with a copy of each gradient that its DTensor does not show.
 
     ``gradient_norm`` would count such a gradient once per copy.
     """
@@ -309,7 +310,8 @@ def untracked_replicas(mesh: DeviceMesh, strategy: Strategy) -> int:
 MicroBatch = dict[str, Tensor]
 
 LossSum = Callable[[nn.Module, MicroBatch], Tensor]
-"""Map a micro-batch to hidden states or, in the last stage, to the sum of its losses.
+"""Function that maps a micro-batch to hidden states or, in the last stage, to the sum of its
+losses.
 
 After the first stage, the batch holds hidden states in place of that stage's input.
 """

@@ -20,7 +20,7 @@ from runtime.together import gather_results
 
 
 class MeshError(UserError):
-    """The processes cannot form the mesh."""
+    """The processes cannot form the mesh that the configuration asks for."""
 
 
 MIN_TIMEOUT = 0.02  # minutes
@@ -29,20 +29,21 @@ SIZES = ("pipeline_model_parallel_size", "context_parallel_size", "tensor_model_
 
 
 GPU_ENVIRONMENT = {
-    # With the default of 8, two streams may share a connection, and a transfer waits for a matmul.
+    # With the default of 8 connections, two streams may share one, and a transfer waits for a
+    # matmul.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # The few blocks of a transfer are scheduled before the next blocks of a matmul.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
-    # Sequence lengths that change would fragment segments of fixed sizes.
+    # Changing sequence lengths would fragment segments of fixed sizes.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Variables for CUDA, NCCL and torch's allocator, set unless the environment has them."""
+"""Environment variables for CUDA, NCCL and torch's allocator, set unless the user has set them."""
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-"""Folder of NVIDIA's driver with an entry per GPU of the machine."""
+"""Folder in which NVIDIA's driver has an entry for each GPU of the machine."""
 
 
 def check_cuda() -> None:
-    """Raise MeshError if torch finds no GPU, and tell if torch or the machine is the reason."""
+    """Raise MeshError if torch finds no GPU, and say if torch or the machine is the cause."""
     if torch.cuda.is_available():
         return
     built = f"torch {torch.__version__} on {socket.gethostname()}"
@@ -54,12 +55,12 @@ def check_cuda() -> None:
     else:
         reason = f"{built} is built for GPUs: look at nvidia-smi there, and at CUDA_VISIBLE_DEVICES"
     raise MeshError(
-        f"device is cuda and torch finds no CUDA device; use --device cpu or auto ({reason})"
+        f"device is cuda, but torch finds no CUDA device; use --device cpu or auto ({reason})"
     )
 
 
 def idle_gpus(config: "MeshConfig") -> str:
-    """Return a warning of GPUs that ``device`` auto ignores since torch cannot use them, or ""."""
+    """Return a warning of GPUs that ``device`` auto ignores, as torch cannot use them, or ""."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if config.device != "auto" or config.device_type == "cuda" or hidden:
         return ""
@@ -107,7 +108,7 @@ class MeshConfig:
         must = f"it must be from {MIN_TIMEOUT} (a second or so) to {MAX_TIMEOUT:,} (a week)"
         require(self, fits, "distributed_timeout_minutes", must)
         if self.device == "cpu" and self.distributed_backend == "nccl":
-            raise UserError("distributed_backend is nccl and device is cpu; use gloo or auto")
+            raise UserError("distributed_backend is nccl, but device is cpu; use gloo or auto")
 
     @property
     def device_type(self) -> str:
@@ -126,7 +127,7 @@ class MeshConfig:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The sizes of pp, cp and tp."""
+        """Sizes of the dimensions pp, cp and tp."""
         return (
             self.pipeline_model_parallel_size,
             self.context_parallel_size,
@@ -138,7 +139,7 @@ class MeshConfig:
         return world_size // math.prod(self.sizes)
 
     def joined(self, world_size: int) -> "MeshConfig":
-        """Return these sizes with dp moved into cp, if ``balance_over`` is dp_cp.
+        """Return these sizes with dp merged into cp, if ``balance_over`` is dp_cp.
 
         Sizes that do not divide ``world_size`` are returned as they are.
         """
@@ -188,7 +189,7 @@ class Mesh:
 
 @contextmanager
 def joined_processes(config: MeshConfig) -> Iterator[torch.device]:
-    """Join the launched processes until the block ends, and yield this process's device.
+    """Join the launched processes until the block ends; yield this process's device.
 
     After an error in the block the group is not destroyed. A process group that is initialized
     already is used and stays.
@@ -228,21 +229,22 @@ def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
         dimensions = {name: mesh[name] for name in ("pp", "dp", "cp", "tp")}
         dimensions["dp_cp"] = mesh["dp", "cp"]._flatten("dp_cp")
         for dimension in dimensions.values():
-            # A mesh's groups do not inherit the timeout: they would wait for 30 minutes.
+            # Groups of a mesh do not inherit the timeout: without this they would wait for 30
+            # minutes.
             set_timeout(dimension.get_group(), timeout)
         yield Mesh(device=device, **dimensions)
 
 
 def _local_gpu() -> torch.device:
     """Return this process's GPU: number LOCAL_RANK of its machine, or the only visible one."""
-    launched_world_size()  # sets the LOCAL_RANK of a task of srun
+    launched_world_size()  # this sets the LOCAL_RANK of a task of srun
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     gpus = torch.cuda.device_count()
     if gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
-        return torch.device("cuda", 0)  # srun --gpus-per-task 1 and the like
+        return torch.device("cuda", 0)  # for example with srun --gpus-per-task 1
     if local_rank >= gpus:
         raise MeshError(
-            f"device is cuda, and process {local_rank + 1} of a machine finds {gpus} GPUs there; "
+            f"device is cuda, but process {local_rank + 1} of a machine finds {gpus} GPUs there; "
             f"start at most {gpus} processes per machine, or give --device cpu; if "
             f"{socket.gethostname()} has more, look at nvidia-smi there and leave this machine out"
         )
@@ -250,7 +252,7 @@ def _local_gpu() -> torch.device:
 
 
 def _check_distinct(device: torch.device) -> None:
-    """Raise MeshError on all ranks if two of them have the same GPU."""
+    """Raise MeshError on all ranks if two of them use the same GPU."""
     local_gpu = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
     owners: dict[tuple[str, str], int] = {}
     for rank, gpu in enumerate(gather_results(lambda: local_gpu)):

@@ -29,13 +29,13 @@ from torch import Tensor, get_device_module
 from runtime.simulation import allocates
 
 KEPT = "kept on the host"
-"""Cause of the host memory of activations, for a rehearsal."""
+"""Cause of host memory that holds activations, for a rehearsal."""
 MOMENTS = "moments on the host"
-"""Cause of the host memory of the optimizer's moments, for a rehearsal."""
+"""Cause of host memory that holds the optimizer's moments, for a rehearsal."""
 SLAB = 1 << 30
-"""Largest slab in bytes, unless a tensor needs more."""
+"""Maximum size of a slab in bytes, unless a tensor needs more."""
 ALIGNED = 512
-"""Bytes to which tensors in a slab are aligned."""
+"""Alignment in bytes of the tensors in a slab."""
 
 
 def pinned_bytes(count: int) -> int:
@@ -47,7 +47,7 @@ def pinned_bytes(count: int) -> int:
 
 
 class Slabs:
-    """Host memory for many tensors, cut from slabs of a power of two bytes.
+    """Host memory for many tensors, cut from slabs (large buffers of a power of two bytes).
 
     torch pins powers of two only, so a tensor of 1.1 GiB alone would take 2. A new slab is as large
     as all earlier ones together, up to 1 GiB or, for larger tensors, up to room for ``several``.
@@ -60,13 +60,13 @@ class Slabs:
         self._memory: dict[int, Tensor] = {}
 
     def place(self, count: int) -> tuple[int, int]:
-        """Reserve ``count`` bytes; return the number of their slab, and their offset in it."""
+        """Reserve ``count`` bytes; return the index of their slab, and their offset in it."""
         aligned_count = -(-count // ALIGNED) * ALIGNED
         number = 0
         while number < len(self._free) and self._free[number] < aligned_count:
             number += 1
         if number == len(self._free):
-            earlier_bytes = 1 << sum(self.sizes).bit_length() >> 1  # the power of two below
+            earlier_bytes = 1 << sum(self.sizes).bit_length() >> 1  # largest power of two below it
             max_size = max(SLAB, self._several * pinned_bytes(aligned_count))
             self.sizes.append(max(pinned_bytes(aligned_count), min(max_size, earlier_bytes)))
             self._free.append(self.sizes[-1])
@@ -81,7 +81,7 @@ class Slabs:
         number, start = self.place(count)
         if number not in self._memory:
             if pinned and not self._memory:
-                # torch frees a slab without waiting for copies of the arrays that numpy cut from it
+                # torch frees a slab without waiting for copies of arrays that numpy cut from it
                 weakref.finalize(self, torch.cuda.synchronize).atexit = False
             self._memory[number] = torch.empty(
                 self.sizes[number], dtype=torch.uint8, pin_memory=pinned
@@ -98,7 +98,7 @@ def in_slabs(counts: Iterable[int], several: int = 1) -> int:
 
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
-"""Tensors to copy to, each with the one to copy from."""
+"""Pairs of tensors: the one to copy to, and the one to copy from."""
 
 
 class HostCopies:
@@ -115,7 +115,7 @@ class HostCopies:
 
     @property
     def compute(self) -> Any:
-        """The stream of the computation."""
+        """CUDA stream of the computation."""
         return self._device_module.current_stream(self._device)
 
     def out(self, pairs: Pairs) -> Any:
@@ -155,8 +155,8 @@ class Offload:
 
     def __init__(self) -> None:
         self.idle: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """Pinned buffers by size in bytes. They are reused and never freed: pinning memory stops
-        the device.
+        """Pinned buffers that are free, keyed by size in bytes. They are reused and never freed,
+        since pinning memory stops the device.
         """
         self._slabs = Slabs(SEVERAL)
         self._recent: deque[Layer] = deque()
@@ -229,7 +229,7 @@ class Layer:
         return saved
 
     def fetch(self) -> None:
-        """Begin the copies back to the device of the tensors that were not unpacked yet."""
+        """Begin to copy back the tensors that were not unpacked yet."""
         for reference in self._saved:
             saved = reference()
             if saved is not None and not saved.unpacked:
@@ -267,38 +267,39 @@ def unpack(saved: "OnHost | Tensor") -> Tensor:
 
 @dataclass(eq=False)
 class OnHost:
-    """A tensor in host memory, which is on the device before its copy ends and when it is read."""
+    """A tensor in host memory, on the device too before its copy ends and while it is read."""
 
     layer: Layer
     offload: Offload
     device: torch.device
     compute: Any
-    """The stream of the computation."""
+    """CUDA stream of the computation."""
     buffer: Tensor
     host: Tensor
-    """The buffer with the dtype, sizes and strides of the tensor in it."""
+    """Buffer that holds the tensor, viewed with its dtype, sizes and strides."""
     rebuild: Callable[[Tensor], Tensor]
-    """Makes the original tensor, such as a DTensor, from this rank's part."""
+    """Function that rebuilds the original tensor, such as a DTensor, from this rank's part."""
     source: Tensor | None
     """The original tensor, until the computation has waited for its copy."""
     stored: Any
-    """The event behind the copy to the host."""
+    """Event that follows the copy to the host."""
     fetching: tuple[Tensor, Any] | None = None
-    """The copy on the device, and the event behind it."""
+    """The copy on the device, and the event that follows it."""
     unpacked: bool = False
 
     def release(self) -> None:
-        """Release the original tensor, after the computation's wait for its copy."""
+        """Release the original tensor, after the computation has waited for its copy."""
         if self.source is not None:
             self.compute.wait_event(self.stored)
             self.source = None
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Begin the copy back to the device, unless it is there or on its way."""
+        """Begin the copy back to the device, unless it is there or in transit."""
         if self.source is not None or self.fetching is not None:
             return
-        # The memory belongs to the computation's stream, and is freed there after its wait.
+        # The memory belongs to the computation's stream, and is freed there after the stream's
+        # wait.
         target = torch.empty_strided(
             self.host.shape, self.host.stride(), dtype=self.host.dtype, device=self.device
         )
@@ -325,7 +326,7 @@ class OnHost:
         return target
 
     def __del__(self) -> None:
-        """Make the buffer idle, also if no backward came, such as after an error."""
+        """Make the buffer free again, even if no backward came, for example after an error."""
         self.release()
         if self.fetching is not None:
             self._fetched()
@@ -347,7 +348,7 @@ def _local_part(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         rebuild = partial(DTensor.from_local, device_mesh=x.device_mesh, run_check=False, **layout)
         x = x.to_local()
     if isinstance(x, AsyncCollectiveTensor):
-        # The computation waits for the collective; otherwise the stream of the copies would.
+        # The computation waits for the collective; otherwise the stream of the copies would wait.
         x = x.trigger_wait()
     return x, rebuild
 

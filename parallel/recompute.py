@@ -38,13 +38,14 @@ ATTENTION = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
     }
 )
-"""Operators of an attention forward: ours, with the gather before and the exchange of heads or
-tokens after it, and the fused kernels of torch's SDPA. A delta rule's convolution is not among
-them: its output has all channels of all tokens, and computing it again sends only a few tokens."""
+"""Operators of an attention forward: Longmesh's, including the gather before it and the exchange of
+heads or tokens after it, and the fused kernels of torch's SDPA. The convolution of a delta rule is
+excluded: its output has all channels of all tokens, and computing it again sends only a few tokens.
+"""
 
 
 class RecomputeError(UserError):
-    """The policy cannot be applied to this model."""
+    """The recompute policy cannot be applied to this model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ def _in_chunks(
     module: nn.Module, forward: Callable[[Tensor], Tensor], size: int, x: Tensor
 ) -> Tensor:
     """Apply ``forward`` to x [B, T, C], ``size`` tokens at a time."""
-    # Read at every call: FSDP replaces the shards by whole weights while a layer runs.
+    # Read in every call, since FSDP replaces the shards by whole weights while a layer runs.
     parameters = tuple(module.parameters())
     tokens = x.flatten(0, -2)  # [B T, C]
     out = over_chunks(lambda chunk, _: forward(chunk), tokens, size, parameters)
@@ -134,18 +135,18 @@ def _recomputed(
     if begin_layer is not None:
         pack = begin_layer().pack
         unpack_saved = unpack
-        input_hooks = saved_tensors_hooks(pack, unpack_saved)  # for the checkpoint's inputs
+        input_hooks = saved_tensors_hooks(pack, unpack_saved)  # saves the inputs of the checkpoint
 
     def save(call: Callable[[], Any]) -> Any:
         out = call()
-        # Detached: autograd ties the tensors themselves to the graph that should be freed.
+        # Detached, since autograd ties the tensors themselves to the graph that should be freed.
         saved.append(tree_map_only(Tensor, lambda x: pack(x.detach()), out))
         return out
 
     def reuse(call: Callable[[], Any]) -> Any:
         if not saved:
             raise RuntimeError(
-                "attention_boundary saves each attention for one backward, and this is another one"
+                "attention_boundary saves each attention for one backward, but this is another one"
             )
         return tree_map_only((Tensor, OnHost), unpack_saved, saved.popleft())
 

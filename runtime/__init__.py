@@ -1,5 +1,5 @@
-"""Files, errors of all ranks and processes, for every folder."""
+"""Shared helpers for files, errors that all ranks raise, and processes."""
 
 __version__ = (
-    "0.1.0"  # the one place: pyproject.toml, --version, checkpoints and the written package take it
+    "0.1.0"  # The version is defined only here; pyproject.toml, --version and checkpoints read it.
 )

@@ -1,4 +1,4 @@
-"""Limit the processor time and memory of other people's programs: templates, patterns."""
+"""Limit the processor time and memory of other people's code: templates and patterns."""
 
 import resource
 import signal
@@ -9,24 +9,26 @@ from typing import Any, TypeVar
 from runtime.errors import DataError
 
 MAX_SECONDS = 10.0
-"""Processor time of one call; unlike wall-clock time it does not grow with the machine's load."""
+"""Maximum processor time of one call; unlike wall-clock time it does not grow with the machine's
+load."""
 MAX_BYTES = 1 << 30
-"""Memory of one call, in addition to the process's (Linux)."""
+"""Maximum memory of one call, in addition to what the process uses already (Linux only)."""
 Result = TypeVar("Result")
 
 
 class UnboundedError(DataError):
-    """A program exceeds the time or memory of a call, and is not called again."""
+    """The code exceeds the time or memory limit of a call, and is not called again."""
 
 
 class _Expired(BaseException):
-    """The time is over; a BaseException, which no `except Exception` of the program catches."""
+    """Raised when the time is over; a BaseException, so that no `except Exception` catches it."""
 
 
 def bounded(name: str, work: Callable[[], Result]) -> Result:
-    """Return ``work()``; call in the main thread. ``name`` is the program's, for messages.
+    """Return ``work()`` under limits of time and memory; call in the main thread.
 
-    Raises UnboundedError: it takes more than MAX_SECONDS or MAX_BYTES.
+    ``name`` is the program's name for messages.\n\n Raises UnboundedError: the call takes more than
+    MAX_SECONDS or MAX_BYTES.
     """
     running = True
 
@@ -35,7 +37,7 @@ def bounded(name: str, work: Callable[[], Result]) -> Result:
             raise _Expired
 
     def report(unraisable: Any) -> None:
-        # Raised in a destructor, _Expired is lost; the next signal comes soon.
+        # If _Expired is raised in a destructor, it is lost; the next signal comes soon.
         if unraisable.exc_type is not _Expired:
             hook(unraisable)
 
@@ -56,7 +58,7 @@ def bounded(name: str, work: Callable[[], Result]) -> Result:
         return result
     except _Expired:
         raise UnboundedError(
-            f"{name} does not end within {MAX_SECONDS:g} s of one processor; repair it"
+            f"{name} does not finish within {MAX_SECONDS:g} s of one processor; repair it"
         ) from None
     except MemoryError:
         raise UnboundedError(

@@ -1,11 +1,11 @@
-"""Base classes of errors that a user can fix, checks of fields, and suggestions for wrong names."""
+"""Base classes of errors that a user can fix, checks of fields, suggestions for misspelt names."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 
 class UserError(ValueError):
-    """An error that the user can fix; its one line has the value, the place and the fix.
+    """An error that the user can fix; its one-line message has the value, its source and the fix.
 
     Entries and tools print it and exit with its ``status``. Any other exception is a bug and keeps
     its traceback.
@@ -13,21 +13,19 @@ class UserError(ValueError):
 
     status = 1
     again = False
-    """True if the same command may succeed later: the reason is another process, which is ending or
-    lost.
-    """
+    """True if the same command may succeed later, because another process is ending or was lost."""
 
     def __str__(self) -> str:
-        """Return the message made ``printable``: it may quote another program's file, or a flag."""
+        """Return the message made ``printable``, since it may quote a flag or a file."""
         return printable(super().__str__())
 
 
 class LaunchError(UserError):
-    """Processes cannot join: the launcher's variables are wrong, or the store cannot be reached."""
+    """Processes cannot join: the launcher's variables are wrong, or its store cannot be reached."""
 
 
 class AbsentError(LaunchError):
-    """Another process did not join, or is gone."""
+    """Another process did not join, or was lost."""
 
     again = True
 
@@ -41,7 +39,7 @@ class StoppedError(DataError):
 
 
 def wrong(config: object, name: str, must: str) -> UserError:
-    """Return the error of a field's value; ``must`` states the requirement and the fix."""
+    """Return an error about a field's value; ``must`` states the requirement and the fix."""
     value = getattr(config, name)
     if value is None:
         value = "not set"
@@ -51,13 +49,13 @@ def wrong(config: object, name: str, must: str) -> UserError:
 
 
 def require(config: object, ok: bool, name: str, must: str) -> None:
-    """Raise the error of ``wrong`` unless a field is ``ok``."""
+    """Raise the error of ``wrong`` for a field unless ``ok``."""
     if not ok:
         raise wrong(config, name, must)
 
 
 def at_least(config: object, minimum: float, *names: str) -> None:
-    """Raise UserError for the first of these fields that is set and below ``minimum``."""
+    """Raise UserError for the first of the named fields that is set and below ``minimum``."""
     for name in names:
         value = getattr(config, name)
         require(config, value is None or value >= minimum, name, f"it must be {minimum} or more")
@@ -86,11 +84,11 @@ OTHERS_WORDS = {
     "--context-length": "--seq-length",
     "--max-steps": "--train-iters",
 }
-"""Flags of other programs, and ours for the same setting."""
+"""Flags of other programs, and Longmesh's flags for the same settings."""
 
 
 def first_few(names: Sequence[str], count: int = 3) -> str:
-    """Return the first few names, and the number of the others."""
+    """Return the first few names in words, and the number of names left out."""
     text = ", ".join(names[:count])
     if len(names) > count:
         text += f" and {len(names) - count} more"
@@ -102,7 +100,7 @@ def did_you_mean(
 ) -> str | None:
     """Return a question that suggests the nearest of ``names``; None if none is near.
 
-    ``answers`` has further names, each with a text to add to the question.
+    ``answers`` maps further names to a text that is added to the question.
     """
     flag = OTHERS_WORDS.get(name)
     if flag in names:
@@ -117,7 +115,7 @@ def did_you_mean(
 
 
 def unknown_argument(word: str, hint: Callable[[str], str | None]) -> str:
-    """Return the error of an unknown word of a command line; ``hint`` explains an unknown flag."""
+    """Return the error about an unknown word on a command line; ``hint`` explains a flag."""
     flag = word.partition("=")[0]
     advice: str | None = "a value follows the flag it belongs to"
     if flag.startswith("-"):
@@ -132,7 +130,7 @@ def with_article(name: str) -> str:
 
 
 MAX_MESSAGE = 4000
-"""Characters of a message; a longer one quotes a whole file."""
+"""Maximum number of characters of a message; a longer one probably quotes a whole file."""
 
 
 def printable(text: str) -> str:

@@ -20,12 +20,12 @@ from runtime.locks import InUseError, Lock, not_a_file
 
 _DRAFT = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{32}(\.[^.]*)?")
 LOCK = ".lock"
-"""Name of a folder's lock, while a process owns the folder."""
+"""Name of the lock file in a folder, which exists while a process owns the folder."""
 _OWNED: set[tuple[int, str]] = set()
-"""(pid, lock) of the locks of this process. fcntl would grant it a lock twice, and closing one of
-both handles would release both."""
+"""(pid, lock) of the locks that this process holds. fcntl would grant it the same lock twice, and
+closing either handle would release both."""
 Drafts = Callable[..., tuple[Path, ...]]
-"""Function that returns a draft beside each path."""
+"""Function that returns a draft path beside each given path."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -33,7 +33,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
     """Yield drafts beside ``paths``; rename them to ``paths`` when the block ends (see `drafting`).
 
-    Drafts' names differ only where ``paths`` do, so that a .bin/.idx pair stays a pair.
+    The names of drafts differ only where those of ``paths`` do, so that a .bin/.idx pair stays a
+    pair.
 
     Raises OSError: a draft cannot be written, or another folder has its name.
     """
@@ -53,15 +54,15 @@ def drafting() -> Iterator[Drafts]:
     Raises OSError: a draft cannot be written, or another folder has its name.
     """
     unique = uuid.uuid4().hex
-    path_of: dict[Path, Path] = {}  # by draft
+    path_of: dict[Path, Path] = {}  # destination, keyed by draft
     renamed: list[Path] = []
 
     def drafts_of(*paths: Path) -> tuple[Path, ...]:
         drafts = []
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # The suffix stays, since readers choose by it. Not mkstemp, which ignores the umask and
-            # makes private files.
+            # The suffix is kept, since readers choose a format by it. mkstemp would ignore the
+            # umask and make private files.
             drafts.append(path.with_name(f".{path.stem}.{unique}{path.suffix}"))
         path_of.update(zip(drafts, paths, strict=True))
         return tuple(drafts)
@@ -78,7 +79,7 @@ def drafting() -> Iterator[Drafts]:
         for folder in {path.parent for path in path_of.values()}:
             fsync(folder)
     finally:
-        # An interrupt between two renames must not leave a .bin beside another run's .idx.
+        # An interrupt between two renames must not leave one run's .bin beside another run's .idx.
         incomplete = [path_of[draft] for draft in renamed if not os.path.lexists(draft)]
         for path in (*path_of, *incomplete):
             with suppress(OSError):
@@ -137,12 +138,12 @@ def owned(folder: Path, stem: str | None = None, *, wait: bool = False) -> Itera
 
 
 def _remove_drafts(folder: Path, stem: str | None) -> None:
-    """Remove the drafts of a killed process that belong to a lock of this folder."""
+    """Remove a killed process's drafts that belong to this lock of the folder."""
     for path in list(folder.iterdir()):
         match = _DRAFT.fullmatch(path.name)
         if match is None:
             continue
-        # A folder's name may have a dot, so its stem is ambiguous.
+        # A folder's name may contain a dot, so its stem is ambiguous.
         stems = {match["stem"], match["stem"] + (match[2] or "")}
         is_ours = stem is None or stem in stems
         if is_ours and not any((folder / f".{other}.lock").exists() for other in stems - {stem}):
@@ -150,7 +151,7 @@ def _remove_drafts(folder: Path, stem: str | None) -> None:
 
 
 def room(folder: Path) -> str:
-    """Return the free bytes, in words, of the disk that ``folder`` is or would be on."""
+    """Return, in words, the free bytes on the disk of ``folder``, which need not exist yet."""
     existing = folder
     while not existing.is_dir():
         existing = existing.absolute().parent
@@ -158,10 +159,11 @@ def room(folder: Path) -> str:
 
 
 def unwritable(folder: Path, elsewhere: str) -> str:
-    """Return why a folder, or its nearest existing parent, takes no files, and the fix; or "".
+    """Return why a folder (or its nearest existing parent) takes no files; "" if it does.
 
-    Tries with a nameless file, so that nothing is left by a command that fails later. ``elsewhere``
-    is the fix for a folder without permission, such as "choose another --save".
+    The reason comes with the fix. The test writes a nameless file, so that a command that fails
+    later leaves none behind. ``elsewhere`` is the fix for a folder without permission, such as
+    "choose another --save".
     """
     try:
         existing = folder
@@ -184,11 +186,11 @@ def reason(error: OSError, folder: Path) -> str:
 
 
 def read_regular(path: Path, max_bytes: int = 1 << 30) -> str:
-    """Read a text file of a run or a checkpoint, which others may have put there.
+    """Read a text file of a run or checkpoint; other users may have put something else there.
 
     Raises:
-        UserError: it is ``not_a_file``, or longer than ``max_bytes``.
-        OSError: it cannot be read.
+        UserError: the path is ``not_a_file``, or the file is longer than ``max_bytes``.
+        OSError: the file cannot be read.
     """
     kind = not_a_file(path)
     if kind:
@@ -202,7 +204,7 @@ def read_regular(path: Path, max_bytes: int = 1 << 30) -> str:
 
 
 def sha256(content: Path | str | bytes) -> str:
-    """Return the SHA-256 of a file, a text in UTF-8 or bytes, in hex."""
+    """Return the hexadecimal SHA-256 of a file, of a text in UTF-8, or of bytes."""
     if isinstance(content, Path):
         with content.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -212,7 +214,7 @@ def sha256(content: Path | str | bytes) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Make a file's contents, or renames and new names in a folder, survive a power cut."""
+    """Make a file's content, or a folder's renames and new names, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

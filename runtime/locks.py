@@ -27,8 +27,8 @@ from runtime.slurm import leave_ending
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 20.0
-"""Time without a beat after which a holder on another host is dead; if it only hung, it ends at its
-next beat.
+"""Time without a beat after which a holder on another host counts as dead; if it only hung, it ends
+itself at its next beat.
 """
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 RECORD = re.compile(
@@ -45,7 +45,7 @@ FILE_KINDS = {
 
 
 def not_a_file(path: Path) -> str:
-    """Return the kind of a path that is no regular file; empty for a regular file, or none.
+    """Return the kind of a path that is not a regular file; "" for a regular or missing file.
 
     Reading a fifo, a socket or a device may never end, and a link reads or writes somewhere else.
     """
@@ -56,11 +56,11 @@ def not_a_file(path: Path) -> str:
 
 
 class InUseError(UserError):
-    """A folder is in use, or its lock cannot be taken; the message names lock and holder."""
+    """A folder is in use, or its lock cannot be taken; the message names the holder."""
 
 
 class EndingError(InUseError):
-    """The holder belongs to this Slurm job: it is the previous start, which is ending."""
+    """The holder is an earlier start of this Slurm job, which is still ending."""
 
     again = True
 
@@ -72,7 +72,8 @@ class Lock:
         """Take the lock; with ``wait`` print a note and wait for the holder, instead of raising.
 
         Raises:
-            InUseError: another process holds it, or the file is a link or closed to this user.
+            InUseError: another process holds the lock, or the file is a link or closed to this
+                user.
             OSError: the file cannot be created.
         """
         self._path = path
@@ -92,29 +93,29 @@ class Lock:
         self._released.set()
         self._beat_thread.join()
         if _is_at(self._path, self._handle):
-            self._path.unlink(missing_ok=True)  # before another process can take it
+            self._path.unlink(missing_ok=True)  # removed before another process can take the lock
         os.close(self._handle)
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
-            with suppress(OSError):  # the file server is away for a while
+            with suppress(OSError):  # the file server is unreachable for a while
                 if self._touched() not in ("", self._record):
                     self._give_way()
 
     def _touched(self) -> str:
-        """Touch the file; return the text of the file now at the path, empty if there is none."""
+        """Touch the file; return the text of the file at the path now, "" if there is none."""
         stale = False
         try:
             os.utime(self._handle)
         except OSError as error:
-            stale = error.errno == errno.ESTALE  # NFS: another host removed the file
+            stale = error.errno == errno.ESTALE  # on NFS: another host removed the file
         if not stale and _is_at(self._path, self._handle):
             # Closing another handle of the file would end the kernel's lock.
             return os.pread(self._handle, 1000, 0).decode(errors="replace")
         return _Snapshot.of(self._path).text
 
     def _give_way(self) -> NoReturn:
-        """End this process: it hung for so long that another one took over its lock."""
+        """End this process: it hung for so long that another process took over its lock."""
         holder = _Snapshot.of(self._path).holder
         line = (
             f"error: {self._path.parent} was taken over by {holder}, as this process did not "
@@ -127,14 +128,14 @@ class Lock:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A lock file's text and time at one moment."""
+    """Text and modification time of a lock file at one moment."""
 
     text: str
     touched_ns: int
 
     @classmethod
     def of(cls, path: Path) -> "_Snapshot":
-        """Read the file through a new handle, for which NFS asks its server.
+        """Read the file through a new handle, which makes NFS ask its server.
 
         Closing the handle releases this process's kernel lock on the file.
         """
@@ -147,12 +148,12 @@ class _Snapshot:
 
     @property
     def record(self) -> re.Match[str] | None:
-        """The fields of a holder's text; None if it is not one."""
+        """The parsed fields of the holder's text; None if the text is something else."""
         return RECORD.fullmatch(self.text)
 
     @property
     def holder(self) -> str:
-        """The holder in words."""
+        """Description of the holder in words."""
         return self.record["holder"] if self.record else self.text.strip() or "another process"
 
 
@@ -166,14 +167,14 @@ def _acquire(path: Path, wait: bool, record: str) -> int:
             if created and _is_at(path, handle):
                 os.truncate(handle, 0)
                 os.pwrite(handle, record.encode(), 0)
-                os.fsync(handle)  # other hosts see an empty file until then
+                os.fsync(handle)  # other hosts see an empty file until this write
                 return handle
         except BaseException:
             os.close(handle)
             raise
         os.close(handle)
         if holder is None:
-            continue  # its owner, or a watcher of a dead one, removed it after it was opened here
+            continue  # its owner, or a watcher of a dead owner, removed it after it was opened here
 
         message = f"{path.parent} is in use by {holder.holder} (lock {path.name})"
         if not wait:
@@ -185,7 +186,7 @@ def _acquire(path: Path, wait: bool, record: str) -> int:
 
 
 def _in_use_error(message: str, holder: _Snapshot) -> InUseError:
-    """Return the error of a lock that another process holds, with the command that ends it."""
+    """Return the error of a lock that another process holds, with the command to end it."""
     job = re.search(r", Slurm job (\S+),", holder.holder)
     fix = "wait until it ends"
     if job:
@@ -198,21 +199,21 @@ def _in_use_error(message: str, holder: _Snapshot) -> InUseError:
 
 
 def _holder(path: Path, handle: int, created: bool) -> _Snapshot | None:
-    """Return the holder; None if this process created the file, or if it was replaced meanwhile."""
+    """Return the holder of a lock; None if this process created the file, or if it was replaced."""
     locked = _lock(handle)
     while created and locked is False:
-        time.sleep(0.05)  # another process looks at the empty file, and lets go
+        time.sleep(0.05)  # another process is looking at the empty file, and will let go
         locked = _lock(handle)
     if created:
         return None
     if not os.fstat(handle).st_size:
-        time.sleep(0.5)  # its creator is about to write its record
+        time.sleep(0.5)  # the creator is about to write its record
 
     snapshot = _Snapshot(os.pread(handle, 1000, 0).decode(errors="replace"), 0)
     record = snapshot.record
     on_this_host = record is not None and record["host"] == socket.gethostname()
     if locked is False and (on_this_host or record is None):
-        return snapshot  # on another host the server may keep a dead holder's lock
+        return snapshot  # the file server may keep a lock whose holder on another host is dead
     is_dead = False
     if on_this_host and record is not None:
         is_dead = bool(locked) or not _runs(int(record["pid"]))
@@ -223,19 +224,19 @@ def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except OSError as error:
-        return isinstance(error, PermissionError)  # another user's
+        return isinstance(error, PermissionError)  # it is another user's process
     return True
 
 
 def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> _Snapshot | None:
-    """Watch the file; return its holder if it is touched or replaced, else remove it.
+    """Watch a lock file; return its holder if it is touched or replaced, else remove it.
 
     Of several watchers one may remove the file, which a link with the holder's token ensures:
     otherwise a slow watcher could remove the file of the next holder. Returns None if no file is
     left.
     """
     with suppress(OSError):
-        fcntl.lockf(handle, fcntl.LOCK_UN)  # reading the file through a new handle does so too
+        fcntl.lockf(handle, fcntl.LOCK_UN)  # Reading the file through a new handle does the same.
     first = _Snapshot.of(path)
     if first.text != text:
         return None
@@ -257,7 +258,7 @@ def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> 
         os.link(path, link)
     except FileExistsError:
         with suppress(FileNotFoundError):
-            # A watcher was killed between link and unlink.
+            # A process was killed between link and unlink.
             if time.time() - link.stat().st_ctime > PATIENCE_SECONDS:
                 link.unlink()
                 # Watch again with patience: others may be about to remove the file.
@@ -266,7 +267,7 @@ def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> 
     except FileNotFoundError:
         return None
     try:
-        # The link may be to a file that was created since.
+        # The link may point to a file that was created since.
         if _Snapshot.of(link) == first:
             path.unlink()
     finally:
@@ -293,7 +294,7 @@ def _open_or_create(path: Path) -> tuple[int, bool]:
                 created = False
                 handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         except FileNotFoundError:
-            attempts -= 1  # an owner that ends removes its file and the folders it made
+            attempts -= 1  # a process that ends removes its lock file and the folders that it made
             if not attempts:
                 raise
         except OSError as error:
@@ -305,8 +306,8 @@ def _open_or_create(path: Path) -> tuple[int, bool]:
                 ) from None
             raise
         else:
-            with suppress(OSError):  # another user's file
-                os.fchmod(handle, 0o666)  # despite the umask
+            with suppress(OSError):  # the file belongs to another user
+                os.fchmod(handle, 0o666)  # set explicitly, since the umask may forbid it
             return handle, created
 
 
@@ -318,9 +319,9 @@ def _is_at(path: Path, handle: int) -> bool:
 
 
 def _lock(handle: int) -> bool | None:
-    """Take the kernel's lock; False if another process has it, None without locks here."""
+    """Take the kernel's lock; False if another process has it, None if locks do not work."""
     try:
-        # Not flock: its locks outlive the process in forked children.
+        # flock is not used: its locks outlive the process in forked children.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):

@@ -1,4 +1,4 @@
-"""Describe the machine of a measurement: its device, versions and commit; time steps on it."""
+"""Describe the machine of a measurement (device, versions, commit), and time calls on it."""
 
 import importlib.metadata
 import os
@@ -29,7 +29,7 @@ CARDS = {
     "gb200": Card(2500e12, "gb200_nvl72"),
     "b300": Card(2250e12, "b300_pod"),
     "b200": Card(2250e12, "b200_pod"),
-    "gh200": Card(989e12),  # one per node, with a Grace CPU
+    "gh200": Card(989e12),  # one GPU per node, with a Grace CPU
     "h200 nvl": Card(835e12),
     "h200": Card(989e12, "h200_pod"),
     "h100 nvl": Card(835e12),
@@ -50,15 +50,15 @@ CARDS = {
     "l40s": Card(362e12, "l40s_pod"),
     "rtx 4090": Card(165e12),
 }
-"""Cards by the words that their names contain; the first entry that matches counts."""
+"""Cards, keyed by the words that their names contain; the first entry that matches counts."""
 OTHER_CARD = re.compile(r"mig|laptop|d|max|cnx|\d+(c|cme|q|a|b)")
-"""Words of names of partitions and variants that are not the card in the table, such as 40C for a
-virtual GPU.
+"""Words in names of partitions and variants that differ from the card in the table, such as 40C for
+a virtual GPU.
 """
 
 
 def card_of(name: str) -> Card | None:
-    """Return the card of a ``torch.cuda.get_device_name()``; None if it is not in the table."""
+    """Return the card for a ``torch.cuda.get_device_name()``; None if the table lacks it."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     if any(map(OTHER_CARD.fullmatch, words)):
         return None
@@ -69,7 +69,7 @@ def card_of(name: str) -> Card | None:
 
 
 def commit_of(root: Path = ROOT, *below: str) -> str:
-    """Return a checkout's commit, with a note if its files (only those ``below``) have changes."""
+    """Return a checkout's commit, with a note if files (only those ``below``) were changed."""
     top = _git(root, "rev-parse", "--show-toplevel")
     head = _git(root, "rev-parse", "HEAD")
     if not head or not top or Path(top).resolve() != root.resolve():
@@ -109,17 +109,17 @@ def device_name(device: str) -> str:
 
 
 def slug(name: str) -> str:
-    """Reduce a name to lower-case letters, digits and hyphens, for a file name."""
+    """Reduce a name to lower-case letters, digits and hyphens, for use in a file name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def stamp() -> dict[str, str]:
-    """Return the date and the commit for a result."""
+    """Return the current date and the commit, to store with a result."""
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit_of()}
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Return device, versions and stamp for a result; packages not installed are left out."""
+    """Return device and versions, to store with a result; missing packages are left out."""
     machine: dict[str, Any] = {
         "device": device_name(device),
         **stamp(),
@@ -150,7 +150,7 @@ def loaded_cudnn() -> int:
     try:
         return torch.backends.cudnn.version() or 0
     except RuntimeError:
-        # It is older than the one that torch was built with, which torch's own calls accept.
+        # It is older than the cuDNN that torch was built with, but torch's own calls accept it.
         return cudnn_number(".".join(map(str, torch._C._cudnn.getRuntimeVersion())))
 
 
@@ -161,7 +161,7 @@ def cudnn_number(version: str) -> int:
 
 
 def in_words(machine: dict[str, Any]) -> str:
-    """Return the result of ``describe`` in words; old results have no commit."""
+    """Describe the result of ``describe`` in words; old results have no commit."""
     words = [
         machine["device"],
         f"{machine['cores']} cores",
@@ -175,7 +175,7 @@ def in_words(machine: dict[str, Any]) -> str:
 
 
 def results_file(folder: Path, name: str, machine: dict[str, Any]) -> Path:
-    """Return the file of a benchmark's results on a machine: NAME-MACHINE-N-cores.jsonl."""
+    """Return the path of a benchmark's results for a machine: NAME-MACHINE-N-cores.jsonl."""
     return folder / f"{name}-{slug(machine['device'])}-{machine['cores']}-cores.jsonl"
 
 
@@ -184,7 +184,7 @@ def time_steps(
 ) -> list[float]:
     """Return the seconds of each of ``repeats`` calls, after ``warm_up`` calls.
 
-    Measured by CUDA events on a GPU, by the clock on a CPU.
+    Measures with CUDA events on a GPU, and with the clock on a CPU.
     """
     for _ in range(warm_up):
         step()

@@ -1,4 +1,4 @@
-"""Join and leave the process group: equal versions, one gloo worker, a clean shutdown."""
+"""Join and leave the process group: equal versions, one gloo thread, a clean shutdown."""
 
 import os
 import socket
@@ -95,15 +95,15 @@ def process_group(
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of a group's later collectives and point-to-point messages."""
     if dist.get_backend(group) == dist.Backend.FAKE:
-        return  # it waits for nobody
+        return  # it waits for no other rank
     dist.distributed_c10d._set_pg_timeout(timeout, group)
     message_backend: Any = group._get_backend(torch.device("cpu"))
-    if hasattr(message_backend, "set_timeout"):  # the call above covers collectives only
+    if hasattr(message_backend, "set_timeout"):  # the call above covers only collectives
         message_backend.set_timeout(timeout)
 
 
 def use_one_worker() -> None:
-    """Make every later gloo group run its collectives in one thread. Idempotent.
+    """Make every later gloo group run its collectives in a single thread. Idempotent.
 
     torch gives a group two (seen in 2.13; no release is known to fix it), and both write the name
     of the collective that they completed to one string of the group, without a lock
@@ -129,13 +129,13 @@ def use_one_worker() -> None:
         if interfaces:
             devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
         else:
-            devices = [gloo.create_default_device()]  # as torch chooses it
+            devices = [gloo.create_default_device()]  # the same choice as torch makes
 
         options = gloo._Options()
         options._threads = 1
         options._timeout = timeout
         options._devices = devices
-        for name, value in settings.items():  # enable_reconfigure, from torch 2.15 on
+        for name, value in settings.items():  # the argument enable_reconfigure, from torch 2.15 on
             setattr(options, name, value)
         torch_init(self, store, rank, size, options)
 

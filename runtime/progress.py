@@ -6,13 +6,13 @@ import time
 from types import TracebackType
 
 TERMINAL_SECONDS = 0.2
-"""Seconds between updates of the line on a terminal."""
+"""Time between updates of the line on a terminal."""
 LOG_SECONDS = 60.0
-"""Seconds between lines in a log."""
+"""Time between lines in a log."""
 FIRST_LOG_SECONDS = 10.0
-"""Seconds until the first line in a log."""
+"""Time until the first line in a log."""
 CLEAR = "\r\x1b[K"
-"""Moves to the beginning of a terminal's line, and clears it."""
+"""Control sequence that moves to the beginning of a terminal's line and clears the line."""
 
 
 class Progress:
@@ -37,7 +37,7 @@ class Progress:
             print(end=CLEAR, file=sys.stderr, flush=True)
 
     def __call__(self, text: str) -> None:
-        """Print the text if the interval since the last one is over."""
+        """Print the text if the interval since the previous one is over."""
         now = time.monotonic()
         if now - self._last_printed <= self._interval:
             return

@@ -1,4 +1,4 @@
-"""Start ranks and other processes, forked from a server that has imported torch.
+"""Start ranks and other processes by forking a server that has imported torch.
 
 A fork of the server takes a few milliseconds, while a new interpreter imports torch for seconds.
 """
@@ -21,30 +21,30 @@ from typing import Any, NamedTuple
 from runtime.signals import signals_later
 
 _context = multiprocessing.get_context("forkserver")
-# The modules that the entries import; the server ignores a module that does not exist.
+# Modules that the entries import; the server ignores a module that does not exist.
 _PRELOADED = ["tools.common.preload"]
 _context.set_forkserver_preload(_PRELOADED)
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not answer; the message has the traceback if it raised."""
+    """A rank raised, died or did not answer; if it raised, the message contains its traceback."""
 
 
 class Rank(NamedTuple):
-    """A started process, and the starter's end of its pipe."""
+    """A started process, and this process's end of the pipe to it."""
 
     process: Any
     pipe: Connection
 
 
 class _End(NamedTuple):
-    """The last message of a process, with a traceback if it raised."""
+    """The last message of a process; it contains the traceback if the process raised."""
 
     trace: str = ""
 
 
 def preload(module: str) -> None:
-    """Let the fork server import a module too; call before the first rank starts."""
+    """Make the fork server import a further module; call before the first rank starts."""
     _PRELOADED.append(module)
     _context.set_forkserver_preload(_PRELOADED)
 
@@ -76,7 +76,7 @@ def started(bodies: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> It
     ranks: list[Rank] = []
     lifeline, lifeline_writer = _context.Pipe(duplex=False)
     try:
-        _forkserver.ensure_running()  # first, or it would inherit blocked signals
+        _forkserver.ensure_running()  # start it first, or it would inherit blocked signals
         with signals_later():
             for body, args in bodies:
                 starter_end, process_end = _context.Pipe()
@@ -95,7 +95,7 @@ def started(bodies: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> It
 
 
 def send(pipe: Connection, value: Any) -> None:
-    """Send a picklable value through a pipe, tensors by their values."""
+    """Send a picklable value through a pipe; tensors are sent by value."""
     pipe.send_bytes(pickle.dumps(value))
 
 
@@ -105,9 +105,9 @@ def receive(pipe: Connection) -> Any:
 
 
 def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
-    """Yield the ranks' messages with their numbers until all ranks have ended.
+    """Yield (rank number, message) until all ranks have ended.
 
-    Stops at the first failure, since the other ranks may hang.
+    Iteration stops at the first failure, since the other ranks may hang.
 
     Raises RankError: a rank raised, died, or no message came ``within`` seconds.
     """
@@ -127,7 +127,7 @@ def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
                 process = ranks[number].process
                 process.join(5)  # the pipe closes a moment before the process ends
                 raise RankError(
-                    f"rank {number} died without a word, exit code {process.exitcode}"
+                    f"rank {number} died without a message, exit code {process.exitcode}"
                 ) from None
             if not isinstance(value, _End):
                 yield number, value
@@ -138,7 +138,7 @@ def messages(ranks: Sequence[Rank], within: float) -> Iterator[tuple[int, Any]]:
 
 
 def one_of_each(ranks: Sequence[Rank], within: float) -> list[Any]:
-    """Return one message of each rank, by rank; raises as ``messages``."""
+    """Return one message from each rank, in the order of ranks; raises as ``messages``."""
     values: dict[int, Any] = {}
     for number, value in messages(ranks, within):
         values[number] = value
@@ -152,7 +152,7 @@ def _run(
 ) -> None:
     # Ctrl-C reaches the starter too, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable()  # a native crash then prints each thread's stack
+    faulthandler.enable()  # on a native crash this prints the stack of each thread
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     end = _End()
     try:
@@ -164,7 +164,7 @@ def _run(
 
 
 def _end_with(lifeline: Connection) -> None:
-    """End this process when the pipe's other end closes: the starter is gone."""
+    """End this process when the other end of the pipe closes, because the starter has ended."""
     lifeline.poll(None)
     os._exit(1)
 
@@ -177,7 +177,7 @@ def _joined(
     folder: str,
     args: tuple[Any, ...],
 ) -> None:
-    """Join the ranks, call ``fn``, and send its result once all ranks have one."""
+    """Join the ranks, call ``fn``, and send its result once all ranks have a result."""
     import torch
     import torch.distributed as dist
 
@@ -191,7 +191,7 @@ def _joined(
 
 
 def join_here(rank: int, world_size: int, folder: str) -> None:
-    """Join the ranks that use a folder of this machine as their store."""
+    """Join the ranks that use a folder on this machine as their store."""
     import torch.distributed as dist
 
     from runtime.processes import join

@@ -1,4 +1,4 @@
-"""End a process early: on signals that request it, and with the launcher that started it."""
+"""End a process early: on signals that request it, or together with its launcher."""
 
 import atexit
 import ctypes
@@ -16,14 +16,14 @@ from typing import Any
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME_SECONDS = 2.0
-"""Time within which signals count as one: Slurm and torchrun may each pass the same signal to a
-rank.
+"""Time within which equal signals count as one, since Slurm and torchrun may each pass the same
+signal to a rank.
 """
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class StopRequest:
-    """The signal that asked this process to end, if one did.
+    """The signal that asked this process to end, if any.
 
     While ``works`` is False there is nothing to save, and a signal ends the process with status
     128 + its number. Later the first signal is stored in ``signal``, which the training loop reads,
@@ -37,7 +37,7 @@ class StopRequest:
         self._since = 0.0
 
     def receive(self, number: signal.Signals) -> None:
-        """Store a signal, or end the process."""
+        """Store a signal for the training loop, or end the process."""
         now = time.monotonic()
         if not self.works:
             os._exit(128 + number)
@@ -71,7 +71,7 @@ def stop_requests() -> Iterator[StopRequest]:
             handler = signal.signal(number, lambda *_: None)
             previous_handlers[number] = handler or signal.SIG_DFL
     for number in previous_handlers:
-        signal.siginterrupt(number, False)  # system calls of libraries are not interrupted
+        signal.siginterrupt(number, False)  # system calls in libraries are then not interrupted
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=_watch, args=(reader, request), name="signals", daemon=True)
     thread.start()
@@ -88,7 +88,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 def _watch(reader: socket.socket, request: StopRequest) -> None:
-    """Receive each signal whose number the interpreter's C handler writes; 0 ends the thread."""
+    """Receive each signal number that the interpreter's C handler writes; 0 ends the thread."""
     while True:
         for number in reader.recv(1024):
             if number == 0:
@@ -98,18 +98,19 @@ def _watch(reader: socket.socket, request: StopRequest) -> None:
 
 
 def end_readers_at_exit() -> None:
-    """Kill the data loaders' remaining processes when this process exits.
+    """Kill the remaining processes of data loaders when this process exits.
 
-    After an error its traceback's frames keep the loaders alive. multiprocessing would then send
-    their processes SIGTERM, which they ignore, and wait forever.
+    After an error, the frames of the traceback keep the loaders alive. multiprocessing would then
+    send their processes SIGTERM, which they ignore, and wait forever.
     """
     atexit.unregister(_end_readers)
-    # Runs before multiprocessing's function, which was registered earlier, by its import.
+    # This function runs before multiprocessing's exit function, which was registered earlier, on
+    # import.
     atexit.register(_end_readers)
 
 
 def _end_readers() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
@@ -119,16 +120,16 @@ def _end_readers() -> None:
 def signals_later() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until the block ends.
 
-    In the middle of a process's start they would leave a child without its function to call.
+    A signal during the start of a child process would leave a child without a function to call.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals never interrupt this thread
+        yield  # in this thread signals never interrupt anything
         return
     received: list[int] = []
     previous_handlers: dict[signal.Signals, Any] = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         previous_handlers[number] = signal.signal(number, lambda n, _: received.append(n))
-    # The started processes inherit the mask.
+    # The started processes inherit the signal mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -147,7 +148,7 @@ def leave_to_parent(_worker: int) -> None:
     """
     signal.set_wakeup_fd(-1)
     for number in ASKING:
-        # By torch's default SIGTERM ends the loader's process, which would fail the run.
+        # Without this, SIGTERM would end the loader's process (torch's default) and fail the run.
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(os.getppid())
 
@@ -156,7 +157,8 @@ def end_with_launcher() -> None:
     """Let the kernel kill this process when its torchrun, or its Slurm step, is gone.
 
     Otherwise the ranks of a killed launcher would train on, and write into the folder that the next
-    start resumes from. Entries call it first of all: a launcher that ends before is not noticed.
+    start resumes from. Entries call this function first, since a launcher that ends before the call
+    goes unnoticed.
     """
     parent = os.getppid()
     name = Path(f"/proc/{parent}/comm")

@@ -1,4 +1,4 @@
-"""Settings of a rehearsal, which runs code on meta tensors as if on another device."""
+"""Settings of a rehearsal, which runs code on meta tensors that stand for another device's."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """A value during a rehearsal; None at all other times."""
+    """A value that is set only during a rehearsal; otherwise None."""
 
     def __init__(self) -> None:
         self.value: T | None = None
@@ -29,9 +29,9 @@ class Setting(Generic[T]):
 
 
 SIMULATED_DEVICE = Setting[str]()
-"""Type of device that the rehearsal's tensors stand for."""
+"""Device type that the rehearsal's tensors stand for."""
 ALLOCATION_CAUSE = Setting[str]()
-"""Cause of the memory that is being allocated, if the allocating code states one."""
+"""Cause of the current allocations, if the allocating code states one."""
 
 
 def device_type_of(x: Tensor) -> str:
@@ -40,7 +40,7 @@ def device_type_of(x: Tensor) -> str:
 
 
 def allocates(cause: str) -> Callable[[F], F]:
-    """State the cause of the memory that a function allocates."""
+    """State, for a rehearsal, the cause of the memory that the decorated function allocates."""
 
     def decorate(function: F) -> F:
         @wraps(function)
@@ -55,7 +55,7 @@ def allocates(cause: str) -> Callable[[F], F]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a function of torch, which has no hook for it, until the block ends."""
+    """Replace a function that has no hook (for example one of torch) until the block ends."""
     inherited = name not in vars(owner)
     original = getattr(owner, name)
     setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""Convert srun's variables to torchrun's, and report a rank's end to the job's script."""
+"""Convert srun's variables to torchrun's, and report how a rank ended to the job script."""
 
 import os
 import re
@@ -9,26 +9,26 @@ from pathlib import Path
 from runtime.errors import LaunchError, printable
 
 FIRST_PORT = 20_000
-"""First port of stores."""
+"""First port that a store may use."""
 PORTS = 12_000
-"""Number of ports of stores; Linux assigns higher ones by itself."""
+"""Number of ports that stores may use; Linux assigns higher ports to other programs."""
 
 
 ENDINGS = "LONGMESH_ENDINGS"
-"""Variable with the folder from which slurm/job.sh reads one file per rank."""
+"""Environment variable with the folder in which slurm/job.sh expects one file per rank."""
 AGAIN = 75
-"""Exit status (EX_TEMPFAIL of sysexits.h) if another process is the reason: the next start may
-succeed.
+"""Exit status (EX_TEMPFAIL of sysexits.h) if another process is the cause, so that the next start
+may succeed.
 """
 
 
 def leave_ending(status: int, message: str) -> None:
-    """Write this rank's status and message for the script of its job, if there is one."""
+    """Write this rank's status and message for its job script, if there is one."""
     folder = os.environ.get(ENDINGS)
     if not folder:
         return
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    with suppress(OSError):  # a full disk
+    with suppress(OSError):  # the disk is full
         Path(folder).mkdir(parents=True, exist_ok=True)
         file = Path(folder, f"rank-{rank}")
         file.write_text(f"{status} {printable(message)}\n", encoding="utf-8")
@@ -74,17 +74,17 @@ def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
         value = str(number)
         if environ.get(name, value) != value:
             raise LaunchError(
-                f"{name} is {environ[name]} in the environment, and srun made it {value}; unset "
+                f"{name} is {environ[name]} in the environment, but srun set it to {value}; unset "
                 f"{name}, which a shell or another launcher left, or start with torchrun, which "
                 "sets RANK too"
             )
         variables[name] = value
 
-    # The ranks meet at the first node, at a port that this step has for itself.
+    # The ranks connect at the first node, on a port that no other step uses.
     nodes = hosts(environ.get("SLURM_STEP_NODELIST", ""))
     if not nodes:
         raise LaunchError(
-            "SLURM_STEP_NODELIST is not set, so that the ranks cannot meet; set MASTER_ADDR, "
+            "SLURM_STEP_NODELIST is not set, so the ranks cannot connect; set MASTER_ADDR and "
             "MASTER_PORT"
         )
     job = _number(environ, "SLURM_JOB_ID")
@@ -96,16 +96,16 @@ def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_torchrun(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if srun's tasks would not form one run.
+    """Raise LaunchError if srun's tasks would not form a single run.
 
-    Either each task is a torchrun that knows of no other, or RANK was left by an old shell.
+    Either each task is a torchrun that does not know the others, or RANK is left over from a shell.
     """
     tasks = environ["SLURM_STEP_NUM_TASKS"]
     agents = environ.get("GROUP_WORLD_SIZE")
     world_size = environ.get("WORLD_SIZE", "")
     if agents is None and world_size.isdigit() and int(world_size) < int(tasks):
         raise LaunchError(
-            f"WORLD_SIZE is {world_size} in the environment, and srun started {tasks} tasks; unset "
+            f"WORLD_SIZE is {world_size} in the environment, but srun started {tasks} tasks; unset "
             "RANK and WORLD_SIZE, which a shell or another launcher left, or unset "
             "SLURM_STEP_NUM_TASKS to train apart"
         )
@@ -122,14 +122,14 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
     if not text.isdigit():
         raise LaunchError(
-            f"{name} is {text or 'not set'}, and srun makes it a number; start with srun or "
+            f"{name} is {text or 'not set'}, but srun sets it to a number; start with srun or "
             "torchrun, or unset SLURM_STEP_NUM_TASKS to start alone"
         )
     return int(text)
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return the tasks of each node from Slurm's short form, such as ``8(x3),4``."""
+    """Return the number of tasks on each node, from Slurm's short form such as ``8(x3),4``."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -139,7 +139,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def hosts(text: str) -> list[str]:
-    """Return the names in Slurm's short form, such as ``gpu[01-03,07],login``, in its order."""
+    """Return the host names of Slurm's short form, such as ``gpu[01-03,07],login``, in order."""
     all_names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names = [""]
@@ -151,7 +151,7 @@ def hosts(text: str) -> list[str]:
 
 
 def _expanded(ranges: str) -> list[str]:
-    """Return the numbers of ranges such as ``01-03,07``, with their leading zeros."""
+    """Return the numbers in ranges such as ``01-03,07``, including leading zeros."""
     numbers: list[str] = []
     for span in filter(None, ranges.split(",")):
         first, _, last = span.partition("-")

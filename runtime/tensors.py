@@ -17,13 +17,13 @@ T = TypeVar("T")
 Part = tuple[slice, ...]
 """The slice of each dimension of a tensor; () is the whole tensor."""
 WHOLE = 1 << 20
-"""Values of the largest weight that is drawn whole, in about 5 ms."""
+"""Maximum number of values of a weight that is drawn at once (about 5 ms)."""
 TILE = (64, 512)
-"""Rows and columns of the tiles of a larger weight: the rows of a rank in a large FSDP group, and
-the columns of one of 8 tp ranks.
+"""Rows and columns of the tiles of a larger weight: about the rows of one rank in a large FSDP
+group, and the columns of one of 8 tp ranks.
 """
 FORGET: list[Callable[[], None]] = []
-"""Functions that empty the caches of `cached_on_device`, as a new micro-batch would: the next calls
+"""Functions that empty the caches of `cached_on_device`, as a new micro-batch would; later calls
 copy again.
 """
 
@@ -33,7 +33,7 @@ def initial_weight_slice(
 ) -> Tensor:
     """Return slices of the random weight ``name``, float32 on the CPU.
 
-    The values do not depend on the slices asked for, so that every mesh starts with the same
+    The values do not depend on the requested slices, so that every mesh starts with the same
     weights. Drawing all of a large weight to use one shard would take most of a start, so a weight
     of more than WHOLE values has a generator per tile of its last two dimensions, and only the
     tiles that intersect the slices are drawn.
@@ -65,7 +65,7 @@ def initial_weight_slice(
 
 
 def _tile_slices(indices: Sequence[int], tile_shape: Sequence[int], shape: Sequence[int]) -> Part:
-    """Return the slices of a tile by its indices; the last one of a dimension may be shorter."""
+    """Return the slices of a tile; the last tile of a dimension may be shorter."""
     slices = []
     for index, size, length in zip(indices, tile_shape, shape, strict=True):
         slices.append(slice(index * size, min((index + 1) * size, length)))
@@ -80,7 +80,7 @@ def _intersection(a: Part, b: Part) -> Part:
 
 
 def _relative(inner: Part, outer: Part) -> Part:
-    """Return the slices ``inner`` relative to a tensor that holds ``outer`` alone."""
+    """Return the slices ``inner`` relative to a tensor that holds only the slices ``outer``."""
     slices = []
     for x, y in zip(inner, outer, strict=True):
         slices.append(slice(x.start - y.start, x.stop - y.start))
@@ -88,15 +88,15 @@ def _relative(inner: Part, outer: Part) -> Part:
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """Return the random generator of a parameter, or of any other name."""
+    """Return the random generator for a parameter (or any other) name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def title_of_owner(model: torch.nn.Module, name: str) -> str:
-    """Return the class that defines a parameter, with its file, such as for an error.
+    """Return the class that defines a parameter, with its file, for error messages.
 
-    For a parameter of a torch module it is our class around that module.
+    For a parameter of a torch module this is the Longmesh class that contains the module.
     """
     path = name.rpartition(".")[0]
     while path and type(model.get_submodule(path)).__module__.startswith("torch."):
@@ -106,23 +106,23 @@ def title_of_owner(model: torch.nn.Module, name: str) -> str:
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums of this dtype: float32, or float64 for float64."""
+    """Return the dtype in which to sum values of this dtype: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device; on a GPU ordered with the current stream alone."""
+    """Copy a host tensor to the device; on a GPU, ordered only with the current stream."""
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 @cache
 def constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor, cached."""
+    """Return numbers as a tensor on the device, cached."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 def cached_on_device(maxsize: int) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Cache a function of hashable arguments, the last one the device, separately per CUDA stream.
+    """Cache a function of hashable arguments (the last is the device), separately per CUDA stream.
 
     The cached tensor is copied to the device in order with one stream; another stream would not
     wait for that copy.
@@ -168,7 +168,7 @@ def kept_in_object(method: M) -> M:
 
 
 class Handles(Generic[T]):
-    """A table of objects by number, for operators whose arguments are numbers and tensors.
+    """A table of objects keyed by number, for operators that take only numbers and tensors.
 
     It holds the objects weakly: the caller keeps each one alive as long as it is used.
     """
@@ -185,10 +185,10 @@ class Handles(Generic[T]):
         return handle
 
     def tensor(self, item: T, shape: tuple[int, ...] = ()) -> Tensor:
-        """Return a handle of ``item`` that torch.compile does not specialise on: int64 on the CPU.
+        """Return a handle of ``item`` as an int64 tensor on the CPU.
 
-        Equal items share a number, so one stands for the others. The tensor keeps the item alive
-        for a backward that saves the tensor.
+        torch.compile does not specialise on the tensor. Equal items share a number, so one stands
+        for the others. The tensor keeps the item alive for a backward that saves the tensor.
         """
         number = self._tensors.get(item)
         if number is None:
@@ -199,7 +199,7 @@ class Handles(Generic[T]):
         return handle
 
     def __getitem__(self, handle: int | Tensor) -> T:
-        """Return the object of a handle. Raises KeyError: there is none, or it is not alive."""
+        """Return the object with this handle. Raises KeyError: there is none, or it was freed."""
         return self._objects[int(handle)]
 
     def __len__(self) -> int:
@@ -221,8 +221,8 @@ def differentiable(
 ) -> None:
     """Register an operator ``(*tensors, *others) -> (out, more)`` with a backward.
 
-    The backward is the operator ``name_backward``. Results are made dense, and gradients cast to
-    the dtypes of their inputs. Differentiable once.
+    The backward is the operator ``name_backward``. Results are made contiguous, and gradients cast
+    to the dtypes of their inputs. Differentiable once.
 
     Args:
         name: namespace and name, such as longmesh::delta_rule.
@@ -232,7 +232,7 @@ def differentiable(
         fake: returns tensors of the results' shapes and dtypes.
         backward: ``(dout, dmore or None, *tensors, *saved results, *others)`` -> the gradient of
             each tensor; the gradient of a tensor that is None is ignored.
-        unsaved: types and names of last arguments that the forward alone takes.
+        unsaved: types and names of the last arguments, which only the forward takes.
         saves: indices of the results that the backward needs.
         owner: returns, given the others, an object to keep alive until the backward.
     """
@@ -253,7 +253,7 @@ def differentiable(
         return results
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        # The handle of a plan among the others keeps the plan alive.
+        # The handle of a plan (among the other arguments) keeps the plan alive.
         ctx.others = inputs[num_tensors:num_saved_arguments]
         ctx.unsaved = len(inputs) - num_saved_arguments
         ctx.owner = owner(*ctx.others)
@@ -265,7 +265,7 @@ def differentiable(
         ctx: Any, dout: Tensor | None, dmore: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         dout = torch.zeros(**ctx.like) if dout is None else dout
-        saved = ctx.saved_tensors  # read once: a checkpoint returns them once
+        saved = ctx.saved_tensors  # read once: a checkpoint returns them only once
         results = iter(reverse(dout, dmore, *saved, *ctx.others))
         gradient_of = [None if x is None else next(results) for x in saved[:num_tensors]]
         return *gradient_of, *[None] * (len(ctx.others) + ctx.unsaved)

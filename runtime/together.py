@@ -30,7 +30,7 @@ from runtime.slurm import AGAIN, leave_ending
 
 T = TypeVar("T")
 RAISED = "(raised on rank "
-"""Start of the note of an error that all ranks raise."""
+"""Start of the note on an error that all ranks raise."""
 CLOSED = re.compile(
     r"(Connection (closed|reset) by peer|Broken pipe|remote process exited|Application timeout)"
     r"[^\n.]*(\.\d+[^\n.]*)*"
@@ -41,16 +41,18 @@ TIMED_OUT = re.compile(
     re.I,
 )
 POLL_SECONDS = 0.05
-"""Time between polls of the store. Deadlines count polls, not time, as load slows all ranks."""
+"""Time between two reads of the store. Reads are counted instead of the clock, since load slows all
+ranks."""
 MAX_SLOWDOWN = 10
-"""Factor by which load may slow down an exchange through the store."""
+"""Factor by which a loaded machine may slow down an exchange through the store."""
 GRACE_SECONDS = 1.5
-"""Time on an idle machine in which a rank whose connection closed learns that another timed out."""
+"""Time, on an idle machine, until a rank with a closed connection learns that another rank timed
+out."""
 _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 def work_alone() -> None:
-    """Exclude this thread, which is not its rank's main one, from all later exchanges."""
+    """Exclude this thread, which is not the main thread of its rank, from all later exchanges."""
     _ALONE.set(True)
 
 
@@ -60,7 +62,7 @@ def is_alone() -> bool:
 
 
 def gather_results(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Call ``fn`` on every rank of ``group`` and return all results, by rank. One collective.
+    """Call ``fn`` on every rank of ``group`` and return all results, in rank order. One collective.
 
     ``fn`` must do local work only, such as reading files: a collective inside it would wait for a
     rank that has failed. Its result must be picklable. If this rank ``is_alone``, only the local
@@ -107,7 +109,7 @@ def from_first(fn: Callable[[], T]) -> T:
 
 
 def is_first() -> bool:
-    """Return True on the first rank, and in a thread that ``is_alone``."""
+    """Return True on the first rank, and in any thread that ``is_alone``."""
     return is_alone() or dist.get_rank() == 0
 
 
@@ -128,7 +130,7 @@ def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def on_all_ranks(error: Exception) -> bool:
-    """Return True if all ranks raised this error together, so that none of them is lost."""
+    """Return True if all ranks raised this error together, so that no rank is lost."""
     return any(note.startswith(RAISED) for note in getattr(error, "__notes__", ()))
 
 
@@ -159,7 +161,7 @@ def first_to_report(seconds: float) -> Iterator[bool]:
     yield is_reporter
 
     deadline = time.monotonic() + seconds
-    # The store disconnects when the rank that hosts it leaves, which it does after all others
+    # The store disconnects when the rank that hosts it leaves, which happens after all others
     # arrived.
     with suppress(RuntimeError):
         if store is not None:
@@ -170,7 +172,7 @@ def first_to_report(seconds: float) -> Iterator[bool]:
 
 
 def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
-    """Print one line if a collective failed because of a peer; else return False, silently.
+    """Print one line if a collective failed because of another rank; else return False.
 
     Ranks that timed out call the roll through the store for up to ``seconds``; one of them names
     the ranks that do not answer: stopped, hanging or gone. A rank whose connection closed reports
@@ -188,7 +190,7 @@ def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
         print(ending_message, file=sys.stderr, flush=True)
         os._exit(1)
 
-    # The launcher ends this rank as soon as it sees that another ended.
+    # The launcher ends this rank as soon as it sees that another rank ended.
     is_main = threading.current_thread() is threading.main_thread()
     previous_handler = signal.signal(signal.SIGTERM, end) if is_main else None
     line: str | None = ending_message
@@ -208,12 +210,12 @@ def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
 
     if line:
         print(line, file=sys.stderr, flush=True)
-    time.sleep(0.5)  # let the speaker print: the launcher ends all ranks once one has ended
+    time.sleep(0.5)  # let the reporting rank print: the launcher then ends all ranks
     return True
 
 
 def _line_of_roll(ending_message: str, timed_out: bool, seconds: float) -> str:
-    """Call the roll; return this rank's line, empty if another rank names the silent ones."""
+    """Call the roll; return this rank's line, or "" if another rank names the silent ranks."""
     store = open_connection()
     name = "longmesh/answer of rank"
     time_out_key = "longmesh/timed out"
@@ -248,13 +250,13 @@ def _line_of_roll(ending_message: str, timed_out: bool, seconds: float) -> str:
 
 
 def open_connection() -> dist.Store:
-    """Return the ranks' store on a new connection: other threads may wait on the shared one."""
+    """Return the ranks' store on a new connection, since other threads may block the shared one."""
     shared: Any = dist.distributed_c10d._get_default_store()
     return shared.clone()
 
 
 def call_roll(store: dist.Store, name: str, answer: str, seconds: float) -> dict[int, str]:
-    """Give this rank's answer to a roll call; return the answers that came in time, by rank."""
+    """Answer a roll call; return the answers that came in time, keyed by rank."""
     keys = [f"{name} {rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], answer)
     wait_for(lambda: store.check(keys), seconds)
@@ -267,7 +269,7 @@ def call_roll(store: dist.Store, name: str, answer: str, seconds: float) -> dict
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    """Poll a condition until it holds, at most as often as ``seconds`` allow on an idle machine."""
+    """Poll until a condition holds; ``seconds`` limits the number of polls, not the time."""
     for _ in range(round(seconds / POLL_SECONDS)):
         if condition():
             return

@@ -1,4 +1,4 @@
-"""End a run whose ranks stopped making steps, and report which rank waits in which collective.
+"""End a run whose ranks stopped making steps, and report which ranks wait in which collectives.
 
 A collective's own timeout says only that it timed out. Here a rank that is late writes its stacks,
 calls the roll of all ranks through the store, and one of them prints who waits where and who did
@@ -32,34 +32,34 @@ from runtime.slurm import AGAIN
 from runtime.together import MAX_SLOWDOWN, call_roll, gather_results, open_connection, wait_for
 
 FOLDER = "hangs"
-"""Folder of the stacks, in the run's folder."""
+"""Name of the folder for stacks, in the run's folder."""
 EXCLUDE = "hung_nodes.txt"
 """File in the run's folder with the nodes of ranks that did not answer, one per line."""
 LEAST_STEPS = 3
 ROLL_SECONDS = 2.5
-"""Time on an idle machine for a hang's roll call."""
+"""Time that the roll call of a hang may take on an idle machine."""
 WRITE_SECONDS = 10.0
-"""Time on an idle machine for the ranks that answered to write their stacks."""
+"""Time that the ranks that answered have to write their stacks, on an idle machine."""
 HANG = "longmesh/hang"
 DUMP = signal.SIGUSR2
-"""Signal by which a `Process` writes its Python stacks into its file, even if no thread of it can
-take the GIL.
+"""Signal on which a `Process` writes its Python stacks into its file, even if no thread can take
+the GIL.
 """
 WaitPoints = dict[int, Sequence[str]]
-"""The `pending_collective` of each rank: the collective, and the source line."""
+"""The `pending_collective` of each rank, keyed by rank: the collective, and the source line."""
 
 
 class Watchdog:
-    """Ends a run whose ranks stopped making steps; all ranks enter and leave its block together."""
+    """Ends a run whose ranks stopped making steps; all ranks enter and leave it together."""
 
     def __init__(self, factor: float, min_seconds: float, folder: str | None) -> None:
-        """Watch from the third step on.
+        """Start to watch from the third step on.
 
         Args:
             factor: how many times the median of the last 100 steps a step may take; 0 watches
                 nothing.
             min_seconds: time that a step may take in any case.
-            folder: the run's, for the stacks; by default the system's for temporary files.
+            folder: the run's folder, for the stacks; by default the system's temporary folder.
         """
         self._factor = factor
         self._min_seconds = min_seconds
@@ -90,14 +90,14 @@ class Watchdog:
         return self
 
     def beat(self, seconds: float | None = None) -> None:
-        """Record that this rank makes progress; ``seconds`` is the duration of a finished step."""
+        """Record that this rank made progress; ``seconds`` is the duration of a finished step."""
         self._last_beat = time.monotonic()
         if seconds is not None:
             self._step_seconds.append(seconds)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not watch until the block ends, such as a save."""
+        """Suspend the watch until the block ends, for example during a save."""
         self._paused += 1
         try:
             yield
@@ -108,7 +108,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._finished.set()
         for thread in self._threads:
-            thread.join(2)  # a store that does not answer keeps it
+            thread.join(2)  # a store that does not answer blocks the thread
 
     def _watch(self) -> None:
         while not self._finished.is_set():
@@ -122,16 +122,16 @@ class Watchdog:
 
     def _listen(self, store: dist.Store) -> None:
         """Wait for another rank to announce a hang: medians differ, so it may notice first."""
-        with suppress(RuntimeError):  # the store's holder is gone
+        with suppress(RuntimeError):  # the process that hosts the store has ended
             while not self._finished.wait(0.5):
                 if store.check([HANG]):
                     self._hang_announced.set()
 
     def _end(self) -> NoReturn:
-        """Write the stacks of this rank and of silent ones on its node; report; end the process."""
+        """Write the stacks of this rank and of its node's silent ranks; report; end the process."""
         time.sleep(0.2)
         if os.fstat(self._ranks[self._rank][1].stacks).st_size:
-            # Another rank has woken this one for its stacks, and is about to kill it.
+            # Another rank has woken this rank for its stacks, and is about to kill it.
             time.sleep(60)
         waited = time.monotonic() - self._last_beat
         position = pending_collective()
@@ -140,10 +140,10 @@ class Watchdog:
         neighbours = self._processes_of_node()
         lost = self._lost_ranks(answers, neighbours)
 
-        # The first rank of a node that runs writes the stacks of the others that do not.
+        # On each node, the first running rank writes the stacks of the ranks that do not run.
         is_helper = self._rank == min(rank for rank in neighbours if rank not in lost)
         is_reporter = self._rank == min(answers) if answers else is_helper
-        if is_reporter:  # before the stacks: other ranks may end meanwhile
+        if is_reporter:  # report before writing stacks: other ranks may end meanwhile
             self._report(waited, answers, {self._rank: position}, lost)
 
         silent: dict[int, Process] = {}
@@ -154,12 +154,13 @@ class Watchdog:
             self._write(rank, partial(write_stacks_of, process=process, deadline=deadline))
 
         if answers:
-            # A launcher ends all ranks once one has ended, so wait until all have written.
+            # A launcher ends all ranks once one has ended, so wait until all have written their
+            # stacks.
             num_answers = len(answers)
             in_time(lambda: self._meet_writers(num_answers), MAX_SLOWDOWN * WRITE_SECONDS)
         for process in silent.values():
             process.send(signal.SIGKILL)
-        os._exit(AGAIN)  # to be started again without the nodes in EXCLUDE
+        os._exit(AGAIN)  # this status lets the job start again without the nodes in EXCLUDE
 
     def _call_roll(self, position: tuple[str, str]) -> WaitPoints:
         """Announce the hang and this rank's position; return the positions of all that answer."""
@@ -168,7 +169,7 @@ class Watchdog:
         return {rank: answer.split("\n") for rank, answer in answers.items()}
 
     def _processes_of_node(self) -> dict[int, "Process"]:
-        """Return the processes of this rank's node, by rank."""
+        """Return the processes on this rank's node, keyed by rank."""
         node = self._ranks[self._rank][0]
         processes: dict[int, Process] = {}
         for rank, (other_node, process) in enumerate(self._ranks):
@@ -192,7 +193,7 @@ class Watchdog:
         return lost
 
     def _meet_writers(self, count: int) -> None:
-        """Wait until this many ranks have written their stacks."""
+        """Wait until ``count`` ranks have written their stacks."""
         key = f"{HANG} written"
         self._store.add(key, 1)
         wait_for(lambda: self._store.add(key, 0) >= count, WRITE_SECONDS)
@@ -200,7 +201,7 @@ class Watchdog:
     def _report(
         self, waited: float, answers: WaitPoints | None, local: WaitPoints, lost: list[int]
     ) -> None:
-        """Name the ranks that did not answer, and those that wait together, the fewest first."""
+        """Print the ranks that did not answer, then those that wait together, fewest first."""
         positions = answers or local
         ranks_by_wait = defaultdict[str, list[int]](list)
         for rank, (collective, line) in positions.items():
@@ -240,7 +241,7 @@ class Watchdog:
         return text
 
     def _write(self, rank: int, write_stacks: Callable[[IO[str]], None]) -> None:
-        """Write a rank's file of stacks; a full disk does not keep the run from ending."""
+        """Write a rank's file of stacks; a full disk does not prevent the end of the run."""
         with suppress(OSError):
             (self._folder / FOLDER).mkdir(exist_ok=True)
             with (self._folder / FOLDER / f"rank-{rank}.txt").open("w", encoding="utf-8") as out:
@@ -249,7 +250,7 @@ class Watchdog:
 
 @dataclass(frozen=True)
 class Process:
-    """A process of this host, by its number and start time: numbers are used again."""
+    """A process on this host, identified by its number and start time, since numbers are reused."""
 
     pid: int
     start_time: str
@@ -258,12 +259,12 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        """True if it exists and is not stopped."""
+        """True if the process exists and is not stopped."""
         stat = _stat(self.pid)
         return bool(stat) and stat[0] not in "TtZX" and _start_time(self.pid) == self.start_time
 
     def send(self, *signals: signal.Signals) -> None:
-        """Send signals to it, if it exists."""
+        """Send signals to the process, if it exists."""
         if _start_time(self.pid) == self.start_time:
             for number in signals:
                 with suppress(ProcessLookupError):
@@ -272,7 +273,7 @@ class Process:
 
 @cache
 def own_process() -> Process:
-    """Return this process, which answers DUMP from now on."""
+    """Return this process, which answers the signal DUMP from now on."""
     with tempfile.TemporaryFile() as file:
         stacks = os.dup(file.fileno())
     faulthandler.register(DUMP, stacks, all_threads=True)
@@ -280,7 +281,7 @@ def own_process() -> Process:
 
 
 def pending_collective() -> tuple[str, str]:
-    """Return the oldest unfinished collective, empty if none, and the main thread's line of ours.
+    """Return the oldest unfinished collective ("" if none), and the main thread's line in Longmesh.
 
     The collective is from torch's flight recorder, which records gloo's and NCCL's, but not gloo's
     messages between two ranks.
@@ -309,24 +310,25 @@ def pending_collective() -> tuple[str, str]:
 
 
 def write_own_stacks(out: IO[str]) -> None:
-    """Write this process's stacks, Python's and the kernel's."""
+    """Write the Python and kernel stacks of this process."""
     print("Python:", file=out, flush=True)
     faulthandler.dump_traceback(out, all_threads=True)
     print(_native(os.getpid()), file=out)
 
 
 def write_stacks_of(out: IO[str], process: Process, deadline: float) -> None:
-    """Write another process's stacks; wakes it if it is stopped, as only it can write Python's.
+    """Write another process's stacks; a stopped process is woken to write its own.
 
-    Waits for them until ``deadline``, of ``time.monotonic``, and for a second at least.
+    Waits for the Python stacks until ``deadline`` (of ``time.monotonic``), but at least one second.
     """
     header = f"process {process.pid} did not answer\n{_native(process.pid)}\nPython:"
     print(header, file=out, flush=True)
     stacks = Path(f"/proc/{process.pid}/fd/{process.stacks}")
-    with suppress(OSError):  # it is gone
-        # Not empty any more: the process sees that its stacks were wanted, however late it writes.
+    with suppress(OSError):  # the process has ended
+        # No longer empty: the process sees that its stacks were wanted, however late it writes
+        # them.
         os.truncate(stacks, 1)
-        # To the main thread: another one may find its frames torn, as it runs on meanwhile.
+        # Sent to the main thread: another thread might read its frames while they change.
         ctypes.CDLL(None).tgkill(process.pid, process.pid, DUMP)
         process.send(signal.SIGCONT)
 
@@ -341,7 +343,7 @@ def write_stacks_of(out: IO[str], process: Process, deadline: float) -> None:
 
 
 def _native(pid: int) -> str:
-    """Return Linux's view of a process's threads; the kernel stack is visible to root only."""
+    """Return Linux's view of a process's threads; only root sees the kernel stack."""
     lines = ["\nNative, per thread: name | state | kernel function | system call | kernel stack"]
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         fields: dict[str, str] = {}
@@ -361,7 +363,7 @@ def _start_time(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on; empty without a process, or Linux."""
+    """Return the fields of /proc/PID/stat from the third on; empty if there is no such file."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []

@@ -1,1 +1,1 @@
-"""Jobs of the Slurm scheduler."""
+"""Submit and run jobs of the Slurm scheduler."""

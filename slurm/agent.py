@@ -26,7 +26,7 @@ from runtime.signals import ASKING
 def _pass_on(number: int, frame: FrameType | None) -> None:
     """Send the signal to the ranks, or end if there are none.
 
-    Slurm may have sent it to them too; they count both as one.
+    Slurm may have sent the signal to the ranks too; they count both as one.
     """
     ranks: list[str] = []
     for task in Path("/proc/self/task").iterdir():
@@ -39,7 +39,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 
 
 def bound_if_possible(argv: Sequence[str]) -> list[str]:
-    """Return torchrun's arguments; without --numa-binding, after a note, if the node cannot bind.
+    """Return torchrun's arguments; if the node cannot bind, print a note and drop --numa-binding.
 
     torchrun would end with an error there.
     """

@@ -1,4 +1,4 @@
-"""Find the interpreter of a job's ranks, check its torch, and take a digest of the sources."""
+"""Find the Python of a job's ranks, check its torch, and compute a digest of the sources."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from slurm.values import check_text
 HERE = Path(__file__).resolve().parent
 DEFAULT_PYTHON = ".venv/bin/python"
 TORCH = "2.13.0"
-"""The version of constraints.txt."""
+"""The torch version in constraints.txt."""
 ASK_TORCH = """
 import importlib.util, runpy
 spec = importlib.util.find_spec("torch")
@@ -26,7 +26,7 @@ importing torch takes.
 
 
 def interpreter(container: str | None = None) -> str | None:
-    """Return the Python of a job's ranks, as slurm/job.sh chooses it; None for a container's."""
+    """Return the Python of a job's ranks, as slurm/job.sh chooses it; None inside a container."""
     if container or os.environ.get("CONTAINER"):
         return None
     python = os.environ.get("PYTHON")
@@ -37,7 +37,7 @@ def interpreter(container: str | None = None) -> str | None:
 
 
 def digest_of_sources(config: str | None) -> str:
-    """Return slurm/job.sh's digest of the sources and of the configuration's file.
+    """Return the digest of the sources and of the configuration file that slurm/job.sh computes.
 
     Empty on a machine whose shell lacks a program for it; the job's first start then makes it.
     """

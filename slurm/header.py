@@ -20,7 +20,7 @@ COMMENTS = {
     "PYTHON": "The interpreter of the ranks.",
     "LONGMESH_SOURCES": "Digest of the sources at submission; a start that has others says so.",
 }
-"""Comments of options and variables that the templates do not have."""
+"""Comments on options and variables that the templates lack."""
 
 
 def header(

@@ -161,14 +161,14 @@ def sbatch_options(args: argparse.Namespace, site: Site, gpus: int, save: str) -
     time_limit = options["time"]
     if time_limit is not None and seconds_of(time_limit) <= args.lead:
         raise UserError(
-            f"time is {time_limit}, and the ranks are told to save {args.lead} s before it is "
+            f"time is {time_limit}, but the ranks are told to save {args.lead} s before it is "
             "over; give more --time, or less --lead"
         )
     return {key: value for key, value in options.items() if value is not None}
 
 
 def seconds_of(limit: str) -> float:
-    """Return the seconds of a time limit of sbatch, infinity for UNLIMITED.
+    """Return a time limit of sbatch in seconds; infinity for UNLIMITED.
 
     The forms are M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
     """
@@ -188,7 +188,7 @@ def seconds_of(limit: str) -> float:
 
 
 def flag_value(flags: Sequence[str], flag: str) -> str | None:
-    """Return the last value of a flag in a command; None if it is not there."""
+    """Return the last value of a flag in a command; None if the flag is missing."""
     values = []
     for word, next_word in pairwise([*flags, ""]):
         name, _, value = word.partition("=")

@@ -11,22 +11,22 @@ from slurm.values import check_text
 
 HERE = Path(__file__).resolve().parent
 LAST_LINE = 'train "$@"'
-"""The last line of a template, which a job's own command replaces."""
+"""Last line of a template, which a job's own command replaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The [slurm] table of a cluster's file: the names of its Slurm."""
+    """The [slurm] table of a cluster's file: names that this cluster's Slurm uses."""
 
     script: str
-    """Script of this folder to start from: a100 or h100."""
+    """Name of the script in this folder to start from: a100 or h100."""
     gpu: str | None = None
-    """Name of the GPU in --gres; none asks for any."""
+    """Name of the GPU in --gres; None requests any GPU."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
-    """Features that nodes must have, as sbatch takes them."""
+    """Features that nodes must have, in sbatch's notation."""
     cpus_per_gpu: int | None = None
     """CPUs that a node must have for each rank, counting each thread of a core; by default the
     script's 12.

@@ -115,7 +115,7 @@ def checked(args: argparse.Namespace, gpus: int) -> tuple[str, list[str], set[st
 
 
 def _check_run(command: list[str], array_flags: str, world_size: int) -> tuple[str | None, str]:
-    """Check one run with its flags of --array; return its folder and its device."""
+    """Check one run with its flags from --array; return its folder and its device."""
     entry = ENTRIES[command[0]]
     flags = command[1:]
     try:

@@ -39,16 +39,16 @@ CASES: dict[str, dict[str, Any]] = {
     "one": {},
     "one_grouped": {"grouped": 4},
 }
-"""Masks, as fields of a MaskedShape, and query heads per KV head."""
+"""Masks (fields of a MaskedShape), and query heads per KV head, keyed by case."""
 MIN_SPEEDUP = {"lognormal": 2.3, "short": 8.0, "window": 6.0, "one": 1.05, "one_grouped": 1.05}
 """Minimum speedup over the best other method that sends all rows."""
 METHODS = ("ring", "striped", "zigzag", "double_ring", "ulysses", "allgather", "wallfacer_c2")
-"""Names of ``bench.link``'s configurations."""
+"""Names of configurations of ``bench.link``."""
 OURS = "exchange"
 
 
 class AllRows(Plan):
-    """A plan that sends every row of keys and values, including those that no query sees."""
+    """A plan that sends every row of keys and values, including rows that no query sees."""
 
     @property
     def sparse(self) -> bool:
@@ -58,7 +58,7 @@ class AllRows(Plan):
 
 @dataclass(frozen=True)
 class Contestant:
-    """A method with the size of its teams; with ``all_rows`` its plan is ``AllRows``."""
+    """A method and its team size; with ``all_rows`` its plan is an ``AllRows``."""
 
     name: str
     method: str
@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def crossing(contestant: Contestant, work: MaskedShape, network: Network) -> int:
-    """Return the bytes that cross the link in the busier direction, by the plan."""
+    """Return the planned bytes that cross the link in the busier direction."""
     sizes = {
         "batch": 1,
         "heads": work.num_heads,
@@ -151,16 +151,16 @@ def crossing(contestant: Contestant, work: MaskedShape, network: Network) -> int
 
 
 def work_of(case: str, **shape: int) -> MaskedShape:
-    """Return the attention of a case, with the sizes of the command line."""
+    """Return the attention of a case, with sizes from the command line."""
     fields: dict[str, Any] = {**shape, **CASES[case]}
     heads_per_kv_head = fields.pop("grouped", 1)
     return MaskedShape(kv_heads=shape["num_heads"] // heads_per_kv_head, **fields)
 
 
 def contestants(work: MaskedShape, methods: list[str]) -> list[Contestant]:
-    """Return our method and the others, in both forms if they differ.
+    """Return Longmesh's method and the others, in both forms if these differ.
 
-    They do not for one document, nor for ulysses, which sends heads.
+    The forms are equal for one document, and for ulysses, which sends heads.
     """
     chosen = [Contestant(OURS, OURS)]
     for name in methods:
@@ -174,7 +174,7 @@ def contestants(work: MaskedShape, methods: list[str]) -> list[Contestant]:
 
 
 def verdict(case: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compare our method with the best other one, and with the best that sends all rows."""
+    """Compare exchange with the best other method, and with the best that sends all rows."""
     our_median = next(row["median"] for row in rows if row["name"] == OURS)
     others = [row for row in rows if row["name"] != OURS]
     others.sort(key=lambda row: row["median"])

@@ -14,7 +14,7 @@ from data.text.prepare import Request, prepare
 from runtime.machine import ROOT
 from tools.common.cases import Case, case_of
 
-VOCAB_SIZE = 512  # small, since the embedding's gradient crosses the link too
+VOCAB_SIZE = 512  # small, since the embedding's gradient also crosses the link
 RANKS = 8
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 CASES: dict[str, str] = _FILE["softmax"]
@@ -24,21 +24,21 @@ _FLAGS = {
     for name, flags in _FILE["models"].items()
 }
 CLUSTERS = Path(__file__).with_name("clusters")
-"""A file for the planner for each kind of link."""
+"""Folder with a cluster file for the planner for each kind of link."""
 MODELS = [name for name in _FLAGS if name != "dit"]
-"""Language models."""
+"""Names of the language models."""
 FRAME = (32, 32)
-"""A frame of the videos that the model ``dit`` is trained on: 256 patches of 2 x 2."""
+"""Height and width of a frame in the videos for the model ``dit``: 256 patches of 2 x 2."""
 
 
 def cases_of(model: str) -> dict[str, Case]:
-    """Return a model's configurations by name."""
+    """Return a model's configurations, keyed by name."""
     lines = LINEAR_CASES if model == "transnormer" else CASES
     return {name: case_of(line) for name, line in lines.items()}
 
 
 def reference_of(model: str) -> str:
-    """Return the configuration that a model's others are compared with."""
+    """Return the configuration with which a model's other configurations are compared."""
     return "lasp" if model == "transnormer" else "ring"
 
 
@@ -75,7 +75,7 @@ def command_line(
 
 @contextmanager
 def corpus() -> Iterator[Path]:
-    """Yield the prefix of the text that all runs read, in a temporary folder."""
+    """Yield the path prefix of the text that all runs read, in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="longmesh-link-") as folder:
         text = Path(folder) / "stdlib"
         prepare(Request(vocab_size=VOCAB_SIZE, max_bytes=4 << 20), text, progress=False)

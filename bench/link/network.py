@@ -30,7 +30,7 @@ WITHOUT_ROOT = "unshare --user --map-root-user --net"
 
 
 class NetworkError(UserError):
-    """Something that this machine lacks or does not allow; the message says what is needed."""
+    """This machine lacks or forbids something; the message names what is needed."""
 
 
 class Namespace:
@@ -47,7 +47,7 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """A file through which processes of the same user can ``enter``."""
+        """Path of a file through which processes of the same user can ``enter``."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     @contextmanager
@@ -145,7 +145,7 @@ class Network:
                 self._limit_class(node, number, rate, ("ip", "src", f"{address}/32"))
 
     def crossed(self) -> tuple[int, int]:
-        """Return the bytes sent to node 1 and to node 0, by the counters of the interfaces."""
+        """Return the bytes sent to node 1 and to node 0, from the counters of the interfaces."""
         sent_bytes = []
         for node in self._nodes:
             with node.inside():

@@ -33,13 +33,13 @@ from train.config.entries import Config
 from train.tasks.registry import ENTRIES
 
 PORT = 29400
-ANSWER_WITHIN = 300.0  # seconds in which the next iteration must end
+ANSWER_WITHIN = 300.0  # seconds within which the next iteration must end
 WARM_UP = 1
-"""First steps without the limit, which do not count: connections are made."""
+"""Number of first steps without the limit that do not count: connections are set up."""
 UNLIMITED = 1
-"""Steps without the limit that count."""
+"""Number of steps without the limit that count."""
 WARM_UP_LIMITED = 1
-"""Steps within the limit that do not count: TCP finds its window."""
+"""Number of first steps within the limit that do not count, while TCP finds its window."""
 SHARED = {"shared": "one link for all ranks", "rails": "a link for each rank"}
 COLUMNS: dict[str, Column] = {
     "": "{name}",
@@ -52,7 +52,7 @@ COLUMNS: dict[str, Column] = {
 
 
 class Iteration(NamedTuple):
-    """Seconds of an iteration, and the bytes sent during it to node 1 and to node 0."""
+    """Duration of an iteration in seconds, and the bytes sent during it to node 1 and to node 0."""
 
     seconds: float
     to_node_1: int
@@ -91,7 +91,7 @@ def _serve(
     """Run a rank in its namespace, with the environment from its launcher."""
     enter(namespace)
     os.environ.update(environment)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # progress lines
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # lines of progress
     torch.set_num_threads(1)
     body(pipe, *arguments)
 
@@ -203,7 +203,7 @@ def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
     for layer in range(model.num_layers):
         head_dim = model.head_dim
         if model.model_type == "transnormer" and layer == 0:
-            head_dim *= 2  # LRPE doubles queries and keys
+            head_dim *= 2  # LRPE doubles the width of queries and keys
         layer_to_node_1, layer_to_node_0 = plan_crossing(
             plan,
             ranks_per_node,

@@ -1,4 +1,4 @@
-"""Attention backends by name: the kernels among which --attention-backend chooses."""
+"""Attention backends by name, among which --attention-backend chooses."""
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -22,23 +22,23 @@ BACKENDS: dict[str, Backend] = {
         Reference(),
     )
 }
-"""``auto`` takes the first whose ``is_automatic`` is True on this device."""
+"""All backends; ``auto`` takes the first whose ``is_automatic`` is True on this device."""
 SOFTMAX = {name: backend for name, backend in BACKENDS.items() if backend.softmax}
-"""Backends of softmax attention."""
+"""Backends for softmax attention."""
 LINEAR = {name: backend for name, backend in BACKENDS.items() if backend.linear}
-"""Backends of linear attention and of the delta rule."""
+"""Backends for linear attention and the delta rule."""
 RATED = {backend.rate_name or name: backend for name, backend in SOFTMAX.items() if backend.shares}
-"""Backends whose rates the planner knows, by their names in a cluster file."""
+"""Backends whose speed the planner knows, keyed by their names in a cluster file."""
 
 if TYPE_CHECKING:
     BackendName: TypeAlias = str
     SoftmaxBackendName: TypeAlias = str
-else:  # choices of a flag
+else:  # the choices of a flag
     BackendName = Literal["auto", *BACKENDS]
     SoftmaxBackendName = Literal["auto", *SOFTMAX]
 
 
 def listed(names: dict[str, Backend]) -> str:
-    """List the choices among these backends in words."""
+    """List the names of these backends in words."""
     *first, last = ["auto", *names]
     return f"{', '.join(first)} or {last}"

@@ -1,4 +1,4 @@
-"""Advice on softmax attention's kernel on a GPU: which runs, which is faster, how to get it."""
+"""Advice about softmax attention on a GPU: which kernel runs, which is faster, how to get it."""
 
 from kernels.backends import SOFTMAX
 from kernels.backends.cudnn import FAST_CUDNN, prefers_cudnn
@@ -7,7 +7,7 @@ from kernels.gpu import Gpu, version_of
 
 
 def native_version(gpu: Gpu) -> FlashAttention | None:
-    """Return the version of FlashAttention that was written for this GPU."""
+    """Return the FlashAttention version that was written for this GPU."""
     for backend in SOFTMAX.values():
         if isinstance(backend, FlashAttention) and backend.native == gpu.capability[0]:
             return backend
@@ -15,7 +15,7 @@ def native_version(gpu: Gpu) -> FlashAttention | None:
 
 
 def describe_kernel(kernel: str, gpu: Gpu) -> str:
-    """Name a backend of a GPU and its cuDNN in a few words."""
+    """Describe a backend, its GPU and its cuDNN in a few words."""
     loaded = "no cuDNN loaded"
     if gpu.cudnn:
         loaded = f"cuDNN {version_of(gpu.cudnn)} loaded"
@@ -31,18 +31,18 @@ def describe_kernel(kernel: str, gpu: Gpu) -> str:
 def warning(
     kernel: str, gpu: Gpu, requested: str = "auto", *, documents: bool = False, head_dim: int = 128
 ) -> str | None:
-    """Warn of a kernel that is slower than another on this GPU, or of a shadowed cuDNN.
+    """Warn of a kernel that is slower than another one on this GPU, or of a shadowed cuDNN.
 
-    The message has the factor and the fix.
+    The message states the factor and the fix.
 
     Args:
-        kernel: the backend that runs; ``requested`` is the name in the configuration.
+        kernel: the backend that runs; ``requested`` is the backend named in the configuration.
         documents, head_dim: packed documents, and channels of a head.
     """
     native = native_version(gpu)
     if native is None or kernel not in ("aten", "cudnn"):
         return None
-    if head_dim > 128 and gpu.family == "blackwell":  # only FlashAttention 2 takes these there
+    if head_dim > 128 and gpu.family == "blackwell":  # only FlashAttention 2 takes these here
         return None
 
     shadowed = 0 < gpu.cudnn < gpu.bundled

@@ -1,4 +1,4 @@
-"""torch's own attention: FlashAttention 2 on a GPU, strips on a CPU."""
+"""torch's own softmax attention: FlashAttention 2 on a GPU, strips of tiles on a CPU."""
 
 from typing import ClassVar
 
@@ -14,7 +14,8 @@ from kernels.cuda import PackedKernel, pad_heads
 class Aten(GpuBackend):
     """Softmax attention on any device.
 
-    ``auto`` takes it if nothing is faster, and for shapes that the faster kernel does not take.
+    ``auto`` uses this backend if none is faster, and for shapes that the faster kernel does not
+    support.
     """
 
     name = "aten"
@@ -24,7 +25,7 @@ class Aten(GpuBackend):
     shares: ClassVar[Shares] = {"hopper": 0.31, "h20": 0.6, "blackwell": 0.15}
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return the problem of a dtype on a GPU; None on a CPU, which takes all."""
+        """Return the problem of a dtype on a GPU; None on a CPU, which supports all dtypes."""
         if device_type == "cpu":
             return None
         return super().refusal(requested, device_type, dtype)
@@ -32,9 +33,10 @@ class Aten(GpuBackend):
     def softmax_kernel(
         self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
-        """Return FlashAttention 2, or the strips of a CPU."""
+        """Return the kernel of FlashAttention 2 on a GPU, or of strips on a CPU."""
         if device_type == "cpu":
-            # torch's kernel steps over keys by 512, and over queries by 32, or by 64 from 192 on.
+            # torch's kernel steps over keys by 512, and over queries by 32, or by 64 from 192
+            # queries on.
             rows, columns = (256, 256) if cpu_onednn.is_faster(dtype) else (192, 128)
             return AttentionKernel(self.name, tiled=Strips(512, rows, columns))
         tiles, packed = flash(None)

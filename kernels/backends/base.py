@@ -1,4 +1,4 @@
-"""Base of the attention backends: what each takes, where it runs, and its kernels."""
+"""Base of the attention backends: what each supports, where it runs, and its kernels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,14 @@ from runtime.simulation import Setting
 HALVES = (torch.bfloat16, torch.float16)
 Shares = Mapping[Family, float]
 Scan = Callable[..., tuple[Tensor, Tensor]]
-"""One pass of linear attention over the tokens, as ``kernels.linear_scan.scan``."""
+"""Function that runs linear attention over the tokens once, as ``kernels.linear_scan.scan``."""
 SlabKernel = tuple[Callable[..., None], Callable[..., Tensor]]
-"""Forward and backward of a delta rule's slab, as in ``kernels.delta.chunks``."""
+"""Functions that run the delta rule forward and backward over a slab (a range of chunks), as in
+``kernels.delta.chunks``."""
 
 
 class Tiled(Protocol):
-    """A kernel that takes lists of tiles, as ``kernels.attention.attend_tiles_``."""
+    """A kernel that processes lists of tiles, as ``kernels.attention.attend_tiles_``."""
 
     def attend_(
         self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
@@ -50,9 +51,9 @@ class AttentionKernel:
 
 
 SIMULATED_KERNEL = Setting[AttentionKernel]()
-"""Softmax attention in shapes only, which replaces any backend's in a simulation."""
+"""Softmax attention that computes shapes only and replaces every backend's in a simulation."""
 SIMULATED_SLAB = Setting[SlabKernel]()
-"""The same for a delta rule's slab."""
+"""The shapes-only counterpart for a delta rule's slab (a range of chunks)."""
 
 
 def pair_of(kernel: AttentionKernel | PackedKernel | None) -> Kernel | None:
@@ -63,67 +64,68 @@ def pair_of(kernel: AttentionKernel | PackedKernel | None) -> Kernel | None:
 
 
 class Backend:
-    """Attention kernels of one origin, under a name of ``--attention-backend``."""
+    """Attention kernels from one library, under a name of ``--attention-backend``."""
 
     name: str
     title: str = ""
-    """Its name in text, if that differs."""
+    """Name of the backend in text, if it differs from the flag's value."""
     rate_name: str = ""
-    """Its name in a cluster file's ``<name>_fraction``, if that differs."""
+    """Name of the backend in a cluster file's ``<name>_fraction``, if it differs."""
     shares: ClassVar[Shares] = {}
-    """Share of a GPU's peak that it reaches, forward and backward, if a cluster file has none."""
+    """Fraction of a GPU's peak FLOP/s that it reaches, forward and backward, if a cluster file
+    gives none."""
     softmax: bool = False
-    """True if it has ``softmax_kernel``."""
+    """True if the backend has ``softmax_kernel``."""
     linear: bool = False
-    """True if it has ``linear_scan`` and ``delta_slab``."""
+    """True if the backend has ``linear_scan`` and ``delta_slab``."""
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, *HALVES)
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return why it cannot run on this device, with the fix; None if it can.
+        """Return why the backend cannot run on this device, with the fix; None if it can.
 
         ``requested`` is the name in the configuration: ``auto`` may have chosen this backend.
         """
         return None
 
     def is_automatic(self, this_gpu: Gpu, documents: bool) -> bool:
-        """Return whether ``auto`` takes it for softmax attention on this GPU.
+        """Return True if ``auto`` may choose this backend for softmax attention on this GPU.
 
-        The first in the table is taken. With ``documents``, tiles have other shapes in each
-        micro-batch.
+        The first such backend in the table is used. With ``documents``, tiles have other shapes in
+        each micro-batch.
         """
         return False
 
     def softmax_kernel(
         self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
-        """Return the kernel of softmax attention; ``fallback`` takes the shapes that it lacks."""
+        """Return the softmax attention kernel; ``fallback`` computes the shapes that it lacks."""
         raise NotImplementedError
 
     def is_automatic_linear(self, device_type: str, dtype: torch.dtype) -> bool:
-        """Return whether ``auto`` takes it for linear attention, and for a delta rule that fits."""
+        """Return True if ``auto`` takes this backend for linear attention or a delta rule."""
         return False
 
     def linear_scan(self) -> Scan:
-        """Return the scan of linear attention."""
+        """Return the function that scans the tokens for linear attention."""
         raise NotImplementedError
 
     def delta_refusal(self, *, per_channel: bool, key_dim: int) -> str | None:
-        """Return which gates or keys of a delta rule it does not take; None if it takes them."""
+        """Return the gates or keys of a delta rule that the backend lacks; None if they fit."""
         return None
 
     def delta_slab(self) -> SlabKernel:
-        """Return the forward and backward of a delta rule's slab."""
+        """Return the delta rule's forward and backward over a slab (a range of chunks)."""
         raise NotImplementedError
 
 
 class GpuBackend(Backend):
-    """A library's softmax attention, for GPUs and 16-bit dtypes only."""
+    """Softmax attention of a library that supports only GPUs and 16-bit dtypes."""
 
     softmax = True
     dtypes: tuple[torch.dtype, ...] = HALVES
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return the problem of the device or the dtype."""
+        """Return the problem of the device or dtype; None if the backend can run."""
         if device_type == "cpu":
             return (
                 f"attention_backend {requested} needs a cuda device and this one is cpu; use auto"

@@ -1,4 +1,4 @@
-"""Linear attention and the delta rule in torch, chunk by chunk, on any device."""
+"""Linear attention and the delta rule in torch, computed in chunks of tokens, on any device."""
 
 from kernels.backends.base import Backend, Scan, SlabKernel
 from kernels.delta import chunks
@@ -6,15 +6,15 @@ from kernels.linear_scan import scan
 
 
 class Chunked(Backend):
-    """Matrix products of torch; memory and time are linear in the number of tokens."""
+    """Matrix products in torch; memory and time are linear in the number of tokens."""
 
     name = "chunked"
     linear = True
 
     def linear_scan(self) -> Scan:
-        """Return the scan in torch."""
+        """Return the scan implemented in torch."""
         return scan
 
     def delta_slab(self) -> SlabKernel:
-        """Return the slab in torch."""
+        """Return the slab functions implemented in torch."""
         return chunks.forward, chunks.backward

@@ -1,4 +1,4 @@
-"""cuDNN's attention, the fastest from Hopper on."""
+"""cuDNN's softmax attention, the fastest from Hopper GPUs on."""
 
 from typing import ClassVar
 
@@ -15,11 +15,12 @@ aten = torch.ops.aten
 FAST_CUDNN = 91501
 """The first cuDNN whose attention torch prefers (check_prefer_cudnn_attention in sdp_utils.cpp).
 
-An older one is wrong at some lengths that 128 does not divide."""
+An older cuDNN gives wrong results at some lengths that 128 does not divide.
+"""
 
 
 class Cudnn(GpuBackend):
-    """cuDNN's kernels of single tiles.
+    """cuDNN's kernels for single tiles.
 
     Packed tiles go to FlashAttention, since cuDNN would pad them to the longest.
     """
@@ -29,7 +30,7 @@ class Cudnn(GpuBackend):
     shares: ClassVar[Shares] = {"hopper": 0.53, "h20": 0.8, "blackwell": 0.6}
 
     def is_automatic(self, this_gpu: Gpu, documents: bool) -> bool:
-        """Return whether it is the fastest, with tiles of the same shapes in every micro-batch.
+        """Return True if cuDNN is the fastest, and tiles have the same shapes in every micro-batch.
 
         cuDNN builds a graph for every new shape, forward and backward, and torch caches them all.
         """
@@ -38,7 +39,7 @@ class Cudnn(GpuBackend):
     def softmax_kernel(
         self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
-        """Return its kernels of tiles, and FlashAttention's of packed ones."""
+        """Return cuDNN's kernels for single tiles, and FlashAttention's for packed tiles."""
         limit = f"takes heads of up to {max_head_dim()} channels here and more than one key"
         tiles = with_fallback(
             self.name, limit, takes_cudnn, (cudnn_forward, cudnn_backward), pair_of(fallback)
@@ -50,24 +51,24 @@ class Cudnn(GpuBackend):
 
 
 def prefers_cudnn(this_gpu: Gpu) -> bool:
-    """Return whether cuDNN's attention is correct and the fastest, by torch's own rule."""
+    """Return True if cuDNN's attention is correct and the fastest, by torch's own rule."""
     return this_gpu.capability[0] in (HOPPER, BLACKWELL) and this_gpu.cudnn >= FAST_CUDNN
 
 
 def max_head_dim() -> int:
-    """Return the widest head that cuDNN takes on this GPU (torch's check_cudnn_tensor_shapes)."""
+    """Return the maximum head width of cuDNN on this GPU (torch's check_cudnn_tensor_shapes)."""
     return 256 if gpu().capability == (HOPPER, 0) and gpu().cudnn >= 91000 else 128
 
 
 def takes_cudnn(q: Tensor, k: Tensor) -> bool:
-    """Return whether cuDNN's kernel takes these shapes."""
+    """Return True if cuDNN's kernel supports these shapes."""
     return q.shape[-1] <= max_head_dim() and k.shape[1] > 1
 
 
 def cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the attention of a tile, and its log-sum-exp, by cuDNN."""
+    """Compute the attention of a tile and its log-sum-exp with cuDNN."""
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
     )
@@ -76,8 +77,8 @@ def cudnn_forward(
 
 
 def cudnn_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
-    """Compute the gradients through a tile by cuDNN."""
-    no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # unused without dropout
+    """Compute the gradients through a tile with cuDNN."""
+    no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # only for dropout
     max_rows = rows.q.shape[1]
     max_columns = keys.k.shape[1]
     q, dout, out, lse, k, v = heads_first(

@@ -25,18 +25,18 @@ class FlashAttention(GpuBackend):
     """A version of FlashAttention that torch's registry can activate."""
 
     impl: str
-    """Its name in torch's registry."""
+    """Name of the version in torch's registry."""
     package: str
-    """Python package that the registry imports."""
+    """Python package that the registry imports for it."""
     capabilities: tuple[int, ...]
-    """Major compute capabilities that it takes."""
+    """Major compute capabilities that the version supports."""
     native: int
-    """The capability that it was written for."""
+    """Major compute capability for which the version was written."""
     max_head_dim: int
     install: str
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return the problem of the device or the dtype, or why the version cannot run."""
+        """Return the problem of the device, the dtype or the version; None if it can run."""
         refusal = super().refusal(requested, device_type, dtype)
         if refusal:
             return refusal
@@ -49,13 +49,13 @@ class FlashAttention(GpuBackend):
         return None
 
     def is_automatic(self, this_gpu: Gpu, documents: bool) -> bool:
-        """Return whether it was written for this GPU and can run."""
+        """Return True if this FlashAttention version was written for this GPU and can run."""
         return this_gpu.capability[0] == self.native and self.problem() is None
 
     def softmax_kernel(
         self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
-        """Return its kernels of tiles and packed tiles; ``fallback`` takes wider heads."""
+        """Return the kernels for tiles and packed tiles; ``fallback`` computes wider heads."""
         tiles, packed = flash(self.impl)
         limit = f"takes heads of up to {self.max_head_dim} channels"
 
@@ -71,7 +71,7 @@ class FlashAttention(GpuBackend):
 
     @cache  # a backend is one object for the whole process  # noqa: B019
     def problem(self) -> str | None:
-        """Return why it cannot run, by activating it once; None if it can."""
+        """Return why this version cannot run, by activating it once; None if it can."""
         major, minor = gpu().capability
         if major not in self.capabilities:
             supported = " or ".join(f"{capability}.x" for capability in self.capabilities)
@@ -84,7 +84,7 @@ class FlashAttention(GpuBackend):
         try:
             put(self.impl)
             put(None)
-        except Exception as error:  # ImportError, OSError, and a stub package may raise anything
+        except Exception as error:  # ImportError, OSError, or anything from a stub package
             if isinstance(error, ModuleNotFoundError):
                 missing = (error.name or "").split(".")[0]
                 if missing == self.package:
@@ -109,7 +109,7 @@ class FlashAttention3(FlashAttention):
 
 
 class FlashAttention4(FlashAttention):
-    """FlashAttention 4, for Blackwell, and Hopper too."""
+    """FlashAttention 4, for Blackwell and also Hopper."""
 
     name = "flash_attn_4"
     title = "FlashAttention 4"
@@ -133,7 +133,7 @@ def put(impl: str | None) -> None:
 
 
 def flash(impl: str | None) -> tuple[Kernel, Kernel]:
-    """Return a version's attention of a tile, and of packed ones; None is FlashAttention 2."""
+    """Return a version's attention for tiles and for packed tiles; None is FlashAttention 2."""
 
     def activating(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -150,7 +150,7 @@ def flash(impl: str | None) -> tuple[Kernel, Kernel]:
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the attention of a tile, and its log-sum-exp, by FlashAttention."""
+    """Compute the attention of a tile and its log-sum-exp with FlashAttention."""
     out, lse, *_ = aten._scaled_dot_product_flash_attention(
         *heads_first(q, k, v), 0.0, causal, False, scale=scale
     )
@@ -159,8 +159,8 @@ def flash_forward(
 
 
 def flash_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
-    """Compute the gradients through a tile by FlashAttention."""
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # unused without dropout
+    """Compute the gradients through a tile with FlashAttention."""
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # only for dropout
     max_rows = rows.q.shape[1]
     max_columns = keys.k.shape[1]
     q, dout, out, lse, k, v = heads_first(
@@ -179,7 +179,7 @@ def flash_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradie
 def packed_forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the attention of packed tiles, and its log-sum-exp, by FlashAttention."""
+    """Compute the attention of packed tiles and its log-sum-exp with FlashAttention."""
     out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
     return out, lse.transpose(0, 1)  # lse [H, R] -> [R, H]
 
@@ -187,10 +187,10 @@ def packed_forward(
 def packed_backward(
     rows: Rows, keys: Keys, lengths: Lengths, causal: bool, scale: float
 ) -> Gradients:
-    """Compute the gradients through packed tiles by FlashAttention."""
+    """Compute the gradients through packed tiles with FlashAttention."""
     q, dout, out, lse = rows
     k, v = keys
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused if there is no dropout
     out = out.to(q.dtype)
     lse = lse.float().transpose(0, 1).contiguous()  # [H, R]
     return aten._flash_attention_backward(

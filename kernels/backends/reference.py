@@ -1,4 +1,4 @@
-"""The naive twins of all kernels, for small exact runs."""
+"""Naive implementations of all kernels, for small exact runs."""
 
 import torch
 
@@ -20,5 +20,5 @@ class Reference(Chunked):
     def softmax_kernel(
         self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
-        """Return the naive block."""
+        """Return the naive kernel of one block."""
         return AttentionKernel(self.name, reference.block_forward, reference.block_backward)

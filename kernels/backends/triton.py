@@ -1,4 +1,4 @@
-"""Our Triton kernels of softmax attention, linear attention and the delta rule, for a GPU."""
+"""Longmesh's Triton kernels for softmax attention, linear attention and the delta rule on a GPU."""
 
 import torch
 
@@ -6,7 +6,7 @@ from kernels.backends.base import HALVES, AttentionKernel, Backend, Scan, SlabKe
 from kernels.triton import has_triton, interpreted
 
 MAX_KEY_DIM = 256
-"""Channels of keys that the delta rule's kernels take."""
+"""Maximum number of key channels that the delta rule's kernels support."""
 
 
 class Triton(Backend):
@@ -22,7 +22,7 @@ class Triton(Backend):
     dtypes = (torch.float32, *HALVES)
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return the problem of the process, the device or the dtype."""
+        """Return the problem of the process, device or dtype; None if the kernels can run."""
         if not has_triton():
             return "attention_backend is triton, which is not installed; use auto"
         if device_type == "cpu" and not interpreted():
@@ -34,23 +34,23 @@ class Triton(Backend):
     def softmax_kernel(
         self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
-        """Return the kernel of all tiles."""
+        """Return the kernel that computes all tiles in one launch."""
         from kernels.triton import flash_attention
 
         return AttentionKernel(self.name, tiled=flash_attention)
 
     def is_automatic_linear(self, device_type: str, dtype: torch.dtype) -> bool:
-        """Return whether this is a GPU with Triton, and a 16-bit dtype."""
+        """Return True for a GPU with Triton and a 16-bit dtype."""
         return device_type == "cuda" and dtype in HALVES and has_triton()
 
     def linear_scan(self) -> Scan:
-        """Return the fused scan."""
+        """Return the fused scan of linear attention."""
         from kernels.triton import linear_attention
 
         return linear_attention.scan
 
     def delta_refusal(self, *, per_channel: bool, key_dim: int) -> str | None:
-        """Return which gates or keys the kernels of the delta rule do not take."""
+        """Return the gates or keys that the delta rule's kernels lack; None if they fit."""
         if per_channel:
             return "takes gates per head in the delta rule, and these are per channel"
         if key_dim > MAX_KEY_DIM:
@@ -61,7 +61,7 @@ class Triton(Backend):
         return None
 
     def delta_slab(self) -> SlabKernel:
-        """Return the fused slab."""
+        """Return the fused functions for a slab (a range of chunks)."""
         from kernels.triton import delta, delta_backward
 
         return delta.forward, delta_backward.backward

@@ -1,1 +1,1 @@
-"""The gated delta rule, token by token and in chunks."""
+"""The gated delta rule, computed in chunks of tokens."""

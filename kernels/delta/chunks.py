@@ -1,4 +1,4 @@
-"""Gated delta rule of a slab of chunks in torch, on any device, forward and backward.
+"""Run the gated delta rule over a slab (a range of chunks) in torch, forward and backward.
 
 Token by token the rule is a chain of small products. Within a chunk of C tokens it unrolls to one
 triangular system (the WY form of a product of Householder-like factors; Yang et al. 2024,
@@ -46,7 +46,7 @@ class ChunkTerms(NamedTuple):
     """Terms of the formulas above for all chunks of a slab; none depends on a state."""
 
     q: Tensor
-    """``[N, G, 1, C, D]``, as ``k``; float32 or wider, as all here."""
+    """``[N, G, 1, C, D]``, like ``k``; float32 or wider, like all tensors here."""
     k: Tensor
     v: Tensor
     """``[N, G, n, C, E]``."""
@@ -54,31 +54,31 @@ class ChunkTerms(NamedTuple):
     beta: Tensor
     """``[N, G, n, C, 1]``."""
     decay_in: Tensor
-    """Decay from the chunk's start to each token, of the gates' shape."""
+    """Decay from the chunk's start to each token, in the gates' shape."""
     decay_out: Tensor
-    """Decay from each token to the chunk's end, of the gates' shape."""
+    """Decay from each token to the chunk's end, in the gates' shape."""
     pair_decay: Tensor | None
     """Decay from column to row ``[N, G, n, C, C]``, 0 above the diagonal; None if each channel has
-    its own.
+    its own gate.
     """
     qk: Tensor
-    """P ``[N, G, n, C, C]``."""
+    """P of the formulas ``[N, G, n, C, C]``."""
     kk: Tensor
-    """a ``[N, G, n, C, C]``, strictly lower."""
+    """a of the formulas ``[N, G, n, C, C]``, strictly lower triangular."""
     inverse: Tensor
-    """T ``[N, R, C, C]``."""
+    """T of the formulas ``[N, R, C, C]``."""
     q_in: Tensor
-    """Q_in ``[N, R, C, D]``, as ``k_in`` and ``k_out``."""
+    """Q_in of the formulas ``[N, R, C, D]``, like ``k_in`` and ``k_out``."""
     k_in: Tensor
     k_out: Tensor
     k_solved: Tensor
     """T (beta K_in) ``[N, R, C, D]``."""
     chunk_decay: Tensor
-    """Decay of a state over each whole chunk, ``[N, R, 1 or D, 1]``."""
+    """Decay of a state over a whole chunk, ``[N, R, 1 or D, 1]``."""
 
 
 def forward(inputs: tuple[Tensor, ...], state: Tensor, out: Tensor, final: Tensor) -> None:
-    """Write a slab's outputs and the state after it.
+    """Write the outputs of a slab (a range of chunks), and the state after it.
 
     Args:
         inputs: q, k, v, g and beta as of ``kernels.ops.delta_rule``.
@@ -103,7 +103,7 @@ def backward(
     state: Tensor,
     gradients: tuple[Tensor, ...],
 ) -> Tensor:
-    """Write the gradients of a slab's inputs, and return the gradient of the state before it.
+    """Write the gradients of a slab's inputs; return the gradient of the state before the slab.
 
     Args:
         inputs: q, k, v, g and beta.
@@ -118,7 +118,7 @@ def backward(
 
 
 def _scan_chunks(terms: ChunkTerms, state: Tensor, extra_columns: int = 0) -> tuple[Tensor, Tensor]:
-    """Go through the chunks of a slab.
+    """Run through the chunks of a slab, first to last.
 
     Returns:
         The states ``[N + 1, R, D, E]`` before each chunk and after the last, and the values that
@@ -139,7 +139,7 @@ def _scan_chunks(terms: ChunkTerms, state: Tensor, extra_columns: int = 0) -> tu
 def _scan_chunks_backward(
     terms: ChunkTerms, states: Tensor, dout: Tensor, dfinal: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Go back through the chunks of a slab, given the states of ``_scan_chunks``.
+    """Run back through the chunks of a slab, given the states of ``_scan_chunks``.
 
     Returns:
         The gradients of the states before each chunk and after the last ``[N + 1, R, D, E]``, and
@@ -171,7 +171,7 @@ def _gradients(
     changes_t = changes.transpose(-1, -2)  # [N, R, E, C]
     dstates_after = dstates[1:]
 
-    # Through the triangular system, whose right side is beta (V - K_in S).
+    # Backward through the triangular system, whose right side is beta (V - K_in S).
     dsolved = terms.inverse.transpose(-1, -2) @ dchanges  # [N, R, C, E]
     dbeta = dsolved * (terms.v.flatten(1, 2) - terms.k_in @ states)
     dbeta = dbeta.sum(-1, keepdim=True).unflatten(1, groups)
@@ -179,7 +179,7 @@ def _gradients(
     dbeta += (dsystem * terms.kk).sum(-1, keepdim=True)
     dqk = (dout @ changes_t).tril_().unflatten(1, groups)
 
-    # Through Q_in, K_in and K_out.
+    # Backward through Q_in, K_in and K_out.
     dv = dsolved.unflatten(1, groups) * terms.beta
     dq_in = (dout @ states_t).unflatten(1, groups) * terms.decay_in
     dk_in = (dv.flatten(1, 2) @ states_t).unflatten(1, groups) * -terms.decay_in
@@ -258,7 +258,7 @@ def _chunked(x: Tensor, key_heads: int) -> Tensor:
 
 
 def _unchunked(x: Tensor, shape: torch.Size) -> Tensor:
-    """Map ``[N, ..., C, X]`` back to ``shape``, ``[B, T, H, X]`` or ``[B, T, H]``."""
+    """Undo ``_chunked``: map ``[N, ..., C, X]`` to ``shape``, ``[B, T, H, X]`` or ``[B, T, H]``."""
     batch, length = shape[:2]
     x = x.flatten(1, -3).unflatten(1, (batch, -1))  # [N, B, H, C, X]
     x = x.permute(1, 0, 3, 2, 4).flatten(1, 2)  # [B, N C, H, X]
@@ -266,5 +266,5 @@ def _unchunked(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _per_gate(x: Tensor, terms: ChunkTerms) -> Tensor:
-    """Sum over channels if they share a gate."""
+    """Sum x over channels if all channels share a gate."""
     return x if terms.g.shape[-1] > 1 else x.sum(-1, keepdim=True)

@@ -15,7 +15,8 @@ from torch import Tensor
 from runtime.tensors import accum_dtype
 
 _SLAB = 1 << 17
-"""Elements that a CPU takes at a time, so that its cache holds them for all K products."""
+"""Number of elements that a CPU convolves at a time, so that its cache holds them for all K
+products."""
 
 
 def check(x: Tensor, weight: Tensor) -> None:
@@ -28,7 +29,7 @@ def check(x: Tensor, weight: Tensor) -> None:
 
 
 def spaced(x: Tensor, cu_seqlens: Sequence[int], gap: int) -> tuple[Tensor, Tensor]:
-    """Put ``gap`` zeros before each document of x ``[B, T, C]``.
+    """Insert ``gap`` zeros before each document of x ``[B, T, C]``.
 
     Returns:
         The rows, and the index of each token's output in their convolution, int64 ``[T]``.
@@ -57,7 +58,7 @@ def forward(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def weight_gradient(dout: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of the weight, given that of the output ``[B, N, C]``."""
+    """Return the gradient of the weight, given the gradient of the output ``[B, N, C]``."""
     taps = _taps(rows, weight)
     dtaps = torch.zeros_like(taps)
     for slab in _slabs(dout):

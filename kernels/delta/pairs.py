@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SOLVED = 16
-"""Width of the diagonal blocks that a triangular solver inverts."""
+"""Width of the diagonal blocks that a triangular solver inverts directly."""
 
 
 def decayed_products(x: Tensor, k: Tensor, g: Tensor, pair_decay: Tensor | None) -> Tensor:
@@ -51,7 +51,7 @@ def decayed_products_backward(
     if pair_decay is None:
         return _channel_gates_backward(q, k, g, dqk, dkk)
 
-    # The gate of token t is in the decay of all pairs j < t <= i.
+    # The gate of token t is part of the decay of all pairs j < t <= i.
     weighted = dqk * qk + dkk * kk
     before_column = torch.ones_like(weighted[0, 0, 0]).triu_(1)
     crossing = weighted @ before_column  # sums over the columns before j, for each row i
@@ -65,7 +65,7 @@ def decayed_products_backward(
 def _channel_gates_backward(
     q: Tensor, k: Tensor, g: Tensor, dqk: Tensor, dkk: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and the gates if each channel has a gate."""
+    """Return the gradients of q, k and the gates when each channel has a gate."""
     diagonal = dqk.diagonal(0, -2, -1)[..., None]
     dq = diagonal * k
     dk = diagonal * q
@@ -87,7 +87,7 @@ def _channel_gates_backward(
         add_early_k = from_q + from_k
         add_early_k *= early_decay
 
-        # The halves are views of the gradients, which are added to in place.
+        # The halves are views of the gradients, so adding to them adds to the gradients.
         _late(dq, half).add_(add_q)
         _late(dk, half).add_(add_late_k)
         _early(dk, half).add_(add_early_k)
@@ -97,7 +97,7 @@ def _channel_gates_backward(
 
 
 def _halves(g: Tensor) -> list[int]:
-    """Return half the widths of the blocks that fill a chunk below its diagonal."""
+    """Return half the width of each block size that fills a chunk below its diagonal."""
     chunk = g.shape[-2]
     return [1 << level for level in range(chunk.bit_length() - 1)]
 
@@ -123,17 +123,17 @@ def _late_decay(g: Tensor, half: int) -> Tensor:
 
 
 def sums_from(x: Tensor) -> Tensor:
-    """Return the sums of x over each token and the later ones."""
+    """Return, for each token, the sum of x over it and all later tokens."""
     return x.flip(-2).cumsum(-2).flip(-2)
 
 
 def sums_after(x: Tensor) -> Tensor:
-    """Return the sums of x over the tokens after each token."""
+    """Return, for each token, the sum of x over all later tokens."""
     return sums_from(F.pad(x[..., 1:, :], (0, 0, 0, 1)))
 
 
 def sums_before(x: Tensor) -> Tensor:
-    """Return the sums of x over the tokens before each token."""
+    """Return, for each token, the sum of x over all earlier tokens."""
     return F.pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)
 
 

@@ -9,9 +9,9 @@ then the value at k moves by the share beta towards the token's value (Yang, Kau
 The gate is one number per head, or one per channel of the key (Kimi Linear 2025, arXiv:2510.26692).
 Keys have norm 1 or less and queries are scaled before; with beta up to 2 no state grows.
 
-The tokens are scanned in slabs of chunks: memory and time are linear in the number of tokens. A
-slab is computed by ``kernels.delta.chunks`` in torch or by ``kernels.triton.delta`` on a GPU. The
-states between slabs are saved; the backward recomputes everything else.
+The tokens are scanned in slabs (ranges of chunks): memory and time are linear in the number of
+tokens. A slab is computed by ``kernels.delta.chunks`` in torch or by ``kernels.triton.delta`` on a
+GPU. The states between slabs are saved; the backward recomputes everything else.
 """
 
 import math
@@ -29,9 +29,9 @@ from runtime.simulation import device_type_of
 from runtime.tensors import accum_dtype
 
 CPU_CHUNKS = 32
-"""Chunks in one slab, summed over sequences and heads, on a CPU."""
+"""Number of chunks in one slab on a CPU, summed over sequences and heads."""
 GPU_CHUNKS = 4096
-"""The same on a GPU."""
+"""Number of chunks in one slab on a GPU, summed over sequences and heads."""
 
 
 def check(
@@ -77,8 +77,8 @@ def select_delta_backend(
 ) -> str:
     """Return the backend of the delta rule for this device and dtype.
 
-    ``auto`` takes the fastest of linear attention, or ``chunked`` if that cannot take these gates
-    or keys.
+    ``auto`` takes the fastest backend of linear attention, or ``chunked`` if that does not support
+    these gates or keys.
 
     Raises:
         UserError: the backend does not exist, or cannot take these inputs.
@@ -91,7 +91,7 @@ def select_delta_backend(
 
 
 def gates_with_resets(g: Tensor, documents: Sequence[int] | None) -> Tensor:
-    """Return gates that forget everything, -inf, where a document begins after the first."""
+    """Return gates with -inf at each document start after the first, which resets the state."""
     if documents is None or len(documents) == 2:
         return g
     resets = torch.zeros(g.shape[1], dtype=torch.bool)  # [T]
@@ -101,7 +101,7 @@ def gates_with_resets(g: Tensor, documents: Sequence[int] | None) -> Tensor:
 
 
 def slab_kernel(backend: str, k: Tensor, g: Tensor) -> SlabKernel:
-    """Return a slab's forward and backward, with the interface of ``kernels.delta.chunks``."""
+    """Return the forward and backward of a slab, with the interface of ``kernels.delta.chunks``."""
     if SIMULATED_SLAB.value is not None:
         return SIMULATED_SLAB.value
     per_channel = g.ndim == 4
@@ -123,8 +123,8 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """Scan the tokens, and save the states between slabs.
 
-    Arguments as of ``kernels.ops.delta_rule``, with two differences: a state may have more columns
-    than the values have channels, and a gate of -inf forgets everything before its token.
+    Arguments are those of ``kernels.ops.delta_rule``, with two differences: a state may have more
+    columns than the values have channels, and a gate of -inf forgets everything before its token.
 
     Returns:
         out ``[B, T, H, E]``, and the states ``[S + 1, B, H, D, E]`` before each of S slabs and
@@ -195,14 +195,14 @@ def backward(
 
 
 def empty_states(k: Tensor, v: Tensor) -> Tensor:
-    """Allocate the states that ``scan`` returns, uninitialised."""
+    """Allocate uninitialised tensors for the states that ``scan`` returns."""
     zero = _zero_state(k, v)
     return zero.new_empty(len(_slabs(k, v)) + 1, *zero.shape)
 
 
 def _slabs(k: Tensor, v: Tensor) -> list[slice]:
-    """Cut the tokens into slabs of whole chunks, whose temporaries fit a processor's cache."""
-    heads = v.shape[0] * v.shape[2]  # of all sequences
+    """Split the tokens into slabs of whole chunks, whose temporaries fit a cache."""
+    heads = v.shape[0] * v.shape[2]  # number of chunks over all sequences
     chunks = CPU_CHUNKS if device_type_of(v) == "cpu" else GPU_CHUNKS
     step = CHUNK * max(1, chunks // heads)
     return [slice(first, first + step) for first in range(0, k.shape[1], step)]

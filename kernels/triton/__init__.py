@@ -7,13 +7,13 @@ from importlib.util import find_spec
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton is installed; torch's builds for the CPU bring none."""
+    """Return True if Triton is installed; torch builds for the CPU come without it."""
     return find_spec("triton") is not None
 
 
 def interpreted() -> bool:
-    """Return whether Triton interprets kernels on the CPU.
+    """Return True if Triton interprets kernels on the CPU.
 
-    It does if TRITON_INTERPRET was 1 when Triton was imported.
+    Triton does so if TRITON_INTERPRET was 1 when it was imported.
     """
     return os.environ.get("TRITON_INTERPRET") == "1"

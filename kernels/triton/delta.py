@@ -1,4 +1,4 @@
-"""Gated delta rule of a slab of chunks as Triton kernels, forward; gates per head.
+"""Triton kernels of the gated delta rule's forward over a slab of chunks; gates per head.
 
 The formulas are those of ``kernels.delta.chunks``, in three launches: ``solve_kernel`` inverts the
 triangular system of each chunk, ``states_kernel`` goes through the chunks with some columns of a
@@ -102,7 +102,7 @@ def states_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Go through the chunks of a row with some columns of its state in registers."""
+    """Run through the chunks of a row with some columns of its state in registers."""
     row = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, ROWS)
     e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -149,7 +149,7 @@ def output_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Compute Q_in S + P changes of one chunk of a row."""
+    """Compute Q_in S + P changes for one chunk of a row."""
     row, chunk, c, token, filled, gates = chunk_of(g, strides, T, H, C)
     key_row = row // shared
     key_heads = H // shared
@@ -176,42 +176,42 @@ class DeltaBlocking(NamedTuple):
     """Block sizes of the kernels."""
 
     C: int
-    """Tokens of a chunk."""
+    """Number of tokens in a chunk."""
     BLOCK: int
-    """Channels of a block."""
+    """Number of channels in a block."""
     ROWS: int
-    """Rows of a state in registers."""
+    """Number of rows of a state in registers."""
     COLUMNS: int
-    """Columns of a state in registers."""
+    """Number of columns of a state in registers."""
 
 
 class DeltaSlab(NamedTuple):
-    """Tokens that are computed at once, and the common arguments of the kernels."""
+    """Tokens that are computed together, and the common arguments of the kernels."""
 
     inputs: tuple[Tensor, ...]
-    """q, k, v, g and beta ``[B, T, ...]``, channels of stride 1."""
+    """q, k, v, g and beta ``[B, T, ...]``; channels have stride 1."""
     columns: int
-    """W."""
+    """Number of columns of a state, W."""
 
     @property
     def blocking(self) -> DeltaBlocking:
-        """Sizes that fit registers and shared memory."""
+        """Block sizes that fit into registers and shared memory."""
         rows = max(16, triton.next_power_of_2(self.inputs[0].shape[-1]))
         return DeltaBlocking(64 if rows <= 128 else 32, 32, rows, 32)
 
     @property
     def grid(self) -> tuple[int, int]:
-        """N and R."""
+        """Launch grid: the numbers of chunks N and of rows R."""
         batch, length, heads, _ = self.inputs[2].shape
         return triton.cdiv(length, self.blocking.C), batch * heads
 
     def strides(self, *others: Tensor) -> tuple[tuple[int, ...], ...]:
-        """Return strides of batch, token and head of the inputs, and of other tensors."""
+        """Return the strides of batch, token and head of the inputs, and of other tensors."""
         return tuple(x.stride()[:3] for x in (*self.inputs, *others))
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """H and ``shared``."""
+        """Number of value heads H, and ``shared``, the number per key head."""
         q, _, v, _, _ = self.inputs
         return v.shape[2], v.shape[2] // q.shape[2]
 
@@ -227,7 +227,7 @@ class DeltaSlab(NamedTuple):
 
 
 def slab_of(inputs: tuple[Tensor, ...], columns: int) -> DeltaSlab:
-    """Return the slab of these tokens."""
+    """Return the slab (a range of chunks) of these tokens."""
     q, k, v, g, beta = inputs
     if q.stride(-1) != 1:
         q = q.contiguous()
@@ -239,7 +239,7 @@ def slab_of(inputs: tuple[Tensor, ...], columns: int) -> DeltaSlab:
 
 
 class Solved(NamedTuple):
-    """Tensors of the forward that the backward needs."""
+    """Tensors of the forward that the backward reuses."""
 
     inverse: Tensor
     """T ``[R, N, C, C]``."""
@@ -248,7 +248,7 @@ class Solved(NamedTuple):
     states: Tensor
     """States before each chunk ``[R, N, D, W]``."""
     changes: Tensor
-    """``[R, N, C, W]``."""
+    """Changes of the formulas ``[R, N, C, W]``."""
 
 
 def solve(slab: DeltaSlab, state: Tensor, final: Tensor) -> Solved:
@@ -280,7 +280,7 @@ def solve(slab: DeltaSlab, state: Tensor, final: Tensor) -> Solved:
 
 
 def forward(inputs: tuple[Tensor, ...], state: Tensor, out: Tensor, final: Tensor) -> None:
-    """Write the outputs of a slab ``[B, T, H, W]`` and the state after it, contiguous."""
+    """Write a slab's outputs ``[B, T, H, W]`` and the state after it, both contiguous."""
     slab = slab_of(inputs, state.shape[-1])
     q, k, _, g, _ = slab.inputs
     solved = solve(slab, state, final)

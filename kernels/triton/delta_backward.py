@@ -1,4 +1,4 @@
-"""Gated delta rule's backward of a slab of chunks as Triton kernels.
+"""Triton kernels that run the gated delta rule backward over a slab (a range of chunks).
 
 States and changes are recomputed. Then, by the formulas of ``kernels.delta.chunks``:
 ``read_back_kernel`` computes the changes' gradient through the outputs, ``states_back_kernel`` goes
@@ -46,7 +46,7 @@ def read_back_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Compute P^T dout of one chunk of a row."""
+    """Compute P^T dout for one chunk of a row."""
     row, chunk, c, token, filled, gates = chunk_of(g, strides, T, H, C)
     qk = decay_between(gates, C) * products_of(
         q, strides[0], k, strides[1],
@@ -84,7 +84,7 @@ def states_back_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Go back through the chunks of a row with some columns of a state's gradient in registers."""
+    """Run back through the chunks of a row with some columns of a state's gradient in registers."""
     row = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, ROWS)
     e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -146,7 +146,7 @@ def changes_back_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Go back through the triangular system of one chunk of a row, and through P."""
+    """Compute the gradients through the triangular system and P of one chunk of a row."""
     row, chunk, c, token, filled, gates = chunk_of(g, strides, T, H, C)
     b_beta = numbers_of(beta, strides[4], row, H, token, filled)
     key_row = row // shared
@@ -203,8 +203,8 @@ def changes_back_kernel(
         key_row, key_heads, token, filled, C, D, BLOCK, PRECISION, WIDEN,
     )  # fmt: skip
     tl.store(dqk + chunk * C * C + pairs, b_dqk * decay)
-    # Only pairs with the gate between them: a difference of sums over all pairs would leave the
-    # rounding of the others.
+    # Sum only pairs with the gate between them: a difference of sums over all pairs would retain
+    # the rounding of the other pairs.
     crossing = tl.where(c[None, :] < c[:, None], tl.cumsum(weighted, 0, reverse=True), 0.0)
     tl.store(dgates + chunk * C + c, tl.sum(crossing, 1))
 
@@ -236,7 +236,7 @@ def keys_back_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Compute dq and dk of one chunk of a row, and dg."""
+    """Compute dq, dk and dg of one chunk of a row."""
     row, chunk, c, token, filled, gates = chunk_of(g, strides, T, H, C)
     key_row = row // shared
     key_heads = H // shared
@@ -303,7 +303,7 @@ def backward(
     state: Tensor,
     gradients: tuple[Tensor, ...],
 ) -> Tensor:
-    """Write the gradients of a slab's inputs, and return that of the state before it.
+    """Write the gradients of a slab's inputs; return the gradient of the state before the slab.
 
     Args:
         dfinal: gradient of the state after the slab ``[B, H, D, E]``.
@@ -318,7 +318,7 @@ def backward(
     chunks, rows = slab.grid
     C, block, state_rows, state_columns = slab.blocking
     heads, shared = slab.sizes
-    if shared > 1:  # of each value head, to be summed
+    if shared > 1:  # one for each value head, to be summed
         dq = dq.new_empty(*dq.shape[:2], heads, dq.shape[-1])
         dk = dk.new_empty(*dk.shape[:2], heads, dk.shape[-1])
     inverse, k_solved, states, changes = solve(slab, state, torch.empty_like(state))

@@ -30,14 +30,14 @@ def product(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def numbers_of(x, strides, row, H, token, filled):
-    """Load a number for each token of a row from ``[B, T, H]``, zero for empty slots."""
+    """Load a number for each token of a row from ``[B, T, H]``; zero in empty slots."""
     base = x + row // H * strides[0] + row % H * strides[2]
     return tl.load(base + token.to(tl.int64) * strides[1], filled, 0.0).to(tl.float32)
 
 
 @triton.jit
 def chunk_of(g, strides, T, H, C: tl.constexpr):
-    """Find a program's chunk.
+    """Find the chunk of this program.
 
     Returns:
         Its row, its index among all chunks, its slots ``[C]``, their tokens, which of them are
@@ -53,7 +53,7 @@ def chunk_of(g, strides, T, H, C: tl.constexpr):
 
 @triton.jit
 def rows_of(x, strides, row, H, token, filled, channel, width):
-    """Load these channels of the tokens of a row from ``[B, T, H, X]``, zero for empty slots."""
+    """Load these channels of a row's tokens from ``[B, T, H, X]``; zero in empty slots."""
     base = (
         x + row // H * strides[0] + row % H * strides[2] + token.to(tl.int64)[:, None] * strides[1]
     )
@@ -62,19 +62,19 @@ def rows_of(x, strides, row, H, token, filled, channel, width):
 
 @triton.jit
 def block_of(x, i, j, width):
-    """Load rows i and columns j of a contiguous matrix, zero from column ``width`` on."""
+    """Load rows i and columns j of a contiguous matrix; zero from column ``width`` on."""
     return tl.load(x + i[:, None] * width + j[None, :], (j < width)[None, :], 0.0)
 
 
 @triton.jit
 def state_of(x, d, e, D, W):
-    """Load rows d and columns e of a state ``[D, W]``, zero outside it."""
+    """Load rows d and columns e of a state ``[D, W]``; zero outside the state."""
     return tl.load(x + d[:, None] * W + e[None, :], (d < D)[:, None] & (e < W)[None, :], 0.0)
 
 
 @triton.jit
 def decay_out_of(g, strides, row, H, token, filled, C: tl.constexpr, T):
-    """Return the decay from each token of a chunk to its end, ``[C]``."""
+    """Return the decay from each token of a chunk to the chunk's end, ``[C]``."""
     c = tl.arange(0, C)
     later = numbers_of(g, strides, row, H, token + 1, (c < C - 1) & (token + 1 < T))
     return tl.exp(tl.cumsum(later, 0, reverse=True))
@@ -82,7 +82,7 @@ def decay_out_of(g, strides, row, H, token, filled, C: tl.constexpr, T):
 
 @triton.jit
 def decay_between(gates, C: tl.constexpr):
-    """Return the decay from column to row ``[C, C]``, zero above the diagonal."""
+    """Return the decay from column to row ``[C, C]``; zero above the diagonal."""
     c = tl.arange(0, C)
     sums = tl.cumsum(tl.where(c[:, None] > c[None, :], gates[:, None], 0.0), 0)
     return tl.where(c[:, None] >= c[None, :], tl.exp(sums), 0.0)
@@ -104,7 +104,7 @@ def products_of(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return x_i . k_j of the tokens of a sequence and key head, ``[C, C]``."""
+    """Return x_i . k_j for the tokens of a sequence and key head, ``[C, C]``."""
     products = tl.zeros((C, C), dtype=tl.float32)
     for first in range(0, D, BLOCK):
         d = first + tl.arange(0, BLOCK)

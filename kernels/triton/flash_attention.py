@@ -24,7 +24,7 @@ from runtime.errors import UserError
 
 
 class AttentionBlocking(NamedTuple):
-    """Rows and columns of a step, and launch options."""
+    """Rows and columns of a block of scores, and launch options."""
 
     ROWS: int
     COLUMNS: int
@@ -33,7 +33,7 @@ class AttentionBlocking(NamedTuple):
 
 
 EXACT = AttentionBlocking(16, 16, 4, 1)
-"""In float32, without tensor cores; larger ones take minutes to compile."""
+"""Blocking for float32, without tensor cores; larger blocks take minutes to compile."""
 BLOCKINGS = {
     ("forward", 80): {
         64: AttentionBlocking(128, 64, 4, 3),
@@ -66,16 +66,16 @@ BLOCKINGS = {
         256: AttentionBlocking(32, 64, 8, 2),
     },
 }
-"""By kernel and minimum compute capability, then by maximum width."""
+"""Blockings, keyed by kernel and minimum compute capability, then by maximum head width."""
 SMALLER = (86, 89, 120, 121)
-"""Capabilities of GPUs with 99 KiB of shared memory for a block.
+"""Compute capabilities of GPUs with 99 KiB of shared memory for a block.
 
-They take the sizes of 80, up to width 128.
+They use the sizes of capability 80, up to width 128.
 """
 
 
 def capability(device: torch.device) -> int:
-    """Return the compute capability of a GPU, 90 for 9.0; the interpreter has the smallest."""
+    """Return a GPU's compute capability, such as 90 for 9.0; the interpreter has the smallest."""
     if device.type != "cuda":
         return 80
     major, minor = torch.cuda.get_device_capability(device)
@@ -83,7 +83,7 @@ def capability(device: torch.device) -> int:
 
 
 def blocking_of(kernel: str, q: Tensor) -> AttentionBlocking:
-    """Return sizes and options that fit the registers and the shared memory of q's device."""
+    """Return sizes and options that fit the registers and shared memory of q's device."""
     level = capability(q.device)
     width = q.shape[-1]
     max_width = 128 if level in SMALLER else 256
@@ -102,7 +102,7 @@ def blocking_of(kernel: str, q: Tensor) -> AttentionBlocking:
 def attend_(
     out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
 ) -> None:
-    """Fold the attention of these tiles into running results, in place.
+    """Add the attention of these tiles to running results, in place.
 
     ``out`` and ``lse`` are contiguous.
     """
@@ -155,7 +155,7 @@ def add_gradients_(
 
 
 def _shared(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Return the last arguments of every kernel."""
+    """Return the last arguments, which all kernels share."""
     width = q.shape[3]
     return {
         "H": q.shape[2],

@@ -25,12 +25,12 @@ import triton.language as tl
 from kernels.triton.work import dot, rounded
 
 LOG2E = tl.constexpr(1.4426950408889634)
-VARYING = ["T", "S", "H", "group"]  # compile no kernel anew for their values
+VARYING = ["T", "S", "H", "group"]  # do not compile a kernel anew for values of these arguments
 
 
 @triton.jit
 def span(entry, start, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """Find the other side's tokens that a block of SIZE from ``start`` on sees in a tile.
+    """Find the tokens of the other side that a block of SIZE from ``start`` on sees in a tile.
 
     Returns:
         The tile's bounds (first, last + 1) on this side, its band (low, high), the other side's
@@ -55,7 +55,7 @@ def span(entry, start, SIZE: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def visible(x, y, first, stop, low, high, other_stop):
-    """Return which pairs of tokens a tile has, ``[x, y]``; no y is below ``other_first``."""
+    """Return which pairs of tokens belong to a tile, ``[x, y]``; no y is below ``other_first``."""
     distance = y[None, :] - x[:, None]
     in_rows = ((x >= first) & (x < stop))[:, None]
     return in_rows & (y < other_stop)[None, :] & (distance >= low) & (distance <= high)
@@ -83,7 +83,7 @@ def rows_of(
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load ROWS tokens of one head from ``first`` on, zero from ``stop`` and from channel D on."""
+    """Load ROWS tokens of one head from ``first`` on; zero from ``stop`` and from channel D on."""
     i = tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
     pointers = pointers_of(base, stride, first, ROWS, WIDTH)
@@ -116,7 +116,7 @@ def forward_kernel(
     COLUMNS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Fold the tiles into out and lse."""
+    """Add the attention of all tiles that touch a block of rows to out and lse."""
     batch = (tl.program_id(1) // H).to(tl.int64)
     head = tl.program_id(1) % H
     begin = tl.load(blocks + 4 * tl.program_id(0)) * ROWS
@@ -131,7 +131,7 @@ def forward_kernel(
     v += batch * strides[6] + head // group * strides[8]
     scale *= LOG2E
 
-    # The results so far.
+    # Load the results so far.
     before = tl.load(lse + x * H, mask=x < T, other=-float("inf")) * LOG2E
     has_keys = before > -float("inf")
     total = tl.load(out, mask=has_keys[:, None] & (d < D)[None, :], other=0.0)
@@ -160,7 +160,7 @@ def forward_kernel(
                     scores = tl.where(pairs, scores, -float("inf"))
                 top = tl.maximum(peak, tl.max(scores, 1) * scale)
                 if MASKED:
-                    base = tl.where(top > -float("inf"), top, 0.0)  # no key so far: not inf - inf
+                    base = tl.where(top > -float("inf"), top, 0.0)  # no key so far: avoid inf - inf
                 else:
                     base = top
                 scores = tl.exp2(scores * scale - base[:, None])
@@ -171,7 +171,7 @@ def forward_kernel(
                 total += dot(rounded(scores, b_v.dtype, WIDEN), b_v, "ieee", WIDEN)
                 peak = top
 
-    # Rows that no tile touched keep their bits.
+    # Rows that no tile touches are not written, so they keep their bits.
     changed = (x < T) & ((peak != before) | (weight != start_weight))
     tl.store(lse + x * H, (peak + tl.log2(weight)) / LOG2E, mask=changed)
     total = rounded(total / weight[:, None], out.dtype.element_ty, WIDEN)
@@ -279,7 +279,7 @@ def columns_kernel(
     ROWS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Add to dk and dv, of all query heads that share a head of keys in turn.
+    """Add to dk and dv, for all query heads that share a key/value head, one after the other.
 
     Scores are ``[columns, rows]``.
     """

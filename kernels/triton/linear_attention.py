@@ -31,20 +31,20 @@ from kernels.triton.work import dot, rounded
 from runtime.tensors import cached_on_device, constants, to_device
 
 SIZE = 512
-"""Numbers of a state that one program of ``carry_kernel`` holds."""
+"""Number of state elements that one program of ``carry_kernel`` holds."""
 MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200.
+"""Number of multiprocessors of an H100 or H200.
 
-All GPUs cut a scan by this number, so that they round alike. A multiprocessor has registers for one
-program.
+All GPUs cut a scan by this number, so that they round equally. A multiprocessor has registers for
+one program.
 """
 PROGRAMS = 4 * MULTIPROCESSORS
-"""Programs to cut a scan into, at most: a few about equal waves of them."""
+"""Maximum number of programs into which a scan is cut: a few waves of about equal size."""
 
 
 @triton.jit
 def segment_of(bounds, row, segments, carried, REVERSE: tl.constexpr, EACH: tl.constexpr):
-    """Find this program's segment.
+    """Find the segment of this program.
 
     Returns:
         Its first token, its length, the index of its state, and if a state enters and leaves it.
@@ -69,7 +69,7 @@ def segment_of(bounds, row, segments, carried, REVERSE: tl.constexpr, EACH: tl.c
 
 @triton.jit
 def rows_of(base, stride, token, channel, filled, width):
-    """Load these channels of these tokens of one head, zero for empty slots."""
+    """Load these channels of the given tokens of one head; zero in empty slots."""
     return tl.load(
         base + token[:, None] * stride + channel[None, :],
         filled[:, None] & (channel < width)[None, :],
@@ -77,14 +77,14 @@ def rows_of(base, stride, token, channel, filled, width):
     )
 
 
-@triton.jit(do_not_specialize=["segments", "carried"])  # they differ from batch to batch
+@triton.jit(do_not_specialize=["segments", "carried"])  # the values differ in each batch
 def scan_kernel(
     q,  # [B, T, H, D]
     k,  # [B, T, H, D]
     v,  # [B, T, H, E]
     out,  # [B, T, H, E], contiguous
     state,  # [B, H, D, E], or with EACH [B, H, N, D, E]
-    final,  # the same, contiguous
+    final,  # like state, contiguous
     rates,  # [H]
     bounds,  # [2, S + 1], see Segments
     strides,  # of batch, token and head of q, k and v, and of row and column of the state
@@ -106,10 +106,10 @@ def scan_kernel(
     """Scan as in ``kernels.linear_scan.scan``; channels have stride 1.
 
     With ``EACH`` segments have states (``segments_of``): without outputs the one that each adds,
-    with outputs the one that it starts with. Otherwise segments are documents: a state enters the
-    first and leaves the last.
+    with outputs the one that it starts with. Without ``EACH``, segments are documents: a state
+    enters the first and leaves the last.
     """
-    row = (tl.program_id(0) // segments).to(tl.int64)  # of B * H
+    row = (tl.program_id(0) // segments).to(tl.int64)  # row of B * H
     batch = row // H
     head = row % H
     first, length, state_index, enters, leaves = segment_of(
@@ -122,7 +122,7 @@ def scan_kernel(
     inside = (d < D)[:, None] & (e < E)[None, :]
     b_state = tl.zeros((BLOCK_D, BLOCK_E), dtype=tl.float32)
     if HAS_STATE:
-        # Forwards the state enters the first document; backwards its gradient enters the last.
+        # Forwards, the state enters the first document; backwards, its gradient enters the last.
         states = state + state_index * D * E + d[:, None] * strides[9] + e[None, :] * strides[10]
         b_state = tl.load(states, mask=inside & enters, other=0.0).to(tl.float32)
 
@@ -195,12 +195,12 @@ def carry_kernel(
     HAS_STATE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Replace what each segment adds to the state by the state that it starts with.
+    """Replace what each segment adds to the state by the state with which the segment starts.
 
     ``final`` is the state after the last.
     """
-    row = tl.program_id(0).to(tl.int64)  # of B * H
-    i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)  # of D * E
+    row = tl.program_id(0).to(tl.int64)  # row of B * H
+    i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)  # element of D * E
     inside = i < numbers
     rate = tl.load(rates + row % H)
     b_state = tl.zeros((SIZE,), dtype=tl.float32)
@@ -223,9 +223,10 @@ def carry_kernel(
 
 
 def parts_of(programs: int) -> int:
-    """Return how many segments to cut a sequence into, given the programs of its uncut scan.
+    """Return the number of segments per sequence, given the number of programs of an uncut scan.
 
-    1 if these keep four of five multiprocessors busy: to cut costs about a fifth more operations.
+    The number is 1 if these programs keep four of five multiprocessors busy, since cutting costs
+    about a fifth more operations.
     """
     slots = MULTIPROCESSORS * -(-programs // MULTIPROCESSORS)
     if 5 * programs >= 4 * slots:
@@ -234,7 +235,7 @@ def parts_of(programs: int) -> int:
 
 
 class Segments(NamedTuple):
-    """Tables of S segments, N of which have a state ``[B, H, N, D, E]``.
+    """Tables of S segments, of which N have a state ``[B, H, N, D, E]``.
 
     These are the segments of documents that are cut, of the first document and of the last.
     """
@@ -276,7 +277,7 @@ def segments_of(
 
 
 class ScanBlocking(NamedTuple):
-    """Block sizes of one program, and its launch options."""
+    """Block sizes of a program, and its launch options."""
 
     C: int
     BLOCK_D: int
@@ -286,7 +287,7 @@ class ScanBlocking(NamedTuple):
 
 
 def blocking_of(width: int, value_width: int, dtype: torch.dtype) -> ScanBlocking:
-    """Return sizes whose state fits the registers.
+    """Return block sizes whose state fits into registers.
 
     Compiled for sm_80 and sm_90, bfloat16 spills at most 32 bytes up to a width of 256. float32,
     for tests and small exact runs, spills from a width of 128 on.
@@ -341,7 +342,7 @@ def scan(
     def launch(
         q: Tensor | None, state: Tensor | None, final: Tensor, strides: tuple[int, int], each: bool
     ) -> None:
-        tensors = (k if q is None else q, k, v)  # the kernel does not read what is None
+        tensors = (k if q is None else q, k, v)  # the kernel does not read a tensor that is None
         all_strides = (*(stride for x in tensors for stride in x.stride()[:3]), *strides)
         scan_kernel[batch * heads * segments, blocks](
             *tensors, out, k if state is None else state, final, rates, bounds, all_strides,

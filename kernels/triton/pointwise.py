@@ -1,4 +1,4 @@
-"""Rotary positions, a feed-forward's gate, and the merge of partial attention, in one launch each.
+"""Rotary positions, a feed-forward's gate, and the merge of partial attention, one launch each.
 
 These operators only move memory: torch's operators read and write each tensor several times (the
 merge takes five launches), and one launch reads and writes it once.
@@ -20,7 +20,7 @@ ACTIVATIONS = {
 }
 """A and B of g * sigmoid(A g + B g^3), the form of both: 1 + tanh(x) is 2 sigmoid(2 x)."""
 NUMBERS = 1024
-"""Numbers of a program: 16 bytes of bfloat16 for each of its 128 threads."""
+"""Number of elements per program: 16 bytes of bfloat16 for each of its 128 threads."""
 
 
 @triton.jit(do_not_specialize=["count", "T", "H"])
@@ -69,7 +69,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     count = batch * tokens * heads
     half = width // 2
-    # Strides of 0 for the dimensions that share angles.
+    # Stride 0 in the dimensions that share angles.
     cos = cos.contiguous().expand(batch, tokens, 1, half)
     sin = sin.contiguous().expand(batch, tokens, 1, half)
     strides = (*x.stride()[:3], *cos.stride()[:2])

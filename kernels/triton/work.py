@@ -1,4 +1,4 @@
-"""Helpers of all Triton kernels, and work lists: for each block of rows, the tiles that touch it.
+"""Helpers of all Triton kernels, and work lists: the tiles that touch each block of rows.
 
 A tile is a band: queries i and keys j with ``low <= j - i <= high``. Seen from its columns, rows
 and columns change places, and so do -low and -high; so the kernels of rows and of columns share one
@@ -17,7 +17,7 @@ from runtime.tensors import cached_on_device, to_device
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """Multiply in float32.
+    """Multiply matrices in float32.
 
     The interpreter cannot multiply bfloat16; widened operands give the same product.
     """
@@ -29,7 +29,7 @@ def dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
-    """Cast float32 x to ``dtype``. The interpreter truncates to bfloat16, so round first."""
+    """Round float32 x to ``dtype``; the interpreter truncates to bfloat16, so round explicitly."""
     if WIDEN and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
@@ -37,14 +37,14 @@ def rounded(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
 
 
 FAR = 1 << 30
-"""A distance that no two tokens have."""
+"""A distance larger than that between any two tokens."""
 
 
-@cached_on_device(256)  # a few for each round of a ring, and other ones with every micro-batch
+@cached_on_device(256)  # there are a few lists per round of a ring, and others in every micro-batch
 def work_of(
     tiles: tuple[TileNumbers, ...], size: int, by_rows: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the work list of the tiles, for blocks of ``size`` rows, or columns.
+    """Return the work list of the tiles, for blocks of ``size`` rows or columns.
 
     Both tensors are int32 on the device. The blocks with most pairs come first, so that no long one
     is left at the end.
@@ -56,7 +56,7 @@ def work_of(
     """
     bands = np.array([_band(tile, by_rows) for tile in tiles])  # [tiles, 6]
 
-    # An entry for each block that a tile touches, sorted by block.
+    # One entry for each block that a tile touches, sorted by block.
     first = bands[:, 0] // size
     last = (bands[:, 1] - 1) // size
     counts = last - first + 1
@@ -66,7 +66,7 @@ def work_of(
     block = block[order]
     entries = bands[tile[order]]
 
-    # The tokens of the other side that an entry's rows see.
+    # Find the tokens of the other side that the rows of an entry see.
     x0 = np.maximum(block * size, entries[:, 0])
     x1 = np.minimum(block * size + size, entries[:, 1]) - 1
     other_first = np.maximum(entries[:, 2], x0 + entries[:, 4])
@@ -80,7 +80,7 @@ def work_of(
     table = table[np.argsort(-work, kind="stable")]
 
     host = np.concatenate([table.ravel(), entries.ravel()]).astype(np.int32)
-    joined = to_device(torch.from_numpy(host), device)  # one copy
+    joined = to_device(torch.from_numpy(host), device)  # one copy to the device
     return joined[: table.size], joined[table.size :]
 
 

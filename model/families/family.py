@@ -1,4 +1,4 @@
-"""The entry of a family in the registry: configuration, Hugging Face tables, a tiny model."""
+"""Registry entry of a family: its configuration, Hugging Face tables, and a tiny model."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,9 +11,9 @@ class ModelFamily(NamedTuple):
     """A family of language models; each file of this folder has one as its ``FAMILY``."""
 
     config: type[DecoderConfig]
-    """The configuration, which builds the layers."""
+    """Class of the configuration, which builds the layers."""
     tiny: Mapping[str, Any]
     """Settings of a small model that uses every feature of the family, for tests."""
     hugging_face: tuple[Family, ...]
-    """Models of transformers that are this family with some settings; the first that can express a
-    model writes it."""
+    """Transformers models that equal this family with certain settings; an export uses the first
+    that can express the model."""

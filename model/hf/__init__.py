@@ -1,4 +1,4 @@
-"""Convert models between published formats, such as Hugging Face's, and ours.
+"""Convert models between published formats, such as Hugging Face's, and Longmesh's.
 
 The tables that describe Hugging Face's models are in model/families. The names below are imported
 from api.py on first use, since api.py imports the families, whose tables import family.py here.

@@ -1,4 +1,4 @@
-"""Adapters of a model (``model.parts.lora``) from and to PEFT's format.
+"""Convert a model's adapters (``model.parts.lora``) from and to PEFT's format.
 
 PEFT writes adapter_config.json and adapter_model.safetensors.
 """
@@ -24,17 +24,17 @@ from runtime.errors import UserError, with_article
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 BASE = "base_model.model."
-"""Prefix of PEFT's names."""
+"""Prefix of parameter names in PEFT's files."""
 _NOTHING: tuple[Any, ...] = (None, False, [], {})
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    # Other values change the base's weights at the start, or its layers.
+    # Other values change the base model's weights at the start, or its layers.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-"""Keys of adapter_config.json, and the values with which an adapter is W + (alpha / r) B A. Of a
-key in neither table only a value that means nothing is supported."""
+"""Keys of adapter_config.json, with the values for which an adapter is W + (alpha / r) B A. A key
+in neither table may only have a value that changes nothing."""
 NEUTRAL = frozenset(
     {
         "r",
@@ -51,7 +51,7 @@ NEUTRAL = frozenset(
         "eva_config",
     }
 )
-"""Keys that are read, or change nothing."""
+"""Keys of adapter_config.json that are read, or that change nothing."""
 MERGE = "merge it into its model with PEFT's merge_and_unload, and import that"
 
 
@@ -62,11 +62,11 @@ def write_adapter(
     config: DecoderConfig,
     base: str | None,
 ) -> int:
-    """Write adapters into an empty folder, for ``peft.PeftModel.from_pretrained``.
+    """Write adapters to an empty folder, for ``peft.PeftModel.from_pretrained``.
 
     Args:
-        ours: the model's tensors by our names; meta tensors suffice.
-        read: returns one of them.
+        ours: the model's tensors, keyed by Longmesh's names; meta tensors suffice.
+        read: function that returns one of the tensors by name.
         base: the name or path of the base model, for transformers.
 
     Returns:
@@ -78,13 +78,13 @@ def write_adapter(
     """
     if config.lora_rank is None:
         raise UserError(
-            "adapter is asked for, and lora_rank is not set: the run has none; leave --adapter out"
+            "--adapter is set, but lora_rank is not: the run has no adapters; leave out --adapter"
         )
     if set(config.linears) != {*THEIRS.values()}:
         raise UserError(
-            f"adapter is asked for, and model_type is {config.model_type}, whose linear layers are "
-            "others in transformers; leave --adapter out, and the weights are written with the "
-            "adapters in them"
+            f"--adapter is set, but for model_type {config.model_type} the linear layers are "
+            "different in transformers; leave out --adapter: the weights are then written with the "
+            "adapters merged into them"
         )
     adapted = config.adapted_linears()
     contents = {
@@ -105,11 +105,11 @@ def write_adapter(
     metas = {theirs: ours[name] for theirs, name in names.items()}
     read_finite = finite(read)
     write_weights(folder / WEIGHTS, metas, lambda theirs: read_finite(names[theirs]))
-    return len(names) // 2  # A and B each
+    return len(names) // 2  # matrices A and B of each adapter
 
 
 def peft_name(name: str) -> str:
-    """Return PEFT's name of an adapter's parameter: their linear layer, then our suffix."""
+    """Return PEFT's name of an adapter's parameter: transformers' linear layer, then our suffix."""
     linear, matrix, kind = name.rsplit(".", 2)
     theirs = NAMES.of(f"{linear}.{kind}").removesuffix(kind)
     return f"{BASE}{theirs}{matrix}.{kind}"
@@ -121,28 +121,28 @@ def read_adapter(
     """Read PEFT's adapters for a model.
 
     Args:
-        config: of the base model.
-        notify: receives a line for each thing that is ignored.
+        config: configuration of the base model.
+        notify: function that receives a line for each setting that is ignored.
 
     Returns:
-        The configuration with adapters, meta tensors of the adapters by our names, and a function
-        that reads one.
+        The configuration with adapters, meta tensors of the adapters keyed by Longmesh's names,
+        and a function that reads one of them.
 
     Raises:
-        UserError: naming the file and what our adapters cannot be (DoRA, rank-stabilised, of other
-            modules, ...); when values are read, those that are not finite.
+        UserError: the message names the file and the unsupported setting (DoRA, rank-stabilised,
+            other modules, ...); when values are read, those that are not finite.
     """
     path = inside(folder, CONFIG)
     contents = read_json(path)
     if set(config.linears) != {*THEIRS.values()}:
         kind = with_article(config.model_type)
-        raise UserError(f"{path}: adapters of {kind}, whose linear layers are others here; {MERGE}")
+        raise UserError(f"{path}: adapters of {kind}, but its linear layers differ here; {MERGE}")
     for key, value in contents.items():
         if key not in NEUTRAL:
             check_value(path, shown(key)[1:-1], value, ONLY.get(key, _NOTHING), f"; {MERGE}")
 
     weights = Weights(folder, notify, WEIGHTS)
-    with naming(path, "these are no adapters of PEFT"):
+    with naming(path, "the file does not describe adapters of PEFT"):
         dropout = entry(contents, "lora_dropout", float, 0.0)
         config = replace(
             config,
@@ -157,20 +157,18 @@ def read_adapter(
     with naming(path):
         check_described(theirs, {names[name]: expected[name] for name in names})
     if dropout:
-        notify(
-            f"note: {path}: lora_dropout = {dropout} is passed over; adapters have no dropout here"
-        )
+        notify(f"note: {path}: lora_dropout = {dropout} is ignored; adapters have no dropout here")
     read_finite = finite(weights.__getitem__)
     ours = {name: theirs[their_name] for name, their_name in names.items()}
     return config, ours, lambda name: read_finite(names[name])
 
 
 def _targets(target_modules: Any, weights: Iterable[str]) -> tuple[str, ...]:
-    """Return our names of the linear layers with an adapter.
+    """Return Longmesh's names of the linear layers that have an adapter.
 
     Args:
-        target_modules: names, or a pattern, whose matches are then the adapters in the file.
-        weights: the names of the file's tensors.
+        target_modules: names, or a pattern that must match the adapters in the file.
+        weights: names of the tensors in the file.
     """
     modules = target_modules
     if isinstance(target_modules, str):
@@ -182,8 +180,8 @@ def _targets(target_modules: Any, weights: Iterable[str]) -> tuple[str, ...]:
         if unmatched:
             raise UserError(
                 f"target_modules is {shown(target_modules)}, which does not match {unmatched}, "
-                "whose adapter the file has; give the pattern, or the names, that it was trained "
-                "with"
+                "but the file has an adapter of it; give the pattern, or the names, that the "
+                "adapter was trained with"
             )
     if not isinstance(modules, list) or not modules:
         raise UserError(
@@ -192,19 +190,19 @@ def _targets(target_modules: Any, weights: Iterable[str]) -> tuple[str, ...]:
 
     targets = []
     for module in modules:
-        # A name may be a whole path.
+        # A target may be the whole path of a module.
         leaf = module.rsplit(".", 1)[-1] if isinstance(module, str) else module
         if leaf not in list(THEIRS):
             raise UserError(
-                f"target_modules has {shown(module)}, only {', '.join(THEIRS)} can have adapters; "
-                f"{MERGE}"
+                f"target_modules has {shown(module)}, but only "
+                f"{', '.join(THEIRS)} can have adapters; {MERGE}"
             )
         targets.append(leaf)
     return tuple(ours for theirs, ours in THEIRS.items() if theirs in targets)
 
 
 def _first_unmatched(pattern: str, names: Sequence[str]) -> str | None:
-    """Return the first name that an untrusted pattern does not match; any, if it is invalid.
+    """Return the first name that an untrusted pattern does not match; any name if it is invalid.
 
     The time is bounded, since a pattern can be made to take exponential time.
     """

@@ -1,4 +1,4 @@
-"""Convert models between Hugging Face and us: state dicts and safetensors folders.
+"""Convert models between Hugging Face's format and Longmesh's: state dicts and safetensors folders.
 
 `our_weights` and `their_weights` are lazy: they return meta tensors and a function that converts
 one tensor per call, so that a large model is never in memory twice.
@@ -33,13 +33,13 @@ OUTPUT = "lm_head.weight"
 
 
 class Joined(Mapping[str, Tensor]):
-    """A state dict in which modules that are stored in pieces are joined when they are read."""
+    """A state dict that concatenates modules which a file stores in pieces, when they are read."""
 
     def __init__(self, state: Mapping[str, Tensor], split: Mapping[str, Sequence[str]]) -> None:
-        """Find the pieces.
+        """Find the pieces of each concatenated module.
 
         Args:
-            split: names of joined modules, and of their pieces in order.
+            split: names of the concatenated modules, and the names of their pieces in order.
         """
         self._state = state
         self._pieces = {name: [name] for name in state}
@@ -69,7 +69,7 @@ class Joined(Mapping[str, Tensor]):
 
 
 def from_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Return our state dict for theirs.
+    """Convert a transformers state dict to Longmesh's.
 
     Raises:
         UserError: missing, unknown, misshapen, wrongly tied or non-finite weights.
@@ -83,10 +83,10 @@ def our_weights(
     config: DecoderConfig,
     notify: Callable[[str], Any] = warnings.warn,
 ) -> tuple[dict[str, Tensor], Read]:
-    """Return meta tensors of our parameters, and a function that reads one, converted from theirs.
+    """Return meta tensors of Longmesh's parameters, and a function that converts and returns one.
 
     Args:
-        state: their state dict, which may be ``Weights``.
+        state: state dict of transformers, which may be ``Weights``.
         notify: receives a line for weights that are ignored.
 
     Raises:
@@ -100,7 +100,7 @@ def our_weights(
     names = _weight_names(family, state, config, notify)
     ours = meta_state(config)
 
-    # A file may have other names than transformers' module; take the table that matches most.
+    # A file may use other names than transformers' module; take the table that matches most names.
     tables = (family.names, *family.stored)
     table = max(tables, key=lambda candidate: len(candidate.inside(ours, config).keys() & names))
     if not config.untie_embeddings_and_output_weights and OUTPUT in names:
@@ -131,7 +131,7 @@ def _weight_names(
     config: DecoderConfig,
     notify: Callable[[str], Any],
 ) -> dict[str, str]:
-    """Return the stored name of each weight by its full name, without those to be ignored.
+    """Return the stored name of each weight, keyed by full name, without weights to be ignored.
 
     Raises:
         UserError: attention sinks, which none of these models has.
@@ -152,13 +152,13 @@ def _weight_names(
     if skipped:
         parts = [re.sub(r"^(model\.)?(\w+)\..*", r"\1\2", name) for name in sorted(skipped)]
         notify(
-            f"note: {len(skipped)} weights of {', '.join(dict.fromkeys(parts))} are passed over: "
-            f"they are no part of {with_article(config.model_type)} here"
+            f"note: {len(skipped)} weights of {', '.join(dict.fromkeys(parts))} are ignored: "
+            f"they are not part of {with_article(config.model_type)} here"
         )
     sinks = sorted(name for name in names if name.endswith(".sinks"))
     if sinks:
         raise UserError(
-            f"{sinks[0]} holds attention sinks, and a model of model_type {config.model_type} has "
+            f"{sinks[0]} holds attention sinks, but a model of model_type {config.model_type} has "
             "none there, so that other tokens would get their share; take a checkpoint without "
             "sinks: gpt-oss is not read"
         )
@@ -172,7 +172,7 @@ def _check_tied(state: Mapping[str, Tensor], names: Mapping[str, str], embedding
 
 
 def to_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Return the state dict of their module for ours, a tied lm_head.weight included.
+    """Convert Longmesh's state dict to transformers', including a tied lm_head.weight.
 
     Raises:
         UserError: missing, unknown or misshapen weights, and a model that transformers cannot
@@ -188,13 +188,13 @@ def to_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tenso
 def their_weights(
     ours: Mapping[str, Tensor], read: Read, config: DecoderConfig
 ) -> tuple[dict[str, Tensor], Read]:
-    """Return meta tensors of their parameters, and a function that reads one, converted from ours.
+    """Return meta tensors of transformers' parameters, and a function that converts one.
 
     Tied copies are left out.
 
     Args:
-        ours: meta tensors of all of our parameters.
-        read: returns one of them.
+        ours: meta tensors of all of Longmesh's parameters.
+        read: function that returns one of these parameters.
 
     Raises:
         UserError: as ``to_hf``; for non-finite values when they are read.
@@ -213,7 +213,7 @@ def their_weights(
 def open_hf(
     folder: Path, notify: Callable[[str], Any] = warnings.warn
 ) -> tuple[DecoderConfig, dict[str, Tensor], Read]:
-    """Return a folder's configuration, meta tensors of our parameters, and a function reading one.
+    """Return a folder's configuration, meta tensors of parameters, and a function that reads one.
 
     Raises:
         UserError: as `load_hf`.
@@ -229,11 +229,11 @@ def load_hf(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor], dict[
     names.
 
     Returns:
-        The configuration, our state dict (CPU, dtypes as stored), and the contents of config.json,
-        which `save_hf` takes to keep entries that our configuration lacks.
+        The configuration, Longmesh's state dict (CPU, dtypes as stored), and the contents of
+        config.json, from which `save_hf` keeps entries that Longmesh's configuration lacks.
 
     Raises:
-        UserError: naming the file and the problem.
+        UserError: the message names the file and the problem.
     """
     contents = read_config(Path(folder))
     config = config_from_hf(contents, Path(folder))
@@ -246,7 +246,7 @@ def save_hf(
     state: Mapping[str, Tensor],
     contents: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write our state dict as config.json and model.safetensors, for transformers' from_pretrained.
+    """Write a state dict as config.json and model.safetensors, for transformers' from_pretrained.
 
     Creates the folder. ``contents`` as for `config_to_hf`.
 
@@ -255,7 +255,7 @@ def save_hf(
             `config_to_hf` and `to_hf`.
     """
     entries = config_to_hf(config, contents)
-    # Without a tied lm_head.weight: transformers ties it again.
+    # A tied lm_head.weight is not written, since transformers ties it again.
     theirs, read = their_weights(described(state), state.__getitem__, config)
     dtype = str(theirs[family_of(config).embedding].dtype).removeprefix("torch.")
     with new_folder(Path(folder)) as draft:

@@ -1,4 +1,4 @@
-"""Files of a chat model's folder: its template, and the tokens that end a turn."""
+"""Files of a chat model's folder: the chat template, and the tokens that end a turn."""
 
 import shutil
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _ADDITIONAL = "additional_chat_templates"
 
 
 def eos_ids(contents: Mapping[str, Any]) -> list[int]:
-    """Return the token ids that end generation, of a config.json or a generation_config.json."""
+    """Return the token ids that end generation, from a config.json or generation_config.json."""
     ids = contents.get(EOS)
     if not isinstance(ids, list):
         ids = [ids]
@@ -24,7 +24,7 @@ def eos_ids(contents: Mapping[str, Any]) -> list[int]:
 
 
 def generation_ends(folder: Path) -> list[int]:
-    """Return the token ids that end generation with a folder's model in transformers.
+    """Return the token ids at which transformers ends generation with the model in a folder.
 
     Raises:
         UserError: a broken file.
@@ -38,22 +38,22 @@ def generation_ends(folder: Path) -> list[int]:
 
 
 def write_chat(folder: Path, chat: Mapping[str, Any], contents: Mapping[str, Any]) -> list[int]:
-    """Write the template and the ends of turns into a folder, replacing its own.
+    """Write the chat template and the end-of-turn tokens into a folder, replacing what it has.
 
     Args:
-        chat: of a checkpoint: chat_template, which may be None, tool_use and ends.
-        contents: of config.json.
+        chat: chat settings of a checkpoint: chat_template (may be None), tool_use and ends.
+        contents: contents of config.json.
 
     Returns:
-        The token ids that end generation: the ends of turns, then those that the folder had.
+        The token ids that end generation: the end-of-turn tokens, then the ids that the folder had.
 
     Raises:
-        UserError: a file of the folder is no JSON object.
+        UserError: a file in the folder is not a JSON object.
     """
     settings = {}
     if (folder / GENERATION).is_file():
         settings = read_json(folder / GENERATION)
-    # With this file, transformers ignores the ids in config.json.
+    # If this file exists, transformers ignores the ids in config.json.
     for name in ("bos_token_id", "pad_token_id"):
         if name not in settings and contents.get(name) is not None:
             settings[name] = contents[name]
@@ -69,7 +69,7 @@ def write_chat(folder: Path, chat: Mapping[str, Any], contents: Mapping[str, Any
 
 
 def _write_template(folder: Path, template: str, tool_use: str | None) -> None:
-    """Write the templates, and remove those in older formats, which could take precedence."""
+    """Write the templates, and remove templates in older formats, which could take precedence."""
     (folder / TEMPLATE).write_text(template, encoding="utf-8")
     (folder / "chat_template.json").unlink(missing_ok=True)
     if tool_use is not None:

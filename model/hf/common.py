@@ -1,4 +1,4 @@
-"""Keys, names and refusals that several models of transformers share, most of them LLaMA's."""
+"""Keys, names and refusals that several transformers models share, most of them LLaMA's."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ FIELDS = {
 
 
 def fields(**defaults: Any) -> dict[str, ConfigKey]:
-    """Return LLaMA's fields, with other values for some missing keys."""
+    """Return LLaMA's fields, with other defaults for some missing keys."""
     changed = {key: FIELDS[key]._replace(default=value) for key, value in defaults.items()}
     return FIELDS | changed
 
@@ -54,4 +54,4 @@ POST_NORMS = {
     "attention_norm": "post_attention_layernorm",
     "mlp_norm": "post_feedforward_layernorm",
 }
-"""Names of norms that follow attention and feed-forward."""
+"""Names of the norms that follow attention and feed-forward."""

@@ -1,4 +1,4 @@
-"""Convert config.json: find the table that describes a model, and read or write its entries."""
+"""Convert config.json: find the table for a model, and read or write the model's entries."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,18 +14,18 @@ from model.registry import architecture_of
 from runtime.errors import UserError
 
 NOT_COPIED = {"auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
-"""Entries that describe the files, not the model."""
+"""Entries of config.json that describe the files, not the model."""
 HUGGING_FACE = {table.kind: table for family in FAMILIES.values() for table in family.hugging_face}
-"""Models of transformers by the model_type in config.json."""
+"""Tables of transformers' models, keyed by the model_type in config.json."""
 
 
 def families(config: DecoderConfig) -> tuple[Family, ...]:
-    """Return the models of transformers that may express one of ours. Raises UserError for none."""
+    """Return the transformers models that may express this model. Raises UserError if none can."""
     tables = FAMILIES[config.model_type].hugging_face
     if not tables:
         ours = [name for name, family in FAMILIES.items() if family.hugging_face]
         raise UserError(
-            f"model_type is {config.model_type}, which Hugging Face has no model of; only "
+            f"model_type is {config.model_type}, but Hugging Face has no such model; only "
             f"{_listed(ours)}"
         )
     has_windows = any("sliding_window" in table.known for table in tables)
@@ -40,13 +40,13 @@ def families(config: DecoderConfig) -> tuple[Family, ...]:
 
 def _unlike(config: DecoderConfig, name: str, value: str, only: str) -> UserError:
     return UserError(
-        f"{name} is {value}, and Hugging Face's {config.model_type} has neither windows nor sinks; "
-        f"only {only} can be read and written, keep others in their checkpoints"
+        f"{name} is {value}, but Hugging Face's {config.model_type} has neither windows nor sinks; "
+        f"only {only} can be read and written; keep other models in Longmesh's checkpoints"
     )
 
 
 def family_of(config: DecoderConfig, preferred: str | None = None) -> Family:
-    """Return the first model of transformers that can express ours, trying ``preferred`` first."""
+    """Return the first transformers model that can express this one, trying ``preferred`` first."""
     problems = []
     for family in sorted(families(config), key=lambda candidate: candidate.kind != preferred):
         try:
@@ -64,13 +64,13 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def family_in(hf: Contents) -> Family:
-    """Return the model that a config.json describes. Raises UserError for an unknown one.
+    """Return the table for the model of a config.json. Raises UserError for an unknown model.
 
-    Without a model_type it is the first, a LLaMA: the files of the original ones have none.
+    Without a model_type it is the first table, a LLaMA: the original LLaMA files have none.
     """
     kinds = list(HUGGING_FACE)
     kind = hf.get("model_type", kinds[0])
-    if kind not in kinds:  # not in the dict: JSON lists are unhashable
+    if kind not in kinds:  # not a dictionary lookup, since JSON lists are unhashable
         names = [family.outer or name for name, family in HUGGING_FACE.items()]
         raise unsupported("model_type", kind, f"; only {_listed(names)} are")
     for family in HUGGING_FACE.values():
@@ -80,7 +80,7 @@ def family_in(hf: Contents) -> Family:
 
 
 def text_entries(hf: Contents) -> Contents:
-    """Return the entries of the text model, if a config.json has them in a table, otherwise all."""
+    """Return the entries of the text model: a nested table of config.json, or else all entries."""
     for family in HUGGING_FACE.values():
         if family.outer and family.outer == hf.get("model_type"):
             break
@@ -95,17 +95,17 @@ def text_entries(hf: Contents) -> Contents:
         if key in hf and key not in inner:
             entries[key] = hf[key]
     entries |= inner
-    if TIED in hf:  # transformers reads the outer one
+    if TIED in hf:  # transformers reads this entry from the outer table
         entries[TIED] = hf[TIED]
     return entries
 
 
 def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> DecoderConfig:
-    """Build our configuration from the contents of a folder's config.json.
+    """Build Longmesh's configuration from the contents of a folder's config.json.
 
     Raises:
-        UserError: naming a key that is missing, of the wrong type, not supported (another
-            activation, ...), or unknown, which might change what is computed.
+        UserError: the message names a key that is missing, has the wrong type, is not supported
+            (another activation, ...), or is unknown and might change what is computed.
     """
     with naming(folder / CONFIG):
         hf = text_entries(hf)
@@ -118,11 +118,11 @@ def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> DecoderConfi
 def config_to_hf(
     config: DecoderConfig, contents: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the contents of a config.json that transformers reads as the same model.
+    """Return the contents of a config.json from which transformers makes the same model.
 
-    A LLaMA becomes the first of LLaMA, Mistral, Ministral, Qwen2 and Qwen3 that can express it,
-    after that of the contents: if hidden_size is not a multiple of the heads, for example, it is a
-    Mistral without a window.
+    A LLaMA becomes the model that ``contents`` names, or the first of LLaMA, Mistral, Ministral,
+    Qwen2 and Qwen3 that can express it: if hidden_size is not a multiple of the heads, for example,
+    it is a Mistral without a window.
 
     Args:
         contents: entries that our configuration lacks, to be copied: the config.json that the model
@@ -154,24 +154,24 @@ def config_to_hf(
 
 
 def _check_sizes_fit(config: DecoderConfig, contents: Contents) -> None:
-    """Raise UserError for contents with which transformers would not load the model."""
+    """Raise UserError for contents with which transformers could not load the model."""
     longest = contents.get("max_position_embeddings")
     table = config.position_table
     if table is not None and longest not in (None, table):
         raise UserError(
-            f"max_position_embeddings is {longest} and the model's table of positions has {table} "
-            "entries; leave it out"
+            f"max_position_embeddings is {longest}, but the model's table of positions has {table} "
+            "entries; leave out max_position_embeddings"
         )
     pad = contents.get("pad_token_id")
     if pad is not None and not -config.vocabulary <= pad < config.vocabulary:
         raise UserError(
-            f"{CONFIG}: pad_token_id is {pad} and vocab_size {config.vocabulary}, which "
-            "transformers does not load; leave it out of the contents"
+            f"{CONFIG}: pad_token_id is {pad}, but vocab_size is {config.vocabulary}, so "
+            "transformers could not load the model; leave pad_token_id out of the contents"
         )
 
 
 def _describes(contents: Mapping[str, Any], config: DecoderConfig) -> bool:
-    """Return whether a complete config.json describes this very model."""
+    """Return True if a complete config.json describes exactly this model."""
     if "architectures" not in contents:
         return False
     try:
@@ -188,7 +188,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the contents of a folder's config.json.
 
     Raises:
-        UserError: a file, a folder of adapters, or a file that cannot be read.
+        UserError: the path is a file, a folder of adapters, or its config.json cannot be read.
     """
     if folder.is_file():
         raise UserError(f"{folder} is a file; give the folder of a model")

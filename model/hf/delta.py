@@ -1,4 +1,4 @@
-"""Entries and weights that transformers' hybrids with a delta rule share."""
+"""Entries and weights shared by transformers' hybrid models with a delta rule."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ KINDS = ("layer_types", "full_attention_interval")
 
 
 def kinds_of(layers: int, every: int) -> list[str]:
-    """Return transformers' name of each layer's kind; every N-th has softmax attention."""
+    """Return transformers' name for each layer's kind; every N-th has softmax attention."""
     return [LINEAR if (layer + 1) % every else WHOLE for layer in range(layers)]
 
 
 def kinds_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our period of softmax attention, from layer_types or else from an interval."""
+    """Return the period of softmax attention layers, from layer_types or else from an interval."""
     layers = min(settings["num_layers"], LISTED)
     every = entry(hf, "full_attention_interval", int, DeltaConfig.default_period)
     kinds = hf.get("layer_types")
@@ -39,17 +39,17 @@ def kinds_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def kinds_to_hf(config: DeltaConfig) -> dict[str, Any]:
-    """Return the entries that ``kinds_from_hf`` reads."""
+    """Return the config.json entries that ``kinds_from_hf`` reads."""
     return {"layer_types": kinds_of(config.num_layers, config.softmax_period or 1)}
 
 
 def taps_from_hf(config: DeltaConfig, name: str, weight: Tensor) -> Tensor:
-    """Flatten the weight [channels, 1, taps] of a convolution; return another one unchanged."""
+    """Flatten a convolution's weight [channels, 1, taps]; return any other weight unchanged."""
     return weight.flatten() if ".conv_" in name else weight
 
 
 def taps_to_hf(config: DeltaConfig, name: str, weight: Tensor) -> Tensor:
-    """Undo ``taps_from_hf``; the weight may be of several convolutions joined."""
+    """Undo ``taps_from_hf``; the weight may contain several convolutions."""
     if ".conv_" not in name:
         return weight
     return weight.view(-1, 1, config.linear_conv_kernel_dim)

@@ -1,4 +1,4 @@
-"""Convert checkpoints of the original DiT (github.com/facebookresearch/DiT) from and to ours.
+"""Convert checkpoints of the original DiT (github.com/facebookresearch/DiT) from and to Longmesh.
 
 The original fuses queries, keys and values in one matrix, has a convolution as patch embedding, and
 stores the fixed positions. It has no video; there the convolution gets a dimension of frames.
@@ -35,7 +35,7 @@ NAMES = Names(
 
 
 def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Return our state dict for the original's.
+    """Convert the original DiT's state dict to Longmesh's.
 
     Raises:
         UserError: missing, unknown, misshapen or non-finite weights, or other positions.
@@ -57,10 +57,10 @@ def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[st
 
 
 def dit_to_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Return the original's state dict for ours, fixed positions included.
+    """Convert Longmesh's state dict to the original DiT's, including the fixed positions.
 
     Raises:
-        UserError: missing, unknown, misshapen or non-finite weights.
+        UserError: there are missing, unknown, misshapen or non-finite weights.
     """
     check_state(state, meta_dit_state(config))
     positions = position_embedding(torch.arange(config.num_patches), config)[None]
@@ -76,13 +76,13 @@ def check_state(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None
 
 
 def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
-    """Load the configuration and our state dict (CPU, dtypes as stored) from a folder.
+    """Load the configuration and Longmesh's state dict (CPU, dtypes as stored) from a folder.
 
-    `save_dit` wrote it; for the original's weights, save them as model.safetensors beside a
-    config.json with the fields of DiTConfig. Reads only safetensors, never pickles.
+    The folder is one that `save_dit` wrote, or has the original's weights as model.safetensors and
+    a config.json with the fields of DiTConfig. Reads only safetensors, never pickles.
 
     Raises:
-        UserError: naming the file and the problem.
+        UserError: the message names the file and the problem.
     """
     folder = Path(folder)
     contents = read_json(folder / CONFIG)
@@ -93,7 +93,7 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
     unknown = sorted(contents.keys() - defaults.keys())
     if unknown:
         raise UserError(
-            f"{folder / CONFIG}: {unknown[0]} is no field of a DiT's configuration; leave it out"
+            f"{folder / CONFIG}: {unknown[0]} is not a field of a DiT's configuration; leave it out"
         )
     json_types = {tuple: list, type(None): int}
     values: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
 
 
 def save_dit(folder: str | Path, config: DiTConfig, state: Mapping[str, Tensor]) -> None:
-    """Write our state dict as config.json and model.safetensors, with the original's names.
+    """Write a state dict as config.json and model.safetensors, with the original DiT's names.
 
     Creates the folder.
 

@@ -1,4 +1,4 @@
-"""Entries of JSON files from untrusted folders: read with their types checked, refused by name."""
+"""Read entries of JSON files from untrusted folders with type checks; refuse others by name."""
 
 import json
 import math
@@ -22,7 +22,7 @@ _KINDS = {
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises UserError naming the file and the problem."""
     if path.exists() and not path.is_file():  # reading a named pipe would never end
-        raise UserError(f"{path} is no file; download it again")
+        raise UserError(f"{path} is not a file; download it again")
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -34,22 +34,23 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(contents, dict):
-        raise UserError(f"{path} holds no JSON object; download it again")
+        raise UserError(f"{path} does not contain a JSON object; download it again")
     return contents
 
 
 def write_json(path: Path, contents: Mapping[str, Any], *, ensure_ascii: bool = True) -> None:
-    """Write a JSON object in transformers' layout."""
+    """Write a JSON object with the indentation that transformers uses."""
     text = json.dumps(contents, indent=2, ensure_ascii=ensure_ascii)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 @contextmanager
 def naming(path: Path, missing: str = "") -> Iterator[None]:
-    """Put the file's path into errors about its entries.
+    """Add the file's path to errors about its entries.
 
     Args:
-        missing: end of the message for a missing entry, such as "this is no llama's configuration".
+        missing: end of the message about a missing entry, such as "this is no llama's
+            configuration".
     """
     try:
         yield
@@ -67,8 +68,8 @@ def entry(contents: Mapping[str, Any], key: str, kind: type, *default: Any) -> A
 
     Raises:
         KeyError: the key is missing, and there is no default.
-        UserError: another type, a non-finite number, or an integer beyond 32 bits, which no shape
-            has.
+        UserError: the entry has another type, is not finite, or is an integer beyond 32 bits,
+            which no tensor size needs.
     """
     if key not in contents and default:
         return default[0]
@@ -104,7 +105,7 @@ def unsupported(key: str, value: Any, rest: str, file: str | Path = CONFIG) -> U
 def check_value(
     file: str | Path, key: str, value: Any, supported: Sequence[Any], fix: str = ""
 ) -> None:
-    """Raise UserError for an entry whose value or type is none of the supported ones."""
+    """Raise UserError for an entry unless its value and type are among the supported ones."""
     for candidate in supported:
         if type(candidate) is type(value) and candidate == value:
             return

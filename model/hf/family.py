@@ -1,8 +1,8 @@
-"""A model of transformers described as a table: keys of config.json, names of weights, refusals.
+"""Tables that describe transformers models: keys of config.json, names of weights, refusals.
 
 A table is used in both directions, so that import and export cannot disagree. It is strict: an
 entry of config.json that is not in the table may change what the model computes, so it is an error
-and never ignored.
+and is never ignored.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from runtime.errors import UserError, with_article
 
 Contents = Mapping[str, Any]
 Change = Callable[[Any, str, Tensor], Tensor]
-"""(configuration, our name, weight in one layout) -> weight in the other layout."""
+"""Function (configuration, Longmesh's name, weight in one layout) -> weight in the other layout."""
 REQUIRED: Any = object()
 TIED = "tie_word_embeddings"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -33,7 +33,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "per_layer_config": ({}, None),
 }
-"""Keys of every model, and the values with which they change nothing."""
+"""Keys of every model, with the values for which they change nothing."""
 _WORDS = """
     architectures auto_map dtype torch_dtype transformers_version _name_or_path name_or_path
     _commit_hash attn_implementation _attn_implementation _attn_implementation_autoset
@@ -51,52 +51,52 @@ _WORDS = """
     use_cache
 """
 IGNORED = frozenset(_WORDS.split())
-"""Keys of every model that never change it: of files, tasks, code and text generation."""
+"""Keys of every model that never change the model: about files, tasks, code and text generation."""
 
 
 class ConfigKey(NamedTuple):
-    """A key of config.json that holds one of our fields unchanged."""
+    """A key of config.json that holds one of Longmesh's fields unchanged."""
 
     ours: str
-    """The field of ours."""
+    """Name of the field in Longmesh's configuration."""
     kind: type
     default: Any = REQUIRED
-    """The value if the key is missing."""
+    """Value if config.json lacks the key."""
 
 
 class KeyGroup(NamedTuple):
-    """Keys of config.json that are converted together, by functions."""
+    """Keys of config.json that functions convert together."""
 
     keys: tuple[str, ...]
     read: Callable[[Contents, dict[str, Any]], dict[str, Any]]
-    """(config.json, our fields so far) -> more fields of ours."""
+    """Function (config.json, Longmesh's fields so far) -> more of Longmesh's fields."""
     write: Callable[[Any], dict[str, Any]]
-    """Our configuration -> entries of config.json."""
+    """Function (Longmesh's configuration) -> entries of config.json."""
 
 
 class Need(NamedTuple):
-    """A condition on one of our settings, without which transformers cannot express the model."""
+    """A condition on a Longmesh setting, without which transformers cannot express the model."""
 
     ours: str
-    """The setting."""
+    """Name of the setting."""
     holds: Callable[[Any], bool]
     only: str
-    """The allowed values, for the message; may name ``config``."""
+    """Text that lists the allowed values, for the message; may refer to ``config``."""
 
 
 class Fused(NamedTuple):
-    """Modules of ours that are one module of theirs, joined along ``dim`` of the weight."""
+    """Longmesh modules that are one module in transformers, concatenated along ``dim``."""
 
     parts: tuple[str, ...]
     dim: int = 0
     sizes: Callable[[Any], Sequence[int]] | None = None
-    """Channels of each part along ``dim``; by default all have the same."""
+    """Channels of each part along ``dim``; by default all parts have the same number."""
     groups: Callable[[Any], int] = lambda config: 1
-    """Number of groups of the joined channels, each with a share of every part. With the heads as
+    """Number of groups of the fused channels, each with a share of every part. If the heads are the
     groups, the order is q and k of head 0, q and k of head 1, and so on."""
 
     def part(self, weight: Tensor, number: int, config: Any) -> Tensor:
-        """Return the weight of one of our modules: a view, unless there are groups."""
+        """Return the weight of one Longmesh module: a view, unless there are groups."""
         groups = self.groups(config)
         dim = self.dim % weight.ndim
         weight = weight.unflatten(dim, (groups, -1))
@@ -106,54 +106,54 @@ class Fused(NamedTuple):
         return weight.split(sizes, dim + 1)[number].flatten(dim, dim + 1)
 
     def joined(self, weights: Sequence[Tensor], config: Any) -> Tensor:
-        """Return their weight, made of ours, which have channels first."""
+        """Return transformers' weight, built from Longmesh's, which have channels first."""
         groups = self.groups(config)
         grouped = [weight.unflatten(0, (groups, -1)) for weight in weights]
         return torch.cat(grouped, 1).flatten(0, 1)
 
 
 class Place(NamedTuple):
-    """Their parameter that holds one of ours."""
+    """The transformers parameter that holds one of Longmesh's."""
 
     name: str
     fused: Fused | None = None
-    """The layout, if theirs holds several of ours; None if it holds one."""
+    """Layout, if the transformers parameter holds several of Longmesh's; None if it holds one."""
     part: int = 0
-    """Index of ours among them."""
+    """Index of this parameter among those."""
 
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Names of weights; a module that is in no table has the same name in both."""
+    """Names of weights; a module that is in no table has the same name in both libraries."""
 
     top: Mapping[str, str]
-    """Our name -> theirs of modules outside of the layers."""
+    """Longmesh's name -> transformers' name, for modules outside the layers."""
     layers: str
-    """Their prefix of layers, before the number."""
+    """Transformers' prefix of layers, before the layer number."""
     layer: Mapping[str, str]
-    """Our name -> theirs of modules in a layer."""
+    """Longmesh's name -> transformers' name, for modules in a layer."""
     fused: Mapping[str, Fused] = field(default_factory=dict)
-    """Their modules in a layer that hold several of ours."""
+    """Transformers modules in a layer that hold several of Longmesh's."""
     linear: "Names | None" = None
     """Names in layers without softmax attention, if they differ."""
     ours_of: Change = lambda config, name, weight: weight
     theirs_of: Change = ours_of
 
     def renamed(self, layer: Mapping[str, str], **changes: Any) -> "Names":
-        """Return the table with other names of some modules in a layer, and other changes."""
+        """Return the table with different names for some modules in a layer, and other changes."""
         return replace(self, layer={**self.layer, **layer}, **changes)
 
     def under(self, root: str) -> "Names":
-        """Return the table for a model whose text part has this prefix, beside a vision part."""
+        """Return the table for a model whose text part has this prefix, next to a vision part."""
         top = {**self.top, "embedding": f"{root}.embed_tokens", "norm": f"{root}.norm"}
         return replace(self, top=top, layers=f"{root}.layers")
 
     def of(self, name: str, config: Any = None) -> str:
-        """Return their name of our parameter; a hybrid needs its configuration."""
+        """Return transformers' name of a Longmesh parameter; hybrids need their configuration."""
         return self._place(name, config).name
 
     def _place(self, name: str, config: Any) -> Place:
-        module, kind = name.rsplit(".", 1)  # kind: weight or bias
+        module, kind = name.rsplit(".", 1)  # kind is "weight" or "bias"
         if not module.startswith("layers."):
             return Place(f"{self.top.get(module, module)}.{kind}")
 
@@ -168,9 +168,10 @@ class Names:
         return Place(f"{self.layers}.{layer}.{table.layer.get(module, module)}.{kind}")
 
     def ours(self, theirs: Read, name: str, config: Any) -> Tensor:
-        """Return one of our parameters, read from theirs.
+        """Return one Longmesh parameter, read from transformers' parameters.
 
-        It is the same tensor or a view, unless it is fused in groups or ``ours_of`` copies it.
+        The result is the same tensor or a view, unless the weight is fused in groups or ``ours_of``
+        copies it.
         """
         place = self._place(name, config)
         weight = theirs(place.name)
@@ -179,7 +180,7 @@ class Names:
         return self.ours_of(config, name, weight)
 
     def inside(self, names: Iterable[str], config: Any) -> dict[str, list[str]]:
-        """Return the names of our parameters in each of theirs, in order."""
+        """Return, keyed by transformers parameter, the Longmesh names in it, in order."""
         ours_by_theirs: dict[str, list[str]] = {}
         for name in names:
             place = self._place(name, config)
@@ -191,9 +192,9 @@ class Names:
         return ours_by_theirs
 
     def theirs(self, ours: Read, inside: Sequence[str], config: Any) -> Tensor:
-        """Return one of their parameters, made of our parameters ``inside``.
+        """Return one transformers parameter, built from the Longmesh parameters ``inside``.
 
-        It is the same tensor as ours, unless it is fused or ``theirs_of`` copies it.
+        The result is the same tensor as Longmesh's, unless it is fused or ``theirs_of`` copies it.
         """
         weights = [ours(name) for name in inside]
         fused = self._place(inside[0], config).fused
@@ -201,7 +202,7 @@ class Names:
         return self.theirs_of(config, inside[0], weight)
 
     def to_theirs(self, ours: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """Return their state dict for ours."""
+        """Convert a Longmesh state dict to transformers'."""
         state = {}
         for name, inside in self.inside(ours, config).items():
             state[name] = self.theirs(ours.__getitem__, inside, config)
@@ -210,60 +211,60 @@ class Names:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model of transformers that is one of our families with some settings."""
+    """A transformers model that is equal to a Longmesh model with certain settings."""
 
     kind: str
-    """Their model_type."""
+    """Model_type in transformers' config.json."""
     title: str
-    """Its name in messages, such as "a LLaMA"."""
+    """Name of the model in messages, such as "a LLaMA"."""
     architecture: str
-    """Their class."""
+    """Name of the transformers class."""
     ours: type[DecoderConfig]
-    """Our configuration."""
+    """Class of Longmesh's configuration."""
     fields: Mapping[str, ConfigKey]
-    """Keys of config.json that hold one of our fields unchanged."""
+    """Keys of config.json that each hold one Longmesh field unchanged."""
     groups: tuple[KeyGroup, ...]
-    """The other keys that are read, in order, after that of tied embeddings."""
+    """Other groups of keys to read, in order, after the key of tied embeddings."""
     tied: bool
-    """True if embeddings are tied when config.json does not say."""
+    """True if embeddings are tied when config.json does not say so."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ours with one value in all of its models."""
+    """Longmesh fields that have one value in all of these models."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys that may ask for a computation that our model lacks, and their supported values. A
-    missing key means the first, which an export writes unless it is None."""
+    """Keys that may select a computation that Longmesh lacks, and their supported values. A missing
+    key means the first value, which an export writes unless it is None."""
     rates: tuple[str, ...] = ()
-    """Keys of dropout, which a trained model does not use; an export writes 0."""
+    """Keys of dropout rates, which a trained model does not use; an export writes 0."""
     ids: tuple[str, ...] = ("bos_token_id", "eos_token_id")
-    """Token ids for which transformers has defaults of its own vocabularies; an export writes null
-    to override them."""
+    """Keys of token ids for which transformers has its own defaults; an export writes null to
+    override them."""
     ignored: frozenset[str] = frozenset()
     """Keys of this model that change nothing."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Keys that override another one if present."""
+    """Keys that override another key if they are present."""
     needs: tuple[Need, ...] = ()
     names: Names
     derived: str = r"(?!)"
     """Pattern of names in old checkpoints that are not weights."""
     prefix: str = ""
-    """Prefix of all names but lm_head's, which some files omit."""
+    """Prefix of all names except lm_head's; some files omit it."""
     stored: tuple[Names, ...] = ()
-    """Other names that files have."""
+    """Other tables of names that files may use."""
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Their modules that files may hold as several modules."""
+    """Transformers modules that files may store as several modules."""
     nested: str = ""
-    """Key of the table of this model's entries in the config.json of ``outer``."""
+    """Key in the ``outer`` model's config.json whose table has this model's entries."""
     outer: str = ""
-    """model_type of a model that contains this one beside other parts."""
+    """Model_type of a model that contains this one next to other parts."""
     instead_of: str = ""
-    """Kind of another model: transformers reads its files as this one if they have ``marker``."""
+    """Model_type whose files transformers reads as this model if they have ``marker``."""
     marker: str = ""
-    """The key that distinguishes this model's files from those of ``instead_of``."""
+    """Key that distinguishes this model's files from those of ``instead_of``."""
     skipped: str = r"(?!)"
-    """Pattern of names of weights of other parts, which an import skips with a note."""
+    """Pattern of weight names of other parts, which an import skips with a note."""
 
     @property
     def embedding(self) -> str:
-        """Their name of the embedding's weight, which lm_head.weight may be tied to."""
+        """Transformers' name of the embedding weight, to which lm_head.weight may be tied."""
         return self.names.of("embedding.weight")
 
     @property
@@ -277,7 +278,7 @@ class Family:
         return {key for group in self.groups for key in group.keys}
 
     def refuse(self, config: DecoderConfig) -> None:
-        """Raise UserError if transformers' model cannot express this one of ours."""
+        """Raise UserError if the transformers model cannot express this Longmesh model."""
         for name, value in self.fixed.items():
             if getattr(config, name) not in (value, None):
                 raise self._unlike(config, name, f"{value}")
@@ -292,7 +293,7 @@ class Family:
         """Check the entries of a config.json.
 
         Raises:
-            UserError: an entry that may change what is computed, or that has a wrong type.
+            UserError: an entry may change what is computed, or has a wrong type.
         """
         known_keys = self.known
         for key, value in hf.items():
@@ -322,7 +323,7 @@ class Family:
                 )
 
     def read(self, hf: Contents) -> DecoderConfig:
-        """Build our configuration from a config.json's contents.
+        """Build Longmesh's configuration from the contents of a config.json.
 
         Raises:
             KeyError: a key is missing.
@@ -345,7 +346,7 @@ class Family:
         try:
             return self.ours(**settings)
         except UserError as error:
-            # The message names our field; put the key of config.json in its place.
+            # The message names the Longmesh field; put the key of config.json in its place.
             name, _, problem = str(error).partition(" ")
             for key, config_key in self.fields.items():
                 if config_key.ours == name:
@@ -354,10 +355,10 @@ class Family:
             raise UserError(f"{name} {problem}") from None
 
     def write(self, config: DecoderConfig, contents: Contents) -> dict[str, Any]:
-        """Return a config.json for transformers.
+        """Return the contents of a config.json for transformers.
 
-        It has, in order of precedence: the entries that our fields determine, the known ones of
-        ``contents``, and the defaults that transformers would otherwise choose differently.
+        In order of precedence it has the entries that Longmesh's fields determine, the known ones
+        of ``contents``, and the defaults that transformers would otherwise choose differently.
         """
         determined: dict[str, Any] = {
             "architectures": [self.architecture],

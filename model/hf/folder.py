@@ -1,4 +1,4 @@
-"""Folders of models: files that are copied, links that are refused, a new folder written whole."""
+"""Folders of models: copy files, refuse links, and write a new folder completely or not at all."""
 
 import shutil
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ CARRIED = (*TOKENIZER_FILES, "chat_template.jinja", "chat_template.json", "gener
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder; refuse links out of it.
+    """Return the path of a file in a folder; refuse a link that leaves the folder.
 
     A link could make a download include any file of this machine. Links to the blobs of the hub's
     cache are allowed, since its folders consist of them.
 
     Raises:
-        UserError: a link that leaves the folder, or leads nowhere.
+        UserError: the file is a link that leaves the folder, or leads nowhere.
     """
     path = folder / name
     if not path.is_symlink():
@@ -35,7 +35,7 @@ def inside(folder: Path, name: str) -> Path:
     try:
         target = path.resolve(strict=True)
         home = folder.resolve()
-    except (OSError, RuntimeError):  # the latter for a loop
+    except (OSError, RuntimeError):  # RuntimeError stands for a loop of links
         raise UserError(f"{path} is a link that leads nowhere; put a file in its place") from None
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if target.parent not in (home, blobs):
@@ -66,7 +66,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     if not folder.name:
         raise UserError(f"{folder} has no name; give the name of a new folder")
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise UserError(f"{folder} exists; choose a new folder, nothing is written over")
+        raise UserError(f"{folder} exists; choose a new folder, since nothing is overwritten")
     try:
         with replacing(folder) as (draft,):
             draft.mkdir()
@@ -76,5 +76,5 @@ def new_folder(folder: Path) -> Iterator[Path]:
         if isinstance(error, FileExistsError):  # a file has the name of a parent folder
             reason = "Not a directory"
         raise UserError(
-            f"cannot write to {folder} ({reason}); free space or choose another"
+            f"cannot write to {folder} ({reason}); free space or choose another folder"
         ) from error

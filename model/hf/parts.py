@@ -1,4 +1,4 @@
-"""Entries of config.json that are converted together: rope, and the kinds of layers with windows.
+"""Entries of config.json that are converted together: rope, and layers with windows.
 
 Each ``*_from_hf`` takes the entries of config.json and our settings so far, and returns more
 settings; each ``*_to_hf`` is its inverse.
@@ -21,11 +21,12 @@ TRAINED = "original_max_position_embeddings"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", TRAINED)
 WINDOWS = ("sliding_window", "layer_types")
 LISTED = 10**5
-"""Maximum of layers whose kinds are listed; a file may ask for any number of layers."""
+"""Maximum number of layers whose kinds are listed; an untrusted file may claim any number of
+layers."""
 
 
 def _table(hf: Contents, key: str) -> Mapping[str, Any]:
-    """Return a table of config.json, empty if it is missing."""
+    """Return a table of config.json; empty if it is missing."""
     table = hf.get(key)
     if not isinstance(table, dict | None):
         raise unsupported(key, table, "; only a table is")
@@ -39,15 +40,15 @@ def rope_from_hf(
     others: tuple[str, ...] = (),
     theta: float = 10000.0,
 ) -> dict[str, Any]:
-    """Return our settings of rope.
+    """Return Longmesh's rope settings.
 
     transformers 4 writes a table rope_scaling beside rope_theta, transformers 5 rope_parameters.
 
     Args:
-        share: default share of a head's channels that rotate, if the model may have another one;
+        share: default fraction of a head's channels that rotate, if the model may rotate a part;
             None rotates all.
-        others: keys of the table that change nothing.
-        theta: the base if a file has none.
+        others: keys of the rope table that change nothing.
+        theta: base of the rotation if a file has none.
     """
     key = "rope_scaling"
     rope = _table(hf, key)
@@ -77,7 +78,7 @@ def rope_from_hf(
 
 
 def _check_rope_keys(key: str, rope: Contents, kind: str, others: tuple[str, ...]) -> None:
-    """Raise UserError for keys of a table of rope that its type does not have."""
+    """Raise UserError for keys of a rope table that its rope type does not have."""
     names = SETTINGS.get(kind, ())
     allowed = {"rope_type", "type", "rope_theta", "partial_rotary_factor", TRAINED, *names, *others}
     unknown = {name: rope[name] for name in sorted(rope.keys() - allowed)}
@@ -96,7 +97,7 @@ def _scaling_from_hf(hf: Contents, rope: Contents, kind: str, max_length: int) -
             continue
         if name == TRAINED:
             trained_length = entry(hf if TRAINED in hf else rope, TRAINED, int, max_length)
-            # dynamic scales from the longest sequence, whatever else its file says.
+            # The dynamic type scales from the longest sequence, whatever else its file says.
             scaling[SCALING + name] = max_length if kind == "dynamic" else trained_length
         elif name == "truncate":
             scaling[SCALING + name] = entry(rope, name, bool, True)
@@ -108,23 +109,23 @@ def _scaling_from_hf(hf: Contents, rope: Contents, kind: str, max_length: int) -
 
 
 def rope_to_hf(config: RotaryConfig, share: float | None = None) -> dict[str, Any]:
-    """Return rope_theta, its table, and max_position_embeddings.
+    """Return rope_theta, the rope table, and max_position_embeddings.
 
     The table is rope_parameters, for transformers 5, and with a scaling also rope_scaling, for 4.
 
     Args:
-        share: of a head's channels that rotate, if the model may rotate a part of them.
+        share: default fraction of a head's channels that rotate, if the model may rotate a part.
     """
     base = float(config.rotary_base)
     kind = config.rope_scaling_type
     longest = config.max_position_embeddings or config.scaled_length
     if config.rope_scaling_seq_length is not None:
-        # Dynamic scaling was fixed to one length, while theirs depends on each text's. At that
-        # length it equals unscaled rope with another base, so that is written.
+        # Longmesh fixes dynamic scaling to one length, while transformers' depends on each text's
+        # length. At that length it equals unscaled rope with another base, so that base is written.
         base = dynamic_base(config, config.rotary_dim, config.rope_scaling_seq_length)
         kind = None
         longest = max(config.max_position_embeddings or 0, config.rope_scaling_seq_length)
-    elif kind == "dynamic":  # theirs scales from the longest sequence
+    elif kind == "dynamic":  # transformers scales from the longest sequence
         longest = config.rope_scaling_original_max_position_embeddings or 0
     length = {"max_position_embeddings": longest} if longest else {}
     rotated = {} if share is None else {"partial_rotary_factor": share}
@@ -150,7 +151,7 @@ def rope_to_hf(config: RotaryConfig, share: float | None = None) -> dict[str, An
 
 
 def _tables_by_kind(hf: Contents) -> Mapping[str, Any]:
-    """Return the tables of rope_parameters, one for each kind of layers.
+    """Return the tables of rope_parameters, one for each kind of layer.
 
     Entries beside two whole tables are ignored: transformers 5 writes both for a model that was
     made from the entries alone, and reads the tables.
@@ -177,13 +178,13 @@ def _tables_by_kind(hf: Contents) -> Mapping[str, Any]:
 def ropes_from_hf(
     hf: Contents, settings: dict[str, Any], bases: tuple[float, float], local: str | None = None
 ) -> dict[str, Any]:
-    """Return our settings of two ropes, of layers without and with a window.
+    """Return the settings of two ropes: one for layers without a window, one for layers with.
 
     rope_parameters has a table for each; rope_scaling applies to layers without a window.
 
     Args:
-        bases: of layers without and with a window, if a file has none.
-        local: key of the latter outside of the table.
+        bases: rotation bases of layers without and with a window, if a file has none.
+        local: key outside the table for the base of layers with a window.
     """
     tables = _tables_by_kind(hf)
     scaling = _table(hf, "rope_scaling")
@@ -213,7 +214,7 @@ def ropes_from_hf(
 
 
 def ropes_to_hf(config: RotaryConfig, local: str | None = None) -> dict[str, Any]:
-    """Return the entries that ``ropes_from_hf`` reads."""
+    """Return the config.json entries that ``ropes_from_hf`` reads."""
     entries = rope_to_hf(config)
     tables = {WHOLE: entries["rope_parameters"]}
     if config.local_rope is not None:
@@ -225,8 +226,8 @@ def ropes_to_hf(config: RotaryConfig, local: str | None = None) -> dict[str, Any
 
 
 def _width(hf: Contents) -> int | None:
-    """Return the keys in a window, including a token's own; None without a window."""
-    width: int | None = 4096  # transformers' default
+    """Return the number of keys in a window, including a token's own key; None without a window."""
+    width: int | None = 4096  # default of transformers
     if "sliding_window" in hf:
         width = entry(hf, "sliding_window", int, None)
     if width is not None and width < 2:
@@ -235,20 +236,20 @@ def _width(hf: Contents) -> int | None:
 
 
 def _windows(width: int | None, kinds: Any, layers: int) -> dict[str, Any]:
-    """Return our settings of a window of ``width`` keys in the layers whose kind is sliding."""
+    """Return the settings of a window of ``width`` keys in the layers of the sliding kind."""
     names = kinds if isinstance(kinds, list) else []
     whole = [name in (WHOLE, "attention") for name in names]
     sliding = [name == SLIDING for name in names]
     if names and len(names) != layers:
         raise UserError(
-            f"{CONFIG}: layer_types has {len(names)} entries, and num_hidden_layers is {layers}"
+            f"{CONFIG}: layer_types has {len(names)} entries, but num_hidden_layers is {layers}"
         )
     if not names or sum(whole) + sum(sliding) != layers:
         raise unsupported("layer_types", kinds, f"; only {WHOLE} or {SLIDING} per layer is")
     if not any(sliding):
         return {}
     if width is None:
-        raise unsupported("layer_types", kinds, " without a sliding_window, and there is none")
+        raise unsupported("layer_types", kinds, " without a sliding_window, which is missing")
 
     pattern = None
     if any(whole):
@@ -258,13 +259,13 @@ def _windows(width: int | None, kinds: Any, layers: int) -> dict[str, Any]:
 
 
 def window_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our settings of a window in every layer."""
+    """Return the settings of a window in every layer."""
     width = _width(hf)
     return {} if width is None else {"window_size": f"{width - 1},0"}
 
 
 def window_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """Return the width of every layer's window, which counts a token's own key; None without."""
+    """Return every layer's window width, which counts a token's own key; None without a window."""
     window = config.window(0)
     return {"sliding_window": None if window is None else window[0] + 1}
 
@@ -272,7 +273,7 @@ def window_to_hf(config: DecoderConfig) -> dict[str, Any]:
 def windows_from_hf(
     hf: Contents, settings: dict[str, Any], every: int = LISTED + 1, interval: str | None = None
 ) -> dict[str, Any]:
-    """Return our settings of windows in the layers that layer_types lists.
+    """Return the settings of windows in the layers that layer_types lists.
 
     Args:
         every: without layer_types, every N-th layer has no window; by default all have one.
@@ -291,14 +292,14 @@ def windows_from_hf(
 
 
 def ministral_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our settings of windows; a Ministral always has a width."""
+    """Return the settings of windows; a Ministral always has a width."""
     if _width(hf) is None:
         raise unsupported("sliding_window", None, " beside layer_types; only a width is")
     return windows_from_hf(hf, settings)
 
 
 def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """Return the kind of each layer, and the width of the window if some layer has one."""
+    """Return the kind of each layer, and the width of the window if a layer has one."""
     kinds = {"layer_types": [WHOLE if window is None else SLIDING for window in config.windows]}
     windows = list(filter(None, config.windows))
     if not windows:
@@ -307,12 +308,12 @@ def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def qwen_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our settings of windows in the layers that layer_types lists.
+    """Return the settings of windows in the layers that layer_types lists.
 
-    Without layer_types they are in the layers after the first max_window_layers.
+    Without layer_types the layers after the first max_window_layers have windows.
     """
-    entry(hf, "sliding_window", int, None)  # transformers checks its type even if it is not used
-    entry(hf, "head_dim", int, 1)  # a missing key has a default, null is an error
+    entry(hf, "sliding_window", int, None)  # transformers checks it even if unused
+    entry(hf, "head_dim", int, 1)  # a missing key has a default, but null is an error
     width = _width(hf) if entry(hf, "use_sliding_window", bool, False) else None
     first = entry(hf, "max_window_layers", int, 28)
     layers = settings["num_layers"]
@@ -325,7 +326,7 @@ def qwen_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def qwen_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """Return the entries that ``qwen_from_hf`` reads."""
+    """Return the config.json entries that ``qwen_from_hf`` reads."""
     entries = windows_to_hf(config)
     if "sliding_window" not in entries:
         return {"use_sliding_window": False, **entries}

@@ -1,4 +1,4 @@
-"""Tensors of a model's folder: safetensors files, read without trust and written one by one."""
+"""Tensors of a model folder: safetensors files, read without trust and written one by one."""
 
 import json
 import warnings
@@ -18,13 +18,13 @@ INDEX = f"{WEIGHTS}.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 WEIGHT_FILES = (".safetensors", ".index.json", *PICKLES)
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-"""Dtypes of weights, with safetensors' names."""
+"""Dtypes of weights, with their names in safetensors."""
 Read = Callable[[str], Tensor]
-"""A parameter's name -> its tensor; each call may read a file."""
+"""Function that returns a parameter by name; each call may read a file."""
 
 
 def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> None:
-    """Raise UserError for more layers or larger sizes than the weights can have.
+    """Raise UserError for more layers or larger sizes than the stored weights can have.
 
     Check it before building a meta model: a config.json may ask for 10^9 layers.
     """
@@ -32,26 +32,27 @@ def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, in
     for name, value in sizes.items():
         if value > max_elements:
             raise UserError(
-                f"{name} is {value}, and the largest weight has {max_elements} values; "
-                "they are of two models"
+                f"{name} is {value}, but the largest weight has {max_elements} values; "
+                "the configuration and the weights are of different models"
             )
     if layers > len(state):
         raise UserError(
-            f"num_layers is {layers}, and there are {len(state)} weights; they are of two models"
+            f"num_layers is {layers}, but there are {len(state)} weights; these are two models"
         )
 
 
 def check_described(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Raise UserError for missing, unknown, misshapen or non-float weights.
 
-    Both may be meta tensors. The message lists the first few missing or unknown names.
+    ``state`` and ``like`` may hold meta tensors. The message lists the first few missing or unknown
+    names.
     """
     missing = sorted(like.keys() - state.keys())
     unknown = sorted(state.keys() - like.keys())
     for problem, names in (("lacks", missing), ("has the unknown", unknown)):
         if names:
             raise UserError(
-                f"The state dict {problem} {first_few(names)}; it is not of this configuration"
+                f"The state dict {problem} {first_few(names)}; it is of another configuration"
             )
 
     for name, expected in like.items():
@@ -75,12 +76,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def finite(read: Read) -> Read:
-    """Return ``read`` with a check: it raises UserError for a weight with non-finite values."""
+    """Return ``read`` with a check that raises UserError for a weight with non-finite values."""
 
     def checked(name: str) -> Tensor:
         weight = read(name)
         broken = 0
-        # In parts: torch takes three times a tensor's memory to look at all of it.
+        # In parts: checking a whole tensor at once takes three times its memory in torch.
         for values in weight.reshape(-1).split(1 << 24):
             broken += values.numel() - int(values.isfinite().sum())
         if broken:
@@ -94,12 +95,12 @@ def finite(read: Read) -> Read:
 
 
 def described(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a meta tensor of the same shape and dtype for each tensor."""
+    """Return a meta tensor with the shape and dtype of each tensor."""
     return {name: weight.to("meta") for name, weight in state.items()}
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a folder's safetensors files; each access reads one, and none is cached.
+    """Tensors of a folder's safetensors files; each access reads one tensor, and none is cached.
 
     Reads only safetensors, never pickles, and only files directly in the folder, whatever an index
     names. The files are those that transformers reads: model.safetensors before an index, and every
@@ -109,7 +110,7 @@ class Weights(Mapping[str, Tensor]):
     def __init__(
         self, folder: Path, notify: Callable[[str], Any] = warnings.warn, single: str = WEIGHTS
     ) -> None:
-        """Read the tensors' names.
+        """Read the names of the tensors.
 
         Args:
             notify: receives a line for each file or tensor that is ignored.
@@ -138,7 +139,7 @@ class Weights(Mapping[str, Tensor]):
             ignored = [name for name in ignored if name != INDEX]
         if ignored:
             notify(
-                f"note: {folder}: {first_few(ignored)} passed over, as transformers does; "
+                f"note: {folder}: {first_few(ignored)} ignored, as in transformers; "
                 f"{files[0]} is read"
             )
 
@@ -155,7 +156,7 @@ class Weights(Mapping[str, Tensor]):
         if duplicates:
             name = duplicates[0]
             notify(
-                f"note: {self.files[name]}: {name} is passed over, as transformers does: "
+                f"note: {self.files[name]}: {name} is ignored, as in transformers: "
                 f"{path.name} has it too"
             )
         self.files |= dict.fromkeys(names, path)
@@ -181,7 +182,7 @@ def _refuse_pickles(folder: Path, names: list[str], single: str) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor. Raises UserError for files outside of this folder."""
+    """Return the file of each tensor. Raises UserError for a file outside this folder."""
     index = read_json(folder / INDEX).get("weight_map")
     if (
         not isinstance(index, dict)
@@ -201,11 +202,11 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _open(path: Path) -> Any:
-    """Open a safetensors file. Raises UserError naming it and the problem."""
+    """Open a safetensors file. Raises UserError with the file and the problem."""
     from safetensors import SafetensorError, safe_open
 
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no file; download it again")
+        raise UserError(f"{path} is not a file; download it again")
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
@@ -214,7 +215,7 @@ def _open(path: Path) -> Any:
         ) from None
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"{path} is not a whole safetensors file ({error}); download it again"
+            f"{path} is not a complete safetensors file ({error}); download it again"
         ) from None
 
 
@@ -225,15 +226,16 @@ def write_model(
     read: Read | None = None,
     max_bytes: int = 5 * 10**9,
 ) -> list[Path]:
-    """Write config.json and safetensors files into an empty folder; return the latter's paths.
+    """Write config.json and safetensors files into an empty folder; return the safetensors paths.
 
     One tensor at a time is in memory; safetensors' own ``save_file`` takes whole files.
 
     Args:
-        weights: tensors by name, or meta tensors with ``read``.
-        contents: of config.json.
-        read: returns one of the weights, with its shape and dtype.
-        max_bytes: of a file; a larger tensor has a file to itself. Several files get an index.
+        weights: tensors keyed by name, or meta tensors with ``read``.
+        contents: contents of config.json.
+        read: function that returns one of the weights, with its shape and dtype.
+        max_bytes: maximum size of a file; a larger tensor gets its own file. Several files get
+            an index.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -271,7 +273,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], read: Read) -> None
 
     Arguments as in ``write_model``.
     """
-    # Wide types first, as safetensors does, so that each tensor is aligned to its type.
+    # Tensors with wide dtypes come first, as in safetensors, so that each is aligned to its dtype.
     order = sorted(weights, key=lambda name: -weights[name].element_size())
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
@@ -292,6 +294,6 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], read: Read) -> None
             tensor = read(name)
             if (tensor.shape, tensor.dtype) != (weights[name].shape, weights[name].dtype):
                 raise ValueError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, and its header says otherwise"
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but its header says otherwise"
                 )
             file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

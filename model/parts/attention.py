@@ -27,7 +27,7 @@ from runtime.tensors import accum_dtype
 
 
 class Attend(Protocol):
-    """The core of softmax attention."""
+    """The core of softmax attention, without projections."""
 
     def __call__(
         self,
@@ -96,21 +96,21 @@ def sdpa(
 
 
 BLOCK = 256
-"""Queries per call of the masked kernel."""
+"""Number of queries per call of the masked kernel."""
 
 
 def refuse_mask(mask: Any) -> None:
     """Raise UserError for a mask, which attention on one device does not support."""
     if mask is not None:
         raise UserError(
-            f"mask is a {type(mask).__name__}, and this attention has no method of context "
+            f"mask is a {type(mask).__name__}, but this attention has no method of context "
             "parallelism, which masks of micro-batches need; set a context_parallel_method, or "
             "leave the mask out"
         )
 
 
 def _left(window: Window | None) -> int | None:
-    """Return the number of keys before its own that a query sees; None is all."""
+    """Return the number of keys before its own that a query sees; None means all."""
     return None if window is None or window[0] < 0 else window[0]
 
 
@@ -150,7 +150,7 @@ def _attend_last(
 
 @runtime_checkable
 class PrefetchingAttend(Protocol):
-    """An Attend that can start on k and v, such as sending them, before q is ready."""
+    """An Attend that can start on k and v, for example by sending them, before q is ready."""
 
     def prefetch_kv(
         self,
@@ -168,7 +168,7 @@ class PrefetchingAttend(Protocol):
 
 
 class LinearAttend(Protocol):
-    """The core of linear attention."""
+    """The core of linear attention, without projections."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: Any = None
@@ -191,7 +191,7 @@ def linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Sequence[float], mask: An
 
 
 class HybridAttention(NamedTuple):
-    """The two attention cores of a hybrid model."""
+    """The two attention cores of a hybrid model, linear and softmax."""
 
     linear: Any = linear
     """A LinearAttend, or ``model.parts.delta.DeltaAttend`` in a model with a delta rule."""
@@ -213,14 +213,14 @@ class LinearCore(nn.Module):
         states: States | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """Return the output [B, T, H, E]; with states, continue from this layer's and update it."""
+        """Return the output [B, T, H, E]; with states, continue from this layer's, updating it."""
         if states is None:
             if mask is None:
                 return self.attend(q, k, v, log_decay)
             return self.attend(q, k, v, log_decay, mask)
 
         refuse_mask(mask)
-        count = states.count  # of the T tokens, the rest is padding
+        count = states.count  # number of real tokens among T, the rest is padding
         if states.shared:
             state = state_after(k[:, :count], v[:, :count], log_decay, states.remaining_tokens)
             states.layers[layer] = states.total(state)
@@ -299,7 +299,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = head_dim
         self.num_heads = num_heads
-        """Query heads on this device; tensor parallelism lowers it."""
+        """Number of query heads on this device; tensor parallelism reduces it."""
         self.window = window
         self.softmax_type = softmax_type
         self.query_scale = query_scale
@@ -335,9 +335,9 @@ class Attention(nn.Module):
         if rotary is not None:
             rotary = rotary.under(self.window) if self.rotates else None
 
-        # unflatten with -1, not the number of heads: under tensor parallelism a device has fewer.
-        # k and v first: with several devices they may be in transit while q is projected.
-        # k before its rotation is never assigned to a name, so attention can reuse its memory.
+        # unflatten with -1, not the number of heads: under tensor parallelism a device has fewer. k
+        # and v come first: with several devices they may be in transit while q is projected. k
+        # before its rotation is never assigned to a name, so attention can reuse its memory.
         k = self._normalize_and_rotate(
             self.wk(x).unflatten(-1, (-1, self.head_dim)), self.k_norm, rotary
         )  # [B, T, G, D]

@@ -76,6 +76,6 @@ class BothNormsLayer(PreNormLayer):
 
 
 def drop_layers(layers: nn.ModuleList, retained: range) -> None:
-    """Drop all layers but the retained ones, which keep their numbers and so their names."""
+    """Drop all layers except the retained ones, which keep their numbers and so their names."""
     for number in set(range(len(layers))) - set(retained):
-        delattr(layers, str(number))  # `del` would renumber the rest
+        delattr(layers, str(number))  # `del` would renumber the other layers

@@ -101,7 +101,7 @@ class ContextParallel:
         return ContextParallel(plan, self.group, self._backend, links=self.transport)
 
     def plan_ahead(self, windows: Iterable[Window | None] = (None,)) -> None:
-        """Compute now the schedules that attention under this mask would compute at its first call.
+        """Compute the schedules that attention under this mask needs before its first call.
 
         For the forward and the backward of layers with these windows. Safe in another thread, so a
         data loader's thread can prepare the next micro-batch.
@@ -115,32 +115,33 @@ class ContextParallel:
                 plan.schedule(self._rank, plan.sparse_moves)
 
     def _bind_plan(self, plan: Plan) -> None:
-        """Point this object's attentions at a plan."""
+        """Use a plan for this object's attention functions."""
         self.plan = plan
         self.positions = plan.positions(self._rank)
-        """Ascending global positions of this rank: int64 ``[T_local]``; ``plan.seq_len`` and above
-        are padding.
+        """Ascending global positions of this rank's tokens: int64 ``[T_local]``; positions from
+        ``plan.seq_len`` on are padding.
         """
         self._padding = int((self.positions >= plan.seq_len).sum())
         self.handle = PlanHandle(PLANS.tensor(plan))
-        """The plan, for a model to pass to ``attend`` or ``attend_linear``, under any mask of these
-        ranks.
+        """Handle of the plan, which a model passes to ``attend`` or ``attend_linear``; those take
+        any plan of the same ranks and layout.
         """
 
         gathers = self._executor.gathers_keys and not plan.sparse
         self.attend = SoftmaxAttention(
             self._executor, self._outside, self.handle.tensor, gathers=gathers
         )
-        """Softmax attention: this rank's q, k, v -> out; it can start on k and v before q is ready.
+        """Softmax attention of this rank's q, k and v; it can start on k and v before q is ready.
         """
         self.delta = DeltaAttention(self._delta_executor, self._convolution, plan, self.handle)
         self.attend_delta = self.delta.attend
-        """The gated delta rule: this rank's q, k, v, g, beta -> out, see ``DeltaAttention``."""
+        """Gated delta rule of this rank's q, k, v, g and beta, see ``DeltaAttention``."""
         self.convolve = self.delta.convolve
-        """The short causal convolution before it: this rank's x, and weight -> out."""
+        """Short causal convolution of this rank's x with a weight; delta rule layers run it first.
+        """
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
-        """Return this rank's shard of ``x`` along ``dim``, padded with ``pad_value`` if need be.
+        """Return this rank's shard of ``x`` along ``dim``, padded with ``pad_value`` where needed.
 
         Raises:
             ContextError: ``x`` has neither the length ``seq_len`` nor ``padded_len`` along ``dim``.
@@ -149,7 +150,7 @@ class ContextParallel:
         padded = self.plan.padded_len
         if length not in (self.plan.seq_len, padded):
             raise ContextError(
-                f"shard: dimension {dim} has {length} positions and the plan was made for "
+                f"shard: dimension {dim} has {length} positions, but the plan was made for "
                 f"{self.plan.seq_len}"
             )
         if length < padded:
@@ -191,8 +192,8 @@ class ContextParallel:
             mask: the plan of these sequences, another ``handle``; by default this object's own.
 
         Returns:
-            ``[B, T_local, H, E]`` in v's dtype, 1 in padding: a model may divide by a channel of
-            it.
+            ``[B, T_local, H, E]`` in v's dtype, and 1 in padding: a model may
+            divide by one of its channels.
 
         Raises:
             ContextError: a method for softmax attention only; shapes, heads or dtypes that do not
@@ -212,7 +213,7 @@ class ContextParallel:
         except ValueError as error:
             raise ContextError(f"attend_linear: {error}") from error
 
-        # A NaN in padding would reach the tokens, since the scan multiplies it by 0.
+        # A NaN in padding would reach real tokens, since the scan multiplies it by 0.
         q, k, v = map(self._without_padding, (q, k, v))
         if geometry.method.states:
             out = ops.state_attention(self._state_executor, q, k, v, log_decay, handle.tensor)
@@ -226,7 +227,7 @@ class ContextParallel:
         boundaries = PLANS[handle.tensor].boundaries
         documents = None
         if boundaries:
-            documents = (0, *boundaries, self.plan.padded_len)  # padding is a document
+            documents = (0, *boundaries, self.plan.padded_len)  # padding counts as a document
 
         q, k, v = (ops.tokens_to_heads(self._heads, x) for x in (q, k, v))  # [B, U * T, H / U, D]
         out, _ = linear_attention(q, k, v, decays, documents=documents, backend=self._backend)

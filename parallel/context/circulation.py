@@ -1,8 +1,8 @@
 """Circulate KV or queries among ranks, round by round, and return their gradients.
 
-Whole tensors circulate, or only the rows that a query sees. Every transfer is posted before the
-compute that hides it. Gradients are added in a fixed order, so that results do not depend on which
-message arrives first.
+Either whole tensors circulate, or only the rows that some query sees. Every transfer is posted
+before the compute that hides it. Gradients are added in a fixed order, so that results do not
+depend on which message arrives first.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,11 +20,11 @@ from parallel.context.transport import Arrival, Tensors, Transport
 Visit = tuple[int, tuple[Tile, ...], Tensors]
 """A round's index, its tiles, and the tensors that this rank holds in it."""
 RowArrival = tuple[Rows, Arrival]
-"""Rows of a buffer, and the transfer that brings them."""
+"""Indices of buffer rows, and the pending transfer that fills them."""
 
 
 class WholeTensors:
-    """Whole tensors circulate, as the method's paper says; a gradient follows one round behind."""
+    """Circulates whole tensors, as the method's paper does; a gradient follows one round behind."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class WholeTensors:
         holders: tuple[int, ...],
         arrival: Arrival,
     ) -> None:
-        """``arrival`` brings the tensors of the first round: those of ``holders``, joined."""
+        """Start with the first round's tensors: ``arrival`` gathers those of ``holders``."""
         self._transport = transport
         self._rounds = rounds
         self._holders = holders
@@ -41,7 +41,7 @@ class WholeTensors:
         self._gradients: dict[int, list[Arrival]] = {}
 
     def visits(self) -> Iterator[Visit]:
-        """Yield every round that computes something, while the next round's tensors travel."""
+        """Yield each round that computes tiles, while the next round's tensors are in transit."""
         for index, step in enumerate(self._rounds):
             visiting = self._due.pop(index)()
 
@@ -53,10 +53,10 @@ class WholeTensors:
                 yield index, step.tiles, visiting
 
     def send_gradient(self, index: int, gradient: Tensors) -> None:
-        """Pass on this rank's gradient of the tensors of round ``index``; it may be changed."""
+        """Send on the gradient of the tensors of round ``index``; the buffer may be overwritten."""
         arrivals = self._gradients.pop(index, [])
         while arrivals:
-            # Popped and never named, so that the memory is free before the next transfer.
+            # Popped without a name, so that the memory is free before the next transfer.
             torch._foreach_add_(gradient, arrivals.pop(0)())
 
         send = self._rounds[index].gradient
@@ -71,7 +71,7 @@ class WholeTensors:
 
 
 class NeededRows:
-    """Only rows that a query sees travel (parallel/context/sparse/flow.py).
+    """Circulates only the rows that some query sees (parallel/context/sparse/flow.py).
 
     The methods are those of ``WholeTensors``.
 
@@ -85,16 +85,16 @@ class NeededRows:
         self._rounds = rounds
         self._local = local
         self._arriving: dict[int, list[RowArrival]] = {}
-        """Rows in transit, by the round whose buffer they are for."""
+        """Rows in transit, keyed by the round whose buffer receives them."""
         self._returning: dict[int, list[RowArrival]] = {}
-        """Gradients in transit, by the round to whose gradient they are added."""
+        """Gradients in transit, keyed by the round to whose gradient they are added."""
         self._sent: list[tuple[int, Callable[[], object]]] = []
-        """Sends, each with the round that waits for it and frees its buffers."""
+        """Pending sends; each has the round at which it is awaited and its buffers are freed."""
         self._sums: Tensors = ()
-        """Gradient of this rank's own rows so far."""
+        """Gradient of this rank's own rows, summed so far."""
 
     def visits(self) -> Iterator[Visit]:
-        """Yield every round with something to compute, or gradients to add or pass on."""
+        """Yield each round that computes tiles, or adds or forwards gradients."""
         self._transport.connect_all(self._local[0].device)
         self._post(self._rounds[0].joined, self._local, 0, self._arriving)
         for index, step in enumerate(self._rounds):
@@ -113,20 +113,20 @@ class NeededRows:
         self._finish(len(self._rounds))
 
     def send_gradient(self, index: int, gradient: Tensors) -> None:
-        """Add the gradients that arrive for round ``index``, and send the sums on or home."""
+        """Add the gradients that arrive for round ``index``, and send the sums to the next rank."""
         for rows, arrival in self._returning.pop(index, []):
             _add(gradient, rows, arrival())
         self._post(self._rounds[index].gradients, gradient, index + 1, self._returning)
 
     def own_gradient(self) -> Tensors:
-        """Return the full gradient of this rank's own rows; () if nothing saw them."""
+        """Return the full gradient of this rank's own rows; () if no query saw them."""
         tokens = self._local[0].shape[1]
         for rows, arrival in self._returning.pop(len(self._rounds), []):
             parts = arrival()
             if self._sums:
                 _add(self._sums, rows, parts)
             elif self._rounds[0].in_place and parts[0].shape[1] == tokens:
-                self._sums = parts  # of this rank's own buffer, which nothing else uses now
+                self._sums = parts  # this rank's own buffer, which nothing else uses now
             else:
                 self._sums = tuple(x.new_zeros(x.shape[0], tokens, *x.shape[2:]) for x in parts)
                 _add(self._sums, rows, parts)
@@ -140,12 +140,12 @@ class NeededRows:
         next_round: int,
         waiting: dict[int, list[RowArrival]],
     ) -> None:
-        """Start sends of rows of ``tensors``, and receives into buffers like them.
+        """Start sending rows of ``tensors``, and receiving rows into new buffers of the same kind.
 
         Args:
             parcels: rows to send and receive.
             tensors: this rank's buffer of the current round.
-            next_round: transfers that are due later than this have time, and go over the far group.
+            next_round: transfers that are due later are not urgent: they use the ``far`` group.
             waiting: the table that the receives are added to.
         """
         all_parcels = parcels.sends + parcels.receives
@@ -180,9 +180,9 @@ class NeededRows:
     def _finish(self, index: int) -> None:
         """Wait for the sends that are due by round ``index``, and free their buffers.
 
-        Rows are due in the round that uses them, gradients also by the second round after their
-        own. The rank in the earliest round waits only for transfers that their receivers have
-        posted, so ranks cannot wait in a circle.
+        The finished sends are keys due by round ``index``, and gradients of two rounds earlier. The
+        rank that is in the earliest round waits for nothing that is not posted, so ranks cannot
+        wait in a circle.
         """
         remaining = []
         for until, sent in self._sent:
@@ -194,7 +194,7 @@ class NeededRows:
 
 
 def _rows_of(tensors: Tensors, rows: Rows) -> Tensors:
-    """Return these rows of each tensor, in this order."""
+    """Return the given rows of each tensor, in this order."""
     if len(rows) == 1:
         ((first, end),) = rows
         return tuple(x[:, first:end] for x in tensors)
@@ -202,17 +202,17 @@ def _rows_of(tensors: Tensors, rows: Rows) -> Tensors:
 
 
 def _empty(like: Tensors, length: int) -> Tensors:
-    """Allocate tensors like these with ``length`` rows."""
+    """Allocate tensors of the same shapes and dtypes as ``like``, but with ``length`` rows."""
     return tuple(x.new_empty(x.shape[0], length, *x.shape[2:]) for x in like)
 
 
 def _add(sums: Tensors, rows: Rows, parts: Tensors) -> None:
-    """Add ``parts``, which have just these rows, to the ``rows`` of ``sums``."""
+    """Add ``parts`` to the ``rows`` of ``sums``; ``parts`` contains only these rows."""
     for total, source in zip(sums, parts, strict=True):
         for (first, end), part in _parts(rows, source):
             total[:, first:end] += part
 
 
 def _parts(rows: Rows, x: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield the intervals of ``rows`` with their part of x, which holds them one after another."""
+    """Yield each interval of ``rows`` with its part of x, which stores them back to back."""
     return zip(rows, x.split([end - first for first, end in rows], 1), strict=True)

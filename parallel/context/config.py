@@ -14,7 +14,7 @@ HYBRID_LAYOUTS: tuple[HybridLayout, ...] = ("contiguous", "zigzag")
 
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """Attention of one sequence that context-parallel processes share."""
+    """Context parallelism: how ranks share the attention of one sequence."""
 
     context_parallel_method: MethodName = "striped"
     """Layout and communication of the attention; none is plain SDPA in one process, to compare
@@ -28,8 +28,8 @@ class ContextConfig:
     each micro-batch: equal tokens and work on every rank. Under full attention striped and
     zigzag bring nothing, as layouts and as methods, and run only if this names them."""
     context_parallel_team_size: int = 1
-    """Ranks of a team of wallfacer (C), whose square must divide the context-parallel size; 1 is a
-    plain ring.
+    """Number of ranks in a team of wallfacer (C), whose square must divide the context-parallel
+    size; 1 is a plain ring.
     """
     context_parallel_placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
     """Ranks that are neighbours, and so share a node, in wallfacer: a team's members, or a
@@ -38,12 +38,12 @@ class ContextConfig:
     """Context-parallel ranks in a node, the inner ring of double_ring; by default as launched,
     or all if unknown."""
     ulysses_degree: int = 1
-    """Neighbouring ranks that split the heads among them; the method runs over such groups. For
-    ulysses it is all ranks."""
+    """Number of neighbouring ranks that split the heads among them; the method runs over such
+    groups. For ulysses it is all ranks."""
     ulysses_head_chunks: int = 1
-    """Stages in which heads are exchanged and attended with (UPipe), to divide the memory of the
-    exchanged q, k, v and out by this; it must divide the query heads of a rank. Softmax attention
-    alone."""
+    """Number of stages (UPipe): each exchanges and attends with a part of the heads, which divides
+    the memory of the exchanged q, k, v and out by this number; it must divide the query heads of a
+    rank. Softmax attention only."""
     delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
     """Rounds by which the states of a delta rule pass between ranks: one rank after the other, or
     in a tree; auto takes the one predicted fastest."""
@@ -70,7 +70,7 @@ class ContextConfig:
         return ", ".join(words)
 
     def plan_arguments(self, ranks_per_node: int | None) -> dict[str, Any]:
-        """Return arguments for ``make_plan`` and ``context_parallel``.
+        """Return the keyword arguments for ``make_plan`` and ``context_parallel``.
 
         ``ranks_per_node`` is the launcher's; the configuration's own value has precedence.
         """
@@ -96,7 +96,7 @@ class ContextConfig:
         ranks_per_node: int | None,
         causal: bool = True,
     ) -> None:
-        """Check that ``size`` ranks with these heads each can run this. Needs no processes.
+        """Check that ``size`` ranks with these heads support this. Needs no processes.
 
         Under full attention (not ``causal``) a method with a layout for causal masks must be
         forced.
@@ -107,8 +107,8 @@ class ContextConfig:
         method = self.context_parallel_method
         if self.cluster is not None and method != "auto":
             raise ContextError(
-                f"cluster is {self.cluster} and context_parallel_method is {method}, which leaves "
-                "nothing to choose; leave it out, use method auto, or give --allow-resize"
+                f"cluster is {self.cluster}, but context_parallel_method is {method}, which leaves "
+                "nothing to choose; leave out --cluster, use method auto, or give --allow-resize"
             )
         defaults = ContextConfig().plan_arguments(None)
         if method in ("none", "auto") and self.plan_arguments(None) != defaults:
@@ -120,8 +120,8 @@ class ContextConfig:
             )
         if not causal and self.delta_rule_schedule != "auto":
             raise ContextError(
-                f"delta_rule_schedule is {self.delta_rule_schedule}, and full attention has no "
-                "delta rule; leave it out"
+                f"delta_rule_schedule is {self.delta_rule_schedule}, but full attention has no "
+                "delta rule; leave out delta_rule_schedule"
             )
         if method in ("none", "auto"):
             return
@@ -133,7 +133,7 @@ class ContextConfig:
         plan.geometry.check_heads(heads, kv_heads)
 
     def _check_full_layout(self) -> None:
-        """Raise ContextError if the method's layout only balances a causal mask, unless forced."""
+        """Raise ContextError if the layout only balances a causal mask, unless it was forced."""
         method = self.context_parallel_method
         layout = method_of(method).layout(causal=False)
         if layout not in ("contiguous", BALANCED) and self.context_parallel_layout == "auto":
@@ -147,7 +147,7 @@ class ContextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FullContextConfig(ContextConfig):
-    """Full attention of one sequence that context-parallel processes share.
+    """Context parallelism of full attention: how ranks share one sequence.
 
     Every token attends to all.
     """
@@ -165,7 +165,7 @@ class FullContextConfig(ContextConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig:
-    """Softmax attention that context-parallel processes share in a model with linear attention.
+    """Context parallelism of the softmax attention layers in a model with linear attention.
 
     Both kinds of layers work on the same tokens and ranks, but want different layouts: states pass
     in the fewest hops along contiguous blocks, and a causal mask is balanced by zigzag.
@@ -182,13 +182,13 @@ class HybridConfig:
     it, and no token moves."""
 
     def context(self, layout: HybridLayout) -> ContextConfig:
-        """Return the configuration of the softmax layers in this layout."""
+        """Return the configuration of the softmax attention layers in the given layout."""
         zigzag_ring = self.hybrid_softmax_method == "ring" and layout == "zigzag"
         method = "zigzag" if zigzag_ring else self.hybrid_softmax_method
         return ContextConfig(context_parallel_method=method, context_parallel_layout=layout)
 
     def layouts(self, linear: str) -> tuple[HybridLayout, ...]:
-        """Return the layouts to choose from.
+        """Return the layouts that the softmax attention may choose from.
 
         ``linear`` is the context_parallel_layout of the layers of linear attention.
         """
@@ -201,7 +201,7 @@ class HybridConfig:
         return (self.hybrid_softmax_layout,)
 
     def check(self, linear: str, *, seq_len: int, size: int, heads: int, kv_heads: int) -> None:
-        """Check that ``size`` ranks with these heads each can run this with a ``linear`` layout.
+        """Check that ``size`` ranks support this configuration beside a ``linear`` layout.
 
         Raises:
             ContextError: they cannot, with the reason and the fix.

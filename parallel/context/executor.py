@@ -53,7 +53,7 @@ class Executor:
         self.rank = self.transport.rank
         self._holders = self.geometry.holders(self.rank)
         self._team = self.geometry.teammates(self.rank)
-        # True if no other rank attends to the same heads.
+        # True if no other rank attends to the same heads
         self._alone = self.geometry.size == self.geometry.ulysses_degree
         self._prefetched: tuple[int, Arrival] | None = None
 
@@ -63,7 +63,7 @@ class Executor:
         return len(self._holders) > 1
 
     def prefetch_kv(self, k: Tensor, v: Tensor) -> int:
-        """Start gathering k and v; return the handle to pass to the next ``forward``."""
+        """Start gathering k and v; return the handle that the next ``forward`` takes."""
         self._take_prefetched(None)
         handle = next(_prefetches)
         self._prefetched = handle, self.transport.gather((k, v), self._holders)
@@ -103,9 +103,9 @@ class Executor:
                     queries, k[:, tile.k], v[:, tile.k], tile.kind, scale, backend
                 )
             else:
-                # Rounding lse scales the weights of its whole row, which the gradients of norms of
-                # q and k do not average out, and each merge would round it once more. GPUs' kernels
-                # have float32.
+                # Rounding lse scales all weights of a row, and the gradients of the norms of q and
+                # k do not average that out. Each merge would round lse once more. GPU kernels
+                # return lse in float32.
                 out, lse = results or empty_results(rows, q, accum_dtype)
                 lse_dtype = torch.float64 if lse.device.type == "cpu" else accum_dtype
                 (out,) = _dense((out,), accum_dtype)
@@ -117,7 +117,7 @@ class Executor:
         if not team_q:
             gather_queries()  # all tokens here are padding
 
-        # Nothing is left to merge without a team and sinks: the kernel's own dtype is then final.
+        # Without a team and sinks nothing remains to merge, so the kernel's own dtype is final.
         is_final = len(self._team) == 1 and sinks is None
         if results:
             out, lse = _dense(results, None if is_final else accum_dtype)
@@ -134,7 +134,7 @@ class Executor:
         return out.to(q.dtype), lse
 
     def backward(self, plan: Plan, rows: Rows, keys: Keys, scale: float) -> Tensors:
-        """Return dq, dk and dv in float32 or wider; from a single block, in its kernel's dtypes.
+        """Return dq, dk and dv in float32 or wider; from a single tile, in the kernel's dtypes.
 
         KV or queries circulate, as the plan chooses, and their gradient follows one round behind or
         later. The others are stationary, as is their gradient.
@@ -165,7 +165,7 @@ class Executor:
             del visiting, visiting_gradient  # free them before the next round allocates
 
         returned = circulation.own_gradient() or _zeros(moving, accum_dtype)
-        if not local_gradient:  # all tokens here are padding, which nothing sees
+        if not local_gradient:  # all tokens here are padding, which no query sees
             local_gradient = _zeros(gather_stationary(), accum_dtype)
         if len(self._team) > 1:
             local_gradient = tuple(
@@ -184,7 +184,7 @@ class Executor:
         scale: float,
         backend: AttentionKernel,
     ) -> tuple[Tensors, Tensors]:
-        """Compute one round's gradients.
+        """Compute the gradients of one round.
 
         A round of a single tile takes the kernel's results as they are, without a sum.
 
@@ -232,13 +232,13 @@ class Executor:
         return local_gradient, visiting_gradient
 
     def _backend(self, plan: Plan, q: Tensor) -> AttentionKernel:
-        """Return the kernel for a plan; ``auto`` chooses another one for packed documents."""
+        """Return the kernel for a plan; ``auto`` chooses another kernel for packed documents."""
         if SIMULATED_KERNEL.value is not None:
             return SIMULATED_KERNEL.value
         return select_backend(self.backend_name, q.device.type, q.dtype, plan.documents is not None)
 
     def _take_prefetched(self, handle: int | None) -> Arrival | None:
-        """Return the pending gather of k and v, and forget it; ``handle`` None expects none.
+        """Return the pending gather of k and v, and clear it; ``handle`` None expects none.
 
         At most one is pending, since only a layer's q projection runs in between. One that is never
         taken wastes memory and traffic, so it is an error.
@@ -250,16 +250,17 @@ class Executor:
             self._prefetched = None
         if handle != pending_handle:
             raise ContextError(
-                f"attend: this attention takes the prefetched k and v {handle}, and "
-                f"{pending_handle} is pending; call the function that prefetch_kv returned, once, "
-                "before any other attention"
+                f"attend: this attention takes the prefetched k and v {handle}, but "
+                f"{pending_handle} is pending; call the function that prefetch_kv returns once, "
+                "before another "
+                "attention"
             )
         return arrival
 
     def _circulation(
         self, plan: Plan, moving: Tensors, moves: Moves, prefetched: Arrival | None
     ) -> WholeTensors | NeededRows:
-        """Start to circulate KV or queries: the rows that are needed, or whole tensors."""
+        """Start to circulate KV or queries, as whole tensors or only the needed rows."""
         if plan.sparse:
             return NeededRows(self.transport, plan.schedule(self.rank, moves), moving)
         arrival = prefetched or self.transport.gather(moving, self._holders)
@@ -267,9 +268,9 @@ class Executor:
 
 
 def _dense(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
-    """Return the tensors as contiguous ones of this dtype; None keeps their dtypes.
+    """Return the tensors as contiguous ones of the given dtype; None keeps each tensor's dtype.
 
-    Kernels need not return results in the order of dimensions, which collectives require.
+    Collectives need contiguous tensors, but kernels may return transposed ones.
     """
     return tuple(
         x.to(dtype or x.dtype, memory_format=torch.contiguous_format).contiguous() for x in tensors

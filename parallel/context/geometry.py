@@ -1,8 +1,8 @@
 """Geometry: the layout, rounds and groups of a method, the same under any mask.
 
-It says who owns which tokens, and for each round which KV a rank holds, where it sends and where it
-receives from. Process groups, transport and operators depend on it alone. It is built on the CPU,
-without processes.
+It defines which rank owns which tokens, and for each round which KV a rank holds, where it sends
+and where it receives from. Process groups, transport and operators depend on it alone. It is built
+on the CPU, without processes.
 
 The split between geometry and plan is by the cost of a change. A new geometry means new process
 groups, a collective that takes seconds on many nodes; a new mask comes with every micro-batch of
@@ -31,7 +31,7 @@ from runtime.tensors import kept_in_object
 
 Moves = Literal["kv", "queries"]
 """Operands that a backward circulates: KV with its gradient, or queries (q, dout, out, lse) with
-theirs.
+dq.
 """
 
 
@@ -42,26 +42,26 @@ class PlanOptions:
     team_size: int = 1
     """Ranks per team, for methods with teams."""
     ulysses_degree: int = 1
-    """Neighbouring ranks that split the heads; the method runs over such groups."""
+    """Number of neighbouring ranks that split the heads; the method runs over groups of them."""
     ulysses_head_chunks: int = 1
-    """Stages in which heads are exchanged and attended with."""
+    """Number of stages; each exchanges and attends with a part of the heads."""
     multiple: int = 1
     """Pad each rank to a multiple of this many positions, for tensor parallelism."""
     layout: str = "auto"
-    """Layout, for methods that take any; ``auto`` balances the work under the mask."""
+    """Layout, for methods that support several; ``auto`` balances the work under the mask."""
     placement: str = "collect_intra"
-    """Placement of a team: its ranks are neighbours (``collect_intra``) or a ring's
+    """Ranks that are neighbours: the members of a team (``collect_intra``) or of a ring
     (``p2p_intra``).
     """
     ranks_per_node: int | None = None
-    """Consecutive ranks per node, for ``double_ring``; None is all."""
+    """Consecutive ranks per node, for ``double_ring``; None means that all ranks share one node."""
     backward: Literal["auto", "kv", "queries"] = "auto"
     """Operands that the backward circulates; ``auto`` moves fewer bytes for the given heads."""
     delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
-    """Schedule by which states of a delta rule pass, see ``linear/segments.py``."""
+    """Schedule by which ranks pass on the states of a delta rule, see ``linear/segments.py``."""
 
     def resolved(self, method: Method, seq_len: int, size: int, causal: bool) -> "PlanOptions":
-        """Resolve the layout, and the degree if the method decides it, for a method and a sequence.
+        """Return options with the layout, and the degree if the method decides it, filled in.
 
         Raises:
             ContextError: a combination that the method does not support, with the reason and the
@@ -76,8 +76,8 @@ class PlanOptions:
             )
         if degree == 1 and self.ulysses_head_chunks > 1:
             raise ContextError(
-                f"ulysses_head_chunks is {self.ulysses_head_chunks}, and no ranks exchange heads; "
-                "leave it out, or use a ulysses_degree of 2 or more"
+                f"ulysses_head_chunks is {self.ulysses_head_chunks}, but no ranks exchange heads; "
+                "leave out ulysses_head_chunks, or use a ulysses_degree of 2 or more"
             )
         if method.nodes and self.ranks_per_node and min(self.ranks_per_node, size) % degree:
             raise ContextError(
@@ -136,7 +136,7 @@ class PlanOptions:
                 raise ContextError(f"{name} is {value!r}; use one of {', '.join(choices)}")
         if self.placement != "collect_intra" and not method.teams:
             raise ContextError(
-                f"context_parallel_placement is {self.placement} and method {method.name} has no "
+                f"context_parallel_placement is {self.placement}, but method {method.name} has no "
                 "teams to place; use collect_intra"
             )
 
@@ -157,20 +157,20 @@ class Geometry:
 
     @property
     def team_size(self) -> int:
-        """Ranks per team."""
+        """Number of ranks per team."""
         return self.options.team_size
 
     @property
     def ulysses_degree(self) -> int:
-        """Ranks that split the heads."""
+        """Number of ranks that split the heads."""
         return self.options.ulysses_degree
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the padded sequence; ranks that split heads share tokens as a team does.
+        """Layout of the padded sequence, over groups of ranks that split heads.
 
-        The layout ``balanced`` depends on the mask (``Plan.layout``); for it, this one is right in
-        its lengths only.
+        Ranks that split heads share tokens as a team does. The layout ``balanced`` depends on the
+        mask (``Plan.layout``), so for it only the lengths of this one are right.
         """
         name = "contiguous" if self.options.layout == BALANCED else self.options.layout
         team = self.team_size * self.ulysses_degree
@@ -179,17 +179,17 @@ class Geometry:
 
     @property
     def slots(self) -> int:
-        """Stretches of consecutive tokens per rank, unless the layout depends on the mask."""
+        """Number of stretches of consecutive tokens per rank, under a layout without a mask."""
         return len(self.layout.strides(0))
 
     @property
     def padded_len(self) -> int:
-        """Sequence length, padded to a multiple that the layout can divide."""
+        """Sequence length, rounded up to a multiple that the layout can divide."""
         return self.layout.seq_len
 
     @property
     def local_len(self) -> int:
-        """Positions per rank, padding included."""
+        """Number of positions per rank, including padding."""
         return self.padded_len // self.size
 
     def positions(self, rank: int) -> Tensor:
@@ -201,7 +201,7 @@ class Geometry:
 
     @kept_in_object
     def rounds_of(self, rank: int) -> tuple[Round, ...]:
-        """Return the rounds of ``rank``, in order, without their tiles."""
+        """Return the rounds of ``rank`` in order, without tiles."""
         place = self.place(rank)
         member = rank % self.ulysses_degree
 
@@ -228,31 +228,31 @@ class Geometry:
         return self.ranks_at(self.method.team(place, self.shape), place)
 
     def teammates(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that gather queries and combine results with ``rank``."""
+        """Return the ranks that gather queries and combine results together with ``rank``."""
         return tuple(self.team_groups[rank].tolist())
 
     def holders(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that gather KV with ``rank`` before the first round."""
+        """Return the ranks that gather KV together with ``rank`` before the first round."""
         return tuple(self.holder_groups[rank].tolist())
 
     def head_group(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that split heads with ``rank``."""
+        """Return the ranks that split the heads together with ``rank``."""
         return tuple(self.head_groups[rank].tolist())
 
     @cached_property
     def team_groups(self) -> np.ndarray:
-        """The teammates of each rank: int64 ``[size, members]``."""
+        """Teammates of each rank: int64 ``[size, members]``."""
         team = self.method.team(np.arange(self.shape.size), self.shape)
         return np.stack([self.at_ranks(peers) for peers in team], axis=1)
 
     @cached_property
     def holder_groups(self) -> np.ndarray:
-        """The holders of each rank: int64 ``[size, members]``."""
+        """Holders that gather KV with each rank: int64 ``[size, members]``."""
         return np.stack([self.at_ranks(peers) for peers in self.rounds[0].holds], axis=1)
 
     @cached_property
     def head_groups(self) -> np.ndarray:
-        """The head group of each rank: int64 ``[size, ulysses_degree]``."""
+        """Ranks that split heads with each rank: int64 ``[size, ulysses_degree]``."""
         first = np.arange(self.size) // self.ulysses_degree * self.ulysses_degree
         return first[:, None] + np.arange(self.ulysses_degree)
 
@@ -286,7 +286,7 @@ class Geometry:
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape of the places, as the method takes it."""
+        """Number of places (head groups), teams and places per node, as the method expects them."""
         per_node = min(self.options.ranks_per_node or self.size, self.size)
         return Shape(
             self.size // self.ulysses_degree,
@@ -296,11 +296,11 @@ class Geometry:
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
-        """The rounds of all places at once."""
+        """Rounds of all places, computed in one call."""
         return tuple(self.method.rounds(np.arange(self.shape.size), self.shape))
 
     def at_ranks(self, peers: Ranks) -> np.ndarray:
-        """Map each place's peer, int64 ``[places]``, to each rank's peer, int64 ``[size]``.
+        """Convert each place's peer, int64 ``[places]``, to each rank's peer, int64 ``[size]``.
 
         The u-th rank of a place gets the u-th rank of the peer.
         """
@@ -308,7 +308,7 @@ class Geometry:
 
     @kept_in_object
     def _at_ranks(self, key: bytes | int) -> np.ndarray:
-        """Return the peers of ``at_ranks``, once: a ring's rounds have the same targets."""
+        """Compute ``at_ranks`` once per target: the rounds of a ring have the same targets."""
         peers = np.frombuffer(key, dtype=np.int64) if isinstance(key, bytes) else key
         place_peers = np.broadcast_to(peers, self.shape.size)[self._place_of_group]
         first_ranks = self._first_ranks[place_peers]
@@ -317,22 +317,22 @@ class Geometry:
 
     @cached_property
     def _place_of_group(self) -> np.ndarray:
-        """The place of each head group, in order of ranks."""
+        """Place of each head group, in the order of ranks."""
         return place_of_ranks(self.options.placement, self.shape.size, self.team_size)
 
     @cached_property
     def _first_ranks(self) -> np.ndarray:
-        """The first rank of each place."""
+        """First rank of each place."""
         return np.argsort(self._place_of_group) * self.ulysses_degree
 
     def place(self, rank: int) -> int:
-        """Return the place of ``rank``; raise ContextError if there is no such rank."""
+        """Return the place (head group) of ``rank``; raise ContextError if there is none."""
         if not 0 <= rank < self.size:
-            raise ContextError(f"rank {rank} is not among {self.size} ranks")
+            raise ContextError(f"rank {rank} does not exist; there are {self.size} ranks, from 0")
         return int(self._place_of_group[rank // self.ulysses_degree])
 
     def ranks_at(self, peers: tuple[Ranks, ...], place: int) -> tuple[int, ...]:
-        """Return all ranks of the ``peers`` of ``place``."""
+        """Return all ranks of the places ``peers`` that correspond to ``place``."""
         ranks: list[int] = []
         for peer in peers:
             first_rank = int(self._first_ranks[_peer_of(peer, place)])
@@ -340,7 +340,7 @@ class Geometry:
         return tuple(ranks)
 
     def owner(self, rank: int) -> int:
-        """Return the index of ``rank`` in the layout."""
+        """Return the number under which the layout lists the tokens of ``rank``."""
         return self.place(rank) * self.ulysses_degree + rank % self.ulysses_degree
 
 
@@ -351,10 +351,10 @@ def _peer_of(peers: Ranks, place: int) -> int:
 
 @lru_cache(maxsize=64)
 def gather_order(geometry: Geometry, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """Return the permutation that sorts the joined tokens of ``ranks`` by position, or None.
+    """Return the permutation that sorts the gathered tokens of ``ranks`` by position, or None.
 
-    None is the identity. Otherwise int64 ``[len(ranks) * local_len]`` on the device, cached: making
-    and copying it in every layer would cost more than the gather.
+    None means that they are sorted already. Otherwise int64 ``[len(ranks) * local_len]`` on the
+    device, cached: making and copying it in every layer would cost more than the gather.
     """
     strides = [run for rank in ranks for run in geometry.layout.strides(geometry.owner(rank))]
     if strides == sorted(strides):

@@ -1,4 +1,4 @@
-"""Tokens of a sequence: which rank owns which (layouts), and which a query sees (masks).
+"""Layouts (which rank owns which tokens) and masks (which tokens a query sees).
 
 A layout is a bijection between (rank, local index) and global position; each rank's positions
 ascend. It alone decides which tokens, labels and position ids a rank gets. With teams of C ranks,
@@ -26,12 +26,12 @@ from runtime.errors import UserError
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 BALANCED = "balanced"
-"""The layout that depends on the mask (parallel/context/sparse/balanced.py)."""
+"""Name of the layout that depends on the mask (parallel/context/sparse/balanced.py)."""
 PLACEMENTS = ("collect_intra", "p2p_intra")
 
 
 class Stride(NamedTuple):
-    """``length`` positions start, start + stride, ..., with the layout's stride."""
+    """The ``length`` positions start, start + stride, ..., with the stride of the layout."""
 
     start: int
     length: int
@@ -39,7 +39,7 @@ class Stride(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """``seq_len`` tokens over ``size`` ranks in teams of ``team_size``.
+    """Assignment of ``seq_len`` tokens to ``size`` ranks, in teams of ``team_size``.
 
     ``seq_len`` must be a multiple of ``granularity``.
     """
@@ -62,8 +62,8 @@ class Layout:
         if self.seq_len < 1 or self.seq_len % step:
             padded = padded_length(self.name, self.seq_len, self.size, self.team_size)
             raise ContextError(
-                f"the {self.name} layout over {self.size} ranks needs a multiple of {step} tokens "
-                f"and got {self.seq_len}; pad to {padded}"
+                f"the {self.name} layout over {self.size} ranks needs a multiple of {step} tokens, "
+                f"but the sequence has {self.seq_len}; pad it to {padded}"
             )
 
     @property
@@ -81,7 +81,7 @@ class Layout:
         team, member = divmod(rank, self.team_size)
         num_teams = self.size // self.team_size
         local_len = self.seq_len // self.size
-        first = member * local_len  # of the team's tokens, joined
+        first = member * local_len  # of the concatenated tokens of the team
         end = first + local_len
         if self.name == "striped":
             return (Stride(team + first * self.stride, local_len),)
@@ -105,7 +105,7 @@ class Layout:
 
 
 def granularity(name: str, size: int, team_size: int = 1) -> int:
-    """Return the number that must divide the sequence length."""
+    """Return the number of which the sequence length must be a multiple."""
     return lcm(size, 2 * (size // team_size)) if name == "zigzag" else size
 
 
@@ -136,7 +136,8 @@ class ContextError(UserError):
 
 
 Window = tuple[int, int]
-"""Keys to the left and to the right that a query sees besides its own; -1 for all, as in Megatron.
+"""Number of keys to the left and to the right that a query sees besides its own; -1 for all, as in
+Megatron.
 """
 Reach = tuple[int | None, int | None]
 """The query at position p sees keys p - behind .. p + ahead of its document: (behind, ahead), None
@@ -146,16 +147,17 @@ for all.
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that a query sees: of its document, up to itself if causal, within a window."""
+    """Keys that a query sees: in its document, up to itself if causal, and within a window."""
 
     causal: bool = True
     documents: tuple[int, ...] | None = None
-    """Cumulative lengths of packed documents, (0, l1, l1 + l2, ..., seq_len); None for one."""
+    """Cumulative lengths of packed documents, (0, l1, l1 + l2, ..., seq_len); None means one
+    document."""
     window: Window | None = None
 
     @property
     def reach(self) -> Reach:
-        """The distances that a query sees behind and ahead of itself."""
+        """Number of keys that a query sees behind and ahead of itself."""
         left, right = self.window or (-1, -1)
         behind = None if left < 0 else left
         if self.causal:
@@ -171,7 +173,7 @@ class Mask:
 def mask_of(
     causal: bool, documents: tuple[int, ...] | None, window: Window | None, seq_len: int
 ) -> Mask:
-    """Return the mask in its simplest form, so that equal masks compare equal and share a plan.
+    """Return the mask in its simplest form: equal masks then compare equal and share a plan.
 
     Raises:
         ContextError: boundaries do not ascend from 0 to ``seq_len``, or a window that sees nothing
@@ -181,43 +183,45 @@ def mask_of(
 
 
 def _documents(documents: tuple[int, ...] | None, seq_len: int) -> tuple[int, ...] | None:
-    """Check cumulative lengths, and return them as plain integers."""
+    """Check cumulative lengths of documents, and return them as plain integers."""
     if documents is None:
         return None
     try:
         documents = tuple(index(x) for x in documents)
     except TypeError as error:
         raise ContextError(
-            f"documents must be integers from 0 to seq_len {seq_len} and are {documents!r}"
+            f"documents must be integers from 0 to seq_len {seq_len}, but are {documents!r}"
         ) from error
     ascending = all(a < b for a, b in pairwise(documents))
     if len(documents) < 2 or documents[0] != 0 or documents[-1] != seq_len or not ascending:
-        raise ContextError(f"documents must ascend from 0 to seq_len {seq_len} and are {documents}")
+        raise ContextError(
+            f"documents must ascend from 0 to seq_len {seq_len}, but are {documents}"
+        )
     return documents
 
 
 def _window(window: Window | None, causal: bool) -> Window | None:
-    """Check a window; return None if it hides nothing."""
+    """Check a window; return None if it hides no key."""
     if window is None:
         return None
     try:
         left, right = (index(x) for x in window)
     except (TypeError, ValueError) as error:
         raise ContextError(
-            f"window must be two integers, (left, right), and is {window!r}"
+            f"window must be two integers, (left, right), but is {window!r}"
         ) from error
     if left == 0 or left < -1:
         raise ContextError(
-            f"window is {window}, whose left side is {left}; give 1 or more keys, or -1 for all"
+            f"window is {window}, but its left side must be 1 or more keys, or -1 for all"
         )
     if causal and right not in (0, -1):
         raise ContextError(
-            f"window is {window} under a causal mask, which sees nothing to the right; "
+            f"window is {window}, but a causal mask sees nothing to the right; "
             f"use ({left}, 0), or full attention"
         )
     if not causal and (right == 0 or right < -1):
         raise ContextError(
-            f"window is {window}, whose right side is {right}; give 1 or more keys, or -1 for all"
+            f"window is {window}, but its right side must be 1 or more keys, or -1 for all"
         )
     if left == -1 and (causal or right == -1):
         return None
@@ -226,28 +230,30 @@ def _window(window: Window | None, causal: bool) -> Window | None:
 
 @dataclass(frozen=True)
 class Passage:
-    """A state's way through consecutive tokens of one rank; in the backward, its gradient's."""
+    """Consecutive tokens of one rank, and the ranks from and to which a state passes."""
 
     rank: int
     slot: int
-    """Number of the stretch among those of its rank, by position."""
+    """Number of the stretch on its rank, counted by position."""
     offset: int
-    """Its first token on its rank."""
+    """Local index of its first token."""
     length: int
     source: int | None
-    """Rank to receive from; None at the sequence's end, or if a document ends between the two."""
+    """Rank to receive the state from; None at the sequence's end, or if a document ends between the
+    two."""
     target: int | None
-    """Rank to send to, or None likewise."""
+    """Rank to send the state to; None in the same cases."""
     goes_through: bool
-    """True if the incoming state reaches the other end: no document ends inside."""
+    """True if the incoming state reaches the other end of the stretch: no document ends inside."""
     num_readers: int
-    """Tokens that see the incoming state: those of the first document, in the backward of the last.
+    """Number of tokens that see the incoming state: those of the first document, or of the last in
+    the backward.
     """
     documents: tuple[int, ...] | None
-    """Cumulative lengths of the documents' parts in the stretch; None for one."""
+    """Cumulative lengths of the parts of documents in this stretch; None for one document."""
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the stretch of x ``[B, T, ...]``."""
+        """Return the stretch's tokens of x ``[B, T, ...]``."""
         return x.narrow(1, self.offset, self.length)
 
 
@@ -258,9 +264,9 @@ def passages(
     """Return the passages of all ranks in the order in which a state takes them.
 
     Args:
-        layout: one whose ranks hold consecutive tokens, in as many stretches each.
+        layout: a layout whose ranks hold consecutive tokens, in equally many stretches each.
         boundaries: first positions of the documents after the first; padding is a document.
-        reverse: return those of the state's gradient, which goes the other way.
+        reverse: return the passages of the state's gradient, which travels backwards.
     """
     stretches = []
     for rank in range(layout.size):

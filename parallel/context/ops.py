@@ -1,4 +1,4 @@
-"""Operators of context parallelism: each with its call, forward, fake and backward.
+"""Custom operators of context parallelism, each with its call, forward, fake and backward.
 
 Each is opaque to torch.compile, to recompute policies and to the planner. torch.compile cannot
 trace process groups, and would break the graph of every layer; a policy can save the attention by
@@ -32,7 +32,7 @@ from runtime.tensors import Handles, accum_dtype, differentiable
 def prefetch_kv(executor: Executor, k: Tensor, v: Tensor) -> Tensor:
     """Start gathering k and v; return the handle for the next ``context_attention``.
 
-    It is a tensor, so that a recompute policy can save it: recomputing it would gather again.
+    The handle is a tensor, so that a recompute policy can save it; recomputing would gather again.
     """
     return torch.ops.longmesh.prefetch_kv(k.detach(), v.detach(), executor.handle)
 
@@ -58,7 +58,7 @@ def context_attention(
     window: Window | None,
     prefetch: Tensor | None,
 ) -> Tensor:
-    """Compute a rank's softmax attention under a plan, by its handle; differentiable, collective.
+    """Compute a rank's softmax attention under the plan of a handle; differentiable, collective.
 
     Shapes as in ``parallel.context.executor``; ``prefetch`` is the handle from ``prefetch_kv``.
     """
@@ -99,7 +99,7 @@ def _attention_backward(dout: Tensor, _: Any, *arguments: Any) -> tuple[Tensor |
 
 
 def _windowed(handle: Tensor, window: list[int], executor: Executor) -> Plan:
-    """Return the plan under a window: [] for none, or [left, right]."""
+    """Return the plan with a window: [] for none, or [left, right]."""
     plan = plan_of(handle, executor.geometry)
     return plan.windowed((window[0], window[1])) if window else plan
 
@@ -197,7 +197,7 @@ def _save_relayout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 _relayout_in.register_fake(lambda x, handle: x.new_empty(x.shape))
 _relayout_out.register_fake(lambda x, handle: x.new_empty(x.shape))
-# A permutation of tokens: its transpose is the way back.
+# The exchange permutes tokens, so its gradient is the opposite exchange.
 _relayout_in.register_autograd(
     lambda ctx, dx: (torch.ops.longmesh.relayout_out(dx, ctx.handle), None),
     setup_context=_save_relayout,
@@ -265,7 +265,7 @@ def state_attention(
     log_decay: Sequence[float],
     plan: Tensor,
 ) -> Tensor:
-    """Compute a rank's linear attention by states, ``[B, T, H, E]``; differentiable, collective."""
+    """Compute a rank's linear attention ``[B, T, H, E]`` by states; differentiable, collective."""
     out, _ = torch.ops.longmesh.state_attention(q, k, v, log_decay, executor.handle, plan)
     return out
 
@@ -295,7 +295,7 @@ def delta_attention(
 
 
 def _delta_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    saved_size = torch.library.get_ctx().new_dynamic_size()  # the plan's
+    saved_size = torch.library.get_ctx().new_dynamic_size()  # of the plan
     return v.new_empty(v.shape), v.new_empty(saved_size, dtype=accum_dtype(v.dtype))
 
 
@@ -317,7 +317,7 @@ def context_convolution(
 
 
 def _convolution_fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    rows = torch.library.get_ctx().new_dynamic_size()  # the plan's
+    rows = torch.library.get_ctx().new_dynamic_size()  # of the plan
     return x.new_empty(x.shape), x.new_empty(x.shape[0], rows, x.shape[2])
 
 

@@ -1,4 +1,4 @@
-"""Plans: the tiles that each rank computes in every round, for a geometry under one mask.
+"""Plans: the tiles that each rank computes in every round, for one geometry and one mask.
 
 Making a plan needs no processes.
 
@@ -37,7 +37,7 @@ from parallel.context.workload import PieceSets, Work, count_work
 from runtime.tensors import Handles, kept_in_object
 
 PLANS: Handles["Plan"] = Handles()
-"""Plans by handle."""
+"""Plans, keyed by handle."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Plan:
     geometry: Geometry
     mask: Mask
     balanced: Mask | None = None
-    """The mask that the layout ``balanced`` balances, if not this one: that of the layers without a
-    window.
+    """The mask that the ``balanced`` layout balances, if it is not this plan's: the mask of the
+    layers without a window.
     """
 
     @cached_property
     def layout(self) -> Layout | ArcLayout:
-        """The layout: it says which rank owns which tokens."""
+        """The layout, which defines which rank owns which tokens."""
         geometry = self.geometry
         if geometry.options.layout != BALANCED:
             return geometry.layout
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def causal(self) -> bool:
-        """True if a position sees only those up to itself."""
+        """True if a position sees only positions up to itself."""
         return self.mask.causal
 
     @property
@@ -95,22 +95,22 @@ class Plan:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of the sequence, without padding."""
+        """Number of tokens in the sequence, without padding."""
         return self.geometry.seq_len
 
     @property
     def size(self) -> int:
-        """Ranks that share the sequence."""
+        """Number of ranks that share the sequence."""
         return self.geometry.size
 
     @property
     def padded_len(self) -> int:
-        """Sequence length, padded to a multiple that the layout can divide."""
+        """Sequence length, rounded up to a multiple that the layout can divide."""
         return self.geometry.padded_len
 
     @property
     def local_len(self) -> int:
-        """Positions per rank, padding included."""
+        """Number of positions per rank, including padding."""
         return self.geometry.local_len
 
     def positions(self, rank: int) -> Tensor:
@@ -121,11 +121,11 @@ class Plan:
         return torch.from_numpy(self.layout.positions(self.geometry.owner(rank)))
 
     def under(self, *, documents: tuple[int, ...] | None, window: Window | None) -> "Plan":
-        """Return the plan of the same geometry under another mask. Raises as ``make_plan``."""
+        """Return the plan for the same geometry and another mask. Raises as ``make_plan``."""
         return _plan(self.geometry, mask_of(self.causal, documents, window, self.seq_len))
 
     def windowed(self, window: Window) -> "Plan":
-        """Return this plan with a window, for the layers that have one; made once."""
+        """Return this plan with a window, for layers that have one; cached."""
         return self if window == self.mask.window else self._windowed(window)
 
     @kept_in_object
@@ -135,9 +135,9 @@ class Plan:
 
     @kept_in_object
     def rounds(self, rank: int, moves: Moves = "kv") -> tuple[Round, ...]:
-        """Return the rounds of ``rank`` in order, if whole tensors circulate.
+        """Return the rounds of ``rank`` in order, for an exchange of whole tensors.
 
-        They are those of a forward, or of a backward that moves KV or queries.
+        The rounds are those of a forward (``kv``), or of a backward that moves KV or queries.
         """
         team = self.pieces(self.geometry.team(rank))
         stride = self.layout.stride
@@ -155,12 +155,12 @@ class Plan:
 
     @kept_in_object
     def schedule(self, rank: int, moves: Moves = "kv") -> tuple[RankRound, ...]:
-        """Return the rounds of ``rank`` in order, if only the rows that a query sees travel."""
+        """Return the rounds of ``rank`` in order, for an exchange of only the needed rows."""
         return rank_schedule(self.flow(moves), rank, *self._visible, moves)
 
     @kept_in_object
     def flow(self, moves: Moves = "kv") -> Flow:
-        """Return the routes of all rows that a query sees."""
+        """Return the routes of all rows that some query sees."""
         return Flow(self.geometry, *self._visible, moves)
 
     @property
@@ -173,7 +173,7 @@ class Plan:
         return "queries" if self.geometry.options.backward == "queries" else "kv"
 
     def backward_moves(self, dims: Sizes) -> Moves:
-        """Return the operands that a backward with tensors of these sizes sends."""
+        """Return the operands that a backward sends, for tensors of these sizes."""
         return self.sparse_moves if self.sparse else cheaper_backward(self.geometry, dims)
 
     def work(self, moves: Moves = "kv") -> Work:
@@ -181,7 +181,7 @@ class Plan:
         return _work(self, moves)
 
     def cost(self, rank: int, **shape: int) -> Cost:
-        """Compute work and traffic of one attention on ``rank``.
+        """Compute the work and the traffic of one attention on ``rank``.
 
         Partial results and gradients travel in float32 (float64 for float64). A collective counts
         the bytes sent to each peer.
@@ -213,7 +213,7 @@ class Plan:
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """The start of every document but the first.
+        """Start positions of all documents except the first.
 
         Padding counts as a document, so that it sees only itself.
         """
@@ -223,18 +223,18 @@ class Plan:
         return boundaries
 
     def pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
-        """Return the positions of ``ranks``, joined, and cut at document boundaries."""
+        """Return the positions of ``ranks`` as pieces, cut at document boundaries."""
         layout = self.layout
         strides = (run for rank in ranks for run in layout.strides(self.geometry.owner(rank)))
         return pieces(strides, layout.stride, self.boundaries)
 
     @kept_in_object
     def real_pieces(self, ranks: tuple[int, ...]) -> list[Piece]:
-        """Return the pieces of ``ranks`` without padding, which no query sees."""
+        """Return the pieces of ``ranks`` without padding."""
         return [piece for piece in self.pieces(ranks) if piece.start < self.seq_len]
 
     def piece_sets(self, peers: tuple[Ranks, ...]) -> tuple[PieceSets, np.ndarray]:
-        """Return the distinct sets of ``peers`` over all places, and each place's set index.
+        """Return the distinct sets of pieces over all places, and the index of each place's set.
 
         Two places with the same first peer have the same set.
         """
@@ -253,13 +253,13 @@ class PlanHandle:
     """
 
     tensor: Tensor
-    """A handle in ``PLANS``, int64 on the CPU."""
+    """Handle of a plan in ``PLANS``, int64 on the CPU."""
 
 
 _geometry = lru_cache(maxsize=1024)(Geometry)
 _whole = lru_cache(maxsize=1024)(Plan)
-# Every micro-batch of packed documents has its own plan, which its handle keeps alive. A large
-# cache would hold the tables of long past batches.
+# Every micro-batch of packed documents has its own plan, which the handle keeps alive. A large
+# cache would hold the tables of batches long past.
 _packed = lru_cache(maxsize=16)(Plan)
 
 
@@ -328,7 +328,7 @@ def _work(plan: Plan, moves: Moves) -> Work:
 
 
 def plan_of(handle: Tensor, geometry: Geometry) -> Plan:
-    """Return a plan by its handle.
+    """Return the plan of a handle, after checking that it fits ``geometry``.
 
     Raises ContextError: it is of other ranks, another length, method or layout than ``geometry``.
     """
@@ -336,11 +336,11 @@ def plan_of(handle: Tensor, geometry: Geometry) -> Plan:
     actual = plan.geometry
     if actual is geometry or actual == geometry:
         return plan
-    # In one process every method is the same attention, so only the length must agree.
+    # In one process every method computes the same attention, so only the length must agree.
     if actual.size == geometry.size == 1 and actual.padded_len == geometry.padded_len:
         return plan
     raise ContextError(
-        f"mask is of {actual.method.name} over {actual.seq_len} tokens on {actual.size} ranks, and "
+        f"mask is of {actual.method.name} over {actual.seq_len} tokens on {actual.size} ranks, but "
         f"this attention is {geometry.method.name} over {geometry.seq_len} on {geometry.size}; "
         "pass a handle from under(...) of the same object"
     )

@@ -1,6 +1,6 @@
-"""Softmax attention of one rank: the call that checks its arguments and exchanges heads around it.
+"""Softmax attention of one rank: checks arguments, and exchanges heads before and after.
 
-It is called at once, or started on k and v while the model still projects q.
+A model calls it with q, k and v together, or starts it on k and v while it still projects q.
 """
 
 from collections.abc import Callable
@@ -51,8 +51,8 @@ class SoftmaxAttention:
         """Return the attention ``[B, T_local, H, D]`` in q's dtype; rows of padding are undefined.
 
         Args:
-            mask: the plan of these sequences, from ``ContextParallel.handle``; by default the one
-                bound.
+            mask: the plan of these sequences, from ``ContextParallel.handle``; by default the bound
+                plan.
             window: keys (left, right) that a query of this layer sees besides its own, -1 for all.
             sinks: a score per head, ``[H]``, in the denominator of the softmax.
             scale: factor of the scores, by default 1 / sqrt(D).
@@ -97,7 +97,7 @@ class SoftmaxAttention:
         scale: float | None = None,
         early: bool = False,
     ) -> Callable[[Tensor], Tensor]:
-        """Return the function q -> attention; with ``early`` start gathering k and v now."""
+        """Return the function q -> attention; if ``early``, start gathering k and v now."""
         executor = self._executor
         keys = ops.tokens_to_heads(self._heads, k)
         values = ops.tokens_to_heads(self._heads, v)

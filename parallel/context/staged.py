@@ -34,7 +34,7 @@ class StagedExecutor(Executor):
 
     @property
     def gathers_keys(self) -> bool:
-        """False: k and v can be gathered only once a stage's are exchanged."""
+        """False: k and v can be gathered only after the heads of a stage are exchanged."""
         return False
 
     def forward(
@@ -77,7 +77,7 @@ class StagedExecutor(Executor):
 
         for kv_subset, stages in self._stages(q, keys.k):
             local_keys = self._exchanged_keys(kv_subset, keys)
-            kv_sums: list[Tensor] = []  # dk and dv of this turn's heads, over its stages
+            kv_sums: list[Tensor] = []  # dk and dv of this turn's heads, summed over stages
 
             for subset in stages:
                 stage_q, stage_dout, stage_out, stage_lse = (
@@ -104,11 +104,11 @@ class StagedExecutor(Executor):
         return dq, dk, dv
 
     def _exchanged_keys(self, subset: "HeadSubset", keys: Keys) -> Keys:
-        """Exchange the KV heads of a subset."""
+        """Exchange the KV heads of one subset."""
         return Keys(*(self.heads.to_heads(subset(x)) for x in keys))
 
     def _stages(self, q: Tensor, k: Tensor) -> Iterator[tuple["HeadSubset", list["HeadSubset"]]]:
-        """Yield KV heads that are exchanged together, and the query heads of their stages."""
+        """Yield the KV heads to exchange together, and the query heads of each of their stages."""
         num_ranks = len(self.heads.ranks)
         num_heads = q.shape[2]
         num_kv_heads = k.shape[2]
@@ -130,7 +130,7 @@ class StagedExecutor(Executor):
 
 @dataclass(frozen=True)
 class HeadSubset:
-    """The heads of one stage, of all ranks: those at ``turn`` and ``index``.
+    """The heads of one stage, on all ranks: those at ``turn`` and ``index``.
 
     ``split`` factors the dimension of heads into (rank, turn, KV head, index, head).
     """
@@ -141,15 +141,15 @@ class HeadSubset:
 
     @property
     def count(self) -> int:
-        """Heads of the subset, over all ranks."""
+        """Number of heads in the subset, over all ranks."""
         return self.split[0] * self.split[2] * self.split[4]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Take these of all heads: ``[B, T, H, ...] -> [B, T, count, ...]``."""
+        """Select the heads of this subset: ``[B, T, H, ...] -> [B, T, count, ...]``."""
         return self._view(x).flatten(2, 4)
 
     def put(self, target: Tensor, x: Tensor) -> None:
-        """Write these heads, x ``[B, T, count, ...]``, into ``target`` ``[B, T, H, ...]``."""
+        """Write x ``[B, T, count, ...]``, this subset's heads, to ``target`` ``[B, T, H, ...]``."""
         view = self._view(target)
         view.copy_(x.view_as(view))
 

@@ -1,4 +1,4 @@
-"""Tiles: the visible (query, key) pairs of two sets of positions, as blocks for a kernel.
+"""Tiles: the visible (query, key) pairs of two sets of positions, split into blocks for a kernel.
 
 A rank's positions are a few arithmetic progressions (strides). Two of one step compare by two
 integers. The query at position p sees the keys from p - behind to p + ahead, so query i sees key j
@@ -25,7 +25,7 @@ from parallel.context.layout import Reach, Stride
 
 
 class Piece(NamedTuple):
-    """Part of a stride in one document, -1 for padding.
+    """Part of a stride that lies in one document; document -1 is padding.
 
     ``offset`` is the local index of its first position.
     """
@@ -65,7 +65,7 @@ def pieces(strides: Iterable[Stride], stride: int, boundaries: tuple[int, ...]) 
 
 
 def append_joined(joined: list[Piece], piece: Piece, stride: int) -> None:
-    """Append a piece, or lengthen the last one if the piece continues it."""
+    """Append a piece, or extend the last piece if this one continues it."""
     if joined:
         last = joined[-1]
         end = last.document, last.offset + last.length, last.start + last.length * stride
@@ -99,7 +99,7 @@ def tiles(
         for q in rows:
             for k in columns:
                 blocks += _between(q, k, stride, reach)
-        if len(rows) + len(columns) > 2:  # one pair leaves nothing to join
+        if len(rows) + len(columns) > 2:  # one pair of pieces leaves nothing to join
             blocks = _joined(blocks)
         all_blocks += blocks
 
@@ -129,8 +129,9 @@ def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[TileNumbers]
     side = last - first + 1
     if side <= 0:
         return []
-    # Cut the rows that see anything into blocks of ``side``. Left of the column that a block's
-    # first row sees last, only the near edge of the window cuts; from there on, only its far edge.
+    # Cut the rows that see any key into blocks of ``side``. A block's first row sees keys up to
+    # some column. Left of that column only the near edge of the window cuts; from there on, only
+    # its far edge.
     blocks: list[TileNumbers] = []
     first_row = max(0, -last)
     end_row = min(rows, columns - first)
@@ -169,13 +170,13 @@ def _compare(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[Tile
         F  G  G  G  G
     """
     blocks: list[TileNumbers] = []
-    if shift > 0:  # columns before the square, seen by every row
+    if shift > 0:  # columns before the square, which every row sees
         full = min(shift, columns)
         if full > 0:
             blocks.append((q0, q0 + rows, k0, k0 + full, FULL))
         columns -= full
         k0 += full
-    else:  # rows before the square, which see nothing
+    else:  # rows before the square, which see no key
         rows += shift
         q0 -= shift
 
@@ -188,7 +189,7 @@ def _compare(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[Tile
 
 
 def _joined(blocks: list[TileNumbers]) -> list[TileNumbers]:
-    """Join tiles until no two of them can be joined.
+    """Join tiles until no two tiles can be joined.
 
     Fewer tiles are fewer kernel calls, and fewer merges of partial results.
     """
@@ -205,7 +206,7 @@ def _join_squares(blocks: list[TileNumbers]) -> list[TileNumbers]:
     A rank of a team, or with two chunks of a zigzag, has several pieces of one document. Where they
     are adjacent, their squares are corners of a larger square.
     """
-    # A dictionary, since it keeps the order of insertion, which a set does not.
+    # A dictionary, since it keeps the order of insertion, unlike a set.
     rectangles = {block: None for block in blocks if block[4] == FULL}
     squares = sorted(block for block in blocks if block[4] != FULL)
     by_last_corner: dict[tuple[int, int, str], TileNumbers] = {}
@@ -229,7 +230,7 @@ def _join_squares(blocks: list[TileNumbers]) -> list[TileNumbers]:
 def _join_below(blocks: list[TileNumbers]) -> list[TileNumbers]:
     """Join rectangles with the same keys and adjacent rows.
 
-    Sorted by kind, keys and first row, such rectangles are neighbours.
+    Rectangles sorted by kind, keys and first row are neighbours if they can be joined.
     """
     joined: list[TileNumbers] = []
     for block in sorted(blocks, key=lambda block: (block[4], block[2], block[3], block[0])):

@@ -1,8 +1,8 @@
-"""Bytes that a geometry sends between ranks: point to point, and in collectives, counted per peer.
+"""Count the bytes that a geometry sends between ranks, point to point and in collectives.
 
-Of one whole document all keys, values and queries travel; under other masks, the rows that a query
-sees. A state passes to the next rank only inside a document: ``boundaries`` are the starts of all
-documents but the first.
+If the sequence is one document without a window, all keys, values and queries travel; under other
+masks, only the rows that a query sees. Collectives count the bytes to each peer. A state passes to
+the next rank only inside a document: ``boundaries`` are the starts of all documents but the first.
 
 The counts are exact, not estimates. A transport counts the bytes that it sends, and tests compare
 the two for every method, so the planner's bytes and the tables in the documentation cannot drift
@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Bytes that one rank sends to each peer."""
+    """Number of bytes that one rank sends to each peer."""
 
     p2p: Counter[int] = field(default_factory=Counter)
     collective: Counter[int] = field(default_factory=Counter)
@@ -66,8 +66,8 @@ class Traffic:
 class Cost:
     """Cost of one attention for one rank.
 
-    It has the (query, key) pairs per round, the bytes sent, and the operands that the backward
-    sends.
+    The cost consists of the (query, key) pairs per round, the bytes sent, and the operands that the
+    backward sends.
     """
 
     pairs: tuple[int, ...]
@@ -77,7 +77,7 @@ class Cost:
 
 
 class Sizes(NamedTuple):
-    """Sizes after the exchange of heads: q ``[batch, tokens, heads, head_dim]``.
+    """Tensor sizes after the exchange of heads: q ``[batch, tokens, heads, head_dim]``.
 
     k and v have ``kv_heads``. In linear attention v and out may have width ``value_dim`` instead.
     """
@@ -90,16 +90,17 @@ class Sizes(NamedTuple):
     element_size: int
     value_dim: int | None = None
     stages: int = 1
-    """Stages in which heads are exchanged; KV goes round once for each stage that attends to it."""
+    """Number of stages in which heads are exchanged; KV circulates once for each stage that attends
+    to it."""
 
     @property
     def kv_passes(self) -> int:
-        """Stages that attend with the same KV heads."""
+        """Number of stages that attend with the same KV heads."""
         return self.stages // gcd(self.stages, self.kv_heads)
 
     @property
     def stage(self) -> "Sizes":
-        """The sizes of one stage."""
+        """Sizes of one stage."""
         turns = gcd(self.stages, self.kv_heads)
         return self._replace(
             heads=self.heads // self.stages, kv_heads=self.kv_heads // turns, stages=1
@@ -112,11 +113,11 @@ class Sizes(NamedTuple):
 
     @property
     def wide(self) -> int:
-        """Bytes per element of lse, partial results and gradients in transit."""
+        """Number of bytes per element of lse, partial results and gradients in transit."""
         return max(4, self.element_size)
 
     def payload(self, moves: Moves) -> int:
-        """Return the bytes of k and v, or of q, dout, out and lse.
+        """Return the number of bytes of k and v, or of q, dout, out and lse.
 
         The operands travel in the dtype of activations, lse in float32 or wider.
         """
@@ -127,7 +128,7 @@ class Sizes(NamedTuple):
 
     @property
     def state(self) -> int:
-        """Bytes of a linear-attention state or its gradient, one matrix per head."""
+        """Number of bytes of a linear-attention state or its gradient, one matrix per head."""
         return self.batch * self.heads * self.head_dim * self.values * self.wide
 
     def gradient(self, moves: Moves) -> int:
@@ -147,7 +148,7 @@ def sizes(
     element_size: int,
     value_dim: int | None = None,
 ) -> Sizes:
-    """Return one rank's sizes after Ulysses splits ``heads`` and ``kv_heads``."""
+    """Return the sizes on one rank after Ulysses splits ``heads`` and ``kv_heads``."""
     degree = geometry.ulysses_degree
     return Sizes(
         batch=batch,
@@ -164,10 +165,10 @@ def sizes(
 def messages(
     geometry: Geometry, dims: Sizes, moves: Moves, *, gradients: bool, boundaries: tuple[int, ...]
 ) -> Iterator[Message]:
-    """Yield the point-to-point messages of a forward, or with ``gradients`` of a backward.
+    """Yield the point-to-point messages of a forward, or of a backward (``gradients``).
 
     Args:
-        geometry: its rounds, or the way of its states.
+        geometry: the geometry whose rounds, or passages of states, send messages.
         dims: sizes on one rank.
         moves: operands that circulate.
         boundaries: starts of all documents but the first.
@@ -193,7 +194,7 @@ def messages(
 def collectives(
     geometry: Geometry, dims: Sizes, moves: Moves | None, *, holders_join: bool = True
 ) -> Iterator[Message]:
-    """Yield the collectives of a backward that moves KV or queries, or (None) of a forward.
+    """Yield the collectives of a forward (``moves`` None), or of a backward.
 
     Groups of one rank are skipped. Heads are exchanged in a forward
 
@@ -220,7 +221,7 @@ def collectives(
     if dims.stages > 1:
         lse = Message(heads, local_rows * dims.heads * dims.wide, kind="exchange")
         if moves is not None:
-            operations *= 2  # q, k, v and out are exchanged once more
+            operations *= 2  # q, k, v and out are exchanged once more in the backward
         operations.append(lse)
 
     if moves is None:
@@ -249,7 +250,7 @@ def whole_traffic(
 ) -> Traffic:
     """Return the bytes that ``rank`` sends if whole tensors circulate.
 
-    In a backward that moves KV or queries, or (None) in a forward.
+    ``moves`` None counts a forward, otherwise a backward that moves KV or queries.
     """
     with_gradients = moves is not None
     sent = messages(geometry, dims, moves or "kv", gradients=with_gradients, boundaries=boundaries)
@@ -259,8 +260,8 @@ def whole_traffic(
 def needed_traffic(flow: Flow, rank: int, dims: Sizes, moves: Moves | None) -> Traffic:
     """Return the bytes that ``rank`` sends if only the rows that a query sees travel.
 
-    In a backward that moves KV or queries, or (None) in a forward. ``flow`` has the rows that
-    travel, with these moves (in a forward, KV).
+    ``moves`` None counts a forward, otherwise a backward that moves KV or queries. ``flow`` has the
+    rows that travel, with these moves (in a forward, KV).
     """
     total = _sum(rank, collectives(flow.geometry, dims, moves, holders_join=False))
     for parcel, size, _ in parcels(flow, rank, dims, moves or "kv", gradients=moves is not None):
@@ -272,7 +273,7 @@ def needed_traffic(flow: Flow, rank: int, dims: Sizes, moves: Moves | None) -> T
 def parcels(
     flow: Flow, rank: int, dims: Sizes, moves: Moves, *, gradients: bool
 ) -> Iterator[tuple[Parcel, int, range]]:
-    """Yield the parcels that a rank sends, their bytes, and the rounds in which they travel."""
+    """Yield the parcels that a rank sends, with their bytes and the rounds in which they travel."""
     row = dims.payload(moves) // dims.tokens
     gradient_row = dims.gradient(moves) // dims.tokens
     for parcel in flow.start(rank).sends:
@@ -303,20 +304,21 @@ def bytes_of_all(
     ranks_per_node: int,
     boundaries: tuple[int, ...],
 ) -> tuple[int, int]:
-    """Return the bytes of all ranks together: (within nodes, between nodes).
+    """Return the bytes that all ranks send: (within nodes, between nodes).
 
-    In a backward that moves KV or queries, or (None) in a forward.
+    ``moves`` None counts a forward, otherwise a backward that moves KV or queries.
     """
     with_gradients = moves is not None
     sent = messages(geometry, dims, moves or "kv", gradients=with_gradients, boundaries=boundaries)
-    # A ring's rounds share one array of targets, so the peers are looked at once, not per round.
+    # The rounds of a ring share one array of targets, so the peers are processed once, not per
+    # round.
     targets: dict[int, np.ndarray] = {}
     bytes_to: Counter[int] = Counter()
     for message in chain(sent, collectives(geometry, dims, moves)):
         targets[id(message.to)] = message.to
         bytes_to[id(message.to)] += message.size
 
-    # Messages to the rank itself are not sent; of the others, some leave the node.
+    # Messages from a rank to itself are not sent; some of the others leave the node.
     inside = 0
     between = 0
     rank = np.arange(geometry.size)[:, None]
@@ -333,7 +335,7 @@ def bytes_of_all(
 
 @lru_cache(maxsize=256)
 def cheaper_backward(geometry: Geometry, dims: Sizes) -> Moves:
-    """Return the operands that the backward sends: by the options, or else by fewer bytes in total.
+    """Return the operands that the backward sends: as the options say, else those with fewer bytes.
 
     With few KV heads (grouped queries) KV and its gradient are smaller. With as many KV heads as
     query heads, q, dout, out, lse and dq can be less than k, v, dk and dv, since gradients travel

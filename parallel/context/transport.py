@@ -18,13 +18,13 @@ from runtime.tensors import Handles, accum_dtype
 
 Tensors = tuple[Tensor, ...]
 Arrival = Callable[[], Tensors]
-"""Waits for a transfer and returns the tensors that arrived."""
+"""Function that waits for a transfer and returns the tensors that arrived."""
 # torch 2.13 renamed this and warns about the old name
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Transport:
-    """One rank's links to the others of a geometry.
+    """One rank's links to the other ranks of a geometry.
 
     Makes the subgroups, once: every rank of ``group`` makes its own in the same order; ranks of
     other groups need not take part.
@@ -43,11 +43,11 @@ class Transport:
         timeout: timedelta | None = None,
         links: "Transport | None" = None,
     ) -> None:
-        """Make the links, or reuse those of a transport whose geometry differs only in length."""
+        """Create the links, or reuse those of a transport whose geometry differs only in length."""
         self.geometry = geometry
         self.rank = rank
         self.traffic = Traffic()
-        """Bytes sent to each peer so far; assign an empty ``Traffic`` to reset."""
+        """Bytes sent to each peer so far; assign an empty ``Traffic`` to reset the count."""
         self._group = group
         self._far = group
         self._connected: set[dist.ProcessGroup] = set()
@@ -90,7 +90,7 @@ class Transport:
             far: True if the receiver needs them later than in the next round.
         """
         self.connect_all(tensors[0].device)
-        if send.to == self.rank:  # then no other rank sends here
+        if send.to == self.rank:  # no other rank sends to this one then
             return lambda: tensors
         received = tuple(
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors
@@ -106,15 +106,15 @@ class Transport:
     def isend_irecv(
         self, sends: list[tuple[int, Tensors]], receives: list[tuple[int, Tensors]], far: bool
     ) -> tuple[list[Arrival], Callable[[], object]]:
-        """Start sends to, and receives from, any ranks.
+        """Start sends to any ranks, and receives from any ranks.
 
-        Between two ranks both must be in the same order. Tensors for this rank itself are handed
-        over.
+        Two ranks must list the messages between them in the same order. Tensors for this rank
+        itself are handed over.
 
         Args:
             sends: (peer, tensors) each.
             receives: (peer, buffers) each; the buffers for this rank itself are not used.
-            far: True if nothing of it is needed in the next round.
+            far: True if no message is needed in the next round.
 
         Returns:
             One arrival per receive, and a function that waits for the sends; do not change their
@@ -127,7 +127,7 @@ class Transport:
             if peer == self.rank:
                 to_self.append(tensors)
             else:
-                # Held until the wait: a copy that was freed could be overwritten while it is sent.
+                # Held until the wait: a freed copy could be overwritten while it is sent.
                 leaving.append((peer, tuple(x.contiguous() for x in tensors)))
 
         # gloo wants receives posted first.
@@ -142,7 +142,8 @@ class Transport:
                 operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=peer))
         works = dist.batch_isend_irecv(operations) if operations else []
 
-        # gloo returns one work per operation. NCCL returns one for all: then each wait is for all.
+        # gloo returns one work object per operation. NCCL returns a single one, so each wait is for
+        # all.
         one_each = len(works) == len(operations)
         arrivals: list[Arrival] = []
         handed_over = iter(to_self)
@@ -163,7 +164,8 @@ class Transport:
     def gather(self, tensors: Tensors, ranks: tuple[int, ...], *, by_rank: bool = False) -> Arrival:
         """All-gather tensors over ``ranks``: [B, T, ...] -> [B, len(ranks) * T, ...].
 
-        Tokens are joined in ascending positions, or ``by_rank``.
+        Tokens are concatenated in the order of positions, or with ``by_rank`` in the order of
+        ranks.
         """
         if len(ranks) == 1:
             return lambda: tensors
@@ -198,8 +200,9 @@ class Transport:
     def scatter(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return every rank's part for this rank's tokens, stacked: the inverse of ``gather``.
 
-        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. Summing these moves as many bytes as a
-        reduce-scatter, in a fixed order on any backend; gloo's own moves twice as many.
+        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. Summing the parts moves as many bytes
+        as a reduce-scatter, and adds in a fixed order on any backend; gloo's reduce-scatter moves
+        twice as many bytes.
         """
         if len(ranks) == 1:
             return tensor[None]
@@ -209,7 +212,7 @@ class Transport:
         return self.exchange(tensor.unflatten(1, (len(ranks), -1)).transpose(0, 1), ranks)
 
     def _order(self, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
-        """Return the order that sorts the joined tokens of ``ranks`` and of their head groups."""
+        """Return the order that sorts the gathered tokens of ``ranks`` and of their head groups."""
         degree = self.geometry.ulysses_degree
         owners: list[int] = []
         for rank in ranks:
@@ -226,7 +229,7 @@ class Transport:
         return received
 
     def exchange_tokens(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """All-to-all of unequal parts in the whole group, by rank.
+        """Run an all-to-all with unequal parts in the whole group, ordered by rank.
 
         [sum(sends), ...] -> [sum(receives), ...].
         """
@@ -246,7 +249,7 @@ class Transport:
         return gradient if len(ranks) == 1 else self.scatter(gradient, ranks).sum(0)
 
     def connect_all(self, device: torch.device) -> None:
-        """Let NCCL connect each group that ``isend_irecv`` uses, once.
+        """Make NCCL connect each group that ``isend_irecv`` uses, once.
 
         Connecting is a collective, and in a sparse exchange some ranks may have nothing to send:
         NCCL would wait for them forever.
@@ -257,7 +260,7 @@ class Transport:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def _count(self, ranks: Sequence[int], size: int) -> None:
-        """Count ``size`` bytes to each of ``ranks``."""
+        """Count ``size`` bytes as sent to each of ``ranks``."""
         for rank in ranks:
             if rank != self.rank:
                 self.traffic.collective[rank] += size
@@ -279,12 +282,12 @@ def _arrival(works: Sequence[dist.Work], tensors: Tensors) -> Arrival:
 
 
 class HeadExchange:
-    """Exchange of heads (DeepSpeed Ulysses) between one rank and others, by default its head group.
+    """Exchange of heads (DeepSpeed Ulysses) between a rank and a group, by default its head group.
 
-    An all-to-all in groups of U ranks goes from some tokens of all heads to all tokens of some, and
-    back. With fewer KV heads than ranks, several ranks get each head and their gradients are added.
-    Each way is an operator of its own (ops.py), so that the backward has the exchanged q, k and v,
-    and recompute can keep the result of the way back.
+    An all-to-all in groups of U ranks turns some tokens of all heads into all tokens of some heads;
+    a second one reverses this. With fewer KV heads than ranks, several ranks get each head and
+    their gradients are added. Each way is an operator of its own (ops.py), so that the backward has
+    the exchanged q, k and v, and recompute can keep the result of the way back.
     """
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...] | None = None) -> None:
@@ -324,7 +327,7 @@ class HeadExchange:
         return joined.contiguous()
 
     def local_heads(self, x: Tensor) -> Tensor:
-        """Return the part of x [H] of the heads that this rank attends with; differentiable."""
+        """Return the elements of x [H] for the heads of this rank; differentiable."""
         return x.chunk(len(self.ranks))[self.ranks.index(self.transport.rank)]
 
 

@@ -1,4 +1,4 @@
-"""Work of all ranks in all rounds: visible (query, key) pairs and tiles, without making every tile.
+"""Count visible (query, key) pairs and tiles of all ranks and rounds, without making every tile.
 
 The planner compares many methods and layouts, and a plan of a thousand ranks has a million rounds.
 Making their tiles one after the other took minutes. Tiles never cross documents, so the unit here
@@ -16,19 +16,19 @@ from parallel.context.layout import Reach
 from parallel.context.tiles import Piece, tiles
 
 NO_PIECE = Piece(0, 0, 0, -1)
-START, OFFSET, LENGTH, DOCUMENT = range(4)  # fields of a piece, as columns
-AT_ONCE = 1 << 16  # pieces; enough that numpy's calls cost little, and few megabytes
+START, OFFSET, LENGTH, DOCUMENT = range(4)  # number of fields of a piece, stored as columns
+AT_ONCE = 1 << 16  # pieces: enough that numpy's calls cost little, in few megabytes
 
 PatternCounts = dict[tuple[int, int, bytes], tuple[int, int, int]]
-"""Pattern -> (pairs, tiles, hidden pairs)."""
+"""Number of pairs, tiles and hidden pairs, keyed by pattern."""
 PlacedPieces = tuple[np.ndarray, np.ndarray]
-"""Place ``[n]`` and piece ``[n, 4]``, in order of places and documents."""
+"""Place ``[n]`` and piece ``[n, 4]``, sorted by place and document."""
 
 
 class Work(NamedTuple):
-    """Visible (query, key) pairs, tiles, and pairs that tiles hide: int64 ``[rounds, places]``.
+    """Number of visible (query, key) pairs, tiles and hidden pairs: int64 ``[rounds, places]``.
 
-    A place is a head group of ranks.
+    Hidden pairs lie in tiles, but no query sees them. A place is a head group of ranks.
     """
 
     pairs: np.ndarray
@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 
 class PieceSets:
-    """Positions of several ranks or groups, as pieces; padding is left out."""
+    """Positions of several ranks or groups as pieces, without padding."""
 
     def __init__(self, members: Sequence[list[Piece]]) -> None:
         self.max_pieces = max(1, *map(len, members))
@@ -80,7 +80,7 @@ def count_work(
     q, k = index_pairs.swapaxes(0, 1)  # [rounds, places]
     num_places = q.shape[1]
 
-    # Some rounds at a time, so that the columns of pieces fit into a few megabytes.
+    # Process some rounds at a time, so that the columns of pieces fit into a few megabytes.
     work = Work(*np.zeros((3, len(pairings), num_places), dtype=np.int64))
     pattern_counts: PatternCounts = {}
     rounds_at_once = max(1, AT_ONCE // (num_places * max(queries.max_pieces, keys.max_pieces)))
@@ -108,7 +108,7 @@ def _counts(
     reach: Reach,
     pattern_counts: PatternCounts,
 ) -> np.ndarray:
-    """Return pairs, tiles and hidden pairs of each place, int64 ``[3, places]``.
+    """Count pairs, tiles and hidden pairs of each place, int64 ``[3, places]``.
 
     Args:
         queries, keys: pieces of all places, of some rounds.
@@ -118,7 +118,8 @@ def _counts(
     """
     totals = np.zeros((3, num_places), dtype=np.int64)
     for place, q, k in _groups(queries, keys):
-        # np.unique is fast on one value a row: view each row of numbers as one value of raw bytes.
+        # np.unique is fast on one value per row: view each row of numbers as one value of raw
+        # bytes.
         patterns = np.ascontiguousarray(_patterns(q, k, stride, reach))
         row_dtype = np.dtype((np.void, patterns.itemsize * patterns.shape[1]))
         rows = patterns.view(row_dtype).ravel()
@@ -140,21 +141,21 @@ def _counts(
 
 
 def _as_pieces(rows: np.ndarray) -> list[Piece]:
-    """Return rows ``[n, 4]`` as pieces."""
+    """Convert rows ``[n, 4]`` to pieces."""
     return [Piece(*row) for row in rows.tolist()]
 
 
 def _groups(
     queries: PlacedPieces, keys: PlacedPieces
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield the groups of every size, m pieces of queries and n of keys.
+    """Yield the groups by size: m pieces of queries and n pieces of keys.
 
     Yields place ``[groups]``, queries ``[groups, m, 4]`` and keys ``[groups, n, 4]``.
     """
     q_place, q = queries
     k_place, k = keys
 
-    # One number for a place and a document. Pieces are sorted by it, so equal ones are adjacent.
+    # One number for each place and document. Pieces are sorted by it, so equal ones are adjacent.
     documents = 1 + max(q[:, DOCUMENT].max(initial=0), k[:, DOCUMENT].max(initial=0))
     q_name, q_first, q_count = _runs(q_place * documents + q[:, DOCUMENT])
     k_name, k_first, k_count = _runs(k_place * documents + k[:, DOCUMENT])
@@ -172,7 +173,7 @@ def _groups(
     k_first = k_first[match]
     k_count = k_count[match]
 
-    # Groups with equal m and equal n make one array.
+    # Groups with equal m and n form one array.
     sizes = q_count * (len(k) + 1) + k_count
     for size in np.unique(sizes):
         (groups,) = np.nonzero(sizes == size)
@@ -192,7 +193,7 @@ def _runs(names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _patterns(q: np.ndarray, k: np.ndarray, stride: int, reach: Reach) -> np.ndarray:
-    """Return int64 ``[groups, numbers]``, equal rows for equal tiles.
+    """Return a pattern of each group, int64 ``[groups, numbers]``: equal rows have equal tiles.
 
     The numbers are the lengths, the offsets from the first piece, and the first and last key that
     the first query of a piece sees of each piece of keys, as in ``tiles``; they differ from those
@@ -205,7 +206,8 @@ def _patterns(q: np.ndarray, k: np.ndarray, stride: int, reach: Reach) -> np.nda
     last = columns if ahead is None else (distance + ahead) // stride
     first = -rows if behind is None else -((behind - distance) // stride)
 
-    # A distance beyond the piece changes nothing, so clip it: more groups are then equal.
+    # A distance beyond the end of the piece changes nothing: clip it, so that more groups are
+    # equal.
     numbers = []
     for edge in (first, last):
         numbers.append(np.broadcast_to(np.clip(edge, -rows, columns), distance.shape))

@@ -1,1 +1,1 @@
-"""Pipeline parallelism, on torch.distributed.pipelining."""
+"""Pipeline parallelism, built on torch.distributed.pipelining."""

@@ -65,13 +65,14 @@ class PipelineRunner(Runner):
         ranks = mesh.size()
         num_stages = config.stages(ranks)
         self.tied: dict[str, list[int]] = {}
-        """Ranks of pp that hold a copy, by parameter; the first one counts it."""
+        """Pipeline ranks that hold a copy of each parameter, keyed by parameter; only the first
+        counts it in norms and totals."""
         for name, copy_stages in (tied or {}).items():
             self.tied[name] = sorted({stage % ranks for stage in copy_stages})
         self.stage_numbers = config.stages_of(mesh.get_local_rank(), ranks)
         self._valid = 1
 
-        hidden = hidden.detach().requires_grad_()  # tells torch that gradients are sent back
+        hidden = hidden.detach().requires_grad_()  # tells torch that gradients will be sent back
         meta_loss = hidden.new_empty((), dtype=torch.float32).requires_grad_()
         self.stages = []
         for part, number in zip(parts, self.stage_numbers, strict=True):
@@ -101,10 +102,10 @@ class PipelineRunner(Runner):
         self._connect(device)
 
     def _connect(self, device: torch.device) -> None:
-        """Let NCCL connect all ranks of the group.
+        """Make NCCL connect all ranks of the group.
 
-        Only two of them may send in it later, those that share a weight, and NCCL connects a group
-        at its first use by all of its ranks.
+        NCCL connects a group at its first use by all of its ranks, but later only the two ranks
+        that share a weight may send in it.
         """
         if device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device), group=self.mesh.get_group())
@@ -138,7 +139,7 @@ class PipelineRunner(Runner):
         try:
             step(*positional, target=first_input, losses=losses, return_outputs=False, **inputs)
         except RuntimeError as error:
-            if isinstance(error.__cause__, UserError):  # torch wraps it
+            if isinstance(error.__cause__, UserError):  # torch wraps the error
                 raise error.__cause__ from None
             raise
         for stage in self.stages:
@@ -288,7 +289,7 @@ class _Stage(PipelineStage):
         self._receiving.discard((direction, chunk))
 
     def _buffers(self, direction: str) -> dict[int, list[Any]]:
-        """Return the receive buffers by micro-batch."""
+        """Return the receive buffers, keyed by micro-batch."""
         table = self.args_recv_info if direction == "forward" else self.grad_recv_info
         buffers: dict[int, list[Any]] = {}
         for chunk, infos in table.items():

@@ -9,7 +9,7 @@ from runtime.errors import UserError, at_least
 
 Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"]
 SINGLE: tuple[Schedule, ...] = ("1F1B", "GPipe")
-"""Schedules of one stage per rank."""
+"""Schedules with one stage per rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class PipelineConfig:
         tp: int = 1,
         recompute: bool = False,
     ) -> None:
-        """Refuse settings that cannot run or would compute something else; name the nearest.
+        """Refuse settings that cannot run or would change the result; name the nearest valid.
 
         Args:
             batch: sequences of one micro-batch over all data-parallel ranks.
@@ -83,12 +83,12 @@ class PipelineConfig:
         if names:
             settings = ", ".join(f"{name} is {getattr(self, name)}" for name in names)
             raise UserError(
-                f"{settings}, and there is no pipeline; give --pipeline-model-parallel-size 2 or "
+                f"{settings}, but there is no pipeline; give --pipeline-model-parallel-size 2 or "
                 "more, or leave it out"
             )
 
     def _check_layers(self, layers: int, ranks: int) -> None:
-        """Raise UserError if there are more stages than layers, or their sizes do not fit."""
+        """Raise UserError if there are more stages than layers, or the listed layers do not fit."""
         stages = self.stages(ranks)
         if stages > layers:
             remedy = f"at most {layers} processes"
@@ -144,13 +144,13 @@ class PipelineConfig:
         return micro_batches >= ranks and equal
 
     def stages(self, ranks: int) -> int:
-        """Return the number of stages on all ``ranks``."""
+        """Return the total number of stages on ``ranks`` ranks."""
         return ranks * self.num_virtual_stages_per_pipeline_rank
 
     def in_flight(self, rank: int, ranks: int, micro_batches: int) -> float:
-        """Return how many micro-batches' activations of all its layers a rank holds at once.
+        """Return the number of micro-batches whose activations a rank holds at once.
 
-        These are the micro-batches of its warm-up, and one. With several stages per rank, they are
+        These are the micro-batches of its warm-up, plus one. With several stages per rank, they are
         counted in parts of its layers (Narayanan et al. 2021, section 2.2).
         """
         if ranks == 1:
@@ -158,14 +158,14 @@ class PipelineConfig:
         if self.pipeline_schedule == "GPipe":
             return micro_batches
         virtual_stages = self.num_virtual_stages_per_pipeline_rank
-        later_ranks = ranks - rank  # this one included
+        later_ranks = ranks - rank  # the count includes this one
         in_flight: float = later_ranks
         if virtual_stages > 1:
             in_flight = (2 * later_ranks - 1 + (virtual_stages - 1) * ranks) / virtual_stages
         return min(in_flight, micro_batches)
 
     def stages_of(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return a rank's stages, ascending: every ``ranks``-th one."""
+        """Return the stages of a rank, ascending: every ``ranks``-th stage."""
         return tuple(range(rank, self.stages(ranks), ranks))
 
 

@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism, as DTensors."""
+"""Tensor and sequence parallelism, implemented with DTensors."""

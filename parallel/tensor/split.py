@@ -57,7 +57,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "logits": partial(ColwiseParallel, use_local_output=False),
 }
 """Styles of the words that depend on nothing else; ``_style_of`` handles kv_heads and all_tokens,
-``split_model`` handles heads."""
+and ``split_model`` handles heads."""
 
 
 def split_model(model: Any, mesh: DeviceMesh) -> None:
@@ -96,7 +96,7 @@ def split_model(model: Any, mesh: DeviceMesh) -> None:
             if word == "heads" or module is None:
                 continue
             if isinstance(module, nn.Parameter):
-                module = part  # the norm whose weight it is
+                module = part  # the norm that owns the weight
             style = _style_of(word, part, module, mesh, plain=model.STREAM.plain)
             parallelize_module(module, mesh, style)
             _split_adapters(module, mesh, style, inputs=word == "rows")
@@ -106,7 +106,7 @@ def split_model(model: Any, mesh: DeviceMesh) -> None:
 
 
 def split_words(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Return the words of each part, by its path in the model.
+    """Return the words of each part, keyed by the part's path in the model.
 
     A word about a child that has its own SPLIT is left out, except all_tokens.
 
@@ -132,7 +132,7 @@ def split_words(model: nn.Module) -> dict[str, dict[str, str]]:
         owners = {name, module_path}
         linear_path, _, last = module_path.rpartition(".")
         if last in ADAPTERS:
-            owners.add(linear_path)  # an adapter follows the linear layer around it
+            owners.add(linear_path)  # an adapter follows the linear layer that contains it
         if not stated.intersection(owners):
             owner = title_of_owner(model, name)
             raise ValueError(
@@ -143,12 +143,12 @@ def split_words(model: nn.Module) -> dict[str, dict[str, str]]:
 
 
 ADAPTERS = ("lora_A", "lora_B")
-"""Names of the adapters inside a linear layer (``model.parts.lora``)."""
+"""Names of the adapter matrices inside a linear layer (``model.parts.lora``)."""
 WORDS = (*STYLES, "kv_heads", "heads", "all_tokens")
 
 
 def _style_of(word: str, part: Any, module: Any, mesh: DeviceMesh, plain: bool) -> ParallelStyle:
-    """Return the style of a module by the word of the part that contains it."""
+    """Return the style of a module, given the word of the part that contains it."""
     if word == "all_tokens":
         return AllTokens(plain)
     if word != "kv_heads":
@@ -168,7 +168,7 @@ def _split_adapters(
     *,
     inputs: bool,
 ) -> None:
-    """Split the adapters inside a linear layer, without communication of their own.
+    """Split the adapters inside a linear layer without additional communication.
 
     In a layer split by output channels, B is split in the same way, and A is replicated. In a layer
     split by input channels, A is split in the same way, and the replicated B maps partial sums to
@@ -189,7 +189,7 @@ def _split_stream(model: Any, mesh: DeviceMesh) -> None:
         return wrap_tokens(inputs[0], mesh), *inputs[1:]
 
     def unwrap(_: nn.Module, inputs: Any, x: DTensor) -> Tensor:
-        return x.to_local().clone()  # FSDP warns about views
+        return x.to_local().clone()  # a view would make FSDP warn
 
     def chunk(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         local_inputs = list(inputs)

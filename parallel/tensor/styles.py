@@ -98,7 +98,7 @@ class Matrix(ParallelStyle):
 
 
 def local_entries(x: DTensor) -> Tensor:
-    """Return a sharded vector with zeros in place of the other ranks' entries."""
+    """Return a sharded vector with zeros in the entries of other ranks."""
     first = first_entry(x)
     local = x.to_local()
     return F.pad(local, (first, len(x) - first - len(local)))
@@ -132,7 +132,7 @@ class Replicated(ParallelStyle):
             out: Tensor = plain_forward(x, **weights)
             return out
 
-        plain_forward: Any = module.forward  # of the model's own norms, which take a weight
+        plain_forward: Any = module.forward  # norms of the model itself, which have a weight
         distribute_module(module, device_mesh)
         module.forward = forward
         return module
@@ -169,7 +169,7 @@ class PerHead(ParallelStyle):
             return module
 
         def forward(*inputs: Any) -> Any:
-            # Read at every call: FSDP replaces the parameters.
+            # Read in every call, since FSDP replaces the parameters.
             local = {name: getattr(owner, name).to_local() for name in parameters}
             return plain_forward(*inputs, **local)
 
@@ -264,7 +264,7 @@ class Entries(ParallelStyle):
 
 
 class GatheredNorm(SequenceParallel):
-    """The last norm, whose output is gathered for the logits of each rank's vocabulary entries."""
+    """The last norm; its output is gathered for the logits of each rank's vocabulary entries."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, inputs: Any, x: DTensor) -> DTensor:

@@ -1,4 +1,4 @@
-"""Context parallelism for a model of transformers: the layers stay, the attention spans the ranks.
+"""Context parallelism for transformers models: layers stay as they are, attention spans the ranks.
 
 cp = shard(model, group, method="exchange")  # refuses an unsupported layer by name, with the reason
 batch = cp.batch(input_ids, labels, documents=lengths)  # the whole batch in, this rank's part out

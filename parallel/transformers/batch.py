@@ -1,4 +1,4 @@
-"""Pack a batch of transformers into one sequence without padding, and cut out one rank's tokens.
+"""Pack a transformers batch into one sequence without padding, and cut out one rank's tokens.
 
 Packing comes before cutting for two reasons. Padding would cost attention time and would unbalance
 the ranks, whose layout counts tokens. And a label is the *next* token: if the labels were shifted
@@ -22,16 +22,16 @@ from parallel.transformers.layers import CONTEXT
 from runtime.errors import UserError
 
 IGNORED = -100
-"""Label of a token without loss, as in transformers."""
+"""Label of a token that has no loss, as in transformers."""
 
 
 class Positions(NamedTuple):
-    """Position ids that a model computes itself if it is called without any."""
+    """Position ids that a model computes itself if the caller gives none."""
 
     first: int = 0
-    """Position of the first token, such as padding_idx + 1 in RoBERTa."""
+    """Position of the first token, for example padding_idx + 1 in RoBERTa."""
     padding: int | None = None
-    """Token that gets no position and is not counted for the later ones."""
+    """Token that gets no position and is not counted in later positions."""
 
 
 FROM_ZERO = Positions()
@@ -39,11 +39,11 @@ FROM_ZERO = Positions()
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A whole batch as one sequence, without padding."""
+    """A whole batch packed into one sequence, without padding."""
 
     tokens: dict[str, Tensor]
-    """``input_ids``, ``position_ids`` within the documents, and ``labels``, each the next token's;
-    ``[1, N]``.
+    """``input_ids``, ``position_ids`` (counted within each document) and ``labels`` (shifted: the
+    next token's), each ``[1, N]``.
     """
     cu_seqlens: tuple[int, ...]
     """Cumulative lengths of the documents, from 0 to N."""
@@ -62,9 +62,10 @@ class Batch:
     and its context.
     """
     labels: Tensor
-    """The token after each of this rank's tokens, or -100: ``[1, n]``."""
+    """Label of the token after each of this rank's tokens, or -100: ``[1, n]``."""
     context: ContextParallel
-    """The ranks and documents; its ``positions`` say which tokens are this rank's."""
+    """The ranks and documents; its ``positions`` list the sequence positions of this rank's tokens.
+    """
     whole: PackedBatch
 
 
@@ -78,8 +79,8 @@ def pack(
 ) -> PackedBatch:
     """Pack a batch into one sequence, with shifted labels.
 
-    Arguments and errors are those of ``Sharded.batch``; ``model_positions`` are the positions that
-    the model computes itself.
+    Arguments and errors are as in ``Sharded.batch``; ``model_positions`` describes the positions
+    that the model computes itself.
     """
     _check_shapes(input_ids, labels, position_ids, attention_mask)
     if attention_mask is None:
@@ -139,18 +140,18 @@ def _check_shapes(
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
 ) -> None:
-    """Raise UserError unless all tensors are [B, T]."""
+    """Raise UserError unless all tensors have the shape [B, T]."""
     tensors = {"labels": labels, "position_ids": position_ids, "attention_mask": attention_mask}
     for name, x in tensors.items():
         if input_ids.ndim != 2 or (x is not None and x.shape != input_ids.shape):
             shape = None if x is None else tuple(x.shape)
             raise UserError(
-                f"input_ids is {tuple(input_ids.shape)} and {name} is {shape}; both must be [B, T]"
+                f"input_ids is {tuple(input_ids.shape)}, but {name} is {shape}; both must be [B, T]"
             )
 
 
 def _tokens_of_mask(attention_mask: Tensor) -> Tensor:
-    """Return the mask as bool [B, T]. Raises UserError: it holds numbers other than 0 and 1."""
+    """Return the mask as bool [B, T]. Raises UserError for numbers other than 0 and 1."""
     others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
     if len(others):
         raise UserError(
@@ -176,7 +177,7 @@ def _check_holes(is_token: Tensor) -> None:
 
 
 def _check_rows(cu_seqlens: Sequence[int], is_token: Tensor) -> None:
-    """Raise UserError if a document continues from one row of tokens [B, T] into the next."""
+    """Raise UserError if a document continues from one row [B, T] into the next."""
     lengths = is_token.sum(1)
     row_ends = lengths.cumsum(0)[lengths > 0].tolist()
     for row, end in enumerate(row_ends):
@@ -188,7 +189,7 @@ def _check_rows(cu_seqlens: Sequence[int], is_token: Tensor) -> None:
 
 
 def _shift_to_first(positions: Tensor, starts: Tensor, first: int, *, from_caller: bool) -> Tensor:
-    """Shift the positions [N] of documents that start at 0 to the model's first position."""
+    """Shift positions [N] of documents that start at 0 to the model's first position."""
     first_positions = positions[starts]
     if first == 0 or (from_caller and bool((first_positions == first).all())):
         return positions
@@ -202,7 +203,7 @@ def _shift_to_first(positions: Tensor, starts: Tensor, first: int, *, from_calle
 
 
 def shard_batch(packed: PackedBatch, context: ContextParallel) -> Batch:
-    """Return this rank's tokens of a packed batch; padding of the layout has no label.
+    """Return this rank's tokens of a packed batch; padding from the layout has no label.
 
     ``context`` must have the length and the documents of the batch.
     """
@@ -222,7 +223,7 @@ def shard_batch(packed: PackedBatch, context: ContextParallel) -> Batch:
 
 
 def check_same(packed: PackedBatch, group: dist.ProcessGroup | None) -> None:
-    """Raise UserError on all ranks of the group if their batches differ. One collective.
+    """Raise UserError on all ranks of the group if their batches differ. Uses one collective.
 
     Ranks compare the length of each tensor and a checksum that weighs each element by its index, so
     that tokens in another order count as a difference too.

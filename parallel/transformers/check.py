@@ -1,8 +1,8 @@
 """Compare a sharded model with one process: the loss, and the gradients of every module.
 
-Neither of the two is exact, so comparing them with each other would need a tolerance per model and
-dtype. Both are compared with the model in float64 instead: the ranks are right if they are about as
-far from it as one process is, however much rounding costs this model.
+Neither the ranks nor one process is exact, so comparing them with each other would need a tolerance
+per model and dtype. Both are compared with the model in float64 instead: the ranks are right if
+they are about as far from it as one process is, however much rounding costs this model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,18 +24,18 @@ from parallel.transformers.probe import evaluating
 from runtime.errors import UserError
 
 LIMIT = 10.0
-"""Factor by which the ranks of a right model may be farther from float64 than one process.
+"""Factor by which the error of a correct model on the ranks may exceed the error of one process.
 
 Nine families of tiny models in float32 and bfloat16 reached 2.3; wrong positions, windows or
 documents gave 25 and more, unless bfloat16 hid them.
 """
 ROUNDINGS = 1e3
-"""Errors of up to this many roundings are right in float32 and float64: one process may be exact by
-chance, and then it is no measure.
+"""Errors of up to this many roundings are accepted in float32 and float64, since one process may be
+exact by chance and is then no measure.
 """
 MIN_SCALE = 1e-6
-"""Smallest scale of a gradient, relative to the largest element of all gradients: the gradient of a
-key's bias may be nothing but rounding.
+"""Smallest scale of a gradient, relative to the largest element of all gradients; the gradient of a
+key's bias may consist of rounding only.
 """
 
 
@@ -68,17 +68,17 @@ class ModuleErrors(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Losses, and a row per module, the same on every rank."""
+    """Losses, and one row of errors per module; equal on every rank."""
 
     sharded: float
     one_process: float
     float64: float
     rounding: float
-    """The smallest error that the model's dtype makes."""
+    """Smallest error that the model's dtype makes."""
     rows: list[ModuleErrors]
 
     def times(self, row: ModuleErrors) -> float:
-        """Return the error of the ranks over that of one process.
+        """Return the ratio of the ranks' error to one process's error for a module.
 
         The error of one process is its error in this module, or in the median module if that is
         larger: a single module may be exact by chance.
@@ -106,7 +106,7 @@ class Report(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """The largest of ``times`` over the loss and all modules; NaN if one of them is NaN."""
+        """The largest ratio ``times`` over the loss and all modules; NaN if any of them is NaN."""
         return float(torch.tensor([self.times(row) for row in self._all_rows]).max())
 
     @property
@@ -143,7 +143,7 @@ def compare(
     group: dist.ProcessGroup | None,
     paused: Callable[[], AbstractContextManager[None]],
 ) -> Report:
-    """Return the report of ``Sharded.check``; in ``paused()`` the model has its own attention."""
+    """Compute the report of ``Sharded.check``; ``paused()`` gives the model its own attention."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     parameters = _trained(model)
     _check_comparable(model, parameters)
@@ -169,7 +169,7 @@ def compare(
                             exact_model, _trained(exact_model), list(_documents(batch)), count
                         )
                 errors.copy_(_errors(sharded, one_process, exact))
-            except Exception as error:  # such as no memory: the other ranks would wait for this one
+            except Exception as error:  # such as out of memory: other ranks would wait
                 failure = [f"{type(error).__name__}: {error}"]
 
     if group is not None:
@@ -187,7 +187,7 @@ def compare(
 
 
 def _check_comparable(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Raise UserError if one process cannot hold the model in float64 with gradients."""
+    """Raise UserError if one process cannot hold the model in float64 with its gradients."""
     if not parameters:
         raise UserError(
             "no parameter of the model is trained, so it has no gradients; check before they are "
@@ -200,7 +200,7 @@ def _check_comparable(model: nn.Module, parameters: Mapping[str, Tensor]) -> Non
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise UserError(
-                f"{name} is quantised, and has no copy in float64; compare the model as it was "
+                f"{name} is quantised, so it has no copy in float64; compare the model as it was "
                 "before"
             )
 
@@ -210,14 +210,14 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _documents(batch: Batch) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Yield the inputs and labels of each document alone."""
+    """Yield the inputs and labels of each document separately."""
     for start, end in pairwise(batch.whole.cu_seqlens):
         inputs: dict[str, Any] = {
             name: x[:, start:end] for name, x in batch.whole.tokens.items()
         }  # [1, length]
         labels = inputs.pop("labels")
 
-        # Without position_ids if possible: the model's own are the reference for ours.
+        # Position ids are left out if possible: the model's own are the reference for Longmesh's.
         positions = inputs["position_ids"][0] - batch.whole.first_position
         if torch.equal(positions, torch.arange(end - start, device=positions.device)):
             del inputs["position_ids"]
@@ -230,7 +230,7 @@ def _gradients(
     sequences: list[tuple[dict[str, Any], Tensor]],
     count: Tensor,
 ) -> list[Tensor]:
-    """Return the loss, summed over the sequences, and the gradient of each parameter."""
+    """Return the loss summed over the sequences, and the gradient of each parameter."""
     sums: list[Tensor] = []
     for inputs, labels in sequences:
         loss_sum, _ = cross_entropy_sum(model(**inputs).logits, labels)
@@ -242,7 +242,8 @@ def _gradients(
             terms.append(torch.zeros_like(parameter) if gradient is None else gradient)
         del gradients, gradient  # the sums below replace them
 
-        # One at a time, for memory; not in place, since autograd may return one tensor twice.
+        # Computed one at a time to save memory; not in place, since autograd may return a tensor
+        # twice.
         for i, x in enumerate(sums):
             sums[i] = terms[i] = x + terms[i]
         sums = terms
@@ -264,7 +265,7 @@ def _errors(sharded: list[Tensor], one_process: list[Tensor], exact: list[Tensor
 def _rows_by_module(
     parameters: Mapping[str, Tensor], errors: list[list[float]]
 ) -> list[ModuleErrors]:
-    """Return a row per module: the largest errors of its parameters, NaN if one is NaN."""
+    """Return one row per module: the largest errors of its parameters, NaN if any error is NaN."""
     counts: dict[str, int] = {}
     errors_of: dict[str, list[list[float]]] = {}
     for (name, parameter), parameter_errors in zip(parameters.items(), errors, strict=True):
@@ -274,7 +275,7 @@ def _rows_by_module(
 
     rows = []
     for module, module_errors in errors_of.items():
-        # amax of a tensor, since Python's max() drops NaN
+        # tensor.amax is used since Python's max() drops NaN
         ranks, one_process, _ = torch.tensor(module_errors, dtype=torch.float64).amax(0).tolist()
         rows.append(ModuleErrors(module, counts[module], ranks, one_process))
     return rows

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def configured(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose configuration names an attention, the whole model first."""
+    """Return the modules whose configuration names an attention function, the whole model first."""
     modules = []
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_attn_implementation"):
@@ -18,7 +18,7 @@ def configured(model: nn.Module) -> list[nn.Module]:
 
 
 def configs(model: nn.Module) -> list[Any]:
-    """Return the distinct configurations of a model and its modules, the model's first."""
+    """Return the distinct configurations of a model and its modules, the model's own first."""
     by_id: dict[int, Any] = {}
     for module in configured(model):
         by_id[id(module.config)] = module.config
@@ -26,7 +26,7 @@ def configs(model: nn.Module) -> list[Any]:
 
 
 def attentions(model: nn.Module) -> dict[int, str]:
-    """Return the name of each module's attention, by the module's id."""
+    """Return the name of each module's attention function, keyed by the module's id."""
     names: dict[int, str] = {}
     for module in configured(model):
         config: Any = module.config
@@ -43,7 +43,7 @@ def set_attentions(model: nn.Module, names: Mapping[int, str], otherwise: str) -
 
 @contextmanager
 def attention_named(model: nn.Module, name: str) -> Iterator[None]:
-    """Set one attention for all modules until the block ends."""
+    """Use one attention function for all modules until the block ends."""
     previous = attentions(model)
     set_attentions(model, {}, name)
     try:
@@ -53,14 +53,14 @@ def attention_named(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def separate(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Copy the model's configurations, so that no other model shares them.
+    """Copy the model's configurations, so that it shares none with another model.
 
-    Models made from one configuration share it, and an attention set there would be set for all of
+    Models made from one configuration share it, so an attention set there would apply to all of
     them. Returns the replaced attributes, for ``restore``.
     """
     copies: dict[int, Any] = {}
     shared = configs(model)
-    # In one call: a configuration inside another one must remain the same object in the copy.
+    # Copied in one call: a configuration inside another one must remain the same object.
     deepcopy(shared, copies)
 
     replaced = []
@@ -75,6 +75,6 @@ def separate(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def restore(replaced: list[tuple[nn.Module, str, Any]]) -> None:
-    """Undo ``separate``."""
+    """Undo ``separate`` by restoring the replaced attributes."""
     for module, name, value in replaced:
         setattr(module, name, value)

@@ -25,12 +25,13 @@ from parallel.transformers.layers import CONTEXT
 from runtime.errors import UserError
 
 ALPHA = "neftune_noise_alpha"
-"""Attribute of embeddings to which transformers adds noise during training."""
+"""Attribute of embeddings that makes transformers add noise during training."""
 BLOCK = 4096
-"""Tokens whose noise is drawn at once: that of a long sequence would not fit in memory."""
+"""Number of tokens whose noise is drawn at once, since that of a long sequence would not fit in
+memory."""
 NUM_SEEDS = 2**62
 SEED_STRIDE = 0x9E3779B97F4A7C15
-"""An odd number that maps consecutive ranks to distant seeds."""
+"""Odd number that maps consecutive ranks to distant seeds."""
 
 
 class State(NamedTuple):
@@ -63,13 +64,13 @@ class Forward(NamedTuple):
 
     device: torch.device
     common: State | None
-    """The state of all ranks after the noise was drawn; None for one process."""
+    """Random state common to all ranks, after the noise was drawn; None for one process."""
     local: State | None
-    """The initial state of this rank's stream."""
+    """Initial random state of this rank's stream."""
     embeddings: nn.Module | None
-    """Embeddings set to evaluation, so that transformers' own hook adds no noise."""
+    """Embeddings that are set to evaluation mode, so that transformers' own hook adds no noise."""
     handle: RemovableHandle | None
-    """Handle of the hook that adds our noise to them."""
+    """Handle of the hook that adds Longmesh's noise to the embeddings."""
 
 
 class Draws:
@@ -77,18 +78,18 @@ class Draws:
 
     def __init__(self, first_rank: int = 0) -> None:
         self._first_rank = first_rank
-        """The lowest of the ranks that share a sequence."""
+        """Lowest of the ranks that share a sequence."""
         self._is_token: WeakKeyDictionary[ContextParallel, Tensor] = WeakKeyDictionary()
-        """Each batch's mask of tokens, by its context."""
+        """Mask of real tokens of each batch, keyed by the batch's context."""
         self._running: list[Forward | None] = []
         self._hooked = False
 
     def __deepcopy__(self, memo: Any) -> "Draws":
-        """Return this object: a copied model shares it, as it holds nothing of one model."""
+        """Return this object itself: copies of a model share it, as it stores nothing of one."""
         return self
 
     def __reduce__(self) -> Any:
-        """Let a model be pickled with its hooks."""
+        """Allow a model with these hooks to be pickled."""
         return Draws, (self._first_rank,)
 
     def expect(self, model: nn.Module, context: ContextParallel, is_token: Tensor) -> None:
@@ -135,12 +136,12 @@ class Draws:
         has_drawn = not forward.local.same(State.now(forward.device))
         forward.common.set(forward.device)
         if has_drawn:
-            torch.rand(1)  # so that the next forward has other draws
+            torch.rand(1)  # so that the next forward draws other numbers
 
     def _add_noise(
         self, model: nn.Module, context: ContextParallel, device: torch.device
     ) -> tuple[nn.Module | None, RemovableHandle | None]:
-        """Replace NEFTune's noise by ours for one forward.
+        """Replace NEFTune's noise by Longmesh's for one forward.
 
         transformers' own hook adds none to embeddings in evaluation mode.
         """
@@ -150,7 +151,7 @@ class Draws:
             return None, None
         if context not in self._is_token:
             raise UserError(
-                "the batch is another model's; call the model with the inputs of its own cp.batch"
+                "the batch is of another model; call the model with the inputs of its own cp.batch"
             )
 
         noise = local_noise(

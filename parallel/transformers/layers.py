@@ -1,4 +1,4 @@
-"""Attention, short convolution and delta rule over ranks, for the layers of transformers to call.
+"""Attention, short convolution and delta rule over ranks, for transformers layers to call.
 
 The context of a batch (its ranks and documents) travels as a keyword argument of the forward, which
 every layer passes on. A module-level variable would be wrong: a layer that gradient checkpointing
@@ -22,15 +22,15 @@ from runtime.errors import UserError
 from runtime.tensors import accum_dtype
 
 CONTEXT = "context_parallel"
-"""Keyword argument of a forward and its layers: the ContextParallel of the batch."""
+"""Keyword argument of a forward and its layers with the ContextParallel of the batch."""
 NAME = __name__.replace(".", "_")
-"""Name of the attention in transformers' registry. It contains this module's path, so that one
-process can use a checkout and an installed wheel.
+"""Name of the attention in transformers' registry. The name contains this module's path, so that a
+checkout and an installed wheel can be used in one process.
 """
 PROBED = f"{NAME}_probed"
-"""Name of the attention during a probe, which also compares the layers' masks."""
+"""Name of the attention during a probe, which also checks the layers' masks."""
 IGNORED_ARGUMENTS = {"position_ids", "is_causal", "use_cache", "cache_position"}
-"""Keyword arguments of a layer's attention that add nothing to the context."""
+"""Keyword arguments of a layer's attention that the context makes redundant."""
 NO_BATCH = (
     "the model was called without its batch; call model(**cp.batch(...).inputs), and generate or "
     "call the unsharded model within cp.paused()"
@@ -39,7 +39,7 @@ L2_EPSILON = 1e-6
 
 
 def refuse(module: nn.Module, reason: str) -> NoReturn:
-    """Raise UserError about a layer."""
+    """Raise UserError about a layer, with its name and the reason."""
     title = type(module).__name__
     layer = getattr(module, "layer_idx", None)
     if layer is not None:
@@ -134,7 +134,7 @@ def _unsupported(
 
 
 def _layer_type(module: nn.Module) -> str | None:
-    """Return the type of a layer's attention by its configuration; None if it does not say."""
+    """Return the attention type of a layer from its configuration; None if it is not stated."""
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     layer = getattr(module, "layer_idx", None)
     if not layer_types or layer is None or layer >= len(layer_types):
@@ -153,9 +153,9 @@ def attend_masked(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend during a probe; refuse a layer whose mask differs from its other arguments."""
+    """Compute attention in a probe; refuse a layer whose mask differs from its other arguments."""
     if attention_mask is not None:
-        is_causal = None  # transformers ignores it if there is a mask
+        is_causal = None  # transformers ignores this argument if there is a mask
     output = attend(
         module,
         query,
@@ -175,7 +175,7 @@ def attend_masked(
 def _attend_itself(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Return the attention of each token to itself, [B, T, H, E]; it needs no other rank.
+    """Return the attention [B, T, H, E] of each token to itself only, which needs no other rank.
 
     Without sinks it is v; a sink takes its share of the softmax.
     """
@@ -191,7 +191,7 @@ def _attend_itself(
 
 
 def convolving(local_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a ``causal_conv1d_fn`` that spans the ranks if there is a context."""
+    """Return a ``causal_conv1d_fn`` that spans the ranks if the call has a context."""
 
     @wraps(local_function)
     def convolve(
@@ -216,7 +216,7 @@ def convolving(local_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def recurring(local_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``torch_chunk_gated_delta_rule`` that spans the ranks if there is a context."""
+    """Return a ``torch_chunk_gated_delta_rule`` that spans the ranks if the call has a context."""
 
     @wraps(local_function)
     def delta_rule(
@@ -249,13 +249,13 @@ def _l2_normalized(x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 STATEFUL = {"causal_conv1d_fn": convolving, "torch_chunk_gated_delta_rule": recurring}
-"""Functions that transformers' model files call by these names, and their wrappers."""
+"""Functions that transformers' model files call by these names, with the wrappers for them."""
 
 
 def install(model: nn.Module) -> None:
     """Register the attention, and wrap the stateful functions in the model's source files.
 
-    The wrappers call the file's own function for every model that is not sharded.
+    For a model that is not sharded, the wrappers call the original function.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

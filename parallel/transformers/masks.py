@@ -1,4 +1,4 @@
-"""Check that a model's attention masks mean the same as the arguments of its layers.
+"""Check that a model's attention masks agree with the arguments of its layers.
 
 A sharded model makes no masks: its attention derives them from the batch's documents and from the
 window that a layer passes. A model may state a window in its mask alone, which would then be lost
@@ -15,24 +15,24 @@ from torch import Tensor
 from runtime.errors import UserError
 
 FAR = 2**20
-"""A position beyond the windows of published models, except windows of whole sequences."""
+"""Position beyond the windows of published models, except windows of whole sequences."""
 STATEMENT = "context_parallel_statement"
-"""Attribute of a mask that holds its `Statement`."""
+"""Attribute of a mask that stores its `Statement`."""
 
 
 class Statement(NamedTuple):
-    """Meaning of a mask."""
+    """Meaning of a mask, in terms of a layer's arguments."""
 
     regular: bool
-    """True if it is causal, or causal with a window."""
+    """True if the mask is causal, or causal with a window."""
     window: int | None
-    """Number of keys that a query sees, its own included."""
+    """Number of keys that a query sees, including its own."""
 
 
 def mask(*, use_vmap: bool = False, attention_mask: Tensor | None = None, **others: Any) -> None:
-    """Make no mask; the signature is transformers' AttentionMaskInterface's.
+    """Make no mask; the signature is that of transformers' AttentionMaskInterface.
 
-    Raises UserError: a mask that is not causal, one of the model's own, or padding.
+    Raises UserError: the mask is not causal, is made by the model itself, or has padding.
     """
     if attention_mask is not None and not attention_mask.all():
         raise UserError(
@@ -78,14 +78,14 @@ def _statement(
         edges = torch.arange(-2, 3, device=first_tokens.device) + window
         distances = torch.cat([distances, edges, edges])
         far_queries = torch.full_like(edges, FAR + window)
-        # In the middle of a chunk, if the window is in truth one of chunks.
+        # Look at the middle of a chunk, in case the window is really one of chunked attention.
         near_queries = torch.full_like(edges, window + window // 2 + 2)
         queries = torch.cat([queries, far_queries, near_queries])
 
     distances = distances.minimum(queries)
     try:
         visible = mask_function(batch, batch, queries, queries - distances)
-    except IndexError:  # it indexes a tensor that has the first tokens alone
+    except IndexError:  # the function may index a tensor that has only the first tokens
         return Statement(False, window)
 
     expected = (distances >= 0) & in_window(distances, window)
@@ -102,7 +102,7 @@ def _causal(like: Tensor, window: int | None) -> Tensor:
 
 
 def in_window(distances: Tensor, window: int | None) -> Tensor:
-    """Return True for the keys inside a window; without a window, for all."""
+    """Return True for keys inside the window; for all keys if there is no window."""
     if window is None:
         return torch.ones_like(distances, dtype=torch.bool)
     return distances < window

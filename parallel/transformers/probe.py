@@ -1,4 +1,4 @@
-"""Run a sharded model on a few tokens, to find layers that mix tokens by code of their own.
+"""Run a sharded model on a few tokens, to find layers that mix tokens with their own code.
 
 A layer that mixes tokens by its own code (a recurrence, a convolution) would silently see one
 rank's tokens only. Class names do not tell, so the model is tried:
@@ -25,41 +25,41 @@ from parallel.transformers.layers import CONTEXT, NO_BATCH, PROBED
 from runtime.errors import UserError
 
 TOKENS = 11
-"""Tokens of the forward, a number that no dimension of a layer has."""
+"""Number of tokens in the forward; no dimension of a layer has this size."""
 NAN_TOKEN = 5
-"""The token that is set to NaN."""
+"""Index of the token that is set to NaN."""
 
 
 class IsolatedTokens:
-    """A context in which each token sees itself alone; it refuses the same as the ranks will."""
+    """A context in which each token sees only itself; it refuses what the ranks would refuse."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.queries_and_keys: list[Tensor] = []
-        """Queries and keys of the layers, ``[1, T, heads, D]``, in the order of their calls."""
+        """Queries and keys of the layers, ``[1, T, heads, D]``, in the order of the calls."""
         self.expected: list[Tensor] = []
-        """Queries and keys of a forward over the reversed tokens, which these must equal."""
+        """Queries and keys of a forward over the reversed tokens; the others must equal these."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Tensor:
-        """Return each query head's value."""
+        """Return the value of each token, repeated for the query heads."""
         self._plan.geometry.check_heads(q.shape[2], k.shape[2])
         for x in (q, k):
             call = len(self.queries_and_keys)
             if self.expected and not nearly_equal(x.flip(1), self.expected[call]):
                 raise UserError(
-                    "it counts its tokens itself, not by position_ids, and a rank has a part of "
+                    "it counts its tokens itself, not by position_ids, but a rank has a part of "
                     "them"
                 )
             self.queries_and_keys.append(x)
         return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the last tap's term."""
+        """Return the term of the last tap only."""
         self._check_layout()
         return x * weight[:, -1]
 
     def attend_delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Return the values."""
+        """Return the values unchanged."""
         self._check_layout()
         return v
 
@@ -81,7 +81,7 @@ def nearly_equal(x: Tensor, y: Tensor) -> bool:
 
 
 def probe(model: nn.Module, plan: Plan) -> Positions:
-    """Run the forwards; return the positions that the model computes itself.
+    """Run the forwards of the probe; return the positions that the model computes itself.
 
     Collective if the model's weights are sharded.
 
@@ -98,7 +98,7 @@ def probe(model: nn.Module, plan: Plan) -> Positions:
     padding = _padding_id(model)
     ids = positions % 3
     if padding is not None:
-        # The third token alone is padding.
+        # Only the third token is padding.
         ids = (ids + padding + 1) % 4
         ids = ids.index_fill(1, torch.tensor([2], device=device), padding)
 
@@ -122,7 +122,7 @@ def probe(model: nn.Module, plan: Plan) -> Positions:
         return Positions()
 
     def starts_at(tokens: Tensor, first: int) -> bool:
-        """Return True if the model's own positions of the tokens count up from ``first``."""
+        """Return True if the model's own positions for these tokens count up from ``first``."""
         explicit = run(IsolatedTokens(plan), input_ids=tokens, position_ids=positions + first)
         return _all_nearly_equal(explicit, run(IsolatedTokens(plan), input_ids=tokens))
 
@@ -146,9 +146,9 @@ def _logits(output: Any) -> Tensor:
 
 
 def _padding_id(model: nn.Module) -> int | None:
-    """Return the model's padding token by its configuration or embeddings.
+    """Return the id of the model's padding token, from its configuration or embeddings.
 
-    None for a token without an embedding, such as a [PAD] added to the tokenizer alone.
+    None if the token has no embedding, such as a [PAD] that was added only to the tokenizer.
     """
     embeddings: Any = getattr(model, "get_input_embeddings", lambda: None)()
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
@@ -206,7 +206,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[None]:
-    """Set one token to NaN; raise UserError naming the innermost module that spreads it."""
+    """Set one token to NaN; raise UserError with the innermost module that spreads the NaN."""
     running = [""]
 
     def plant_nan(module: nn.Module, arguments: Any, out: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_nan(values: Any) -> None:
-    """Raise UserError if any token but the planted one is NaN in tensors [B, T, ...]."""
+    """Raise UserError if tensors [B, T, ...] are NaN at any token other than the planted one."""
     for x in torch.utils._pytree.tree_leaves(values):
         if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2 and x.shape[1] == TOKENS:
             others = torch.arange(TOKENS, device=x.device) != NAN_TOKEN

@@ -1,4 +1,4 @@
-"""Shard the sequences of a model of transformers: a rank's tokens in, the batch's loss out.
+"""Shard the sequences of a transformers model: each rank's tokens in, the batch's loss out.
 
 Shapes: B rows of T tokens, packed into one sequence; n of its tokens are this rank's.
 """
@@ -36,18 +36,18 @@ REFUSED = {
         "it scales queries by a count of a rank's own tokens; make the model with False"
     ),
 }
-"""Settings of a model's configuration, and why they are refused."""
+"""Settings of a model's configuration that are refused, with the reasons."""
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-"""Names of the attention dropout in configurations."""
+"""Names that configurations use for attention dropout."""
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-"""Types of rotary positions that transformers scales by the largest position of a batch."""
+"""Types of rotary positions that transformers scales by the largest position in a batch."""
 OF_LAYERS = {
     "causal": "the layers are causal, or refused",
     "documents": "give them with each batch, to cp.batch",
     "seq_len": "a batch has any length",
     "window": "each layer has its own, or none",
 }
-"""Options of ``context_parallel`` that are not options of ``shard``, and why."""
+"""Options of ``context_parallel`` that ``shard`` does not take, with the reasons."""
 
 
 class Sharded:
@@ -85,7 +85,7 @@ class Sharded:
         documents: Sequence[int] | Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Batch:
-        """Return this rank's part of a batch; every rank of the group gives the whole. Collective.
+        """Return this rank's part of a batch; every rank passes the whole batch. Collective.
 
         Rows become documents of one packed sequence, without their padding. Labels are shifted
         before the sequence is cut.
@@ -121,8 +121,9 @@ class Sharded:
         Average its gradients over the ranks of ``world``, as DDP and FSDP do: the mean is exact.
 
         Args:
-            output: the model's, or its logits ``[1, n, V]``.
-            count: tokens to divide the sum by; for micro-batches whose losses add up to a mean.
+            output: output of the model, or its logits ``[1, n, V]``.
+            count: number of tokens by which to divide the sum, if the losses of micro-batches add
+                up to a mean.
         """
         loss_sum, valid = cross_entropy_sum(getattr(output, "logits", output), batch.labels)
         sums = torch.stack([loss_sum.detach().double(), valid.double()])
@@ -141,13 +142,13 @@ class Sharded:
         return share - share.detach() + (sums[0] / tokens).to(loss_sum.dtype)
 
     def gather(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return ``[B, T, ...]`` of every rank's ``[1, n, ...]``, 0 in padding; no gradient.
+        """Gather every rank's ``[1, n, ...]`` to ``[B, T, ...]``, 0 in padding; no gradient.
 
         Collective. ``batch`` is the one that x was computed from, by default the last one.
         """
         batch = batch or self._last
         if batch is None:
-            raise UserError("there is no batch yet; call gather on an output of the model for one")
+            raise UserError("there is no batch yet; call gather after the model ran on a batch")
         tokens = batch.context.unshard(x, 1)[0]  # [N, ...]
         is_token = batch.whole.is_token
         out = tokens.new_zeros(*is_token.shape, *tokens.shape[1:])
@@ -170,14 +171,14 @@ class Sharded:
             )
         if any(config._attn_implementation != NAME for config in configs(self.model)):
             raise UserError(
-                "the model has its own attention within paused(), so no rank shares it; check it "
+                "the model uses its own attention within paused(), so no rank shares it; check it "
                 "outside"
             )
         return compare(model, batch, self.group, self.paused)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Give the model its own attention until the block ends, such as to generate."""
+        """Use the model's own attention until the block ends, for example to generate text."""
         previous = attentions(self.model)
         set_attentions(self.model, self._local_attentions, NAME)
         try:
@@ -187,7 +188,7 @@ class Sharded:
 
 
 def _check_settings(model: nn.Module, ranks: int) -> None:
-    """Raise UserError for a setting of the model that the probe's forwards do not show."""
+    """Raise UserError for a setting of the model that the probe's forwards would not reveal."""
     if any(config._attn_implementation == NAME for config in configs(model)):
         raise UserError(
             "the model is sharded already; use what that call of shard returned, or, for another "
@@ -202,7 +203,7 @@ def _check_settings(model: nn.Module, ranks: int) -> None:
             rate = getattr(config, name, 0)
             if rate:
                 raise UserError(
-                    f"{kind}.{name} is {rate}, and no kernel here has dropout; make the model with "
+                    f"{kind}.{name} is {rate}, but no kernel here has dropout; make the model with "
                     f"{name}=0"
                 )
 
@@ -227,13 +228,13 @@ def shard(
     world: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Sharded:
-    """Let a model of transformers attend over a group of ranks that share every sequence.
+    """Make a transformers model attend over a group of ranks that share every sequence.
 
     Collective.
 
     Args:
         model: a causal language model with its weights, also inside peft's or FSDP2's wrapping.
-        group: None is this process alone.
+        group: None means only this process.
         method: a name in ``METHODS``, of softmax attention.
         world: the ranks whose gradients are averaged, by default all processes.
         options: as for ``context_parallel``, except those that each batch or layer decides.
@@ -244,11 +245,11 @@ def shard(
     method_of(method).check_kind("shard", "softmax attention", METHODS)
     for name, reason in OF_LAYERS.items():
         if name in options:
-            raise UserError(f"shard: {name} is {options[name]!r}; leave it out: {reason}")
+            raise UserError(f"shard: {name} is {options[name]!r}; leave out {name}: {reason}")
 
     ranks = 1 if group is None else dist.get_world_size(group)
     _check_settings(model, ranks)
     context = context_parallel(method, seq_len=ranks, group=group, **options)
     if world is None:
-        world = dist.group.WORLD  # None if no process group is initialized
+        world = dist.group.WORLD  # None if no process group is initialised
     return Sharded(model, context, world)

@@ -23,7 +23,7 @@ from parallel.transformers.shard import shard
 from runtime.errors import UserError
 
 Base: Any = object
-"""Stands for the trainer class of transformers, which is not imported here."""
+"""Stands for transformers' trainer class, which is not imported here."""
 OTHER_LOSS = "the loss here is the mean cross entropy of all tokens with a label"
 REFUSED = {
     "label_smoothing_factor": (0, OTHER_LOSS),
@@ -42,7 +42,7 @@ REFUSED = {
     ),
     "deepspeed": (None, "use DDP or FSDP2, whose gradients are means over all processes"),
 }
-"""Arguments of a trainer, the value that each must have, and why."""
+"""Trainer arguments, the value that each must have, and the reason."""
 MODEL_INPUTS = ("input_ids", "labels", "position_ids", "attention_mask")
 PACKING_FIELDS = (
     "seq_lengths",
@@ -53,8 +53,8 @@ PACKING_FIELDS = (
     "seq_idx",
     "use_cache",
 )
-"""Fields added by collators of packed documents; the first two are read if there are no position
-ids.
+"""Fields that collators of packed documents add; the first two are read if position ids are
+missing.
 """
 
 
@@ -98,7 +98,7 @@ class ContextParallelTrainer(Base):
         )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Tell accelerate that the ranks of a group load the same data."""
+        """Make accelerate load the same data on all ranks of a group."""
         from torch.distributed.device_mesh import init_device_mesh
 
         super().create_accelerator_and_postprocess()
@@ -116,7 +116,7 @@ class ContextParallelTrainer(Base):
             )
         if self.args.fsdp and not self.is_fsdp_enabled:
             raise UserError(
-                "fsdp is on, and accelerate has none for these devices and would take DDP; leave "
+                "fsdp is on, but accelerate has none for these devices and would use DDP; leave "
                 "it out"
             )
         if self.accelerator.dispatch_batches:
@@ -132,11 +132,11 @@ class ContextParallelTrainer(Base):
                 mesh_dim_names=("dp_replicate", "cp"),
             )
             self._group = mesh["cp"].get_group()
-            # Only accelerate's data loaders call this.
+            # Only accelerate's data loaders call this function.
             self.accelerator._prepare_device_mesh = lambda: mesh
 
     def get_cp_size(self) -> int:
-        """Return the size of a group, by which transformers divides the batch size."""
+        """Return the size of a group, which transformers uses to divide the batch size."""
         return int(self._size or 1)
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **others: Any) -> Any:
@@ -150,21 +150,21 @@ class ContextParallelTrainer(Base):
             return loader
         if not hasattr(loader.batch_sampler, "even_batches"):
             raise UserError(
-                "a dataset without a length is evaluated by one group alone; give one that has a "
+                "a dataset without a length is evaluated by a single group; give one that has a "
                 "length"
             )
         if self.is_fsdp_enabled:
             count = loader.batch_sampler.total_length
             if count % groups:
                 raise UserError(
-                    f"{count} batches to evaluate, and FSDP needs a multiple of the {groups} "
+                    f"{count} batches to evaluate, but FSDP needs a multiple of the {groups} "
                     "groups; change per_device_eval_batch_size or the samples of eval_dataset"
                 )
         loader.batch_sampler.even_batches = False
         return loader
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
-        """Return the number of tokens with a label in the accumulated batches of all groups.
+        """Return the number of labelled tokens in the accumulated batches of all groups.
 
         Collective.
         """
@@ -195,7 +195,7 @@ class ContextParallelTrainer(Base):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, None, None]:
-        """Add a batch to the evaluation's loss.
+        """Add the loss of one batch to the evaluation.
 
         Only the ranks of a group wait for each other: groups may have different numbers of batches.
         """
@@ -218,7 +218,7 @@ class ContextParallelTrainer(Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Evaluate the mean loss over tokens; it does not depend on the ranks or the batch size."""
+        """Evaluate the mean loss over tokens, whatever the number of ranks and the batch size."""
         self._eval_sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         with self._prepared_for_evaluation():
             output = super().evaluation_loop(
@@ -237,7 +237,7 @@ class ContextParallelTrainer(Base):
         accelerate marks the model as prepared, without DDP. A later training would believe that
         mark, and every process would train by itself.
         """
-        if self.accelerator._models:  # prepared for training, or by the caller
+        if self.accelerator._models:  # already prepared for training, or by the caller
             yield
             return
         if self.is_fsdp_enabled:
@@ -261,7 +261,7 @@ class ContextParallelTrainer(Base):
                     model.__dict__.pop(name, None)
 
     def training_step(self, model: Any, *args: Any, **others: Any) -> Any:
-        """Run the step; refuse if nothing averages gradients over the processes."""
+        """Run one step; refuse if nothing averages gradients over the processes."""
         single = not dist.is_initialized() or dist.get_world_size() == 1
         averaged = isinstance(model, DistributedDataParallel) or self.is_fsdp_enabled
         if not single and not averaged and any(x.requires_grad for x in model.parameters()):
@@ -273,11 +273,11 @@ class ContextParallelTrainer(Base):
         return super().training_step(model, *args, **others)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return this rank's share of the batch's FLOPs; transformers sums over the ranks."""
+        """Return this rank's share of the batch's FLOPs; transformers sums it over the ranks."""
         return int(super().floating_point_ops(inputs)) // self.get_cp_size()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Count a group's tokens once, not once per rank."""
+        """Count the tokens of a group once instead of once per rank."""
         previous = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         added = self.state.num_input_tokens_seen - previous
@@ -285,7 +285,7 @@ class ContextParallelTrainer(Base):
 
 
 def _arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``Sharded.batch`` for a collator's batch."""
+    """Convert a collator's batch to the arguments of ``Sharded.batch``."""
     if "labels" not in inputs or inputs.keys() - {*MODEL_INPUTS, *PACKING_FIELDS}:
         others = ", ".join((*MODEL_INPUTS[2:], *PACKING_FIELDS))
         raise UserError(

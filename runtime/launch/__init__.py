@@ -1,1 +1,1 @@
-"""Let the processes of a launch find each other: environment variables, store, versions."""
+"""Connect the processes of a launch: environment variables, the store, equal versions."""

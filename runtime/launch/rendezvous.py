@@ -1,7 +1,8 @@
-"""Connect to the launcher's store, and name the process or the setting that prevents it.
+"""Connect to the launcher's store, or name the process or setting that prevents it.
 
 torch's own client waits for minutes for a name that does not resolve, and forever for a port that
-accepts connections and does not answer. So both are tried here first, with deadlines.
+accepts connections and does not answer. So the name and the port are tested here first, with
+deadlines.
 """
 
 import os
@@ -20,9 +21,9 @@ from runtime.errors import AbsentError, LaunchError
 from runtime.launch.variables import launched_world_size, read_number
 
 HELLO = "longmesh/hello of rank {}"
-"""Store key of the name that a rank has for this start."""
+"""Store key under which a rank announces its random name for this start."""
 WELCOME = "longmesh/welcome {}"
-"""Store key of rank 0's answer to a name."""
+"""Store key of rank 0's answer to an announced name."""
 SECONDS_TO_ANSWER = 10.0
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise LaunchError(
-                f"RANK is set and {name} is not, so that the processes cannot meet; start with "
+                f"RANK is set but {name} is not, so the processes cannot connect; start with "
                 f"torchrun, which sets both, set {name}, or unset RANK to start alone"
             )
     address = os.environ["MASTER_ADDR"]
@@ -52,11 +53,11 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise LaunchError(
-                f"MASTER_PORT is {port}, which another program on this machine uses; give another "
-                "one, or start with torchrun --standalone, which finds a free one"
+                f"MASTER_PORT is {port}, but another program on this machine uses it; give another "
+                "port, or start with torchrun --standalone, which finds a free one"
             ) from error
         raise AbsentError(
-            f"rank {os.environ['RANK']} waited at MASTER_ADDR {address}, MASTER_PORT {port} and "
+            f"rank {os.environ['RANK']} waited at MASTER_ADDR {address}, MASTER_PORT {port}, but "
             f"not all processes came ({str(error).splitlines()[0]}); check that WORLD_SIZE of them "
             "were started"
         ) from error
@@ -67,7 +68,7 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _agent_has_store() -> bool:
-    """Return True if torchrun's agent holds the store; otherwise rank 0 does."""
+    """Return True if torchrun's agent hosts the store; otherwise rank 0 hosts it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -89,7 +90,7 @@ def agree_on_prefix(
             prefix = store.get(WELCOME.format(name)).decode()
         except dist.DistError as error:
             raise AbsentError(
-                f"rank {rank} met the launcher's store and waited in vain for rank 0"
+                f"rank {rank} connected to the launcher's store, but rank 0 never joined"
             ) from error
         part = dist.PrefixStore(prefix, store)
         part.set(HELLO.format(rank), "")
@@ -114,14 +115,13 @@ def agree_on_prefix(
         if time.monotonic() > deadline:
             ranks = ", ".join(str(other) for other in sorted(missing)[:8])
             raise AbsentError(
-                f"rank 0 waited in vain for rank {ranks}; check that {world_size} processes were "
-                "started"
+                f"rank {ranks} never joined rank 0; check that {world_size} processes were started"
             )
         time.sleep(0.01)
 
 
 def _resolve(address: str) -> None:
-    """Raise LaunchError if this machine cannot resolve the name."""
+    """Raise LaunchError if this machine cannot resolve the host name."""
     deadline = time.monotonic() + SECONDS_TO_ANSWER
     while True:
         try:
@@ -130,7 +130,7 @@ def _resolve(address: str) -> None:
         except socket.gaierror as error:
             if error.errno != socket.EAI_AGAIN or time.monotonic() > deadline:
                 raise LaunchError(
-                    f"MASTER_ADDR is {address}, which {socket.gethostname()} does not resolve "
+                    f"MASTER_ADDR is {address}, but {socket.gethostname()} cannot resolve it "
                     f"({error.strerror}); set MASTER_ADDR to that machine's address, or enter the "
                     "name in DNS or /etc/hosts"
                 ) from error
@@ -140,8 +140,8 @@ def _resolve(address: str) -> None:
 def _wait_for_store(address: str, port: int, timeout: timedelta) -> None:
     """Wait until the store at that address answers.
 
-    A slow store has until ``timeout``. A program that is not a store is detected within about
-    SECONDS_TO_ANSWER, and so is a torchrun that is gone: it has its store before its ranks.
+    A slow store may take until ``timeout``. A program that is not a store is detected within about
+    SECONDS_TO_ANSWER. So is a torchrun that has ended, since it starts its store before its ranks.
     """
     start = time.monotonic()
     deadline = start + timeout.total_seconds()
@@ -155,13 +155,13 @@ def _wait_for_store(address: str, port: int, timeout: timedelta) -> None:
             patience = start + SECONDS_TO_ANSWER / 2 if agent_is_gone else deadline
             if time.monotonic() > patience:
                 raise AbsentError(
-                    f"rank {os.environ['RANK']} finds nobody at {location} ({error}); check both, "
-                    "and that rank 0 runs"
+                    f"rank {os.environ['RANK']} cannot connect to {location} ({error}); check "
+                    "both, and that rank 0 runs"
                 ) from error
         time.sleep(0.1)
 
     def ask() -> str:
-        """Return an empty string once the store answers, or the reason why it is not a store."""
+        """Return "" once the store answers, or the reason why the program is not a store."""
         patience = timedelta(seconds=SECONDS_TO_ANSWER / 2)  # torch may take twice as long
         while True:
             try:
@@ -177,7 +177,7 @@ def _wait_for_store(address: str, port: int, timeout: timedelta) -> None:
     reason = in_time(ask, max(SECONDS_TO_ANSWER, deadline - time.monotonic()))
     if reason != "":
         raise LaunchError(
-            f"rank {os.environ['RANK']} is connected to {location}, which does not answer as a "
+            f"rank {os.environ['RANK']} is connected to {location}, but it does not answer as a "
             f"store of torch.distributed ({reason or 'it is silent'}); look at rank 0, or give "
             "another MASTER_PORT if another program uses that one"
         )

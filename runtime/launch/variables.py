@@ -19,7 +19,7 @@ def launched_world_size() -> int:
         world_size = read_number("WORLD_SIZE", 1, minimum=1)
         if world_size > 1:
             raise LaunchError(
-                f"WORLD_SIZE is {world_size} and RANK is not set; torchrun sets both, or unset "
+                f"WORLD_SIZE is {world_size} but RANK is not set; start with torchrun, or unset "
                 "WORLD_SIZE"
             )
         return 1
@@ -40,15 +40,15 @@ def read_number(
     limit: int | None = None,
     limit_name: str = "",
 ) -> int:
-    """Return a variable's whole number, at least ``minimum`` and below ``limit``.
+    """Return an environment variable as a whole number, at least ``minimum`` and below ``limit``.
 
-    Raises LaunchError: it is something else, or it is missing and there is no default.
+    Raises LaunchError: the variable is not such a number, or is missing without a default.
     """
     text = os.environ.get(name)
     if text is None:
         if default is None:
             raise LaunchError(
-                f"RANK is set and {name} is not; torchrun sets both, or unset RANK to start alone"
+                f"RANK is set but {name} is not; start with torchrun, or unset RANK to start alone"
             )
         return default
 

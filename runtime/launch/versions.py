@@ -1,4 +1,4 @@
-"""Refuse a run whose ranks have different sources, or different versions of torch or Python.
+"""Refuse a run whose ranks have different source files, or different versions of torch or Python.
 
 Such ranks may hang in collectives of different shapes, or train on with numbers that differ a
 little.
@@ -19,9 +19,9 @@ from runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = "longmesh/versions of rank {}"
-"""Store key of a rank's versions."""
+"""Store key of the versions on a rank."""
 DIFFERENCES = "longmesh/versions that differ"
-"""Store key of the differences between all ranks' versions, as rank 0 words them."""
+"""Store key of rank 0's message about the differences between all ranks' versions."""
 
 
 def sources(root: Path) -> str:
@@ -40,7 +40,7 @@ def sources(root: Path) -> str:
 
 
 def check_versions(store: dist.Store, rank: int, world_size: int) -> None:
-    """Raise UserError on all ranks if their versions differ. Collective, by the store."""
+    """Raise UserError on all ranks if their versions differ. Collective, through the store."""
     python = ".".join(platform.python_version_tuple()[:2])
     local_versions = {
         "host": socket.gethostname(),
@@ -60,9 +60,9 @@ def check_versions(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def differences(versions: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield, for each version that differs, the ranks that deviate from the majority's value.
+    """Yield, for each version that differs, the ranks whose value is not the majority's.
 
-    Of two equally frequent values, rank 0's counts as the majority's.
+    If two values are equally frequent, rank 0's counts as the majority's.
     """
     names = {name for rank_versions in versions for name in rank_versions} - {"host"}
     for name in sorted(names):

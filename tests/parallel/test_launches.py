@@ -149,7 +149,7 @@ def test_where_no_gpu_is_the_cpu_is_taken_and_cuda_refused(launcher, monkeypatch
                 environment = LAUNCHERS[launcher](node, local, nodes, each)
                 with pytest.raises(
                     MeshError,
-                    match="device is cuda and torch finds no CUDA device; use --device cpu",
+                    match="device is cuda, but torch finds no CUDA device; use --device cpu",
                 ):
                     gpu_of(patch, environment, node, 0, "cuda")
                 assert gpu_of(patch, environment, node, 0) is None

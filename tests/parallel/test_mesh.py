@@ -25,7 +25,7 @@ from runtime.ranks import run_ranks
         ({"distributed_timeout_minutes": float("nan")}, "distributed_timeout_minutes is nan"),
         (
             {"device": "cpu", "distributed_backend": "nccl"},
-            "distributed_backend is nccl and device is cpu",
+            "distributed_backend is nccl, but device is cpu",
         ),
     ],
 )

@@ -176,7 +176,7 @@ def test_what_legacy_ddp_does_not_sum_would_be_seen_and_in_bf16_it_is_ddp_to_the
 
 def refused(rank, world_size):
     model, mesh = whole_model(), init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_cp",))
-    with pytest.raises(ValueError, match="applied to one rank alone, not 2"):
+    with pytest.raises(ValueError, match="applied to a single rank, not 2"):
         shard_model(model, model.layers, mesh, bf16=False, strategy="legacy_ddp")
 
 

@@ -55,17 +55,17 @@ def test_what_a_launcher_says(names, size, monkeypatch):
     [
         ({"RANK": "x", "WORLD_SIZE": 2}, "RANK is 'x' in the environment"),
         ({"RANK": 2, "WORLD_SIZE": 2}, "RANK is '2'.* from 0 to 1, below WORLD_SIZE"),
-        ({"RANK": 0}, "RANK is set and WORLD_SIZE is not"),
+        ({"RANK": 0}, "RANK is set but WORLD_SIZE is not"),
         ({"RANK": 0, "WORLD_SIZE": 0}, "WORLD_SIZE is '0'.* from 1;"),
-        ({"WORLD_SIZE": 4}, "WORLD_SIZE is 4 and RANK is not set"),
+        ({"WORLD_SIZE": 4}, "WORLD_SIZE is 4 but RANK is not set"),
         (
             {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 2},
             "LOCAL_RANK is '2'.*LOCAL_WORLD_SIZE",
         ),
-        ({"RANK": 0, "WORLD_SIZE": 2}, "RANK is set and MASTER_ADDR is not"),
+        ({"RANK": 0, "WORLD_SIZE": 2}, "RANK is set but MASTER_ADDR is not"),
         (
             {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"},
-            "RANK is set and MASTER_PORT is not",
+            "RANK is set but MASTER_PORT is not",
         ),
         (
             {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 65536},
@@ -73,7 +73,7 @@ def test_what_a_launcher_says(names, size, monkeypatch):
         ),
         (
             {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9},
-            "rank 1 finds nobody at MASTER_A",
+            "rank 1 cannot connect to MASTER_A",
         ),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_name_that_does_not_resolve_is_named_soon(monkeypatch, capfd):
         assert exit_status(lambda _: join(), []) == 1
         message = capfd.readouterr().err
         assert message.startswith(
-            f"error: MASTER_ADDR is node7.invalid, which {socket.gethostname()} does not resolve"
+            f"error: MASTER_ADDR is node7.invalid, but {socket.gethostname()} cannot resolve it"
         )
         assert message.count("\n") == 1
 
@@ -104,7 +104,7 @@ def test_a_torchrun_that_is_gone_is_not_waited_for(monkeypatch):
     launched(monkeypatch, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=9)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(
-        LaunchError, match=r"rank 0 finds nobody at MASTER_ADDR 127\.0\.0\.1, MASTER_PORT 9"
+        LaunchError, match=r"rank 0 cannot connect to MASTER_ADDR 127\.0\.0\.1, MASTER_PORT 9"
     ):
         join()  # its timeout is 10 minutes
 
@@ -114,7 +114,7 @@ def test_a_port_that_another_program_uses(port, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "SECONDS_TO_ANSWER", 0.3)
     for rank, words in (
         (0, f"MASTER_PORT is {port}, which another program"),
-        (1, r"rank 1 is connected to .*, which does not answer as a store .* \(it is silent\)"),
+        (1, r"rank 1 is connected to .*, but it does not answer as a store .* \(it is silent\)"),
     ):
         launched(monkeypatch, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         with pytest.raises(LaunchError, match=words):
@@ -243,7 +243,7 @@ def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store():
             thread.start()
         for thread in ranks:
             thread.join()
-    with pytest.raises(LaunchError, match="rank 0 waited in vain for rank 1, 2"):
+    with pytest.raises(LaunchError, match="rank 1, 2 never joined rank 0"):
         rendezvous.agree_on_prefix(store, 0, 3, SOON)  # the names of dead ranks are there
     for number in range(2):
         assert {parts[number, rank].get(f"said by {2 - rank}") for rank in range(3)} == {
@@ -251,6 +251,6 @@ def test_a_start_does_not_see_the_keys_of_the_one_before_in_torchruns_store():
         }
     store.set_timeout(SOON)
     with pytest.raises(
-        LaunchError, match="rank 1 met the launcher's store and waited in vain for rank 0"
+        LaunchError, match="rank 1 connected to the launcher's store, but rank 0 never joined"
     ):
         rendezvous.agree_on_prefix(store, 1, 3, SOON)

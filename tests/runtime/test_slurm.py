@@ -51,10 +51,10 @@ def test_what_is_no_task_of_several_or_has_a_rank_is_left_alone(environ):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is 0 in the environment, and srun made it 3"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is 0 in the environment, but srun set it to 3"),
         (
             {"RANK": "0", "WORLD_SIZE": "1"},
-            "WORLD_SIZE is 1 in the environment, and srun started 20 tasks",
+            "WORLD_SIZE is 1 in the environment, but srun started 20 tasks",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"},

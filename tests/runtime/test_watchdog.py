@@ -47,7 +47,7 @@ def stuck(rank, world_size, folder, how):
     ],
 )
 def test_who_hangs_is_named_and_all_stacks_are_written(how, words, nodes, tmp_path):
-    with pytest.raises(RuntimeError, match=f"died without a word, exit code ({AGAIN}|-9)"):
+    with pytest.raises(RuntimeError, match=f"died without a message, exit code ({AGAIN}|-9)"):
         run_ranks(stuck, 3, str(tmp_path), how)
     report = (tmp_path / FOLDER / "report.txt").read_text()
     assert report.startswith("hung: no step in ")

@@ -189,7 +189,7 @@ def test_a_site_has_a_script_of_its_own(capsys, tmp_path, monkeypatch):
         ("--nodes 1 train.py", "the entry is train.py"),
         ("--nodes 1 RUN --context-parallel-size 3", "context_parallel_size is 3"),
         ("--nodes 1 RUN --save none", "save is not set"),
-        ("--nodes 1 --time 10 RUN", "time is 10, and .* save 600 s before"),
+        ("--nodes 1 --time 10 RUN", "time is 10, but .* save 600 s before"),
         ("--nodes 1 --time soon RUN", "time is soon"),
         ("--nodes 1 --option quick RUN", "option is 'quick'"),
         ("--nodes 1 --container-runtime apptainer RUN", "container_runtime is apptainer"),

@@ -218,7 +218,7 @@ BROKEN = {
     ),
     "cut": (
         lambda folder: os.truncate(shard_of(folder), shard_of(folder).stat().st_size - 9),
-        "is not a whole safetensors file",
+        "is not a complete safetensors file",
     ),
     "remote code": (
         lambda folder: (folder / "config.json").write_text(MYSTERY),

@@ -1,1 +1,1 @@
-"""Linear attention over ranks: each passes its state on to the next."""
+"""Linear attention over ranks: each rank passes its state on to the next."""

@@ -36,10 +36,10 @@ from parallel.context.transport import Arrival, Tensors, Transport
 from runtime.tensors import Handles, accum_dtype
 
 MAX_WAVES = 4
-"""Most groups of heads that take turns."""
+"""Maximum number of head groups that take turns."""
 
 SavedParts = dict[ScanPart, list[Tensor]]
-"""Tensors that the backward of each part needs: its states and, of an eager part, Q and M."""
+"""Tensors that each part's backward needs: its states and, for an eager part, Q and M."""
 
 
 class Wave(NamedTuple):
@@ -47,11 +47,11 @@ class Wave(NamedTuple):
 
     parts: RankParts
     inputs: Tensors
-    """q, k, v, g and beta of its heads."""
+    """q, k, v, g and beta of the group's heads."""
     outputs: Tensors
-    """The same heads of out; in a backward, of dout and of the gradients of the inputs."""
+    """The group's heads of out; in a backward, of dout and of the gradients of the inputs."""
     posted: list[Arrival]
-    """Receives of the only round, if they were started before; else none."""
+    """Receives that were posted before the only round; empty if there are none."""
 
 
 @dataclass(eq=False)
@@ -63,8 +63,8 @@ class DeltaExecutor:
 
     transport: Transport
     backend: str = "auto"
-    """As for ``select_delta_backend``; a backend of softmax attention only, or its Triton kernel,
-    means ``auto``.
+    """Name of a backend, as for ``select_delta_backend``; ``triton`` and backends that only support
+    softmax attention mean ``auto``.
     """
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class DeltaExecutor:
     def _waves(
         self, plan: Plan, inputs: Tensors, *outputs: Tensor, gradient: bool
     ) -> Iterator[Wave]:
-        """Cut inputs and outputs ``[B, T, heads, ..]`` into groups of heads that take turns.
+        """Split inputs and outputs ``[B, T, heads, ..]`` into groups of heads that take turns.
 
         If each document that ranks share ends on the second of two, only the first group's end is
         eager: the states of the others arrive meanwhile, into buffers that are posted at once. On a
@@ -104,7 +104,7 @@ class DeltaExecutor:
             )
 
     def forward(self, plan: Plan, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, T, H, E]`` in v's dtype, and one row of all that the backward needs.
+        """Return out ``[B, T, H, E]`` in v's dtype, and one flat tensor that the backward needs.
 
         For each part these are the states before each of its slabs and after it and, of an eager
         part, Q and M. They are one tensor, since an operator returns a fixed number of tensors and
@@ -118,7 +118,7 @@ class DeltaExecutor:
         return out, torch.cat(saved) if saved else v.new_empty(0, dtype=accum_dtype(v.dtype))
 
     def _forward(self, plan: Plan, wave: Wave) -> list[Tensor]:
-        """Write the outputs of a wave's heads, and return the tensors that their backward needs."""
+        """Write the outputs of one head group, and return the tensors that its backward needs."""
         (out,) = wave.outputs
         q, _, v, _, _ = wave.inputs
         widths = [v.shape[-1], q.shape[-1]]
@@ -133,16 +133,16 @@ class DeltaExecutor:
 
         @cache
         def local_map(part: ScanPart) -> Tensors:
-            """Return (U, M), or (U,) if the part begins its document."""
+            """Return the map (U, M) of a part, or (U,) if the part begins its document."""
             if not part.is_eager:
                 return (compute(part),)
-            # Columns of a wide scan's state: U, then M.
+            # The columns of a wide scan's state are those of U, then those of M.
             scans[part] = rule.wide_scan(*part.inputs(wave.inputs), backend=self.backend)
             _, _, states = scans[part]
             return states[-1].split(widths, -1)
 
         def enter(part: ScanPart, state: Tensor) -> None:
-            """Add the outputs of the incoming state."""
+            """Add the contribution of the incoming state to the outputs of a part."""
             if not part.is_eager:
                 compute(part, state)
                 return
@@ -160,7 +160,7 @@ class DeltaExecutor:
         return rows
 
     def final(self, plan: Plan, saved: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the state after the last document on the rank that ends it, zeros elsewhere.
+        """Return the state after the last document on the rank where it ends; zeros on other ranks.
 
         ``saved`` is the row that forward returned.
         """
@@ -170,7 +170,7 @@ class DeltaExecutor:
         groups = _num_groups(plan, k)
 
         for number, heads in enumerate(zip(k.chunk(groups, 2), v.chunk(groups, 2), strict=True)):
-            # The row of saved tensors has the groups of heads one after the other.
+            # In the flat saved tensor, the head groups follow each other.
             group_parts = parts(plan, self.rank, waits=number > 0)
             saved_parts, saved = _unpacked(group_parts, saved, *heads)
             for part, (states, *_) in saved_parts.items():
@@ -193,7 +193,7 @@ class DeltaExecutor:
         return gradients
 
     def _backward(self, plan: Plan, wave: Wave, saved: SavedParts) -> Callable[[], None]:
-        """Write the gradients of a wave's heads, except those that no other rank waits for.
+        """Write the gradients of one head group, except those that no other rank waits for.
 
         Returns a function that writes those: the tokens of eager parts that end a document. They
         are computed after the passes of all waves, so that no rank waits for them.
@@ -241,7 +241,7 @@ class DeltaExecutor:
         *,
         gradient: bool,
     ) -> None:
-        """Pass states on in rounds, or their gradients back, and work while the first travel.
+        """Pass states (or gradients) between ranks in rounds, and compute meanwhile.
 
         Args:
             local_map: returns the map of a part, (U, M), or (U,) of the one that begins the chain.
@@ -284,8 +284,8 @@ class DeltaExecutor:
                 enter(part, state)
             due.clear()
 
-            # Maps from further ahead compose with those that came before. A map of U alone is the
-            # state itself, so the part can go on.
+            # Maps from further ahead compose with maps that came before. A map of U alone is the
+            # state itself, so the part can continue.
             for message, arrival in zip(coming, wave.posted or arrivals, strict=True):
                 part = part_of[message.target]
                 earlier = arrival()
@@ -301,14 +301,14 @@ class DeltaExecutor:
 
 
 def _composed(earlier: Tensors, later: Tensors) -> Tensors:
-    """Compose the maps of two stretches: (U, M), or (U,) if the earlier begins the chain."""
+    """Compose the maps (U, M) of two stretches; (U,) if the earlier one begins the chain."""
     added, through = later
     first, *rest = (through @ x for x in earlier)
     return added + first, *rest
 
 
 def _receive_buffers(message: StateMessage, tensors: Tensors) -> tuple[int, Tensors]:
-    """Return the rank that sends a message, and matrices to receive it in."""
+    """Return the rank that sends a message, and buffers for the matrices of the message."""
     q, _, v, _, _ = tensors
     widths = [v.shape[-1]]
     if not message.state:
@@ -336,7 +336,7 @@ def _num_groups(plan: Plan, q: Tensor) -> int:
 def _unpacked(
     rank_parts: RankParts, saved: Tensor, k: Tensor, v: Tensor
 ) -> tuple[SavedParts, Tensor]:
-    """Return the saved tensors of each part of a wave's heads, and the rest of the row.
+    """Split a flat saved tensor: return the saved tensors of one head group's parts, and the rest.
 
     Shapes follow from the parts alone, so the row needs no header.
     """

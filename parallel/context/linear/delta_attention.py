@@ -12,7 +12,7 @@ from parallel.context.plan import PLANS, Plan, PlanHandle
 
 
 class DeltaAttention:
-    """The gated delta rule and its convolution, for any layout whose ranks hold consecutive tokens.
+    """Gated delta rule and its convolution, for any layout whose ranks hold consecutive tokens.
 
     Ranks pass states on, whatever the method of the softmax attention: the delta rule needs only
     the layout. A document that lies on one rank sends nothing.
@@ -81,7 +81,8 @@ class DeltaAttention:
     def convolve(self, x: Tensor, weight: Tensor, mask: PlanHandle | None = None) -> Tensor:
         """Compute a short causal convolution in each document; differentiable, collective.
 
-        It is ``causal_convolution`` of kernels/delta/convolution.py over the whole sequence.
+        The result equals ``causal_convolution`` of kernels/delta/convolution.py on the whole
+        sequence.
 
         Args:
             x: ``[B, T_local, C]``.

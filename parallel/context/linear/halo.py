@@ -1,4 +1,4 @@
-"""Short causal convolution over several ranks: a continued document gets the rows before it.
+"""Short causal convolution over several ranks: a continued document receives the rows before it.
 
 These rows, a segment's halo, travel while every rank convolves its own rows; then the first outputs
 of the segment are computed again with them, to the same bits as in one process. The backward sends
@@ -26,11 +26,11 @@ from runtime.tensors import Handles, accum_dtype
 
 
 class HaloRows(NamedTuple):
-    """Consecutive rows that go to or come from one rank."""
+    """Consecutive rows that are sent to or received from one rank."""
 
     peer: int
     rows: slice
-    """Tokens of the rank, or rows among all its halos."""
+    """Local token indices, or row indices among all halos of the rank."""
 
     @property
     def num_rows(self) -> int:
@@ -38,17 +38,17 @@ class HaloRows(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """One rank's part in the exchange of rows."""
+    """One rank's part in the exchange of halo rows."""
 
     continued: tuple[Segment, ...]
-    """Its segments that need rows, in the order of their halos."""
+    """Segments of this rank that need rows, in the order of their halos."""
     sends: tuple[HaloRows, ...]
     receives: tuple[HaloRows, ...]
 
 
 @lru_cache(maxsize=256)
 def halos(plan: Plan, reach: int) -> tuple[Halo, ...]:
-    """Return the part of each rank if a token reads ``reach`` tokens before it.
+    """Return each rank's part in the exchange, if a token reads ``reach`` tokens before itself.
 
     Raises as ``chains``. A halo has several owners if the segments before are shorter than it.
     """
@@ -57,7 +57,7 @@ def halos(plan: Plan, reach: int) -> tuple[Halo, ...]:
     receives: list[list[HaloRows]] = [[] for _ in range(plan.size)]
     for chain in cut(plan):
         for segment in chain[1:]:
-            # Fill the halo from its end, from the nearest segment before it on.
+            # Fill the halo from its end: the nearest earlier segment comes first.
             end = reach * (len(continued[segment.rank]) + 1)
             continued[segment.rank].append(segment)
             missing = reach
@@ -77,7 +77,7 @@ def halos(plan: Plan, reach: int) -> tuple[Halo, ...]:
 
 
 def halo_traffic(plan: Plan, rank: int, taps: int, row: int, *, gradient: bool) -> Traffic:
-    """Return the bytes that ``rank`` sends in a convolution of ``taps``, or in its backward.
+    """Return the bytes that ``rank`` sends in a convolution with ``taps`` taps, or in its backward.
 
     ``row`` is the bytes of a token's channels, with ``gradient`` those of its gradient, which is in
     float32 or wider.
@@ -104,7 +104,7 @@ class Convolution:
         self.rank = self.transport.rank
 
     def forward(self, plan: Plan, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out like x, zero in padding, and this rank's halos ``[B, rows, C]``, joined."""
+        """Return out like x, zero in padding, and this rank's halos ``[B, rows, C]``."""
         reach = weight.shape[1] - 1
         halo = halos(plan, reach)[self.rank]
         cu_seqlens = self._cu_seqlens(plan)
@@ -113,11 +113,11 @@ class Convolution:
         out = x.new_zeros(x.shape)
         arrived = x.new_zeros(x.shape[0], reach * len(halo.continued), x.shape[2])
 
-        # All segments side by side, each after a gap of zeros for its halo.
+        # Lay all segments side by side, each after a gap of zeros for its halo.
         rows, indices = spaced(x[:, :num_tokens], cu_seqlens, reach)
         out[:, :num_tokens] = convolve(rows, weight).index_select(1, indices)
 
-        # Only the first tokens of a continued segment read its halo.
+        # Only the first tokens of a continued segment read the halo.
         for part, values in arrivals():
             arrived[:, part.rows] = values
         for halo_rows, gap, first in self._gaps(plan, halo, reach):
@@ -129,7 +129,7 @@ class Convolution:
     def backward(
         self, plan: Plan, dout: Tensor, arrived: Tensor, x: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x, zero in padding, and of weight.
+        """Return the gradients of x (zero in padding) and of weight.
 
         ``arrived`` has the halos that forward returned. The gradient of a row that other ranks read
         is a sum over ranks; it is added in float32 and rounded once.
@@ -140,7 +140,7 @@ class Convolution:
         cu_seqlens = self._cu_seqlens(plan)
         num_tokens = cu_seqlens[-1]
 
-        # The halos' gradients, which other ranks wait for.
+        # Compute the gradients of the halos first, since other ranks wait for them.
         darrived = torch.zeros_like(arrived, dtype=dtype)
         for halo_rows, _, first in self._gaps(plan, halo, reach):
             readers = dout[:, first].to(dtype)
@@ -149,7 +149,7 @@ class Convolution:
             darrived[:, halo_rows] = convolve(readers, weight.flip(1))
         arrivals = self._exchange(darrived, halo.receives, halo.sends)
 
-        # Meanwhile, this rank's own gradients.
+        # Meanwhile, compute this rank's own gradients.
         rows, indices = spaced(x[:, :num_tokens], cu_seqlens, reach)
         for halo_rows, gap, _ in self._gaps(plan, halo, reach):
             rows[:, gap] = arrived[:, halo_rows]
@@ -160,7 +160,7 @@ class Convolution:
         dx = x.new_zeros(x.shape)
         dx[:, :num_tokens] = drows.index_select(1, indices + reach)
 
-        # Of a segment's last rows the longest part comes first.
+        # Several parts may end in the last rows of a segment; the longest comes first.
         shared: dict[int, Tensor] = {}
         for part, gradient in arrivals():
             end = part.rows.stop
@@ -174,7 +174,7 @@ class Convolution:
         return dx, dweight
 
     def _cu_seqlens(self, plan: Plan) -> tuple[int, ...]:
-        """Return the cumulative lengths of this rank's segments, without padding."""
+        """Return the cumulative lengths of this rank's segments, excluding padding."""
         lengths = []
         for segment in segments(plan)[self.rank]:
             if segment.start < plan.seq_len:
@@ -182,7 +182,7 @@ class Convolution:
         return tuple(accumulate(lengths, initial=0))
 
     def _gaps(self, plan: Plan, halo: Halo, reach: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield three slices of each continued segment.
+        """Yield three slices for each continued segment.
 
         They are the rows of its halo among all halos, the gap for it among the spaced rows, and the
         segment's tokens that read it, among this rank's.

@@ -1,4 +1,4 @@
-"""Softmax attention in its own layout, inside a model of another layout."""
+"""Softmax attention in its own layout, inside a model whose tokens have another layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,9 @@ from parallel.context.plan import PLANS, Plan, PlanHandle
 
 
 class InsideAttention:
-    """The softmax attention of ``inside``, for tensors and masks of ``outside``, on the same ranks.
+    """Softmax attention in the layout of ``inside``, for tensors in the layout of ``outside``.
 
-    Equal layouts need no exchange.
+    ``inside`` and ``outside`` have the same ranks. Equal layouts need no exchange.
     """
 
     def __init__(self, inside: ContextParallel, outside: ContextParallel) -> None:
@@ -33,11 +33,11 @@ class InsideAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: PlanHandle | None = None, **settings: Any
     ) -> Tensor:
-        """Return the attention, see ``SoftmaxAttention``; ``mask`` is a handle of ``outside``."""
+        """Return the attention, see ``SoftmaxAttention``; ``mask`` is a handle for ``outside``."""
         inner_mask = None if mask is None else self.inner_handle(mask)
         if self._relayout is None:
             return self.inside.attend(q, k, v, inner_mask, **settings)
-        # One exchange for all three: its latency counts more than its bytes.
+        # One exchange for q, k and v together, since its latency counts more than its bytes.
         heads = [x.shape[2] for x in (q, k, v)]
         qkv = relayout_in(self._relayout, torch.cat((q, k, v), 2))  # [B, T_local, H + 2 K, D]
         q, k, v = (x.contiguous() for x in qkv.split(heads, 2))
@@ -57,20 +57,20 @@ class InsideAttention:
         return lambda q: self(q, k, v, mask, **settings)
 
     def inner_handle(self, mask: PlanHandle) -> PlanHandle:
-        """Return the handle of ``inside`` for the documents of a handle of ``outside``.
+        """Return the handle for ``inside`` with the same documents as a handle for ``outside``.
 
-        It lives as long as that handle.
+        The returned handle lives as long as the given one.
         """
         plan = PLANS[mask.tensor]
         return mask if plan.geometry == self.inside.plan.geometry else self.under(plan).handle
 
     def under(self, plan: Plan) -> ContextParallel:
-        """Return ``inside`` under the documents of a plan of ``outside``.
+        """Return ``inside`` with the documents of a plan for ``outside``.
 
-        Made once for a plan of another geometry.
+        If the geometries differ, the result is cached per plan.
         """
         inside = self.inside
-        if plan.geometry == inside.plan.geometry:  # the same plan, which must not keep itself alive
+        if plan.geometry == inside.plan.geometry:  # the same plan: not cached, else it stays alive
             return inside.under(documents=plan.documents, window=plan.mask.window)
         if plan not in self._masked:
             window = inside.plan.mask.window

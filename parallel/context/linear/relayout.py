@@ -24,19 +24,19 @@ class TokenRoute(NamedTuple):
     order: Tensor
     """Local indices of the rank's tokens, sorted by destination: int64 [T]."""
     sends: tuple[int, ...]
-    """Tokens to send to each rank."""
+    """Number of tokens to send to each rank."""
     receives: tuple[int, ...]
-    """Tokens to receive from each rank."""
+    """Number of tokens to receive from each rank."""
     targets: Tensor
-    """New local indices of the received tokens, in order of source: int64 [T]."""
+    """New local indices of the received tokens, ordered by source rank: int64 [T]."""
 
 
 @lru_cache(maxsize=64)
 def token_route(source: Geometry, target: Geometry, rank: int) -> TokenRoute:
-    """Compute one rank's part in moving tokens from the layout of ``source`` to that of ``target``.
+    """Compute one rank's part in moving tokens from the ``source`` layout to the ``target`` layout.
 
     Raises:
-        ContextError: they differ in ranks or padded length.
+        ContextError: the layouts differ in their number of ranks or padded length.
     """
     if (source.size, source.padded_len) != (target.size, target.padded_len):
         raise ContextError(
@@ -45,8 +45,8 @@ def token_route(source: Geometry, target: Geometry, rank: int) -> TokenRoute:
             f"multiple={target.local_len}, the other's local length"
         )
     # Positions of a rank ascend, so both sides order the tokens between two ranks equally.
-    destination = _owners(target)[source.positions(rank)]  # of each token before the exchange
-    origin = _owners(source)[target.positions(rank)]  # of each token after it
+    destination = _owners(target)[source.positions(rank)]  # of each token, before
+    origin = _owners(source)[target.positions(rank)]  # of each token, after
     return TokenRoute(
         order=torch.from_numpy(np.argsort(destination, kind="stable")),
         sends=tuple(np.bincount(destination, minlength=source.size).tolist()),
@@ -65,7 +65,7 @@ def _owners(geometry: Geometry) -> np.ndarray:
 
 
 def moved_tokens(source: Geometry, target: Geometry) -> int:
-    """Return the most tokens that any rank sends to others; it receives as many."""
+    """Return the largest number of tokens that any rank sends to others; it receives as many."""
     max_tokens = 0
     for rank in range(source.size):
         stationary = token_route(source, target, rank).sends[rank]
@@ -77,7 +77,7 @@ class Relayout:
     """Exchange of one rank's tokens between two layouts of the same ranks."""
 
     def __init__(self, outside: Geometry, inside: Geometry, transport: Transport) -> None:
-        """Set up both directions; ``transport`` is that of either geometry and counts the bytes."""
+        """Set up both directions; ``transport``, of either geometry, also counts the bytes."""
         self.transport = transport
         self._routes = (
             token_route(outside, inside, transport.rank),
@@ -87,13 +87,14 @@ class Relayout:
         self.handle = RELAYOUTS.add(self)
 
     def exchange(self, x: Tensor, direction: int) -> Tensor:
-        """Move x [B, T, ...] from the outer layout to the inner one, or back.
+        """Move x [B, T, ...] from the outer layout to the inner layout, or back.
 
         Args:
             direction: 0 is inward, 1 outward.
         """
         if x.device not in self._indices:
-            # Once, since a copy in a layer makes the device wait for the host.
+            # Copied to the device once, since a copy in each layer makes the device wait for the
+            # host.
             self._indices[x.device] = [
                 (route.order.to(x.device), route.targets.to(x.device)) for route in self._routes
             ]

@@ -41,26 +41,26 @@ class Segment(NamedTuple):
     start: int
     """Position in the sequence."""
     offset: int
-    """Its first token on its rank."""
+    """Local index of its first token."""
     length: int
     chain: int
     """Number of its document in the sequence."""
     depth: int
-    """Segments of the document before this one."""
+    """Number of segments of the document before this one."""
     num_after: int
-    """Segments of the document after this one."""
+    """Number of segments of the document after this one."""
     previous_rank: int | None
-    """Rank of the segment before it; None if the document begins here."""
+    """Rank of the preceding segment; None if the document begins here."""
     next_rank: int | None
-    """Rank of the segment after it; None if the document ends here."""
+    """Rank of the following segment; None if the document ends here."""
 
     @property
     def tokens(self) -> slice:
-        """The segment's tokens on its rank."""
+        """Local indices of the segment's tokens."""
         return slice(self.offset, self.offset + self.length)
 
     def last(self, count: int) -> slice:
-        """Return its last ``count`` tokens on its rank."""
+        """Return the local indices of its last ``count`` tokens."""
         return slice(self.offset + self.length - count, self.offset + self.length)
 
 
@@ -70,7 +70,7 @@ Chain = tuple[Segment, ...]
 
 @lru_cache(maxsize=64)
 def chains(plan: Plan) -> tuple[Chain, ...]:
-    """Return the chains of a plan by position.
+    """Return the chains of a plan, in order of position.
 
     Padding comes last; its segments are documents of their own.
 
@@ -119,7 +119,7 @@ def chains(plan: Plan) -> tuple[Chain, ...]:
 
 @lru_cache(maxsize=64)
 def segments(plan: Plan) -> tuple[tuple[Segment, ...], ...]:
-    """Return the segments of each rank, by position; raises as ``chains``."""
+    """Return the segments of each rank, in order of position; raises as ``chains``."""
     by_rank: list[list[Segment]] = [[] for _ in range(plan.size)]
     for chain in chains(plan):
         for segment in chain:
@@ -129,14 +129,14 @@ def segments(plan: Plan) -> tuple[tuple[Segment, ...], ...]:
 
 @lru_cache(maxsize=64)
 def cut(plan: Plan) -> tuple[Chain, ...]:
-    """Return the chains of more than one segment: documents cut between ranks, without padding."""
+    """Return the chains of several segments: documents cut between ranks, without padding."""
     return tuple(
         chain for chain in chains(plan) if len(chain) > 1 and chain[0].start < plan.seq_len
     )
 
 
 def state_plan(called: str, handle: Tensor, geometry: Geometry) -> Plan:
-    """Return a plan by its handle.
+    """Return the plan of a handle, after checking that states can pass along it.
 
     Raises:
         ContextError: it is not of this geometry, or states cannot pass along it; ``called`` is the
@@ -147,21 +147,22 @@ def state_plan(called: str, handle: Tensor, geometry: Geometry) -> Plan:
     if not plan.causal or plan.mask.window:
         mask = f"window {plan.mask.window}" if plan.causal else "a full mask"
         raise ContextError(
-            f"{called}: a plan of {mask}, and a state holds all tokens before; leave it out"
+            f"{called}: the plan has {mask}, but a state holds all tokens before; leave out {mask}"
         )
     return plan
 
 
 class ScanPart(NamedTuple):
-    """Segments of a rank that one scan computes."""
+    """Segments of one rank that a single scan computes."""
 
     segments: tuple[Segment, ...]
     is_eager: bool = False
-    """True if it does not wait for the incoming state: a wider scan computes its map."""
+    """True if the part does not wait for its incoming state: a wider scan computes its map instead.
+    """
 
     @property
     def link(self) -> Segment:
-        """The only segment of a part that states enter or leave."""
+        """The only segment of the part that a state enters or leaves."""
         return self.segments[0]
 
     def of(self, x: Tensor) -> Tensor:
@@ -176,7 +177,7 @@ class ScanPart(NamedTuple):
             x[:, segment.tokens] = piece
 
     def inputs(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v, g and beta, with gates that forget between documents."""
+        """Return q, k, v, g and beta, with gates that reset the state between documents."""
         q, k, v, g, beta = map(self.of, tensors)
         lengths = (segment.length for segment in self.segments)
         cu_seqlens = tuple(accumulate(lengths, initial=0))
@@ -184,14 +185,14 @@ class ScanPart(NamedTuple):
 
 
 class RankParts(NamedTuple):
-    """Parts of a rank in the order of its work."""
+    """The parts of one rank, in the order in which it computes them."""
 
     first: tuple[ScanPart, ...]
     """Segments that begin a document whose end is on another rank."""
     eager: tuple[ScanPart, ...]
     """Parts that do not wait for their state."""
     whole: tuple[ScanPart, ...]
-    """One part of all documents that no other rank has tokens of; none if there is none."""
+    """One part with all documents that lie only on this rank; empty if there are none."""
     last: tuple[ScanPart, ...]
     """Segments that end a document and wait for its state."""
 
@@ -203,7 +204,7 @@ class RankParts(NamedTuple):
 
 @lru_cache(maxsize=256)
 def parts(plan: Plan, rank: int, *, waits: bool = False) -> RankParts:
-    """Return the parts of a rank, without padding, whose tensors may hold anything.
+    """Return the parts of a rank, without padding; tensors may hold anything in padding.
 
     A wide scan costs about twice a plain one, so it is used only if it saves waiting: for segments
     in the middle of a document, on which others wait, and for one that ends a document if it is
@@ -231,8 +232,8 @@ def parts(plan: Plan, rank: int, *, waits: bool = False) -> RankParts:
 
 
 LONGEST_CHAIN = 8
-"""Segments of the longest document for which ``auto`` takes the chain: it sends the fewest bytes,
-but in the most rounds.
+"""Largest number of segments per document for which ``auto`` takes the chain, which sends the
+fewest bytes in the most rounds.
 """
 
 
@@ -242,11 +243,11 @@ class StateMessage(NamedTuple):
     source: Segment
     target: Segment
     state: bool
-    """True if these segments begin the document, so that U is all of it."""
+    """True if these segments begin the document, so that the message is U alone."""
 
     @property
     def peer(self) -> int:
-        """The rank that it goes to."""
+        """The rank that receives the message."""
         return self.target.rank
 
 
@@ -260,7 +261,7 @@ def _chain(chain: Chain) -> Iterator[list[StateMessage]]:
 
 
 def _tree(chain: Chain) -> Iterator[list[StateMessage]]:
-    covered = 0  # segments right before its own that each has the map of
+    covered = 0  # The segments directly before each segment whose map that segment has already.
     while covered < len(chain) - 1:
         messages = []
         for index, target in enumerate(chain[covered + 1 :]):
@@ -276,7 +277,7 @@ SCHEDULES: dict[Schedule, Callable[[Chain], Iterator[list[StateMessage]]]] = {
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule of a plan.
+    """Return the plan's schedule, with ``auto`` resolved.
 
     ``auto`` takes the tree if some document has over ``LONGEST_CHAIN`` segments. Latency decides
     there: a chain's rounds grow with its segments, a tree's with their logarithm
@@ -292,7 +293,7 @@ def schedule_of(plan: Plan) -> Schedule:
 def rounds(
     plan: Plan, *, gradient: bool = False, schedule: Schedule | None = None
 ) -> tuple[StateRound, ...]:
-    """Return the rounds of a forward or (``gradient``) a backward, of all ranks and documents.
+    """Return the rounds of a forward, or of a backward (``gradient``), for all ranks and documents.
 
     ``schedule`` is by default that of ``schedule_of``. Between two ranks messages go in this order.
     Messages for one segment come by position, the first of the document (for gradients the last)
@@ -315,7 +316,7 @@ def rounds(
 def rounds_of(
     plan: Plan, rank: int, *, gradient: bool
 ) -> tuple[tuple[StateRound, StateRound], ...]:
-    """Return the messages that a rank sends and receives, in each round that it takes part in."""
+    """Return the messages that a rank sends and receives, in each round in which it takes part."""
     rank_rounds = []
     for messages in rounds(plan, gradient=gradient):
         sends = tuple(message for message in messages if message.source.rank == rank)

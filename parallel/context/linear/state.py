@@ -32,7 +32,7 @@ from parallel.context.transport import Arrival, Transport
 from runtime.tensors import Handles, accum_dtype
 
 BySlot = dict[int, Tensor]
-"""A tensor of each stretch of a rank."""
+"""A tensor for each stretch of a rank, keyed by slot."""
 
 
 @dataclass(eq=False)
@@ -64,12 +64,12 @@ class StateExecutor:
             return state
 
         def alone(way: Passage) -> Tensor:
-            """Compute the state only, without outputs."""
+            """Compute only the state after a stretch, without outputs."""
             _, state = scan(None, way.of(k), way.of(v), log_decay, None, way.documents)
             return state
 
         def enter(way: Passage, state: Tensor) -> None:
-            """Add the outputs of the incoming state, for the tokens of its document."""
+            """Add the contribution of the incoming state to the tokens of its document."""
             outs[way.slot] += from_state(way.of(q), state, log_decay, way.num_readers)
 
         like = empty_state(k, v)
@@ -90,7 +90,7 @@ class StateExecutor:
         v: Tensor,
         log_decay: Sequence[float],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv in float32 or wider; ``states`` are those that forward returned."""
+        """Return dq, dk and dv in float32 or wider; ``states`` come from ``forward``."""
         scan = self._scan(q)
         dq: BySlot = {}
         dk: BySlot = {}
@@ -180,7 +180,7 @@ class StateExecutor:
             elif way.source is not None:
                 (states[way.slot],) = arrival()
 
-            # Send it on first: the next rank waits for it.
+            # Send the state on first, since the next rank waits for it.
             handed = local_states.pop(way.slot)
             if way.target is not None and way.slot in states and way.goes_through:
                 handed = handed + decayed_state(states[way.slot], log_decay, way.length)
@@ -204,9 +204,10 @@ class StateExecutor:
         alone: Callable[[Passage], Tensor],
         enter: Callable[[Passage, Tensor], None],
     ) -> BySlot:
-        """All-gather the state of every stretch, and sum those before each of this rank.
+        """All-gather the state of every stretch, and sum those before each stretch of this rank.
 
-        The states are computed first, alone: the gather then hides behind the rest of the scan.
+        States are computed first, without outputs, so that the gather overlaps the rest of the
+        scan.
         """
         by_slot = sorted(local_ways, key=lambda way: way.slot)
         local_states = torch.stack([alone(way) for way in by_slot], 1)  # [B, slots, H, D, E]
@@ -222,7 +223,7 @@ class StateExecutor:
         return states
 
     def _receive(self, way: Passage | None, like: Tensor) -> Arrival:
-        """Start to receive the state of a stretch, unless this rank has it or there is none.
+        """Start to receive the state of a stretch, unless this rank has it or no state enters.
 
         Only one is in transit: a second would wait for a state that this rank has yet to send, and
         a GPU's queue keeps their order.
@@ -236,7 +237,7 @@ class StateExecutor:
     def _sum_before(
         self, states: Tensor, log_decay: Sequence[float], ways: tuple[Passage, ...]
     ) -> BySlot:
-        """Sum the states ``[B, ranks * slots, H, D, E]`` before each stretch of this rank.
+        """Sum the states ``[B, ranks * slots, H, D, E]`` that precede each stretch of this rank.
 
         In the order of the sequence, with each state decayed by the tokens after it, as a chain of
         ranks would: lasp and lasp2 add in the same order.
@@ -265,14 +266,14 @@ class StateExecutor:
 
 
 def _joined(stretches: BySlot) -> Tensor:
-    """Join tensors of a rank's stretches ``[B, T, ...]``, by slot."""
+    """Concatenate the tensors of a rank's stretches ``[B, T, ...]``, in the order of slots."""
     if len(stretches) == 1:
         return stretches[0]
     return torch.cat([stretches[slot] for slot in range(len(stretches))], 1)
 
 
 def empty_state(k: Tensor, v: Tensor) -> Tensor:
-    """Allocate a state, uninitialised."""
+    """Allocate an uninitialised state."""
     shape = (k.shape[0], *k.shape[2:], v.shape[-1])  # [B, H, D, E]
     return k.new_empty(shape, dtype=accum_dtype(k.dtype))
 

@@ -13,12 +13,12 @@ from parallel.context.layout import LAYOUTS, ContextError
 from runtime.errors import divisors
 
 Ranks = Any
-"""A rank, or an array of ranks: methods use arithmetic only, so that one call computes all ranks.
+"""A rank, or an array of ranks: methods use only arithmetic, so that one call computes all ranks.
 """
 
 
 class Shape(NamedTuple):
-    """``size`` ranks that share a sequence, in teams of ``team_size``, ``per_node`` in a node."""
+    """Number of ranks that share a sequence, per team and per node."""
 
     size: int
     team_size: int = 1
@@ -58,7 +58,7 @@ class Round(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Unmasked (query, key) pairs computed in this round."""
+        """Number of unmasked (query, key) pairs computed in this round."""
         return sum(tile.pairs for tile in self.tiles)
 
 
@@ -71,13 +71,13 @@ class Method:
     name: str
     masks: tuple[str, ...] = ("causal", "full")
     layouts: tuple[str, ...] = LAYOUTS
-    """Layouts to choose from; a single one if it defines the method."""
+    """Layouts to choose from; a single one if the layout defines the method."""
     teams: bool = False
     nodes: bool = False
-    """True if the rounds depend on nodes of equally many ranks."""
+    """True if the rounds depend on nodes, which must have equally many ranks."""
     needed_only: bool = False
-    """True if only rows that a query sees travel under any mask; otherwise under packed documents
-    and windows.
+    """True if only rows that a query sees travel under any mask; if False, only under packed
+    documents and windows.
     """
     splits_heads: bool = False
     states: Literal["", "neighbour", "gather"] = ""
@@ -90,7 +90,7 @@ class Method:
         return hash(type(self))
 
     def layout(self, causal: bool) -> str:
-        """Return the method's layout, or if it takes any, the one that balances this mask."""
+        """Return the method's only layout, or among several the one that balances this mask."""
         return self.layouts[0]
 
     def rounds(self, rank: Ranks, shape: Shape) -> Sequence[Round]:
@@ -101,14 +101,14 @@ class Method:
         return [Round((rank,), (), Send(rank, 1))]
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
-        """Return the ranks for whose queries ``rank`` attends.
+        """Return the ranks for whose queries ``rank`` computes attention.
 
         Their queries are gathered before the rounds, and partial results combined after.
         """
         return (rank,)
 
     def check_kind(self, called: str, attention: str, fitting: "Mapping[str, Method]") -> None:
-        """Raise ContextError unless this is among the methods ``fitting`` a kind of attention.
+        """Raise ContextError unless this method is one of ``fitting``, those for an attention.
 
         Args:
             called: the function that the user called, for the message.
@@ -127,7 +127,7 @@ class Method:
             raise ContextError(f"method {self.name} has no {mask} mask; it takes {self.masks}")
         if shape.team_size != 1 and not self.teams:
             raise ContextError(
-                f"method {self.name} has no teams and context_parallel_team_size is "
+                f"method {self.name} has no teams, but context_parallel_team_size is "
                 f"{shape.team_size}; use team_size 1, or method wallfacer"
             )
         if self.nodes and shape.size % shape.per_node:
@@ -139,7 +139,7 @@ class Method:
 
 
 class BalancedMethod(Method):
-    """A method for any layout; the default balances the mask."""
+    """A method that supports any layout; by default it takes the one that balances the mask."""
 
     def layout(self, causal: bool) -> str:
         return "zigzag" if causal else "contiguous"

@@ -39,7 +39,7 @@ class Exchange(BalancedMethod):
             other_node = (node + laps) % num_nodes
             return other_node * node_size + (member + steps) % node_size
 
-        # The rounds in which the KV of the other nodes arrives, one lap after the other.
+        # Rounds in which the KV of the other nodes arrives, one node after the other.
         rounds_per_lap = node_size + 1
         lap_starts = [node_size + lap * rounds_per_lap for lap in range(num_nodes - 1)]
         end = node_size + len(lap_starts) * rounds_per_lap
@@ -52,7 +52,7 @@ class Exchange(BalancedMethod):
         rounds += [Round((at(0, -s),), (), Send(at(0, -s), end)) for s in neighbours]
 
         for lap, start in enumerate(lap_starts, 1):
-            # The neighbours' gradients come back to this rank, which sends their sum home.
+            # The neighbours' gradients return to this rank, which sends their sum to the owner.
             last = start + node_size
             onward = [Send(at(0, s), start + s) for s in neighbours]
             onward.append(Send(rank, last))

@@ -5,10 +5,10 @@ from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, 
 
 
 class AllGather(BalancedMethod):
-    """Every rank gathers all KV once, and then works alone (Llama 3, section 3.3.2).
+    """Every rank gathers all KV once, then attends alone (Llama 3, section 3.3.2).
 
-    All KV is in the memory of every rank. With few KV heads that is little, the gather is short
-    compared to the attention, and any document mask works, since every rank has all keys.
+    All KV is in the memory of every rank. With few KV heads that memory is small, the gather is
+    short compared to the attention, and any document mask works, since every rank has all keys.
     """
 
     name = "allgather"
@@ -19,7 +19,7 @@ class AllGather(BalancedMethod):
 
 
 class Ulysses(Method):
-    """One all-to-all gives each rank all tokens of some heads; another undoes it.
+    """One all-to-all gives each rank all tokens of some heads; a second one reverses it.
 
     Jacobs et al. 2023. Its degree is an option of every method: groups of that many neighbours
     split the heads, and the method runs over the groups; here there is one group, of all ranks.
@@ -33,13 +33,13 @@ class Ulysses(Method):
         super().check(shape, causal)
         if shape.size != 1:
             raise ContextError(
-                "method ulysses splits the heads among all ranks, and ulysses_degree leaves "
-                f"{shape.size} groups; leave it out, or choose another method to run over them"
+                "method ulysses splits the heads among all ranks, but ulysses_degree leaves "
+                f"{shape.size} groups; leave out ulysses_degree, or choose another method for them"
             )
 
 
 class StateMethod(Method):
-    """Linear attention: a rank needs only the state after the tokens before its own.
+    """Linear attention: a rank needs only the state that its preceding tokens leave.
 
     One such state for each of its stretches of tokens. KV does not move; states move as ``states``
     says. A state has the same size after any number of tokens, so traffic does not grow with the

@@ -10,7 +10,7 @@ from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, 
 
 
 class Ring(Method):
-    """As many rounds as ranks: round i holds the KV of rank - i and passes it to rank + 1.
+    """One round per rank: round i holds the KV of rank - i and passes it to rank + 1.
 
     Section 3 of the paper. Contiguous blocks; under a causal mask the last rank has twice the
     average work. The gradient of the KV travels with it, one round behind, and has passed all ranks

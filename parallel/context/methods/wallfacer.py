@@ -1,4 +1,4 @@
-"""WallFacer (Liu et al. 2024): teams share queries, and KV goes around one ring per member.
+"""WallFacer (Liu et al. 2024): teams share queries, and KV circulates in one ring per member.
 
 Of P ranks, C form a team and G = P / C^2 teams form a team group. Rank = r_t C + r_a: member r_a of
 team r_t. A ring of P ranks passes all KV through every rank. Here a rank sees 1 / C of all KV, for
@@ -13,7 +13,7 @@ from parallel.context.methods.base import BalancedMethod, Ranks, Round, Send, Sh
 
 
 class WallFacer(BalancedMethod):
-    """A team's members gather Q, K and V; each attends for the whole team to 1 / C of all KV.
+    """Team members gather Q, K and V; each attends for the whole team to 1 / C of all KV.
 
     First, member r_a sends the team's KV to team r_a G + r_t // C, member r_t % C (algorithm 2).
     Then member a of team t holds the KV of team (t % G) C + a, and G rounds pass it around the
@@ -37,7 +37,7 @@ class WallFacer(BalancedMethod):
         group = team // g
         next_rank = ((team + 1) % g + g * group) * c + member
         rounds = []
-        first = 0  # a team of one has its KV in place
+        first = 0  # a team of one rank has its KV already
         if c > 1:
             first = 1
             target = (member * g + team // c) * c + team % c

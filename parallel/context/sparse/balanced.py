@@ -1,4 +1,4 @@
-"""The layout ``balanced``: the same tokens and the same work on every rank, whatever the documents.
+"""The layout ``balanced``: equally many tokens and equal work on every rank, for any documents.
 
 Documents lie on a circle (``circles``) in any order. Each order gives a balanced layout, but some
 cut documents at better points than others, so a few orders are tried.
@@ -16,23 +16,24 @@ from parallel.context.sparse.circles import halve
 from parallel.context.sparse.rows import Line, Pieces, Spans, rows_seen, union
 
 MAX_BEADS = 8_000
-"""Documents in all orders that are tried together; with more, fewer orders are tried. A thousand
-take about a millisecond.
+"""Maximum number of documents, summed over all orders that are tried; with more documents, fewer
+orders are tried. A thousand take about a millisecond.
 """
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
 
 
 @dataclass(frozen=True)
 class ArcLayout:
-    """``seq_len`` tokens in packed documents over ``size`` ranks, by arcs; see ``circles``.
+    """Layout that gives each rank arcs of a circle of packed documents; see ``circles``.
 
     Args:
         seq_len: tokens, a multiple of ``size``.
-        real: tokens that exist; padding, the rest, is no document's and has no work.
+        real: number of real tokens; the rest is padding, which belongs to no document and has no
+            work.
         size: ranks.
         team_size: neighbouring ranks that share a place, each a slice of its tokens.
         documents: cumulative lengths, ``(0, l1, l1 + l2, ..., real)``.
-        causal: a token sees none behind it.
+        causal: True if a token sees no later token.
         window: how many tokens before and behind itself a token sees, besides itself: -1 for all of
             its document's.
     """
@@ -53,28 +54,28 @@ class ArcLayout:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash, computed once: it passes over all documents."""
+        """The hash, computed once, since it reads all documents."""
         fields = (self.seq_len, self.real, self.size, self.team_size, self.causal)
         return hash((*fields, self.documents, self.window or ()))
 
     @property
     def num_places(self) -> int:
-        """Places, each of ``team_size`` ranks."""
+        """Number of places, each of ``team_size`` ranks."""
         return self.size // self.team_size
 
     @property
     def reach(self) -> tuple[int, int]:
-        """The most tokens that a token sees before itself, and behind itself."""
+        """Maximum number of tokens before and behind itself that a token sees."""
         left, right = self.window or (-1, 0 if self.causal else -1)
         return (self.real if left < 0 else left, self.real if right < 0 else right)
 
     @cached_property
     def bounds(self) -> np.ndarray:
-        """The documents' cumulative lengths: int64 ``[documents + 1]``."""
+        """Cumulative lengths of the documents: int64 ``[documents + 1]``."""
         return np.array(self.documents, dtype=np.int64)
 
     def pieces(self) -> Pieces:
-        """Return the pieces of documents of all places, by place and position, padding too."""
+        """Return the pieces at all places, including padding, by place and position."""
         return _arcs(self).pieces
 
     def strides(self, rank: int) -> tuple[Stride, ...]:
@@ -91,10 +92,10 @@ class ArcLayout:
 
 
 def orders(lengths: np.ndarray) -> list[np.ndarray]:
-    """Return permutations of documents to try.
+    """Return the permutations of documents to try.
 
-    As given, shortest first, longest in the middle, and mixed. Up to three documents have one order
-    on a circle, but for its direction.
+    The documents as given, shortest first, longest in the middle, and mixed. Up to three documents
+    have only one order on a circle, apart from its direction.
     """
     count = len(lengths)
     as_given = np.arange(count)
@@ -108,11 +109,12 @@ def orders(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def opened(documents: np.ndarray, seq_len: int, reach: tuple[int, int]) -> Beads:
-    """Return the documents, cumulative lengths ``[count + 1]``, as beads.
+    """Convert documents, given by cumulative lengths ``[count + 1]``, to beads.
 
-    Padding up to ``seq_len`` is a last bead. The n-th token of a document, from 0, sees ``min(n,
-    left)`` tokens before it, itself, and ``min(length - 1 - n, right)`` behind it. So a bead also
-    ends where one of these becomes constant, or ceases to be.
+    A bead is a piece of a document whose work per token is linear. Padding up to ``seq_len`` is the
+    last bead. The n-th token of a document, from 0, sees ``min(n, left)`` tokens before it, itself,
+    and ``min(length - 1 - n, right)`` behind it. So a bead also ends where one of these becomes
+    constant, or ceases to be.
     """
     left, right = reach
     start = documents[:-1, None]
@@ -145,9 +147,9 @@ def opened(documents: np.ndarray, seq_len: int, reach: tuple[int, int]) -> Beads
 
 
 def divided(layout: ArcLayout, permutations: list[np.ndarray]) -> Circles:
-    """Put the documents on a circle in each order, and halve all circles down to one place each.
+    """Put the documents on a circle in each order, and halve the circles until each is one place.
 
-    Returns the places' circles, those of one order after the other.
+    Returns the circles of all places, one order after the other.
     """
     documents = layout.bounds
     num_places = layout.num_places
@@ -155,7 +157,7 @@ def divided(layout: ArcLayout, permutations: list[np.ndarray]) -> Circles:
 
     bead_order = []
     for permutation in permutations:
-        ordinal = np.full(len(documents), len(permutation))  # padding, document -1, comes last
+        ordinal = np.full(len(documents), len(permutation))  # padding (document -1) comes last
         ordinal[permutation] = np.arange(len(permutation))
         bead_order.append(np.argsort(ordinal[beads.document], kind="stable"))
 
@@ -173,17 +175,17 @@ def divided(layout: ArcLayout, permutations: list[np.ndarray]) -> Circles:
 
 
 def best(layout: ArcLayout) -> Pieces:
-    """Return the pieces of each place, padding too, under the best order of documents.
+    """Return the pieces of each place, including padding, under the best order of documents.
 
-    That is the order under which the busiest place receives or sends the fewest rows; the first of
-    equal ones. Work is balanced under every order, so communication alone decides.
+    In the best order the busiest place receives or sends the fewest rows; of equal orders the first
+    wins. Work is balanced under every order, so communication alone decides.
     """
     permutations = orders(np.diff(layout.bounds))
     circles = divided(layout, permutations)
     place = circles.circle
     start, length, _, _, document = circles.beads
 
-    # Beads of a document that touch are one piece.
+    # Adjacent beads of one document form one piece.
     is_new_piece = (
         (place[1:] != place[:-1])
         | (document[1:] != document[:-1])
@@ -207,9 +209,9 @@ def best(layout: ArcLayout) -> Pieces:
 
 
 def _busiest(pieces: Pieces, layout: ArcLayout, count: int) -> np.ndarray:
-    """Return the most rows that a place receives or sends, for each of ``count`` orders.
+    """Return the most rows that any place receives or sends, for each of ``count`` orders.
 
-    All orders are counted at once: the places and documents of each get their own numbers.
+    All orders are counted at once: each order's places and documents get separate numbers.
     """
     pieces = in_parts(pieces, layout.bounds)
     line = Line(count * layout.num_places, layout.seq_len)
@@ -225,19 +227,19 @@ def _busiest(pieces: Pieces, layout: ArcLayout, count: int) -> np.ndarray:
 
 
 def in_parts(pieces: Pieces, documents: np.ndarray) -> Pieces:
-    """Return the pieces of documents that several places share: only their rows travel."""
+    """Return the pieces of documents that lie on several places: only their rows travel."""
     is_shared = (pieces.document >= 0) & (pieces.length < np.diff(documents)[pieces.document])
     return pieces.take(np.flatnonzero(is_shared))
 
 
 def travelling(pieces: Pieces, line: Line, reach: tuple[int, int]) -> Spans:
-    """Return the rows that places see and others hold, ascending by reader, owner and position."""
+    """Return the rows that one place sees and another holds, by reader, owner and position."""
     reader, owner, first, end = rows_seen(pieces, pieces, 1, reach)
     return union(line.spans(reader, owner, first, end).where(reader != owner))
 
 
 class _Arcs(NamedTuple):
-    """Arrays that describe a layout.
+    """Arrays that describe a layout of strides.
 
     Rank r has the strides from ``bounds[r]`` to ``bounds[r + 1]``.
     """
@@ -253,17 +255,17 @@ def _arcs(layout: ArcLayout) -> _Arcs:
     pieces = best(layout)
     start, length, bounds = _runs(pieces, layout.size)
     for array in (*pieces, start, length, bounds):
-        array.setflags(write=False)  # all layouts that are equal share it
+        array.setflags(write=False)  # cached for all equal layouts
     return _Arcs(pieces, start, length, bounds)
 
 
 def _runs(pieces: Pieces, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Join the pieces of each place that touch, and cut places into slices for ``size`` ranks.
+    """Join adjacent pieces of each place into runs, and cut places into slices for ``size`` ranks.
 
     Returns:
         start and length of each run; the first run of each rank and, last, the number of runs.
     """
-    # On a line of all places' tokens: where pieces begin, and where ranks begin.
+    # Positions at which pieces and ranks begin, on a line of all places' tokens.
     begin = np.cumsum(pieces.length) - pieces.length
     total = begin[-1] + pieces.length[-1]
     ranks = np.arange(size) * (total // size)

@@ -1,4 +1,4 @@
-"""Beads and circles: documents over places, as columns of numbers.
+"""Beads and circles: documents over places, stored as columns of numbers.
 
 A bead is a piece of a document along which the work of a token is an arithmetic progression. So the
 work of any stretch of tokens is a sum of a few squares, and no array is as long as the sequence.
@@ -14,7 +14,7 @@ import numpy as np
 class Beads(NamedTuple):
     """Pieces of documents: int64 ``[beads]`` each. Token n has work ``first + n * slope``."""
 
-    start: np.ndarray  # its first token's position in the sequence
+    start: np.ndarray  # position in the sequence of its first token
     length: np.ndarray
     first: np.ndarray
     slope: np.ndarray
@@ -36,57 +36,57 @@ def progression(first: np.ndarray, slope: np.ndarray, count: np.ndarray) -> np.n
 
 @dataclass(frozen=True)
 class Circles:
-    """Circles on a line, in the order of their places; a circle has ``tokens`` for each place.
+    """Circles laid out on a line in the order of their places; each has ``tokens`` per place.
 
     A document's tokens are consecutive on a circle and ascend, whatever was cut out between them.
     """
 
     beads: Beads
-    counts: np.ndarray  # beads of each circle: int64 [circles]
-    num_places: np.ndarray  # that share each circle, ranks or teams of them: int64 [circles]
+    counts: np.ndarray  # number of beads of each circle: int64 [circles]
+    num_places: np.ndarray  # ranks or teams that share each circle: int64 [circles]
     tokens: int
 
     @cached_property
     def begin(self) -> np.ndarray:
-        """Start of each bead on the line."""
+        """Start position of each bead on the line."""
         return np.cumsum(self.beads.length) - self.beads.length
 
     @cached_property
     def before(self) -> np.ndarray:
-        """Work before each bead on the line, and of the whole line: ``[beads + 1]``."""
+        """Work before each bead on the line, and last that of the whole line: ``[beads + 1]``."""
         return np.append(0, np.cumsum(self.beads.work(self.beads.length)))
 
     @cached_property
     def circle(self) -> np.ndarray:
-        """Circle of each bead."""
+        """Index of the circle of each bead."""
         return np.repeat(np.arange(len(self.num_places)), self.counts)
 
     @cached_property
     def opening(self) -> np.ndarray:
-        """First bead of each circle."""
+        """Index of the first bead of each circle."""
         return np.cumsum(self.counts) - self.counts
 
     @cached_property
     def base(self) -> np.ndarray:
-        """Start of each circle on the line."""
+        """Start position of each circle on the line."""
         return np.cumsum(self.size) - self.size
 
     @cached_property
     def size(self) -> np.ndarray:
-        """Tokens of each circle."""
+        """Number of tokens of each circle."""
         return self.num_places * self.tokens
 
     @cached_property
     def work(self) -> np.ndarray:
-        """Work of each circle."""
+        """Total work of each circle."""
         return self.before[self.opening + self.counts] - self.before[self.opening]
 
     def target(self, inside: np.ndarray) -> np.ndarray:
-        """Return the share of ``inside`` of its places in each circle's work, rounded down."""
+        """Return the work that ``inside`` places should get of each circle, rounded down."""
         quotient, remainder = np.divmod(self.work, self.num_places)
         return inside * quotient + inside * remainder // self.num_places
 
     def take(self, index: np.ndarray) -> "Circles":
-        """Return the circles at ``index``, which ascends."""
+        """Return the circles at ``index``, which must ascend."""
         beads = self.beads.take(np.flatnonzero(np.isin(self.circle, index)))
         return Circles(beads, self.counts[index], self.num_places[index], self.tokens)

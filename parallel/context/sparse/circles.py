@@ -1,4 +1,4 @@
-"""Packed documents over ranks: the same tokens and work for each, and few documents cut.
+"""Divide packed documents over ranks: equally many tokens and equal work, and few documents cut.
 
 Put all documents on a circle. Let an arc of half the tokens move once round. Every token is in it
 for half of the way, so on average it holds half of the work: more here, less there, and exactly
@@ -30,23 +30,23 @@ import numpy as np
 from parallel.context.sparse.beads import Circles, progression
 
 TOLERANCE = 0.003
-"""Share of its work by which a place may have too much or too little, so that cuts fall on edges of
-documents.
+"""Fraction of its work by which a place may have too much or too little, so that cuts can fall on
+document boundaries.
 """
 
 
 class Arcs(NamedTuple):
-    """Arcs somewhere on their circles, and their work there: int64 ``[arcs]`` each.
+    """Arcs at a position on their circles, with their work there: int64 ``[arcs]`` each.
 
-    ``n`` tokens further on, up to ``room``, the surplus is ``surplus + n * gain + n * (n - 1) / 2 *
-    bend``.
+    After moving on by ``n`` tokens, up to ``room`` (the distance to the next stop), the surplus is
+    ``surplus + n * gain + n * (n - 1) / 2 * bend``.
     """
 
     circle: np.ndarray
-    start: np.ndarray  # on the line
-    head: np.ndarray  # bead of its first token
-    tail: np.ndarray  # bead of the first token behind it, or the one that ends there
-    surplus: np.ndarray  # work of the arc beyond its share
+    start: np.ndarray  # position on the line
+    head: np.ndarray  # bead that contains the arc's first token
+    tail: np.ndarray  # bead of the first token behind the arc, or the bead that ends there
+    surplus: np.ndarray  # work of the arc in excess of its share
     gain: np.ndarray
     bend: np.ndarray
     room: np.ndarray
@@ -78,11 +78,11 @@ def joined(*several: Arcs) -> Arcs:
 
 
 def halve(circles: Circles, share: float, reach: tuple[int, int]) -> tuple[np.ndarray, Circles]:
-    """Cut every circle into two arcs, and close each to a circle.
+    """Cut every circle into two arcs, and close each arc to a circle.
 
     Args:
-        circles: for any numbers of places; those of one place stay as they are.
-        share: work of a place where all have the same.
+        circles: circles for any numbers of places; a circle for one place stays as it is.
+        share: work of a place if all places have the same.
         reach: how many tokens before and behind itself a token sees at most.
 
     Returns:
@@ -108,7 +108,7 @@ def halve(circles: Circles, share: float, reach: tuple[int, int]) -> tuple[np.nd
 def cheapest(
     circles: Circles, inside: np.ndarray, share: float, reach: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the arc of each circle with the work of ``inside`` places that moves the fewest rows.
+    """Find, for each circle, the arc with the work of ``inside`` places that moves the fewest rows.
 
     Returns:
         both ends of each arc, in tokens from its circle's beginning: int64 ``[circles, 2]``, the
@@ -135,7 +135,7 @@ def cheapest(
 
 
 def turn(circles: Circles, inside: np.ndarray) -> Arcs:
-    """Move an arc for ``inside`` places along every circle; return its stops.
+    """Move an arc for ``inside`` places along every circle; return the positions where it stops.
 
     It stops where either end reaches the edge of a bead. It stops also where its surplus turns from
     rising to falling or back, so that it does not between two stops. It goes from the beginning of
@@ -151,7 +151,7 @@ def turn(circles: Circles, inside: np.ndarray) -> Arcs:
     heads = np.flatnonzero(begin <= last_start[circles.circle])
     tails = np.flatnonzero(begin >= first_end[circles.circle])
 
-    # Every stop, and how many of the stops up to it are those of a head.
+    # List every stop, and count how many of the stops up to it are stops of the arc's head.
     stops = np.append(begin[heads], begin[tails] - arc_length[circles.circle[tails]])
     order = np.argsort(stops, kind="stable")
     start = stops[order]
@@ -159,8 +159,8 @@ def turn(circles: Circles, inside: np.ndarray) -> Arcs:
     head = heads[num_heads - 1]
     circle = circles.circle[head]
 
-    # At every other stop the tail reaches its next bead, from the bead in which the line's first
-    # arc ends.
+    # At every other stop the arc's tail reaches its next bead; it starts in the bead in which the
+    # line's first arc ends.
     first_tail = begin.searchsorted(first_end)
     num_tails = np.arange(1, len(start) + 1) - num_heads
     tail = num_tails + (first_tail - 1 - tails.searchsorted(first_tail))[circle]
@@ -172,16 +172,16 @@ def turn(circles: Circles, inside: np.ndarray) -> Arcs:
     tail_first = beads.first[tail]
     tail_slope = beads.slope[tail]
 
-    # Work of whole beads, and of the parts of the two beads that the arc's ends are in.
+    # Add the work of whole beads, and of the parts of the two beads that contain the arc's ends.
     work = circles.before[tail] - circles.before[head]
     work += progression(tail_first, tail_slope, into_tail)
     work -= progression(head_first, head_slope, into_head)
 
-    # One step adds the tail's next token and drops the head's first.
+    # Moving by one token adds the tail's next token and drops the head's first token.
     gain = tail_first + tail_slope * into_tail - head_first - head_slope * into_head
     room = np.append(start[1:], 0) - start
 
-    # The last stop of each circle has room to the end of its line.
+    # From the last stop of a circle, the arc can move to the end of the circle's line.
     last = np.append(np.flatnonzero(circle[1:] != circle[:-1]), len(start) - 1)
     room[last] = last_start - start[last]
     arcs = Arcs(
@@ -198,9 +198,9 @@ def turn(circles: Circles, inside: np.ndarray) -> Arcs:
 
 
 def _with_extrema(arcs: Arcs) -> Arcs:
-    """Stop also where the surplus is largest or smallest between two stops."""
+    """Add stops at which the surplus is largest or smallest between two stops."""
     turns = np.flatnonzero(arcs.bend)
-    # The first step on which the gain has another sign, or none.
+    # First step at which the gain is zero or has another sign.
     steps = -(arcs.gain[turns] // arcs.bend[turns])
 
     is_between = (steps > 0) & (steps < arcs.room[turns])
@@ -213,13 +213,12 @@ def _with_extrema(arcs: Arcs) -> Arcs:
 
 
 def crossings(arcs: Arcs) -> Arcs:
-    """Return the arcs nearest to their share of work, one per change of the surplus's sign.
+    """Return the arcs nearest to their share of work, one for each change of the surplus's sign.
 
     They lie between two stops.
     """
     arcs = arcs.take(np.flatnonzero((arcs.surplus <= 0) != (arcs.surplus_at_end() <= 0)))
-    # The root of surplus + speed * n + bend / 2 * n^2 that comes first, written so that nothing
-    # cancels.
+    # Take the first root of surplus + speed * n + bend / 2 * n^2, in a form without cancellation.
     speed = arcs.gain - arcs.bend / 2
     sign = np.where(arcs.surplus > 0, -1.0, 1.0)
     discriminant = speed * speed - 2.0 * arcs.bend * arcs.surplus
@@ -233,8 +232,8 @@ def crossings(arcs: Arcs) -> Arcs:
 
 
 def on_edges(circles: Circles, arcs: Arcs, inside: np.ndarray, share: float) -> Arcs:
-    """Return the stops at which both parts of a circle have about their share of work."""
-    # An arc within its own tolerance can leave the rest of the circle outside of its tolerance.
+    """Return the stops at which both parts of a circle have nearly their share of work."""
+    # The arc may be within its tolerance while the rest of the circle is not within its own.
     inside_share = inside * share
     outside_share = (circles.num_places - inside) * share
     work = circles.work
@@ -252,21 +251,22 @@ def on_edges(circles: Circles, arcs: Arcs, inside: np.ndarray, share: float) -> 
 def rows_across(
     circles: Circles, reach: tuple[int, int], bead: np.ndarray, cut: np.ndarray
 ) -> np.ndarray:
-    """Estimate the rows that travel because of each cut, in ``bead`` or at its end.
+    """Estimate the number of rows that travel because of each cut, in ``bead`` or at its end.
 
     The part of a document behind a cut goes to as many places as it fills, and each reads the rows
     before the cut.
     """
     beads = circles.beads
     tokens = circles.tokens
-    # Tokens cut out between two beads of a document; a wide gap hides all before it.
+    # Count tokens that were cut out between two beads of a document; a wide gap hides all rows
+    # before it.
     gap = beads.start[1:] - beads.start[:-1] - beads.length[:-1]
 
     is_same_document = beads.document[1:] == beads.document[:-1]
     continues = np.append(False, is_same_document & (gap < max(reach)))
     continues[circles.opening] = False
 
-    # Stretches of consecutive tokens of one document, and the edges between them.
+    # Find stretches of consecutive tokens of one document, and the edges between them.
     edges = np.append(circles.begin[~continues], circles.begin[-1] + beads.length[-1])
     stretch = (np.cumsum(~continues) - 1)[bead]
 
@@ -284,7 +284,7 @@ def split(circles: Circles, cuts: np.ndarray) -> Circles:
     beads = circles.beads
     begin = circles.begin
 
-    # Cut the beads that a cut falls into.
+    # Cut the beads that contain a cut.
     cut_bead = begin.searchsorted(cuts.ravel(), "right") - 1
     offset = cuts.ravel() - begin[cut_bead]
     is_inside = (offset > 0) & (offset < beads.length[cut_bead])
@@ -294,7 +294,7 @@ def split(circles: Circles, cuts: np.ndarray) -> Circles:
     start = np.sort(np.concatenate([begin, cuts.ravel()[is_inside]]), kind="stable")
     length = np.diff(start, append=begin[-1] + beads.length[-1])
 
-    # Sort them by circle, and in it outside before between.
+    # Sort by circle; within a circle, the part outside the cuts comes before the part between them.
     circle = circles.circle[source]
     low, high = cuts.T.copy()
     is_between = (start >= low[circle]) & (start < high[circle])

@@ -1,10 +1,10 @@
-"""Routes of rows between ranks: a row travels only to ranks where a query sees it.
+"""Route rows between ranks: a row travels only to ranks on which a query sees it.
 
-A row also passes through ranks on the way to such a rank. A plan's rounds say who holds whose
-tokens. Here each holder stores only those rows that it or a later holder needs. The gradients that
-it computed go the same way as long as the next holder stores those rows too; the others go straight
-to their owner. The owner adds them in the order of rounds and senders, whatever arrives first. An
-owner's own part of the gradient never leaves it.
+A row may also pass through other ranks on its way. A plan's rounds say who holds whose tokens. Here
+each holder stores only those rows that it or a later holder needs. The gradients that it computed
+go the same way as long as the next holder stores those rows too; the others go straight to their
+owner. The owner adds them in the order of rounds and senders, whatever arrives first. An owner's
+own part of the gradient never leaves it.
 
 A *place* is a head group of ranks, as in Geometry. All places are routed at once, on one line of
 numbers (``Line``): a send needs the sender's and the receiver's rows, and a rank that computed the
@@ -44,40 +44,41 @@ class Parcel(NamedTuple):
     peer: int
     rows: Rows
     due: int
-    """Round whose buffer or gradient they are for; the number of rounds means the owner's gradient.
+    """Round whose buffer or gradient the rows are for; the number of rounds means the owner's
+    gradient.
     """
 
 
 class Parcels(NamedTuple):
-    """Parcels that a rank sends and receives at one time."""
+    """Parcels that a rank sends and receives at the same time."""
 
     sends: tuple[Parcel, ...] = ()
     receives: tuple[Parcel, ...] = ()
 
 
 PiecesOf = Callable[[tuple[int, ...]], list[Piece]]
-"""Returns the pieces of documents that ranks hold, joined, without padding."""
+"""Function that returns the pieces of documents that ranks hold, concatenated, without padding."""
 GradientSend = tuple[Send, Spans]
-"""A send of all places, and the rows, as held by senders, whose gradient it passes on."""
+"""A send of all places, and the rows (as senders hold them) whose gradient it passes on."""
 
 
 class Flow:
-    """The routes of all rows of one plan, and of their gradients."""
+    """Routes of all rows of one plan, and of their gradients."""
 
     def __init__(
         self, geometry: Geometry, pieces_of: PiecesOf, stride: int, reach: Reach, moves: Moves
     ) -> None:
-        """Route all rows that a query of another place sees; ``moves`` are the operands sent."""
+        """Route each row that a query of another place sees; ``moves`` are the operands sent."""
         self.geometry = geometry
         self.num_rows = geometry.local_len * geometry.ulysses_degree
-        """Rows of each place."""
+        """Number of rows of each place."""
         self.rounds = len(geometry.rounds)
         self._num_places = geometry.shape.size
         self.in_place = len(geometry.rounds[0].holds) == 1
-        """True if a place's first buffer is its own tokens as they are."""
+        """True if a place's first buffer is its own tokens, unchanged."""
         self._line = Line(self._num_places, self.num_rows)
         self._sends = [[self._for_all(send) for send in step.sends] for step in geometry.rounds]
-        """Sends of each round."""
+        """Sends of all places, in each round."""
 
         members = geometry.method.team(np.arange(self._num_places), geometry.shape)
         team_pieces = []
@@ -92,18 +93,18 @@ class Flow:
             reach if moves == "kv" else reach[::-1],
         )
         self._seen = self._by_round(self._line.spans(reader, owner, first, end))
-        """Rows that each place computes with, per round."""
+        """Rows with which each place computes, per round."""
         self._holdings = self._hold()
-        """Rows that each place holds, per round."""
+        """Rows that each place must hold, per round."""
         self._onward, self._home = self._return()
 
     @kept_in_object
     def held(self, index: int, place: int) -> ByPlace:
-        """Return the buffer of a place in a round: rows by owner, in its local indices."""
+        """Return the buffer of a place in a round: local rows, keyed by owner."""
         return self._line.at(place, self._holdings[index])
 
     def start(self, rank: int) -> Parcels:
-        """Return the parcels before the first round, in which holders join their rows."""
+        """Return the parcels sent before the first round, in which holders gather their rows."""
         if self.in_place:
             return Parcels()
         place = self.geometry.place(rank)
@@ -119,10 +120,10 @@ class Flow:
         return Parcels(tuple(sends), tuple(sorted(receives)))
 
     def moves(self, rank: int, index: int) -> Parcels:
-        """Return the parcels that travel as round ``index`` begins.
+        """Return the parcels that start to travel at the beginning of round ``index``.
 
-        A rank sends the rows that the receiver will hold. It has all of them, since a place holds
-        the rows of all its later sends.
+        A rank sends the rows that the receiver will hold. The rank has all of these rows, since a
+        place holds the rows of all its later sends.
         """
         place = self.geometry.place(rank)
         buffer = self.held(index, place)
@@ -142,9 +143,9 @@ class Flow:
         return Parcels(tuple(sends), tuple(receives))
 
     def gradients(self, rank: int, index: int) -> Parcels:
-        """Return the gradients that travel as round ``index`` ends.
+        """Return the gradients that start to travel at the end of round ``index``.
 
-        First those to the next holder, then those to owners.
+        Gradients for the next holder come first, then those for owners.
         """
         place = self.geometry.place(rank)
         buffer = self.held(index, place)
@@ -168,11 +169,11 @@ class Flow:
         return Parcels(tuple(sends), tuple(receives))
 
     def _rank(self, place: int, like: int) -> int:
-        """Return the rank of a place that exchanges with the rank ``like``."""
+        """Return the rank of a place that exchanges with the rank ``like`` of another place."""
         return self.geometry.ranks_at((place,), place)[like % self.geometry.ulysses_degree]
 
     def _for_all(self, send: Send) -> Send:
-        """Return a send of all places, with the place that each receives from: int64 [places].
+        """Return a send of all places, with the place from which each receives: int64 [places].
 
         A send is a permutation of places, and sorting inverts it.
         """
@@ -180,23 +181,23 @@ class Flow:
         return Send(to, send.due, np.argsort(to))
 
     def _by_round(self, visible: Spans) -> list[Spans]:
-        """Return the rows that each place needs for the tiles of each round."""
+        """Split the visible rows by the round in which each place needs them for its tiles."""
         all_places = np.arange(self._num_places)
-        # The round in which a place computes with an owner's rows.
+        # Find the round in which a place computes with an owner's rows.
         round_of_pair = np.full(self._num_places**2, self.rounds)
         for index, step in enumerate(self.geometry.rounds):
             if step.gradient is not None:
                 for owner in step.holds:
                     round_of_pair[all_places * self._num_places + owner] = index
 
-        # numpy sorts int16 by radix, which is faster.
+        # numpy sorts int16 with a radix sort, which is faster.
         rounds = round_of_pair[self._line.pairs(visible)].astype(np.int16)
         order = np.argsort(rounds, kind="stable")
         ends = np.searchsorted(rounds[order], np.arange(self.rounds), "right")
         return [union(visible.where(part)) for part in np.split(order, ends)[:-1]]
 
     def _hold(self) -> list[Spans]:
-        """Return the rows that every place holds in each round, worked out from the last.
+        """Return the rows that every place holds in each round, computed backwards.
 
         A place holds the rows that it computes with, and the rows of every send: those that the
         receiver holds. The receiver's round is later, so its rows are known by then.
@@ -225,15 +226,15 @@ class Flow:
         return holdings
 
     def _return(self) -> tuple[list[list[GradientSend]], list[Spans]]:
-        """Return the gradients that go to the next holder, and those that go home, per round.
+        """Return, per round, the gradients for the next holder and the gradients for owners.
 
-        Both as held by senders; in some rounds nothing goes to the next holder. A gradient is
-        passed on if the next holder stores the row too, and adds to it: one message then replaces
-        two. The owner's own part stays in its buffer and is never passed on.
+        Both are given by the rows that senders hold; some rounds send none to the next holder. A
+        gradient is passed on if the next holder stores the row too, and adds to it: one message
+        then replaces two. The owner's own part stays in its buffer and is never passed on.
         """
         onward: list[list[GradientSend]] = [[] for _ in range(self.rounds)]
         home = []
-        due_at = [NOWHERE] * self.rounds  # gradients that arrive for each round
+        due_at = [NOWHERE] * self.rounds  # gradients that arrive in each round
 
         for index, step in enumerate(self.geometry.rounds):
             sums = union(self._seen[index], due_at[index])
@@ -253,5 +254,5 @@ class Flow:
 
 
 def _indices(buffer: ByPlace, rows: ByPlace) -> Rows:
-    """Return the indices of rows in a buffer, in the order of their owners."""
+    """Return the buffer indices of rows, in the order of their owners."""
     return tuple(chain.from_iterable(indices_by_place(buffer, rows).values()))

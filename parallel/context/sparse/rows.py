@@ -1,4 +1,4 @@
-"""Sets of rows, and which of them queries see.
+"""Sets of rows (sorted intervals), and the computation of which rows queries see.
 
 A set is ascending, disjoint, non-adjacent intervals [first, end); those of all owners lie on one
 line of numbers. With a hundred documents and a thousand ranks there are millions of intervals, so
@@ -20,21 +20,22 @@ from parallel.context.layout import Reach
 from parallel.context.tiles import Piece
 
 AT_ONCE = 1 << 16
-"""Pairs of pieces; enough that numpy's calls cost little, and few enough for a cache."""
+"""Number of pairs of pieces compared at once: many make numpy's calls cheap, but few fit a cache.
+"""
 FAR = 1 << 40
 
 Rows: TypeAlias = tuple[tuple[int, int], ...]
-"""A few rows of one buffer, as intervals."""
+"""A few rows of one buffer, as intervals [first, end)."""
 
 
 class Spans(NamedTuple):
-    """Many rows, as intervals: int64 ``[n]`` each."""
+    """Many rows, as arrays of intervals: int64 ``[n]`` each."""
 
     first: np.ndarray
     end: np.ndarray
 
     def where(self, chosen: np.ndarray | slice) -> "Spans":
-        """Return some of the intervals."""
+        """Return the chosen intervals."""
         return Spans(self.first[chosen], self.end[chosen])
 
 
@@ -58,12 +59,12 @@ def merged(intervals: Iterable[tuple[int, int]]) -> Rows:
 
 
 def indices_in(part: Rows, stored: Rows, offset: int = 0) -> Rows:
-    """Return the buffer indices of ``part`` of the ``stored`` rows.
+    """Return the indices of the rows ``part`` in a buffer that holds the rows ``stored``.
 
     The stored rows lie in the buffer from ``offset`` on, one after the other, without gaps.
     """
     indices = []
-    index = 0  # of the stored interval, which begins at ``offset``
+    index = 0  # buffer index of the current stored interval, which begins at ``offset``
 
     for first, end in part:
         while stored[index][1] <= first:
@@ -76,8 +77,8 @@ def indices_in(part: Rows, stored: Rows, offset: int = 0) -> Rows:
 
 
 ByPlace = dict[int, Rows]
-"""Rows by place, in ascending order of places; for example a buffer of rows of several owners, in
-this order.
+"""Rows keyed by place, in ascending order of places; for example a buffer of rows of several
+owners, in this order.
 """
 
 
@@ -87,14 +88,14 @@ def length_of(buffer: ByPlace) -> int:
 
 
 def indices_by_place(buffer: ByPlace, rows: ByPlace) -> ByPlace:
-    """Return the buffer indices of each place's rows."""
+    """Return the buffer indices of each place's rows, keyed by place."""
     starts = accumulate(map(count, buffer.values()), initial=0)
     offsets = dict(zip(buffer, starts, strict=False))
     return {place: indices_in(part, buffer[place], offsets[place]) for place, part in rows.items()}
 
 
 def union(*several: Spans) -> Spans:
-    """Return the rows that are in any set; intervals may overlap and be in any order.
+    """Return the rows that are in at least one set; intervals may overlap and be in any order.
 
     The first rows and the ends are sorted separately, as in a sweep along the line: only how many
     intervals are open matters, not which.
@@ -102,13 +103,14 @@ def union(*several: Spans) -> Spans:
     first, end = _sorted(*several)
     if not len(first):
         return NOWHERE
-    # Before first[k + 1], k + 1 intervals began. If as many have ended, none is open: a gap.
+    # Before first[k + 1], k + 1 intervals have begun. If as many have ended, none is open, which is
+    # a gap.
     gap = first[1:] > end[:-1]
     return Spans(first[np.append(True, gap)], end[np.append(gap, True)])
 
 
 def common(a: Spans, b: Spans) -> Spans:
-    """Return the rows of both sets.
+    """Return the rows that are in both sets.
 
     Of each set at most one interval is open at a time. Sorted, the first row ``first[k + 1]`` opens
     interval k + 2; if that is before ``end[k]``, only k have ended, so that two are open, one of
@@ -133,7 +135,7 @@ def without(a: Spans, b: Spans) -> Spans:
 
 
 def _sorted(*several: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """Return all first rows in order, and all ends."""
+    """Return all first rows sorted, and all ends sorted."""
     present = [spans for spans in several if len(spans.first)] or [NOWHERE]
     first = np.sort(np.concatenate([spans.first for spans in present]))
     end = np.sort(np.concatenate([spans.end for spans in present]))
@@ -141,7 +143,7 @@ def _sorted(*several: Spans) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Line:
-    """Numbers the rows of all owners in all places, so that one set holds them all.
+    """Numbering of the rows of all owners at all places, so that one set can hold them all.
 
     Row i of owner o, stored at place p, has number (p * places + o) * (rows + 1) + i. One unused
     number in between keeps the intervals of different places and owners from joining.
@@ -155,22 +157,22 @@ class Line:
     def spans(
         self, place: np.ndarray, owner: np.ndarray, first: np.ndarray, end: np.ndarray
     ) -> Spans:
-        """Return the rows ``[first, end)`` of ``owner`` at ``place``, in this order."""
+        """Return the numbers of rows ``[first, end)`` of ``owner`` at ``place``, in this order."""
         start = (place * self.num_places + owner) * self._pair_size
         return Spans(start + first, start + end)
 
     def pairs(self, spans: Spans) -> np.ndarray:
-        """Return place * num_places + owner of each interval."""
+        """Return place * num_places + owner for each interval."""
         return spans.first // self._pair_size
 
     def moved(self, spans: Spans, to: np.ndarray) -> Spans:
-        """Return the rows of every place p as rows of place ``to[p]``, in no order."""
+        """Return the rows of every place p as rows of place ``to[p]``, unsorted."""
         place = self.pairs(spans) // self.num_places
         shift = (to[place] - place) * (self.num_places * self._pair_size)
         return Spans(spans.first + shift, spans.end + shift)
 
     def at(self, place: int, spans: Spans) -> ByPlace:
-        """Return the rows that one place holds, by owner."""
+        """Return the rows that one place holds, keyed by owner."""
         place_size = self.num_places * self._pair_size
         bounds = (place * place_size, (place + 1) * place_size)
 
@@ -180,13 +182,13 @@ class Line:
         return self._split(local, self.pairs(local) - place * self.num_places)
 
     def of(self, owner: int, spans: Spans) -> ByPlace:
-        """Return the rows of one owner, by the place that holds them."""
+        """Return the rows of one owner, keyed by the place that holds them."""
         pairs = self.pairs(spans)
         chosen = np.flatnonzero(pairs % self.num_places == owner)
         return self._split(spans.where(chosen), pairs[chosen] // self.num_places)
 
     def _split(self, spans: Spans, names: np.ndarray) -> ByPlace:
-        """Return the rows of each of ``names``, which ascend."""
+        """Return the rows keyed by ``names``, which must ascend."""
         if not len(names):
             return {}
         start = self.pairs(spans) * self._pair_size
@@ -200,13 +202,13 @@ class Line:
 
 
 class Pieces(NamedTuple):
-    """Pieces of documents and the sets, such as places, that hold them: int64 ``[pieces]`` each."""
+    """Pieces of documents, and the sets (such as places) that hold them: int64 ``[pieces]``."""
 
     place: np.ndarray
     start: np.ndarray
     length: np.ndarray
     document: np.ndarray  # -1: padding
-    offset: np.ndarray  # number of its first row in the set
+    offset: np.ndarray  # index of its first row in the set
 
     def take(self, index: np.ndarray) -> "Pieces":
         """Return the pieces at ``index``, in that order."""
@@ -214,7 +216,7 @@ class Pieces(NamedTuple):
 
 
 def as_columns(sets: Sequence[list[Piece]]) -> Pieces:
-    """Return the pieces of some sets as columns; a set's rows are numbered by their offsets."""
+    """Return the pieces of several sets as columns; a set's rows are numbered by their offsets."""
     place = np.repeat(np.arange(len(sets)), [len(pieces) for pieces in sets])
     all_pieces = [piece for pieces in sets for piece in pieces]
     table = np.array(all_pieces, dtype=np.int64).reshape(-1, len(Piece._fields))
@@ -225,11 +227,11 @@ def as_columns(sets: Sequence[list[Piece]]) -> Pieces:
 def rows_seen(queries: Pieces, keys: Pieces, stride: int, reach: Reach) -> tuple[np.ndarray, ...]:
     """Return the rows of each set of keys that some query of each set of queries sees.
 
-    They are in no order, for ``Line.spans``. Which queries see some of the keys is the same
+    The rows are unsorted, for ``Line.spans``. Which queries see some of the keys is the same
     question with the sets and the reach, (ahead, behind), exchanged.
 
     Returns:
-        the set that sees, the set seen, and of that the first row and the end: int64 ``[n]`` each.
+        the set that sees, the set that is seen, and its first row and end: int64 ``[n]`` each.
     """
     parts = []
     for query_index, key_index in _pairs(queries.document, keys.document):
@@ -238,8 +240,8 @@ def rows_seen(queries: Pieces, keys: Pieces, stride: int, reach: Reach) -> tuple
 
 
 def _pairs(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the indices of equal documents in ``a`` and ``b``, about ``AT_ONCE`` at a time."""
-    # Of element i of ``a``, the matches are order[low[i]:high[i]].
+    """Yield index pairs of equal documents in ``a`` and ``b``, about ``AT_ONCE`` at a time."""
+    # For element i of ``a``, the matches are order[low[i]:high[i]].
     order = np.argsort(b, kind="stable")
     low = np.searchsorted(b[order], a, "left")
     high = np.searchsorted(b[order], a, "right")
@@ -259,7 +261,7 @@ def _pairs(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarra
 def _seen(
     reader: Pieces, read: Pieces, query: np.ndarray, key: np.ndarray, stride: int, reach: Reach
 ) -> tuple[np.ndarray, ...]:
-    """Return the columns of ``rows_seen`` for pairs of pieces.
+    """Compute the columns of ``rows_seen`` for pairs of pieces.
 
     Query i of a piece sees keys i + nearest to i + farthest, so all its queries together see keys
     from ``nearest``, of the first query, to ``farthest``, of the last.

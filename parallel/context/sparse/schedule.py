@@ -1,7 +1,7 @@
-"""Rounds of one rank when only the rows that a query sees travel: parcels and tiles.
+"""The rounds of one rank when only the rows that a query sees travel: parcels and tiles.
 
-A rank's buffer of a round is only part of its owners' tokens. Its pieces are cut accordingly, and
-then the same ``tiles`` serves it as any other set of positions.
+In a round, a rank's buffer has only part of its owners' tokens. The owners' pieces are cut to
+those, and then ``tiles`` handles them like any other set of positions.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,11 @@ class RankRound(NamedTuple):
     """One round of one rank: its buffer, the parcels that travel, and the tiles to compute."""
 
     length: int
-    """Rows of the buffer; ``in_place``: they are the rank's own tensors as they are."""
+    """Number of rows in the buffer; with ``in_place`` the rows are the rank's own tensors,
+    unchanged."""
     in_place: bool
     joined: Parcels
-    """Rows that holders join before the first round; none in others."""
+    """Rows that holders gather before the first round; empty in other rounds."""
     moves: Parcels
     gradients: Parcels
     tiles: tuple[Tile, ...]
@@ -31,7 +32,7 @@ class RankRound(NamedTuple):
 def rank_schedule(
     flow: Flow, rank: int, pieces_of: PiecesOf, stride: int, reach: Reach, moves: Moves
 ) -> tuple[RankRound, ...]:
-    """Return the rounds of ``rank``."""
+    """Return the rounds of ``rank``, in order."""
     geometry = flow.geometry
     team = pieces_of(geometry.team(rank))
     place = geometry.place(rank)
@@ -62,12 +63,12 @@ def rank_schedule(
 
 
 def clipped(buffer: ByPlace, pieces: Mapping[int, list[Piece]], stride: int) -> list[Piece]:
-    """Return the pieces of a buffer: those of its owners, cut to the rows that it holds.
+    """Return the pieces of a buffer: its owners' pieces, cut to the rows that it holds.
 
     Adjoining pieces are joined.
     """
     joined: list[Piece] = []
-    offset = 0  # of the current rows in the buffer
+    offset = 0  # position of the current rows in the buffer
 
     for owner, rows in buffer.items():
         owner_pieces = pieces[owner]
@@ -84,7 +85,7 @@ def clipped(buffer: ByPlace, pieces: Mapping[int, list[Piece]], stride: int) -> 
                     append_joined(joined, part, stride)
 
                 if piece_end > end:
-                    break  # the next rows may have more of it
+                    break  # the next rows may contain more of this piece
                 index += 1
 
             offset += end - first

@@ -167,13 +167,13 @@ DOUBLED = (
     "%}{{ n.x }}"
 )
 UNBOUNDED = {
-    "endless": (ENDLESS, "does not end within"),
-    "endless power": ("{{ 7 ** 999999999 }}", "does not end within"),
+    "endless": (ENDLESS, "does not finish within"),
+    "endless power": ("{{ 7 ** 999999999 }}", "does not finish within"),
     "endless compilation": (
         "{{ " + "1 + " * 100_000 + "1 }}",
-        "does not end within|is not valid jinja2",
+        "does not finish within|is not valid jinja2",
     ),
-    "doubled": (DOUBLED, "takes more than 128 MiB|does not end within"),
+    "doubled": (DOUBLED, "takes more than 128 MiB|does not finish within"),
     "padded": ("{{ messages[0]['content'].center(9999999999) }}", "takes more than 128 MiB"),
     "padded constant": ("{{ 'x' | center(9999999999) }}", "takes more than 128 MiB"),
     "long": ("{{ messages[0]['role'] * 20000000 }}", "makes 80,000,000 characters"),

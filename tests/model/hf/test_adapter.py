@@ -70,7 +70,7 @@ def test_an_adapter_of_peft_computes_here_what_it_does_there(
     assert main(command) == 0
     out = capsys.readouterr().out
     assert f" with {2 * len(linears)} adapters of {tmp_path / 'adapter'} into " in out
-    assert ("lora_dropout = 0.25 is passed over" in out) == ("lora_dropout" in settings)
+    assert ("lora_dropout = 0.25 is ignored" in out) == ("lora_dropout" in settings)
     ours = build_model(load_config(tmp_path / "run" / "config.toml").model)
     load_model(checkpoint_of(tmp_path / "run"), ours, architecture_of(ours.config))
     assert ours.config.adapted_linears() == linears
@@ -128,13 +128,13 @@ def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monk
         (
             {"target_modules": "nothing.*"},
             tensors,
-            f'"nothing.*", which does not match {linear}, whose',
+            f'"nothing.*", which does not match {linear}, but',
         ),
         ({"target_modules": "("}, tensors, 'target_modules is "(", which does not match'),
         (
             {"target_modules": "a{99999999999999999999}"},
             tensors,
-            f'9999}}", which does not match {linear}, whose',
+            f'9999}}", which does not match {linear}, but',
         ),
         (
             {"target_modules": "(" * 3000 + ")" * 3000},
@@ -149,7 +149,7 @@ def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monk
         (
             {"target_modules": "(.|(.))+!"},
             tensors,
-            "whose match does not end within 0.2 s of one processor",
+            "whose match does not finish within 0.2 s of one processor",
         ),
         ({}, tensors | {name: broken}, f"{name} holds 192 of 192 values that are not finite"),
     ):
@@ -170,11 +170,11 @@ def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monk
     ):
         assert main(["import", str(source), str(tmp_path / "run"), *more]) == 1
         assert words in capsys.readouterr().err
-    with pytest.raises(UserError, match="adapters of a gpt, whose linear layers are others here"):
+    with pytest.raises(UserError, match="adapters of a gpt, but its linear layers differ here"):
         read_adapter(adapter, GPT2, print)
     assert not (tmp_path / "run").exists()
     for path in (weights, config):
         path.unlink(missing_ok=True)
         os.mkfifo(path)
         assert main(["import", str(base), str(tmp_path / "run"), "--adapter", str(adapter)]) == 1
-        assert f"{path} is no file" in capsys.readouterr().err
+        assert f"{path} is not a file" in capsys.readouterr().err

@@ -144,5 +144,5 @@ def test_what_does_not_fit_is_named(tmp_path):
     save_file({name: w for name, w in load_file(weights).items() if name != "pos_embed"}, weights)
     load_dit(tmp_path)  # positions are fixed, and may be left out
     weights.write_bytes(b"\x80\x02}q\x00.")
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
         load_dit(tmp_path)

@@ -123,7 +123,7 @@ def test_a_gpt_that_theirs_cannot_be_is_not_written(tmp_path, change, words):
 def test_the_table_of_positions_has_one_length(tmp_path):
     assert config_to_hf(GPT2, {"max_position_embeddings": 50})["n_positions"] == 50
     with pytest.raises(
-        ValueError, match="max_position_embeddings is 60 and the model's table of positions has 50"
+        ValueError, match="max_position_embeddings is 60, but the model's table of positions has 50"
     ):
         save_hf(tmp_path / "out", GPT2, Decoder(GPT2).state_dict(), {"max_position_embeddings": 60})
     assert not (tmp_path / "out").exists()
@@ -238,8 +238,8 @@ def test_the_text_part_of_a_model_of_images_is_read_by_any_names(config, passed,
         notes = []
         open_hf(path.parent, notes.append)
         assert len(notes) == 1
-        assert re.match(rf"note: \d+ weights of {passed} are passed over", notes[0])
-        with pytest.warns(UserWarning, match="passed over"):
+        assert re.match(rf"note: \d+ weights of {passed} are ignored", notes[0])
+        with pytest.warns(UserWarning, match="are ignored"):
             read, state, contents = load_hf(path.parent)
         assert read.model_type == config.model_type
         model = build_model(read)

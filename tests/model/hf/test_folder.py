@@ -256,11 +256,11 @@ def test_a_folder_that_cannot_be_written_is_named_and_stays_as_it_is(tmp_path, m
     ("change", "words"),
     [
         ({"num_layers": "2"}, 'num_layers is "2"; it must be a whole number'),
-        ({"num_layers": 10**9}, "num_layers is 1000000000, and there are 32 weights"),
+        ({"num_layers": 10**9}, "num_layers is 1000000000, but there are 32 weights"),
         ({"latent_shape": 3}, "latent_shape is 3; it must be a list"),
         ({"latent_shape": [3, 80000, 80000]}, "pos_embed (1, 16, 24) is not"),
         ({"learn_sigma": 1}, "learn_sigma is 1; it must be true or false"),
-        ({"dropout": 0.1}, "dropout is no field of a DiT's configuration"),
+        ({"dropout": 0.1}, "dropout is not a field of a DiT's configuration"),
         ({"model_type": "gpt2"}, 'model_type = "gpt2" is not supported'),
         ({"ffn_hidden_size": None}, None),
     ],
@@ -281,12 +281,12 @@ def test_sizes_of_another_model_are_seen_before_one_is_made(tmp_path):
     path = tmp_path / "out" / "config.json"
     good = json.loads(path.read_text())
     for change, words in (
-        ({"num_hidden_layers": 10**9}, "num_layers is 1000000000, and there are 21 weights"),
+        ({"num_hidden_layers": 10**9}, "num_layers is 1000000000, but there are 21 weights"),
         (
             {"vocab_size": 2**31 - 1},
-            "vocab_size is 2147483647, and the largest weight has 3840 values",
+            "vocab_size is 2147483647, but the largest weight has 3840 values",
         ),
-        ({"head_dim": 2**30}, "kv_channels is 6442450944, and the largest"),
+        ({"head_dim": 2**30}, "kv_channels is 6442450944, but the largest"),
     ):
         path.write_text(json.dumps(good | change))
         with pytest.raises(ValueError, match=words):
@@ -294,7 +294,7 @@ def test_sizes_of_another_model_are_seen_before_one_is_made(tmp_path):
     for text in ("[" * 100_000, "\xff", '"x"', ""):
         path.write_text(text, encoding="latin-1")
         with pytest.raises(
-            ValueError, match=r"config\.json (is not valid JSON|holds no JSON object)"
+            ValueError, match=r"config\.json (is not valid JSON|does not contain a JSON object)"
         ):
             load_hf(tmp_path / "out")
 

@@ -36,21 +36,21 @@ def odd_files(folder, kind):
         other.save_pretrained(folder.parent / "other")
         (folder.parent / "other" / "model.safetensors").rename(folder / "model.safetensors")
         return (
-            rf"model-00001-of.*, .* and {len(shards) - 2} more passed over, .*; "
+            rf"model-00001-of.*, .* and {len(shards) - 2} more ignored, .*; "
             r"model.safetensors is read"
         )
     if kind == "old shards":
         save_file(other.state_dict(), folder / "model-00001-of-00001.safetensors")
-        return "model-00001-of-00001.safetensors passed over, as transformers does"
+        return "model-00001-of-00001.safetensors ignored, as transformers does"
     if kind == "pickles":
         torch.save(other.state_dict(), folder / "pytorch_model.bin")
-        return "pytorch_model.bin passed over, as transformers does; model-00001"
+        return "pytorch_model.bin ignored, as transformers does; model-00001"
     last = list(shards)[-1]
     if kind == "twice":
         save_file(
             shards[last] | {"model.embed_tokens.weight": other.lm_head.weight.data}, folder / last
         )
-        return f"model.embed_tokens.weight is passed over, as transformers does: {last} has it too"
+        return f"model.embed_tokens.weight is ignored, as transformers does: {last} has it too"
     assert kind == "not in the index"
     names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     fewer = {name: names[name] for name in names if "1.mlp" not in name}

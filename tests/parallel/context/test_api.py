@@ -164,7 +164,7 @@ def misused(rank, world_size):
             again()
     attention = cp.attend.prefetch_kv(q, q)
     assert torch.equal(attention(q), want)
-    with pytest.raises(ContextError, match="and None is pending"):
+    with pytest.raises(ContextError, match="but None is pending"):
         attention(q)
     with pytest.raises(ContextError, match="24 local positions"):
         cp.attend.prefetch_kv(q, q[:, :-1])

@@ -22,7 +22,7 @@ def check(size, launched=None, **fields):
 @pytest.mark.parametrize(
     ("size", "fields", "message"),
     [
-        (2, {"team_size": 2}, "striped has no teams and context_parallel_team_size is 2"),
+        (2, {"team_size": 2}, "striped has no teams, but context_parallel_team_size is 2"),
         (8, {"ulysses_degree": 0}, "ulysses_degree is 0; it must be 1 or more"),
         (
             6,
@@ -37,7 +37,7 @@ def check(size, launched=None, **fields):
         (
             8,
             {"ulysses_head_chunks": 2},
-            "ulysses_head_chunks is 2, and no ranks exchange heads; leave it out",
+            "ulysses_head_chunks is 2, but no ranks exchange heads; leave out",
         ),
         (
             8,

@@ -43,7 +43,7 @@ def test_lengths_are_padded_up_never_cut():
     ("arguments", "message"),
     [
         (("spiral", 8, 2), "spiral.*contiguous, striped, zigzag"),
-        (("zigzag", 10, 4), "multiple of 8 tokens and got 10; pad to 16"),
+        (("zigzag", 10, 4), "multiple of 8 tokens, but the sequence has 10; pad it to 16"),
         (("striped", 8, 4, 3), "team size 3 does not divide the context-parallel size 4"),
     ],
 )

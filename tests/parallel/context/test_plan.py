@@ -301,7 +301,7 @@ REFUSED = """
     wallfacer 8 {"team_size": 0} | team_size is 0
     wallfacer 8 {"team_size": 2, "ulysses_degree": 4} | square 4 does not divide the 2 ranks.*do: 1$
     ring 8 {"ulysses_degree": 3} | _degree is 3.*do: 1, 2, 4, 8$
-    ulysses 8 {"ulysses_degree": 2} | leaves 4 groups; leave it out
+    ulysses 8 {"ulysses_degree": 2} | leaves 4 groups; leave out ulysses_degree
     ring 8 {"layout": "striped"} | _layout is 'striped' .* takes auto, contiguous$
     wallfacer 8 {"placement": "near"} | 'near'; use one of collect_intra
     ring 8 {"placement": "p2p_intra"} | _placement is p2p_intra

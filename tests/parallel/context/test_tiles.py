@@ -210,5 +210,5 @@ def test_a_million_tokens_on_512_ranks_take_no_positions(method, options, monkey
 
 
 def test_a_rank_outside_is_refused():
-    with pytest.raises(ContextError, match="rank 4 is not among 4"):
+    with pytest.raises(ContextError, match="rank 4 does not exist"):
         make_plan("zigzag", seq_len=64, size=4).rounds(4)

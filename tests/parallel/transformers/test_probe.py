@@ -260,11 +260,11 @@ def test_a_sharded_model_is_sharded_again_only_while_it_is_paused():
         ({"method": "lapse"}, "context_parallel_method 'lapse' does not exist"),
         (
             {"causal": False},
-            "^shard: causal is False; leave it out: the layers are causal, or refused",
+            "^shard: causal is False; leave out causal: the layers are causal, or refused",
         ),
         (
             {"documents": (0, 9)},
-            r"^shard: documents is \(0, 9\); leave it out: give them with each batch, to cp.batch",
+            r"^shard: documents is \(0, 9\); leave out documents: give them with each batch, to cp.batch",
         ),
     ],
 )

@@ -78,7 +78,7 @@ def text(rank, world_size, folder, sizes):
     if world_size > 1:
         histories.append(logged("resumed", sizes[0], resume=f"{folder}/{sizes[0]}/checkpoint-3"))
         with pytest.raises(
-            UserError, match="fsdp is on, and accelerate has none for these devices"
+            UserError, match="fsdp is on, but accelerate has none for these devices"
         ):
             logged("fsdp", 2, fsdp=True)
         fsdp_on_cpus()

@@ -312,7 +312,7 @@ def test_check_is_refused_while_paused_and_needs_no_gradient_mode():
         assert model.config._attn_implementation == implementation != ours
         with pytest.raises(
             UserError,
-            match=r"the model has its own attention within paused\(\), .*; check it outside",
+            match=r"the model uses its own attention within paused\(\), .*; check it outside",
         ):
             cp.check(model, batch)
     with torch.no_grad():

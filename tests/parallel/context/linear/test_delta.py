@@ -286,7 +286,7 @@ def test_calls_and_masks_that_do_not_fit_are_named():
         ({"window": (3, 0)}, r"window \(3, 0\)"),
         ({"causal": False}, "a full mask"),
     ):
-        with pytest.raises(ContextError, match=f"a plan of {words}"):
+        with pytest.raises(ContextError, match=f"the plan has {words}"):
             context_parallel("ring", seq_len=16, **options).attend_delta(*tensors)
 
 

@@ -166,5 +166,5 @@ def test_calls_that_do_not_fit_are_named():
         cp.convolve(x[:, :8], weight)
     with pytest.raises(ContextError, match=r"convolve: .*weight"):
         cp.convolve(x, weight[:2])
-    with pytest.raises(ContextError, match="a plan of a full mask"):
+    with pytest.raises(ContextError, match="the plan has a full mask"):
         context_parallel("ring", seq_len=16, causal=False).convolve(x, weight)

@@ -1,1 +1,1 @@
-"""Predicted time and memory of an arrangement, and the search for the fastest."""
+"""Predict a run's time and memory on a cluster, and search for its fastest arrangement."""

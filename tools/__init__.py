@@ -1,1 +1,1 @@
-"""Programs beside training: prepare, sample, plan, plot, vendor."""
+"""Programs other than training: prepare, sample, plan, plot, vendor."""

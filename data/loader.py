@@ -62,7 +62,7 @@ class Batching:
 
     @property
     def together(self) -> int:
-        """Samples in one micro-batch of all ranks together."""
+        """Number of samples in one micro-batch, over all ranks together."""
         return self.micro_batch_size * self.dp_size
 
 

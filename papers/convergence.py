@@ -62,7 +62,7 @@ FLAGS = f"""
     --save none --save-interval none --device cpu --context-parallel-method lasp
 """
 LAST = 10
-"""Final updates whose mean loss is the table's figure, besides the last loss."""
+"""Number of final updates whose mean loss the table shows, in addition to the last loss."""
 BOUND = 0.005
 """Largest relative difference of the loss with LASP from without."""
 SIZES = {"ranks": RANKS, "sequences": BATCH, "seq_length": LENGTH, "vocabulary": VOCABULARY}

@@ -45,7 +45,7 @@ def model() -> StepShape:
 
 
 def volumes(measured: bool = False) -> Iterator[TableRow]:
-    """Yield the elements that a rank sends in a layer's forward, and the bytes that were counted.
+    """Yield the elements that a rank sends in a layer's forward pass, and the counted bytes.
 
     The elements are of 262,144 tokens on 16 ranks, the bytes of a small case on 4 processes.
     """

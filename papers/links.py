@@ -27,7 +27,7 @@ from train.config.language import parse_args
 LINK_RATE = "100mbit"
 """The rate of the link, or of each rail."""
 LINK_TOKENS = 8192
-"""Tokens of a step."""
+"""Number of tokens of a step."""
 LINK_SETTINGS = [
     (link, model, length) for link in LINKS for model in ("dit", "gpt") for length in (1024, 2048)
 ]
@@ -36,9 +36,9 @@ RING = {"dit": "ring", "gpt": "zigzag"}
 TEAMS = ("wallfacer_c2", "wallfacer_c2_p2p_intra")
 """Teams of 2, the only size of 8 ranks besides 1, in both placements; the faster one counts."""
 WARM_UP = 1
-"""Steps that do not count."""
+"""Number of warm-up steps, which are not timed."""
 STEPS = 4
-"""Steps that count."""
+"""Number of timed steps."""
 CALIBRATED_SHAPE = AttentionShape(num_heads=8, head_dim=16, batch=4)
 """Shape that the calibration measures: the models' heads."""
 CALIBRATED_LENGTHS = (128, 512)

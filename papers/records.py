@@ -29,7 +29,7 @@ FITTED = "fitted"
 HELD_OUT = "held out"
 """The half that tests them."""
 APART = "apart"
-"""Rows outside of the planner's model; their notes give the reason."""
+"""Rows that the planner's model does not cover; their notes give the reason."""
 HOST_ADAM = 1.8e-9
 """Seconds per parameter of a rank for DeepSpeed's Adam on the host, in rows with ``cpu adam`` in
 the column beside."""

@@ -44,7 +44,7 @@ EXAMPLE_WIDTH = 128
 
 
 def volumes_of(tokens: int, hidden: int, ranks: int, team: int) -> tuple[float, float]:
-    """Return the bytes that a rank sends in a bfloat16 forward, as point-to-point and collective.
+    """Return a rank's point-to-point and collective bytes in a bfloat16 forward pass.
 
     Equations 2 to 4. Keys and values go around a ring of teams, which is shorter the larger the
     teams are; within a team, queries, keys, values and outputs are gathered and scattered.
@@ -68,7 +68,7 @@ def planned(plan: Plan, heads: int, width: int) -> tuple[int, int]:
 def count(
     rank: int, world_size: int, cases: Iterable[tuple[str, dict[str, Any], bool]]
 ) -> list[tuple[int, int]]:
-    """Return the bytes that this rank sends in the forward of each case, as ``planned``.
+    """Return the bytes that this rank sends in each case's forward pass, as ``planned`` does.
 
     Args:
         cases: of a method, its options, and if attention is linear.

@@ -1,4 +1,4 @@
-"""Predicted time and memory of an arrangement, and the search for the fastest.
+"""Predict a run's time and memory on a cluster, and search for its fastest arrangement.
 
 There are two models of a step. Formulas (step_cost.py, step_memory.py, layers/) take milliseconds,
 so that thousands of arrangements can be compared. A rehearsal (rehearsal.py) runs the training code

@@ -1,4 +1,4 @@
-"""Settings that a run leaves to the planner: ``auto`` methods and layouts, and resized meshes.
+"""Choose the settings that a run leaves to the planner: ``auto`` values, and resized meshes.
 
 With ``--allow-resize`` a run that is started on another number of processes continues with the same
 global batch and samples, on a mesh chosen here.
@@ -27,21 +27,21 @@ from train.config.flags import ConfigError
 
 C = TypeVar("C", bound=CommonConfig)
 PREDICTED_ERROR = 0.10
-"""Standard deviation of the logarithm of predicted seconds.
+"""Standard deviation of the logarithm of the predicted seconds of an iteration.
 
 Measured within a setting of ``bench/results/choices-amd-epyc-2-cores.md``, on 2026-11-23.
 """
 PROFILED_ERROR = 0.036
-"""The same of the seconds of a few profiled iterations."""
+"""Standard deviation of the logarithm of the seconds of a few profiled iterations."""
 
 
 def fastest_method(
     config: CommonConfig, world_size: int, *, steps: bool = True
 ) -> tuple[ContextConfig, str]:
-    """Choose the method that is predicted fastest; return it with a line that reports it.
+    """Choose the method that is predicted to be fastest; return it with a line that reports it.
 
-    Every method and option that fits the mesh is predicted for a typical micro-batch. Without
-    ``steps`` of training to come, memory is not limited.
+    Every method and option that fits the mesh is predicted for a typical micro-batch. Memory is
+    unlimited if ``steps`` is False, which means that no training steps follow.
 
     Raises:
         ConfigError: no method fits the sizes or memory.
@@ -63,10 +63,12 @@ def fastest_method(
 
 
 def cluster_of(config: CommonConfig) -> Cluster:
-    """Return the named cluster or, with the launched number of processes per node, the local one.
+    """Return the cluster that the run names, or else the cluster of this machine.
+
+    For this machine, processes per node are those that the launcher started.
 
     Raises:
-        ClusterError: its file is invalid, or none describes this device.
+        ClusterError: the cluster file is invalid, or no file describes this device.
     """
     if config.context.cluster is not None:
         return load_cluster(config.context.cluster)
@@ -79,12 +81,12 @@ def cluster_of(config: CommonConfig) -> Cluster:
 
 
 def with_layout(config: C, cluster: Cluster | None = None) -> C:
-    """Replace the layout ``auto`` of a hybrid's softmax layers by the one predicted faster.
+    """Replace the layout ``auto`` of a hybrid's softmax layers by the one predicted to be faster.
 
-    It is predicted for ``cluster``, by default for this machine.
+    The prediction is for ``cluster``, by default this machine.
 
     Raises:
-        ConfigError: there are two to choose from, and no cluster file describes this device.
+        ConfigError: two layouts are possible, but no cluster file describes this device.
     """
     hybrid: Any = getattr(config, "hybrid", None)
     if not config.hybrid_layouts or hybrid.hybrid_softmax_layout != "auto":
@@ -105,10 +107,10 @@ def with_layout(config: C, cluster: Cluster | None = None) -> C:
 
 
 def with_schedule(config: C, cluster: Cluster | None = None) -> C:
-    """Replace the schedule ``auto`` of a delta rule's states by the one predicted fastest.
+    """Replace the schedule ``auto`` of a delta rule's states by the one predicted to be fastest.
 
-    It is predicted for ``cluster``, by default for this machine. If no cluster file describes this
-    device, ``auto`` stays: the longest document decides then (linear/segments.py).
+    The prediction is for ``cluster``, by default this machine. If no cluster file describes this
+    device, ``auto`` stays, and the longest document decides (linear/segments.py).
     """
     context = config.context
     pp, cp, tp = config.mesh.sizes
@@ -128,14 +130,15 @@ method_to_read = partial(fastest_method, steps=False)
 
 
 def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
-    """Return the configuration with the mesh, micro-batch and method predicted fastest, and a line.
+    """Return the configuration on the fastest predicted mesh for these processes, and a report.
 
-    The method and its options stay if they suit the mesh; sharding and recomputation stay unless
-    memory is short. ``entries`` are those of the tokenizer of a language model's run.
+    The mesh, the micro-batch size and, if necessary, the method change. The method and its options
+    stay if they suit the mesh; sharding and recomputation stay unless memory is short. ``entries``
+    is the vocabulary size of a language model's tokenizer.
 
     Raises:
-        ConfigError: no mesh keeps global_batch_size, with the numbers of processes that would, or
-            none fits in memory.
+        ConfigError: no mesh keeps global_batch_size (the message lists numbers of processes that
+            can), or none fits in memory.
     """
     cluster = cluster_of(config)
     complete = config if entries is None else with_vocabulary(config, entries)
@@ -149,9 +152,9 @@ def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
             raise ConfigError(nothing_left(ranking, cluster))
     if not ranking.candidates:
         raise ConfigError(
-            f"allow_resize is set, and no mesh of {counted(processes, 'process')} suits the model "
-            f"and keeps global_batch_size {config.train.global_batch_size} of the run for "
-            f"{config.mesh.full_world_size}; on {_fitting(complete, processes)} there would be one"
+            f"allow_resize is set, but no mesh of {counted(processes, 'process')} suits the model "
+            f"and keeps the global_batch_size {config.train.global_batch_size} of the run for "
+            f"{config.mesh.full_world_size}; start {_fitting(complete, processes)} processes"
         )
 
     # The run's own method and options stay if they suit the new mesh.
@@ -171,7 +174,7 @@ def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
 
 
 def _keeping_method(candidates: list[Candidate], method: str) -> list[Candidate]:
-    """Return the candidates with this method, or all if it is auto or none has it."""
+    """Return the candidates with this method; all candidates if it is auto or none has it."""
     if method == "auto":
         return candidates
     keeping = []
@@ -185,8 +188,8 @@ def _keeping_method(candidates: list[Candidate], method: str) -> list[Candidate]
 def divided(config: C, processes: int) -> Iterator[C]:
     """Yield every mesh that keeps global_batch_size, with the largest possible micro-batch.
 
-    The micro-batch is at most the configured one. A pipeline may need more micro-batches: with one,
-    every smaller size follows.
+    The micro-batch size is at most the configured one. A pipeline may need more micro-batches, so
+    for a mesh with a pipeline all smaller sizes follow.
     """
     global_batch = config.train.global_batch_size or 1
     for arrangement in arrangements(config, processes):
@@ -202,7 +205,7 @@ def divided(config: C, processes: int) -> Iterator[C]:
 
 
 def _fitting(config: CommonConfig, processes: int) -> str:
-    """List the numbers of processes, in full nodes, that some mesh with the method suits."""
+    """List the numbers of processes, in full nodes, for which a valid mesh exists."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     step = per_node if processes % per_node == 0 else 1
     full_size = config.mesh.full_world_size or processes
@@ -218,7 +221,7 @@ def combine_prediction_and_profile(
 ) -> list[float]:
     """Combine candidates' predicted and profiled seconds, weighted by their inverse variances.
 
-    Only the ratios of predictions count: their common error is estimated from the profiles.
+    Only the ratios between predictions count; their common error is estimated from the profiles.
     """
     share = PROFILED_ERROR**-2 / (PROFILED_ERROR**-2 + PREDICTED_ERROR**-2)
     log_predicted = [math.log(seconds) for seconds in predicted]
@@ -229,6 +232,6 @@ def combine_prediction_and_profile(
 
 
 PLANNER = Planner(method=fastest_method, settings=(with_layout, with_schedule), mesh=rearranged)
-"""Chooses for a run that trains."""
+"""The planner's choices for a training run."""
 READER = PLANNER._replace(method=method_to_read)
-"""Chooses for a model that is only evaluated or generates text."""
+"""The planner's choices for a model that is only evaluated or generates text."""

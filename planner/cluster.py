@@ -26,11 +26,11 @@ OPTIONAL = (
     "public_error",
     "delta_fraction",
 )
-"""Figures that may be 0."""
+"""Fields of a cluster that may be 0."""
 KERNEL_FRACTIONS = {f"{kernel}_fraction": kernel for kernel in sorted(RATED)}
-"""Kernels by the keys of a cluster file for their rates, for kernels chosen by name."""
+"""Kernels that can be chosen by name, keyed by the cluster file's key for their rate."""
 DELTA = 1 / 6
-"""Default rate of a delta rule relative to attention's: the ratio on an H200 by cuDNN."""
+"""Default rate of a delta rule relative to attention's: the ratio to cuDNN measured on an H200."""
 
 
 class ClusterError(UserError):
@@ -39,68 +39,75 @@ class ClusterError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal processors. Bandwidths are in one direction, in 10^9 bytes per second."""
+    """Nodes of equal processors (GPUs or CPU processes), with their rates and memory.
+
+    Bandwidths are in one direction, in 10^9 bytes per second.
+    """
 
     name: str
-    """Description in a few words."""
+    """Short description of the cluster."""
     gpus_per_node: int
-    """Processors, and so ranks, per node."""
+    """Number of processors, and so of ranks, per node."""
     peak_tflops: float
     """Dense bfloat16 rate of one processor by its data sheet, in 10^12 operations per second."""
     matmul_fraction: float
-    """Fraction of that rate that a layer's products reach; without ``memory_gb_per_s`` it includes
-    the pointwise work between them.
+    """Fraction of ``peak_tflops`` that a layer's matrix products reach; without
+    ``memory_gb_per_s`` it includes the pointwise work between them.
     """
     attention_fraction: float
-    """Fraction of that rate that the kernel chosen by ``auto`` reaches, forward and backward
-    together.
+    """Fraction of ``peak_tflops`` that the attention kernel chosen by ``auto`` reaches, forward and
+    backward together.
     """
     launch_us: float
-    """Microseconds per attention kernel besides its rate: to start it and merge its result."""
+    """Fixed microseconds per attention kernel, to start it and merge its result."""
     memory_gb: float
     """Memory of one processor available to a run, in 10^9 bytes: torch's figure less
     ``reserved_gb``.
     """
     inside_gb_per_s: float
-    """Rate from one rank to others of its node."""
+    """Bandwidth from one rank to other ranks of its node."""
     inside_latency_us: float
     """Microseconds until a message inside a node begins to arrive."""
     between_gb_per_s: float
-    """Rate of one link out of a node."""
+    """Bandwidth of one link out of a node."""
     between_latency_us: float
     """Microseconds until a message between nodes begins to arrive."""
     between_link: Literal["node", "rank"]
-    """Link of a node to others: its ranks share one, or each has its own rail."""
+    """Links between nodes: the ranks of a node share one (node), or each has its own rail (rank).
+    """
     memory_gb_per_s: float = 0.0
-    """Rate of a processor's own memory by its data sheet, for the pointwise work; 0: unknown, and
-    part of ``matmul_fraction``.
+    """Bandwidth of a processor's own memory by its data sheet, for the pointwise work; 0 if
+    unknown, in which case ``matmul_fraction`` includes that work.
     """
     exposed_share: float = 0.0
-    """Share of the exchange of weights and gradients that computing does not hide."""
+    """Share of the exchange of weights and gradients that is never hidden by computing."""
     attention_kernel: str = ""
-    """The kernel of ``attention_fraction``, by its name in ``RATED``; empty: unknown."""
+    """Name in ``RATED`` of the kernel that ``attention_fraction`` is about; empty if unknown."""
     kernel_fractions: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """``attention_fraction`` of each kernel by name; in a file the keys are cudnn_fraction etc."""
+    """``attention_fraction`` of each kernel, keyed by name; a file has keys like cudnn_fraction."""
     delta_fraction: float = 0.0
-    """Fraction of that rate that the chunked gated delta rule reaches, forward and backward
-    together; 0: unknown, and taken as a share of ``attention_fraction``."""
+    """Fraction of ``peak_tflops`` that the chunked gated delta rule reaches, forward and backward
+    together; 0 if unknown, in which case it is assumed to be a share of ``attention_fraction``."""
     reserved_gb: float = 0.0
-    """Memory taken by the driver's context, CUDA's libraries and NCCL, besides ``memory_gb``."""
+    """Memory of the driver's context, CUDA's libraries and NCCL; ``memory_gb`` excludes it."""
     masked_share: float = 0.0
-    """Share of a causal tile's masked pairs that its kernel computes nevertheless."""
+    """Share of a causal tile's masked pairs that the kernel computes although they are masked."""
     posted_overlap: float = 1.0
-    """Overlap of computing and a transfer posted before it, as a share of the shorter one."""
+    """Overlap of computing with a transfer that was posted before, as a share of the shorter one.
+    """
     shared_overlap: float = 0.0
-    """The same of a transfer that a rank waits for while others that share its processor compute;
-    0 if none do.
+    """Overlap of a transfer that a rank waits for with the computing of other ranks on the same
+    processor; 0 if ranks do not share processors.
     """
     host_gb_per_s: float = 0.0
-    """Rate of one processor's copies to host memory and back; 0: unknown, and offload is not tried.
+    """Bandwidth of one processor's copies to host memory and back; 0 if unknown, in which case
+    offload is not tried.
     """
     host_memory_gb: float = 0.0
-    """Host memory of one processor available to a run, in 10^9 bytes."""
+    """Host memory per processor that is available to a run, in 10^9 bytes."""
     public_error: float = 0.0
-    """Largest error on published runs by ``attention_kernel`` that nothing was fitted to, or 0."""
+    """Largest prediction error for published runs with ``attention_kernel`` that were not used for
+    fitting; 0 if there are none."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Kind of the processors; a file measured on a CPU may have any name."""
 
@@ -124,16 +131,16 @@ class Cluster:
             )
         if self.host_gb_per_s and not self.host_memory_gb:
             raise ClusterError(
-                f"host_gb_per_s is {self.host_gb_per_s:g} and host_memory_gb is not set; "
-                "give both or none"
+                f"host_gb_per_s is {self.host_gb_per_s:g}, but host_memory_gb is not set; "
+                "set both or neither"
             )
         if type(self.name) is not str:
             raise ClusterError(f"name is {self.name!r}; it must be text")
 
     def running(self, backend: str, documents: bool = False) -> "Cluster":
-        """Return the cluster with the attention kernel that will run, and its rate.
+        """Return the cluster with the attention kernel that will run, and that kernel's rate.
 
-        If the kernel is not the file's own, the file's ``public_error`` does not hold for it.
+        If it is not the file's ``attention_kernel``, the file's ``public_error`` does not apply.
 
         Args:
             backend: a value of --attention-backend; ``auto`` does not choose cuDNN for packed
@@ -154,7 +161,7 @@ class Cluster:
         return _running(self, kernel, rate)
 
     def entries(self) -> dict[str, Any]:
-        """Return the figures by their keys in a file."""
+        """Return the values of the fields, keyed as in a cluster file."""
         entries: dict[str, Any] = {}
         for name, value in asdict(self).items():
             if name == "kernel_fractions":
@@ -190,13 +197,13 @@ class Cluster:
 
     @property
     def node_gb_per_s(self) -> float:
-        """Return the rate of all links out of a node together."""
+        """Return the total bandwidth of all links out of a node."""
         num_links = 1 if self.between_link == "node" else self.gpus_per_node
         return self.between_gb_per_s * num_links
 
 
 def _check_number(name: str, value: Any) -> None:
-    """Raise ClusterError unless this is a number that the figure ``name`` may have."""
+    """Raise ClusterError unless ``value`` is a number that the field ``name`` may have."""
     is_fraction = name.endswith("_fraction")
     is_share = name.endswith(("_overlap", "_share"))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -205,9 +212,11 @@ def _check_number(name: str, value: Any) -> None:
     if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
         raise ClusterError(f"{name} is {value!r}; it must be {minimum}")
     if is_fraction and value > 1:
-        raise ClusterError(f"{name} is {value}; it is a part of peak_tflops, above 0 and at most 1")
+        raise ClusterError(
+            f"{name} is {value}; it must be a fraction of peak_tflops, above 0 and at most 1"
+        )
     if is_share and value > 1:
-        raise ClusterError(f"{name} is {value}; it is a share, from 0 to 1")
+        raise ClusterError(f"{name} is {value}; it must be a share, from 0 to 1")
 
 
 @lru_cache(maxsize=64)
@@ -216,7 +225,7 @@ def _running(cluster: Cluster, kernel: str, rate: float) -> Cluster:
 
 
 def cluster_file(name: str | Path) -> Path:
-    """Return a cluster's file: a path, or for a name such as h100 the one in configs/clusters."""
+    """Return the file of a cluster: a path, or a name such as h100 for one in configs/clusters."""
     path = Path(name)
     if path.exists() and not path.is_dir():
         return path
@@ -228,13 +237,13 @@ def cluster_file(name: str | Path) -> Path:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Load a TOML file with every figure that has no default, or a name of ``cluster_file``.
+    """Load a cluster from a TOML file, given its path or a name as in ``cluster_file``.
 
     Raises ClusterError: the file cannot be read, or a key is unknown, missing or invalid.
     """
     path = cluster_file(path)
     if path.exists() and not path.is_file():  # reading a named pipe would wait
-        raise ClusterError(f"{path}: is no file; name one, such as those of configs/clusters")
+        raise ClusterError(f"{path}: not a file; name a file, such as those of configs/clusters")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -283,14 +292,14 @@ def default_cluster(device_type: str) -> Cluster:
         return load_cluster(CLUSTERS / "cpu.toml")
     try:
         device_name = torch.cuda.get_device_name()
-    except (AssertionError, RuntimeError):  # torch's, without CUDA and without a device
+    except (AssertionError, RuntimeError):  # torch raises one without CUDA, one without a device
         device_name = "a GPU that is not here"
     card = card_of(device_name)
     if card and card.cluster:
         return load_cluster(CLUSTERS / f"{card.cluster}.toml")
     raise ClusterError(
-        f"cluster is not set, and no file is about {device_name}; "
-        "give --cluster FILE, as in configs/clusters"
+        f"cluster is not set, and no file in configs/clusters describes {device_name}; "
+        "give --cluster FILE"
     )
 
 

@@ -1,8 +1,8 @@
-"""`--dry-run`: a run's memory, traffic and predicted time from one process, and its command.
+"""`--dry-run`: predict a run's memory, traffic and time in one process, and print its command.
 
 Memory and traffic come from rehearsals of the ranks whose work differs, time from the cost model.
 Everything that the run would check before its first step is checked, with one exception: files that
-are not on this machine are noted, since a dry run is often made on another one.
+are not on this machine only cause a note, since a dry run is often made on another machine.
 """
 
 import math
@@ -29,7 +29,7 @@ from train.tasks.registry import task_of
 
 
 class DoesNotFitError(UserError):
-    """A run takes more memory than there is."""
+    """A run needs more memory than the cluster has."""
 
     status = 3
 
@@ -39,19 +39,19 @@ BALANCED_METHODS = ("zigzag", "striped", "ulysses")
 
 
 def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
-    """Check a run and print its memory, traffic and time; return memory and traffic by rank.
+    """Check a run and print its memory, traffic and time; return the rehearsals of its ranks.
 
     Args:
         arguments: the run's command line, for the commands that start it.
         config: the configuration of these arguments.
 
     Raises:
-        UserError: the run itself would be refused. Files that are missing are only noted.
-        DoesNotFitError: it takes more memory than there is; raised after everything is printed.
+        UserError: the run itself would be refused. Missing files only cause a note.
+        DoesNotFitError: the run needs more memory than the cluster has; raised after the output.
     """
     if "RANK" in os.environ:
         raise ConfigError(
-            "dry_run is one process for all, and RANK is set; start it without torchrun"
+            "dry_run needs only one process, but RANK is set; start it without torchrun"
         )
     requested = config
     task = task_of(config)
@@ -89,10 +89,10 @@ def dry_run(arguments: Sequence[str], config: Any) -> list[Rehearsal]:
 
 
 def _on_cluster(config: Any) -> tuple[Any, Cluster]:
-    """Return the cluster to predict for, and the configuration with its kind of device.
+    """Return the configuration with the cluster's kind of device, and the cluster.
 
-    Without --cluster it is this machine. The name stays in the configuration only if the method is
-    chosen for it.
+    Without --cluster it is this machine. The cluster's name stays in the configuration only if the
+    method is to be chosen for it.
     """
     name = config.context.cluster
     if name is None:
@@ -105,7 +105,7 @@ def _on_cluster(config: Any) -> tuple[Any, Cluster]:
 
 
 def _time_line(config: Any, world_size: int, cluster: Cluster) -> str:
-    """Return a line on the predicted time of a step, by cause, and of all steps."""
+    """Return a line with the predicted time of a step, divided by cause, and of all steps."""
     prediction = predicted(config, world_size, cluster, known_documents(config))
     causes = []
     for name, seconds in prediction.seconds.items():
@@ -126,10 +126,10 @@ def rehearsed(
     cluster: Cluster,
     documents: Sequence[int] | None = None,
 ) -> Iterator[Rehearsal]:
-    """Rehearse each rank whose work differs, with progress on stderr: each takes seconds.
+    """Rehearse each rank whose work differs; each takes seconds, so progress goes to stderr.
 
-    They are the first rank of each pipeline stage and, if context-parallel ranks have unequal work,
-    the first stage's last one. Ranks of dp and tp have equal work.
+    These are the first rank of each pipeline stage and, if context-parallel ranks have unequal
+    work, the last context-parallel rank of the first stage. Ranks of dp and tp have equal work.
     """
     pp, cp, tp = config.mesh.sizes
     ranks = [stage * (world_size // pp) for stage in range(pp)]
@@ -154,11 +154,11 @@ def rehearsed(
 
 
 def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
-    """Name the files that a run must have, so that the rest can be validated.
+    """Fill in names for the files that a run needs, so that everything else can be validated.
 
     Returns:
-        The configuration with names, notes on files that are not here, and flags that name those
-        that no flag names.
+        The configuration with file names, notes on files that are not on this machine, and flags
+        for the files that the user did not name.
     """
     named_config = config.with_file_names()
     writer = task_of(config).data_writer
@@ -187,7 +187,7 @@ def with_files(config: Any) -> tuple[Any, list[str], list[str]]:
 
 
 def _entries(config: Any) -> int | None:
-    """Return the entries of the tokenizer or, without its file, of the vocabulary.
+    """Return the tokenizer's number of entries or, without its file, the vocabulary size.
 
     None if the data are not text.
     """
@@ -198,14 +198,14 @@ def _entries(config: Any) -> int | None:
         return load_tokenizer(str(tokenizer_model)).vocab_size
     if config.model.vocab_size is None:
         raise ConfigError(
-            f"vocab_size is not set, and there is no tokenizer_model {tokenizer_model} here to "
-            "count; give --vocab-size N, or write it (python -m tools.prepare_data)"
+            f"vocab_size is not set, and tokenizer_model {tokenizer_model} is not on this machine; "
+            "give --vocab-size N, or write the tokenizer (python -m tools.prepare_data)"
         )
     return config.model.vocab_size
 
 
 def verdict(rehearsals: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, str]:
-    """Return True if every process has enough memory, and a sentence about it."""
+    """Return if every process has enough memory, and a sentence that says so."""
     max_bytes = max(rehearsal.bytes for rehearsal in rehearsals)
     max_host_bytes = max(rehearsal.host for rehearsal in rehearsals)
     memory_gb = cluster.memory_gb
@@ -224,14 +224,14 @@ def verdict(rehearsals: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, st
 
 
 def tightly(num_bytes: float, cluster: Cluster) -> str:
-    """Return a warning to append if these bytes fit but leave an allocator too little room."""
+    """Return a warning to append if these bytes fit but an allocator may need more."""
     if num_bytes <= ROOM * 1e9 * cluster.memory_gb:
         return ""
     return ", which leaves less than the tenth that an allocator may need"
 
 
 def _table(rehearsals: Sequence[Rehearsal]) -> Iterator[str]:
-    """Yield a table of memory and bytes; host memory has a column if anything is moved there."""
+    """Yield the lines of a table of memory and bytes sent; host memory has a column if used."""
     uses_host = any(rehearsal.host for rehearsal in rehearsals)
     heads = [*CAUSES, "GB of memory"]
     if uses_host:
@@ -256,7 +256,7 @@ def _commands(
     """Yield the commands that start the run: by torchrun and, for a named cluster, by Slurm."""
     flags = _run_flags(arguments, requested)
 
-    # A run without --save would lose its weights, unless it says --save none.
+    # A run without --save loses its weights, so the command has one, unless --save none is given.
     is_unsaved = not requested.checkpoint.save
     refuses_save = is_unsaved and any(flag.partition("=")[0] == "--save" for flag in flags)
     if is_unsaved and not refuses_save:
@@ -273,14 +273,14 @@ def _commands(
     name = requested.context.cluster
     if name is not None and world_size == num_nodes * per_node:
         if refuses_save:
-            run += " --save runs/NAME"  # which a job must have
+            run += " --save runs/NAME"  # slurm.submit refuses a job without --save
         yield f"or: python -m slurm.submit --cluster {shlex.quote(name)} --nodes {num_nodes} {run}"
 
 
 def _run_flags(arguments: Sequence[str], requested: Any) -> list[str]:
-    """Return the flags of the run itself, without those of the dry run.
+    """Return the command line without the flags of the dry run.
 
-    --cluster stays if the run chooses its method or mesh for it.
+    --cluster stays if the run itself uses it to choose its method or mesh.
     """
     chooses = requested.context.context_parallel_method == "auto" or requested.mesh.allow_resize
     flags = []

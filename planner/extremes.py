@@ -1,9 +1,10 @@
-"""Longest sequence that fits, fewest processes for it, and the changes that make a run fit.
+"""Find the longest sequence that fits, the fewest processes, or the changes that make a run fit.
 
-The first two ask one question of many sizes: does any arrangement fit in memory? Only the leanest
-settings of each arrangement are tried, and no time is predicted. Memory grows with the length and
-falls with the number of processes, so that a bisection finds the limit. The third pulls levers
-until the run fits, takes back those that it does not need, and orders the rest.
+The first two ask one question for many sizes: does any arrangement fit in memory? Only the settings
+that take least memory are tried for each arrangement, and no time is predicted. Memory grows with
+the length and falls with the number of processes, so that a bisection finds the limit. The third
+enables memory-saving settings (levers, planner/levers.py) until the run fits, disables those that
+it does not need, and orders the rest.
 """
 
 from collections import Counter
@@ -39,9 +40,9 @@ from train.config.flags import ConfigError, spelled, value_of
 from train.config.sizes import validate_sizes
 
 STEP = 1024
-"""Tokens: the longest sequence is a multiple."""
+"""The longest sequence is a multiple of this number of tokens."""
 PRECISION = 64
-"""The longest sequence is within one part in ``PRECISION``."""
+"""The longest sequence is found to within a relative error of 1 / ``PRECISION``."""
 MAX_TOKENS = 1 << 30
 MAX_PROCESSES = 1 << 12
 
@@ -52,9 +53,10 @@ def fits(
     cluster: Cluster,
     progress: Callable[[str], None] = lambda message: None,
 ) -> bool:
-    """Return True if some arrangement and method fit in memory, in their leanest settings.
+    """Return True if some arrangement and method fit in memory with the most saving settings.
 
-    Stages of heads are tried last: only methods that exchange heads have them.
+    Stages of heads (ulysses_head_chunks) are tried last, as only methods that exchange heads have
+    them.
     """
     question = f"{counted(config.sequence_length, 'token')} on {counted(world_size, 'process')}"
 
@@ -76,13 +78,13 @@ def fits(
 
 
 def longest(config: Config, world_size: int, cluster: Cluster) -> int:
-    """Return the tokens of the longest sequence that fits, a multiple of ``STEP``.
+    """Return the longest sequence that fits, in tokens, a multiple of ``STEP``.
 
     Args:
         config: a run of a language model; its mesh and method are varied.
 
     Raises:
-        ConfigError: not even ``STEP`` tokens fit, or all is refused; with the reason.
+        ConfigError: not even ``STEP`` tokens fit, or every arrangement is refused; with the reason.
     """
     with Progress() as progress:
 
@@ -95,7 +97,7 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
 
 
 def fewest(config: Config, cluster: Cluster) -> int:
-    """Return the fewest processes that hold the sequence, a power of two or full nodes.
+    """Return the minimum number of processes that fit the sequence: a power of two or full nodes.
 
     Raises ConfigError: more than MAX_PROCESSES would be needed.
     """
@@ -112,14 +114,14 @@ def fewest(config: Config, cluster: Cluster) -> int:
         num_nodes = 1 + _last(is_too_small, MAX_PROCESSES // per_node, exact=True)
     if num_nodes * per_node > MAX_PROCESSES:
         raise ConfigError(
-            f"seq_length is {config.train.seq_length}, which {MAX_PROCESSES} processes do not "
-            f"hold; on one node: {_why_not(config, per_node, cluster)}"
+            f"seq_length is {config.train.seq_length}, too long for {MAX_PROCESSES} processes; "
+            f"on one node: {_why_not(config, per_node, cluster)}"
         )
     return num_nodes * per_node
 
 
 def _why_not(config: Config, world_size: int, cluster: Cluster) -> str:
-    """Explain why nothing fits: memory, or the reason for which every arrangement is refused."""
+    """Explain why nothing fits: too little memory, or why arrangements are refused."""
     meshes = list(arrangements(config, world_size))
     return nothing_left(rank(meshes, world_size, cluster, vary=least_memory), cluster)
 
@@ -130,10 +132,10 @@ def of_length(config: Config, tokens: int) -> Config:
 
 
 def _last(is_good: Callable[[int], bool], maximum: int, exact: bool = False) -> int:
-    """Return the largest n in [1, maximum] with is_good(n), which is true from 1 up to there.
+    """Return the largest n in [1, maximum] with is_good(n), which must be true from 1 up to it.
 
-    The upper bound doubles first, then the interval is halved. Without ``exact`` the result is
-    within one part in PRECISION.
+    The upper bound doubles first, then the interval is halved. Without ``exact`` the relative error
+    is at most 1 / PRECISION.
     """
     low = 1
     high = 2
@@ -165,12 +167,12 @@ FIELDS = (
     "context_parallel_ranks_per_node",
     "ulysses_degree",
 )
-"""Fields that decide memory besides the levers'; they change together, before the levers."""
+"""Fields that affect memory and belong to no lever; they change together, before the levers."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Flags to set, and the predicted bytes once they and those before them are set."""
+    """Flags to set, and the predicted bytes with these flags and those of earlier changes."""
 
     flag: str
     bytes: float
@@ -183,11 +185,12 @@ def changes(
     documents: tuple[int, ...] | None,
     lengths: tuple[int, ...] = (),
 ) -> tuple[list[Change], float | None]:
-    """Return the changes that make a run fit, and the seconds of a step with them.
+    """Return the changes that make a run fit, and the predicted seconds of a step with them.
 
-    They are in the order of docs/tasks/long_context.md. More context-parallel processes replace
-    data-parallel ones, and the global batch stays. If no lever is enough, the fastest method is
-    taken or, after that, mesh. Without any arrangement that fits the result is empty, and None.
+    The changes are in the order of docs/tasks/long_context.md. More context-parallel processes
+    replace data-parallel ones, and the global batch stays. If no lever is enough, the fastest
+    method that fits is chosen, and if there is none, the fastest mesh. If nothing fits, the result
+    is an empty list and None.
     """
     target = _pulled(config, world_size, cluster, documents)
     if target is None:
@@ -207,13 +210,13 @@ def _pulled(
 ) -> Any | None:
     """Return the configuration with the first levers that make it fit; None if none do.
 
-    Levers that leave an allocator room go before those that do not.
+    Levers that leave a tenth of the memory to an allocator are preferred.
     """
     dp = config.mesh.data_parallel_size(world_size)
     cp = config.mesh.context_parallel_size
     global_batch = config.train.batch_size(dp)
     meshes = [config]
-    for factor in range(2, dp + 1):  # ranks of cp replace data-parallel ones
+    for factor in range(2, dp + 1):  # context-parallel ranks replace data-parallel ones
         if dp % factor == 0:
             meshes.append(
                 config.updated(context_parallel_size=factor * cp, global_batch_size=global_batch)
@@ -244,9 +247,9 @@ def _pulled(
 def _ordered(
     config: Any, target: Any, world_size: int, cluster: Cluster, documents: tuple[int, ...] | None
 ) -> Iterator[Change]:
-    """Yield the flags that lead from one configuration to the other, step by step.
+    """Yield the flags that change ``config`` into ``target``, step by step.
 
-    Flags that are only valid together are one step.
+    Flags that are only valid together form one step.
     """
     steps: list[tuple[str, ...]] = [FIELDS]
     for index, lever in enumerate(ORDER):

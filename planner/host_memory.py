@@ -23,7 +23,7 @@ def moments(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
 
 
 def offloaded(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
-    """Return the bytes that a micro-batch keeps in host memory."""
+    """Return the bytes of activations that a micro-batch keeps in host memory."""
     if not arrangement.offload:
         return 0.0
     layers = arrangement.stage_layers(work)
@@ -33,8 +33,8 @@ def offloaded(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
 def pinned(work: StepShape, plan: Plan, arrangement: Arrangement) -> float:
     """Return the bytes of host memory that torch pins for activations and moments.
 
-    The unused end of the moments' last slab does not count. In a pipeline the first stage pins
-    most: the activations of all micro-batches in flight.
+    The unused end of the last slab (a block of pinned memory) of the moments does not count. In a
+    pipeline the first stage pins most: the activations of all micro-batches in flight.
     """
     layers = arrangement.stage_layers(work)
     in_flight = ceil(arrangement.pipeline.in_flight(0, arrangement.pp, work.micro_batches))
@@ -67,5 +67,5 @@ def _pinned_tensors(work: StepShape, plan: Plan, arrangement: Arrangement) -> tu
 
 @lru_cache(maxsize=1024)
 def _in_slabs(tensors: tuple[int, ...], times: int) -> int:
-    """Return the bytes of the slabs for ``times`` copies of these tensors."""
+    """Return the bytes of the slabs (blocks of pinned memory) for ``times`` copies of tensors."""
     return in_slabs(tensors * times, SEVERAL)

@@ -135,7 +135,7 @@ CASES = {
     ),
     "missing checkpoint": (
         "--load @empty --exit-on-missing-checkpoint",
-        "empty, which holds no checkpoint",
+        "empty, which has no checkpoint",
     ),
     "world size": ("--context-parallel-size 3", "context_parallel_size is 3", "multiple of 3"),
     "unknown method": (

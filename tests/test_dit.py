@@ -169,7 +169,7 @@ BAD = {
     "--pipeline-model-parallel-size 2 --micro-batch-size 1 "
     "--num-virtual-stages-per-pipeline-rank 2 "
     "--pipeline-schedule InterleavedZeroBubble": ("InterleavedZeroBubble", "use Interleaved1F1B"),
-    "--loss-chunk-size 8": ("loss_chunk_size is 8", "leave it out"),
+    "--loss-chunk-size 8": ("loss_chunk_size is 8", "leave out --loss-chunk-size"),
     "--context-parallel-method striped --context-parallel-size 2": ("striped", "ring"),
     "--context-parallel-method lasp": ("lasp",),
     "--data-path nowhere": ("nowhere",),

@@ -105,7 +105,7 @@ def test_a_killed_run_goes_on_from_the_local_one_and_without_a_node_from_the_sha
     output = run_ranks(_on_node, size, flags(default_data, save, *more), nodes)[0]
     assert f"/iter_000000{local}/manifest.json is missing" in output
     shared = (
-        f"no checkpoint in {save}: starting afresh"
+        f"no checkpoint in {save}: starting from scratch"
         if beside
         else f"resumed from {save}/iter_0000004, 16 samples"
     )

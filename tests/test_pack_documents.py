@@ -116,10 +116,13 @@ def test_a_killed_run_goes_on_to_the_bit(flags, tmp_path):
     ("more", "message"),
     [
         ("--sft --no-reset-position-ids", "sft is set"),
-        ("--sft --reset-position-ids --eod-mask-loss", "eod_mask_loss is set with sft"),
-        ("--pack-documents --sft --reset-position-ids", "pack_documents is set with sft"),
-        ("--blend-by-length 9:0.5 --sft --reset-position-ids", "blend_by_length is set with sft"),
-        ("--pack-documents --eod-mask-loss", "eod_mask_loss is set with pack_documents"),
+        ("--sft --reset-position-ids --eod-mask-loss", "eod_mask_loss does not apply to sft"),
+        ("--pack-documents --sft --reset-position-ids", "pack_documents does not apply to sft"),
+        (
+            "--blend-by-length 9:0.5 --sft --reset-position-ids",
+            "blend_by_length does not apply to sft",
+        ),
+        ("--pack-documents --eod-mask-loss", "eod_mask_loss does not apply to pack_documents"),
         (
             "--pack-documents --mock-data",
             "mock_data draws tokens and cannot be combined with .*pack_documents",

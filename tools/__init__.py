@@ -1,1 +1,1 @@
-"""Programs besides training: prepare, sample, plan, plot, vendor."""
+"""Programs other than training: prepare, sample, plan, plot, vendor."""

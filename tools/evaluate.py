@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 SMALLEST_BUCKET = 64
 CHUNK = 1024
-"""Tokens whose logits exist at once, if the run sets no loss chunk size."""
+"""Number of tokens with logits in memory at once, if the run sets no loss chunk size."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ DEFAULT_TOP = 10
 DEFAULT_CLUSTER = "h100"
 """Cluster of a named model if neither a flag nor a GPU decides it."""
 MIN_TOKENS = 8192
-"""Tokens per GPU and step, at least, of a named model whose batch size no flag sets."""
+"""Minimum number of tokens per GPU and step of a named model without a batch size flag."""
 
 
 def build_parser() -> argparse.ArgumentParser:

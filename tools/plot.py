@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LOSSES = {"lm_loss": "training", "diffusion_loss": "training", "validation_loss": "validation"}
 BY = {"iteration": "iteration", "tokens": "tokens", "hours": "hours of training"}
 MAX_TOKENS = 512
-"""Tokens of a sequence that a picture can show."""
+"""Maximum number of tokens of a sequence that a picture can show."""
 
 
 def layout_figure(args: argparse.Namespace) -> "Figure":

@@ -1,4 +1,4 @@
-"""Write the attention alone as a package `longmesh_attention`, for another project's own tree.
+"""Write only the attention as a package `longmesh_attention`, to vendor in another project.
 
 The package holds parallel/context, parallel/transformers, kernels and runtime, with their imports
 and the namespace of their custom operators renamed, so that a project with folders of these names
@@ -39,7 +39,7 @@ TESTS = (
     "parallel/transformers/test_shard.py",
     "parallel/transformers/test_training.py",
 )
-"""Tests of ours that need nothing but the package."""
+"""Tests of longmesh that need only the vendored package."""
 
 
 def package(name: str = PACKAGE, namespace: str | None = None) -> dict[str, bytes]:
@@ -98,7 +98,7 @@ def template(file: str, **values: str) -> str:
 
 
 def _check_imports(files: dict[str, bytes], ours: set[str], package: str = PACKAGE) -> None:
-    """Raise UserError if a file imports something of ours that the package lacks."""
+    """Raise UserError if a file imports a longmesh module that the vendored package lacks."""
     modules = set()
     for name in files:
         path = f"{package}/{name}".removesuffix(".py").removesuffix("/__init__")

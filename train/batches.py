@@ -61,7 +61,7 @@ class StepBatch(NamedTuple):
 
     micro_batches: list[Batch]
     valid: int
-    """Tokens with loss, on all ranks together."""
+    """Number of tokens with a loss, on all ranks together."""
     flops: float
     """Training FLOPs of the whole step, on all ranks together."""
 
@@ -71,7 +71,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((DATA, UPDATE), 0.0)
-        """Seconds by phase, since the ranks last compared them."""
+        """Seconds per phase since the ranks last compared them, keyed by phase."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -150,7 +150,7 @@ class Batches:
         self._task = task
         self._flops_per_token = cache(task.flops_per_token)
         self._replicas = dist.get_world_size() // task.mesh.dp_cp.size()
-        """Ranks that count the same tokens: those of tensor and pipeline parallelism."""
+        """Number of ranks that count the same tokens: the tensor- and pipeline-parallel ranks."""
         self.batching = Batching(
             global_batch_size=task.batch_samples,
             micro_batch_size=task.config.train.micro_batch_size,

@@ -68,7 +68,7 @@ def diffusion_context(
 def _delta_context_of(
     config: Config, group: dist.ProcessGroup | None, links: Transport | None
 ) -> tuple[ContextParallel, HybridAttention]:
-    """Set up layers with a delta rule, beside softmax layers with the same layout of tokens."""
+    """Set up delta-rule layers in a model whose softmax layers have the same token layout."""
     cp, softmax = softmax_context(config, group, sdpa, links)
     if config.mesh.context_parallel_size > 1:
         return cp, HybridAttention(_uncompiled(cp.attend_delta, cp.convolve), softmax)

@@ -48,13 +48,13 @@ from train.config.common import CommonConfig
 from train.config.flags import ConfigError, load, write_toml
 
 SECONDS_TO_SPEAK = 5.0
-"""Seconds that failing ranks wait, so that no launcher kills the one that reports the error."""
+"""Seconds that failed ranks wait, so that the launcher does not kill the one that reports."""
 UNFLUSHED = 120
 """Exit status if output is lost at exit, as Python's own."""
 UNREAD = 141
 """Exit status if the reader of standard output has closed the pipe, as in a shell."""
 FILES = ("config.toml", METRICS, STARTS, FAILURES, POINTER, "loss.png", "wandb_id.txt")
-"""Files of a run's folder, besides its lock."""
+"""Files of a run's folder, except its lock."""
 HF_FOLDER = "hf"
 """Subfolder with an imported model's files: config.json, tokenizer, generation settings."""
 

@@ -1,4 +1,4 @@
-"""Samples of a diffusion transformer, drawn on the mesh that trains it, and pictures of them.
+"""Draw samples of a diffusion transformer on the mesh that trains it, and make pictures of them.
 
 Each data-parallel rank draws its own samples; the ranks of a context-parallel group share each.
 Noise is drawn for whole samples from the seed and the sample's number, so that every mesh draws the

@@ -22,7 +22,8 @@ class ScheduleConfig:
     """Shape after the warm-up: cosine or linear to min_lr, constant, inverse-square-root, or WSD,
     which is warm-up-stable-decay."""
     lr_warmup_iters: int = 0
-    """Iterations of linear warm-up; a run too short for them takes a tenth of its iterations."""
+    """Number of iterations of linear warm-up; a run that is too short for them uses a tenth of its
+    iterations."""
     lr_warmup_fraction: float | None = None
     """Share of lr_decay_iters that is warm-up, in [0, 1), in place of lr_warmup_iters."""
     lr_warmup_init: float = 0.0

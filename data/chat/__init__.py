@@ -1,1 +1,1 @@
-"""Conversations to tokens, with a loss mask of the assistant's turns."""
+"""Convert conversations to tokens, with a loss mask that selects the assistant's turns."""

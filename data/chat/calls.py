@@ -1,8 +1,8 @@
-"""Convert tools and tool calls of rows to the form that chat templates take.
+"""Convert a row's tools and tool calls to the form that chat templates take.
 
-It is OpenAI's: `tools` are objects with a `function`, and a turn's `tool_calls` have a `function`
-with a name and arguments. The arguments may be an object or its JSON and are passed on unchanged,
-since templates write the two differently. Older and other forms are converted.
+This is OpenAI's form: `tools` are objects with a `function`, and a turn's `tool_calls` have a
+`function` with a name and arguments. The arguments may be an object or its JSON and are passed on
+unchanged, since templates write the two differently. Older and other forms are converted.
 """
 
 import json
@@ -14,15 +14,15 @@ from runtime.errors import DataError
 
 Call = dict[str, Any]
 CALL_ROLES = ("function_call", "tool_call")
-"""Roles of turns whose text is the JSON of calls."""
+"""Roles of turns whose text is the JSON of function calls."""
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools of a row, None if it has none.
+    """Return a row's tools; None if it has none.
 
-    They are its `tools` or OpenAI's older `functions`, a list or its JSON.
+    They come from `tools` or from OpenAI's older `functions`, as a list or as its JSON.
 
-    Raises DataError: neither a list nor the JSON of one, or a tool that is no object.
+    Raises DataError: the value is neither a list nor the JSON of one, or a tool is not an object.
     """
     tools = _listed("tools", row.get("tools"))
     functions = _listed("functions", row.get("functions"))
@@ -50,7 +50,7 @@ def _listed(name: str, value: Any) -> list[Any] | None:
 
 
 def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
-    """Return the calls of a turn, from `tool_calls` or OpenAI's older `function_call`.
+    """Return a turn's function calls, from `tool_calls` or from OpenAI's older `function_call`.
 
     Raises DataError: a call without a name, or with arguments that are neither an object nor its
     JSON.
@@ -75,7 +75,7 @@ def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
 
 
 def holds_null(value: Any) -> bool:
-    """Return whether a value holds a null, which column files write for missing keys."""
+    """Return whether a value contains a null, which columnar files write for missing keys."""
     if isinstance(value, dict):
         return any(map(holds_null, value.values()))
     return value is None or (isinstance(value, (list, tuple)) and any(map(holds_null, value)))
@@ -96,8 +96,8 @@ def with_calls_joined(turns: Sequence[Any]) -> list[Any]:
         previous_where = f"turn {number - 1}"
         if mark_of(where, turn) != mark_of(previous_where, previous):
             raise DataError(
-                f"{where} is a call beside that of the turn before, and marked otherwise; "
-                "mark them alike"
+                f"{where} is a function call right after another one, but the two have different "
+                "marks of loss; mark both the same way"
             )
         calls = spoken_calls(previous_where, _content(previous))
         calls += spoken_calls(where, _content(turn))
@@ -114,9 +114,9 @@ def _content(turn: Mapping[str, Any]) -> Any:
 
 
 def spoken_calls(where: str, content: Any) -> list[Call]:
-    """Return the calls of a turn of ShareGPT's role function_call.
+    """Return the calls of a turn that has ShareGPT's role function_call.
 
-    Its text is the JSON of one call, or of a list of calls.
+    The turn's text is the JSON of one call, or of a list of calls.
     """
     if isinstance(content, str):
         content = parsed(f"{where} is a call of a function and", content)
@@ -124,7 +124,7 @@ def spoken_calls(where: str, content: Any) -> list[Call]:
 
 
 def _called(where: str, calls: Any) -> list[Call]:
-    """Return bare calls, each a name and its arguments, as templates take them."""
+    """Convert bare calls, each a name and its arguments, to the form that templates take."""
     if isinstance(calls, str):
         calls = parsed(f"{where} has function_call", calls)
     if not isinstance(calls, list):
@@ -150,7 +150,7 @@ def _check(where: str, call: Any) -> None:
         or not function["name"]
     ):
         raise DataError(
-            f"{where} has tool_calls with one that names no function, {call!r:.60}; repair it"
+            f"{where} has tool_calls with {call!r:.60}, which has no function name; add the name"
         )
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, (dict, str)):
@@ -161,10 +161,10 @@ def _check(where: str, call: Any) -> None:
 
 
 def parsed(subject: str, text: str) -> Any:
-    """Return the value of a JSON text. Raises DataError that begins with ``subject``."""
+    """Parse a JSON text. Raises a DataError whose message begins with ``subject``."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{subject} {text!r:.60}, which is not JSON ({error}); repair it"
+            f"{subject} {text!r:.60}, which is not JSON ({error}); repair the JSON"
         ) from error

@@ -1,4 +1,4 @@
-"""Named chat templates, and tokenizers that are trained for them."""
+"""Chat templates that can be chosen by name, and the training of tokenizers for them."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,14 +13,14 @@ from runtime.files import write_text
 
 @dataclass(frozen=True, kw_only=True)
 class NamedTemplate:
-    """A published template with its special tokens."""
+    """A published chat template with its special tokens."""
 
     source: str
     special: tuple[str, ...]
     begin: str | None
-    """Token that begins a text, bos_token."""
+    """Token that begins a text (bos_token); None if there is none."""
     end: str
-    """Token that ends a turn, at which generation stops: eos_token."""
+    """Token that ends a turn (eos_token), at which generation stops."""
 
 
 NAMED = {
@@ -50,12 +50,12 @@ def train_chat_tokenizer(
 ) -> Path:
     """Train a byte-level BPE on conversations, for a template of NAMED.
 
-    It reads the first 8 million characters. Writes the tokenizer.json, whose path is returned, and
-    the tokenizer_config.json of a folder that `transformers` loads.
+    It reads the first 8 million characters. It writes tokenizer.json, whose path is returned, and
+    tokenizer_config.json into a folder that `transformers` can load.
 
-    Raises DataError: a conversation that cannot be used, unless these are skipped, or a
-    `vocab_size` that is too small for the 256 bytes and the special tokens, or that the
-    conversations cannot fill.
+    Raises DataError: a conversation cannot be used (unless these are skipped), `vocab_size` is too
+    small for the 256 bytes and the special tokens, or the conversations do not yield so many
+    entries.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -84,8 +84,8 @@ def train_chat_tokenizer(
     entries = backend.get_vocab_size()
     if entries < vocab_size:
         raise DataError(
-            f"vocab_size is {vocab_size}, and the conversations fill {entries} entries; give that "
-            "or fewer"
+            f"vocab_size is {vocab_size}, but the conversations yield only {entries} entries; give "
+            f"--vocab-size {entries} or less"
         )
 
     config = {
@@ -103,7 +103,7 @@ def train_chat_tokenizer(
 
 
 def _texts(rows: Iterable[Row], skip_refused: bool) -> Iterator[str]:
-    """Yield all texts of conversations."""
+    """Yield every text of the conversations."""
     for where, row in rows:
         try:
             conversation = conversation_of(row)

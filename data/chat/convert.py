@@ -1,7 +1,8 @@
-"""Convert conversations to packed token ids and loss masks. S tokens of a sequence.
+"""Convert conversations to packed token ids and loss masks. A sequence has S tokens.
 
-A conversation never crosses the end of a sequence: it is refused if it is too long, or cut as the
-user asks. Each is counted by outcome, so that a summary accounts for every row that was read.
+A conversation never crosses the end of a sequence: one that is too long is refused, or cut as the
+user chooses. Each conversation is counted by its outcome, so that a summary accounts for every row
+that was read.
 """
 
 from collections import Counter
@@ -23,23 +24,23 @@ from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 
 UNREAD = "unread: "
-"""Prefix of the counts of lost or changed content, such as a key that nothing reads."""
+"""Prefix of the counts of ignored or changed content, such as a key that nothing reads."""
 END = "end: "
-"""Prefix of the counts of tokens that end turns."""
+"""Prefix of the counts of the tokens that end turns."""
 TURNS = "turns"
-"""Name of the count of learned turns."""
+"""Key of the number of learned turns (turns with a loss)."""
 Piece = tuple[np.ndarray, np.ndarray]
 """Token ids and loss mask of a conversation or a part of it, [T] each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """Settings that determine prepared conversations."""
+    """Settings that determine how conversations are prepared."""
 
     seq_length: int
-    """S, the maximum tokens of a conversation, and of a packed sample."""
+    """S, the maximum number of tokens of a conversation and of a packed sample."""
     chat_template: str | None = None
-    """File of the template; None takes the tokenizer's."""
+    """File or name of the chat template; None uses the tokenizer's."""
     too_long: Literal["error", "split", "truncate-left", "truncate-right"] = "error"
     """Treatment of a conversation of more than S tokens."""
     skip_refused: bool = False
@@ -50,19 +51,20 @@ class Chat:
     def __post_init__(self) -> None:
         if self.seq_length < 2:
             raise DataError(
-                f"seq_length is {self.seq_length}; a sequence that teaches anything has 2 tokens "
-                "or more"
+                f"seq_length is {self.seq_length}; it must be 2 or more, since a sequence's first "
+                "token is never predicted"
             )
 
 
 def with_conversation(reads: Reads, row: Row) -> Row:
-    """Replace a row's content by its conversation, or by the error that refuses it.
+    """Replace a row's content by its conversation, or by the error with which it is refused.
 
-    It runs before rows are sent to other processes: nested values may be too deep for pickle.
+    This runs before rows are sent to other processes, because values may be nested too deeply for
+    pickle.
 
     Args:
         reads: the names that the template uses.
-        row: its place and its content.
+        row: the row's file and line, and its content.
     """
     where, content = row
     try:
@@ -70,7 +72,7 @@ def with_conversation(reads: Reads, row: Row) -> Row:
     except DataError as error:
         return where, error
     except RecursionError:
-        return where, DataError("is nested too deeply; repair it")
+        return where, DataError("is nested too deeply; flatten its values")
 
 
 def convert(
@@ -78,10 +80,10 @@ def convert(
 ) -> Tokens:
     """Tokenize conversations, cut those that are too long, and count them by outcome.
 
-    The rows are those of `with_conversation`. Counts have the keys that nothing reads, after
-    UNREAD, and the ids of the tokens that end turns, after END.
+    The rows come from `with_conversation`. The counts also contain, with the prefix UNREAD, the
+    keys that nothing reads and, with the prefix END, the ids of the tokens that end turns.
 
-    Raises DataError: a conversation that cannot be used, with file and line, unless these are
+    Raises DataError: a conversation cannot be used, with its file and line, unless these are
     skipped.
     """
     pieces: list[Piece] = []
@@ -122,7 +124,7 @@ def _converted(
     """
     encoded = template.encode(tokenizer, conversation)
     if chat.strict and encoded.notes:
-        raise DataError(f"has {', '.join(encoded.notes)}; remove it, or leave out --strict")
+        raise DataError(f"has {', '.join(encoded.notes)}; remove this, or leave out --strict")
     pieces = _pieces(encoded.ids, encoded.learned, chat)
 
     outcome = "kept"
@@ -145,14 +147,14 @@ def _pieces(ids: np.ndarray, learned: np.ndarray, chat: Chat) -> list[Piece]:
     ends one piece, where it is predicted, and begins the next as context. Every other token is in
     one piece, so each is predicted exactly once.
 
-    Raises DataError if it must not be cut, or if no token that is left carries loss.
+    Raises DataError if the conversation must not be cut, or if no remaining token carries loss.
     """
     size = chat.seq_length
     starts = [0]
     if len(ids) > size:
         if chat.too_long == "error":
             raise DataError(
-                f"has {len(ids):,} tokens, and seq_length is {size:,}; give a longer --seq-length, "
+                f"has {len(ids):,} tokens, but seq_length is {size:,}; give a longer --seq-length, "
                 "or --too-long split, truncate-left or truncate-right"
             )
         if chat.too_long == "split":
@@ -167,8 +169,8 @@ def _pieces(ids: np.ndarray, learned: np.ndarray, chat: Chat) -> list[Piece]:
         pieces.append((ids[start : start + size], mask))
     if not any(mask.any() for _, mask in pieces):
         raise DataError(
-            "no token that is left after cutting carries loss; leave it out, or cut it another "
-            "way: --too-long"
+            "after the cut no token carries loss; leave the conversation out, or choose another "
+            "--too-long"
         )
     return pieces
 
@@ -181,17 +183,17 @@ def write_packed(
 ) -> int:
     """Write .bin/.idx pairs of packed items; return the number of bins.
 
-    An item is a sequence of the pair, and a bin is a document. Bins are written in a random order.
+    An item becomes a sequence of the pair, and a bin a document. Bins are written in random order.
 
     Args:
-        sources: for each pair, the file of the items' values, one after the other, and their dtype.
+        sources: for each pair, the file with the items' concatenated values, and their dtype.
         pairs: the files to write.
-        lengths: values of each item, int32, each in [1, capacity].
-        capacity: maximum values of a bin.
+        lengths: number of values of each item, int32, each in [1, capacity].
+        capacity: maximum number of values in a bin.
     """
     bins = best_fit_decreasing(lengths, capacity)
-    # Bins come out by length, and training takes the validation split from the end: it is to be a
-    # sample of all lengths.
+    # Packing returns bins sorted by length, but training takes the validation split from the end,
+    # which should be a sample of all lengths. So shuffle the bins.
     order = np.random.default_rng(0).permutation(int(bins.max()) + 1)
     items, bounds = by_bin(np.argsort(order)[bins])
     ends = np.cumsum(lengths, dtype=np.int64)

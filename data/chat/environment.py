@@ -1,7 +1,7 @@
 """Compile chat templates as transformers does: jinja2 in a sandbox, with generation marks.
 
-A template is a program of other people: it is compiled and called within bounds of processor time
-and memory (runtime/bounds.py), and any exception of it becomes a DataError that names the template.
+A template is somebody else's program: it is compiled and called with limits on processor time and
+memory (runtime/bounds.py), and any exception in it becomes a DataError that names the template.
 """
 
 import json
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
 MAX_SOURCE = 1 << 21
-"""Characters of a template's source."""
+"""Maximum number of characters of a template's source."""
 MARKS: ContextVar[tuple[str, str]] = ContextVar("marks", default=("", ""))
-"""Text written around the assistant's words in the current rendering."""
+"""Texts to write before and after the assistant's words in the current rendering."""
 
 
 @cache
@@ -27,23 +27,23 @@ def compiled(name: str, source: str) -> "Template":
     """Compile a template. Raises DataError if it is not valid or too long."""
     if len(source) > MAX_SOURCE:
         raise DataError(
-            f"the chat template {name} has more than {MAX_SOURCE:,} characters; name another"
+            f"the chat template {name} has more than {MAX_SOURCE:,} characters; name another file"
         )
     try:
         return bounded(f"the chat template {name}", lambda: _environment().from_string(source))
     except UnboundedError:
         raise
-    # Any type: jinja2 computes constants, and Python compiles its output.
+    # Any exception is possible: jinja2 evaluates constants, and Python compiles its output.
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"the chat template {name} is not valid jinja2 ({reason}); repair it"
+            f"the chat template {name} is not valid jinja2 ({reason}); repair the template"
         ) from error
 
 
 @cache
 def names_in(name: str, source: str) -> Reads:
-    """Return the names that a template uses; it has been compiled before."""
+    """Return the names that a template uses; the template must have been compiled before."""
     from jinja2 import meta, nodes
 
     def names() -> Reads:
@@ -62,9 +62,9 @@ def names_in(name: str, source: str) -> Reads:
 
 @cache
 def _environment() -> "Environment":
-    """Return the environment of transformers: sandbox, loop controls, generation marks.
+    """Return a jinja2 environment with the sandbox, loop controls and generation marks.
 
-    As in its chat_template_utils.py.
+    It is the one of transformers' chat_template_utils.py.
     """
     from jinja2 import TemplateError, Undefined, nodes
     from jinja2.ext import Extension, loopcontrols
@@ -88,7 +88,7 @@ def _environment() -> "Environment":
             name = self._undefined_name or ""
             if name.endswith("_token"):
                 raise TemplateError(
-                    f"it has {name}, which tokenizer_config.json does not name; write it there"
+                    f"it uses {name}, which tokenizer_config.json does not define; add it there"
                 )
             return ""
 
@@ -113,7 +113,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON; jinja2's own filter escapes HTML."""
+    """Return a value as JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

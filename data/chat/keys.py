@@ -1,9 +1,9 @@
 """Classify the keys of rows and turns as metadata, marks of loss, or content.
 
-A key that the template names is passed on to it. Of the others, keys known to be metadata are
-ignored, keys whose loss would do harm (pictures, thoughts, preferences, marks of loss) are refused,
-and the rest is counted and reported. So no part of a conversation is lost silently, and a data set
-with ordinary metadata still needs no cleaning.
+A key that the template names is passed on to it. Of the other keys, known metadata is ignored, keys
+that must not get lost (pictures, thoughts, preferences, marks of loss) are refused, and the rest is
+counted and reported. So no part of a conversation is lost silently, and a data set with ordinary
+metadata still needs no cleaning.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any
 from runtime.errors import DataError
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names of a turn's thought, in the order in which transformers looks for them."""
+"""Keys that may hold a turn's thought, in the order in which transformers looks for them."""
 MARKS = (
     "train",
     "training",
@@ -29,7 +29,7 @@ MARKS = (
 )
 """Keys that mark a turn as learned, with true or 1, or as not learned, with false or 0."""
 MASKED = "masked"
-"""Key of the opposite meaning, as in torchtune."""
+"""Key with the opposite meaning of MARKS, as in torchtune."""
 
 _HARMLESS_WORDS = """
     id idx index uid uuid guid hash key name_id source src origin dataset data_source
@@ -81,10 +81,10 @@ class Reads:
     """The names that a chat template uses."""
 
     variables: frozenset[str] = frozenset()
-    """Variables that it takes from outside, such as documents."""
+    """Variables that the caller passes in, such as documents."""
     names: frozenset[str] = frozenset()
-    """Attributes and string constants: all possible keys of a turn. Which of them it reads shows
-    when it is rendered."""
+    """Attributes and string constants, which are all keys of a turn that the template could read.
+    Rendering shows which of them it does read."""
     texts: frozenset[str] = frozenset()
     """String constants, some of which may be roles."""
 
@@ -97,67 +97,66 @@ class Reads:
 
     @property
     def parts(self) -> bool:
-        """True if the template reads a content that is a list of parts."""
+        """True if the template supports a content that is a list of parts."""
         return {"type", "text"} <= self.names
 
     @property
     def thoughts(self) -> bool:
-        """True if the template reads a thought of an assistant's turn."""
+        """True if the template reads the thought of an assistant's turn."""
         return not self.names.isdisjoint(THOUGHTS)
 
 
 def says_nothing(value: Any) -> bool:
-    """Return whether a value is null or empty, which column files write for missing keys."""
+    """Return whether a value is null or empty, as columnar files write for missing keys."""
     return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
 
 
 def is_unread(where: str, key: str, value: Any) -> bool:
-    """Return whether to report a key that nothing reads.
+    """Return whether to report a key that the template does not read.
 
-    Raises DataError: it holds pictures, a thought or a preference, or marks what is learned.
+    Raises DataError: the key holds pictures, a thought or a preference, or marks learned text.
     """
     if says_nothing(value):
         return False
     refuse_pictures(where, key, value)
     if key in _PREFERENCES or (key == "label" and isinstance(value, bool)):
         raise DataError(
-            f"{where} has {key}, a key of preference data, and training here is on one answer; "
-            'write the preferred one as a turn of "messages" and leave the rest out'
+            f"{where} has {key}, a key of preference data, but training here uses one answer; "
+            'write the preferred answer as a turn of "messages" and leave the others out'
         )
     if key in _CONTENT:
         raise DataError(
             f"{where} has {key}, which the chat template does not name, so that it would be lost; "
-            "give a template that writes it, or leave it or the conversation out"
+            f"give a template that writes it, or leave out {key} or the conversation"
         )
     if key in HARMLESS:
         return False
     if _MARK_LIKE.fullmatch(key):
         raise DataError(
-            f"{where} has {key}, which may say what is learned and is not read; mark whole turns "
-            'of the assistant with "train": false, or remove it'
+            f"{where} has {key}, which looks like a loss mask but is not supported; mark whole "
+            f'turns of the assistant with "train": false, or remove {key}'
         )
     if _THOUGHT_LIKE.fullmatch(key) and isinstance(value, (str, list, dict)):
         raise DataError(
             f"{where} has {key}, a thought that the chat template does not name, so that it would "
-            "be lost; give a template that writes it, or leave it or the conversation out"
+            f"be lost; give a template that writes it, or leave out {key} or the conversation"
         )
     return key in _LINKS or not _HARMLESS_ENDS.fullmatch(key)
 
 
 def refuse_pictures(where: str, key: str, value: Any) -> None:
-    """Raise DataError for a key of pictures, sound or video that holds some."""
+    """Raise DataError if a key for pictures, sound or video has a value."""
     if value and _PICTURES.fullmatch(key):  # a number of 0 pictures is no harm
         raise DataError(
-            f"{where} has {key}, and pictures, sound and video are not read; "
+            f"{where} has {key}, but pictures, sound and video are not supported; "
             "leave the conversation out"
         )
 
 
 def mark_of(where: str, contents: Mapping[str, Any]) -> bool | None:
-    """Return the mark of a row or a turn: True if it is learned, None without marks.
+    """Return the mark of a row or a turn: True for learned, False for not, None without marks.
 
-    Raises DataError: a mark that is neither true nor false, 1 nor 0, or two that contradict each
-    other.
+    Raises DataError: a mark is not true, false, 1 or 0, or two marks contradict each other.
     """
     marks: dict[str, bool] = {}
     for key in (*MARKS, MASKED):
@@ -166,11 +165,11 @@ def mark_of(where: str, contents: Mapping[str, Any]) -> bool | None:
             continue
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise DataError(
-                f"{where} has {key} {value!r:.40}, and a turn is learned or not: true or 1, "
-                "false or 0; give one of these, or remove it"
+                f"{where} has {key} {value!r:.40}, but a turn is either learned (true or 1) or not "
+                f"(false or 0); give one of these values, or remove {key}"
             )
         marks[key] = bool(value) != (key == MASKED)
     if len(set(marks.values())) > 1:
         names = " and ".join(f"{key} {contents[key]!r}" for key in marks)
-        raise DataError(f"{where} has {names}, which contradict each other; leave one out")
+        raise DataError(f"{where} has {names}, which contradict each other; remove one of them")
     return next(iter(marks.values()), None)

@@ -1,13 +1,14 @@
-"""Find the assistant's turns in a conversation's text by its prefixes, in linear time.
+"""Find the assistant's turns in a conversation's text by rendering prefixes, in linear time.
 
-A turn is the text that the conversation through it adds to the conversation before it with the
-generation prompt, if both are prefixes of the whole. Writing every prefix of a conversation of n
-turns takes time proportional to n squared, too slow for conversations of hundreds of tool calls.
+An answer's text is the difference of two renderings: the turns up to and including the answer, and
+the turns before it with the generation prompt. Both must be prefixes of the whole text. Rendering
+every prefix of a conversation of n turns takes time proportional to n squared, which is too slow
+for conversations with hundreds of tool calls.
 
 So only the first turns of a long conversation and a few dozen others are compared with prefixes.
-Each later answer is also rendered as the last turn of a short window of turns, and the text that it
-adds there must be found at the expected position of the whole text. If any of these checks fails,
-the conversation is compared with every prefix, so the result never rests on the windows alone.
+Every other answer is rendered as the last turn of a short window of turns, and the text that it
+adds there must occur at the expected offset of the whole text. If any of these checks fails, the
+conversation is compared with every prefix, so the result never relies only on windows.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,22 +20,22 @@ from runtime.bounds import UnboundedError
 from runtime.errors import DataError
 
 Render = Callable[[Sequence[Turn], bool], str]
-"""Turns, and whether the generation prompt follows -> their text."""
+"""Maps turns, and whether the generation prompt follows, to their text."""
 Bounds = tuple[int, int]
-"""Ends of the text before a turn, and of the text through it."""
+"""Offsets in the rendered text at which a turn starts and ends."""
 ALL_COMPARED = 32
-"""Turns up to which each prefix is compared."""
+"""Number of first turns for which every prefix is compared."""
 _SHARES = 8
 _AROUND = 6
-"""Turns before the previous answer among which its question is searched."""
+"""Number of turns before an answer that are searched for its question."""
 
 
 def spans_by_prefixes(
     render: Render, conversation: Conversation, text: str
 ) -> dict[int, Bounds] | int:
-    """Return the characters [begin, end) of each learned turn.
+    """Return the character range [begin, end) of each learned turn, keyed by the turn's number.
 
-    If a turn's text is not its prefixes' difference, return the number of the first such turn.
+    If a turn's text is not the difference of its two prefixes, return that turn's number instead.
     """
     bounds = None
     if len(conversation.turns) > ALL_COMPARED:
@@ -57,7 +58,7 @@ def spans_by_prefixes(
 
 
 def _compared(render: Render, turns: Sequence[Turn], number: int, text: str) -> Bounds | None:
-    """Return a turn's bounds by the prefixes before and through it, None if one is no prefix."""
+    """Return a turn's bounds from two renderings; None if these are not prefixes of the text."""
     text_before = render(turns[:number], True)
     text_through = render(turns[: number + 1], False)
     if not text.startswith(text_through) or not text_through.startswith(text_before):
@@ -66,7 +67,7 @@ def _compared(render: Render, turns: Sequence[Turn], number: int, text: str) -> 
 
 
 def _by_windows(render: Render, turns: Sequence[Turn], text: str) -> dict[int, Bounds] | None:
-    """Return the bounds of the assistant's turns, most by windows; None if a check fails."""
+    """Return the bounds of the assistant's turns, mostly from windows; None if a check fails."""
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     answers_to_compare = _compared_answers(answers, len(turns))
     bounds: dict[int, Bounds] = {}
@@ -87,11 +88,11 @@ def _by_windows(render: Render, turns: Sequence[Turn], text: str) -> dict[int, B
 
 
 def _compared_answers(answers: Sequence[int], count: int) -> set[int]:
-    """Return the answers to compare with prefixes.
+    """Return the numbers of the answers to compare with prefixes.
 
-    The first ones, the first and the last two of all, and the last ones before an eighth, two
-    eighths, ... of the turns and before each power of two. The prefixes' lengths add up to a few
-    times the whole.
+    These are the answers among the first ``ALL_COMPARED`` turns, the first and the last two
+    answers, and the last answer before each eighth of the turns and before each power of two. The
+    lengths of these prefixes add up to a few times the whole.
     """
     limits = [count * share // _SHARES for share in range(1, _SHARES)]
     limits += [1 << power for power in range(count.bit_length())]
@@ -105,10 +106,10 @@ def _compared_answers(answers: Sequence[int], count: int) -> set[int]:
 def _by_window(
     render: Render, turns: Sequence[Turn], previous: int, number: int, text: str, offset: int
 ) -> Bounds | None:
-    """Return a turn's bounds by a short conversation that ends with it.
+    """Return a turn's bounds from a short conversation (a window) that ends with the turn.
 
-    ``offset`` is the end of the text through the ``previous`` answer. None if the text continues
-    otherwise than the short conversation does.
+    ``offset`` is the end of the ``previous`` answer in the whole text. None if the whole text does
+    not continue there as the short conversation does.
     """
     numbers = _window_before(turns, previous)
     num_before = len(numbers)
@@ -120,7 +121,7 @@ def _by_window(
         text_through = render(window, False)
     except UnboundedError:
         raise
-    except DataError:  # a template that wants other turns around
+    except DataError:  # the template refuses this selection of turns
         return None
 
     if not text_through.startswith(text_before) or not text_before.startswith(text_of_previous):
@@ -134,8 +135,8 @@ def _by_window(
 def _window_before(turns: Sequence[Turn], previous: int) -> list[int]:
     """Return the numbers of a few turns that end with the ``previous`` answer.
 
-    They are the system's turns and those from a question on: some templates refuse a conversation
-    that begins with an answer, and some write a thought only after the last question.
+    They are the system's turns and those from a question on, because some templates refuse a
+    conversation that begins with an answer, and some write a thought only after the last question.
     """
     leading = 0
     while turns[leading]["role"] in ("system", "developer"):
@@ -146,7 +147,7 @@ def _window_before(turns: Sequence[Turn], previous: int) -> list[int]:
 
     head = list(range(leading))
     if turns[start]["role"] != "user":
-        # In the middle of tool calls: begin at an answer, and put the question before it.
+        # The window would start amid tool calls: start at an answer, preceded by its question.
         while turns[start]["role"] != "assistant":
             start += 1
         question = start - 1

@@ -1,8 +1,8 @@
-"""Read conversations from ShareGPT's and OpenAI's rows.
+"""Read conversations from rows in ShareGPT's or OpenAI's format.
 
-Only the assistant's turns are learned, and a mark of a row or a turn can take loss away but not
-add it to another role. A conversation without any loss is refused: it would fill a place in the
-samples and teach nothing, which is more often a mistake of the data than a wish.
+Only the assistant's turns are learned; a mark of a row or a turn can remove loss but not add it to
+another role. A conversation without any loss is refused: it would take up space in the samples and
+teach nothing, and that is more often an error in the data than intended.
 """
 
 import re
@@ -31,25 +31,25 @@ _ARGUMENTS = """
     tokenizer_kwargs sanitize_control_tokens
 """
 _NOT_VARIABLES = frozenset(_ARGUMENTS.split())
-"""Arguments of transformers' apply_chat_template that are no variables of a template."""
+"""Arguments of transformers' apply_chat_template that are not template variables."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Turns, which of them are learned, and the other variables of the template."""
+    """A conversation: its turns, which of them are learned, and other template variables."""
 
     turns: Sequence[Turn]
     learned: Sequence[bool]
     """True for each turn of the assistant, except those marked as not learned."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Tools, documents, and others that the template names."""
+    """Tools, documents and other variables that the template names."""
     unread: Sequence[str] = ()
-    """Keys of the row and its turns that nothing reads, each once."""
+    """Keys of the row and its turns that neither the template nor this module reads, each once."""
 
     def texts(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the turn, the field and the text of everything that the template gets."""
+        """Yield (turn, field, text) for every text that is passed to the template."""
         for number, turn in enumerate(self.turns, start=1):
             content = {key: value for key, value in turn.items() if key != "role"}
             for field_name, text in texts_in(content):
@@ -64,19 +64,19 @@ def conversation_of_turns(turns: Sequence[Turn]) -> Conversation:
 
 
 def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: B008, it is frozen
-    """Return the conversation of a row.
+    """Return the conversation in a row.
 
-    A row is an object with ShareGPT's `conversations` of from and value or OpenAI's `messages`, a
-    list of turns, or the DataError of a broken line.
+    A row is an object with ShareGPT's `conversations` (from, value) or OpenAI's `messages`, a list
+    of turns, or the DataError of a broken line.
 
     Args:
         row: the row.
-        reads: the names that the template uses. Keys of the row and of each turn that it names are
-            passed on to it.
+        reads: the names that the template uses; keys of the row and its turns with these names are
+            passed on to the template.
 
     Raises:
-        DataError: no turns, an empty one, an unknown role, nothing to learn, or something that
-            would be lost.
+        DataError: there are no turns, a turn is empty, a role is unknown, nothing is learned, or
+            content would be lost.
     """
     if isinstance(row, DataError):
         raise row
@@ -102,16 +102,16 @@ def conversation_of(row: Any, reads: Reads = Reads()) -> Conversation:  # noqa: 
 
 
 def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
-    """Return a row's turns unchanged, with its system text as the first. Raises DataError."""
+    """Return a row's turns, with the row's system text as the first turn. Raises DataError."""
     lists = _filled(row, ("messages", "conversations"))
     if len(lists) == 2 and lists["messages"] != lists["conversations"]:
         raise DataError(
-            "has messages and conversations, which are two conversations; leave one out"
+            "has messages and conversations with different turns; remove one of the two"
         )
     key, turns = next(iter(lists.items()), ("", None))
     if isinstance(turns, str):
         raise DataError(
-            f"has {key} as a text; give the turns as a list, a text of JSON as json.loads reads it"
+            f"has {key} as a string; give the turns as a list (parse a JSON string first)"
         )
     if not isinstance(turns, list):
         raise DataError(_without_turns(row))
@@ -125,7 +125,7 @@ def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
             turns = [{"role": "system", "content": text}, *turns]
         elif text not in (first.get("content"), first.get("value")):
             raise DataError(
-                f"has {name} and a turn of the system that says something else; leave one out"
+                f"has {name} and a system turn with another text; remove one of the two"
             )
     return turns
 
@@ -136,7 +136,7 @@ def _filled(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _without_turns(row: Mapping[str, Any]) -> str:
-    """Return the message for a row of another kind, with the way to convert it."""
+    """Return the error message for a row without turns, with advice on how to convert it."""
     keys = {key for key, value in row.items() if not says_nothing(value)}
     advice = 'give them as a list under "messages" or "conversations"'
     if keys & {"chosen", "rejected"}:
@@ -176,15 +176,15 @@ def _is_unread_key(
     if key == "prompt" and isinstance(value, str):
         for turn in turns:
             if isinstance(turn, dict) and turn.get("content", turn.get("value")) == value:
-                return False  # the first question once more
+                return False  # the prompt repeats a turn
     return is_unread("it", key, value)
 
 
 def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], list[str]]:
-    """Return the template's variables besides the turns, and names that it does not read.
+    """Return the template's variables other than the turns, and names that it does not read.
 
-    They are those that transformers and TRL pass. Raises DataError: a variable of another type, one
-    that is given twice, or one that would be lost with harm.
+    The variables are those that transformers and TRL pass. Raises DataError: a variable has the
+    wrong type, is given twice, or must not be lost but the template does not read it.
     """
     kwargs = _template_kwargs(row)
     variables: dict[str, Any] = {}
@@ -198,11 +198,13 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], li
     for name, value in kwargs.items():
         if name in _NOT_VARIABLES:
             raise DataError(
-                f"it has chat_template_kwargs with {name}, which is no variable of a template; "
-                "remove it"
+                f"it has chat_template_kwargs with {name}, which is not a template variable; "
+                f"remove {name}"
             )
         if name in variables and variables[name] != value:
-            raise DataError(f"it has {name} and another one in chat_template_kwargs; leave one out")
+            raise DataError(
+                f"it has {name} and a different {name} in chat_template_kwargs; remove one of them"
+            )
         if name not in reads.variables and not says_nothing(value):
             is_unread("its chat_template_kwargs", name, value)  # it refuses tools and documents
             unnamed.append(f"chat_template_kwargs {name}")
@@ -229,9 +231,9 @@ def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _learned(row_mark: bool | None, turns: Sequence[ReadTurn]) -> list[bool]:
-    """Return which turns are learned, by the mark of the row and those of the turns.
+    """Return which turns are learned, from the marks of the row and of the turns.
 
-    Raises DataError: marks that contradict each other, or no turn that is learned.
+    Raises DataError: marks contradict each other, or no turn is learned.
     """
     learned = []
     has_answer = False
@@ -241,17 +243,19 @@ def _learned(row_mark: bool | None, turns: Sequence[ReadTurn]) -> list[bool]:
         has_answer = has_answer or is_answer
         if read.learned and not is_answer:
             raise DataError(
-                f"turn {number} ({role}) is marked as learned, and only the assistant's turns are; "
-                "remove the mark"
+                f"turn {number} ({role}) is marked as learned, but only the assistant's turns can "
+                "be; remove the mark"
             )
         if read.learned and row_mark is False:
             raise DataError(
-                f"turn {number} is marked as learned and its row as not; leave one of the marks out"
+                f"turn {number} is marked as learned but its row as not learned; remove one mark"
             )
         mark = row_mark if read.learned is None else read.learned
         learned.append(is_answer and mark is not False)
     if not has_answer:
-        raise DataError("no turn is the assistant's, so that nothing carries loss; leave it out")
+        raise DataError(
+            "no turn is the assistant's, so that nothing carries loss; leave the conversation out"
+        )
     if not any(learned):
         raise DataError(
             "every turn of the assistant is marked as not learned, so that nothing carries loss"
@@ -260,7 +264,7 @@ def _learned(row_mark: bool | None, turns: Sequence[ReadTurn]) -> list[bool]:
 
 
 def _check_values(turns: Sequence[Turn], variables: Mapping[str, Any]) -> None:
-    """Raise DataError for values that are nested too deeply or hold lone surrogates."""
+    """Raise DataError if a value is nested too deeply or has a lone surrogate character."""
     values: list[tuple[str, Any, int]] = [("it", variables, 0)]
     for number, turn in enumerate(turns, start=1):
         values.append((f"turn {number}", turn, 0))
@@ -269,7 +273,7 @@ def _check_values(turns: Sequence[Turn], variables: Mapping[str, Any]) -> None:
         if depth > _MAX_DEPTH:
             raise DataError(f"{where} is nested more than {_MAX_DEPTH} levels deep; repair it")
         if isinstance(value, str) and _SURROGATES.search(value):
-            raise DataError(f"{where} holds a lone surrogate, which is no text; remove it")
+            raise DataError(f"{where} has a lone surrogate character; remove the character")
         parts: list[Any] = []
         if isinstance(value, dict):
             for pair in value.items():

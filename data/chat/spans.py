@@ -1,9 +1,9 @@
-"""Map the characters of turns to tokens. T tokens.
+"""Map character ranges of turns to tokens. A text has T tokens.
 
-The loss mask is decided in characters, by the template, and applied to tokens. A token that lies
-in a turn only in part has no right mask: learning it would teach the model to write a part of the
-next turn, and leaving it out would leave a part of the answer unlearned. Such tokens are reported
-separately, and the conversation is refused.
+The template determines the loss mask in characters, and this module applies it to tokens. No mask
+is right for a token that lies only partly in a turn: with loss, the model would learn to write a
+part of the next turn; without loss, a part of the answer would not be learned. Such tokens are
+returned separately, and the conversation is refused.
 """
 
 import re
@@ -16,13 +16,13 @@ from data.chat.rows import Conversation
 from data.tokenizer import HuggingFaceTokenizer
 
 Spans = list[tuple[int, int]]
-"""Characters [begin, end) of a text."""
+"""Character ranges [begin, end) of a text."""
 
 
 def spans_between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:
-    """Return a text without its first two marks, and the spans between them.
+    """Remove the begin and end marks from a text; return it and the spans between the marks.
 
-    None for the spans if the marks do not alternate.
+    The spans are None if begin and end marks do not alternate.
     """
     begin, end = marks[:2]
     pieces = re.split(f"([{begin}{end}])", text)
@@ -34,12 +34,12 @@ def spans_between(text: str, marks: Sequence[str]) -> tuple[str, Spans | None]:
 
 
 def tokens_of(offsets: np.ndarray, spans: Spans, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens in the spans, and those only partly in them, bool [T] each.
+    """Return which tokens touch the spans, and which lie only partly in them, bool [T] each.
 
     Args:
-        offsets: characters [begin, end) of each token, [T, 2].
-        spans: characters of turns; they may overlap.
-        length: characters of the text.
+        offsets: character range [begin, end) of each token, [T, 2].
+        spans: character ranges of turns; they may overlap.
+        length: number of characters of the text.
     """
     steps = np.zeros(length + 2, dtype=np.int64)
     for begin, end in spans:
@@ -61,7 +61,7 @@ def spans_of_turns(
 
     Args:
         spans: spans between generation marks, in order.
-        owners: the turn of each span, None for one without content of a turn.
+        owners: the number of each span's turn; None for a span without any turn's content.
         conversation: the turns, and which are learned.
     """
     learned = conversation.learned
@@ -79,7 +79,7 @@ def spans_of_turns(
             current = owner
         elif begin < end and not all_learned:
             return None
-        # A span without an owner may hold a turn's last token: it follows its turn.
+        # A span without an owner may hold the last token of the turn before it.
         if current is None or learned[current]:
             turns.setdefault(current, []).append((begin, end))
     return list(turns.values())
@@ -92,7 +92,7 @@ def turn_ends(
     spans: Spans,
     text: str,
 ) -> list[int]:
-    """Return the added tokens that end the spans, not counting white space."""
+    """Return the added tokens at the ends of the spans, ignoring trailing white space."""
     ends = []
     for begin, end in spans:
         token = int(np.searchsorted(offsets[:, 0], end)) - 1

@@ -1,9 +1,9 @@
-"""Refuse conversations whose text spells a control token.
+"""Refuse conversations in which a text contains a control token.
 
-A template writes its tokens as text, between the texts of the turns. A turn that spells one, such
-as <|im_end|>, would end itself and begin another, and a model trained on it would learn to answer
-in a user's name. Ordinary added words, such as <think> or <tool_call>, may be spelled: they become
-tokens as in transformers.
+A template writes control tokens as text, between the texts of the turns. A turn whose own text
+contains one, such as <|im_end|>, would end early and start another turn, and the model would learn
+to answer in a user's name. Ordinary added words, such as <think> or <tool_call>, are allowed: they
+become tokens as in transformers.
 """
 
 import re
@@ -14,21 +14,21 @@ from data.tokenizer import HuggingFaceTokenizer
 from runtime.errors import DataError
 
 Render = Callable[..., str]
-"""Turns and ``prompt`` -> the text of a conversation."""
+"""Maps turns and ``prompt`` to the text of a conversation."""
 Search = Callable[[str], str | None]
-"""A text -> the control token that it spells, if any."""
+"""Maps a text to the control token that it contains, if any."""
 _USER = "Is it so?"
 _ANSWER = "So it is."
-# The other tokens of a conversation of these are the template's own.
+# All tokens around these two texts in a rendered conversation come from the template.
 _LIKE_A_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</s>|<(?:eos|end)[\w-]*>")
-"""Text of a template that can only stand for a token."""
+"""Text in a template that can only be meant as a token."""
 
 
 def refuse_spelled(spelled_in: Search, conversation: Conversation) -> None:
-    """Raise DataError if a text of a conversation spells a control token.
+    """Raise DataError if a text of a conversation contains a control token.
 
     Args:
-        spelled_in: the search of ``control_tokens``.
+        spelled_in: the search function that ``control_tokens`` returned.
         conversation: its turns and variables.
     """
     texts: dict[tuple[str, str], list[str]] = {}
@@ -48,10 +48,10 @@ def refuse_spelled(spelled_in: Search, conversation: Conversation) -> None:
 
 
 def control_tokens(render: Render, tokenizer: HuggingFaceTokenizer) -> Search:
-    """Return a search for a tokenizer's control tokens and those that a template puts around turns.
+    """Return a search for control tokens of the tokenizer, and those a template puts around turns.
 
-    The latter are all tokens of a user's turn, the first token before an answer and the first one
-    after it. Later tokens of an answer, such as <think>, are words that a content may have.
+    The template's are all added tokens of a user's turn, the first one before an answer and the
+    first one after it. Other tokens of an answer, such as <think>, are words that a text may have.
 
     Args:
         render: the template's.
@@ -67,7 +67,7 @@ def control_tokens(render: Render, tokenizer: HuggingFaceTokenizer) -> Search:
         prompt = render([user], prompt=True)
         whole = render([user, answer])
     except DataError:
-        return tokenizer.spelled  # the template asks for other turns than these
+        return tokenizer.spelled  # the template refuses this sequence of turns
 
     added = tokenizer.added
     _, _, end = whole.rpartition(_ANSWER)

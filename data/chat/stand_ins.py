@@ -1,10 +1,10 @@
-"""Replace a conversation's texts by numbers, to see which ones a template writes, and where.
+"""Replace a conversation's texts by numbers, to see which texts a template writes, and where.
 
 A template may drop a turn, change its text or leave out a thought, and a model would then learn
-something that is not in the data. Searching the written text for the turn's text does not detect
-it: a short text such as "4" would be found by chance. So the conversation is written once more,
-with a number between two marks instead of each text, of each called function and its arguments,
-and of each tool's name. Marks are characters that occur nowhere in the conversation.
+something that is not in the data. Searching the rendered text for a turn's text does not detect
+this, because a short text such as "4" may be found by chance. So the conversation is rendered once
+more, with a number between two marks in place of each text, each called function with its
+arguments, and each tool's name. The marks are characters that the conversation does not contain.
 """
 
 import json
@@ -20,7 +20,7 @@ from runtime.errors import DataError
 
 
 class Watched(dict[str, Any]):
-    """A turn that records which of its keys are read."""
+    """A turn that records which of its keys a template reads."""
 
     def __init__(self, turn: Turn) -> None:
         """Copy the keys of a turn."""
@@ -49,20 +49,20 @@ class Watched(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Spoken:
-    """One text of a turn or a tool that a template must write."""
+    """A text of a turn or a tool that the template must write."""
 
     turn: int | None
-    """Number of its turn, from 0; None for a tool."""
+    """Number of the turn that has the text, from 0; None for a tool."""
     kind: str
     """content, thought, tool_calls or tools."""
     text: str | None
     """The text itself, if the template must write it unchanged."""
     in_json: bool = False
-    """True for arguments given as the JSON of an object, which a template may quote once more."""
+    """True for arguments given as a JSON string, which a template may quote a second time."""
 
 
 class StandIns:
-    """A conversation of numbers, in the order of its texts."""
+    """A copy of a conversation with numbers in place of its texts."""
 
     def __init__(self, conversation: Conversation, begin: str, end: str) -> None:
         """Replace the texts by numbers between the marks ``begin`` and ``end``."""
@@ -77,7 +77,7 @@ class StandIns:
             self.variables["tools"] = [self._tool(tool) for tool in tools]
 
     def positions(self, text: str) -> dict[int, list[int]]:
-        """Return the positions of each number in a text."""
+        """Return the offsets of each number in a rendered text, keyed by number."""
         positions: dict[int, list[int]] = {}
         for match in re.finditer(f"{self._begin}(\\d+){self._end}", text):
             positions.setdefault(int(match[1]), []).append(match.start())
@@ -149,7 +149,7 @@ class StandIns:
 
 
 class RenderedText:
-    """The text that a template writes, in which contents are searched in their order."""
+    """The text that a template wrote, to search for contents in the order of the turns."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -157,9 +157,9 @@ class RenderedText:
         self._squeezed: str | None = None
 
     def holds(self, content: str) -> bool:
-        """Return whether the text holds a content, unchanged or as in JSON.
+        """Return whether the text contains a content, either unchanged or escaped as in JSON.
 
-        White space around the content does not count.
+        White space around the content is ignored.
         """
         stripped = content.strip()
         for form in (stripped, json.dumps(stripped, ensure_ascii=False)[1:-1]):
@@ -184,14 +184,14 @@ def check_written(
     numbered_text: str,
     text: str,
 ) -> list[str]:
-    """Return notes on content that a template leaves out or changes by its own rule.
+    """Check that a template writes every text; return notes on what it may leave out or change.
 
     Args:
-        name: of the template, for messages.
-        stand_ins: the conversation of numbers.
-        positions: of the numbers in ``numbered_text``.
-        numbered_text: the text of the conversation of numbers.
-        text: the text of the conversation itself.
+        name: the template's name, for messages.
+        stand_ins: the copy of the conversation with numbers.
+        positions: offsets of the numbers in ``numbered_text``.
+        numbered_text: the rendered text of that copy.
+        text: the rendered text of the conversation itself.
 
     Raises:
         DataError: the template drops or changes the content of a turn.

@@ -1,17 +1,17 @@
-"""Apply chat templates: a conversation's token ids, and which of them the assistant has to learn.
+"""Apply chat templates: convert a conversation to token ids with a loss mask.
 
-Templates are those of Hugging Face, rendered with the variables that `transformers` gives them,
-except the date of today (`strftime_now`), which would make prepared bytes depend on the day.
+Templates are Hugging Face's, rendered with the variables that `transformers` passes, except today's
+date (`strftime_now`), which would make prepared data depend on the day.
 
-The loss mask of a turn is decided in the text. A template may mark the assistant's words itself,
+The loss mask of a turn is determined in the text. A template may mark the assistant's words itself,
 with `{% generation %}` and `{% endgeneration %}`. Without these marks, a turn of the assistant is
-the text that the conversation through it adds to the conversation before it with the generation
-prompt, if both are prefixes of the whole. White space at its end, after the token that ends the
-turn, is not learned: generation stops before it.
+the difference of two renderings: the turns up to and including it, and the turns before it with the
+generation prompt; both must be prefixes of the whole text. White space after the token that ends
+the turn is not learned, because generation stops before it.
 
-No mask is ever guessed. If the marks surround other words than the assistant's, if the texts are no
-prefixes, or if a token lies across the edge of a turn, the conversation is refused with the reason:
-a wrong mask trains without an error and shows only in the model.
+No mask is ever guessed. If the marks surround other words than the assistant's, if a rendering is
+not a prefix, or if a token lies across the edge of a turn, the conversation is refused with the
+reason: training with a wrong mask causes no error and shows only in the model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,40 +38,40 @@ from runtime.bounds import UnboundedError, bounded
 from runtime.errors import DataError
 
 MAX_CHARACTERS = 1 << 26
-"""Characters of a conversation in a template."""
+"""Maximum number of characters of a rendered conversation."""
 TODAY = "strftime_now"
-"""Function of templates that writes the date of today, which is not provided here."""
+"""Template function that writes today's date; it is not provided here."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation's T tokens."""
+    """A conversation as T tokens with a loss mask."""
 
     ids: np.ndarray
-    """int64 [T]."""
+    """Token ids, int64 [T]."""
     learned: np.ndarray
-    """Which of them are learned, bool [T]."""
+    """Loss mask: True for learned tokens, bool [T]."""
     ends: Sequence[int] = ()
-    """The added tokens that end the learned turns, one of each turn that has one."""
+    """The added tokens that end learned turns, one for each turn that ends with one."""
     notes: Sequence[str] = ()
-    """Parts of it that nothing reads, or that the template leaves out by its own rule."""
+    """Notes on content that nothing reads, or that the template leaves out by its own rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A template with the special tokens that it may name."""
+    """A chat template, with the special tokens that it may use as variables."""
 
     name: str
-    """Its file, for messages."""
+    """Name of the template's file, for messages."""
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
     """Names and texts of special tokens, such as bos_token."""
     tool_use: str | None = None
-    """The template of conversations with tools, if that is another one."""
+    """Source of the template for conversations with tools, if it is a separate one."""
 
     @property
     def reads(self) -> Reads:
-        """The names that it uses."""
+        """The names that the template uses."""
         reads = names_in(self.name, self.source)
         return reads if self.tool_use is None else reads | names_in(self.name, self.tool_use)
 
@@ -85,14 +85,14 @@ class ChatTemplate:
         """Return the text of a conversation.
 
         Args:
-            turns: as templates take them.
-            prompt: end with the text that precedes the assistant's answer.
-            marks: written around the words that the template marks as the assistant's.
-            variables: those of the template besides the turns, such as tools.
+            turns: turns in the form that templates take.
+            prompt: end with the text that precedes the assistant's answer (generation prompt).
+            marks: texts to write around the words that the template marks as the assistant's.
+            variables: other variables of the template, such as tools.
 
         Raises:
-            DataError: the template is wrong, or fails on these turns.
-            UnboundedError: it does not end, or its text is too long.
+            DataError: the template is invalid, or fails on these turns.
+            UnboundedError: rendering takes too long, or the text is too long.
         """
         context = {"tools": None, "documents": None, **dict(self.tokens), **(variables or {})}
         template = compiled(self.name, self._source(context["tools"]))
@@ -108,8 +108,8 @@ class ChatTemplate:
             remedy = "repair the turns or the template"
             if f"'{TODAY}' is undefined" in reason:
                 remedy = (
-                    "it writes the day of today, on which prepared data must not depend: write a "
-                    f"date in the place of {TODAY}(...) into a copy of it, and give that by "
+                    "it writes today's date, on which prepared data must not depend: copy the "
+                    f"template, replace {TODAY}(...) by a date, and give the copy by "
                     "--chat-template"
                 )
             raise DataError(f"{name} fails ({reason}); {remedy}") from error
@@ -117,14 +117,14 @@ class ChatTemplate:
             MARKS.reset(previous)
         if len(text) > MAX_CHARACTERS:
             raise UnboundedError(
-                f"{name} makes {len(text):,} characters, and {MAX_CHARACTERS:,} are the most"
+                f"{name} writes {len(text):,} characters, more than the {MAX_CHARACTERS:,} allowed"
             )
         return text
 
     def tokenize(
         self, tokenizer: HuggingFaceTokenizer, turns: Conversation | Sequence[Turn]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a conversation, int64 [T], and which are learned, bool [T].
+        """Return a conversation's token ids, int64 [T], and its loss mask, bool [T].
 
         Raises DataError (`encode`).
         """
@@ -133,14 +133,14 @@ class ChatTemplate:
         return encoded.ids, encoded.learned
 
     def refuse_spelled(self, tokenizer: HuggingFaceTokenizer, conversation: Conversation) -> None:
-        """Raise DataError if a text spells a control token of the tokenizer or of the template."""
+        """Raise DataError if a text contains a control token of the tokenizer or the template."""
         refuse_spelled(_control_tokens(self, tokenizer), conversation)
 
     def encode(self, tokenizer: HuggingFaceTokenizer, conversation: Conversation) -> Encoded:
-        """Return the tokens of a conversation, and which of them are learned.
+        """Return the tokens of a conversation with its loss mask.
 
         Raises DataError: the template fails, drops or changes a turn, or does not separate the
-        assistant's words exactly; a text spells a special token.
+        assistant's words exactly; or a text contains a control token.
         """
         self.refuse_spelled(tokenizer, conversation)
         text = self.render(conversation.turns, variables=conversation.variables)
@@ -182,10 +182,10 @@ class ChatTemplate:
     def _owners(
         self, conversation: Conversation, text: str, marks: Sequence[str]
     ) -> tuple[list[int | None] | None, list[str]]:
-        """Return the turn of each text between generation marks, and notes for the user.
+        """Return the turn of each span between generation marks, and notes for the user.
 
-        A text without content of any turn has no owner. None instead of a list if the marks do not
-        surround the assistant's words alone. Raises DataError: a turn is dropped or changed.
+        A span without any turn's content has owner None. The list is None if the marks surround
+        anything but the assistant's words. Raises DataError: a turn is dropped or changed.
         """
         stand_ins = StandIns(conversation, marks[2], marks[3])
         dates: list[str] = []
@@ -239,9 +239,9 @@ class ChatTemplate:
         marks: Sequence[str],
         owners: Sequence[int | None] | None,
     ) -> Iterator[list[Spans]]:
-        """Yield the spans of each learned turn: by generation marks, then by prefixes.
+        """Yield the spans of each learned turn: first from generation marks, then from prefixes.
 
-        Each only if it holds. Raises DataError: neither holds.
+        A method that does not work is skipped. Raises DataError: neither works.
         """
         variables = conversation.variables
         by_marks = None
@@ -250,7 +250,7 @@ class ChatTemplate:
                 conversation.turns, marks=(marks[0], marks[1]), variables=variables
             )
             unmarked, spans = spans_between(marked, marks)
-            if unmarked == text and spans:  # the marks change nothing else
+            if unmarked == text and spans:  # without the marks the text is the same
                 by_marks = spans_of_turns(spans, owners, conversation)
         if by_marks is not None:
             yield by_marks
@@ -271,7 +271,7 @@ class ChatTemplate:
 
 
 def _unused_characters(text: str) -> list[str]:
-    """Return four noncharacters that a text does not hold, for marks of spans and of numbers.
+    """Return four Unicode noncharacters that a text does not contain, to use as marks.
 
     Raises DataError.
     """
@@ -287,15 +287,15 @@ def _control_tokens(template: ChatTemplate, tokenizer: HuggingFaceTokenizer) -> 
 
 
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
-    """Read a template: one of NAMED, a file, or the one beside the tokenizer.
+    """Load a chat template: one of NAMED, a file, or by default the tokenizer's.
 
-    Beside it are chat_template.jinja and tokenizer_config.json. Raises DataError: there is none, or
-    it is no template; a name whose special tokens the tokenizer lacks.
+    The tokenizer's is in chat_template.jinja or tokenizer_config.json in its folder. Raises
+    DataError: there is no template, it is invalid, or the tokenizer lacks its special tokens.
     """
     if Path(tokenizer).suffix != ".json":
         raise DataError(
-            f"tokenizer {tokenizer} is no tokenizer.json, whose special tokens a chat template "
-            "needs; give one"
+            f"tokenizer {tokenizer} is not a tokenizer.json, but a chat template needs the special "
+            "tokens of one; give a tokenizer.json"
         )
     default_file = Path(tokenizer).with_name("chat_template.jinja")
     name = str(default_file if file is None else Path(file))
@@ -338,7 +338,7 @@ def _named_source(tokenizer: str, name: str) -> str:
 
 
 def _templates_in_config(tokenizer: str) -> dict[str, str]:
-    """Return the templates of the tokenizer_config.json beside a tokenizer, by name."""
+    """Return the templates in the tokenizer_config.json next to a tokenizer, keyed by name."""
     entries = tokenizer_config(tokenizer).get("chat_template")
     if not isinstance(entries, list):
         entries = [{"name": "default", "template": entries}]
@@ -352,7 +352,7 @@ def _templates_in_config(tokenizer: str) -> dict[str, str]:
 def recorded_template(
     tokenizer: str, name: str, source: str, tool_use: str | None = None
 ) -> ChatTemplate:
-    """Return a template of this source, with the special tokens of a tokenizer.
+    """Return a template with the given source and a tokenizer's special tokens.
 
     Raises DataError if it is not valid.
     """

@@ -1,4 +1,4 @@
-"""Convert a turn of ShareGPT's or OpenAI's rows to the form that chat templates take."""
+"""Convert a turn in ShareGPT's or OpenAI's format to the form that chat templates take."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from data.chat.keys import (
 from runtime.errors import DataError
 
 Turn = dict[str, Any]
-"""A `role` and a `content`, as chat templates take them, and other keys that the template reads."""
+"""A `role` and a `content` as chat templates take them, and other keys that a template reads."""
 
 ROLES = {
     "system": "system",
@@ -30,7 +30,7 @@ ROLES = {
     **dict.fromkeys(("function", "observation", "tool_response", "ipython"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
 }
-"""Roles of ShareGPT's `from` and OpenAI's `role`, by the name that templates know."""
+"""Maps roles in ShareGPT's `from` and OpenAI's `role` to the names that templates know."""
 _TURN = ("role", "from", "content", "value", "tool_calls", "function_call", *THOUGHTS)
 _PART = ("type", "text", "value")
 _ALL_MARKS = (*MARKS, MASKED)
@@ -38,7 +38,7 @@ _ALL_MARKS = (*MARKS, MASKED)
 
 @dataclass(frozen=True, kw_only=True)
 class ReadTurn:
-    """A turn as templates take it, with its mark and the keys that nothing reads."""
+    """A turn as templates take it, with its mark of loss and the keys that nothing reads."""
 
     turn: Turn
     learned: bool | None
@@ -50,16 +50,16 @@ def read_turn(where: str, turn: Any, reads: Reads) -> ReadTurn:
     """Convert one turn.
 
     Args:
-        where: begins messages, such as "turn 3".
-        turn: as in the row.
-        reads: the names that the template uses; keys of the turn that it names are kept.
+        where: the start of error messages, such as "turn 3".
+        turn: the turn as in the row.
+        reads: the names that the template uses; keys of the turn with these names are kept.
 
     Raises:
-        DataError: an empty turn, an unknown role, content that is not text, or content that would
+        DataError: the turn is empty, its role is unknown, its content is not text, or content would
             be lost.
     """
     if not isinstance(turn, dict):
-        raise DataError(f"{where} is no object with a role and a content; repair it")
+        raise DataError(f"{where} must be an object with a role and a content; repair the turn")
     name = _either(where, turn, "role", "from")
     content = _either(where, turn, "content", "value")
     role = _role(where, name, reads)
@@ -121,12 +121,12 @@ def _role(where: str, role: Any, reads: Reads) -> str:
         raise DataError(f"{where} has the role {role!r:.40}; it must be one of {', '.join(ROLES)}")
     name = ROLES.get(role, role)
     if name == "tool" and role in reads.texts and "tool" not in reads.texts:
-        return role  # for templates that know an observation, or ipython
+        return role  # some templates know this role as observation or ipython
     return name
 
 
 def _content(where: str, content: Any, reads: Reads) -> Any:
-    """Return the content as a text, or as parts if the template reads these.
+    """Return the content as a string, or as a list of parts if the template supports parts.
 
     Raises DataError: a part that is not text.
     """
@@ -141,9 +141,9 @@ def _content(where: str, content: Any, reads: Reads) -> Any:
 
 
 def _text_of_part(where: str, part: Any) -> str:
-    """Return the text of a part of a content.
+    """Return the text of one part of a content.
 
-    Raises DataError: it is not text, or has another key that matters.
+    Raises DataError: the part is not text, or has another key that must not be lost.
     """
     kind = None
     text = part
@@ -163,14 +163,14 @@ def _text_of_part(where: str, part: Any) -> str:
             continue
         if key in _ALL_MARKS or is_unread(where, key, value):
             raise DataError(
-                f"{where} has a part with {key}, and of parts the text alone is read; remove it, "
-                "or leave the conversation out"
+                f"{where} has a part with {key}, but only the text of parts is read; remove "
+                f"{key}, or leave the conversation out"
             )
     return text
 
 
 def _thought(where: str, turn: Mapping[str, Any], reads: Reads) -> Turn:
-    """Return a turn's thought under all names that templates read, as transformers gives it.
+    """Return a turn's thought under each key that templates read, as transformers does.
 
     Raises DataError.
     """
@@ -181,7 +181,8 @@ def _thought(where: str, turn: Mapping[str, Any], reads: Reads) -> Turn:
         if not reads.thoughts:
             raise DataError(
                 f"{where} has {name}, a thought that the chat template does not name, so that it "
-                "would be lost; give a template that writes it, or leave it or the conversation out"
+                f"would be lost; give a template that writes it, or leave out {name} or the "
+                "conversation"
             )
     if not thoughts:
         return {}

@@ -1,1 +1,1 @@
-"""Samples of diffusion models."""
+"""Training samples of diffusion models."""

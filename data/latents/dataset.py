@@ -33,9 +33,9 @@ class LatentDataConfig:
     number of samples alone.
     """
     num_workers: int = 0
-    """Processes that read batches ahead; 0 reads in the training process."""
+    """Number of processes that read batches ahead; 0 reads in the training process."""
     pack_samples: bool = False
-    """Join the samples of a micro-batch into one sequence in which each attends to itself alone.
+    """Pack the samples of a micro-batch into one sequence; each sample attends only to itself.
     Ring, allgather and exchange then give each process whole samples as far as possible, and only
     the samples that are cut are sent."""
 

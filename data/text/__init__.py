@@ -1,1 +1,1 @@
-"""Documents to .bin and .idx, and to samples."""
+"""Prepare documents as Megatron's .bin and .idx files, and read training samples from these."""

@@ -9,7 +9,7 @@ from runtime.errors import DataError
 
 
 def recorded_begin(prefix: str) -> tuple[int, ...] | None:
-    """Return the ids that begin each document of a prefix, None if no record has them."""
+    """Return the token ids that begin each document of a prefix; None if no record has them."""
     prepared = _prepared(prefix)
     if prepared is None or prepared.get("begin") is None:
         return None

@@ -1,9 +1,9 @@
-"""Endless datasets whose sample n depends on n alone: epochs, blends of files, drawn tokens.
+"""Endless datasets whose sample n depends only on n: epochs, blends of files, random tokens.
 
-Resuming rests on this. A checkpoint holds the number of consumed samples and no state of any
-iterator, and a resumed run asks for the samples from that number on: on another number of ranks,
-with another micro-batch size or other workers, it reads the samples that the first run would have
-read. So no dataset here may count its calls or advance a generator.
+Resuming relies on this. A checkpoint contains the number of consumed samples and no iterator state,
+and a resumed run reads the samples from that number on: on another number of ranks, with another
+micro-batch size or other workers, it gets the samples that the first run would have read. So no
+dataset here may count its calls or advance a generator.
 
 Samples may mark where documents begin (data/text/documents.py). S tokens of a sample.
 """
@@ -24,7 +24,7 @@ _PERIOD = 1 << 16
 
 @dataclass(eq=False)
 class EpochedDataset:
-    """Endless epochs: sample n is number n mod len of epoch n // len.
+    """A dataset of endless epochs: sample n is sample n mod len of epoch n // len.
 
     Each epoch has every token once, in another order. Megatron builds one index over all epochs of
     a run instead, so that its order depends on the run's length: a run that is prolonged would
@@ -32,26 +32,26 @@ class EpochedDataset:
     """
 
     first: Samples
-    """Epoch 0: each of its samples once, such as Megatron's GPTDataset."""
+    """Epoch 0, a dataset with each sample once, such as Megatron's GPTDataset."""
     build: Callable[[int], Samples]
     """Returns epoch e, a dataset as long as ``first``."""
     _: KW_ONLY
     name: str
-    """File named in messages."""
+    """Name of the file, for error messages."""
     vocab_size: int
     """Token ids must be in [0, vocab_size)."""
     missing: Callable[[int], str | None] = lambda token: None
-    """As of `check_indexed`."""
+    """Whether to check token ids, as in `check_indexed`."""
     eod_mask_loss: bool = False
-    """Mask the loss of labels that begin another document; the dataset's samples have `begins`."""
+    """Mask the loss of labels that begin another document; samples must have `begins`."""
     tells_documents: bool = False
-    """Samples mark where documents start; the dataset's samples have `begins`."""
+    """Add `starts` to the samples, which marks the documents' first tokens; needs `begins`."""
     check: Callable[[], None] = lambda: None
     """Called before each sample; raises DataError if the files have changed."""
     share: float = 1.0
-    """Share of the tokens that is drawn from its file."""
+    """Share of the file's training tokens that comes from this dataset."""
     fill: float = 1.0
-    """Share of the positions of samples that hold tokens; the rest is padding."""
+    """Share of the samples' positions that have tokens; the rest is padding."""
 
     def __post_init__(self) -> None:
         self._epochs = {0: self.first}
@@ -102,7 +102,7 @@ class EpochedDataset:
         return finished
 
     def _check_ids(self, index: int | None, ids: torch.Tensor) -> None:
-        """Raise DataError if an id is outside the vocabulary."""
+        """Raise DataError if a token id is outside the vocabulary."""
         lowest, highest = ids.aminmax()
         if lowest >= 0 and highest < self.vocab_size:
             return
@@ -118,8 +118,8 @@ class EpochedDataset:
 
     def _epoch(self, epoch: int) -> Samples:
         if epoch not in self._epochs:
-            # Reading moves forward: keep epoch 0 for fillers, and the previous epoch, which is
-            # still in use at the boundary.
+            # Samples are read in order: keep only epoch 0 for fillers and the previous epoch, which
+            # is still in use at the boundary.
             for old_epoch in list(self._epochs):
                 if old_epoch not in (0, epoch - 1):
                     del self._epochs[old_epoch]
@@ -130,14 +130,14 @@ class EpochedDataset:
 class BlendedDataset:
     """Interleave endless datasets by weight; each keeps the order of its samples.
 
-    A blend has a fixed period of 65,536 samples instead of random draws: which dataset a sample
-    comes from, and its number there, follow from its index by arithmetic, and the shares are exact
-    in every period. In it, dataset i comes round(65536 * weight_i) times, spread evenly, if none is
-    padded. Weights are of tokens, so a dataset with more padding comes more often.
+    A blend has a fixed period of 65,536 samples instead of random draws: a sample's dataset and its
+    number there follow from its index by arithmetic, and the shares are exact in every period. In a
+    period, dataset i has round(65536 * weight_i) samples, spread evenly, if no dataset is padded.
+    Weights are shares of tokens, so a dataset with more padding has more samples.
 
     Args:
         datasets: the datasets to blend.
-        weights: each above 0, of any sum.
+        weights: one weight above 0 per dataset; they need not sum to 1.
     """
 
     def __init__(self, datasets: Sequence[EpochedDataset], weights: Sequence[float]) -> None:
@@ -162,7 +162,7 @@ class BlendedDataset:
         return owner, period * int(self._counts[owner]) + int(self._ranks[within_period])
 
     def __len__(self) -> int:
-        """Return the samples before any dataset starts its second epoch."""
+        """Return the number of samples before any dataset starts its second epoch."""
         ends = []
         for owner, dataset in enumerate(self._datasets):
             periods, rank = divmod(len(dataset), int(self._counts[owner]))
@@ -179,7 +179,7 @@ class BlendedDataset:
 
 
 def _rounded(exact: np.ndarray) -> np.ndarray:
-    """Round counts to integers of at least 1 whose sum is the period, by largest remainders."""
+    """Round counts to integers of at least 1 that sum to the period (largest remainders)."""
     counts = np.maximum(np.floor(exact).astype(np.int64), 1)
     while (missing := _PERIOD - int(counts.sum())) != 0:
         step = 1 if missing > 0 else -1
@@ -197,19 +197,19 @@ class MockTokenizer:
 
 @dataclass(frozen=True)
 class MockSamples:
-    """Endless samples of drawn tokens, ``seq_length`` each.
+    """Endless samples of ``seq_length`` random tokens.
 
-    Small ids are frequent, so that there is something to learn and a loss that falls.
+    Small ids are more frequent, so that there is something to learn and the loss falls.
     """
 
     seq_length: int
     vocab_size: int
     seed: int
     fill: ClassVar[float] = 1.0
-    """As of other datasets: there is no padding."""
+    """Share of positions that have tokens; there is no padding here."""
 
     def __len__(self) -> int:
-        """Return the samples of an epoch, which only progress lines mention."""
+        """Return the number of samples of an epoch, which only progress lines use."""
         return 1 << 20
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
@@ -228,7 +228,7 @@ class MockSamples:
 def positions_in_documents(starts: torch.Tensor) -> torch.Tensor:
     """Number the tokens of each document from 0: int64 [..., S], given ``starts`` [..., S].
 
-    Equal to the position ids of Megatron's ``_get_ltor_masks_and_position_ids`` with
+    The result equals the position ids of Megatron's ``_get_ltor_masks_and_position_ids`` with
     reset_position_ids.
     """
     position_ids = starts.new_ones(starts.shape).cumsum(-1) - 1
@@ -237,5 +237,5 @@ def positions_in_documents(starts: torch.Tensor) -> torch.Tensor:
 
 
 def cumulative_lengths(starts: torch.Tensor) -> tuple[int, ...]:
-    """Return cu_seqlens (0, l1, ..., S) of the documents of ``starts`` [S], whose first is set."""
+    """Return cu_seqlens (0, l1, ..., S) of the documents in ``starts`` [S], with starts[0] set."""
     return *starts.nonzero().flatten().tolist(), len(starts)

@@ -1,4 +1,4 @@
-"""Options of the data of language models, with the parsing of blends and splits."""
+"""Configuration of a language model's data, with the parsing of blends and splits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from runtime.errors import DataError, at_least
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Options of the text to train on."""
+    """The text to train on."""
 
     data_path: tuple[str, ...] = ()
     """Prefix of a Megatron .bin/.idx pair, or a blend: weight prefix weight prefix ..."""
     mock_data: bool = False
-    """Train on tokens drawn from the seed instead of files, to measure a run without data; needs
-    --vocab-size. On the command line it replaces the files and the tokenizer of --config's file,
-    and --data-path replaces the file's mock_data."""
+    """Train on random tokens instead of files, to measure a run without data; needs --vocab-size.
+    On the command line it replaces the data files and the tokenizer in --config's file, and
+    --data-path replaces that file's mock_data."""
     split: str = "95,5,0"
     """Shares of the documents for training, validation and test."""
     tokenizer_model: str | None = None
     """Tokenizer file: a sentencepiece .model or a Hugging Face tokenizer.json."""
     data_cache_path: str | None = None
-    """Folder for the sample indices, seen by all processes; by default PREFIX/cache beside the
-    data.
+    """Folder for the cached sample indices, which all processes can read; by default PREFIX/cache
+    next to the data.
     """
     blend_by_length: tuple[str, ...] = ()
     """TOKENS:SHARE ...: the share of each file's training tokens that is drawn from documents of
@@ -35,18 +35,18 @@ class DataConfig:
     document of more than seq_length tokens is cut, no label is another document's token, and the
     rest of a sample is padding without loss."""
     eod_mask_loss: bool = False
-    """Leave out the loss at the end of documents, where the next token begins another document."""
+    """Mask the loss at the end of each document, where the label begins another document."""
     reset_position_ids: bool = False
-    """Count positions from 0 in each document of a sample, not through the sample."""
+    """Count positions from 0 in each document of a sample, instead of from the sample's start."""
     reset_attention_mask: bool = False
-    """Let tokens attend inside their document alone, not to all tokens before them in the sample.
-    The samples of a micro-batch are then one sequence for context parallelism."""
+    """Let tokens attend only within their document, not to all earlier tokens of the sample. The
+    samples of a micro-batch are then packed into one sequence for context parallelism."""
     sft: bool = False
-    """Train on packed conversations of tools/prepare_data.py --chat, with loss on the assistant's
-    turns alone. It sets reset_attention_mask and reset_position_ids, and is refused if they are
-    off."""
+    """Train on packed conversations of tools/prepare_data.py --chat, with loss only on the
+    assistant's turns. It sets reset_attention_mask and reset_position_ids, and is refused if either
+    is set to false."""
     num_workers: int = 0
-    """Processes that read batches ahead; 0 reads in the training process."""
+    """Number of processes that read batches ahead; 0 reads in the training process."""
 
     REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {
         "mock_data": (
@@ -87,7 +87,7 @@ class DataConfig:
 
     @property
     def packing(self) -> str:
-        """Text after a number of tokens: how documents share a sequence; empty for one stream."""
+        """Words that describe how documents are packed in a sequence; empty for one stream."""
         if self.reset_position_ids and self.reset_attention_mask:
             return f" of packed {'conversations' if self.sft else 'documents'}, each by itself"
         if self.reset_attention_mask:
@@ -98,7 +98,7 @@ class DataConfig:
 
     @property
     def length_blend(self) -> str:
-        """Text of the share of tokens by length of their documents."""
+        """Words that describe the shares of tokens by document length."""
         parts = length_shares(self.blend_by_length)
         texts = []
         for number, (_, share) in enumerate(parts, start=1):
@@ -158,7 +158,7 @@ def length_shares(blend_by_length: Sequence[str]) -> list[tuple[int, float]]:
 
 
 def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Return prefixes and weights of a data_path; None weighs prefixes by size, as in Megatron.
+    """Return a data_path's prefixes and weights; weights None means by size, as in Megatron.
 
     Raises DataError: weights and prefixes do not alternate, a weight is not above 0, or a prefix
     ends in .bin or .idx.

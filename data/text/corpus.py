@@ -1,8 +1,8 @@
-"""Documents and rows of input files, in a fixed order.
+"""Read the documents and rows of input files, in a fixed order.
 
 Files are text, JSON lines, JSON arrays, Parquet, datasets, and folders of these. Only this module
-knows of pyarrow and datasets, which are optional. Everything streams: memory does not grow with a
-file, so that a corpus larger than the machine can be prepared.
+imports pyarrow and datasets, which are optional. Everything is streamed: memory does not grow with
+the size of a file, so that a corpus larger than memory can be prepared.
 """
 
 import io
@@ -21,9 +21,9 @@ from runtime.errors import DataError, first_few
 from runtime.files import sha256
 
 HUB = "hf:"
-"""Prefix of a dataset on Hugging Face's hub, hf:NAME or hf:NAME:SPLIT, in place of a path."""
+"""Prefix that names a dataset on Hugging Face's hub instead of a path: hf:NAME or hf:NAME:SPLIT."""
 Row = tuple[str, Any]
-"""A row's place, such as "a.jsonl, line 3", and the row, or the DataError of a broken line."""
+"""A row's source, such as "a.jsonl, line 3", and the row or the DataError of a broken line."""
 _CHUNK = 1 << 20
 _GAP = re.compile(r"[\s,]*")
 _DATASET_FILES = ("state.json", "dataset_dict.json")  # of datasets' save_to_disk
@@ -47,7 +47,7 @@ class Corpus:
 
     files: Sequence[Path]
     max_bytes: int | None = None
-    """Start no document once this many bytes are read; None reads all."""
+    """Stop before the next document once this many bytes are read; None reads everything."""
     skip_undecodable: bool = False
     """List files that are not UTF-8 in `skipped` instead of raising."""
     json_key: str = "text"
@@ -134,7 +134,7 @@ def _name_of(value: Any) -> str:
 
 
 class Rows:
-    """The rows of files and datasets, one after the other. Can be iterated repeatedly."""
+    """The rows of files and datasets, one file after the other. Can be iterated repeatedly."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = tuple(files)
@@ -188,10 +188,10 @@ def input_files(inputs: Sequence[str | os.PathLike[str]], suffix: str) -> list[P
 
 
 def _shuffled(root: Path, paths: Iterable[Path]) -> list[Path]:
-    """Order files by the hashes of their relative names: mixed, and the same on every machine.
+    """Sort files by the hashes of their relative names: shuffled, but the same on every machine.
 
-    GPTDataset takes the validation split from the end, and max_bytes cuts there. In order of names,
-    that would be the last packages of the alphabet instead of a sample of all.
+    GPTDataset takes the validation split from the end, and max_bytes cuts the end off. Sorted by
+    name, the end would be the last packages of the alphabet instead of a sample of all.
     """
     names = [(sha256(path.relative_to(root).as_posix()), path) for path in paths]
     return [path for _, path in sorted(names) if path.is_file()]
@@ -203,7 +203,7 @@ def is_dataset(path: Path) -> bool:
 
 
 def has_rows(path: Path) -> bool:
-    """Return whether ``rows`` reads a path; any other file is one text.
+    """Return whether a path has rows, for ``rows`` to read; any other file is a single text.
 
     Raises DataError (`form_of`).
     """
@@ -233,7 +233,7 @@ def rows(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """Yield the elements of an array, or objects line by line, which some .json files hold."""
+    """Yield the elements of a JSON array, or one object per line as in some .json files."""
     with opened(path) as (file, encoding):
         lines = io.TextIOWrapper(file, encoding, errors="replace")
         first = next(filter(str.strip, lines), "")
@@ -246,7 +246,7 @@ def _json(path: Path) -> Iterator[Row]:
 def _lines(path: Path) -> Iterator[Row]:
     with opened(path) as (file, encoding):
         lines: Iterable[bytes | str] = file
-        # Bytes if they are UTF-8: then a line that is not is refused by itself.
+        # Read UTF-8 as bytes, so that a line that is not valid UTF-8 is refused by itself.
         if encoding != "utf-8":
             lines = io.TextIOWrapper(file, encoding, newline="\n")
         for number, line in enumerate(lines, start=1):

@@ -1,9 +1,9 @@
-"""Find where documents begin inside a sample. S tokens of a sample.
+"""Find the tokens at which documents begin inside a sample. A sample has S tokens.
 
-Megatron's own flags look for end-of-document tokens alone, and its preprocess_data.py writes these
-only with --append-eod. The `.idx` knows every document, however it ends. A document of the `.idx`
-may also hold several texts, each with its end token; they count as documents too. So a boundary is
-either one of the `.idx` or the position after an end token.
+Megatron's own flags look only for end-of-document tokens, and its preprocess_data.py writes these
+only with --append-eod. The `.idx` has the bounds of every document, however it ends. A document of
+the `.idx` may also contain several texts, each with its end token, which count as documents too. So
+a document begins at a bound of the `.idx` and after every end token.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def document_ends(ids: Tensor, eod: int, begins_document: bool) -> Tensor:
     """Mark the tokens that end a text inside a document of the `.idx`, bool [T].
 
-    The ids may be a part of the document. A tokenizer such as GPT-2's begins a text with the token
-    that also ends it. As the first of several tokens it ends nothing.
+    The ids may be a part of the document. A tokenizer such as GPT-2's begins a text with the same
+    token that ends it; as the first of several tokens it is not an end.
 
     Args:
         ids: token ids, int64 [T].
@@ -34,10 +34,10 @@ def document_ends(ids: Tensor, eod: int, begins_document: bool) -> Tensor:
 
 
 class DocumentStream:
-    """An epoch of GPTDataset whose samples mark where documents begin.
+    """An epoch of GPTDataset with samples that mark the first token of each document.
 
-    A sample is cut from a stream, so its first document may begin before it, and its last may
-    continue after it. Both parts count as documents of this sample.
+    A sample is cut from a stream, so its first document may begin before the sample, and its last
+    one may continue after it. Both parts count as documents of this sample.
     """
 
     def __init__(self, dataset: "GPTDataset", lengths: np.ndarray, eod: int) -> None:
@@ -45,7 +45,7 @@ class DocumentStream:
 
         Args:
             dataset: Megatron's samples.
-            lengths: tokens of each document, int32 [documents].
+            lengths: number of tokens of each document, int32 [documents].
             eod: the end-of-document token.
         """
         self._dataset = dataset
@@ -78,9 +78,10 @@ class DocumentStream:
         return begins
 
     def _pieces(self, index: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the pieces of documents in a sample, [pieces] each.
+        """Return the pieces of documents that make up a sample, as arrays [pieces].
 
-        Position of the first token, number of tokens, and whether the piece begins its document.
+        The arrays are the position of the first token, the number of tokens, and whether the piece
+        begins its document.
         """
         number = self._dataset.shuffle_index[index]
         first, offset = self._dataset.sample_index[number].tolist()

@@ -57,10 +57,10 @@ _MARKS = {  # the longest first: the mark of UTF-32 begins with that of UTF-16
 
 
 def form_of(path: Path) -> Form:
-    """Return the form of a file by its ending; text for any unknown one.
+    """Return the format of a file from its name's ending; an unknown ending means text.
 
-    Case does not count, nor the ending of a compression. Raises DataError: a table or an archive,
-    which would otherwise be trained on as one text.
+    Case and an ending for compression are ignored. Raises DataError: the file is a table or an
+    archive, which would otherwise be trained on as one text.
     """
     endings = [suffix.lower() for suffix in path.suffixes[-2:]]
     if endings and endings[-1] in _DECOMPRESSORS:
@@ -82,9 +82,9 @@ def form_of(path: Path) -> Form:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], str]]:
-    """Open a file, decompressed and after a UTF-8 mark; yield the stream and its encoding.
+    """Open a file, decompress it and skip a UTF-8 mark; yield the stream and its encoding.
 
-    Raises DataError: a file that cannot be read, or whose compressed content is cut off.
+    Raises DataError: the file cannot be read, or its compressed content is cut off.
     """
     open_file = _DECOMPRESSORS.get(path.suffix.lower(), lambda path: path.open("rb"))
     try:
@@ -101,7 +101,7 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], str]]:
 
 
 def _encoding(stream: io.BufferedReader) -> str:
-    """Return the encoding by the byte-order mark, UTF-8 without one; skip a mark of UTF-8."""
+    """Return the encoding by the byte-order mark, UTF-8 without one; skip a UTF-8 mark."""
     start = stream.peek(4)[:4]
     for mark, name in _MARKS.items():
         if not start.startswith(mark):

@@ -24,9 +24,9 @@ from runtime.errors import DataError, StoppedError
 from runtime.files import reason, replacing
 
 LOSS_MASK = "_loss_mask"
-"""Suffix of the prefix of the pair that marks the tokens of conversations with loss."""
+"""Suffix of the prefix of a second pair, which marks the tokens of conversations with loss."""
 REWRITE = "write the pair again (tools/prepare_data.py)"
-"""Remedy in messages about a broken pair."""
+"""Advice in error messages about a broken pair."""
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 # Megatron's codes for dtypes that can hold token ids; 6 and 7 are floats.
@@ -40,16 +40,18 @@ _SCAN_TOKENS = 1 << 26
 
 @dataclass(frozen=True, kw_only=True)
 class Indexed:
-    """A `.bin/.idx` pair whose sizes agree."""
+    """An opened `.bin/.idx` pair; the sizes of the two files agree."""
 
     prefix: str
-    """Path without .bin or .idx."""
+    """Path of the pair, without .bin or .idx."""
     lengths: np.ndarray
-    """Tokens of each sequence, int32 [sequences], memory-mapped; a document has one or several."""
+    """Number of tokens of each sequence, int32 [sequences], memory-mapped; a document has one or
+    several sequences."""
     tokens: int
-    """Tokens of all documents."""
+    """Number of tokens of all documents together."""
     bounds: np.ndarray
-    """Sequences before each document, then their total; int64 [documents + 1], memory-mapped."""
+    """Number of sequences before each document, then of all; int64 [documents + 1],
+    memory-mapped."""
     dtype: np.dtype
     """Dtype of a token id in the `.bin`."""
 
@@ -121,7 +123,7 @@ class Indexed:
 
 
 def prepared_record(prefix: str) -> dict[str, Any]:
-    """Return the facts that tools/prepare_data.py recorded beside a pair; {} without its record."""
+    """Return the facts that tools/prepare_data.py recorded next to a pair; {} without a record."""
     record = Path(f"{prefix}.json")
     try:
         if not record.is_file():
@@ -179,7 +181,7 @@ def _check_existence(prefix: str, index: Path, data: Path) -> None:
 def _read_header(index: Path) -> tuple[int, int, int]:
     """Return the dtype code, the number of sequences and the number of document bounds.
 
-    Raises DataError: a header of another format, or a file of another size than it says.
+    Raises DataError: the header has another format, or the file's size does not match it.
     """
     size = index.stat().st_size
     with index.open("rb") as stream:

@@ -49,7 +49,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """
     order = np.argsort(-lengths.astype(np.int32), kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
-    rooms: list[int] = []  # the distinct rooms of open bins, ascending
+    rooms: list[int] = []  # the distinct free capacities of open bins, ascending
     bins_by_room: defaultdict[int, list[range]] = defaultdict(list)  # the first to fill is last
     num_bins = 0
     # Runs of equal items in `order`: first bin, step to the next bin, items per bin, items.
@@ -93,8 +93,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def by_bin(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Group items by bin.
 
-    Returns the items bin by bin, ascending in each, int64 [N], and the number of items before each
-    bin, then N: int64 [bins + 1].
+    Returns the items bin by bin, in ascending order within a bin, int64 [N], and the number of
+    items before each bin, then N: int64 [bins + 1].
     """
     items = np.argsort(bins, kind="stable")
     ends = np.cumsum(np.bincount(bins), dtype=np.int64)
@@ -104,17 +104,18 @@ def by_bin(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def packed_documents(
     lengths: np.ndarray, documents: np.ndarray, seq_length: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pack documents of a file into samples of at most S tokens.
+    """Pack a file's documents into samples of at most S tokens.
 
-    The result depends on the arguments alone. The seed decides which of equally long fragments
-    share a sample: without it, neighbours of a sorted corpus would always be packed together.
+    The result depends only on the arguments. The seed decides which of equally long fragments share
+    a sample; without a shuffle, neighbours in a sorted corpus would always be packed together.
 
     Returns fragments sample by sample, FRAGMENT [F], and the fragments before each sample, then F;
     int64 [samples + 1].
 
     Args:
-        lengths: tokens of all documents of the file, int32 [N]; an empty one is in no sample.
-        documents: numbers of those to pack, int [n].
+        lengths: number of tokens of every document of the file, int32 [N]; empty documents are in
+            no sample.
+        documents: numbers of the documents to pack, int [n].
     """
     begins = np.cumsum(lengths, dtype=np.int64)[documents] - lengths[documents]
     tokens = lengths[documents].astype(np.int64)
@@ -148,12 +149,12 @@ def read_packing(stem: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 class PackedSamples:
-    """Samples of packed fragments, by number.
+    """Samples of packed fragments, accessed by their number.
 
     Args:
         fragments: FRAGMENT [F], sample by sample.
         bounds: fragments before each sample, then F; int64 [samples + 1].
-        learned: pair with a 1 for each token that carries loss, 0 for others; None for text.
+        learned: pair with a 1 for each token with a loss and a 0 for others; None for text.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class PackedSamples:
 
     @property
     def fill(self) -> float:
-        """Share of positions that hold tokens; the rest is padding."""
+        """Share of positions that have tokens; the rest is padding."""
         tokens = int(self._fragments["length"].sum(dtype=np.int64))
         return tokens / (len(self) * self._seq_length)
 
@@ -186,9 +187,9 @@ class PackedSamples:
             reader.check()
 
     def sample(self, number: int | None, eod: int) -> dict[str, Tensor]:
-        """Return a sample, or padding alone for None.
+        """Return a sample, or a sample of only padding for None.
 
-        It holds `tokens`, `labels`, `loss_mask` and `starts`, each [S]. The last token of a
+        It has `tokens`, `labels`, `loss_mask` and `starts`, each [S]. The last token of a
         document has no label: the next token belongs to another document, and predicting it would
         teach a model that documents continue at random. Padding is `eod`, without loss.
 
@@ -224,7 +225,7 @@ class PackedSamples:
         return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "starts": starts}
 
     def _read(self, begin: int, count: int) -> list[Tensor]:
-        """Read the same range of every file, int64 [count] each."""
+        """Read the same range of token positions from every file, int64 [count] each."""
         arrays = []
         for reader, dtype in self._readers:
             values = reader.read(dtype.type, count, begin * dtype.itemsize)
@@ -241,7 +242,7 @@ class Conversations(PackedSamples):
 
     With ``check`` both pairs are read as by `check_indexed`.
 
-    Raises DataError: a broken pair, two pairs that do not match, or a sample longer than S.
+    Raises DataError: a pair is broken, the two do not match, or a sample is longer than S.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class Conversations(PackedSamples):
             )
         begins = np.concatenate(([0], np.cumsum(self.indexed.lengths, dtype=np.int64)))
         self.longest = int(np.diff(begins[self.indexed.bounds]).max())
-        """Tokens of the longest sample."""
+        """Number of tokens of the longest sample."""
         if self.longest > seq_length:
             raise DataError(
                 f"{prefix} holds samples of {self.longest} tokens and seq_length is {seq_length}; "
@@ -285,7 +286,7 @@ class Conversations(PackedSamples):
 
 
 class PackedEpoch:
-    """Samples [begin, end) in a random order, as an epoch of an EpochedDataset."""
+    """The samples [begin, end) in a random order, as an epoch of an EpochedDataset."""
 
     def __init__(
         self, samples: PackedSamples, begin: int, end: int, seed: int, eod: int, epoch: int
@@ -299,6 +300,6 @@ class PackedEpoch:
         return len(self._order)
 
     def __getitem__(self, index: int | None) -> dict[str, Tensor]:
-        """Return a sample, or padding alone for None."""
+        """Return a sample, or a sample of only padding for None."""
         number = None if index is None else int(self._order[index])
         return self._samples.sample(number, self._eod)

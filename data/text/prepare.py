@@ -1,8 +1,8 @@
 """Prepare text and conversations as Megatron's indexed token files.
 
-It trains a tokenizer unless one is given, tokenizes in several processes, and writes the files, or
-keeps those of an equal earlier request. All files are drafts until the end and appear together: a
-killed run leaves nothing that looks complete, and the same command starts over.
+This trains a tokenizer unless one is given, tokenizes in several processes and writes the files, or
+keeps the files of an equal earlier request. All files are drafts until the end and are then renamed
+together: after a kill no file looks complete, and the same command starts over.
 """
 
 import json
@@ -62,7 +62,7 @@ class TokenFiles:
 
     ids: IO[bytes]
     learned: IO[bytes] | None
-    """A byte per token of conversations, 1 if it carries loss; None for text."""
+    """For conversations, a byte per token, 1 if it has a loss; None for text."""
     lengths: list[np.ndarray] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -84,7 +84,7 @@ class TokenFiles:
 
 
 RESUMED = ("bin", "lengths", "learned", "refused", "journal")
-"""Endings of drafts that versions before 2026-11-28 left to resume a killed preparation."""
+"""Endings of drafts with which versions before 2026-11-28 resumed a killed preparation."""
 
 
 def prepare(
@@ -121,7 +121,7 @@ def prepare(
             return prepared, True
         with ExitStack() as locks:
             _lock(request, prefix, locks)
-            # Another process may have finished the same data meanwhile.
+            # While this one waited for the lock, another process may have finished the same data.
             prepared = None if overwrite else existing(request, prefix)
             if prepared is not None:
                 return prepared, True
@@ -132,7 +132,7 @@ def prepare(
             except (KeyboardInterrupt, SystemExit, StoppedError):
                 print("nothing was written; the same command begins again", file=sys.stderr)
                 raise
-    except OSError as error:  # write errors are DataErrors by now
+    except OSError as error:  # errors of writing have become DataErrors here
         raise DataError(
             f"cannot read {error.filename or prefix} ({error.strerror}); check that you may"
         ) from error
@@ -206,7 +206,7 @@ def _prepare(
             }
         drafts[".json"].write_text(json.dumps(record, indent=1) + "\n")
         if overwrite:
-            # The new .bin must never stand beside the old record, nor text beside a loss mask.
+            # At no time may a new .bin exist with an old record, or text with a loss mask.
             for end in (".json", *CHAT_ENDS):
                 with_end(prefix, end).unlink(missing_ok=True)
             if TOKENIZER in ends:
@@ -230,9 +230,9 @@ def _train(
 
 
 def _check_input(request: Request, source: Corpus | Rows, progress: bool) -> int | None:
-    """Read all input; return its size, in bytes of text or conversations.
+    """Read all input once; return its size, in bytes of text or in conversations.
 
-    None if it is on the hub. An unreadable file must fail now, not after hours of training a
+    None if the input is on the hub. An unreadable file must fail now, not after hours of training a
     tokenizer.
     """
     if not all(path.exists() for path in source.files):
@@ -258,7 +258,7 @@ def _check_input(request: Request, source: Corpus | Rows, progress: bool) -> int
 
 
 def _bar(title: str, total: int | None, progress: bool, request: Request) -> Any:
-    """Return a progress bar on stderr, shown from the third second on."""
+    """Return a progress bar on stderr that appears after three seconds."""
     from tqdm import tqdm
 
     with signals_later():  # an interrupt inside tqdm's constructor ends in a traceback
@@ -346,7 +346,7 @@ def _finish(
 
 
 def _counts_after(counts: Counter[str], start: str) -> dict[str, int]:
-    """Return the counts of names with a prefix, by the rest of the name, largest first."""
+    """Return the counts with this prefix, keyed by the rest of the name, largest first."""
     matches = []
     for name, count in counts.items():
         if name.startswith(start):
@@ -355,10 +355,10 @@ def _counts_after(counts: Counter[str], start: str) -> dict[str, int]:
 
 
 def _turn_ends(tokenizer: Tokenizer, counts: Counter[str]) -> list[int]:
-    """Return the tokens at which generation is to stop, the most frequent first.
+    """Return the tokens at which generation should stop, the most frequent first.
 
-    A special token counts if it ends any turn. An ordinary added token counts if it ends at least
-    half of the turns: one that ends a few may belong to their text.
+    A special token counts if it ends any turn. An ordinary added token counts only if it ends at
+    least half of the turns, because at the end of a few turns it may be part of their text.
     """
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     ends = []

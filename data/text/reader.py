@@ -1,4 +1,4 @@
-"""Read the tokens of a `.bin`, and notice if it is truncated during a run."""
+"""Read the tokens of a `.bin`, and detect if the file is truncated during a run."""
 
 import os
 
@@ -9,7 +9,7 @@ from runtime.errors import DataError
 
 
 class TokenReader:
-    """Read a `.bin` in place of megatron.core's readers, and detect changed files.
+    """Reader of a `.bin` that replaces megatron.core's and detects changed files.
 
     If a file is truncated while a run reads it, a memory map kills the process by SIGBUS, and
     megatron.core's other reader returns stale memory. Here it is an error that names the file.

@@ -1,9 +1,10 @@
-"""Requests for prepared data, and the record beside the data.
+"""Requests for prepared data, and the record that is written next to the data.
 
-Preparing a corpus can take hours, so equal data is kept instead of written again. The record holds
-everything that the bytes depend on: the request, the digest of the tokenizer and of the files
-beside it, the chat template, and size and time of every input file. Data is kept only if all of
-them are equal, and refused with the reason otherwise; it is never overwritten without --overwrite.
+Preparing a corpus can take hours, so equal data is kept instead of written again. The record has
+everything that the bytes depend on: the request, the digests of the tokenizer and of the files
+next to it, the chat template, and size and time of every input file. Data is kept only if all of
+these are equal; otherwise the request is refused with the reason. Data is never overwritten without
+--overwrite.
 """
 
 import json
@@ -23,12 +24,12 @@ from runtime.errors import DataError
 from runtime.files import sha256
 
 CONVERSATIONS = ("read", "kept", "split", "truncated", "refused", "left_out", "learned")
-"""Names of the counts of conversations by outcome."""
+"""Names of the numbers of conversations per outcome."""
 CHAT_ENDS = (f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".refused.txt")
 CHAT = "chat"
-"""Key of template and turn ends in the record of conversations and in a run's checkpoints."""
+"""Key, in records and checkpoints, of the chat template and the tokens that end turns."""
 TOKENIZER = "_tokenizer"
-"""Suffix of the folder of a tokenizer that is trained for a chat template."""
+"""Suffix of the folder for a tokenizer that was trained for a chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +37,17 @@ class Request:
     """The settings that determine prepared data."""
 
     inputs: tuple[str, ...] = ()
-    """Files, folders and datasets; empty means the standard library's sources."""
+    """Input files, folders and datasets; empty means the standard library's sources."""
     suffix: str = ".txt"
-    """Suffix of the files to read from a folder."""
+    """Suffix of the files to read in a folder."""
     tokenizer_model: str | None = None
     """Path of an existing tokenizer; None trains one."""
     vocab_size: int | None = 4096
     """Entries of the tokenizer to train; None with an existing one."""
     max_bytes: int | None = None
-    """Bytes of text after which to stop; None reads all."""
+    """Number of bytes of text after which to stop; None reads everything."""
     json_key: str = "text"
-    """Field of the rows that holds the text."""
+    """Field of a row that has the text."""
     chat: Chat | None = None
     """Settings of conversations; None takes text."""
     add_bos_token: AddBos = "auto"
@@ -55,20 +56,20 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Facts about the data at a prefix."""
+    """Numbers and digests that describe the data at a prefix."""
 
     tokenizer_sha256: str
     """SHA-256 of the tokenizer, which is the request's file or `prefix`.model, even if moved."""
     documents: int
-    """Documents, or conversations and pieces of them."""
+    """Number of documents, or of conversations and pieces of conversations."""
     tokens: int
-    """Tokens, including one end-of-document token per document of text."""
+    """Number of tokens, including one end-of-document token per document of text."""
     dtype: str
     """Dtype of a token id."""
     text_bytes: int
-    """UTF-8 bytes of the documents of text."""
+    """Number of UTF-8 bytes of the documents of text."""
     skipped_files: int
-    """Files skipped because they are not UTF-8."""
+    """Files that were skipped because they are not UTF-8."""
     unigram_entropy: float
     """Nats per token: the loss of a model that knows only the token frequencies."""
     unknown_tokens: int = 0
@@ -78,13 +79,13 @@ class Prepared:
     split ones without loss; learned: tokens that carry loss; samples, and places: positions in
     them."""
     begin: list[int] | None = None
-    """Ids that begin each document of text; None in older records and for conversations."""
+    """Token ids that begin each document of text; None in older records and for conversations."""
     unread: dict[str, int] | None = None
-    """Number of conversations by key that nothing reads, or by part that a template leaves out."""
+    """Number of conversations per key that nothing reads, or per part that a template omits."""
     tokenizer_settings: str | None = None
-    """Digest of settings in files beside a tokenizer.json; None in older records."""
+    """Digest of the settings in files next to a tokenizer.json; None in older records."""
     turn_ends: list[int] | None = None
-    """Ids of the tokens that end the assistant's turns, the most frequent first."""
+    """Token ids that end the assistant's turns, the most frequent first."""
 
     def check(self) -> None:
         """Raise TypeError or ValueError for numbers that no preparation records."""
@@ -134,9 +135,9 @@ class Prepared:
 
 
 def existing(request: Request, prefix: Path) -> Prepared | None:
-    """Return the data at the prefix if this request made it, None if there is none.
+    """Return the facts about the data at the prefix if this request made it; None without data.
 
-    Raises DataError for data of another request, or if it is incomplete or its input has changed.
+    Raises DataError: the data is of another request or incomplete, or its input has changed.
     """
     remedy = "give --overwrite to write it anew, or another --output-prefix"
     ends = ends_of(request)
@@ -246,9 +247,10 @@ def made_with_of(request: Request) -> dict[str, Any]:
 
 
 def chat_record(prefixes: Sequence[str]) -> dict[str, Any] | None:
-    """Return template and turn ends of prepared conversations, which a run saves in checkpoints.
+    """Return the template and turn ends of prepared conversations, to save in checkpoints.
 
-    The template is None if prefixes have different ones. None if no record beside them has any.
+    The template is None if the prefixes have different ones. The result is None if no record has
+    any.
     """
     records = []
     for prefix in prefixes:
@@ -307,7 +309,7 @@ def inputs_of(request: Request) -> dict[str, list[int]]:
 
 
 def ends_of(request: Request) -> list[str]:
-    """Return the endings of all files and folders that a request writes."""
+    """Return the name endings of all files and folders that a request writes."""
     ends = [".bin", ".idx", ".json"]
     if request.tokenizer_model is None:
         ends.append(".model" if request.chat is None else TOKENIZER)
@@ -317,11 +319,11 @@ def ends_of(request: Request) -> list[str]:
 
 
 def tokenizer_of(request: Request, prefix: Path) -> str:
-    """Return the path of the request's tokenizer, or of the one trained beside the prefix."""
+    """Return the path of the request's tokenizer, or of the one trained next to the prefix."""
     trained = ".model" if request.chat is None else f"{TOKENIZER}/tokenizer.json"
     return request.tokenizer_model or f"{prefix}{trained}"
 
 
 def with_end(prefix: Path, end: str) -> Path:
-    """Return the path of a prefix with this end."""
+    """Return the path of a prefix with this ending."""
     return prefix.with_name(prefix.name + end)

@@ -1,10 +1,10 @@
 """Split one pair of token files into endless datasets, by Megatron's GPTDataset or by packing.
 
-Two things of GPTDataset are replaced. Its index covers all epochs of a run; here each epoch has a
-separate index, so that sample n does not depend on the length of a run. And it names its caches by
-path and settings alone: a corpus rewritten at the same path would be cut by the old indices, and a
-cache half-written by a killed run would pass for whole. Here a cache is a folder named by a digest
-of everything that its content depends on, and one rename puts it in place.
+Two parts of GPTDataset are replaced. Its index covers all epochs of a run; here each epoch has a
+separate index, so that sample n does not depend on the length of a run. And it names its caches
+only by path and settings: a corpus that is rewritten at the same path would be cut by the old
+indices, and a cache that a killed run had half written would look complete. Here a cache is a
+folder named by a digest of everything that its content depends on, moved into place by one rename.
 """
 
 import json
@@ -44,26 +44,26 @@ SPLITS = ("train", "valid", "test")
 
 
 class DocumentGroup(NamedTuple):
-    """Documents of a split: all of them, or those of some lengths."""
+    """A group of a split's documents: all of them, or those with lengths in a range."""
 
     split: str
     longer_than: int = 0
-    """Tokens that each document exceeds."""
+    """Number of tokens that each document exceeds."""
     up_to: float = math.inf
-    """Maximum tokens of a document."""
+    """Maximum number of tokens of a document."""
     share: float = 1.0
-    """Share of the split's tokens that is drawn from them; 1 if they are all documents."""
+    """Share of the split's tokens that comes from this group; 1 if it has all documents."""
 
     @property
     def name(self) -> str:
-        """Prefix of the names of its cache files."""
+        """Prefix of the names of the group's cache files."""
         return f"{self.split}-{self.longer_than}"
 
     @property
     def lengths(self) -> str:
-        """Text of the lengths, after a number of documents; empty for all lengths.
+        """Words for the range of lengths, to follow a number of documents; empty for all lengths.
 
-        It is part of a cache's name.
+        They are part of a cache's name.
         """
         if self.share == 1:
             return ""
@@ -74,9 +74,9 @@ class DocumentGroup(NamedTuple):
 
 
 def document_groups(config: DataConfig) -> list[DocumentGroup]:
-    """Return the groups of a file's documents by split.
+    """Return the groups of a file's documents, one list per split.
 
-    Only training is blended by length: a validation loss is to be of all documents.
+    Only training is blended by length, because the validation loss should be of all documents.
     """
     groups = []
     for split, share in zip(SPLITS, split_shares(config.split), strict=True):
@@ -145,7 +145,7 @@ class TextFile:
             self.dataset.index.sequence_pointers = tokens_before * self.indexed.dtype.itemsize
 
     def splits(self) -> list[list[EpochedDataset]]:
-        """Return endless datasets by split; none if the share is 0."""
+        """Return the endless datasets of each split; a split with share 0 has none."""
         for group in self.groups:
             self._check_size(group)
         folder = self._cache()
@@ -194,9 +194,9 @@ class TextFile:
         return documents[(group.longer_than < lengths) & (lengths <= group.up_to)]
 
     def _endless(self, group: DocumentGroup, folder: str) -> EpochedDataset:
-        # Each reader builds later epochs' indices in memory, possibly a worker process in mid-run,
-        # where no collective and no write can happen. It takes about a second per 10 million
-        # documents.
+        # Each reader builds the indices of later epochs in memory, since a reader may be a worker
+        # process in the middle of a run, which cannot run collectives or write the cache. This
+        # takes about a second per 10 million documents.
         build: Any = partial(self._stream, group)
         fill = 1.0
         try:
@@ -260,7 +260,7 @@ class TextFile:
             tokenizer=self.tokenizer,
             reset_position_ids=False,
             reset_attention_mask=False,
-            # It knows no documents but those with an end token: EpochedDataset masks instead.
+            # GPTDataset only knows documents with an end token, so EpochedDataset masks instead.
             eod_mask_loss=False,
             create_attention_mask=False,
         )
@@ -307,7 +307,7 @@ class TextFile:
 
     def _write_cache(self, folder: Path) -> None:
         try:
-            # A second run waits for the first, which takes no longer than its own cache would.
+            # A second run waits for the first, as long as writing its own cache would take.
             with owned(folder.parent, folder.name, wait=True):
                 if folder.is_dir():
                     return
@@ -346,6 +346,6 @@ def megatron_core() -> Any:
         warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
         from megatron.core.datasets import gpt_dataset
 
-    # It warns that each later epoch's indices are not saved, which is intended.
+    # GPTDataset warns that each later epoch's indices are not saved, which is intended.
     logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)
     return gpt_dataset

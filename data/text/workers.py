@@ -20,24 +20,24 @@ from runtime.signals import end_with_parent, signals_later
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1 << 22
 DROPPED = "dropped"
-"""Name of the count of tokens that texts lose because the vocabulary has none for them."""
+"""Key of the number of tokens that are lost because the vocabulary lacks them."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The T tokens of some documents, with counts and refusals."""
+    """The T tokens of a group of documents, with counts and refused documents."""
 
     ids: np.ndarray
-    """[T], of the dtype in the file."""
+    """Token ids [T], in the dtype of the file."""
     lengths: np.ndarray
-    """Tokens of each document, int32."""
+    """Number of tokens of each document, int32."""
     learned: np.ndarray | None = None
-    """1 for each token that carries loss, uint8 [T]; None for all."""
+    """1 for each token with a loss, uint8 [T]; None if all tokens have one."""
     counts: Counter[str] = field(default_factory=Counter)
     refused: Sequence[str] = ()
-    """Documents that could not be used, a line each."""
+    """Messages on documents that could not be used, one line each."""
 
 
 def joined(tokenizer: Tokenizer, documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -72,7 +72,7 @@ def tokenized(tokenizer: Tokenizer, texts: Sequence[str], add_bos_token: AddBos 
 def batched(items: Iterable[Any]) -> Iterator[list[Any]]:
     """Yield groups of at most 256 items and about 4 million characters.
 
-    The size of an item that is no text, such as a row, is not known; 32 of them are a group.
+    The size of an item that is not text, such as a row, is unknown; 32 such items form a group.
     """
     batch: list[Any] = []
     characters = 0
@@ -90,7 +90,7 @@ def batched(items: Iterable[Any]) -> Iterator[list[Any]]:
 def in_order(
     work: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Generator[Result, None, None]:
-    """Yield `work` of each item, in order, computed in `workers` processes; 1 is this process.
+    """Yield work(item) for each item, in order, from `workers` processes; 1 means this process.
 
     At most 2 items per process are read ahead, so that memory stays bounded if the consumer is
     slower. The processes end with this one, even if it is killed. Raises StoppedError: a process

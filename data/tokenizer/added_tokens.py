@@ -19,7 +19,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def added_token(token: Any) -> "AddedToken":
-    """Return a token of a configuration with its flags; a text alone is a special one.
+    """Return a token of a configuration with its flags; a plain string is a special token.
 
     Raises TypeError.
     """

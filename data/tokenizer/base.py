@@ -30,7 +30,7 @@ class Tokenizer(ABC):
     after: tuple[int, ...] = ()
     """Ids that the tokenizer adds after a text by itself."""
     settings: str | None = None
-    """Digest of settings in the files beside the tokenizer; None if none of them is read."""
+    """Digest of the settings in files next to the tokenizer; None if no such file is read."""
     unknown: int | None = None
     """Id for text that the vocabulary has no token for; None if no token is reserved for it."""
 

@@ -51,13 +51,13 @@ class LoadedFolder:
     ends: tuple[int, ...]
     """Ids of eos_token_id in generation_config.json and config.json."""
     settings: dict[str, Any]
-    """Settings that change ids, from the files beside tokenizer.json: class, flags of added tokens,
+    """Settings that change ids, from files next to tokenizer.json: class, flags of added tokens,
     begin and end tokens.
     """
 
 
 def load_folder(path: Path, content: bytes) -> LoadedFolder:
-    """Load a tokenizer.json with this content, and the files beside it.
+    """Load a tokenizer.json with this content, and the files next to it.
 
     Raises DataError: a file is no JSON object, or has a setting that is not followed here; names
     the field. Other exceptions are the tokenizers library's for a damaged tokenizer.json.
@@ -105,7 +105,7 @@ def load_folder(path: Path, content: bytes) -> LoadedFolder:
 
 
 def json_beside(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    """Return the JSON object of a file beside the tokenizer, {} if there is none.
+    """Return the JSON object in a file next to the tokenizer; {} if there is no such file.
 
     Raises DataError.
     """
@@ -119,7 +119,7 @@ def json_beside(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
 
 
 def tokenizer_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the tokenizer_config.json beside a tokenizer.json, {} if there is none.
+    """Return the tokenizer_config.json next to a tokenizer.json; {} if there is none.
 
     As in transformers, special_tokens_map.json overrides it if it has no added_tokens_decoder.
     Raises DataError.
@@ -256,7 +256,7 @@ def _settings(
     class_name: str | None,
     special: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the settings whose digest is recorded with prepared data.
+    """Return the settings from which the digest in the record of prepared data is computed.
 
     Order and keys are part of the digest: data prepared earlier would be refused after a change.
     """

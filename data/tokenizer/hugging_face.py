@@ -27,7 +27,7 @@ Span = tuple[int, int]
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json` with the files beside it, as `transformers` loads the folder.
+    """A `tokenizer.json` with the files next to it, loaded as `transformers` loads the folder.
 
     The end-of-text token is the `eos_token` of a `tokenizer_config.json` in the same folder, else
     the first well-known one in the vocabulary.

@@ -288,7 +288,7 @@ class ChainSummary:
     samples: int
     tokens: int
     learned: int
-    """Tokens that carry loss."""
+    """Number of tokens with a loss."""
     left_over: int
     """Episodes that make no whole sequence of their task."""
     seq_length: int

@@ -1,1 +1,1 @@
-"""Predicted cost of one layer's attention: seconds, bytes sent and buffers."""
+"""Predicted cost of one attention layer: seconds, bytes sent and buffers."""

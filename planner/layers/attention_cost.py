@@ -1,10 +1,10 @@
-"""Predicted time of one layer's attention on a cluster. Needs no process.
+"""Predict the time of one layer's attention on a cluster, without running it.
 
-Ranks run in lockstep: a round of attention takes as long as its slowest rank computes or its
-busiest link transfers, plus the part of the shorter that the cluster's ``posted_overlap`` leaves.
-Collectives, and transfers after the last round, overlap with no computing except that of ranks
-which share a processor (``shared_overlap``). A rank of cp and its neighbours of tp fill nodes in
-order.
+Ranks run in lockstep: a round of attention takes as long as the slowest rank computes or the
+busiest link transfers, plus the part of the shorter of the two that ``posted_overlap`` does not
+hide. Collectives, and transfers after the last round, overlap only with the computing of ranks that
+share a processor (``shared_overlap``). A context-parallel rank and its tensor-parallel neighbours
+fill nodes in order.
 
 So the time of a softmax attention is
 
@@ -40,18 +40,18 @@ from planner.layers.transfers import (
 )
 
 FORWARD = 4
-"""FLOPs per (query, key) pair and channel in a forward: 2 matrix products (Dao 2023)."""
+"""FLOPs per (query, key) pair and channel in a forward pass: 2 matrix products (Dao 2023)."""
 BACKWARD = 10
-"""FLOPs per (query, key) pair and channel in a backward: 5 matrix products."""
+"""FLOPs per (query, key) pair and channel in a backward pass: 5 matrix products."""
 SCAN = 4
-"""FLOPs per token and element of a state, to write and read it; a backward has 3 scans."""
+"""FLOPs per token and state element to write and read a state; a backward pass has 3 scans."""
 STATE = 2
-"""FLOPs per token and element of a state, to write it only."""
+"""FLOPs per token and state element to only write a state."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes that all ranks of a cp group send in one layer's attention, forward and backward."""
+    """Bytes that a context-parallel group sends in one layer's attention, forward and backward."""
 
     inside: int
     """Bytes within nodes."""
@@ -61,25 +61,25 @@ class Links:
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Cost of one layer's attention over all ranks of cp."""
+    """Cost of one layer's attention over all context-parallel ranks."""
 
     plan: Plan
     sizes: Sizes
     """Heads, tokens and bytes of one rank."""
     cluster: Cluster
     tp: int = 1
-    """Tensor-parallel ranks, each of which has a cp group of its own."""
+    """Number of tensor-parallel ranks; each belongs to its own context-parallel group."""
 
     def forward(self) -> float:
-        """Return the seconds of a forward."""
+        """Return the seconds of the forward pass."""
         return self._seconds(None, FORWARD, SCAN)
 
     def backward(self) -> float:
-        """Return the seconds of a backward, without recomputing its forward."""
+        """Return the seconds of the backward pass, without a recomputed forward pass."""
         return self._seconds(self.plan.backward_moves(self.sizes), BACKWARD, 3 * SCAN)
 
     def links(self) -> Links:
-        """Return the bytes on each kind of link, forward and backward, as the plan counts them."""
+        """Return the bytes on each kind of link, forward and backward, counted from the plan."""
         plan = self.plan
         per_node = max(1, self.cluster.gpus_per_node // self.tp)
         sends_needed_rows = plan.sparse and not plan.geometry.method.states
@@ -95,11 +95,11 @@ class AttentionCost:
         return Links(inside, between)
 
     def _seconds(self, moves: Moves | None, operations: int, scan: int) -> float:
-        """Time a backward that moves KV or queries, or (None) a forward.
+        """Return the seconds of a backward pass that moves KV or queries, or of a forward (None).
 
-        Rounds of softmax attention overlap with what is in transit meanwhile; collectives are
-        waited for. With a method that keeps local KV in place, ranks need not keep step: the
-        busiest rank or link decides. Linear attention takes the ``scan``'s operations.
+        Rounds of softmax attention overlap with the transfers of other rounds; collectives are
+        waited for. With a method that sends only the needed rows, ranks do not run in lockstep, and
+        the busiest rank or link decides. Linear attention counts the operations of its ``scan``.
         """
         plan = self.plan
         if plan.geometry.method.states:
@@ -121,16 +121,17 @@ class AttentionCost:
         return self._overlapped(rounds, waited_seconds)
 
     def _in_transit(self, moves: Moves | None) -> list[float]:
-        """Return the seconds that transfers take in every round, and after the last.
+        """Return the seconds that transfers take in every round, and after the last round.
 
-        They are those of all messages under way in the round, which share the links.
+        All messages that are under way in a round share the links.
         """
         if self.plan.sparse:
             sent = slots(self.plan, self.sizes, moves or "kv", gradients=moves is not None)
             return [self._transfer(one_round) for one_round in sent]
 
-        # A message is in transit from the round that posts it to the one before its use, and spread
-        # evenly over them: an entry has the id of its peers, its bytes, and its part of a message.
+        # A message is in transit from the round that posts it to the one before its use, and its
+        # bytes are spread evenly over these rounds. An entry is the id of the array of peers, the
+        # bytes, and the fraction of the message.
         num_slots = len(self.plan.geometry.rounds) + 1
         entries: list[list[tuple[int, float, float]]] = [[] for _ in range(num_slots)]
         peers_by_id = {}
@@ -142,7 +143,7 @@ class AttentionCost:
             for index in range(message.first, message.last + 1):
                 entries[index].append((peers, size, 1 / num_rounds))
 
-        # All rounds of a ring have equal entries, so that their seconds are computed once.
+        # All rounds of a ring have equal entries: compute the seconds of each distinct entry once.
         ranks = np.arange(self.plan.size)
         seconds: dict[tuple[tuple[int, float, float], ...], float] = {}
         in_transit = []
@@ -156,17 +157,17 @@ class AttentionCost:
         return in_transit
 
     def _overlapped(self, rounds: Sequence[tuple[float, float]], waited_seconds: float) -> float:
-        """Return the seconds of overlapping computing and transfers, and of waiting.
+        """Return the total seconds of rounds that overlap computing with transfers, and of waits.
 
         Args:
             rounds: seconds of computing and of transfers in each round.
-            waited_seconds: seconds of transfers that are waited for.
+            waited_seconds: seconds of transfers that do not overlap with the same rank's computing.
         """
         cluster = self.cluster
         total = waited_seconds + sum(busy + sent for busy, sent in rounds)
         overlap = cluster.posted_overlap * sum(min(busy, sent) for busy, sent in rounds)
 
-        # Ranks on one processor: while one waits for a transfer, another computes.
+        # Ranks that share a processor: while one waits for a transfer, another computes.
         exposed_seconds = waited_seconds + sum(sent for busy, sent in rounds if not busy)
         computing_alone = sum(busy for busy, _ in rounds) - overlap
         return total - overlap - cluster.shared_overlap * min(exposed_seconds, computing_alone)
@@ -174,34 +175,34 @@ class AttentionCost:
     def _busy(self, moves: Moves | None, operations: int) -> np.ndarray:
         """Return the seconds that ranks compute in every round, float64 ``[rounds, positions]``.
 
-        A position is a rank's place in the method's layout.
+        A position is a rank's index in the method's layout.
         """
         work = self.plan.work(moves or "kv")
         sizes = self.sizes
         cluster = self.cluster
 
-        # A kernel computes part of the pairs that the mask hides inside its tiles.
+        # A kernel also computes part of the masked pairs inside its tiles.
         computed_pairs = work.pairs + cluster.masked_share * work.hidden
         flops_per_pair = operations * sizes.batch * sizes.heads * sizes.head_dim
         launches = work.tiles * sizes.stages
         return computed_pairs * flops_per_pair / self._rate + launches * cluster.launch_us * MICRO
 
     def _state_seconds(self, operations: int, *, reverse: bool) -> float:
-        """Time linear attention: states wait for their neighbours', or gathers overlap the scan."""
+        """Return linear attention's seconds: a chain of states, or gathers during the scan."""
         geometry = self.plan.geometry
         sizes = self.sizes
         state = sizes.head_dim**2
         elements = sizes.batch * sizes.tokens * sizes.heads * state
         scan = operations * elements / self._rate
         if geometry.method.states == "gather":
-            # The local state comes first; then the scan runs while all states are gathered.
+            # Each rank computes its local state first; the scan then overlaps with the gather.
             local_state = STATE * elements / self._rate
             gathers = 0.0
             for collective in collectives(geometry, sizes, None):
                 gathers += self._transfer(collective_messages(collective))
             return local_state + max(scan, gathers)
 
-        # States pass from rank to rank: each waits for the one before.
+        # States pass from rank to rank, and each rank waits for the one before it.
         chain_seconds = 0.0
         moves: Moves | None = "kv" if reverse else None
         for message in list(self._messages(moves))[-geometry.slots :]:

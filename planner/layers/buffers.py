@@ -1,7 +1,7 @@
-"""Buffers of an attention's backward, in bytes of a rank.
+"""Count the buffers of attention's backward pass, in bytes of a rank.
 
-A backward allocates its results and, by method, the tensors that circulate or are gathered, with
-their gradients. A forward needs less, and is not counted.
+A backward pass allocates its results and, depending on the method, the tensors that circulate or
+are gathered, with their gradients. A forward pass needs less and is not counted.
 """
 
 from functools import lru_cache
@@ -14,21 +14,22 @@ from parallel.context.traffic import (
 )
 
 CIRCULATING_BUFFERS = 1.75
-"""Buffers of a circulating gradient, relative to one for each holder, from the third round on.
+"""Number of buffers of a circulating gradient per holder, from the third round on.
 
-One is accumulated and one arrives, and what was sent before is freed while the next arrives. Fitted
-to rehearsals.
+One buffer is accumulated and one arrives; the one that was sent is freed while the next arrives.
+The value is fitted to rehearsals.
 """
 
 
 @lru_cache(maxsize=4096)
 def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
-    """Count the bytes of a backward's buffers: outputs, circulating or gathered tensors, gradients.
+    """Count the bytes of a backward pass's buffers: results, moving tensors and their gradients.
 
-    Of a circulating tensor one copy is in use and one in transit; of a gradient, from the third
-    round on, also the one sent before. Gathered gradients exist as sums and as what is sent. In
-    stages of heads all buffers are a stage's, with what it exchanges again (q, dout, out and lse,
-    k and v), besides all results and the sums of KV.
+    A circulating tensor has one copy in use and one in transit; a circulating gradient has, from
+    the third round on, also the copy that was sent before. Gathered gradients exist as sums and as
+    the tensors to send. With stages of heads the buffers are those of one stage, including the
+    tensors that it exchanges again (q, dout, out and lse, k and v), plus all results and the sums
+    of KV.
 
     Args:
         moves: the tensors that circulate, ``kv`` or ``queries``; the others are stationary.
@@ -36,7 +37,7 @@ def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
     geometry = plan.geometry
     stationary: Moves = "queries" if moves == "kv" else "kv"
 
-    # The operator's results: dq, dk and dv of all heads, in their own dtype.
+    # The operator's results: dq, dk and dv of all heads, in the dtype of q, k and v.
     all_heads = sizes._replace(stages=1)
     gradients = all_heads.gradient("kv") + all_heads.gradient("queries")
     buffers = gradients * sizes.element_size // sizes.wide
@@ -57,8 +58,8 @@ def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
         received_bytes = num_rows * (sizes.gradient(moves) + sizes.payload(moves)) // sizes.tokens
         return buffers + received_bytes + sizes.gradient(stationary)
 
-    # A ring or a team: tensors of all holders circulate or are gathered, and teammates share the
-    # stationary ones.
+    # A ring or a team: the moving tensors of all holders circulate or are gathered, and teammates
+    # share the stationary tensors.
     num_rounds = len(geometry.rounds_of(0))
     num_holders = len(geometry.holders(0))
     num_teammates = len(geometry.teammates(0))
@@ -84,7 +85,7 @@ def backward_buffers(plan: Plan, sizes: Sizes, moves: Moves) -> int:
 
 
 def _most_received_rows(plan: Plan, moves: Moves) -> int:
-    """Return the rows that the busiest rank receives, all at once."""
+    """Return the number of rows that the busiest rank receives, in all rounds together."""
     flow = plan.flow(moves)
     rows_by_rank = []
     for position in range(flow.geometry.shape.size):

@@ -1,7 +1,7 @@
-"""Predicted time and memory of a layer's gated delta rule, with the convolution before it.
+"""Predict the time and memory of a layer's gated delta rule and the convolution before it.
 
-Ranks compute their tokens at once and pass states along each document that several ranks share, in
-the rounds of parallel/context/linear. A document on one rank sends nothing, in any layout.
+Ranks compute their tokens in parallel and pass states along each document that several ranks share,
+in the rounds of parallel/context/linear. A document on a single rank sends nothing.
 """
 
 from collections import Counter
@@ -21,57 +21,57 @@ from planner.cluster import MICRO, Cluster
 from planner.layers.attention_cost import Sent, transfer_seconds
 
 BACKWARD = 2.5
-"""Products of a backward relative to a forward's, part of which it recomputes."""
+"""FLOPs of a backward pass relative to a forward pass; it recomputes part of the forward pass."""
 PER_CHANNEL = 1.6
-"""Time with a gate per channel relative to one per head; measured on a CPU only."""
+"""Time with one gate per channel relative to one gate per head; measured only on a CPU."""
 PASSES = 10.0
-"""Reads and writes of the channels of q, k, v and the output gate in a forward.
+"""Number of reads and writes of the channels of q, k, v and the output gate in a forward pass.
 
-They are the concatenation, convolution, activation, norms and gate, counted by operators; a
-backward has twice as many.
+They come from the concatenation, convolution, activation, norms and gate, counted by operator; a
+backward pass has twice as many.
 """
 
 
 class DeltaShape(NamedTuple):
-    """Heads of a layer with a gated delta rule."""
+    """Sizes of a layer with a gated delta rule."""
 
     key_heads: int
-    """Heads of queries and keys, each of which several value heads share."""
+    """Number of query and key heads; several value heads may share each."""
     heads: int
-    """Heads of values, and of states [key_dim, value_dim]."""
+    """Number of value heads; each has one state [key_dim, value_dim]."""
     key_dim: int
     value_dim: int
     taps: int
-    """Tokens in the window of the convolution."""
+    """Number of tokens in the convolution's window."""
     per_channel: bool = False
-    """True if the gate has a value per key channel, not per head."""
+    """True if the gate has one value per key channel, False if it has one per head."""
     slab: int = GPU_CHUNKS
-    """Chunks of all heads that kernels process at once."""
+    """Number of chunks, counted over all heads, that the kernels process at once (a slab)."""
 
     def split(self, tp: int) -> "DeltaShape":
-        """Return the heads of one of ``tp`` ranks."""
+        """Return the sizes of one of ``tp`` tensor-parallel ranks."""
         return self._replace(key_heads=self.key_heads // tp, heads=self.heads // tp)
 
     @property
     def channels(self) -> int:
-        """Return the channels of q, k and v, which the convolution takes."""
+        """Return the total number of channels of q, k and v, the convolution's input."""
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
     @property
     def outputs(self) -> int:
-        """Return the channels of the output."""
+        """Return the number of output channels."""
         return self.heads * self.value_dim
 
     @property
     def state(self) -> int:
-        """Return the elements of the states of all heads."""
+        """Return the number of elements of all heads' states."""
         return self.heads * self.key_dim * self.value_dim
 
     def results(self, plan: Plan, batch: int, element_size: int) -> list[float]:
         """Return the bytes per token of the operator's outputs: states, Q and the output.
 
-        States are those before each slab of chunks, and the last. Tokens do not wait for the state
-        of an earlier rank: Q times that state is added to their outputs when it arrives.
+        The states are those before each slab of chunks, and the final one. Tokens do not wait for
+        the state of an earlier rank: Q times that state is added to their outputs when it arrives.
         """
         slab_tokens = CHUNK * max(1, self.slab // (batch * self.heads))
         num_states = 1 + -(-plan.local_len // slab_tokens)
@@ -80,11 +80,11 @@ class DeltaShape(NamedTuple):
         return [states, q, element_size * self.outputs]
 
     def activations(self, plan: Plan, batch: int, element_size: int, normed: float) -> float:
-        """Return the bytes per token that the rule and the modules around it keep for a backward.
+        """Return the bytes per token that the rule and the modules around it keep for backward.
 
         These are q, k and v before and after the convolution and the activation; normalised queries
-        and keys in float32 and in their dtype; the output before and after its norm, which keeps
-        ``normed`` copies, its gate, and both together; gates; states and Q.
+        and keys in float32 and in their dtype; the output before and after its norm (which keeps
+        ``normed`` copies), the output gate and the gated output; gates; states and Q.
         """
         states, q, _ = self.results(plan, batch, element_size)
         queries_and_keys = 2 * self.key_heads * self.key_dim
@@ -95,15 +95,15 @@ class DeltaShape(NamedTuple):
         return states + q + element_size * channels + in_float32 + gates
 
     def buffers(self, batch: int, tokens: int, element_size: int) -> float:
-        """Return the bytes of a backward: gradients of q, k and v, and the kernels' workspace.
+        """Return the bytes of a backward pass: gradients of q, k and v, and the kernels' workspace.
 
-        The gradients exist in float32 and in their dtype.
+        The gradients exist in float32 and in the layer's dtype.
         """
         gradients = batch * tokens * self.channels * (max(4, element_size) + element_size)
         return gradients + self.workspace(batch, tokens)
 
     def workspace(self, batch: int, tokens: int) -> int:
-        """Return the bytes of the kernels' workspace: a slab's chunks, in float32."""
+        """Return the bytes of the kernels' workspace: the chunks of one slab, in float32."""
         key_dim = self.key_dim
         value_dim = self.value_dim
         chunk_elements = CHUNK * (3 * CHUNK + key_dim + 2 * value_dim) + 2 * key_dim * value_dim
@@ -113,7 +113,7 @@ class DeltaShape(NamedTuple):
 
 
 def wide_share(plan: Plan) -> float:
-    """Return the largest share of a rank's positions that do not wait for their state."""
+    """Return the largest share of a rank's tokens that are computed before their state arrives."""
     most_tokens = max(_num_tokens(parts(plan, rank).eager) for rank in range(plan.size))
     return most_tokens / plan.local_len
 
@@ -125,11 +125,11 @@ def _num_tokens(groups: Iterable[Any]) -> int:
 
 @dataclass(frozen=True)
 class DeltaCost:
-    """Cost of one layer's convolution and delta rule over all ranks of cp."""
+    """Cost of one layer's convolution and delta rule over all context-parallel ranks."""
 
     plan: Plan
     shape: DeltaShape
-    """Heads of one rank."""
+    """Sizes of one rank's part of the layer."""
     batch: int
     element_size: int
     cluster: Cluster
@@ -138,17 +138,17 @@ class DeltaCost:
     """Value of ``--delta-rule-schedule``, by default the plan's."""
 
     def forward(self) -> float:
-        """Return the seconds of a forward."""
+        """Return the seconds of the forward pass."""
         return self._seconds(reverse=False)
 
     def backward(self) -> float:
-        """Return the seconds of a backward, without recomputing its forward."""
+        """Return the seconds of the backward pass, without a recomputed forward pass."""
         return self._seconds(reverse=True)
 
     def rounds(self, *, reverse: bool) -> list[list[tuple[int, int, int]]]:
-        """Return (rank, peer, bytes) of the halos, then of the states of each round.
+        """Return (rank, peer, bytes) of each message: first the halos, then each round's states.
 
-        In ``reverse`` they are the gradients.
+        With ``reverse`` the messages are the gradients of these.
         """
         shape = self.shape
         gradient_size = max(4, self.element_size)
@@ -159,7 +159,7 @@ class DeltaCost:
             sent = halo_traffic(self.plan, rank, shape.taps, row, gradient=reverse).p2p
             halos += [(rank, peer, num_bytes) for peer, num_bytes in sent.items()]
 
-        # A message is a map of states, S to M S + U, or U alone from a document's beginning on.
+        # A message is a map of states, S -> M S + U, or only U if it starts at a document's start.
         state = self.batch * shape.heads * shape.key_dim * shape.value_dim * gradient_size
         square = self.batch * shape.heads * shape.key_dim * shape.key_dim * gradient_size
         rounds = [halos]
@@ -174,7 +174,7 @@ class DeltaCost:
         return rounds
 
     def _messages(self, *, reverse: bool) -> Iterable[Sequence[Any]]:
-        """Return the messages of each round."""
+        """Return the state messages of each round."""
         return schedules.rounds(self.plan, gradient=reverse, schedule=self.schedule)
 
     def _seconds(self, *, reverse: bool) -> float:
@@ -190,12 +190,12 @@ class DeltaCost:
         return float(busy + sent_seconds + self._composing(reverse=reverse))
 
     def _composing(self, *, reverse: bool) -> float:
-        """Time the busiest rank of each round that composes arriving maps, M S + U or M [U | M]."""
+        """Return the busiest rank's seconds to compose arriving maps (M S + U, M [U | M])."""
         shape = self.shape
         cluster = self.cluster
         seconds = 0.0
         for messages in self._messages(reverse=reverse):
-            # By rank: its products of square matrices with those columns, and its launches.
+            # Per rank: multiply-adds of the products M S or M [U | M], and kernel launches.
             multiply_adds = Counter[int]()
             num_joined = Counter[int]()
             for message in messages:
@@ -215,12 +215,12 @@ class DeltaCost:
         return 1e12 * self.cluster.peak_tflops * self.cluster.delta_share
 
     def _busy(self, *, reverse: bool) -> float:
-        """Time the busiest rank's products, and all channels' passes through memory."""
+        """Return the seconds of the busiest rank's products and of reading and writing channels."""
         shape = self.shape
         cluster = self.cluster
 
-        # Multiply-adds of a token and head; then those of Q, M and Q S, for a token whose state
-        # arrives later.
+        # Multiply-adds per token and head; then the additional ones for Q, M and Q S of a token
+        # whose state arrives later.
         d = shape.key_dim
         e = shape.value_dim
         per_token = 3 * d * e + CHUNK * (3 * d + 2 * e)
@@ -238,7 +238,7 @@ class DeltaCost:
             )
             multiply_adds = max(multiply_adds, of_rank)
 
-        # Products by the kernels' rate, and channels by the memory's.
+        # Products take the kernels' rate, and passes over the channels take the memory's.
         slowdown = 1.0
         if shape.per_channel:
             slowdown = PER_CHANNEL
@@ -252,7 +252,7 @@ class DeltaCost:
 
 
 def fastest_schedule(cost: DeltaCost) -> schedules.Schedule:
-    """Return the schedule with the fewest seconds, forward and backward; among equals the chain."""
+    """Return the schedule with the shortest forward plus backward time; chain wins a tie."""
 
     def seconds(name: schedules.Schedule) -> float:
         with_schedule = replace(cost, schedule=name)

@@ -1,8 +1,8 @@
-"""Messages of one layer's attention over all ranks of cp, and the seconds that they take.
+"""Messages of one layer's attention over all context-parallel ranks, and the seconds they take.
 
 Messages under way at the same time share links. A rank has a link inside its node; to other nodes
-it has its own or shares the node's. The busiest link decides. All tp groups send the same, so that
-one of them is computed, and a shared link counts them all.
+it has its own link or shares the node's. The busiest link decides. All groups of different
+tensor-parallel ranks send the same, so only one is computed, and a shared link counts all of them.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from planner.cluster import MICRO, Cluster
 
 
 class Sent(NamedTuple):
-    """Bytes and messages from each of ``ranks`` to its peer, both int64 ``[n]``.
+    """Bytes and number of messages from each of ``ranks`` to its peer, both int64 ``[n]``.
 
-    A message that is spread over several rounds counts as a fraction in each.
+    A message that is spread over several rounds counts as a fraction in each round.
     """
 
     ranks: np.ndarray
@@ -41,8 +41,8 @@ def transfer_seconds(together: Sequence[Sent], num_ranks: int, cluster: Cluster,
 
     Args:
         together: messages that are under way at the same time.
-        num_ranks: size of the cp group.
-        tp: groups like this one that share the links.
+        num_ranks: size of the context-parallel group.
+        tp: number of such groups that share the links.
     """
     if not together:
         return 0.0
@@ -79,12 +79,12 @@ def transfer_seconds(together: Sequence[Sent], num_ranks: int, cluster: Cluster,
 
 
 def collective_messages(collective: Message) -> Sent:
-    """Return an all-gather as messages around a ring, and an all-to-all as one to each peer."""
+    """Return the messages of a collective: around a ring (all-gather), or to each peer."""
     members = collective.to  # the group of each rank, [ranks, members]
     num_ranks, num_members = members.shape
     ranks = np.arange(num_ranks)
     if collective.kind == "gather":
-        # Every rank passes the parts of all others on to the next one.
+        # Every rank passes the parts of all other ranks on to the next rank.
         own_index = np.argmax(members == ranks[:, None], axis=1)
         following = members[ranks, (own_index + 1) % num_members]
         num_passed = num_members - 1
@@ -93,10 +93,11 @@ def collective_messages(collective: Message) -> Sent:
 
 
 def slots(plan: Plan, sizes: Sizes, moves: Moves, *, gradients: bool) -> list[Sent]:
-    """Return the messages under way in every round, and after the last; sparse exchanges only.
+    """Return the messages of a sparse exchange under way in every round, and after the last.
 
-    Only the rows that a query sees travel: packed documents, windows, exchange. A parcel's bytes
-    are spread over the rounds until the one that needs it. With ``gradients`` it is a backward.
+    A sparse exchange (packed documents, windows, method exchange) sends only the rows that a query
+    sees. A parcel's bytes are spread over the rounds until the one that needs it. ``gradients``
+    selects the backward pass.
     """
     flow = plan.flow(moves)
     entries: list[list[tuple[int, int, float, float]]] = [[] for _ in range(flow.rounds + 1)]
@@ -117,7 +118,7 @@ def slots(plan: Plan, sizes: Sizes, moves: Moves, *, gradients: bool) -> list[Se
 def needed_of_all(
     plan: Plan, sizes: Sizes, moves: Moves | None, ranks_per_node: int
 ) -> tuple[int, int]:
-    """Return the bytes of all ranks within nodes and between nodes; ``moves`` None is a forward."""
+    """Return all ranks' bytes within and between nodes; ``moves`` None is the forward pass."""
     flow = plan.flow(moves or "kv")
     inside = 0
     between = 0

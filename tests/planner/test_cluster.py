@@ -30,7 +30,7 @@ def test_every_file_is_a_cluster_and_says_where_its_figures_come_from(path):
         ({"gpus_per_node": 8.5}, "gpus_per_node is 8.5"),
         ({"matmul_fraction": 1.5}, "matmul_fraction is 1.5"),
         ({"between_link": "both"}, "between_link is 'both'"),
-        ({"host_memory_gb": None}, "host_gb_per_s is 25 and host_memory_gb is not set"),
+        ({"host_memory_gb": None}, "host_gb_per_s is 25, but host_memory_gb is not set"),
         ({"name": 3}, "name is 3"),
         ({"speed": 3}, "unknown key speed"),
     ],
@@ -54,7 +54,9 @@ def test_the_device_decides_where_no_file_does_and_no_card_is_taken_for_another(
     assert default_cluster("cuda") == load_cluster(CLUSTERS / "h100_pod.toml")
     for name in ("Tesla T4", "NVIDIA A100 80GB PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
-        with pytest.raises(ClusterError, match=f"no file is about {name}; give --cluster FILE"):
+        with pytest.raises(
+            ClusterError, match=f"no file in configs/clusters describes {name}; give --cluster FILE"
+        ):
             default_cluster("cuda")
 
 

@@ -79,7 +79,9 @@ def test_it_says_which_rank_it_runs_and_what_is_not_here(capsys, monkeypatch):
     config = parse_args(shlex.split(start.partition("pretrain_gpt.py")[2]))
     assert (config.data.data_path, config.data.tokenizer_model) == (("PREFIX",), "FILE")
     assert (config.checkpoint.save, config.dry.dry_run) == ("runs/NAME", False)
-    with pytest.raises(ConfigError, match=r"no tokenizer_model runs/data/stdlib\.model here"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer_model runs/data/stdlib\.model is not on this machine"
+    ):
         pretrain_gpt.main(["--config", str(TINY), "--dry-run"])
 
 
@@ -149,7 +151,7 @@ def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys, tmp_path):
         ("--world-size 6 --context-parallel-size 4", "context_parallel_size is 4"),
         ("--world-size 0", "world_size is 0"),
         (" ".join(H100), "on cuda takes bfloat16 or float16 and got torch.float32"),
-        ("--device cuda", "no file is about a GPU that is not here"),
+        ("--device cuda", "no file in configs/clusters describes a GPU that is not here"),
         ("--cluster none.toml", "none.toml: cannot be read"),
     ],
 )
@@ -159,7 +161,7 @@ def test_what_a_run_would_be_refused_for(flags, message, monkeypatch):
     with pytest.raises(ConfigError, match="world_size is 8 without dry_run"):
         pretrain_gpt.main(["--world-size", "8"])
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="dry_run is one process for all, and RANK is set"):
+    with pytest.raises(ConfigError, match="dry_run needs only one process, but RANK is set"):
         pretrain_gpt.main(["--dry-run"])
 
 

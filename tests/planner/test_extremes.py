@@ -79,7 +79,7 @@ def test_what_fits_nowhere_is_refused(config, monkeypatch):
     with pytest.raises(UserError, match="memory_gb of H100 80GB pod is 1 and the smallest of"):
         longest(config, 2, replace(SMALL, memory_gb=1))
     monkeypatch.setattr("planner.extremes.MAX_PROCESSES", 64)
-    with pytest.raises(UserError, match="seq_length is 1048576, which 64 processes do not hold"):
+    with pytest.raises(UserError, match="seq_length is 1048576, too long for 64 processes"):
         fewest(of_length(config, 1 << 20), replace(SMALL, memory_gb=0.01))
 
 

@@ -267,7 +267,7 @@ def test_nothing_is_written_over_and_a_folder_without_a_name_is_refused(
         assert main(arguments) == 1
         assert "exists; choose a new folder" in capsys.readouterr().err
     assert main(["export", str(source), str(tmp_path / "out")]) == 1
-    assert "holds no config.toml" in capsys.readouterr().err
+    assert "has no config.toml" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")

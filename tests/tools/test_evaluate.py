@@ -216,7 +216,7 @@ def test_buckets_double():
         (["--last-tokens", "201"], "--last-tokens is 201 and --seq-length 200; give at most that"),
         (["--ckpt-step", "7"], "ckpt_step is 7"),
         (["--data-path", "none"], "none.idx does not exist"),
-        (["--context-parallel-size", "2"], "context_parallel_size is 2, and this is one process"),
+        (["--context-parallel-size", "2"], "context_parallel_size is 2, but this is one process"),
         (
             ["--context-parallel-method", "rings"],
             "context_parallel_method is 'rings'; it must be one of",

@@ -20,7 +20,7 @@ TINY = str(Path(__file__).parents[2] / "configs" / "models" / "llama_tiny.toml")
             ["--world-size", "3", "--config", TINY],
             "world_size is 3, and the mesh takes multiples of 2",
         ),
-        (["lama_tiny"], "the model is lama_tiny; name one of llama_tiny"),
+        (["lama_tiny"], "there is no model lama_tiny; name one of llama_tiny"),
         (
             ["llama_tiny", "--num-layers", "1", "--pipeline-model-parallel-size", "2"],
             "num_layers is 1",

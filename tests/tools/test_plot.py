@@ -154,7 +154,7 @@ def test_other_fields_are_drawn_by_tokens_or_hours_and_smoothed(tmp_path):
         ("layout --size 0", "is 0"),
         ("layout --documents 4 5 --seq-length 10", "--documents have 9 tokens"),
         ("losses missing", "missing does not exist"),
-        ("losses broken.jsonl", "broken.jsonl, line 1 is no record of an iteration"),
+        ("losses broken.jsonl", "broken.jsonl, line 1 is not the record of an iteration"),
         (
             "losses empty.jsonl",
             "holds no lm_loss and no diffusion_loss and no validation_loss; it has no iteration",

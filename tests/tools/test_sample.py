@@ -214,7 +214,9 @@ def test_bad_input_gives_one_message(run, tmp_path, capsys):
     (tmp_path / "config.toml").write_text(
         config.replace("[data]", "[diffusion]\nobjective = 'ddpm'\n[data]")
     )
-    assert "is a run of a diffusion transformer, which writes no text" in error("--load", tmp_path)
+    assert "is a run of a diffusion transformer, which does not generate text" in error(
+        "--load", tmp_path
+    )
     (tmp_path / "config.toml").write_text(config.replace("hidden_size = 16", "hidden_size = 32"))
     (tmp_path / "iter_0000002").symlink_to(run / "iter_0000002")
     assert "32" in error("--load", tmp_path)

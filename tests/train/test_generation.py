@@ -367,7 +367,7 @@ def test_what_cannot_be_written_is_refused(runs, tmp_path):
     def message(folder=runs["gpt"], **mesh):
         return refused(0, 1, folder, mesh)
 
-    assert "holds no config.toml" in message(tmp_path)
+    assert "has no config.toml" in message(tmp_path)
     assert "is not the 1 processes started" in message(context_parallel_size=2)
     (tmp_path / "config.toml").write_text(write_toml(Config(model=LLAMA)))
     assert "holds no checkpoint" in message(tmp_path)

@@ -146,7 +146,7 @@ def test_a_schedule_that_is_overridden_or_not_kept_is_this_configurations():
     early = {"sample_order": config().named(Config.SAMPLE_ORDER), "trained_for": {}}
     assert continued(config(240), PATH, early, 120) == (config(240), "")
     _, note = continued(config(240, use_checkpoint_opt_param_scheduler=True), PATH, early, 120)
-    assert note == f"note: {PATH} has no schedule: this configuration's is taken"
+    assert note == f"note: {PATH} has no schedule: this configuration's is used"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,8 @@ def test_files_that_hold_something_else_are_told_by_name(tmp_path):
         f"data_path {tmp_path}/d has changed since the run began",
     ]
     with pytest.raises(
-        CheckpointError, match=r"\. Keep it, or give --allow-changed tokenizer_model data_path$"
+        CheckpointError,
+        match=r"\. Keep the old values, or give --allow-changed tokenizer_model data_path$",
     ):
         check_allowed(PATH, changed, ())
     with pytest.raises(

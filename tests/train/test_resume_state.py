@@ -40,8 +40,8 @@ def test_nothing_to_load_starts_afresh_unless_it_must_be_there(tmp_path, capsys)
     load = str(tmp_path / "none")
     config = with_checkpoint(load=load)
     assert resumed(config, model, optimizer, {}) == (config, RunProgress())
-    assert capsys.readouterr().out == f"no checkpoint in {load}: starting afresh\n"
-    with pytest.raises(CheckpointError, match=f"load is {load}, which holds no checkpoint"):
+    assert capsys.readouterr().out == f"no checkpoint in {load}: starting from scratch\n"
+    with pytest.raises(CheckpointError, match=f"load is {load}, which has no checkpoint"):
         resumed(with_checkpoint(load=load, exit_on_missing_checkpoint=True), model, optimizer, {})
     assert equal(whole_tensors(model, optimizer), before)
 
@@ -82,12 +82,12 @@ def test_state_of_another_optimizer_is_refused_before_anything_is_loaded(tmp_pat
         (
             {"optimizer": NAME},
             OptimizerConfig(),
-            "state of optimizer momentum, and optimizer is adam, which",
+            "state of optimizer momentum, but optimizer is adam, which",
         ),
         (
             {"weight_decay": 0.1},
             momentum,
-            "state of optimizer adam, and optimizer is momentum, which cannot use it",
+            "state of optimizer adam, but optimizer is momentum, which cannot use it",
         ),
     ):
         extra = {"progress": {"iteration": 2, "consumed_samples": 8}, "settings": saved_by}
@@ -119,7 +119,7 @@ def test_another_objective_is_refused_and_what_else_changed_is_noted(tmp_path, c
     other = replace(config, diffusion=DiffusionConfig(objective="v_prediction"))
     before = whole_tensors(model, optimizer)
     with pytest.raises(
-        CheckpointError, match="trained with objective ddpm, and objective is v_prediction; set"
+        CheckpointError, match="trained with objective ddpm, but objective is v_prediction; set"
     ):
         resumed(other, model, optimizer, {})
     assert equal(whole_tensors(model, optimizer), before)

@@ -117,7 +117,7 @@ def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not():
         assert error.startswith(
             "TrainingError: 10 steps in a row were bad, the last one iteration 21: the loss was no"
         )
-        assert "; the last good one was 11; lower lr" in error
+        assert "; the last good iteration was 11; lower lr" in error
 
 
 def infinite_after_a_resume(trainer):
@@ -138,7 +138,7 @@ def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path):
     ((progress, error),) = run_ranks(run_with, 1, config, tmp_path / "run", infinite_after_a_resume)
     assert progress.iteration == 12
     assert "10 steps in a row were bad, the last one iteration 12: " in error
-    assert "the last good one was 2; lower lr" in error
+    assert "the last good iteration was 2; lower lr" in error
     assert error.endswith(f"--load {tmp_path}/run --ckpt-step 2 and another --save")
 
 

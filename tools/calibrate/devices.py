@@ -30,7 +30,7 @@ from train.callbacks.progress import peak_flops
 Figures = dict[str, tuple[Any, str]]
 """Value, and the way it was measured, by key of a cluster file."""
 FFN = 4
-"""Width of a layer's feed-forward, in widths of the layer."""
+"""Width of the feed-forward layer as a multiple of the hidden size."""
 REPEATS = 3
 TINY = 4
 """Positions of a tile so small that its launch takes all of its time."""
@@ -121,7 +121,7 @@ def relate(figures: Figures) -> None:
 def rank_step(
     device: torch.device, work: AttentionShape, size: int = 1, causal: bool = True
 ) -> tuple[Callable[[], None], int]:
-    """Return the forward and backward of a ring's last rank without traffic, and its pairs.
+    """Return a function that runs a ring's last rank without communication, and its pairs.
 
     The last rank of a causal ring attends in every round. The ``work`` is of each of ``size``
     ranks.
@@ -153,7 +153,7 @@ def attention_seconds(device: torch.device, work: AttentionShape, causal: bool) 
 
 
 def launch_seconds(device: torch.device, work: AttentionShape, rate: float) -> float:
-    """Measure the executor's seconds per tile besides its computing, without traffic."""
+    """Measure the executor's overhead in seconds per tile, without communication."""
     step, pairs = rank_step(device, replace(work, seq_length=TINY), TILES)
     seconds = median(time_steps(step, device.type, 3 * REPEATS))
     return (seconds - work.flops(pairs) / rate) / (2 * TILES)

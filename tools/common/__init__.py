@@ -1,1 +1,1 @@
-"""Parts that the programs share."""
+"""Code that the command-line programs share."""

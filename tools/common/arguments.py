@@ -1,4 +1,4 @@
-"""Helpers for command lines: a parser, argument types, and a clean end on signals."""
+"""Helpers for command-line programs: a parser, argument types, and a clean exit on signals."""
 
 import argparse
 import os
@@ -18,13 +18,13 @@ P = ParamSpec("P")
 
 
 class UsageError(UserError):
-    """Arguments that a command does not take; printed by one rank only, as other user errors."""
+    """An invalid command line; only one rank prints it, as with other user errors."""
 
     status = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises its errors, so that the command prints one line and exits."""
+    """An argument parser that raises its errors, so that the command prints one line and exits."""
 
     def error(self, message: str) -> NoReturn:
         for action in self._actions:
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _misspelt(self, words: Sequence[str], missing: Sequence[str]) -> list[str]:
-        """Return the words that are no flag of this parser but resemble a missing one."""
+        """Return the words that are not flags of this parser but resemble a missing flag."""
         accepted = _flags(self, words)
         misspelt = []
         for word in words:
@@ -76,7 +76,7 @@ def _missing_flags(error: str) -> list[str]:
 
 
 def _flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """Return the flags of a parser, and of the commands among the words."""
+    """Return the flags of a parser, and of the subcommands that the words name."""
     flags = list(parser._option_string_actions)
     for action in parser._actions:
         if not isinstance(action, argparse._SubParsersAction):
@@ -91,7 +91,7 @@ def _flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
 def parser_for(prog: str, description: str | None) -> Parser:
     """Return a parser with ``--version``, without abbreviated flags.
 
-    The description is a program's docstring, whose line breaks stay.
+    The description is a program's docstring; its line breaks are kept.
     """
     parser = Parser(
         prog=prog,
@@ -104,7 +104,7 @@ def parser_for(prog: str, description: str | None) -> Parser:
 
 
 def at_least(minimum: int | float) -> Callable[[str], Any]:
-    """Return an argparse type: a number of the minimum's type, not below it, in 64 bits."""
+    """Return an argparse type for 64-bit numbers of the minimum's type that are not below it."""
     kind = "an integer" if isinstance(minimum, int) else "a number"
 
     def number(text: str) -> int | float:
@@ -127,9 +127,9 @@ def refuse_folder(flag: str, path: Path | None, fix: str = "give a file") -> Non
 
 
 def one_line_errors(main: Callable[P, int | None]) -> Callable[P, int]:
-    """Return a command that prints errors of users and the system as one line.
+    """Wrap ``main`` so that user errors and system errors are printed as one line.
 
-    The status is 0 for None, and that of the error, by default 1.
+    The exit status is main's result (0 for None), or after an error the error's, by default 1.
     """
 
     @wraps(main)
@@ -158,7 +158,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         finally:
             # Flush here: the interpreter would do it at exit, and print that the reader is gone.
             print(end="", flush=True)
-    except BrokenPipeError:  # the reader of the output has enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""Meshes and their settings in a line of words, such as "llama cp=4 zigzag zero3".
+"""Parse lines of words that describe a mesh and its settings, such as "cp=4 zigzag zero3".
 
-A word is the name of a method, a sharding strategy, a pipeline schedule or a recompute granularity,
-or NAME=VALUE for a field of ``Case``. Flags may follow, from the first that begins with "--".
+A word is a context-parallel method, a sharding strategy, a pipeline schedule or a recomputation
+policy, or NAME=VALUE for a field of ``Case``. Flags may follow, from the first "--" on.
 """
 
 from dataclasses import dataclass, field, fields
@@ -18,19 +18,19 @@ DIMENSIONS = ("pp", "dp", "cp", "tp")
 
 
 def _flag(flag: str, default: Any, words: type | None = None) -> Any:
-    """Return a field of a case, with its flag.
+    """Return a dataclass field of a case, with its flag.
 
-    ``words`` is the configuration whose choices for this flag are words of a line by themselves.
+    ``words`` is a configuration class; its choices for this flag may be written without a name.
     """
     return field(default=default, metadata={"flag": flag, "words": words})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A mesh, the method of each dimension, and the memory savings."""
+    """A mesh, the method of each dimension, and the settings that save memory."""
 
     dp: int = 1
-    """Data parallelism has no flag: it takes the processes that the other dimensions leave."""
+    """Data-parallel size; it has no flag, since it follows from the number of processes."""
     pp: int = _flag("pipeline-model-parallel-size", 1)
     cp: int = _flag("context-parallel-size", 1)
     tp: int = _flag("tensor-model-parallel-size", 1)
@@ -51,7 +51,7 @@ class Case:
     joined: int = _flag("micro-batch-size", 0)
     batch: int | None = _flag("global-batch-size", None)
     more: tuple[str, ...] = ()
-    """Flags that have no word."""
+    """Other flags, which have no word."""
 
     @property
     def ranks(self) -> int:
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def flags(self) -> list[str]:
-        """Return the flags: the mesh, the method if cp > 1, and all that is not the default."""
+        """Return the flags: the mesh, the method if cp > 1, and non-default settings."""
         flags = []
         if self.joined:
             flags.append("--pack-samples")
@@ -125,7 +125,7 @@ FLAGS: dict[str, str] = {entry.name: entry.metadata["flag"] for entry in SPELLED
 CHOICES: dict[str, type] = {
     entry.name: entry.metadata["words"] for entry in SPELLED if entry.metadata["words"]
 }
-"""Configuration of each field whose values are words by themselves."""
+"""Configuration class of each field whose values may be written without the field's name."""
 
 
 def _literals(annotation: Any) -> list[str]:
@@ -140,7 +140,7 @@ def _literals(annotation: Any) -> list[str]:
 
 
 def _words() -> dict[str, str]:
-    """Return the field of each choice; the method, the first field, decides on "none"."""
+    """Return the field of each choice, keyed by choice; "none" is a method."""
     words = {}
     for name, config in reversed(CHOICES.items()):
         annotation = get_type_hints(config)[FLAGS[name].replace("-", "_")]
@@ -150,12 +150,11 @@ def _words() -> dict[str, str]:
 
 
 WORDS = _words()
-"""Field of each word without a value; ``none`` is a method."""
+"""Maps words without a value to their fields; ``none`` is a context-parallel method."""
 
 
 def case_of(line: str) -> Case:
-    """Read a case.
-
+    """Parse a line into a case.
     Raises UserError: an unknown word; the message lists the known ones.
     """
     values: dict[str, Any] = {}
@@ -177,9 +176,9 @@ def case_of(line: str) -> Case:
 
 
 def cases_of(lines: str) -> list[Case]:
-    """Read the cases of some lines, each once.
+    """Parse lines into cases, without duplicates.
 
-    ``A|B`` in a word stands for two lines, and so does ``cp=2|4``.
+    ``A|B`` in a word stands for two lines, one with each, and so does ``cp=2|4``.
     """
     cases: dict[Case, None] = {}
     for line in lines.splitlines():

@@ -1,4 +1,4 @@
-"""Measured rates of a device and its links: copies, matrix products, exchanges between ranks."""
+"""Measure the rates of a device and its links: copies, matrix products, exchanges of ranks."""
 
 from collections.abc import Callable, Sequence
 from statistics import mean, median
@@ -11,15 +11,15 @@ from kernels.operators import linear
 from runtime.machine import describe, time_steps, usable_cores
 from runtime.together import gather_results
 
-# Large enough to leave the caches and to fill every multiprocessor; a second or so of work in all.
+# Large enough to exceed the caches and fill every multiprocessor; about a second of work in all.
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}
 REPEATS = {"cpu": 5, "cuda": 20}
-"""Repetitions of a copy or a product."""
+"""Number of timed repetitions of a copy or a product."""
 FIRST_BYTES = 1 << 10
 PROBES = 5
 FIRST_PROBES = 50
-"""Exchanges that count, after two to warm up: more of the short ones."""
+"""Number of timed exchanges after two warm-ups; short ones are repeated more often."""
 Step = Callable[[], object]
 
 
@@ -43,7 +43,7 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
 def product_times(
     device: str, dtype: torch.dtype, rows: int, inner: int, columns: int, repeats: int
 ) -> list[float]:
-    """Time products ``[rows, inner] x [inner, columns]``, computed as in a layer's forward."""
+    """Time products ``[rows, inner] x [inner, columns]``, computed as in a layer's forward pass."""
     x = torch.randn(rows, inner, device=device).to(dtype)
     weight = torch.randn(columns, inner, device=device).to(dtype)
     return time_steps(lambda: linear(x, weight), device, repeats)
@@ -81,9 +81,10 @@ def print_ceilings(requested: str) -> dict[str, Any]:
 
 
 def exchange_seconds(device: torch.device, peers: list[int], size: int) -> float:
-    """Time the slowest rank of an exchange, or nothing on a rank without peers; collective.
+    """Return the slowest rank's seconds for an exchange; collective.
 
-    Each rank sends ``size`` bytes to the first of ``peers`` and receives as many from the last.
+    Each rank sends ``size`` bytes to the first of ``peers`` and receives as many from the last; a
+    rank without peers only takes part in the timing.
     """
     post = posting(device, peers[:1], peers[-1:], size)
 
@@ -123,9 +124,9 @@ def posting(
 def slowest(
     step: Step | None, device: str, repeats: int, middle: Callable[[list[float]], float] = median
 ) -> float:
-    """Time a step on all ranks at once; return the slowest rank's middle time. Collective.
+    """Time a step on all ranks at once; return the slowest rank's seconds. Collective.
 
-    A rank whose ``step`` is None only waits. ``middle`` is the median or the mean.
+    A rank with ``step`` None only waits. ``middle`` (median or mean) averages a rank's repetitions.
     """
     dist.barrier()
     seconds = 0.0

@@ -1,4 +1,4 @@
-"""Convert diffusion transformers to runs and back; all their weights are in memory at once."""
+"""Convert diffusion transformers to runs and back, with all weights in memory at once."""
 
 from dataclasses import asdict
 from pathlib import Path

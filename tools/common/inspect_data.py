@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 _GREEN = "\033[32m"
 _PLAIN = "\033[0m"
 _SHOWN = 400
-"""Characters shown at each end of a long text."""
+"""Number of characters shown at each end of a long text."""
 LONGER = (1 << 10, 1 << 12, 1 << 15, 1 << 17)
 _BAR = 40
 
 
 def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
-    """Read all of a prefix, and return its contents in one line.
+    """Read all data of a prefix, and return a one-line summary.
 
     Raises:
-        DataError: whatever would stop training, a document of our own text without its end, or a
-            loss mask that is not of these tokens.
+        DataError: anything that would stop training, a document written by tools.prepare_data that
+            lacks its end token, or a loss mask that does not match the tokens.
     """
     import numpy as np
 
@@ -54,8 +54,7 @@ def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
 def _ends(indexed: "Indexed", eod: int) -> str:
     """Describe the documents that do not end with the end-of-document token, if there are any.
 
-    Raises DataError: such documents in a pair that tools.prepare_data wrote, which ends all of
-    them.
+    Raises DataError: tools.prepare_data wrote the pair, so that all documents should end with it.
     """
     import numpy as np
 
@@ -91,7 +90,7 @@ def shown(
     Tokens that carry loss are green, or between ⟦ and ⟧ without `colour`.
 
     Args:
-        whole: show all of each text, not its beginning and end alone.
+        whole: show each text completely, instead of only its beginning and end.
     """
     import numpy as np
 
@@ -129,9 +128,9 @@ def shown(
 def _marked_text(
     tokenizer: "Tokenizer", ids: "np.ndarray", mask: "np.ndarray"
 ) -> list[tuple[str, bool]]:
-    """Return the characters of a text, each with whether its token carries loss.
+    """Return the characters of a text, each with whether its token has a loss.
 
-    Runs of tokens with and without loss are decoded apart, so that no character has both.
+    Runs of tokens with and without loss are decoded separately, so that no character has both.
     """
     import numpy as np
 
@@ -183,7 +182,7 @@ def shares(lengths: "np.ndarray", longer: "Sequence[int] | np.ndarray") -> "np.n
 
 
 def share_lines(lengths: "np.ndarray", kind: str) -> Iterator[str]:
-    """Yield a line for each length of ``LONGER``: its share and a bar."""
+    """Yield a line for each length in ``LONGER``: the share of tokens in longer texts as a bar."""
     yield f"tokens in {kind}s longer than"
     for longer, share in zip(LONGER, shares(lengths, LONGER), strict=True):
         yield f"{longer:>9,} {share:7.2%} {'█' * round(_BAR * share)}".rstrip()

@@ -1,4 +1,4 @@
-"""One rank of a plan without peers, to time its work without any traffic."""
+"""Run one rank of a plan without its peers, to time its work without communication."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -40,7 +40,7 @@ class LoopbackTransport(Transport):
 def step_of(
     plan: Plan, executor: Executor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> Callable[[], None]:
-    """Return a function that runs one rank's forward and backward of a plan."""
+    """Return a function that runs one rank's forward and backward pass of a plan."""
     scale = q.shape[-1] ** -0.5
 
     def step() -> None:

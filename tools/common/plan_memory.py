@@ -1,4 +1,4 @@
-"""Memory of a run by component, and the settings to change if it does not fit."""
+"""Print a run's memory by component, and the settings to change if it does not fit."""
 
 import argparse
 import json
@@ -24,10 +24,10 @@ from train.tasks.registry import task_of
 
 
 def print_memory(args: argparse.Namespace, config: Any, world_size: int, cluster: Cluster) -> None:
-    """Print the busiest process's memory, and the settings to change if it is too much.
+    """Print the busiest process's memory, and the settings to change if it does not fit.
 
-    The step is rehearsed on the documents that take the most memory: those of the run's own data if
-    it is there, else documents drawn by length.
+    The step is rehearsed on the documents that take the most memory, from the run's own data if it
+    is on this machine, or else on documents drawn by length.
 
     Raises UserError: the configuration does not suit the processes, or no method fits.
     """
@@ -103,7 +103,7 @@ def print_memory(args: argparse.Namespace, config: Any, world_size: int, cluster
 def _fastest_method(
     config: Any, world_size: int, cluster: Cluster, lengths: tuple[int, ...]
 ) -> Any:
-    """Return the configuration with the fastest method, of those that fit if any does."""
+    """Return the configuration with the fastest method that fits, or the fastest if none fits."""
     ranking = rank([config], world_size, cluster, lengths)
     candidates = ranking.candidates
     if not candidates:

@@ -1,4 +1,4 @@
-"""Text of plans: the table of candidates, memory bars, discarded candidates, the first answer."""
+"""Format plans as text: candidates, memory bars, discarded candidates, and the best plan."""
 
 import math
 import re
@@ -21,18 +21,18 @@ from train.config.flags import spelled
 from train.tasks.registry import task_of
 
 BAR = 40
-"""Characters of a full memory bar."""
+"""Number of characters of a full memory bar."""
 WIDTH = 116
 NUMBER = re.compile(r"\d[\d,.]*(?<=\d)")
 OTHERS = 3
-"""Plans to show after the first."""
+"""Number of plans to show after the first."""
 ALIKE = 0.01
 """Relative difference of predicted times below which two plans count as equal."""
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A candidate, with its seconds per iteration if it was profiled."""
+    """A candidate, with its measured seconds per iteration if it was profiled."""
 
     candidate: Candidate
     dp: int
@@ -92,7 +92,10 @@ COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "memory GB": lambda row: f"{row.candidate.prediction.bytes / 1e9:.1f}",
     "host GB": _host_memory,
 }
-"""Cells of the table; the first three are words, aligned to the left."""
+"""Columns of the table: each name with the function that formats a cell.
+
+The first three are words, aligned to the left.
+"""
 
 
 SHORT = ("method", "mesh", "memory by", "predicted", "memory GB", "host GB")
@@ -149,7 +152,7 @@ def bars(
 
 
 def discarded(ranking: Ranking, cluster: Cluster, top: int) -> str:
-    """Count the candidates and the discarded ones, with the reasons."""
+    """Describe the numbers of candidates and of discarded ones, with the reasons."""
     num_candidates = len(ranking.candidates)
     shown = ""
     if top < num_candidates:
@@ -241,7 +244,7 @@ def answer(
 
 
 def alike(rows: Sequence[PlanRow]) -> list[str]:
-    """Name the rows whose predicted times cannot be told from the first row's."""
+    """List the rows with predicted times that are equal to the first row's within ``ALIKE``."""
     if rows[0].measured is not None:
         return []
 
@@ -260,7 +263,7 @@ def alike(rows: Sequence[PlanRow]) -> list[str]:
 def notes(config: Any, scaled: bool = False) -> list[str]:
     """Warn of sequences longer than the model's positions.
 
-    ``scaled`` says that the command printed above already scales rope to them.
+    ``scaled`` means that the printed command already scales rope to the sequence length.
     """
     note = beyond_rope(config)
     if note and scaled:
@@ -311,7 +314,7 @@ def command(best: Any, config: Any, world_size: int, cluster: Cluster, file: str
 
 
 def sources(best: Any, cluster: Cluster) -> list[str]:
-    """Return where a plan's numbers come from, and the error of predictions on published runs."""
+    """Describe the sources of a plan's numbers, and the prediction error on published runs."""
     cluster = cluster.running(best.context.attention_backend, best.packed)
     kernel = "attention"
     if cluster.attention_kernel:

@@ -1,4 +1,4 @@
-"""Imports of the server that ranks are forked from; a process has one server for all callers."""
+"""Modules that the fork server imports before it forks ranks; a process has one fork server."""
 
 import gc
 

@@ -1,6 +1,6 @@
-"""Rename our packages and custom operators in a source file, for a package that others vendor.
+"""Rename longmesh's packages and custom operators in a source file, for a vendored copy.
 
-Only the bytes of the names change: the syntax tree tells where they are, so that comments, strings
+Only the bytes of the names change: the syntax tree gives their positions, so that comments, strings
 and format stay.
 """
 
@@ -19,10 +19,11 @@ PARTS = {
     "kernels": "kernels",
     "runtime": "runtime",
 }
-"""Our packages, and their names inside the package."""
+"""Maps longmesh's packages to their names inside the vendored package."""
 OURS = re.compile(rf"({'|'.join(map(re.escape, PARTS))})\b")
 NAMESPACE = "longmesh"
-"""Namespace of our custom operators; a second library of the same name would silently replace them.
+"""Namespace of longmesh's custom operators; a second library with the same name would silently
+replace them.
 """
 
 
@@ -37,9 +38,10 @@ class Edit:
 
 
 def renamed(source: bytes, path: Path, name: str = PACKAGE, namespace: str | None = None) -> bytes:
-    """Rename our packages and operators in a source file; every other byte stays as it is.
+    """Rename longmesh's packages and operators in a source file; all other bytes stay.
 
-    Packages become parts of ``name``, and operators' namespace ``namespace``, by default the same.
+    Packages move into the package ``name``; ``namespace`` is the operators' new namespace, by
+    default ``name``.
 
     Raises UserError: a relative import, or an ``import a.b`` without ``as``, whose name is used all
     over the file.
@@ -77,7 +79,7 @@ def _import_from_edit(node: ast.ImportFrom, lines: list[bytes], path: Path, name
 
 
 def _import_edits(node: ast.Import, path: Path, name: str) -> Iterator[Edit]:
-    """Yield the edits of an ``import``. Raises UserError: a module of ours without ``as``."""
+    """Yield the edits of an ``import``. Raises UserError: a longmesh module without ``as``."""
     for alias in node.names:
         moved = _moved(alias.name, name)
         if moved != alias.name and not alias.asname:
@@ -101,7 +103,7 @@ def _namespace_edits(node: ast.AST, lines: list[bytes], namespace: str) -> Itera
 
 
 def _moved(module: str, name: str) -> str:
-    """Return a module's name inside the package; others stay."""
+    """Return a module's name inside the vendored package; other modules keep their names."""
     match = OURS.match(module)
     if match is None:
         return module

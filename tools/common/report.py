@@ -1,8 +1,8 @@
-"""Results: tables as text, Markdown or CSV, figures saved as JSON lines, and pictures.
+"""Write results: tables as text, Markdown or CSV, numbers as JSON lines, and pictures.
 
-A result is a dictionary. In its file, values that are lists of rows, or rows by name, become a line
-per row, with the value's name under "of" and the row's under "key"; all other values go on the
-first line.
+A result is a dictionary. In its file, a value that is a list of rows, or a dictionary of rows,
+becomes one line per row, with the value's name under "of" and the row's key under "key"; all other
+values are on the first line.
 """
 
 import csv
@@ -27,10 +27,10 @@ MASKED = "#C9CCD1"
 INK = "#22262B"
 FAINT = "#6B7280"
 DIGITS = 12
-"""Significant digits of a saved float: enough for four digits of the difference of two losses."""
+"""Significant digits of a saved float, so that differences of two losses have four digits."""
 Record = Mapping[str, Any]
 Column = str | Callable[[Any], Any]
-"""A format of a row's fields, as ``"{seconds:.3f}"``, or a function of the row."""
+"""A format string of a row's fields, such as ``"{seconds:.3f}"``, or a function of the row."""
 
 
 def cell(column: Column, row: Record) -> str:
@@ -179,7 +179,7 @@ def read_records(path: Path) -> dict[str, Any]:
         except ValueError as error:
             raise UserError(f"{path}:{number} is not JSON: {error}") from None
         if not isinstance(line, dict) or (number > 1 and "of" not in line):
-            raise UserError(f"{path}:{number} is no row of a result: {text[:60]}")
+            raise UserError(f"{path}:{number} is not a row of a result: {text[:60]}")
         if number == 1:
             result |= line
         elif "key" in line:
@@ -223,7 +223,7 @@ def save(figure: "Figure", path: Path, flag: str) -> None:
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
         raise UserError(
-            f"{flag} is {path}, which names no picture format; end it in one of "
+            f"{flag} is {path}, whose ending is not a picture format; use one of "
             f"{', '.join(formats)}"
         )
 

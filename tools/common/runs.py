@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run whose model can be built and loaded."""
+    """A run's folder with everything that is needed to build and load its model."""
 
     folder: Path
     checkpoint: Path
@@ -26,11 +26,11 @@ class Run:
     """A language model's configuration, with its vocabulary and the length of its rope."""
     tokenizer: "SentencePieceTokenizer | HuggingFaceTokenizer"
     trained_length: int | None
-    """Tokens of a training sequence; of an import the length that its files name, if any."""
+    """Length of a training sequence in tokens; for an import, the length in its files, if any."""
     imported: bool
-    """True if no run has trained the model, which came from Hugging Face."""
+    """True if the model was imported from Hugging Face and no run has trained it."""
     chat: "Mapping[str, Any] | None" = None
-    """Template and turn-end tokens of the conversations that it was trained on."""
+    """Chat template and turn-end tokens of the conversations that the model was trained on."""
 
     def add_bos_token(self, requested: "AddBos | None" = None) -> "AddBos":
         """Return whether texts begin with the begin token.
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The tokens that end a text: of documents, of turns, and those of an import's files."""
+        """The tokens that end a text: of documents, of turns, and those in an import's files."""
         from model.hf.chat import generation_ends
         from train.run import HF_FOLDER
 
@@ -73,12 +73,11 @@ class Run:
         return tuple(dict.fromkeys(ends))
 
     def template(self, file: str | None = None) -> "ChatTemplate":
-        """Return the chat template.
+        """Return the chat template: of a file or name, the run's conversations, or the tokenizer.
 
-        It is the one of a file or a name, else that of the run's conversations, else the
-        tokenizer's.
+        The first that exists is used.
 
-        Raises DataError: there is none, or it is no template.
+        Raises DataError: there is no template, or it is invalid.
         """
         from data.chat.template import load_template, recorded_template
 
@@ -113,12 +112,12 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
         "--context-parallel-size",
         type=positive,
         metavar="N",
-        help="that share each sequence (default: all others)",
+        help="processes that share each sequence (default: all others)",
     )
     add(
         "--context-parallel-method",
         metavar="METHOD",
-        help="how they do, or auto (default: the run's)",
+        help="context-parallel method, or auto (default: the run's)",
     )
 
 
@@ -135,7 +134,7 @@ def add_begin(parser: argparse.ArgumentParser, texts: str) -> None:
 
 
 def add_scoring(parser: argparse.ArgumentParser, groups: str) -> None:
-    """Add the flags that score a run: lengths, samples of each of the ``groups``, the mesh."""
+    """Add the flags for scoring a run: lengths, samples of each of the ``groups``, the mesh."""
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
     add(
@@ -146,16 +145,16 @@ def add_scoring(parser: argparse.ArgumentParser, groups: str) -> None:
         metavar="N",
         help="tokens of prompt and answer",
     )
-    add("--samples", type=positive, default=20, help=f"of {groups} (default: %(default)s)")
-    add("--batch-size", type=positive, default=1, help="at once (default: %(default)s)")
-    add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
+    add("--samples", type=positive, default=20, help=f"samples of {groups} (default: %(default)s)")
+    add("--batch-size", type=positive, default=1, help="samples at once (default: %(default)s)")
+    add("--save", type=Path, metavar="DIR", help="folder to write to (default: RUN/evaluation)")
     add_mesh(parser)
 
 
 def open_run(folder: Path, step: int | None = None) -> Run:
     """Open a run of a language model at its newest whole checkpoint, or at iteration ``step``.
 
-    Raises UserError: there is no run or checkpoint, or its tokenizer is gone or another one.
+    Raises UserError: there is no run or checkpoint, or its tokenizer is missing or has changed.
     """
     from data.text.record import CHAT
     from data.tokenizer import load_tokenizer
@@ -214,15 +213,15 @@ def _load_text_config(folder: Path, toml: Path) -> "Config":
         if "that is for pretrain_dit.py" not in str(error):
             raise
         raise ConfigError(
-            f"{folder} is a run of a diffusion transformer, which writes no text; "
+            f"{folder} is a run of a diffusion transformer, which does not generate text; "
             f"python -m tools.sample_dit --load {folder} draws its pictures"
         ) from error
 
     if config.data.mock_data:
         raise ConfigError(
-            f"{toml}: mock_data is set: its tokens were drawn, so that no tokenizer reads or "
-            "writes text for it; name a run on text, trained with --data-path and "
-            "--tokenizer-model (python -m tools.prepare_data writes both)"
+            f"{toml}: mock_data is set: the run was trained on random tokens and has no tokenizer; "
+            "name a run that was trained with --data-path and --tokenizer-model "
+            "(python -m tools.prepare_data writes both)"
         )
 
     if config.data.tokenizer_model is None:
@@ -234,7 +233,7 @@ def _load_text_config(folder: Path, toml: Path) -> "Config":
 
 
 def _check_tokenizer(path: str, checkpoint: Path, extra: "Mapping[str, Any]", toml: Path) -> None:
-    """Raise DataError if the tokenizer's file is not the one of training."""
+    """Raise DataError if the tokenizer's file has changed since training."""
     from data.fingerprint import digest
     from runtime.errors import DataError
 
@@ -249,7 +248,7 @@ def _check_tokenizer(path: str, checkpoint: Path, extra: "Mapping[str, Any]", to
 
 
 def mesh_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the mesh of ``add_mesh``'s arguments; cp takes the remaining processes."""
+    """Return the mesh of ``add_mesh``'s arguments; cp is by default all remaining processes."""
     from runtime.processes import launched_world_size
 
     tp = args.tensor_model_parallel_size

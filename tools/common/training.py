@@ -1,4 +1,4 @@
-"""Measured runs: trainers with records in memory, and a few iterations of many configurations."""
+"""Run and time trainers with records in memory, and a few iterations of many configurations."""
 
 import gc
 import logging
@@ -29,11 +29,11 @@ from train.tasks.task import Task
 from train.trainer import Trainer
 
 PEAK = 1e9
-"""A peak for runs whose MFU nobody reads: measuring the real one takes longer than their steps."""
+"""Peak FLOP/s for runs whose MFU is not used; measuring it would take longer than their steps."""
 
 
 class Records(RunLog):
-    """Save a run's records in memory only, unchanged, and pass each to ``on_record``.
+    """A log that keeps a run's records unchanged in memory, and passes each to ``on_record``.
 
     A NaN loss stays NaN.
     """
@@ -57,9 +57,9 @@ def trainer_of(task: type[Task[Any]], flags: Sequence[str], log: RunLog) -> Iter
 
     Progress lines are discarded; the mesh lasts as long as the context. Collective.
     """
-    # No warning that gathering is slow.
+    # Hide the warning that gathering is slow.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    # Nothing writes to the views of FSDP2.
+    # Harmless here, because nothing writes to the views.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 
     def open_memory_log(*args: Any) -> RunLog | None:
@@ -134,9 +134,9 @@ def _shortened(config: Config, iterations: int) -> Config:
 
 
 def _seconds(config: Config, quiet: bool, peak_flops: float | None) -> float:
-    """Return the median seconds of a run's iterations but the first.
+    """Return the median seconds of a run's iterations after the first.
 
-    Everything that the run builds is local, so that nothing of it outlives the call.
+    Everything that the run builds is local, so that it is freed when the call returns.
     """
     output = redirect_stdout(StringIO()) if quiet else nullcontext()
     with distributed_mesh(config.mesh) as mesh, output:

@@ -37,7 +37,7 @@ Sample = dict[str, Tensor]
 
 
 class OwnSamples(list[Sample]):
-    """Samples in memory, used as a data set."""
+    """A data set of samples in memory."""
 
     fill = 1.0
 

@@ -23,7 +23,7 @@ HEAD_DIM = 16
 VOCABULARY = 499
 """Entries of the small vocabulary: odd, so that its shards are uneven."""
 TOKENS_PER_RANK = 64
-"""Tokens of a context-parallel rank."""
+"""Number of tokens per context-parallel rank."""
 NUM_HEADS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of key heads to try."""
 NOT_COMPUTED = ("checkpoint", "logging", "profiling", "dry", "health")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SHOWN_WRONG = 3
 """Wrong answers in a cell's record."""
 MAX_LENGTH = 1 << 24
-"""Tokens of a prompt at most: a longer text would take minutes and gigabytes to make."""
+"""Maximum number of tokens of a prompt; a longer text would take minutes and gigabytes."""
 THRESHOLD = 85.6
 """Llama-2-7b-chat's average at 4K, above which RULER's paper calls a length effective (section 4).
 """

@@ -17,9 +17,9 @@ from tools.ruler.tasks import TASKS, Question, RulerCase, Sources
 Purpose = Literal["train", "score"]
 
 TURN_END = 16
-"""Tokens that a template may put after an answer."""
+"""Number of tokens reserved for a template's text after an answer."""
 MIN_LENGTH = 512
-"""Tokens of an example that most tasks' answers fit into."""
+"""Number of tokens of an example in which most tasks' answers fit."""
 _TRIES = 1000
 """Draws in a row that do not fit, after which a task without a file ends."""
 
@@ -29,15 +29,15 @@ class RulerConfig:
     """The needles that a run looks for as it trains (RULER, Hsieh et al. 2024)."""
 
     ruler_interval: int | None = None
-    """Iterations between points of the curve, such as save_interval: how many needles are found at
-    each length; one is made at the end too. By default none, which on the command line leaves out
-    the curve of --config's file."""
+    """Number of iterations between points of the curve, such as save_interval: the share of needles
+    found at each length. A last point is made at the end. By default none; on the command line,
+    none removes the curve of --config's file."""
     ruler_lengths: tuple[int, ...] = ()
-    """Tokens of the examples, at most seq_length; by default that, and of its half and quarter
-    those of 512 or more."""
+    """Lengths of the examples in tokens, at most seq_length; by default seq_length and those of its
+    half and its quarter that are 512 or more."""
     ruler_samples: int = 8
-    """Examples of each length, shared out over the tasks; each takes a forward of seq_length
-    tokens.
+    """Number of examples of each length, divided among the tasks; each takes a forward pass of
+    seq_length tokens.
     """
     ruler_tasks: tuple[str, ...] = (
         "niah_single_1",
@@ -113,7 +113,7 @@ class Example:
     question: Question
     ids: list[int]
     new_tokens: int
-    """Tokens that the answer may have."""
+    """Maximum number of tokens of the answer."""
     score: Callable[[str], float]
     """A written text -> the share of the answers, 0 to 1, in it."""
     turns: list[Turn]

@@ -30,7 +30,7 @@ ADJECTIVES, NOUNS, VALUES = (WORDS[name].split() for name in ("adjectives", "nou
 FILLERS: list[str] = WORDS["fillers"]
 LARGEST_VALUE = 50_000
 SPARE = 8
-"""Tokens that an answer may have beyond the right one's, as by other spelling."""
+"""Number of extra tokens that an answer may have, for example by another spelling."""
 EDGE = 16
 """Lines at each end of a record that most questions of the training samples are about."""
 _PROBE = 32
@@ -108,7 +108,7 @@ class LineMaker:
         self._words = max(self._words, _words_for(self._guess))
 
     def make(self, number: int) -> Example:
-        """Make a conversation of as many lines as fit, from the number and the task alone."""
+        """Make a conversation of as many lines as fit; it depends only on the number and task."""
         sample = number
         if self._num_depths:
             sample = number * self._num_depths + self._depth_index

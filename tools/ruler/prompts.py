@@ -34,7 +34,7 @@ class Prompts:
         return self.tokenizer.tokenize_special(prompt + question.prefix + answer)[0]
 
     def with_answer(self, question: Question) -> tuple[list[int], int]:
-        """Return the tokens of a prompt with all answers, and the number of the prompt's alone.
+        """Return the tokens of a prompt with all answers, and the number of tokens of the prompt.
 
         The prompt ends at the first token that the answers change.
         """

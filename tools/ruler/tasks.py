@@ -1,4 +1,4 @@
-"""RULER's 13 tasks (Hsieh et al. 2024): questions of any size, each a function of its draw.
+"""RULER's 13 tasks (Hsieh et al. 2024): questions of any size, each from its own random draws.
 
 The prompts and the parameters are the benchmark's, word for word; a size counts sentences, lines or
 words of the haystack. If a task's own draws do not depend on the size, needles stay the same as the
@@ -70,7 +70,7 @@ class RulerCase:
     """The name of its draws."""
     number: int
     length: int
-    """Tokens of the prompt and the answer, at most."""
+    """Maximum number of tokens of the prompt and the answer together."""
     sources: Sources
 
 
@@ -81,7 +81,7 @@ class RulerTask:
     make: Callable[[RulerCase, int], Question]
     """A case and a size -> its question."""
     new_tokens: int
-    """Tokens of the answer, counted in the length."""
+    """Number of tokens reserved for the answer; the length includes them."""
     min_size: int = 1
     words: Callable[[RulerCase, int], Mapping[str, int]] | None = None
     """The count of each word of a haystack of few words, so that its tokens are known before its

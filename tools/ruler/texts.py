@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def below(draw: str, bound: int, name: str, number: int) -> int:
-    """Draw a number of [0, bound) that depends on the names alone; ``bound`` is far below 2^64."""
+    """Draw a number in [0, bound) that depends only on the names; ``bound`` is far below 2^64."""
     return int.from_bytes(next(_digests(draw, name, number))[:8], "big") % bound
 
 
@@ -58,7 +58,7 @@ def different(size: int, numbers: Iterable[int]) -> list[int]:
 
 
 def shuffled(draw: str, items: Sequence[T], name: str) -> list[T]:
-    """Return the items in an order that depends on the names and the number of items alone."""
+    """Return the items in an order that depends only on the names and the number of items."""
     digests = list(islice(_digests(draw, name), len(items)))
     order = sorted(range(len(items)), key=digests.__getitem__)
     return [items[index] for index in order]

@@ -41,7 +41,7 @@ OF_FILE: dict[str, Any] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
 SHAPES: dict[str, dict[str, Any]] = OF_FILE["shapes"]
-"""Settings of transformers that a family needs besides sizes, by model_type."""
+"""Settings other than sizes that transformers needs for a family, keyed by model_type."""
 
 
 def write_model(

@@ -21,13 +21,13 @@ class Step:
 
     micro_batches: list[Batch]
     valid: int
-    """Tokens with loss, on all ranks together."""
+    """Number of tokens with a loss, on all ranks together."""
     loss: float
     """Mean loss over those tokens, before the update."""
     record: dict[str, Any]
     """The step's record in metrics.jsonl; callbacks add fields to it."""
     wait: Callable[[], None]
-    """Waits until the next batch is made, so that no thread runs while processes are forked."""
+    """Waits until the next batch is ready, so that no thread runs while processes are forked."""
     last: bool
     """True if the run ends after this step."""
 
@@ -38,10 +38,10 @@ class Step:
 
 
 class Callback:
-    """Acts between training steps. All ranks call its methods together: each may be collective."""
+    """Base class of callbacks. All ranks call its methods together, so they may be collective."""
 
     def on_train_begin(self, iteration: int) -> None:
-        """Act before the first step of this start, which resumes after ``iteration``."""
+        """Act before the first step; the run resumes after ``iteration``, or starts from 0."""
 
     def on_step_begin(self, iteration: int) -> None:
         """Act before an iteration takes its batch."""
@@ -50,7 +50,7 @@ class Callback:
         """Act after an iteration's update."""
 
     def on_train_end(self, iteration: int) -> None:
-        """Act after the last step of this start, ``iteration``."""
+        """Act after the last step of this start; ``iteration`` is that step's number."""
 
 
 def say(line: str) -> None:

@@ -22,7 +22,7 @@ from train.resume.start import Start, find_start
 
 @dataclass(kw_only=True)
 class Checkpointing(Callback):
-    """Saves a run's checkpoints, except of weights that their last update has broken."""
+    """Saves a run's checkpoints, but not weights that the last update has broken."""
 
     config: CommonConfig
     mesh: Mesh
@@ -41,15 +41,15 @@ class Checkpointing(Callback):
         self._saved_iteration = self._progress.iteration
         """Iteration of the newest checkpoint, not counting local ones."""
         self._last_step: Step | None = None
-        """The newest step since this start, or since the rollback."""
+        """The newest step since this start, or since the last rollback."""
 
     def on_train_begin(self, iteration: int) -> None:
-        """Note if the run resumes from a local checkpoint, which its end then has to replace."""
+        """Note if the run resumes from a local checkpoint; its end then saves a shared one."""
         if self.config.checkpoint.non_persistent_save_interval and not self.saves.holds(iteration):
             self._saved_iteration = 0
 
     def on_step_end(self, step: Step) -> None:
-        """Save if an interval ends here; after a skipped step only if it is the last."""
+        """Save if a save interval ends here; a skipped step is saved only if it is the last one."""
         self._last_step = step
         tier = self.saves.due(step.iteration, step.last)
         if tier is None or (self._progress.skipped_in_a_row and not step.last):
@@ -94,7 +94,7 @@ class Checkpointing(Callback):
         skipped_samples = progress.consumed_samples - earlier.progress.consumed_samples
         say(
             f"rolled back from iteration {progress.iteration}; "
-            f"the {skipped_samples} samples since are left out"
+            f"the {skipped_samples} samples consumed since then are left out"
         )
 
         progress.iteration = earlier.progress.iteration

@@ -1,4 +1,4 @@
-"""Bad steps: detected on all ranks before the update, and answered by a policy across restarts."""
+"""Bad steps: detected on all ranks before the update, and handled by a policy across restarts."""
 
 import json
 import math
@@ -22,18 +22,18 @@ from train.checkpoint.search import saved_iterations
 
 MAX_SKIPPED_IN_A_ROW = 10
 MAX_FAILURES = 3
-"""Failures after one checkpoint that end a run, counted over restarts.
+"""Number of failures after the same checkpoint that end a run, counted over restarts.
 
 A device's fault rarely comes three times at the same place; a divergence always does.
 """
 WINDOW = 100
-"""Good steps in the median that defines a spike."""
+"""Number of recent good steps whose median defines a spike."""
 MIN_GOOD_STEPS = 20
-"""Good steps before any step is called a spike."""
+"""Minimum number of good steps before a step can count as a spike."""
 FAILURES = "failures.jsonl"
-"""File in a run's folder with an object per failure.
+"""File in a run's folder with a JSON object per failure.
 
-Its fields are ``iteration``, ``checkpoint`` (the newest at that time) and ``why``.
+An object has ``iteration``, ``checkpoint`` (the newest at that time) and ``why``.
 """
 
 
@@ -59,7 +59,7 @@ def read_failures(path: Path) -> list[dict[str, Any]]:
             failures.append(failure)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise TrainingError(
-            f"{path} is no list of failures ({type(error).__name__}: {error}); remove it"
+            f"{path} is not a list of failures ({type(error).__name__}: {error}); remove the file"
         ) from error
     return failures
 
@@ -73,35 +73,36 @@ class RunProgress:
     consumed_tokens: int = 0
     skipped_iterations: int = 0
     skipped_in_a_row: int = 0
-    """Skipped iterations since the last good one.
+    """Number of iterations skipped since the last good one.
 
-    It is saved, so that a run that only skips steps ends although it is restarted every time.
+    Checkpoints contain it, so that a run that skips every step ends even if it is restarted.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """Reaction of a run to bad steps, and to ranks that make no more steps."""
+    """Reaction of a run to bad steps, and to ranks that make no progress."""
 
     bad_step_policy: Literal["skip", "rollback", "stop"] = "skip"
-    """Reaction to a bad step: one whose loss or gradient norm is not finite, or a spike. It
-    changes no weight. skip continues, and ends the run at ten in a row; rollback resumes from
-    the last checkpoint, with the samples after the bad ones; stop ends the run. A run that
-    fails three times after one checkpoint, counted over restarts, ends."""
+    """Reaction to a bad step, which is a step whose loss or gradient norm is not finite or is a
+    spike. A bad step changes no weight. skip continues, and ends the run at ten bad steps in a
+    row; rollback resumes from the last checkpoint, with the samples after the bad ones; stop ends
+    the run. A run that fails three times after the same checkpoint, counted over restarts,
+    ends."""
     check_for_spiky_loss: bool = False
     """Treat a loss above spike_factor times the median of the last 100 good steps as a spike."""
     check_for_large_grads: bool = False
     """Treat a gradient norm above spike_factor times the median of the last 100 good steps as a
     spike."""
     spike_factor: float = 10.0
-    """Multiple of the median above which a step is a spike. It also limits the loss after an
-    update, relative to the loss before: above it nothing is saved."""
+    """Multiple of the median above which a step is a spike. No checkpoint is saved if an update
+    raises the loss of its own samples by more than this factor (and by more than 1)."""
 
     watchdog_factor: float = 20.0
-    """End all ranks, with their stacks written, if no step is done in this many times the
-    median of the last 100; 0 never does."""
+    """End all ranks, after writing their stack traces, if no step ends within this many times the
+    median duration of the last 100 steps; 0 disables the watchdog."""
     watchdog_min_seconds: float = 120.0
-    """Minimum seconds without a step before the watchdog ends all ranks."""
+    """Minimum number of seconds without a step before the watchdog ends all ranks."""
 
     def __post_init__(self) -> None:
         require(self, self.spike_factor > 1, "spike_factor", "it must be above 1")
@@ -111,18 +112,18 @@ class HealthConfig:
 
 
 class Heartbeat(Callback):
-    """Reports every step to this rank's watchdog, which ends all ranks if no other step follows."""
+    """Reports every step to this rank's watchdog, which ends all ranks if the steps stop."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
 
     def on_step_end(self, step: Step) -> None:
-        """Report a step and its seconds, from which the watchdog computes its patience."""
+        """Report a step and its duration, from which the watchdog computes its time limit."""
         self._watchdog.beat(step.record["iteration_time_ms"] / 1e3)
 
 
 class Health:
-    """Judges the steps of a run. All methods are collective, and agree on all ranks.
+    """Detects bad steps and decides what follows. Methods are collective and agree on all ranks.
 
     Two checks protect a run. `judge` looks at loss and gradient norm before the update, so that a
     bad step changes no weight. `update_went_wrong` runs before a save and computes the loss again
@@ -140,11 +141,11 @@ class Health:
         records: list[tuple[Any, Any]],
         progress: RunProgress,
     ) -> None:
-        """Begin a start of a run.
+        """Set up for one start of a run.
 
         Args:
-            records: loss and gradient norm of the good steps so far; the first rank's count.
-            progress: counts the skipped steps.
+            records: loss and gradient norm of the good steps so far; the first rank's are used.
+            progress: the run's progress, whose counts of skipped steps are updated.
 
         Raises TrainingError: the run has failed too often after its newest checkpoint, not counting
         local ones.
@@ -162,7 +163,7 @@ class Health:
             raise TrainingError(self._too_often(len(since_newest), newest, why))
 
     def judge(self, loss: float, norm: float) -> str:
-        """Count a step, and return why it is bad; empty if it is good.
+        """Count a step, and return the reason that it is bad; empty if it is good.
 
         Raises TrainingError: the policy ends the run.
         """
@@ -188,7 +189,7 @@ class Health:
         return why
 
     def _problems(self, loss: float, norm: float) -> list[tuple[bool, str]]:
-        """Return the possible problems of a step's loss and gradient norm, and if it has them."""
+        """Return every possible problem of a step's loss and norm, each with whether it occurs."""
         config = self._config
         loss_limit = math.inf
         norm_limit = math.inf
@@ -197,7 +198,7 @@ class Health:
             loss_limit = config.spike_factor * statistics.median(good_losses)
             norm_limit = config.spike_factor * statistics.median(good_norms)
 
-        # All ranks have to list the same problems in the same order: their flags are summed.
+        # All ranks must list the same problems in the same order, because the flags are summed.
         problems = []
         for name, value, limit, is_checked in (
             ("loss", loss, loss_limit, config.check_for_spiky_loss),
@@ -235,9 +236,9 @@ class Health:
         return bool(why)
 
     def _first_agreed(self, problems: list[tuple[bool, str]]) -> str:
-        """Return the first problem that any rank has, and on how many; empty if none has one.
+        """Return the first problem that any rank has, with the number of ranks; empty if none.
 
-        One small all-reduce over all ranks, of tensors on the CPU, so that no device has to wait.
+        This is one small all-reduce of CPU tensors over all ranks, so that no device has to wait.
         """
         flags = torch.tensor([float(is_present) for is_present, _ in problems])
         dist.all_reduce(flags)
@@ -252,8 +253,8 @@ class Health:
     def _fail(self, iteration: int, last_good: int, why: str) -> None:
         """Record a failure in the run's folder, and request a rollback.
 
-        Raises TrainingError: the policy is no rollback, there is nothing to roll back to, or the
-        run has failed too often.
+        Raises TrainingError: the policy is not rollback, there is no checkpoint to return to, or
+        the run has failed too often.
         """
         from_first(lambda: self._record_failure(iteration, last_good, why))
         self.rolls_back = True
@@ -272,13 +273,13 @@ class Health:
             earlier = [saved for saved in saved_iterations(self._folder) if saved <= last_good]
             if earlier:
                 remedy = (
-                    f"; go on from before with --load {self._folder} --ckpt-step {earlier[0]} "
-                    "and another --save"
+                    f"; continue from an earlier checkpoint with --load {self._folder} "
+                    f"--ckpt-step {earlier[0]} and another --save"
                 )
         if self._config.bad_step_policy != "rollback" or not newest:
             raise TrainingError(
-                f"{why}; the last good one was {last_good}; lower lr, lengthen lr_warmup_iters, "
-                f"or look at the data{remedy}"
+                f"{why}; the last good iteration was {last_good}; lower lr, raise "
+                f"lr_warmup_iters, or look at the data{remedy}"
             )
         if times >= MAX_FAILURES:
             raise TrainingError(self._too_often(times, newest, why))
@@ -295,7 +296,7 @@ class Health:
 
     def _too_often(self, times: int, checkpoint: int, why: str) -> str:
         return (
-            f"the run failed {times} times after iteration {checkpoint}, the last time as {why}; "
-            "lower lr, lengthen lr_warmup_iters, or look at the data, "
-            f"and remove {self._folder}/{FAILURES} to go on from iteration {checkpoint}"
+            f"the run failed {times} times after iteration {checkpoint}, the last time because "
+            f"{why}; lower lr, raise lr_warmup_iters, or look at the data, and remove "
+            f"{self._folder}/{FAILURES} to continue from iteration {checkpoint}"
         )

@@ -20,21 +20,21 @@ from train.config.flags import ConfigError
 
 METRICS = "metrics.jsonl"
 LOSSES = {"lm_loss": "nats per token", "diffusion_loss": "per element"}
-"""Unit of the training loss by its name in records, an objective's ``loss_name``."""
+"""Unit of the training loss, keyed by its name in records (an objective's ``loss_name``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Destinations of a run's numbers, besides metrics.jsonl."""
+    """Destinations of a run's metrics, in addition to metrics.jsonl."""
 
     log_interval: int = 10
-    """Iterations between lines on the screen, whose losses are means since the previous line;
-    the first has its own."""
+    """Number of iterations between lines on the screen. A line shows the mean loss since the
+    previous line; the first iteration has a line of its own."""
     tensorboard_dir: str | None = None
-    """Folder of TensorBoard events."""
+    """Folder to write TensorBoard events to."""
     wandb_project: str | None = None
-    """Weights & Biases project; WANDB_MODE=offline needs no account, the key comes from
-    WANDB_API_KEY alone.
+    """Weights & Biases project. The key is read only from WANDB_API_KEY; WANDB_MODE=offline needs
+    no account.
     """
     wandb_exp_name: str | None = None
     """Name of the run in that project."""
@@ -48,15 +48,15 @@ class Service:
     """A logging service that receives the numbers of records."""
 
     write: Callable[[dict[str, Any]], None]
-    """Takes a record, or figures that are added to one, with its ``iteration``."""
+    """Receives a record, or metrics that are added to one, with its ``iteration``."""
     rewind: Callable[[int], None]
-    """Takes the last iteration that stays after a rollback."""
+    """Receives the last iteration that remains valid after a rollback."""
 
 
 class RunLog:
     """Writes one object per iteration to ``metrics.jsonl``, and its numbers to the services.
 
-    Only the first rank has one. With ``folder`` None nothing is kept on disk.
+    Only the first rank has a RunLog. With ``folder`` None nothing is written to disk.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RunLog:
         """Records of all iterations, including those before a resume."""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        # Services first: if one refuses, the records stay untouched.
+        # Services first: if one cannot be used, metrics.jsonl is not changed.
         self._services = [*_tensorboard(config, iteration), *_wandb(config, folder, settings)]
         if folder is None:
             return
@@ -91,7 +91,7 @@ class RunLog:
                 starts.write(json.dumps(start) + "\n")
 
     def rewind(self, iteration: int) -> None:
-        """Drop the records after an iteration, to which the run has rolled back."""
+        """Drop the records after ``iteration``, to which the run has rolled back."""
         self._truncate(iteration)
         for service in self._services:
             service.rewind(iteration)
@@ -111,7 +111,7 @@ class RunLog:
             service.write(record)
 
     def _append(self, line: str) -> None:
-        """Append a line to the file, whole or not at all, even on a full disk."""
+        """Append a line to the file: completely or not at all, even if the disk is full."""
         end = self._file.tell()
         remaining = line.encode()
         try:
@@ -122,7 +122,7 @@ class RunLog:
             raise
 
     def amend(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """Add figures to the last record, and return it."""
+        """Add metrics to the last record, and return the record."""
         figures = _finite(figures)
         self.records[-1] |= figures
         self._rewrite()
@@ -171,8 +171,8 @@ def disk_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"save is {folder}, which cannot be written to ({reason(error, folder)}); "
-            "make room there"
+            f"save is {folder}, but writing there failed ({reason(error, folder)}); "
+            "free disk space, or give another --save"
         ) from error
 
 
@@ -189,7 +189,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             _check_record(record)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
-                f"{path}, line {number} is no record of an iteration "
+                f"{path}, line {number} is not the record of an iteration "
                 f"({type(error).__name__}: {error}); remove the line or the file"
             ) from error
         records.append(record)
@@ -221,7 +221,7 @@ def loss_name(record: dict[str, Any]) -> str:
 
 
 def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw training and validation loss over the iterations as a PNG, replaced atomically."""
+    """Plot training and validation loss over the iterations; the PNG is replaced atomically."""
     if not records:
         return
     import matplotlib
@@ -259,7 +259,7 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    """Return the plain numbers of a record, without its iteration and its lists by rank."""
+    """Return the plain numbers of a record, without its iteration and its per-rank lists."""
     numbers = {}
     for name, value in record.items():
         if name != "iteration" and isinstance(value, int | float):
@@ -297,8 +297,8 @@ def _tensorboard(config: LoggingConfig, iteration: int) -> list[Service]:
         events.flush()
 
     def rewind(iteration: int) -> None:
-        # The same event as a new writer's purge_step, but in this file: TensorBoard orders files by
-        # their second, so that the order of two files of one second is not defined.
+        # The event that a new writer's purge_step writes, but in this file: TensorBoard orders
+        # files by their time in whole seconds, so two files from the same second have no order.
         start = Event(step=iteration + 1, session_log=SessionLog(status=SessionLog.START))
         assert events.file_writer is not None
         events.file_writer.add_event(start, iteration + 1)
@@ -330,12 +330,12 @@ def _wandb(config: LoggingConfig, folder: Path | None, settings: dict[str, Any])
         )
     except wandb.Error as error:
         raise ConfigError(
-            f"wandb_project is {config.wandb_project} and wandb cannot begin ({error}); "
+            f"wandb_project is {config.wandb_project}, but wandb cannot start ({error}); "
             "set WANDB_API_KEY, or WANDB_MODE=offline"
         ) from error
-    # wandb drops rows of a step that it already has, as after a rollback or a resume from an
-    # earlier checkpoint, and it cannot remove rows. So its own steps count rows, and iterations are
-    # a metric that serves as the axis.
+    # After a rollback or a resume from an earlier checkpoint the run repeats iterations, but wandb
+    # ignores rows of a step that it already has, and it cannot remove rows. So wandb's steps count
+    # rows, and the iteration is a metric that serves as the axis.
     run.define_metric("iteration")
     run.define_metric("*", step_metric="iteration")
 

@@ -1,4 +1,4 @@
-"""Profiles of some iterations by torch.profiler: traces, and each rank's time by its cause."""
+"""Profile some iterations with torch.profiler: traces, and a table of each rank's time by cause."""
 
 import json
 import socket
@@ -29,7 +29,7 @@ COLUMNS = ("compute", "exposed", "communication", "data", "saving", "other", "it
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Which iterations are profiled, into the folder ``profile`` of --save."""
+    """The iterations to profile; results go to the folder ``profile`` under --save."""
 
     profile: bool = False
     """Profile some iterations with torch.profiler: a trace for chrome://tracing of each
@@ -38,27 +38,27 @@ class ProfileConfig:
     profile_step_start: int = 10
     """First profiled iteration; those before warm up."""
     profile_step_end: int = 12
-    """Iteration before which profiling ends."""
+    """First iteration that is no longer profiled."""
     profile_ranks: tuple[int, ...] = (0,)
-    """Ranks whose traces are written; the table has all ranks."""
+    """Ranks that write a trace; the table shows all ranks."""
 
     def __post_init__(self) -> None:
         if not 0 < self.profile_step_start < self.profile_step_end:
             raise UserError(
                 f"profile_step_start is {self.profile_step_start} and profile_step_end "
-                f"{self.profile_step_end}; profiled are the iterations from the first, 1 or more, "
-                "to before the second"
+                f"{self.profile_step_end}; the start must be 1 or more, and the end (the first "
+                "iteration that is not profiled) larger than the start"
             )
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """A rank's time by its cause, in seconds per iteration, and its peak memory."""
+    """A rank's time in seconds per iteration, divided by cause, and its peak memory."""
 
     rank: int
     host: str
     memory: int
-    """Peak bytes of the computing device's tensors above those at the start of the profile."""
+    """Peak bytes of tensors on the compute device, above those at the start of the profile."""
     iteration: float
     compute: float
     communication: float
@@ -83,22 +83,24 @@ class Profiler(Callback):
     """Profiles some iterations on every rank, with --profile."""
 
     def __init__(self, config: ProfileConfig, save: str | None, device: torch.device) -> None:
-        """Raises UserError if the run has no folder for the profile, or a profiled rank is none."""
+        """Raises UserError if the run has no --save, or a profiled rank does not exist."""
         self._config = config
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._profile: profile | None = None
         self._first_iteration = 0
         if save is None:
-            raise UserError("profile writes into the folder of --save, and none is given; give one")
+            raise UserError("profile writes into the folder of --save, which is not set; give it")
         world_size = dist.get_world_size()
         for rank in config.profile_ranks:
             if not 0 <= rank < world_size:
-                raise UserError(f"profile_ranks has {rank}; there are ranks 0 to {world_size - 1}")
+                raise UserError(
+                    f"profile_ranks has {rank}; this run has ranks 0 to {world_size - 1}"
+                )
         self._folder = Path(save) / FOLDER
 
     def on_step_begin(self, iteration: int) -> None:
-        """Start or end the profile before its first and after its last iteration."""
+        """Start the profile before its first iteration, and end it after its last one."""
         if iteration == self._config.profile_step_start:
             self._start(iteration)
         elif iteration == self._config.profile_step_end:
@@ -157,10 +159,10 @@ class Profiler(Callback):
 
 
 def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
-    """Return a rank's time by its cause, from the events of torch's profiler.
+    """Return a rank's time by cause, from the events of torch's profiler.
 
-    On a GPU, compute is its kernels and communication NCCL's; on a CPU, aten's operators and
-    gloo's.
+    On a GPU, compute is the time of its kernels and communication that of NCCL's; on a CPU they are
+    the times of aten's operators and of gloo.
     """
     # Spans of each kind, in nanoseconds.
     marks: dict[str, list[Interval]] = {DATA: [], SAVING: []}
@@ -174,8 +176,8 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
         span = (event.start_ns(), event.start_ns() + event.duration_ns())
         on_gpu = "CUDA" in str(event.device_type())
         if on_gpu and (event.is_user_annotation() or "HtoD" in name or "DtoH" in name):
-            # Spans that FSDP and the optimizer mark, and copies to and from the host: the GPU may
-            # only wait in them.
+            # Skip spans that FSDP and the optimizer mark, and copies to and from the host, since
+            # the GPU may be idle in them.
             continue
 
         if name == "[memory]":
@@ -191,8 +193,8 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
         elif name.startswith("aten::"):
             operators.append(span)
 
-    # On a GPU its kernels count as compute: operators on the host only launch them. Time within a
-    # wait for data or a save counts as that alone.
+    # On a GPU only kernels count as compute, because operators on the host only launch them. Time
+    # in a wait for data or in a save counts as nothing else.
     lengths, covers = covered([marks[DATA], marks[SAVING], kernels or operators, messages])
     data, saving, compute, communication = covers  # bool [N] each
     compute = compute & ~(data | saving)
@@ -207,7 +209,7 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
         for pieces in (compute, communication, exposed, data, saving)
     ]
 
-    # Events of memory are not in order.
+    # The profiler does not return memory events in order.
     changes = sorted(gpu_memory if kernels else cpu_memory, key=lambda change: change[0])
     peak_memory = max(accumulate(size for _, size in changes), default=0)
     iteration_seconds = (last_end - first_start) / 1e9 / iterations
@@ -217,8 +219,8 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
 def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray]:
     """Cut time at all starts and ends; return the pieces' lengths and the kinds that cover them.
 
-    Overlaps of kinds become boolean expressions: communication that is exposed is covered by
-    messages and not by compute.
+    Questions about overlaps then become boolean expressions: communication is exposed in a piece
+    that is covered by messages and not by compute.
 
     Returns:
         lengths, int64 [N], and for each kind if it covers the piece, bool [kinds, N].
@@ -239,9 +241,9 @@ def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray
 
 
 def table(ranks: list[RankTimes]) -> str:
-    """Return the ranks' times in milliseconds and memory as Markdown, and name the slowest rank.
+    """Return a Markdown table of the ranks' milliseconds and memory, and name the slowest rank.
 
-    In collectives the others wait for the slowest rank: it has the least exposed communication.
+    The other ranks wait for it in collectives, so it has the least exposed communication.
     """
     lines = [
         "| rank | host | " + " | ".join(COLUMNS) + " | MB |",

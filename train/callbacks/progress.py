@@ -16,14 +16,14 @@ from train.config.common import LoopConfig
 from train.objectives import Objective
 
 COLUMNS = 110
-"""Maximum width of a training line."""
+"""Maximum width of a progress line, in characters."""
 
 
 class ProgressReport(Callback):
     """Writes each step's record to the log, and prints a line every log_interval iterations.
 
-    The first step gets a line too, for somebody who waits for it: it shows that the run is alive
-    and how long it will take.
+    The first step gets a line too, so that a waiting user sees at once that the run works and how
+    long it will take.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ProgressReport(Callback):
         log_interval: int,
         device_type: str,
     ) -> None:
-        """Report to ``log``, which only the first rank has."""
+        """Set up; ``log`` is None on all ranks but the first, and these report nothing."""
         self._log = log
         self._objective = objective
         self._train_iters = train_iters
@@ -42,7 +42,7 @@ class ProgressReport(Callback):
         self._processor = "GPU" if device_type == "cuda" else "process"
         self._unprinted: list[dict[str, Any]] = []
         self._first_step: tuple[int, float] | None = None
-        """Iteration of the first step of this start, and the time at which it was done."""
+        """Iteration of the first step of this start, and the time at which that step ended."""
         self._machine_printed = False
 
     def on_step_end(self, step: Step) -> None:
@@ -57,7 +57,7 @@ class ProgressReport(Callback):
             self._log.sync()
 
     def lines(self, record: dict[str, Any], now: float, last: bool = False) -> list[str]:
-        """Return the lines to print after an iteration; ``now`` is a clock's time in seconds."""
+        """Return the lines to print after an iteration; ``now`` is a monotonic time in seconds."""
         iteration = record["iteration"]
         is_first_step = self._first_step is None
         if self._first_step is None:
@@ -66,7 +66,7 @@ class ProgressReport(Callback):
         if not (is_first_step or last or iteration % self._log_interval == 0):
             return []
 
-        # All time since the first step of this start counts, with validations and checkpoints.
+        # The mean includes validations and checkpoints since the first step of this start.
         first_iteration, first_time = self._first_step
         num_timed = iteration - first_iteration
         if num_timed:
@@ -89,9 +89,9 @@ def shortage_note(iteration: int, train: LoopConfig, available: int | None, requ
     """Return a note if no iterations are left to train, or validation samples are too few.
 
     Args:
-        iteration: the last one that is done.
-        available: samples of the validation data; None if the run has none.
-        requested: samples that a validation takes.
+        iteration: the last completed iteration.
+        available: number of validation samples; None if the run has no validation data.
+        requested: number of samples that a validation uses.
     """
     if iteration >= train.train_iters:
         return (
@@ -114,8 +114,8 @@ def progress_line(
 ) -> str:
     """Return one line on the iterations since the last line.
 
-    Losses and rates are means, all other figures the last iteration's. To fit ``COLUMNS`` it drops
-    the learning rate, then the rate; metrics.jsonl has all.
+    Losses and rates are means; all other numbers are the last iteration's. A line that is longer
+    than ``COLUMNS`` drops the learning rate, then the rate; metrics.jsonl has all of them.
     """
     last = records[-1]
     unit = objective.unit
@@ -144,7 +144,7 @@ def progress_line(
 
 
 def machine_line(records: Sequence[dict[str, Any]], processor: str) -> str:
-    """Return one line on the rate, MFU and memory of the iterations since the last line."""
+    """Return one line with the FLOP rate, MFU and memory of the iterations since the last line."""
     tflops = _mean(records, "tflops_per_gpu", "iteration_time_ms")
     mfu = _mean(records, "mfu", "iteration_time_ms")
     return (
@@ -154,12 +154,12 @@ def machine_line(records: Sequence[dict[str, Any]], processor: str) -> str:
 
 
 def flops_rate(tflops: float) -> str:
-    """Format a rate with three digits, in TFLOP/s or, below one, in GFLOP/s."""
+    """Format a FLOP rate with three digits, in TFLOP/s or, below 1 TFLOP/s, in GFLOP/s."""
     return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
 
 
 def _mean(records: Sequence[dict[str, Any]], name: str, weight: str | None = None) -> float:
-    """Average a field over the iterations in which it is finite, weighted by another field."""
+    """Return a field's mean over the records where it is finite, weighted by another field."""
     values = []
     weights = []
     for record in records:
@@ -173,7 +173,7 @@ def _mean(records: Sequence[dict[str, Any]], name: str, weight: str | None = Non
 
 
 def _with_prefix(value: float) -> str:
-    """Format with four digits; from 10,000 on with three and k, M or G."""
+    """Format a number with four digits, or from 10,000 on with three digits and k, M or G."""
     for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= max(size, 1e4):
             return f"{value / size:.3g}{prefix}"
@@ -181,10 +181,10 @@ def _with_prefix(value: float) -> str:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return a process's peak FLOP/s: a GPU's bfloat16 data sheet figure, or measured now.
+    """Return a process's peak FLOP/s: a GPU's data sheet value for bfloat16, or a measurement.
 
     The measurement times square matrix products for about 0.3 s after a warm-up. Call it on all
-    ranks at once: on a shared CPU each then measures its share.
+    ranks at once, so that each measures its share of a shared CPU.
     """
     if device.type == "cuda" and dtype is torch.bfloat16:
         card = card_of(torch.cuda.get_device_name(device))

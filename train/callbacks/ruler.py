@@ -1,9 +1,9 @@
-"""A small RULER curve during training: the share of needles retrieved at each context length.
+"""A small RULER curve during training: the share of right answers at each context length.
 
-Nothing is generated. The model reads each prompt with its answer in one forward over the run's own
-mesh, as in a validation, and an answer counts if each of its tokens is the likeliest one after the
-tokens before it. Greedy decoding would begin with the answer in exactly these cases, and that is
-the condition of ``python -m tools.ruler``.
+No text is generated. The model reads each prompt with its answer in one forward pass over the run's
+own mesh, as in a validation, and an answer is right if each of its tokens is the most likely one
+after the tokens before it. In exactly these cases greedy decoding would begin with the answer, and
+``python -m tools.ruler`` counts answers by that condition.
 """
 
 import torch
@@ -25,7 +25,7 @@ from train.config.entries import Config
 from train.objectives.language import NextToken
 
 SEED = 1
-"""Seed of the curve's examples."""
+"""Random seed of the examples."""
 
 
 def _template(config: Config, tokenizer: str) -> ChatTemplate:
@@ -39,7 +39,7 @@ def _template(config: Config, tokenizer: str) -> ChatTemplate:
 
 
 class Curve:
-    """RULER examples of several lengths, and the share that the model answers."""
+    """RULER examples of several lengths; measures the share that the model answers."""
 
     def __init__(
         self, config: Config, objective: NextToken, mesh: Mesh, tokenizer: Tokenizer | MockTokenizer
@@ -64,7 +64,7 @@ class Curve:
     def _add_examples(
         self, config: Config, prompts: Prompts, tokenizer: Tokenizer, max_tokens: int
     ) -> None:
-        """Make ruler_samples examples of at most ``max_tokens``, the tasks in turn."""
+        """Make ruler_samples examples of at most ``max_tokens``, taking the tasks in turn."""
         ruler = config.ruler
         try:
             task_makers = makers(
@@ -72,7 +72,7 @@ class Curve:
             )
         except DataError as error:
             raise DataError(
-                f"ruler_lengths has {max_tokens}, for each of ruler_tasks: {error}"
+                f"ruler_lengths has {max_tokens}, where every task of ruler_tasks must fit: {error}"
             ) from None
 
         for number in range(ruler.ruler_samples):
@@ -81,9 +81,9 @@ class Curve:
             ids, prompt_length = prompts.with_answer(maker.make(turn).question)
             if len(ids) > max_tokens:
                 raise DataError(
-                    f"ruler_tasks names {maker.name}, whose answer takes "
-                    f"{len(ids) - prompt_length} tokens with {tokenizer.path}, more than are kept "
-                    "for it; leave the task out"
+                    f"ruler_tasks has {maker.name}, but its answer takes "
+                    f"{len(ids) - prompt_length} tokens with {tokenizer.path}, more than are "
+                    "reserved for answers; leave the task out of ruler_tasks"
                 )
             self._examples.append(
                 _example(ids, prompt_length, config.train.seq_length, len(self._examples))
@@ -91,7 +91,7 @@ class Curve:
 
     @torch.no_grad()
     def measure(self, runner: Runner) -> dict[str, float]:
-        """Return the percentage of right answers by ``ruler_LENGTH``; collective."""
+        """Return the percentage of right answers, keyed by ``ruler_LENGTH``; collective."""
         mesh = self._mesh
         micro_batch_size = self._train.micro_batch_size
         dp_rank = mesh.dp.get_local_rank()
@@ -118,7 +118,7 @@ class Curve:
                 micro_batches.append(self._objective.local(stacked))
             runner.forward(micro_batches)
 
-        # Ranks that hold the same tokens are summed too: only 0 differs from more than 0.
+        # Ranks with the same tokens count an error several times, but only 0 or more matters here.
         dist.all_reduce(wrong)
         right = (wrong == 0).double().view(len(self.lengths), -1).mean(1) * 100  # [lengths]
         return {

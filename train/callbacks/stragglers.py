@@ -1,4 +1,4 @@
-"""Times of all ranks compared in every logging interval, to find stragglers."""
+"""Compare the times of all ranks in every logging interval, to find stragglers."""
 
 import statistics
 import time
@@ -15,22 +15,22 @@ from runtime.processes import NODE
 from train.callbacks import Callback, Step, say
 
 PHASES = ("data_ms", "update_ms", "mlp_ms")
-"""Fields of a record with a list by rank, in milliseconds.
+"""Fields of a record that list each rank's milliseconds.
 
 The first two are per step: the wait for a batch, and the optimizer's update. The third is per call
-of the first feed-forward layer (0 with --compile). Nothing else in a step tells ranks apart: they
-wait for each other there, so that all take the same time.
+of the first feed-forward layer (0 with --compile). No other part of a step can tell ranks apart,
+because they wait for each other there, so that all take the same time.
 """
 MAX_BEHIND = 0.2
-"""Share of the median by which a rank may be behind without a warning."""
+"""Maximum delay of a rank without a warning, relative to the median."""
 MIN_BEHIND_MS = 20.0
-"""Milliseconds per step that a rank has to be behind for a warning."""
+"""Minimum delay of a rank for a warning, in milliseconds per step."""
 MAX_CALLS = 64
-"""Calls of the feed-forward layer whose times are kept."""
+"""Maximum number of feed-forward calls of which the times are kept."""
 
 
 class Stragglers(Callback):
-    """Adds all ranks' times to the records, and warns of a rank that stays behind.
+    """Adds all ranks' times to the records, and warns of a rank that is slower repeatedly.
 
     One slow GPU or host slows down every rank, because all wait for it in collectives, and a step's
     time alone does not show which one it is. So each rank measures phases without communication.
@@ -45,8 +45,8 @@ class Stragglers(Callback):
     ) -> None:
         """Compare the ranks every ``interval`` iterations.
 
-        ``seconds`` are this rank's in waiting for batches and in updates; they are reset at the end
-        of an interval.
+        ``seconds`` counts the time that this rank waits for batches and spends in updates; it is
+        reset at the end of each interval.
         """
         self._device = device
         self._interval = interval
@@ -55,7 +55,7 @@ class Stragglers(Callback):
         self._call_start: Any = None
         self._calls = deque[tuple[Any, Any]](maxlen=MAX_CALLS)
         self._behind = deque([-1, -1, -1], maxlen=3)
-        """The ranks behind at the last three intervals; -1 for none."""
+        """The slow rank of each of the last three intervals; -1 if there was none."""
 
         layers = [
             layer for part in parts for layer in part.modules() if isinstance(layer, (MLP, SwiGLU))
@@ -67,7 +67,7 @@ class Stragglers(Callback):
             layers[0].register_forward_hook(lambda *_: self._on_call(begins=False), prepend=True)
 
     def _on_call(self, *, begins: bool) -> None:
-        """Note a call's start or end; not while compiling, since timing would break the graph."""
+        """Record a call's start or end, but not while torch.compile traces: it breaks the graph."""
         if torch.compiler.is_compiling():
             return
         if begins:
@@ -77,7 +77,7 @@ class Stragglers(Callback):
             self._num_calls += 1
 
     def _now(self) -> Any:
-        """Return the time on a CPU, or an event in a GPU's stream, which needs no wait."""
+        """Return the time on a CPU, or an event in the GPU's stream, which avoids a wait."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -85,7 +85,7 @@ class Stragglers(Callback):
         return event
 
     def on_step_end(self, step: Step) -> None:
-        """Count a step; at the end of an interval compare the ranks, with one small all-reduce."""
+        """Count a step; at the end of an interval compare the ranks by one small all-reduce."""
         self._step_times.append(step.record["iteration_time_ms"])
         world_size = dist.get_world_size()
         is_due = step.last or step.iteration % self._interval == 0
@@ -106,7 +106,7 @@ class Stragglers(Callback):
         step.record |= times | {"slowest_rank": rank, "slowest_behind": share}
 
     def _gathered_times(self, world_size: int) -> dict[str, list[float]]:
-        """Return the milliseconds of each phase by rank; collective."""
+        """Return each phase's milliseconds as a list over ranks; collective."""
         num_steps = len(self._step_times)
         local_times = [1e3 * seconds / num_steps for seconds in self._seconds.values()]
         local_times.append(statistics.median(self._call_times() or [0.0]))
@@ -126,7 +126,7 @@ class Stragglers(Callback):
         return [start.elapsed_time(end) for start, end in self._calls]
 
     def _warn(self, times: dict[str, list[float]], rank: int, share: float, phase: str) -> None:
-        """Warn once of a rank that was behind in two intervals in a row."""
+        """Warn once of a rank that was too slow in two intervals in a row."""
         before, previous, current = self._behind
         if current < 0 or previous != current or before == current:
             return
@@ -144,16 +144,16 @@ class Stragglers(Callback):
 def slowest(
     times: dict[str, list[float]], step_ms: float, calls_per_step: float
 ) -> tuple[int, float, str, bool]:
-    """Return the rank that is most behind the median, its share, its phase, and if by enough.
+    """Return the slowest rank, its relative delay, its phase, and if it passes MIN_BEHIND_MS.
 
-    A layer's time is relative to the median rank's, the phases of a step to the whole step. The
-    median of two ranks is the faster one's. A rank behind by ``MIN_BEHIND_MS`` in a step goes
-    before those that are not.
+    The delay is the time above the median rank's, relative to that median for a layer's call and to
+    the whole step for the other phases. The median of two ranks is the faster one's. A rank that is
+    behind by ``MIN_BEHIND_MS`` in a step is preferred to ranks that are not.
 
     Args:
-        times: milliseconds of each phase by rank.
-        step_ms: milliseconds of a step.
-        calls_per_step: calls of such layers in a step.
+        times: each phase's milliseconds as a list over ranks.
+        step_ms: duration of a step in milliseconds.
+        calls_per_step: number of feed-forward calls in a step.
     """
     candidates = []
     for phase, phase_times in times.items():
@@ -166,7 +166,7 @@ def slowest(
         for rank, rank_time in enumerate(phase_times):
             behind = rank_time - median
             share = behind / reference if reference else 0.0
-            # Ranks are negative, so that the first of several equal ones is the largest entry.
+            # Ranks are negated, so that max() returns the first of several equally slow ones.
             candidates.append((behind * repeats >= MIN_BEHIND_MS, share, -rank, phase))
     is_far_behind, share, negative_rank, phase = max(candidates)
     return -negative_rank, share, phase, is_far_behind

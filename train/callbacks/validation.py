@@ -20,20 +20,20 @@ from train.tasks.task import Task
 
 @dataclass(kw_only=True)
 class Validation(Callback):
-    """Adds the validation loss to the records of its iterations."""
+    """Computes the validation loss at intervals, and adds it to the iterations' records."""
 
     task: Task[Any]
     runner: Runner
     ema: Ema | None
-    """Averages of the weights; if there are any, they are validated instead of the weights."""
+    """EMA of the weights; if there is one, it is validated instead of the weights."""
     batches: Batches
     data: Samples
     log: RunLog | None
     watchdog: Watchdog
     constants: Mapping[str, float] = field(default_factory=dict)
-    """Figures recorded with each loss, such as the corpus's unigram entropy."""
+    """Numbers that are recorded with each loss, such as the corpus's unigram entropy."""
     after_validation: Callable[[int], None] | None = None
-    """Called with the iteration after a validation, while the averages are in place; collective."""
+    """Called after a validation with its iteration, while the model has the EMA; collective."""
 
     def on_train_begin(self, iteration: int) -> None:
         """Validate the last iteration before this start, if the run ended during its validation."""
@@ -59,9 +59,9 @@ class Validation(Callback):
 
     @torch.no_grad()
     def validate(self, iteration: int) -> dict[str, float]:
-        """Return the validation loss, of the averaged weights if there are any, and the constants.
+        """Return the validation loss, computed with the EMA if there is one, and the constants.
 
-        Empty if the run was asked to stop before the validation was complete.
+        Returns an empty mapping if the run was stopped before the validation was complete.
         """
         with nullcontext() if self.ema is None else self.ema.in_place():
             loss = self._loss()
@@ -73,7 +73,7 @@ class Validation(Callback):
         return {"validation_loss": loss, **self.constants}
 
     def _loss(self) -> float:
-        """Return the mean loss over the first eval_iters batches, the same ones every time."""
+        """Return the mean loss over the first eval_iters validation batches, always the same."""
         mesh = self.task.mesh
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         num_tokens = 0

@@ -47,7 +47,7 @@ class CheckpointConfig:
     save: str | None = None
     """Folder of the run: config.toml, metrics.jsonl, loss.png and checkpoints."""
     save_interval: int | None = None
-    """Iterations between checkpoints; the run always writes one at its end."""
+    """Number of iterations between checkpoints; the run always writes one at its end."""
     async_save: bool = False
     """Write checkpoints in the background: training only waits for a copy in memory."""
     keep_last: int | None = None
@@ -72,7 +72,7 @@ class CheckpointConfig:
     """Settings and files that may differ from those that the checkpoint was trained with; `all`
     allows any."""
     exit_on_missing_checkpoint: bool = False
-    """Fail if --load holds no checkpoint, instead of starting from scratch."""
+    """Fail if --load has no checkpoint, instead of starting from scratch."""
 
     def __post_init__(self) -> None:
         for name in ("save_interval", "keep_last", "keep_every", "non_persistent_save_interval"):

@@ -1,4 +1,4 @@
-"""The local tier: checkpoints in a folder of each node, a RAM disk or NVMe, the newest alone.
+"""Local checkpoints: only the newest one, in a folder of each node, on a RAM disk or NVMe.
 
 Each node has the files of its own ranks, and the manifest, which lists those of all. So a local
 checkpoint is whole if the nodes together have all of its files, and loads like any other once each

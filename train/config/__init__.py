@@ -1,1 +1,1 @@
-"""Configurations: dataclasses to TOML and flags and back."""
+"""Configurations: dataclasses that are converted to and from TOML files and command-line flags."""

@@ -1,7 +1,7 @@
-"""Checks across the sections that every entry's configuration has.
+"""Checks across the sections that the configurations of both entry scripts have.
 
-All of them run before any process joins, so that a contradiction costs a second on the machine that
-starts the job, and not the minutes until the first step on all of its nodes.
+All of them run before the process group is formed, so that a contradiction costs a second on the
+machine that starts the job, and not the minutes until the first step on all of its nodes.
 """
 
 import os
@@ -25,11 +25,11 @@ NEEDS = (
     ("non_persistent_local_ckpt_dir", "non_persistent_save_interval"),
     ("wandb_exp_name", "wandb_project"),
 )
-"""Pairs of a field and another one that must be set with it."""
+"""Pairs of fields: if the first is set, the second must be set too."""
 
 
 def validate_run(config: CommonConfig) -> None:
-    """Check the schedule, the attention kernel, and that each setting has those that it needs.
+    """Check the schedule, the attention kernel, and that settings which need another one have it.
 
     Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
     """
@@ -37,8 +37,8 @@ def validate_run(config: CommonConfig) -> None:
 
     if config.recompute.recompute_offload and config.mesh.device_type == "cpu":
         raise ConfigError(
-            "recompute_offload is set and device is cpu, whose activations are in host memory "
-            "already, so that a copy would only add to it; leave it out, or use --device cuda"
+            "recompute_offload is set, but device is cpu: the activations are in host memory "
+            "already; leave out --recompute-offload, or use --device cuda"
         )
     sharded = (
         config.data_parallel.strategy not in ("ddp", "legacy_ddp")
@@ -53,7 +53,7 @@ def validate_run(config: CommonConfig) -> None:
     eval_iters = config.train.eval_iters
     if eval_iters and not split_shares(config.data.split)[1]:
         raise ConfigError(
-            f"split is {config.data.split}, which leaves nothing to validate on, but eval_iters is "
+            f"split is {config.data.split}, without validation data, but eval_iters is "
             f"{eval_iters}; give a split such as 95,5,0, or --eval-iters 0"
         )
     _check_needs(config)
@@ -77,7 +77,7 @@ def _check_schedule(config: CommonConfig) -> None:
     if decay is not None and decay > end - warmup:
         raise ConfigError(
             f"lr_wsd_decay_iters is {decay}, but only {end - warmup} iterations lie between the "
-            f"warm-up and lr_decay_iters {end}; lower it"
+            f"warm-up and lr_decay_iters {end}; lower lr_wsd_decay_iters"
         )
 
 
@@ -95,7 +95,7 @@ def _check_needs(config: CommonConfig) -> None:
 
 
 def _check_compile(config: CommonConfig) -> None:
-    """Check that nothing else inspects single operators, and that a CPU has a C++ compiler."""
+    """Check that torch.compile works: no feature intercepts operators, a CPU has a C++ compiler."""
     policy = config.recompute
     setting = ""
     if policy.recompute_offload:
@@ -104,21 +104,21 @@ def _check_compile(config: CommonConfig) -> None:
         setting = "recompute_granularity attention_boundary"
     if setting:
         raise ConfigError(
-            f"compile is set with {setting}, which inspects each operator while a layer runs, and "
-            "those of a compiled layer cannot be inspected; use recompute_granularity full or "
-            "selective, or leave compile out"
+            f"compile is set with {setting}, which inspects each operator while a layer runs, but "
+            "the operators of a compiled layer cannot be inspected; use recompute_granularity full "
+            "or selective, or leave compile out"
         )
 
     compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
     if config.mesh.device_type == "cpu" and not any(map(which, compilers)):
         raise ConfigError(
-            "compile is set and no C++ compiler is installed, which torch.compile needs for a CPU; "
-            "install one (Debian: apt-get install g++), name it in CXX, or leave compile out"
+            "compile is set and no C++ compiler is installed, but torch.compile needs one on a "
+            "CPU; install one (Debian: apt-get install g++), name it in CXX, or leave compile out"
         )
 
 
 def _check_backend(config: CommonConfig) -> None:
-    """Check that the attention kernel is used, and fits the model's attention and the dtype."""
+    """Check that attention_backend has an effect, and fits the model's attention and dtype."""
     backend = config.context.attention_backend
     if backend == "auto":
         return
@@ -127,21 +127,21 @@ def _check_backend(config: CommonConfig) -> None:
     family = getattr(config.model, "model_type", None)
     if linear and backend not in LINEAR:
         raise ConfigError(
-            f"attention_backend is {backend}, which is softmax attention, and model_type {family} "
-            f"has linear attention; use {listed(LINEAR)}"
+            f"attention_backend is {backend}, which computes softmax attention, but model_type "
+            f"{family} has linear attention; use {listed(LINEAR)}"
         )
     if family and not linear and backend not in SOFTMAX:
         raise ConfigError(
-            f"attention_backend is {backend}, which is linear attention, and model_type {family} "
-            f"has softmax attention; use {listed(SOFTMAX)}"
+            f"attention_backend is {backend}, which computes linear attention, but model_type "
+            f"{family} has softmax attention; use {listed(SOFTMAX)}"
         )
     if not linear and config.context.context_parallel_method == "none":
         raise ConfigError(
-            f"attention_backend is {backend} and context_parallel_method is none, which is torch's "
-            "own SDPA; choose a method, or leave the backend out"
+            f"attention_backend is {backend}, but context_parallel_method none always uses torch's "
+            "own SDPA; choose a method, or leave out --attention-backend"
         )
     if not config.train.bf16 and torch.float32 not in BACKENDS[backend].dtypes:
         raise ConfigError(
-            f"attention_backend is {backend}, which has no float32; give --bf16 or "
+            f"attention_backend is {backend}, which does not support float32; give --bf16 or "
             "--attention-backend auto"
         )

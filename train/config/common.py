@@ -1,4 +1,4 @@
-"""The sections that every entry's configuration has."""
+"""The configuration sections that both entry scripts share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,28 +24,29 @@ from train.optimizers.config import OptimizerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """One iteration, their number, and when the run validates or stops."""
+    """The size of an iteration, the number of iterations, and when the run validates or stops."""
 
     train_iters: int = 1000
     """Iterations (optimizer steps) of the whole run, including those before a resume."""
     micro_batch_size: int = 1
-    """Sequences (or samples) that go through the model at once, per data-parallel rank."""
+    """Number of sequences (or samples) that go through the model at once, per data-parallel
+    rank."""
     global_batch_size: int | None = None
-    """Sequences (or samples) per iteration over all processes, a multiple of micro_batch_size x
-    data-parallel size; that product by default. If it is larger, gradients accumulate over several
-    micro-batches."""
+    """Number of sequences (or samples) per iteration over all processes, a multiple of
+    micro_batch_size x data-parallel size; that product by default. If it is larger, gradients
+    accumulate over several micro-batches."""
     seed: int = 1234
-    """Seed of the initial weights and the order of the data; for a diffusion transformer also of
-    its noise, times, label dropout and pictures."""
+    """Random seed of the initial weights and the order of the data; for a diffusion transformer
+    also of its noise, times, label dropout and sampled pictures."""
     bf16: bool = False
     """Compute in bfloat16; master weights, gradient sums and the optimizer stay in float32."""
     compile: bool = False
     """Compile each layer with torch.compile; the first step takes up to a minute longer. On a CPU
     this needs a C++ compiler."""
     eval_interval: int = 100
-    """Iterations between validations; the run always validates at its end."""
+    """Number of iterations between validations; the run always validates at its end."""
     eval_iters: int = 10
-    """Global batches per validation; 0 disables validation."""
+    """Number of global batches per validation; 0 disables validation."""
     exit_interval: int | None = None
     """Save and exit at the next iteration that is a multiple of this number; the learning rate's
     schedule still spans train_iters."""
@@ -83,30 +84,31 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunConfig:
-    """A dry run: checks and predicts a run in one process, without its data or its memory."""
+    """A dry run checks a run and predicts its memory and time, in one process without its data."""
 
     dry_run: bool = False
     """Take no step: run each pipeline stage forward and backward once at full size without
     allocating its memory, and print memory, bytes sent, the predicted time and the command that
     starts the run; --cluster names the machines that the time is predicted for."""
     world_size: int | None = None
-    """Processes of the run to check with dry_run; by default the product of the mesh's sizes."""
+    """Number of processes of the run that dry_run checks; by default the product of the mesh's
+    sizes."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "world_size")
         if self.world_size is not None and not self.dry_run:
             raise ConfigError(
                 f"world_size is {self.world_size} without dry_run; a run has as many processes as "
-                "its launcher starts: add --dry-run, or leave it out"
+                "its launcher starts: add --dry-run, or leave out --world-size"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonConfig(ABC):
-    """The sections of every entry's configuration; an entry defines its model, data and training.
+    """The sections that both entry scripts share; each entry adds its model, data and training.
 
-    The properties below are all that the trainer, the planner and context parallelism ask of an
-    entry, so that none of them tests which entry it runs.
+    The trainer, the planner and context parallelism use only the properties below, so that none of
+    them has to test which entry script runs.
     """
 
     model: Any
@@ -128,15 +130,15 @@ class CommonConfig(ABC):
     dry: DryRunConfig = field(default_factory=DryRunConfig)
 
     SAMPLE_ORDER = tuple[str, ...]()
-    """Fields that decide which sample is the n-th. Checkpoints record them: the number of consumed
-    samples has a meaning only under the same order."""
+    """Fields that determine the order of the samples. Checkpoints record them, because the number
+    of consumed samples is a position only in the same order."""
     OBJECTIVE = tuple[str, ...]()
     """Fields that define the training objective; a resumed run must have the same."""
     NOTED = tuple[str, ...]()
-    """Other fields of the entry that change training; a resumed run that changes them prints a
+    """Other fields of the entry that affect training; a resumed run that changes one prints a
     note."""
     DECIDED = tuple[str, ...]()
-    """Fields of the entry that every start decides again, if the user left them open."""
+    """Fields of the entry that every start of a run decides again if the user did not set them."""
 
     @property
     def causal(self) -> bool:
@@ -146,24 +148,24 @@ class CommonConfig(ABC):
     @property
     @abstractmethod
     def sequence_length(self) -> int:
-        """The tokens of a sample, before context parallelism shards them."""
+        """Number of tokens of a sample, before context parallelism shards them."""
 
     @property
     def packed(self) -> bool:
-        """True if a token attends within its document alone.
+        """True if a token attends only within its own document.
 
-        The samples of a micro-batch are then joined into one sequence.
+        The samples of a micro-batch are then packed into one sequence.
         """
         return False
 
     @property
     def windows(self) -> tuple[tuple[int, int] | None, ...]:
-        """The distinct windows of the softmax attention layers; None is full attention."""
+        """The distinct sliding windows of the softmax attention layers; None is full attention."""
         return (None,)
 
     @property
     def joined_length(self) -> int:
-        """The tokens of one sharded sequence: a sample, or the joined samples of a micro-batch."""
+        """Number of tokens of a sharded sequence: one sample, or a micro-batch packed into one."""
         return self.sequence_length * (self.train.micro_batch_size if self.packed else 1)
 
     @property
@@ -178,7 +180,7 @@ class CommonConfig(ABC):
 
     @property
     def hybrid_layouts(self) -> bool:
-        """True if softmax layers have another layout than the model's linear attention layers."""
+        """True if softmax and linear attention layers may shard tokens by different layouts."""
         return False
 
     @property
@@ -188,11 +190,11 @@ class CommonConfig(ABC):
 
     @property
     def sample_ends(self) -> tuple[int, ...] | None:
-        """The cu_seqlens of a micro-batch's joined samples; None if the data define them."""
+        """The cu_seqlens of a packed micro-batch's samples; None if the data define them."""
         return None
 
     def updated(self, **values: Any) -> Self:
-        """Return the configuration with other values of these fields, of any section.
+        """Return a copy of the configuration with these fields replaced, whatever their section.
 
         Raises KeyError: no section has such a field.
         """
@@ -212,27 +214,30 @@ class CommonConfig(ABC):
 
     @property
     def reads_text(self) -> bool:
-        """True if the data are tokens of a text."""
+        """True if the data are text tokens."""
         return False
 
     def with_file_names(self) -> Self:
-        """Return the configuration with placeholders for required files that it does not name."""
+        """Return a copy with placeholders for the required file names that are not set."""
         return self.updated(save=self.checkpoint.save or "RUN")
 
     def files(self) -> list[tuple[str, str]]:
-        """Return pairs of the field that names a data file, and its path."""
+        """Return a pair for each data file: the field that names it, and its path."""
         return [("data_path", path) for path in self.data.data_path]
 
     def contents(self) -> dict[str, str]:
-        """Return a fast digest of each training file by name. Raises OSError if one is missing."""
+        """Return a fast digest of each training file, keyed by name.
+
+        Raises OSError if a file is missing.
+        """
         return {}
 
     def recorded(self) -> dict[str, Any]:
-        """Return the JSON records of the training files that a checkpoint repeats."""
+        """Return the JSON records next to the training files, which every checkpoint copies."""
         return {}
 
     def named(self, fields: Sequence[str]) -> dict[str, Any]:
-        """Return the values of fields by their names, as JSON types."""
+        """Return the values of these fields as JSON types, keyed by field name."""
         values = {}
         for name in fields:
             value = value_of(self, name)

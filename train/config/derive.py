@@ -1,4 +1,4 @@
-"""Configurations derived from another one: joined ranks, a vocabulary, rope, another mesh."""
+"""Derive a configuration from another: balance_over, vocabulary size, rope length, or new mesh."""
 
 import math
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ C = TypeVar("C", bound=CommonConfig)
 
 
 def with_joined_ranks(config: C, world_size: int) -> C:
-    """Return the configuration whose context-parallel ranks include the data-parallel ones.
+    """Return the configuration with the data-parallel ranks merged into context parallelism.
 
-    This is so if balance_over is dp_cp; otherwise nothing changes. The micro-batches of the joined
-    ranks become one, so that a step has the same samples. Applied again, it changes nothing.
+    This applies if balance_over is dp_cp; otherwise nothing changes. The micro-batches of the
+    merged ranks become one, so that a step has the same samples. A second call changes nothing.
     """
     mesh = config.mesh.joined(world_size)
     joined = mesh.context_parallel_size // config.mesh.context_parallel_size
@@ -39,10 +39,10 @@ def with_joined_ranks(config: C, world_size: int) -> C:
 
 
 def with_vocabulary(config: C, entries: int) -> C:
-    """Return the configuration with the tokenizer's vocabulary size, unless it has one.
+    """Return the configuration with the tokenizer's vocabulary size, unless one is set already.
 
-    A tokenizer may have more entries than the model, like that of Gemma 3 1B; data that uses one of
-    these is refused.
+    A tokenizer may have more entries than the model, like that of Gemma 3 1B; data that contains
+    one of the extra ids is refused.
     """
     size = config.model.vocab_size
     validate_entries(size or entries, config.mesh.tensor_model_parallel_size)
@@ -54,8 +54,8 @@ def beyond_vocabulary(size: int, entries: int) -> str | None:
     if entries <= size:
         return None
     return (
-        f"note: the tokenizer has {entries} entries and the model's vocab_size is {size}; data "
-        f"with an id of {size} or more is refused"
+        f"note: the tokenizer has {entries} entries, but the model's vocab_size is {size}; data "
+        f"with a token id of {size} or more is refused"
     )
 
 
@@ -71,7 +71,7 @@ def with_rope_length(config: C) -> C:
 
 
 def rope_flags(config: CommonConfig) -> list[str]:
-    """Return the flags that scale rope to the sequence length; none if it reaches that far.
+    """Return the flags that scale rope to the sequence length; empty if no scaling is needed.
 
     The factor grows in proportion to the length: LLaMA 3.1's factor of 8 reaches 131,072 positions,
     so that 524,288 positions take 32.
@@ -101,7 +101,7 @@ def rope_flags(config: CommonConfig) -> list[str]:
 
 
 def beyond_rope(config: CommonConfig) -> str | None:
-    """Return a note if the sequences are longer than the model and its scaled rope reach."""
+    """Return a note if the sequences are longer than the scaled rope supports."""
     flags = rope_flags(config)
     if not flags:
         return None
@@ -115,10 +115,10 @@ def beyond_rope(config: CommonConfig) -> str | None:
 
 
 def default_method(model: DecoderConfig) -> Literal["striped", "zigzag", "lasp"]:
-    """Return the method of context parallelism for a model, if the user names none.
+    """Return the context-parallel method for a model if the user names none.
 
-    Striped balances causal attention best, but a rank of it holds every n-th token, and a delta
-    rule needs consecutive ones.
+    Striped balances causal attention best, but with it a rank holds every n-th token, and a delta
+    rule needs consecutive tokens.
     """
     if model.linear_attention:
         return "lasp"
@@ -132,18 +132,18 @@ def fitted(
     length: int | None = None,
     **sizes: int,
 ) -> Config:
-    """Return a run's configuration for inference, on another mesh of ``processes``.
+    """Return a run's configuration, adapted for inference on another mesh of ``processes``.
 
     A step has one sequence, by default as long as the run's, for each data-parallel rank and
     pipeline stage.
 
     Args:
-        method: of context parallelism, may be auto; by default that of the run on the same number
-            of ranks, else striped, lasp for a model with linear attention, zigzag for one with a
-            delta rule.
-        sizes: the mesh's sizes, all that ``parallel.mesh.SIZES`` names.
+        method: context-parallel method, may be auto. The default is the run's method if the
+            context-parallel size is the same; otherwise lasp for a model with linear attention,
+            zigzag for one with a delta rule, and striped for any other.
+        sizes: the mesh's sizes, one for each name in ``parallel.mesh.SIZES``.
 
-    Raises UserError: sizes that do not fit the processes or the model.
+    Raises UserError: the sizes do not fit the processes or the model.
     """
     pp, cp, tp = (sizes[name] for name in SIZES)
     context = config.context
@@ -186,7 +186,7 @@ def config_as_trained(config: Config, extra: Mapping[str, Any]) -> Config:
     """Return a run's configuration with the rope length that its checkpoint was trained at.
 
     ``extra`` is the checkpoint's. An imported model computes in bfloat16 on cuda, since flash
-    kernels take no float32.
+    kernels do not support float32.
     """
     if IMPORTED not in extra:
         return with_rope_length(config)

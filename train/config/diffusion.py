@@ -1,4 +1,4 @@
-"""Read and validate the configuration of a diffusion transformer's run."""
+"""Read and validate the configuration of a run of pretrain_dit.py."""
 
 from functools import partial
 
@@ -51,8 +51,8 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
     config = with_joined_ranks(config, world_size)
     if config.packed and config.context.context_parallel_method == "none":
         raise ConfigError(
-            "pack_samples is set and context_parallel_method is none, which is torch's own SDPA "
-            "and supports no packed samples; choose a method, which one process can run too"
+            "pack_samples is set, but context_parallel_method none uses torch's own SDPA, which "
+            "does not support packed samples; choose a method (any runs on one process too)"
         )
     validate_magnitude(config, world_size)
     config.sampling.check(diffusion_of(config))
@@ -63,9 +63,9 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
     schedule = config.pipeline.pipeline_schedule
     if schedule == "InterleavedZeroBubble":
         raise ConfigError(
-            f"pipeline_schedule is {schedule}, which computes the gradients of weights separately; "
-            "for the embeddings of times and labels torch goes back through all of a stage's "
-            "layers, and frees tensors that the layers' own weights still need; use Interleaved1F1B"
+            f"pipeline_schedule is {schedule}, which computes weight gradients separately and does "
+            "not work for a diffusion transformer: the backward pass of its time and label "
+            "embeddings frees tensors that the layers' weight gradients need; use Interleaved1F1B"
         )
     validate_mesh(config, world_size)
 
@@ -74,15 +74,16 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
     tp = config.mesh.tensor_model_parallel_size
     if patches < cp * tp:
         raise ConfigError(
-            f"context_parallel_size is {cp} x tensor_model_parallel_size {tp}, and a sequence has "
-            f"{counted(patches, 'patch')}, fewer than these processes; lower the sizes or "
-            "patch_size, or join more samples by pack_samples"
+            f"context_parallel_size {cp} x tensor_model_parallel_size {tp} is more processes than "
+            f"a sequence's {counted(patches, 'patch')}; lower the sizes or patch_size, or pack "
+            "several samples into a sequence with --pack-samples"
         )
     validate_run(config)
     if config.recompute.loss_chunk_size:
         raise ConfigError(
-            f"loss_chunk_size is {config.recompute.loss_chunk_size}, which is for the logits of a "
-            "vocabulary, and a diffusion transformer has none; leave it out"
+            f"loss_chunk_size is {config.recompute.loss_chunk_size}, but it splits the logits of a "
+            "language model, which a diffusion transformer does not have; leave out "
+            "--loss-chunk-size"
         )
 
 

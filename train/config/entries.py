@@ -1,4 +1,4 @@
-"""Configuration of each entry: its sections, the order of its samples, and its files.
+"""Configuration class of each entry script: its sections, sample order and data files.
 
 A section is a frozen dataclass in the module that it configures; flags.py turns it into flags and
 TOML keys.
@@ -42,10 +42,10 @@ EARLIER_KEYS = """
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
-    """One iteration, their number, and when the run validates or stops."""
+    """The size of an iteration, the number of iterations, and when the run validates or stops."""
 
     seq_length: int = 1024
-    """Tokens per sequence, before context parallelism shards it."""
+    """Number of tokens per sequence, before context parallelism shards it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

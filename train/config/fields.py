@@ -1,7 +1,7 @@
-"""The fields of a configuration, which are its flags and TOML keys, read from its dataclasses.
+"""Read the fields of a configuration's dataclasses; each field is a flag and a TOML key.
 
-A root dataclass has one field per section, each a frozen dataclass. A root may have a section of
-several classes, one of whose fields chooses among them (``Variants``).
+A root dataclass has one field per section, each a frozen dataclass. One section of a root may have
+several classes, the variants; one of the section's fields chooses among them (``Variants``).
 
 The tables come from annotations and docstrings, so that a new setting is one line in the dataclass
 that uses it: its flag, TOML key, help text and row in docs/reference/flags.md follow.
@@ -37,13 +37,13 @@ class ConfigError(UserError):
 
 
 class Variants(NamedTuple):
-    """The classes of a section by the value of its field ``name``; the first is the default."""
+    """A section's classes, keyed by the value of its field ``name``; the first is the default."""
 
     section: str
     name: str
     classes: Mapping[str, type]
     passed_over: frozenset[str] = frozenset()
-    """Keys that earlier versions wrote for every class; ignored if they have the default value."""
+    """Keys that earlier versions wrote for every class; ignored if their value is the default."""
 
     @property
     def default(self) -> str:
@@ -52,7 +52,7 @@ class Variants(NamedTuple):
 
 
 class ConfigField(NamedTuple):
-    """One field of a section with its parsed annotation; `base` is bool, int, float or str."""
+    """A configuration field with its parsed annotation; `base` is bool, int, float or str."""
 
     section: str
     name: str
@@ -82,7 +82,7 @@ class ConfigField(NamedTuple):
 
     @property
     def expects(self) -> str:
-        """The values that the field takes, in the words of an error message."""
+        """A description of the values that the field accepts, for an error message."""
         if self.choices:
             expected = "one of " + ", ".join(self.choices)
         else:
@@ -90,7 +90,7 @@ class ConfigField(NamedTuple):
         return f"a list, each {expected}" if self.many else expected
 
     def convert(self, value: Any) -> Any:
-        """Convert a TOML `value` to the field's type; an integer passes for a float.
+        """Convert a TOML `value` to the field's type; an integer is accepted as a float.
 
         Raises ConfigError if the value does not fit.
         """
@@ -143,12 +143,12 @@ hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def variants_of(root: Any) -> Variants:
-    """Return the variants of a root, or of an instance of one; without classes if it has none."""
+    """Return the variants of a root class or an instance of it; without classes if it has none."""
     return getattr(root, "VARIANTS", Variants("", "", {}))
 
 
 def sections_of(root: Any, variant: str | None = None) -> dict[str, type]:
-    """Return the class of each section of a root, or of an instance of one.
+    """Return the class of each section of a root class or an instance of it.
 
     ``variant`` chooses the class of a section with several; by default the first.
     """
@@ -162,7 +162,7 @@ def sections_of(root: Any, variant: str | None = None) -> dict[str, type]:
 
 
 def config_fields(root: Any, variant: str | None = None) -> dict[str, ConfigField]:
-    """Return every field of every section, by name; arguments as in ``sections_of``.
+    """Return every field of every section, keyed by name; arguments as in ``sections_of``.
 
     Raises TypeError for a duplicate name, and for an annotation or default that cannot be a flag.
     """
@@ -175,12 +175,12 @@ def config_fields(root: Any, variant: str | None = None) -> dict[str, ConfigFiel
 
 
 def fields_by_variant(root: type) -> dict[str, dict[str, ConfigField]]:
-    """Return ``config_fields`` of each variant; of a root without any, under an empty name."""
+    """Return ``config_fields`` of each variant; the key is empty if the root has no variants."""
     return {variant: config_fields(root, variant) for variant in variants_of(root).classes or ("",)}
 
 
 def value_of(config: object, name: str) -> Any:
-    """Return the value of a field, of any section."""
+    """Return the value of a configuration's field, whatever its section."""
     return getattr(getattr(config, config_fields(config)[name].section), name)
 
 
@@ -188,12 +188,12 @@ def value_of(config: object, name: str) -> Any:
 def _fields_of(
     sections: tuple[tuple[str, type, type], ...], chooser: str, variants: tuple[str, ...]
 ) -> dict[str, ConfigField]:
-    """Return the fields of ``sections``, each a name, its class, and the root's class for it."""
+    """Return the fields of ``sections``, each a (name, class, class that the root declares)."""
     table: dict[str, ConfigField] = {}
     for section, cls, declared in sections:
         hints = get_type_hints(cls)
-        # The class's new fields come first, then those that all variants share, inherited ones
-        # last.
+        # Help lists the fields that a class adds first, then those that all variants share, and
+        # last the other inherited ones.
         local = inspect.get_annotations(cls)
         shared = inspect.get_annotations(declared)
         ordered = sorted(
@@ -225,7 +225,7 @@ def _fields_of(
 
 
 def _parse_annotation(hint: Any) -> tuple[Any, tuple[str, ...] | None, bool, bool]:
-    """Return the base type, the choices, and if None and several values are allowed.
+    """Return an annotation's base type, choices, and if None and several values are allowed.
 
     An annotation that cannot be a flag is returned as the base type.
     """
@@ -248,9 +248,9 @@ def _parse_annotation(hint: Any) -> tuple[Any, tuple[str, ...] | None, bool, boo
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Return attribute docstrings by field name, inherited ones too.
+    """Return the docstrings under a class's fields, keyed by field name, with inherited ones.
 
-    They are read from the source, as Python does not keep them.
+    They are read from the source, as Python does not keep them at run time.
     """
     docs = {}
     for owner in reversed(cls.__mro__):
@@ -269,9 +269,9 @@ def attribute_docs(cls: type) -> dict[str, str]:
 
 
 def documented(root: type, cls: type) -> dict[str, str]:
-    """Return ``attribute_docs`` of a section's class.
+    """Return the field docstrings of a section's class, keyed by field name.
 
-    The field that chooses a variant also lists the variants, each with its own docstring.
+    The docstring of the field that chooses a variant also lists the variants' own docstrings.
     """
     docs = attribute_docs(cls)
     variants = variants_of(root)
@@ -288,7 +288,7 @@ def variant_fields(
 ) -> dict[str, list[tuple[ConfigField, str]]]:
     """Return the fields that some variants lack, grouped by the variants that have them.
 
-    Each has its docstring; fields named in ``shown`` are left out.
+    Each field comes with its docstring; fields named in ``shown`` are left out.
     """
     tables = fields_by_variant(root)
     owners: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
-"""Finalize a run's configuration: validate it, and decide everything that it leaves open.
+"""Finalize a run's configuration: validate it, and choose every value that the user left open.
 
 This happens once, before anything is built, and nothing replaces a field afterwards. A value that
-were chosen later could differ between ranks, or between the run and its config.toml.
+was chosen later could differ between ranks, or between the run and its config.toml.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,17 +34,17 @@ from train.tasks.task import Task
 
 C = TypeVar("C", bound=CommonConfig)
 Method = Callable[[CommonConfig, int], tuple[ContextConfig, str]]
-"""Maps a configuration and its processes to the method and a line with the reason."""
+"""Maps a configuration and the number of processes to the method and a line with the reason."""
 Validate = Callable[[C, int], None]
 
 
 class Planner(NamedTuple):
-    """The planner's choices; this folder does not import them."""
+    """The planner's functions, passed in because this folder does not import the planner."""
 
     method: Method
     """Chooses the method ``auto``."""
     settings: Sequence[Callable[..., Any]]
-    """Functions that choose the other open settings in turn, once the method is known."""
+    """Functions that choose the other open settings, one after another, after the method."""
     mesh: Callable[[Any, int, int | None], tuple[Any, str]]
     """Maps a configuration, a number of processes and the tokenizer's entries to the configuration
     for these processes, and the reason."""
@@ -52,13 +52,13 @@ class Planner(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Final(Generic[C]):
-    """A run's configuration, and all else that is decided before anything is built."""
+    """A run's final configuration, start and tokenizer, decided before anything is built."""
 
     config: C
     """The configuration in use: complete, valid, and with the run's schedule."""
     saved: C
-    """The configuration to write: as requested in all that another start decides again, and without
-    settings of this start alone."""
+    """The configuration to write to config.toml. Values that every start decides again are as the
+    user gave them, and settings that concern only this start are left out."""
     start: Start
     """The checkpoint or weights to start from, if any."""
     tokenizer: Any
@@ -66,10 +66,10 @@ class Final(Generic[C]):
 
 
 def validate_launch(config: C, validate: Validate[C]) -> None:
-    """Validate a run for the launched processes, before they join.
+    """Validate a run for the launched processes, before they form a process group.
 
-    With allow_resize its sizes may be for another number of processes, and ``finalize`` validates
-    it after the mesh is chosen.
+    With allow_resize the run's sizes may be for another number of processes, and ``finalize``
+    validates it after the mesh is chosen.
 
     Raises UserError: as ``validate``.
     """
@@ -81,17 +81,17 @@ def validate_launch(config: C, validate: Validate[C]) -> None:
     except UserError as error:
         full = recorded_world_size(config) or processes
         if full == processes or not _is_valid(config, full, validate):
-            raise  # the number of processes is not what is wrong
+            raise  # the error does not come from the number of processes
         raise ConfigError(
             f"{error}; or give --allow-resize: the run is for {counted(full, 'process')}, and the "
-            "planner arranges these"
+            "planner arranges those that were started"
         ) from None
 
 
 def finalize(requested: C, task: type[Task[C]], planner: Planner) -> Final[C]:
-    """Decide everything that a parsed configuration leaves open, and print it.
+    """Choose every value that a parsed configuration leaves open, and print the choices.
 
-    Collective over all processes, which have joined.
+    Collective over all processes; the process group must exist.
 
     Raises:
         UserError: as the task's ``validate``; the tokenizer is missing; no mesh keeps the global
@@ -126,13 +126,13 @@ def finalize(requested: C, task: type[Task[C]], planner: Planner) -> Final[C]:
 
 
 def complete(config: C, entries: int | None, planner: Planner) -> C:
-    """Return a complete configuration, and print the choices. Collective.
+    """Return the configuration with every open value chosen, and print the choices. Collective.
 
     ``entries`` is the size of the tokenizer's vocabulary. A note is printed if it is larger than
-    the model's, or if a sequence is longer than rope reaches. With balance_over dp_cp, the
+    the model's, or if a sequence is longer than rope supports. With balance_over dp_cp, the
     context-parallel ranks of the result include the data-parallel ones, as in the mesh.
 
-    Raises UserError: the vocabulary has fewer entries, or a choice cannot be made.
+    Raises UserError: the vocabulary has too few entries for the mesh, or a choice cannot be made.
     """
     notes: list[str | None] = []
     with raise_together():
@@ -157,7 +157,7 @@ def complete(config: C, entries: int | None, planner: Planner) -> C:
 
 
 def with_method(config: C, world_size: int, choose: Method) -> C:
-    """Replace the method ``auto`` by that of the resumed run, or else by the chosen one.
+    """Replace the method ``auto`` by the resumed run's method, or by the planner's choice.
 
     Collective; the first rank chooses. Raises the errors of ``choose``.
     """
@@ -170,7 +170,10 @@ def with_method(config: C, world_size: int, choose: Method) -> C:
 
 
 def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[ContextConfig, str]:
-    """Return the method of a run resumed on the same mesh, or the chosen one, and the reason."""
+    """Return the context-parallel method and the reason for it.
+
+    A run that resumes on the same mesh keeps its method; otherwise ``choose`` decides.
+    """
     checkpoint = config.checkpoint
     file = Path(checkpoint.load or "") / CONFIG
     if checkpoint.load is not None and not checkpoint.finetune and file.exists():
@@ -187,11 +190,12 @@ def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[Cont
 
 
 def config_to_save(config: C, requested: C, world_size: int) -> C:
-    """Return the configuration to write, which another start reads.
+    """Return the configuration to write to config.toml, from which a later start reads.
 
-    That start may have other processes and lengths, so that all which was decided for these is left
-    as requested. Flags that hold for this start alone are left out: finetune, a load that only
-    finetune takes, and the choice of the schedule, since checkpoints have the resumed schedule.
+    That start may have another number of processes or another length, so every choice that depends
+    on these is written as the user gave it. Flags that concern only this start are left out:
+    finetune, a load that only finetune takes, and the choice of the schedule, since checkpoints
+    have the resumed schedule.
     """
     sections: Any = {}
     for name in ("mesh", "train", "data_parallel", "recompute"):
@@ -220,15 +224,15 @@ def _rearranged(
 ) -> tuple[int, C, str]:
     """Choose a mesh for these processes, with the same global batch.
 
-    Returns full_world_size, the configuration, and a line to print if the mesh is another.
+    Returns full_world_size, the configuration, and a line to print if the mesh has changed.
     """
     full = requested.mesh.full_world_size or recorded_world_size(requested)
     checkpoint = requested.checkpoint
     has_config = (Path(checkpoint.load or "") / CONFIG).is_file()
     if full is None and not checkpoint.finetune and has_config:
         raise ConfigError(
-            f"allow_resize is set, and the config.toml in {checkpoint.load} does not say for how "
-            "many processes its sizes and batch are; give --full-world-size N"
+            f"allow_resize is set, but the config.toml in {checkpoint.load} does not record the "
+            "number of processes that its sizes and batch are for; give --full-world-size N"
         )
 
     full = full or processes

@@ -1,8 +1,8 @@
-"""Fill dataclasses from command-line flags, over a TOML file; no field is named here.
+"""Fill configuration dataclasses from command-line flags, which override a TOML file.
 
 A root dataclass has one field per section, each a frozen dataclass whose fields are the flags and
 TOML keys. Their attribute docstrings are the help, `Literal` gives the choices, and names are
-unique over all sections.
+unique over all sections. No field is named in this module.
 """
 
 import argparse
@@ -57,9 +57,9 @@ Root = TypeVar("Root")
 
 
 def spelled(name: str, value: Any) -> str:
-    """Spell a field and its value as on a command line.
+    """Return a field and its value in the form of a command-line flag.
 
-    `value` may come from JSON, where several words are a list.
+    `value` may come from JSON, in which several words are a list.
     """
     flag = name.replace("_", "-")
     if isinstance(value, bool):
@@ -82,9 +82,9 @@ def _help_formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def _parser(root: type, introduction: str | None, variant: str | None) -> _Parser:
-    """Build the parser of a variant's flags.
+    """Build the argument parser for a variant's flags.
 
-    With an introduction it also has the help texts, and the flags of the other variants.
+    With an introduction the parser also has the help texts, and the other variants' flags.
     """
     parser = _Parser(
         description=introduction,
@@ -97,7 +97,7 @@ def _parser(root: type, introduction: str | None, variant: str | None) -> _Parse
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="TOML file to begin with, or a model of configs/models, such as llama3_8b",
+        help="TOML file that the flags override, or a model of configs/models, such as llama3_8b",
     )
 
     table = config_fields(root, variant)
@@ -147,12 +147,12 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     `argv` is without the program's name. Raises UserError; with --help prints `introduction` and
     the help, and exits with status 0.
     """
-    # Megatron has --override-opt_param-scheduler; fields have underscores.
+    # Accept underscores in flags: Megatron-LM has --override-opt_param-scheduler.
     words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
     try:
         variant = _requested_variant(root, words)
     except ConfigError:
-        # --help and --version answer, whatever else is wrong.
+        # --help and --version must work on any command line, even an invalid one.
         if not {"-h", "--help", "--version"} & set(words):
             raise
         variant = None
@@ -175,26 +175,26 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
     from_file: dict[str, Any] = {}
     if path is not None:
         from_file = with_implied(root, _file_values(root, path, values))
-    # A flag sets the fields that it implies against the file too: a file that a run or an import
+    # The fields that a flag implies override the file too, because a file that a run or an import
     # wrote names every field.
     config = build(root, from_file | with_implied(root, values))
 
     for entry in redundant:
         if not entry.fits:
-            continue  # holds for every configuration
+            continue  # the flag is true of every configuration
         field = config_fields(config).get(entry.field)
         value = value_of(config, field.name) if field else None
         if value not in entry.fits:
             actual = f"{entry.field} is {value}" if field else f"this program has no {entry.field}"
             raise ConfigError(
-                f"{entry.flag} is given and {actual}; it goes with {', '.join(entry.fits)}: "
+                f"{entry.flag} is given, but {actual}; it needs {', '.join(entry.fits)}: "
                 f"{entry.text}"
             )
     return config
 
 
 def _requested_variant(root: type, argv: Sequence[str]) -> str | None:
-    """Return the variant that a command line asks for, or else its file; None if neither does."""
+    """Return the variant that the flags name, or else the TOML file; None if neither names one."""
     variants = variants_of(root)
     if not variants.classes:
         return None
@@ -209,9 +209,10 @@ def _requested_variant(root: type, argv: Sequence[str]) -> str | None:
 
 
 def _file_values(root: type, path: str, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's values, without those that a flag replaces; print which these are.
+    """Return a TOML file's values without those that a flag replaces, and print a note on these.
 
-    A flag replaces the fields of its section's REPLACES; given as `none`, it removes its PARTS.
+    A section's REPLACES lists the fields that a flag replaces; its PARTS lists the fields that the
+    flag removes if it is given as `none`.
     """
     chooser = variants_of(root).name
     variant = flags.get(chooser)

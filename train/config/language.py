@@ -1,4 +1,4 @@
-"""Read and validate the configuration of a language model's run."""
+"""Read and validate the configuration of a run of pretrain_gpt.py."""
 
 from functools import partial
 
@@ -62,8 +62,8 @@ def validate(config: Config, world_size: int) -> None:
 
     if config.model.lora_rank is not None and config.checkpoint.load is None:
         raise ConfigError(
-            f"lora_rank is {config.model.lora_rank} and load is not set, so that the adapters "
-            "would be trained over random weights; give --finetune --load RUN"
+            f"lora_rank is {config.model.lora_rank}, but load is not set: the adapters would be "
+            "trained on top of random weights; give --finetune --load RUN"
         )
 
 
@@ -74,13 +74,13 @@ def _validate_data(config: Config) -> None:
         interval = config.ruler.ruler_interval
         if interval:
             raise ConfigError(
-                f"ruler_interval is {interval} and mock_data is set, whose random tokens are no "
-                "text; leave one out (--ruler-interval none)"
+                f"ruler_interval is {interval}, but mock_data is set and RULER needs text, not "
+                "random tokens; give --ruler-interval none, or leave out --mock-data"
             )
         if config.model.vocab_size is None:
             raise ConfigError(
-                "mock_data is set and vocab_size is not; give --vocab-size N, as there is no "
-                "tokenizer that has one"
+                "mock_data is set, but vocab_size is not, and there is no tokenizer to take it "
+                "from; give --vocab-size N"
             )
     elif not data.data_path:
         raise ConfigError(
@@ -89,39 +89,40 @@ def _validate_data(config: Config) -> None:
         )
     elif data.tokenizer_model is None:
         raise ConfigError(
-            "tokenizer_model is not set; give --tokenizer-model FILE, the one that the data was "
-            "written with"
+            "tokenizer_model is not set; give --tokenizer-model FILE, the tokenizer that the data "
+            "was prepared with"
         )
 
 
 def _validate_documents(config: Config) -> None:
-    """Check that the settings of documents agree, and that the model can keep documents apart."""
+    """Check that the document settings agree, and that the model can mask across documents."""
     if config.data.sft and not (config.packed and config.data.reset_position_ids):
         raise ConfigError(
-            "sft is set, which needs --reset-attention-mask and --reset-position-ids, so that a "
-            "conversation attends to itself alone, and sets them; remove what sets them to false"
+            "sft is set, and it turns on reset_attention_mask and reset_position_ids, so that a "
+            "conversation attends only to itself; do not set either of them to false"
         )
     for name in ("pack_documents", "blend_by_length"):
         if config.data.sft and getattr(config.data, name):
             raise ConfigError(
-                f"{name} is set with sft, whose data files have the conversations packed already; "
-                "leave it out"
+                f"{name} does not apply to sft, since its data files have the conversations packed "
+                f"already; leave out --{name.replace('_', '-')}"
             )
     for name in ("sft", "pack_documents"):
         if config.data.eod_mask_loss and getattr(config.data, name):
             raise ConfigError(
-                f"eod_mask_loss is set with {name}, whose data have a loss mask; leave it out"
+                f"eod_mask_loss does not apply to {name}, since its data already have a loss mask; "
+                "leave out --eod-mask-loss"
             )
     if not config.packed:
         return
     if config.model.learned_positions and not config.data.reset_position_ids:
         raise ConfigError(
-            "reset_attention_mask is set with learned_absolute positions and without "
-            "reset_position_ids: a document's positions would depend on where it lies in the "
+            "reset_attention_mask is set with learned_absolute positions but without "
+            "reset_position_ids, so that a document's positions would depend on its offset in the "
             "sample; give --reset-position-ids, or --position-embedding-type rope"
         )
     if config.context.context_parallel_method == "none" and not config.model.linear_attention:
         raise ConfigError(
-            "reset_attention_mask is set and context_parallel_method is none, which is torch's own "
-            "SDPA and supports no documents; choose a method, which one process can run too"
+            "reset_attention_mask is set, but context_parallel_method none uses torch's own SDPA, "
+            "which cannot mask documents; choose a method (any runs on one process too)"
         )

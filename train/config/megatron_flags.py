@@ -1,4 +1,4 @@
-"""Megatron-LM's flags that have no field of the same name here, and the answer for each.
+"""Megatron-LM flags without a field of the same name here, and the answer for each.
 
 A command line of Megatron-LM can then be used as it is: a flag that always holds here is accepted,
 and any other is refused with the flag to give instead. Passing over an unknown flag would train a
@@ -12,15 +12,15 @@ from typing import NamedTuple
 from runtime.errors import UserError
 
 APEX = Path(__file__).with_name("apex.txt")
-"""A line per part of NVIDIA's apex: the part, then its replacement here."""
+"""File with one line per part of NVIDIA's apex: the part, then its replacement here."""
 TABLE = Path(__file__).with_suffix(".txt")
-"""A line per flag: the flag, its values (N: any word; A|B: one of these), then `=` if it always
-holds (or holds with the named values of a field), `>` before what to give instead, or `!` before
-why there is none."""
+"""File with one line per flag: the flag, its values (N: any word; A|B: one of these), then `=` if
+it always holds (or holds with the named values of a field), `>` before the replacement, or `!`
+before the reason that there is none."""
 
 
 class MegatronFlag(NamedTuple):
-    """The answer for a Megatron flag; `=` holds if `field` has one of the values `fits`."""
+    """The answer for a Megatron-LM flag; verdict `=` requires `field` to be one of `fits`."""
 
     flag: str
     values: tuple[str, ...]
@@ -39,7 +39,7 @@ class MegatronFlag(NamedTuple):
 
 
 def entries() -> dict[str, MegatronFlag]:
-    """Parse the table into entries by flag."""
+    """Parse the table of Megatron-LM flags into entries, keyed by flag."""
     table = {}
     section = ""
     for line in TABLE.read_text(encoding="utf-8").splitlines():
@@ -65,7 +65,7 @@ def entries() -> dict[str, MegatronFlag]:
 def drop_redundant_flags(
     argv: Sequence[str], flags: Sequence[str]
 ) -> tuple[list[str], list[MegatronFlag]]:
-    """Split off Megatron flags that always hold here; return the other words and these entries.
+    """Split off Megatron-LM flags that always hold here; return the other words and the entries.
 
     `flags` are the program's own flags.
 
@@ -89,14 +89,14 @@ def drop_redundant_flags(
             raise UserError(f"{flag} takes no value, and {value!r} is given; {entry.answer}")
         if entry.values:
             if not equals and (not words or words[0].startswith("--")):
-                raise UserError(f"{flag} has no value; {entry.answer}")
+                raise UserError(f"{flag} is given without a value; {entry.answer}")
             if not equals:
                 value = words.pop(0)
             if entry.values != ("N",) and not any(
                 _same(value, allowed) for allowed in entry.values
             ):
                 raise UserError(
-                    f"{flag} is {value}, and here it can only be {' or '.join(entry.values)}: "
+                    f"{flag} is {value}, but here it can only be {' or '.join(entry.values)}: "
                     f"{entry.text}"
                 )
         redundant.append(entry)
@@ -104,7 +104,7 @@ def drop_redundant_flags(
 
 
 def _same(value: str, word: str) -> bool:
-    """Return whether two words have the same value: 0.00 is 0."""
+    """Return whether two words are equal, as numbers if both are numbers: 0.00 equals 0."""
     try:
         return float(value) == float(word)
     except ValueError:

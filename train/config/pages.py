@@ -55,7 +55,7 @@ def pages() -> dict[str, str]:
 
 
 def flags_page() -> str:
-    """Return docs/reference/flags.md: the flags of both entries, by section, with defaults."""
+    """Return docs/reference/flags.md: both entry scripts' flags and defaults, in sections."""
     lines = [
         "# Flags",
         "",
@@ -101,9 +101,9 @@ def _section(section: str) -> Iterable[str]:
 
 
 def _rows(root: type, section: str) -> list[str]:
-    """Return a table row per field that all variants of a section have.
+    """Return a table row for each field that all variants of a section have.
 
-    There are none if the entry lacks the section.
+    The list is empty if the entry script lacks the section.
     """
     if section not in sections_of(root):
         return []
@@ -189,7 +189,7 @@ def code_page() -> str:
 
 
 def _files(paths: Iterable[Path]) -> list[str]:
-    """Return a table of files, and of the packages below the first folder by their names."""
+    """Return a Markdown table of files with the first line of each one's docstring."""
     rows = []
     for path in paths:
         name = path.relative_to(ROOT).as_posix().removesuffix("__init__.py")

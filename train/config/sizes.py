@@ -1,7 +1,7 @@
 """Check that a configuration's sizes fit each other and the number of processes.
 
 Each message names the size that does not fit and the nearest ones that do: users find a mesh by
-trying sizes, and every try on a cluster waits for its nodes.
+trying sizes, and on a cluster every attempt has to wait for nodes.
 """
 
 import math
@@ -29,10 +29,10 @@ LARGEST = {
     "ffn_hidden_size": 10**7,
     "kv_channels": 10**7,
 }
-"""No machine holds larger models, and building them module by module would take hours."""
+"""Upper bounds on sizes: no machine holds larger models, and building one would take hours."""
 LARGEST_ELSEWHERE = 10**9 - 1
 MAX_BYTES = 10**13
-"""Per process: the largest machines have some 10^12."""
+"""Upper bound on the bytes per process; the largest machines have about 10^12."""
 
 
 def validate_magnitude(config: CommonConfig, world_size: int) -> None:
@@ -66,7 +66,7 @@ def _takes_memory(field: ConfigField) -> bool:
 
 
 def _validate_bytes(config: CommonConfig, world_size: int) -> None:
-    """Check that the model's state and a layer's hidden states are within ``MAX_BYTES``."""
+    """Check that the model state and one layer's hidden states stay below ``MAX_BYTES``."""
     model = config.model
     width = model.hidden_size
     attention = model.num_attention_heads * model.head_dim
@@ -91,9 +91,9 @@ def _validate_bytes(config: CommonConfig, world_size: int) -> None:
 
 
 def validate_sizes(config: CommonConfig, world_size: int) -> None:
-    """Raise UserError for sizes of either entry's run that do not fit.
+    """Raise UserError if a run's sizes do not fit the processes, the model or each other.
 
-    The message names them and the nearest sizes that fit.
+    The message names the sizes and the nearest ones that fit. Works for both entry scripts.
     """
     validate_magnitude(config, world_size)
     if not isinstance(config, Config):
@@ -104,9 +104,9 @@ def validate_sizes(config: CommonConfig, world_size: int) -> None:
     table = config.model.position_table
     if table is not None and length > table:
         raise ConfigError(
-            f"seq_length is {length} with max_position_embeddings {table}, the table of learned "
-            "positions; lower the one, raise the other, or give --position-embedding-type rope "
-            "--max-position-embeddings none"
+            f"seq_length is {length}, but the table of learned positions ends at "
+            f"max_position_embeddings {table}; lower seq_length, raise max_position_embeddings, or "
+            "give --position-embedding-type rope --max-position-embeddings none"
         )
     validate_method(config)
     validate_mesh(config, world_size)
@@ -115,9 +115,9 @@ def validate_sizes(config: CommonConfig, world_size: int) -> None:
     staged = config.mesh.pipeline_model_parallel_size > 1
     if config.model.softmax_type == "learnable" and schedule == "InterleavedZeroBubble" and staged:
         raise ConfigError(
-            f"pipeline_schedule is {schedule}, which splits each backward in two parts, and "
-            "softmax_type is learnable, whose gradient would make attention's backward run in "
-            "both; use Interleaved1F1B, or softmax_type off-by-one"
+            f"pipeline_schedule is {schedule}, which splits each backward pass in two parts, but "
+            "with softmax_type learnable the backward pass of attention would run in both; use "
+            "Interleaved1F1B, or softmax_type off-by-one"
         )
     validate_hybrid(config)
 
@@ -132,9 +132,9 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
     """Raise UserError for mesh sizes that do not fit the processes, the model or the batch."""
     if config.mesh.balance_over == "dp_cp" and not config.packed:
         raise ConfigError(
-            "balance_over is dp_cp, which balances the documents of all data-parallel processes as "
-            "one sequence, and here documents are not kept apart; give pretrain_gpt.py "
-            "--reset-attention-mask or pretrain_dit.py --pack-samples, or leave it out"
+            "balance_over is dp_cp, which balances documents over all data-parallel processes, but "
+            "attention is not masked between documents; give pretrain_gpt.py "
+            "--reset-attention-mask or pretrain_dit.py --pack-samples, or leave out --balance-over"
         )
     tp = config.mesh.tensor_model_parallel_size
     cp = config.mesh.context_parallel_size
@@ -152,7 +152,7 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
     _validate_shares(config.model, tp)
     context = config.context
     if config.mesh.allow_resize:
-        # The cluster is then what the mesh is chosen for.
+        # With allow_resize the cluster only guides the choice of the mesh.
         context = replace(context, cluster=None)
     context.check(
         seq_len=config.joined_length,
@@ -206,7 +206,7 @@ def validate_method(config: Config) -> None:
     elif config.context.context_parallel_method in STATE_METHODS:
         raise ConfigError(
             f"context_parallel_method is {config.context.context_parallel_method}, which passes "
-            f"states of linear attention on, and model_type {config.model.model_type} has softmax "
+            f"states of linear attention on, but model_type {config.model.model_type} has softmax "
             f"attention; use {', '.join(METHODS)}"
         )
 
@@ -218,8 +218,8 @@ def _validate_delta_rule(config: Config) -> None:
     if not config.model.delta_rule:
         if context.delta_rule_schedule != "auto":
             raise ConfigError(
-                f"delta_rule_schedule is {context.delta_rule_schedule}, and model_type {family} "
-                "has no layers with a delta rule; leave it out"
+                f"delta_rule_schedule is {context.delta_rule_schedule}, but model_type {family} "
+                "has no layers with a delta rule; leave out --delta-rule-schedule"
             )
         return
 
@@ -231,9 +231,9 @@ def _validate_delta_rule(config: Config) -> None:
         layout = method_of(method).layout(causal=True)
     if layout == "striped":
         raise ConfigError(
-            f"context_parallel_method is {method} in the layout striped, and model_type {family} "
-            "has layers with a delta rule, whose states pass along consecutive tokens, which no "
-            "rank of that layout has; use zigzag, or exchange for packed documents"
+            f"context_parallel_method is {method} in the layout striped, but model_type {family} "
+            "has layers with a delta rule, and these need consecutive tokens on each rank; use "
+            "zigzag, or exchange for packed documents"
         )
 
 
@@ -245,32 +245,33 @@ def _validate_linear_method(config: Config) -> None:
     cp = config.mesh.context_parallel_size
     if cp > 1 and method not in (*LINEAR_METHODS, "auto"):
         raise ConfigError(
-            f"context_parallel_method is {method} with context_parallel_size {cp}, and model_type "
-            f"{family} has linear attention: that method neither passes states on nor gives a rank "
-            f"whole sequences; use one of {', '.join(LINEAR_METHODS)}"
+            f"context_parallel_method is {method} with context_parallel_size {cp}, but model_type "
+            f"{family} has linear attention, and that method neither passes its states on nor "
+            f"gives a rank whole sequences; use one of {', '.join(LINEAR_METHODS)}"
         )
     if context.ulysses_head_chunks > 1:
         raise ConfigError(
-            f"ulysses_head_chunks is {context.ulysses_head_chunks}, and model_type {family} has "
-            "linear attention, which takes all heads of a rank at once; leave it out"
+            f"ulysses_head_chunks is {context.ulysses_head_chunks}, but model_type {family} has "
+            "linear attention, which takes all heads of a rank at once; leave out "
+            "--ulysses-head-chunks"
         )
     layout = context.context_parallel_layout
     if method == "ulysses" and layout not in ("auto", "contiguous"):
         raise ConfigError(
-            f"context_parallel_layout is {layout} with method ulysses, and model_type {family} has "
-            "linear attention, for which a rank has whole sequences of some heads in any layout; "
-            "leave it out, or use lasp or lasp2"
+            f"context_parallel_layout is {layout}, but with method ulysses and the linear "
+            f"attention of model_type {family} a rank has whole sequences of some heads; leave out "
+            "--context-parallel-layout, or use method lasp or lasp2"
         )
     if cp > 1 and method in STATE_METHODS and context.attention_backend == "reference":
         raise ConfigError(
             f"attention_backend is reference with context_parallel_size {cp} and method {method}, "
-            "and that form of linear attention takes whole sequences; use auto, chunked or triton, "
-            "or method ulysses"
+            "but the reference form of linear attention needs whole sequences; use "
+            "attention_backend auto, chunked or triton, or method ulysses"
         )
 
 
 def validate_hybrid(config: Config) -> None:
-    """Check that a softmax method and layout have softmax layers, and fit the ranks and heads."""
+    """Check that the hybrid settings apply: softmax layers exist, and ranks and heads fit."""
     model = config.model
     hybrid = config.hybrid
     tp = config.mesh.tensor_model_parallel_size
@@ -281,12 +282,12 @@ def validate_hybrid(config: Config) -> None:
                 continue
             if model.delta_rule:
                 raise ConfigError(
-                    f"{name} is {value}, and all layers of {with_article(model.model_type)} have "
-                    "one layout; leave it out, and give --context-parallel-method"
+                    f"{name} is {value}, but all layers of {with_article(model.model_type)} have "
+                    f"one layout; leave out {name}, and give --context-parallel-method"
                 )
             raise ConfigError(
-                f"{name} is {value} and softmax_every is not set, so that the model does not mix "
-                "softmax layers with linear attention; leave it out, or give --softmax-every"
+                f"{name} is {value}, but softmax_every is not set, so that the model does not mix "
+                f"softmax layers with linear attention; leave out {name}, or give --softmax-every"
             )
         return
 
@@ -299,21 +300,22 @@ def validate_hybrid(config: Config) -> None:
             kv_heads=model.query_groups // tp,
         )
     except ContextError as error:
-        # The plan has one method and names its options, not the field.
+        # The error comes from the plan and does not name the configuration's field.
         raise ConfigError(
             f"hybrid_softmax_method is {hybrid.hybrid_softmax_method}: {error}"
         ) from error
 
 
 def _validate_fit(name: str, size: int, world_size: int, inner: str, inner_size: int = 1) -> None:
-    """Check that ``size`` divides the processes that the ``inner`` dimensions leave."""
+    """Check that ``size`` divides the processes left over by the ``inner`` mesh dimensions."""
     processes = world_size // inner_size
     if processes % size == 0:
         return
     if world_size == 1:
         raise ConfigError(
-            f"{name} is {size}, and this is one process; start it with torchrun --nproc-per-node "
-            f"{inner_size * size}, or a multiple of that, or give {spelled(name, 1)}"
+            f"{name} is {size}, but this is one process; start the run with torchrun "
+            f"--nproc-per-node {inner_size * size}, or a multiple of that, or give "
+            f"{spelled(name, 1)}"
         )
     remaining = ""
     if inner_size > 1:
@@ -326,7 +328,7 @@ def _validate_fit(name: str, size: int, world_size: int, inner: str, inner_size:
 
 
 def _validate_shares(model: DecoderConfig | DiTConfig, tp: int) -> None:
-    """Check that a layer's heads and channels divide among ``tp`` ranks."""
+    """Check that a layer's heads and channels divide evenly among ``tp`` ranks."""
     size = f"tensor_model_parallel_size {tp}"
     for name, value in model.shared_sizes.items():
         if value % tp:
@@ -339,9 +341,9 @@ def _validate_shares(model: DecoderConfig | DiTConfig, tp: int) -> None:
     groups = model.query_groups
     if isinstance(model, DecoderConfig) and model.joint_qk_norm and groups % tp:
         raise ConfigError(
-            f"num_query_groups is {groups}, not a multiple of {size}, and "
-            f"{with_article(model.model_type)} normalises all keys of a token at once, each by one "
-            f"rank; sizes that fit: {_listed(divisors(groups))}"
+            f"num_query_groups is {groups}, not a multiple of {size}, but "
+            f"{with_article(model.model_type)} normalises all keys of a token together, so that "
+            f"each head must be on one rank; sizes that fit: {_listed(divisors(groups))}"
         )
     if groups % tp and tp % groups:
         fitting = divisors(model.num_attention_heads)
@@ -357,15 +359,15 @@ def _listed(sizes: list[int]) -> str:
 
 
 def validate_entries(entries: int, tp: int, name: str = "vocab_size") -> None:
-    """Check that each of ``tp`` ranks holds entries of a table.
+    """Check that no tensor-parallel rank is left without entries of an embedding table.
 
-    Ranks hold entries / tp, rounded up, and the last ones the rest, which may be none.
+    Each of the ``tp`` ranks holds entries / tp, rounded up; the last ones get the rest, if any.
     """
     size = entries
     while -(-size // tp) * (tp - 1) >= size:
         size += 1
     if size > entries:
         raise ConfigError(
-            f"{name} is {entries}, of which tensor_model_parallel_size {tp} leaves nothing to its "
-            f"last process; nearest that works: --{name.replace('_', '-')} {size}"
+            f"{name} is {entries}, but with tensor_model_parallel_size {tp} the last "
+            f"process would hold none; nearest that works: --{name.replace('_', '-')} {size}"
         )

@@ -12,7 +12,7 @@ from train.config.fields import config_fields, fields_by_variant, hints_of, vari
 from train.config.megatron_flags import entries as megatron_flags
 
 ENTRIES: dict[str, type] = {}
-"""Root classes by program, to recognise settings of another program; entries.py fills it."""
+"""Root class of each program, to recognise settings of another program; entries.py fills it."""
 
 
 def suggestion(
@@ -22,7 +22,7 @@ def suggestion(
 
     Args:
         candidates: sections, keys or flags that exist.
-        section: where the key was given; empty for a section or a flag.
+        section: section in which the key was given; empty for a section or a flag.
     """
     key = name.removeprefix("--").replace("-", "_")
     keys = {key, key.removeprefix("no_")} - config_fields(root, variant).keys()

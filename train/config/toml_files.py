@@ -1,4 +1,4 @@
-"""Configurations from and to TOML files; a section's dataclass says which keys it has.
+"""Read and write configurations as TOML files; a section's dataclass defines its keys.
 
 A file is never accepted in part: an unknown or misplaced key is refused with the file, the key and
 the fix, as a setting that is silently ignored costs a training run.
@@ -35,7 +35,7 @@ def config_file(run: Path) -> Path:
     """Return the configuration in a run's folder. Raises ConfigError if there is none."""
     path = run / "config.toml"
     if not path.is_file():
-        raise ConfigError(f"{run} holds no config.toml; name the folder that a run saved to")
+        raise ConfigError(f"{run} has no config.toml; name the folder that a run saved to")
     return path
 
 
@@ -57,7 +57,7 @@ def build(root: type[Root], values: dict[str, Any]) -> Root:
 
 
 def with_implied(root: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return values by field name, with those that they set by their section's IMPLIES."""
+    """Return the values plus those that they imply, by the IMPLIES tables of their sections."""
     implied: dict[str, Any] = {}
     for section in hints_of(root).values():
         for name, others in getattr(section, "IMPLIES", {}).items():
@@ -67,7 +67,7 @@ def with_implied(root: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(root: type[Root], path: str | Path) -> Root:
-    """Read a configuration from a TOML file, with defaults for the rest.
+    """Read a configuration from a TOML file; fields that it does not set have their defaults.
 
     Raises UserError naming the key or field.
     """
@@ -85,7 +85,7 @@ def model_file(name: str | Path) -> Path:
     path = Path(name)
     # Models lay in configs/ itself in earlier versions.
     moved = path.parent.resolve() == MODELS.parent
-    # A folder of a model's name is a download or a run.
+    # A folder with a model's name is a download or a run, not a TOML file.
     is_file = path.exists() and not path.is_dir()
     if is_file or not (moved or path.parent == Path()):
         return path
@@ -97,7 +97,7 @@ def model_file(name: str | Path) -> Path:
             return path
         similar = get_close_matches(model, models)
         names = ", ".join(dict.fromkeys([*similar, *models]))
-        raise ConfigError(f"the model is {name}; name one of {names}, or give --config FILE")
+        raise ConfigError(f"there is no model {name}; name one of {names}, or give --config FILE")
 
     file = Path(os.path.relpath(models[model]))
     if moved:
@@ -112,10 +112,11 @@ def _note_moved(path: Path, file: Path) -> None:
 
 
 def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[str, Any]:
-    """Read a TOML file's values by field name.
+    """Read a TOML file's values, keyed by field name.
 
     The fields are those of the ``variant``, by default the one that the file names. A key of
-    another variant is ignored if earlier versions wrote it for all and it has the default value.
+    another variant is ignored if earlier versions wrote it for all variants and its value is the
+    default.
 
     Raises ConfigError naming the file, the key and the fix.
     """
@@ -164,7 +165,7 @@ def _parse_toml(path: Path) -> dict[str, Any]:
             text = file.read(LONGEST_TOML + 1)
         if len(text) > LONGEST_TOML:
             raise ConfigError(
-                f"{path}: longer than {LONGEST_TOML:,} characters, which no configuration is; "
+                f"{path}: longer than {LONGEST_TOML:,} characters, too long for a configuration; "
                 "name a TOML file"
             )
         return tomllib.loads(text)
@@ -178,7 +179,7 @@ def _parse_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except RecursionError as error:
         raise ConfigError(
-            f"{path}: nested too deeply; a configuration has sections and their keys alone"
+            f"{path}: nested too deeply; a configuration has only sections with keys"
         ) from error
 
 
@@ -201,7 +202,7 @@ def _is_default(field: ConfigField, value: Any) -> bool:
 
 
 def _variant_in(root: type, tree: Mapping[str, Any]) -> str | None:
-    """Return the variant that a TOML file names; None if it names none that exists."""
+    """Return the variant that a TOML file names; None if it names none or an unknown one."""
     variants = variants_of(root)
     content = tree.get(variants.section)
     if not isinstance(content, dict):

@@ -195,7 +195,7 @@ def count_wrong(
 
 
 def corpus_entropy(data: DataConfig) -> dict[str, float]:
-    """Return the unigram entropy of the corpus (nats per token), to print beside a validation loss.
+    """Return the corpus's unigram entropy (nats per token), to print next to a validation loss.
 
     Empty for a blend, whose token frequencies depend on its weights, for conversations, in which
     only some tokens are predicted, and for mock_data.

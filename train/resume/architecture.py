@@ -1,4 +1,4 @@
-"""Settings of an architecture that finetuning may change: rope, windows and adapters."""
+"""Architecture settings that finetuning may change: rope, windows and adapters."""
 
 from pathlib import Path
 from typing import Any
@@ -6,17 +6,18 @@ from typing import Any
 from train.checkpoint.manifest import CheckpointError
 
 ADAPTED = "lora_"
-"""Prefix of the names of adapters' settings."""
+"""Prefix of the settings of adapters."""
 REFITTED = ("rotary_base", "rope_scaling_", "window_", ADAPTED)
-"""Prefixes of the names of settings that finetuning may change: no weight depends on them."""
+"""Prefixes of settings that finetuning may change, because no base weight depends on them."""
 
 
 def refit(
     path: Path, saved: dict[str, Any], current: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the run's architecture with the checkpoint's rope and windows, to compare the rest.
+    """Return the run's architecture with the checkpoint's rope, windows and adapters.
 
-    Also returns a note for each of these settings that changes.
+    A comparison with the checkpoint's architecture then finds only the other differences. Also
+    returns a note for each rope or window setting that changes.
     """
     check_adapters(path, saved, current, may_begin=True)
     refitted = [name for name in saved | current if name.startswith(REFITTED)]
@@ -43,13 +44,14 @@ def check_adapters(
     after = _adapters(current)
     if after and not before and not may_begin:
         raise CheckpointError(
-            f"{path} has no adapters, and lora_rank is {after['lora_rank']}; "
-            "begin them there with --finetune"
+            f"lora_rank is {after['lora_rank']}, but {path} has no adapters; "
+            "add --finetune to start adapters from its weights"
         )
     if before and before != after:
         raise CheckpointError(
-            f"{path} has adapters of {_listed(before)}, and this run's are {_listed(after)}; "
-            "give the same, or export it with them merged and import that (tools.convert_hf)"
+            f"{path} has adapters with {_listed(before)}, but this run has {_listed(after)}; "
+            "give the same settings, or merge the adapters by an export and import the result "
+            "(tools.convert_hf)"
         )
 
 

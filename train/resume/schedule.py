@@ -1,4 +1,4 @@
-"""Learning rate of a resumed run: the checkpoint's schedule or the configuration's."""
+"""Choose a resumed run's learning rate schedule: the checkpoint's or the configuration's."""
 
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ def shortened(config: OptimizerConfig, train_iters: int) -> list[str]:
         if value is not None and reduced < value:
             notes.append(
                 f"note: {name} is {value}, too many for train_iters {train_iters}: "
-                f"it is {reduced} in this run; --{name.replace('_', '-')} N chooses another"
+                f"this run uses {reduced}; --{name.replace('_', '-')} N sets another value"
             )
     return notes
 
@@ -32,18 +32,18 @@ def shortened(config: OptimizerConfig, train_iters: int) -> list[str]:
 def choose_schedule(
     optimizer: OptimizerConfig, train_iters: int, path: Path, extra: dict[str, Any], iteration: int
 ) -> tuple[OptimizerConfig, str | None]:
-    """Choose the schedule of a resumed run; return it and a note on the choice.
+    """Choose the schedule of a resumed run; return the optimizer's settings and a note.
 
-    If only train_iters changed, the checkpoint's schedule stays, so that the learning rate of a
-    longer run has no jump, unless it reaches 0 before the run ends. If any other setting of the
-    schedule changed, the configuration's is taken. The flags of OptimizerConfig override. Raises
-    CheckpointError: the checkpoint's schedule is not valid.
+    If only train_iters changed, the checkpoint's schedule is kept, so that the learning rate of a
+    longer run has no jump, unless that schedule reaches 0 before the run ends. If any other setting
+    of the schedule changed, the configuration's is used. Two flags of OptimizerConfig override both
+    rules. Raises CheckpointError: the checkpoint's schedule is not valid.
     """
     configured = schedule_of(optimizer, train_iters)
     saved = _saved_schedule(optimizer, configured, path, extra)
     if saved is None:
         if optimizer.use_checkpoint_opt_param_scheduler:
-            note = f"note: {path} has no schedule: this configuration's is taken"
+            note = f"note: {path} has no schedule: this configuration's is used"
             return optimizer, note
         return optimizer, None
 
@@ -51,7 +51,7 @@ def choose_schedule(
     if differing_iteration is None:
         return optimizer, None
 
-    # A longer run of the same configuration: its schedule for the old length is the saved one.
+    # In a longer run of the same configuration, the old length gives the saved schedule.
     is_longer_run = schedule_of(optimizer, saved.lr_decay_iters or train_iters) == saved
     keeps_saved = (
         is_longer_run and saved.rate(train_iters) > 0 and not optimizer.override_opt_param_scheduler
@@ -63,9 +63,9 @@ def choose_schedule(
 def _first_difference(
     saved: Schedule, configured: Schedule, iteration: int, train_iters: int
 ) -> int | None:
-    """Return the first iteration to come with another learning rate; None if there is none.
+    """Return the first remaining iteration with a different learning rate; None if there is none.
 
-    Looks at up to 100,000 iterations, evenly spaced if more are to come.
+    It compares at most 100,000 of the remaining iterations, evenly spaced if there are more.
     """
     if saved == configured:
         return None
@@ -77,7 +77,7 @@ def _first_difference(
 
 
 def _choice_note(saved: Schedule, configured: Schedule, iteration: int, keeps_saved: bool) -> str:
-    """Return a note on both schedules: the rates at an iteration, the settings, and the choice."""
+    """Return a note with both schedules' rates at an iteration, their settings and the choice."""
     configured_settings = asdict(configured)
     differences = []
     for name, before in asdict(saved).items():
@@ -111,7 +111,7 @@ def _choice_note(saved: Schedule, configured: Schedule, iteration: int, keeps_sa
 def _saved_schedule(
     optimizer: OptimizerConfig, configured: Schedule, path: Path, extra: dict[str, Any]
 ) -> Schedule | None:
-    """Return the saved schedule; None in a checkpoint of imported weights."""
+    """Return the checkpoint's schedule; None if it holds imported weights, which have none."""
     if "schedule" not in extra:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Settings and files that a checkpoint records, and their changes when a run resumes from it."""
+"""Settings and files that a checkpoint records, and how they changed when a run resumes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,11 +14,11 @@ from train.schedule import schedule_of
 
 MICRO = "micro_batch_size"
 AVERAGED = "ema_decay"
-"""Key of the averages' decay in a checkpoint with averages of the weights."""
+"""Key of the EMA's decay in a checkpoint that contains an EMA of the weights."""
 
 
 def checkpoint_extra(config: CommonConfig, contents: dict[str, str]) -> dict[str, Any]:
-    """Return the run's configuration and files for its checkpoints; JSON-able.
+    """Return the run's configuration and files as JSON values, to record in its checkpoints.
 
     ``find_start`` reads them. ``contents`` is the value of ``config.contents()`` when the run
     began.
@@ -33,9 +33,9 @@ def checkpoint_extra(config: CommonConfig, contents: dict[str, str]) -> dict[str
 
 
 def settings(config: CommonConfig) -> dict[str, object]:
-    """Return by name the settings that change training and that no other record has.
+    """Return the settings that affect training, keyed by name.
 
-    Objective, sample order and schedule have records of their own.
+    Objective, sample order and schedule are left out, because they are recorded separately.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     compared = config.optimizer.spec.compared_settings
@@ -49,7 +49,7 @@ def settings(config: CommonConfig) -> dict[str, object]:
 def changes(
     config: CommonConfig, extra: dict[str, Any], contents: dict[str, str]
 ) -> dict[str, str]:
-    """Describe, by name, each changed setting and file, with the flag that keeps the old value."""
+    """Describe each changed setting and file, keyed by name, with the flag that keeps its value."""
     lines = {}
     for name, before, after in _changed(extra.get("settings", {}), settings(config)):
         if name == MICRO and config.mesh.allow_resize:
@@ -75,7 +75,10 @@ def changes(
 
 
 def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return name, saved and current value of the settings that differ; unsaved ones do not."""
+    """Return (name, saved value, current value) of the settings that differ.
+
+    A setting that was not saved counts as equal.
+    """
     differences = []
     for name, after in current.items():
         before = saved.get(name, after)
@@ -102,5 +105,6 @@ def check_allowed(path: Path, changed_lines: Mapping[str, str], allowed: Sequenc
     if refused:
         raise CheckpointError(
             f"{path} was trained otherwise: {'. '.join(changed_lines[name] for name in refused)}. "
-            f"Keep it, or give --allow-changed {' '.join(dict.fromkeys(settings_to_allow))}"
+            "Keep the old values, or give --allow-changed "
+            f"{' '.join(dict.fromkeys(settings_to_allow))}"
         )

@@ -1,4 +1,4 @@
-"""Checkpoint or weights that a run starts from, with the checks that they fit."""
+"""Find the checkpoint or weights that a run starts from, and check that they fit the run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -29,17 +29,17 @@ from train.resume.settings import AVERAGED, changes, check_allowed
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a run: resumed, finetuned from weights, or from scratch; known before any building.
+    """Start of a run: resumed, finetuned from weights, or from scratch.
 
-    `find_start` decides it from the configuration and a manifest alone, so that contradictions are
-    refused before data, model and optimizer take their time and memory; `load` follows when they
-    exist.
+    `find_start` decides it from only the configuration and a manifest, so that contradictions are
+    refused before data, model and optimizer are built, which takes time and memory. `load` is
+    called once they exist.
     """
 
     checkpoint: CheckpointConfig
-    """The settings that chose it."""
+    """The settings by which the checkpoint was chosen."""
     optimizer: OptimizerConfig
-    """With the schedule that the run follows."""
+    """The optimizer's settings, with the schedule that the run follows."""
     architecture: dict[str, Any]
     contents: dict[str, str]
     """Digests of the training files, ``config.contents()``."""
@@ -48,16 +48,16 @@ class Start:
     """The checkpoint, or the folder of weights from Hugging Face; None from scratch."""
     notes: Sequence[str] = ()
     averaged: float | None = None
-    """The decay of the averages in the checkpoint; None if it has none."""
+    """Decay of the EMA in the checkpoint; None if the checkpoint has no EMA."""
     recorded: Mapping[str, Any] = field(default_factory=dict)
-    """Records beside the training files, ``config.recorded()``."""
+    """JSON records next to the training files, ``config.recorded()``."""
 
     def load(
         self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ema: Ema | None = None
     ) -> None:
-        """Load the weights or state of ``path``, and print notes on changed settings; collective.
+        """Load the weights or state from ``path``, and print notes on changed settings; collective.
 
-        Raises UserError: broken, of another architecture, or an unsupported model.
+        Raises UserError: the files are broken, of another architecture, or of an unsupported model.
         """
         notes = list(self.notes)
         if self.path is not None:
@@ -75,7 +75,7 @@ class Start:
         optimizer: torch.optim.Optimizer,
         ema: Ema | None,
     ) -> list[str]:
-        """Load from a path; return notes on changes of the architecture and the averages."""
+        """Load from a path; return notes on changes of the architecture and the EMA."""
         if self.checkpoint.hugging_face is not None:
             return self._load_hugging_face(path, parts)
         if self.checkpoint.finetune:
@@ -90,7 +90,7 @@ class Start:
         return _notes_on_averages(self.averaged, ema)
 
     def _load_hugging_face(self, path: Path, parts: Sequence[nn.Module]) -> list[str]:
-        """Load the weights of a Hugging Face folder, one by one and whole on every rank."""
+        """Load the weights of a Hugging Face folder; each rank reads one whole tensor at a time."""
         notes: list[str] = []
         with raise_together():
             model, _, read = open_hf(path, notes.append)
@@ -100,9 +100,9 @@ class Start:
                 compare_architecture(path, saved, architecture)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"{error}. hf:FOLDER is for models that have a configuration (--config, those "
-                    "under configs/); "
-                    f"python -m tools.convert_hf import {path} RUN writes one for any other"
+                    f"{error}. hf:FOLDER needs the configuration of the same model (--config, such "
+                    "as those under configs/); "
+                    f"python -m tools.convert_hf import {path} RUN writes it"
                 ) from error
             for part in parts:
                 for name, parameter in part.named_parameters():
@@ -165,7 +165,7 @@ def _resumed(
     path: Path,
     recorded: Mapping[str, Any],
 ) -> Start:
-    """Return the start of a resumed run, after checks of the checkpoint's manifest."""
+    """Return the start of a resumed run, after checking the checkpoint's manifest."""
     manifest = read_manifest(path)
     check_adapters(path, manifest.architecture, architecture, may_begin=False)
     progress = progress_of(path, manifest.extra)
@@ -200,10 +200,10 @@ def _note_without_checkpoint(checkpoint: CheckpointConfig, architecture: dict[st
     for name, is_set in requires_checkpoint.items():
         if is_set:
             raise CheckpointError(
-                f"load is {checkpoint.load}, which holds no checkpoint, and {name} is set; "
-                "name a run's folder, or leave the flag out to start afresh"
+                f"{name} is set, but load is {checkpoint.load}, which has no checkpoint; "
+                f"name a run's folder, or leave out {name} to start from scratch"
             )
-    return f"no checkpoint in {checkpoint.load}: starting afresh"
+    return f"no checkpoint in {checkpoint.load}: starting from scratch"
 
 
 def _check_objective(path: Path, extra: Mapping[str, Any], config: CommonConfig) -> None:
@@ -213,23 +213,23 @@ def _check_objective(path: Path, extra: Mapping[str, Any], config: CommonConfig)
         before = trained_for.get(name, value)
         if before != value:
             raise CheckpointError(
-                f"{path} is trained with {name} {before}, and {name} is {value}; set {name} to "
+                f"{path} was trained with {name} {before}, but {name} is {value}; set {name} to "
                 f"{before}, or start a new run with another --save and without --load"
             )
 
 
 def _check_optimizer(path: Path, extra: Mapping[str, Any], name: str) -> None:
-    """Raise CheckpointError if a checkpoint has the state of another optimizer than the run's.
+    """Raise CheckpointError if a checkpoint has the state of a different optimizer.
 
-    Imported weights have no state, and runs from before there was a choice have that of adam.
+    Imported weights have no state; runs from before the optimizer could be chosen used adam.
     """
     if "settings" not in extra:
         return
     saved = extra["settings"].get("optimizer", "adam")
     if saved != name:
         raise CheckpointError(
-            f"{path} has the state of optimizer {saved}, and optimizer is {name}, which cannot "
-            f"use it; give --optimizer {saved}, or take the weights alone with --finetune"
+            f"{path} has the state of optimizer {saved}, but optimizer is {name}, which cannot "
+            f"use it; give --optimizer {saved}, or load only the weights with --finetune"
         )
 
 
@@ -247,7 +247,7 @@ def progress_of(path: Path, extra: dict[str, Any]) -> RunProgress:
 
 
 def _problem_of(extra: dict[str, Any], iteration: int) -> str:
-    """Return the last problem of a run's values in the manifest of an iteration; empty if none."""
+    """Return a problem of the values that a run wrote to its manifest; empty if there is none."""
     progress: Any = extra.get("progress")
     problem = ""
     if not isinstance(progress, dict) or not progress:
@@ -270,7 +270,7 @@ def _problem_of(extra: dict[str, Any], iteration: int) -> str:
 
 
 def _notes_on_averages(before: float | None, ema: Ema | None) -> list[str]:
-    """Return notes on the averages of the weights, given their decay in the checkpoint."""
+    """Return notes on the EMA of the weights, given its decay in the checkpoint."""
     if before is None and ema is not None:
         return ["note: it has no averages of the weights: they start from the current weights"]
     if before is not None and ema is None:

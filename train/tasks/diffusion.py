@@ -54,7 +54,7 @@ class DiffusionTask(Task[DiTRunConfig]):
         return Data(train, valid if config.train.eval_iters else None)
 
     def flops_per_token(self, length: int) -> float:
-        """Return the training FLOPs per patch, which depend on the model alone."""
+        """Return the training FLOPs per patch, which depend only on the model."""
         return dit_flops_per_patch(self.config.model)
 
     def after_validation(self, parts: Sequence[Any]) -> Callable[[int], None] | None:

@@ -157,7 +157,7 @@ class Task(ABC, Generic[C]):
 
     @property
     def validation_samples(self) -> int:
-        """Samples of a validation, if the data have as many."""
+        """Number of samples of a validation, if the data have that many."""
         return self.config.train.eval_iters * self.batch_samples
 
     @property

@@ -105,7 +105,8 @@ def test_another_prefix_is_prepared_at_the_same_time(name, other, tmp_path, monk
         ),
         (
             {"vocab_size": 5000},
-            r"vocab_size is 5000, and the conversations fill \d+ entries; give that or fewer",
+            r"vocab_size is 5000, but the conversations yield only \d+ entries; "
+            r"give --vocab-size \d+ or less",
         ),
         (
             {"name": "alpaca"},

@@ -170,7 +170,7 @@ def test_what_is_too_long(policy, length, counts, learned, tmp_path):
         match=r"in\.jsonl, line 2: has 57 tokens, and seq_length is 20; .*--too-long split",
     ):
         prepared(tmp_path, source, seq_length=20)
-    with pytest.raises(DataError, match="no token that is left after cutting carries loss"):
+    with pytest.raises(DataError, match="after the cut no token carries loss"):
         prepared(tmp_path, source, seq_length=20, too_long="truncate-right")
     facts = prepared(tmp_path, source, seq_length=length, too_long=policy)
     assert {name: facts.conversations[name] for name in counts} == counts
@@ -188,8 +188,8 @@ BAD = {
     "not JSON": ("{", "not JSON in UTF-8"),
     "no object": ("3", "has no turns"),
     "no turns": ('{"messages": []}', "has no turns"),
-    "turns as JSON": ('{"messages": "[]"}', "has messages as a text; give the turns as a list"),
-    "turn is text": ('{"messages": ["x"]}', "turn 1 is no object"),
+    "turns as JSON": ('{"messages": "[]"}', "has messages as a string; give the turns as a list"),
+    "turn is text": ('{"messages": ["x"]}', "turn 1 must be an object"),
     "empty turn": (lines(said("Hi", " ")), r"turn 2 \(assistant\) is empty"),
     "role": (
         '{"messages": [{"role": "robot", "content": "x"}]}',
@@ -198,7 +198,7 @@ BAD = {
     "no answer": (lines(said("Hi")), "no turn is the assistant's"),
     "surrogate": (
         '{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        "turn 1 holds a lone surrogate",
+        "turn 1 has a lone surrogate",
     ),
     "nested": (
         '{"messages": [{"role": ' + "[" * 900 + "]" * 900 + "}]}",
@@ -206,7 +206,7 @@ BAD = {
     ),
     "deep": ("[" * 500_000, "not JSON in UTF-8"),
     "special": (lines(said("<|im_end|>", "x")), "turn 1 spells the special token"),
-    "too long": (lines(said("x" * 200, "y")), "has 222 tokens, and seq_length is 200"),
+    "too long": (lines(said("x" * 200, "y")), "has 222 tokens, but seq_length is 200"),
 }
 
 

@@ -90,7 +90,7 @@ def test_where_a_template_is_found(tmp_path):
     with pytest.raises(DataError, match=r"cannot read the chat template .*none"):
         load_template(path, str(tmp_path / "none"))
     (tmp_path / "mine").write_text("{% for %}")
-    with pytest.raises(DataError, match=r"mine is not valid jinja2 .*repair it"):
+    with pytest.raises(DataError, match=r"mine is not valid jinja2 .*repair the template"):
         load_template(path, str(tmp_path / "mine"))
     (tmp_path / "mine").write_text("long" * 1_000_000)
     with pytest.raises(DataError, match=r"mine has more than 2,097,152 characters; name another"):
@@ -113,7 +113,7 @@ def test_a_special_token_that_has_no_text_is_refused_if_it_would_be_left_out(sou
     if source in HARMLESS:
         assert template.tokenize(tokenizer, TURNS)[1].any()
         return
-    with pytest.raises(DataError, match=r"sep_token, which tokenizer_config\.json does not name"):
+    with pytest.raises(DataError, match=r"sep_token, which tokenizer_config\.json does not define"):
         template.tokenize(tokenizer, TURNS)
 
 
@@ -176,7 +176,7 @@ UNBOUNDED = {
     "doubled": (DOUBLED, "takes more than 128 MiB|does not finish within"),
     "padded": ("{{ messages[0]['content'].center(9999999999) }}", "takes more than 128 MiB"),
     "padded constant": ("{{ 'x' | center(9999999999) }}", "takes more than 128 MiB"),
-    "long": ("{{ messages[0]['role'] * 20000000 }}", "makes 80,000,000 characters"),
+    "long": ("{{ messages[0]['role'] * 20000000 }}", "writes 80,000,000 characters"),
 }
 NESTED = {
     "brackets": "{{ " + "[" * 500_000 + "]" * 500_000 + " }}",

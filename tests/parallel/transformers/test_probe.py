@@ -264,7 +264,8 @@ def test_a_sharded_model_is_sharded_again_only_while_it_is_paused():
         ),
         (
             {"documents": (0, 9)},
-            r"^shard: documents is \(0, 9\); leave out documents: give them with each batch, to cp.batch",
+            r"^shard: documents is \(0, 9\); leave out documents: give them with each batch, "
+            "to cp.batch",
         ),
     ],
 )

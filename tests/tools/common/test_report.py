@@ -55,7 +55,7 @@ def test_what_could_not_be_read_back_is_refused(tmp_path):
     path = tmp_path / "x.jsonl"
     for text, message in (
         ('{"a": 1}\n{"b"', r"x\.jsonl:2 is not JSON"),
-        ('{"a": 1}\n{"b": 2}', r"x\.jsonl:2 is no row"),
+        ('{"a": 1}\n{"b": 2}', r"x\.jsonl:2 is not a row"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):

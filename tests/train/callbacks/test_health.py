@@ -119,7 +119,7 @@ def test_after_three_starts_that_failed_the_next_one_does_not_train(tmp_path):
     for starts in run_ranks(four_starts, 2, health("stop"), folder):
         assert [progress.iteration for progress, _ in starts] == [4, 4, 4, 0]
         assert all("a step was bad, iteration 4: the loss was not" in error for _, error in starts)
-        assert f"remove {folder}/{FAILURES} to go on from iteration 0" in starts[3][1]
+        assert f"remove {folder}/{FAILURES} to continue from iteration 0" in starts[3][1]
 
 
 def test_failures_after_a_local_checkpoint_are_counted_and_a_cut_line_is_left_out(tmp_path):
@@ -131,7 +131,7 @@ def test_failures_after_a_local_checkpoint_are_counted_and_a_cut_line_is_left_ou
         with pytest.raises(TrainingError, match=r"^bad"):
             of_start._fail(4 + 2 * start, 3, "bad")
     with pytest.raises(
-        TrainingError, match="the run failed 3 times after iteration 2, the last time as bad"
+        TrainingError, match="the run failed 3 times after iteration 2, the last time because bad"
     ):
         Health(HealthConfig(), str(tmp_path), [], RunProgress())
     assert [

@@ -58,7 +58,8 @@ def test_a_corrupt_line_before_the_last_is_named(line, tmp_path):
     )
     before = path.read_bytes()
     with pytest.raises(
-        ConfigError, match=r"metrics\.jsonl, line 2 is no record .*; remove the line or the file"
+        ConfigError,
+        match=r"metrics\.jsonl, line 2 is not the record .*; remove the line or the file",
     ):
         going_on(tmp_path, 10)
     assert path.read_bytes() == before
@@ -267,7 +268,7 @@ def test_wandb_without_a_key_is_one_message(tmp_path):
     write(tmp_path / "run" / METRICS, range(1, 4))
     before = (tmp_path / "run" / METRICS).read_bytes()
     ended = in_a_process_of_its_own(code, tmp_path)
-    assert "MESSAGE wandb_project is p and wandb cannot begin" in ended.stdout, ended.stderr
+    assert "MESSAGE wandb_project is p, but wandb cannot start" in ended.stdout, ended.stderr
     assert "WANDB_MODE=offline" in ended.stdout
     assert (tmp_path / "run" / METRICS).read_bytes() == before
 

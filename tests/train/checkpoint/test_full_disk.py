@@ -81,7 +81,7 @@ def test_a_record_is_written_whole_or_not_at_all(disk):
             written.append(iteration)
 
     with pytest.raises(
-        ConfigError, match=rf"save is {disk}, .* 0 bytes are free in {disk}.*make room"
+        ConfigError, match=rf"save is {disk}, .* 0 bytes are free in {disk}.*free disk space"
     ):
         write_on()
     assert [record["iteration"] for record in read_metrics(disk / METRICS)] == written != []

@@ -29,7 +29,7 @@ def test_the_vocabulary_is_the_tokenizers_unless_another_one_is_named():
     assert with_vocabulary(config(1), 513) == config(1)
     assert beyond_vocabulary(512, 512) is None
     assert (
-        "513 entries and the model's vocab_size is 512; data with an id of 512"
+        "513 entries, but the model's vocab_size is 512; data with a token id of 512"
         in beyond_vocabulary(512, 513)
     )
 

@@ -43,7 +43,7 @@ def test_what_contradicts_itself_is_refused():
     config = parse_args(
         ["--latent-shape", "1", "8", "8", "--patch-size", "8", "--num-attention-heads", "6"]
     )
-    with pytest.raises(ConfigError, match="a sequence has 1 patch, fewer"):
+    with pytest.raises(ConfigError, match="more processes than a sequence's 1 patch"):
         validate(replace(config, mesh=mesh), 4)
     never = ["--class-dropout-prob", "0", "--context-parallel-method", "none"]
     with pytest.raises(
@@ -75,6 +75,6 @@ def test_what_contradicts_itself_is_refused():
     validate(parse_args(flags), 1)
     with pytest.raises(
         ConfigError,
-        match=r"pack_samples is set and context_parallel_method is none, .* choose a method",
+        match=r"pack_samples is set, but context_parallel_method none .* choose a method",
     ):
         validate(parse_args([*flags, "--context-parallel-method", "none"]), 1)

@@ -100,7 +100,7 @@ def test_other_processes_than_the_full_number_must_fit_their_sizes():
 @pytest.mark.parametrize(
     ("full", "message"),
     [
-        ("1", "context_parallel_size is 2, and this is one process"),
+        ("1", "context_parallel_size is 2, but this is one process"),
         ("2", "global_batch_size is .* micro_batch_size"),
     ],
 )

@@ -51,7 +51,9 @@ def test_a_file_beside_comes_before_a_model_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama_tiny.toml").write_text("[model]\nnum_layers = 7\n")
     assert parse_args(["--config", "llama_tiny.toml"]).model.num_layers == 7
-    with pytest.raises(config.ConfigError, match="the model is lama3_8b; name one of llama3_8b, "):
+    with pytest.raises(
+        config.ConfigError, match="there is no model lama3_8b; name one of llama3_8b, "
+    ):
         parse_args(["--config", "lama3_8b"])
     with pytest.raises(config.ConfigError, match=r"elsewhere/llama3_8b\.toml"):
         parse_args(["--config", "elsewhere/llama3_8b.toml"])
@@ -255,7 +257,7 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
             "data_parallel_sharding_strategy is ddp",
         ),
         ("--normalization LayerNorm", "--normalization is LayerNorm"),
-        ("--hidden-dropout", "--hidden-dropout has no value"),
+        ("--hidden-dropout", "--hidden-dropout is given without a value"),
         ("--optimizer adam --adam-w-mode", None),
         ("--optimizer sgd", "argument --optimizer: invalid choice: 'sgd' (choose from"),
         ("--sgd-momentum 0.9", "there is no SGD; --optimizer names what there is"),
@@ -264,7 +266,7 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
         ("--num-experts 8", "there is no mixture of experts"),
         ("--sequence-parallel=false", "--sequence-parallel takes no value, and 'false' is given"),
         ("--attention-dropout 0.00 --hidden-dropout=0.0 --rotary-percent 1.00", None),
-        ("--attention-dropout 0.1", "--attention-dropout is 0.1, and here it can only be 0"),
+        ("--attention-dropout 0.1", "--attention-dropout is 0.1, but here it can only be 0"),
         ("--model-type transnormer --disable-bias-linear", None),
         (
             "--model-type linear_transformer --disable-bias-linear",

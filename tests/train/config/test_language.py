@@ -290,29 +290,29 @@ num_attention_heads 2
 1 G --reset-attention-mask --max-position-embeddings 251 --seq-length 251 | \
 reset_attention_mask is set with learned
 1 --reset-attention-mask --context-parallel-method none | \
-reset_attention_mask is set and context_parallel_method
+reset_attention_mask is set, but context_parallel_method
 4 --balance-over dp_cp | balance_over is dp_cp, | give pretrain_gpt.py --reset-attention-mask
 8 B --context-parallel-size 2 --context-parallel-method ulysses --num-attention-heads 4 | \
 ulysses_degree is 8 with 4
 6 B --context-parallel-size 4 | context_parallel_size is 4, which does not divide the 6 processes
 4 B --global-batch-size 6 | global_batch_size is 6, not a multiple of micro_batch_size 4
 4 H --softmax-every none --hybrid-softmax-method ulysses | \
-hybrid_softmax_method is ulysses and softmax_every is
+hybrid_softmax_method is ulysses, but softmax_every is
 4 H --softmax-every none --hybrid-softmax-layout zigzag | \
-hybrid_softmax_layout is zigzag and softmax_every is
+hybrid_softmax_layout is zigzag, but softmax_every is
 4 H --hybrid-softmax-method ulysses --hybrid-softmax-layout zigzag | zigzag | \
 same work in any layout; use con
 4 H --context-parallel-method ulysses --context-parallel-layout zigzag | \
-context_parallel_layout is zigzag with method u
+context_parallel_layout is zigzag, but with method u
 4 H --context-parallel-layout zigzag --hybrid-softmax-layout contiguous | \
 context_parallel_layout is zigzag, which all
 4 H --hybrid-softmax-method ulysses --num-attention-heads 2 | \
 hybrid_softmax_method is ulysses: ulysses_degree is 4 with
 4 H --context-parallel-method zigzag | context_parallel_method is zigzag | \
 use one of lasp, lasp2, ulysses
-4 H --attention-backend aten | attention_backend is aten, which is softmax attention
+4 H --attention-backend aten | attention_backend is aten, which computes softmax attention
 2 Z --softmax-type learnable | pipeline_schedule is InterleavedZeroBubble, | \
-softmax_type is learnable,
+softmax_type learnable
 """
 SHORT = {
     " H ": (

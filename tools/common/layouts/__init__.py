@@ -1,1 +1,1 @@
-"""Pictures of plans: the rank of each token, and the tiles that each rank computes by round."""
+"""Draw plans: the rank of each token, and the tiles that each rank computes in each round."""

@@ -1,4 +1,4 @@
-"""The rank of each token, and of each (query, key) pair by round, to draw."""
+"""Compute data to draw: the rank of each token, and of each (query, key) pair in each round."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ PACKED = ("ring", "striped", "zigzag", "exchange")
 
 @dataclass(frozen=True)
 class Drawing:
-    """Drawing of one method; S is the padded length, P the number of ranks."""
+    """Data to draw one method; S is the padded length, P the number of ranks."""
 
     plan: Plan
     owners: np.ndarray
@@ -22,30 +22,30 @@ class Drawing:
     rounds: tuple[np.ndarray, ...]
     """Rank that computes each (query, key) pair in that round, -1 for none: int ``[S, S]``."""
     work: np.ndarray
-    """Pairs by round and rank: int ``[rounds, P]``."""
+    """Number of pairs that each rank computes in each round: int ``[rounds, P]``."""
 
     @property
     def in_step(self) -> bool:
-        """True if all ranks go from round to round together, as when all KV is passed on."""
+        """True if ranks proceed from round to round together, as when all KV is passed on."""
         return not self.plan.sparse
 
     @property
     def slowest(self) -> int:
-        """Pairs that decide the time: the slowest rank's, of each round if ranks go in step."""
+        """Number of pairs of the slowest rank, summed over rounds if ranks proceed together."""
         if self.in_step:
             return int(self.work.max(axis=1).sum())
         return int(self.work.sum(axis=0).max())
 
     @property
     def rows(self) -> int:
-        """Rows of KV that all ranks send in a forward."""
+        """Number of KV rows that all ranks send in a forward pass."""
         sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "element_size": 1}
         costs = [self.plan.cost(rank, **sizes).forward.total for rank in range(self.plan.size)]
         return sum(costs) // 2  # k and v
 
     @property
     def even(self) -> float:
-        """Pairs of each rank if the work were divided evenly."""
+        """Number of pairs per rank if the work were divided evenly."""
         return float(self.work.sum() / self.work.shape[1])
 
 

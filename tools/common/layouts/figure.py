@@ -1,4 +1,4 @@
-"""Draw methods: the owners of tokens, the tiles of each round, a time line.
+"""Draw methods: the rank of each token, the tiles of each round, and a time line.
 
 Squares are queries x keys in global positions, as the papers draw them.
 """

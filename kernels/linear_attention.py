@@ -75,9 +75,7 @@ def check_sequence(
         documents: cumulative lengths, rising from 0 to T.
     """
     if state is not None and state.shape != shape:
-        raise ValueError(
-            f"the state has shape {tuple(state.shape)}; these q, k and v make it {shape}"
-        )
+        raise ValueError(f"the state has shape {tuple(state.shape)}; these q, k and v need {shape}")
     if documents is not None:
         rising = all(first < second for first, second in pairwise(documents))
         if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rising:

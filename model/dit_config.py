@@ -31,7 +31,7 @@ class DiTConfig:
     class_dropout_prob: float = 0.1
     """Share of the labels that training drops, for classifier-free guidance."""
     learn_sigma: bool = False
-    """Predict the variance too, in twice the output channels."""
+    """Predict the variance too, which doubles the number of output channels."""
     norm_epsilon: float = 1e-6
     """Epsilon of the norms."""
     init_method_std: float = 0.02

@@ -143,7 +143,7 @@ def memory() -> list[TableRow]:
 
 @lru_cache
 def model(name: str) -> tuple[StepShape, bool]:
-    """Return a step of a model of table 3 in bfloat16, and if it is causal.
+    """Return a bfloat16 step of a model of table 3, and whether the model is causal.
 
     The paper does not state GPT's vocabulary; GPT-2's is used.
     """

@@ -124,7 +124,7 @@ class HostCopies:
         return self._copied(self._out, pairs)
 
     def back(self, pairs: Pairs, after: Any = None) -> Any:
-        """Begin copies to the device, after an event if given; return the event behind them."""
+        """Begin copies to the device, after an event if given; return an event after them."""
         if after is not None:
             self._back.wait_event(after)
         return self._copied(self._back, pairs)

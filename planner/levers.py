@@ -176,7 +176,7 @@ def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[
 
 
 def ever_leaner(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration, then with one more lever pulled each time."""
+    """Yield the configuration as it is, then with one more lever pulled each time."""
     yield config
     for lever in ORDER:
         further = lever.further(config, cluster)

@@ -110,8 +110,8 @@ def _weights(
     trained_bytes = (4 + state_bytes + work.averages) * stage.total * trained_share
     states = trained_bytes + size * stage.total * (1 - trained_share)
 
-    # Copies of the weights in the dtype of the computation, all gathered. With zero3 they are those
-    # of one layer and of the parameters outside, else of the stage, all the time.
+    # Gathered copies of the weights in the dtype of the computation: with zero3, of one layer
+    # at a time and of the parameters outside the layers; else of the whole stage, all the time.
     is_copied = shards > 1 or size < 4
     is_gathered = arrangement.strategy == "zero3"
     copied_parameters = stage.total

@@ -159,7 +159,7 @@ BAD = {
     ),
     "--patch-size 8 --context-parallel-size 4": (
         "1 patch",
-        "context_parallel_size is 4",
+        "context_parallel_size 4",
         "patch_size",
     ),
     "--latent-shape 3 8 8": ("digits holds latents of 1 8 8", "latent_shape is 3 8 8"),

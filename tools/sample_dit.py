@@ -154,7 +154,8 @@ def _classes(args: argparse.Namespace, num_classes: int) -> list[int]:
     for index, label in enumerate(args.classes):
         if label in args.classes[:index]:
             raise ConfigError(
-                f"classes names {label} twice, whose pictures are one file; name each class once"
+                f"classes names {label} twice, and both pictures would be the same file; "
+                "name each class once"
             )
         if not 0 <= label < num_classes:
             raise ConfigError(

@@ -225,7 +225,7 @@ def _name(text: str) -> str:
     others = {"transformers", "torch", "numpy"} | sys.stdlib_module_names
     if not text.isidentifier() or iskeyword(text) or text in _our_packages() | others:
         raise UserError(
-            f"--package is {text!r}; give a name that an import can have and no other module has"
+            f"--package is {text!r}; give a valid Python module name that no other module has"
         )
 
     return text

@@ -179,7 +179,8 @@ class Writer:
             unknown += [token for token in prompt if not 0 <= token < model.vocabulary]
         if unknown:
             raise ConfigError(
-                f"a prompt has token {min(unknown)}, and the model has 0 to {model.vocabulary - 1}"
+                f"a prompt has token {min(unknown)}, but the model has only tokens 0 to "
+                f"{model.vocabulary - 1}; encode prompts with the model's own tokenizer"
             )
 
     @torch.no_grad()

@@ -180,7 +180,7 @@ def _thought(where: str, turn: Mapping[str, Any], reads: Reads) -> Turn:
             raise DataError(f"{where} has {name} {thought!r:.40}; a thought must be text")
         if not reads.thoughts:
             raise DataError(
-                f"{where} has {name}, a thought that the chat template does not name, so that it "
+                f"{where} has {name}, a thought that the chat template does not name, so it "
                 f"would be lost; give a template that writes it, or leave out {name} or the "
                 "conversation"
             )

@@ -41,7 +41,7 @@ class EpochedDataset:
     vocab_size: int
     """Token ids must be in [0, vocab_size)."""
     missing: Callable[[int], str | None] = lambda token: None
-    """Whether to check token ids, as in `check_indexed`."""
+    """Message for a token id that has no embedding, None for others, as in `check_indexed`."""
     eod_mask_loss: bool = False
     """Mask the loss of labels that begin another document; samples must have `begins`."""
     tells_documents: bool = False

@@ -121,7 +121,7 @@ def _text(where: str, row: Any, key: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f'{where}: field "{key}" holds lone surrogates, which are no text ({error}); repair it'
+            f'{where}: field "{key}" has lone surrogates, which are not text ({error}); repair it'
         ) from error
     return text
 

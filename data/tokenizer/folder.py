@@ -160,7 +160,7 @@ def _refuse_unread(path: Path, config: Mapping[str, Any]) -> None:
     auto_map = config.get("auto_map")
     if isinstance(auto_map, list) or (isinstance(auto_map, dict) and auto_map.get("AutoTokenizer")):
         raise DataError(
-            f"{config_file} has auto_map, a tokenizer in code of its own, which is not run here; "
+            f"{config_file} has auto_map: its tokenizer is custom code, which is not run here; "
             "if its tokenizer.json gives the same ids, remove auto_map"
         )
     for name in ("split_special_tokens", "fix_mistral_regex"):

@@ -25,7 +25,7 @@ class Aten(GpuBackend):
     shares: ClassVar[Shares] = {"hopper": 0.31, "h20": 0.6, "blackwell": 0.15}
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return the problem of a dtype on a GPU; None on a CPU, which supports all dtypes."""
+        """Return what rules out a dtype on a GPU; None on a CPU, which supports all dtypes."""
         if device_type == "cpu":
             return None
         return super().refusal(requested, device_type, dtype)

@@ -21,7 +21,7 @@ from model.parts.settings import LengthConfig, WindowedConfig
 
 @dataclass(frozen=True, kw_only=True)
 class OlmoHybridConfig(WindowedConfig, LengthConfig, DeltaConfig):
-    """An OLMo Hybrid: three layers of four have a gated delta rule, and none has rope."""
+    """An OLMo Hybrid: three of every four layers have a gated delta rule; none has rope."""
 
     model_type: str = "olmo_hybrid"
 

@@ -226,7 +226,7 @@ class Family:
     groups: tuple[KeyGroup, ...]
     """Other groups of keys to read, in order, after the key of tied embeddings."""
     tied: bool
-    """True if embeddings are tied when config.json does not say so."""
+    """True if embeddings are tied when config.json has no entry for it."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Longmesh fields that have one value in all of these models."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -62,8 +62,8 @@ class RopeConfig:
     default.
     """
     rope_scaling_beta_slow: float | None = None
-    """yarn: channels that rotate fewer times than this in the original length are divided by the
-    factor; 1 by default.
+    """yarn: the frequencies of channels that rotate fewer times than this in the original
+    length are divided by the factor; 1 by default.
     """
     rope_scaling_attention_factor: float | None = None
     """yarn: factor of cos and sin, so that scores grow by its square; by default 0.1 ln(factor) +

@@ -244,6 +244,6 @@ def check_same(packed: PackedBatch, group: dist.ProcessGroup | None) -> None:
     if different:
         raise UserError(
             f"input_ids, labels or documents of the group's ranks {different} are not those of its "
-            "rank 0; give all ranks that share a sequence the same samples, such as by a sampler "
-            "whose rank is the group's number"
+            "rank 0; give all ranks that share a sequence the same samples, for example by a "
+            "sampler whose rank is the group's number"
         )

@@ -30,8 +30,8 @@ Nine families of tiny models in float32 and bfloat16 reached 2.3; wrong position
 documents gave 25 and more, unless bfloat16 hid them.
 """
 ROUNDINGS = 1e3
-"""Errors of up to this many roundings are accepted in float32 and float64, since one process may be
-exact by chance and is then no measure.
+"""Errors of up to this many roundings are accepted in float32 and float64, since the result of
+one process may be exact by chance, and its error is then no yardstick.
 """
 MIN_SCALE = 1e-6
 """Smallest scale of a gradient, relative to the largest element of all gradients; the gradient of a

@@ -84,7 +84,7 @@ def attend(
     if sliding_window == 1:
         return _attend_itself(q, k, v, s_aux, scaling), None
 
-    # The kernels take values as wide as keys.
+    # The kernels need values that are as wide as the keys.
     padded_v = F.pad(v, (0, padding)) if padding else v  # [B, T, K, D]
     window = None if sliding_window is None else (sliding_window - 1, 0)
     out = cp.attend(q, k, padded_v, window=window, sinks=s_aux, scale=scaling)  # [B, T, H, D]

@@ -154,7 +154,7 @@ def test_times_are_uniform_or_logit_normal():
             {"objective": "rectified_flow", "logit_normal_mean": math.nan},
             "logit_normal_mean is nan",
         ),
-        ({"logit_normal_std": 2.0}, "logit_normal_std is 2.0, and objective ddpm"),
+        ({"logit_normal_std": 2.0}, "logit_normal_std is 2.0, but objective ddpm"),
     ],
 )
 def test_settings_out_of_range_are_named(settings, message):

@@ -162,13 +162,13 @@ def test_processes_that_no_mesh_suits_are_told_which_would(monkeypatch):
     """Two copies of the optimizer's shards, and 3 processes."""
     resized_config = flagged("--full-world-size", "8", "--num-distributed-optimizer-instances", "2")
     line = (
-        r"^allow_resize is set, and no mesh of 3 processes suits the model "
-        r"and keeps global_batch_size 4 of the run "
+        r"^allow_resize is set, but no mesh of 3 processes suits the model "
+        r"and keeps the global_batch_size 4 of the run "
     )
-    with pytest.raises(ConfigError, match=line + r"for 8; on 2, 4, 6, 8 there would be one$"):
+    with pytest.raises(ConfigError, match=line + r"for 8; start 2, 4, 6, 8 processes$"):
         rearranged(resized_config, 3, 512)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match=r"; on 6 there would be one$"):
+    with pytest.raises(ConfigError, match=r"; start 6 processes$"):
         rearranged(resized_config, 3, 512)
 
 

@@ -105,7 +105,7 @@ def test_another_hosts_holder_that_beats_keeps_it_though_no_lock_is_seen(quick, 
 def test_another_hosts_holder_without_a_beat_is_dead(quick, tmp_path, capsys):
     (tmp_path / ".lock").write_text(ELSEWHERE)
     lock = Lock(tmp_path / ".lock", wait=False)
-    assert "is of process 7 on node9" in capsys.readouterr().err
+    assert "belongs to process 7 on node9" in capsys.readouterr().err
     assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     lock.release()

@@ -227,7 +227,7 @@ def test_bad_input_is_named(run, tmp_path, flags, message):
     with pytest.raises(ValueError, match=message):
         main(arguments(run, tmp_path, *flags))
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=r"holds no config\.toml; name the folder"):
+    with pytest.raises(ValueError, match=r"has no config\.toml; name the folder"):
         main(arguments(tmp_path, tmp_path))
 
 

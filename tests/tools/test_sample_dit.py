@@ -129,7 +129,7 @@ def test_a_run_that_packed_its_samples_is_drawn_one_by_one(tmp_path):
         (
             ["--classes", "3", "1", "3"],
             ConfigError,
-            "classes names 3 twice, whose pictures are one file",
+            "classes names 3 twice",
         ),
         (
             ["--method", "ddim"],

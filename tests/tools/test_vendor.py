@@ -390,5 +390,5 @@ def test_a_project_is_the_package_its_tests_and_what_pip_reads():
 @pytest.mark.parametrize("name", ["no-module", "class", "json", "torch", "kernels"])
 def test_a_name_that_is_taken_or_is_none_is_refused(name, tmp_path, capsys):
     assert vendor.main([str(tmp_path), "--package", name]) == 1
-    assert f"--package is {name!r}; give a name that an import can have" in capsys.readouterr().err
+    assert f"--package is {name!r}; give a valid Python module name" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

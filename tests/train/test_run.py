@@ -146,7 +146,7 @@ def test_checkpoints_after_the_one_asked_for_are_not_met(tmp_path):
         ("file", "{0}/file is a file; give a folder"),
         ("file/run", "{0}/file is a file; give a folder"),
         ("nowhere", "{0}/nowhere is a symlink that leads nowhere; give a folder"),
-        ("/proc/run", "but writing there failed .*another --save"),
+        ("/proc/run", "which cannot be written to .*another --save"),
     ],
 )
 def test_what_can_be_no_folder_is_refused_before_any_work(save, message, tmp_path):

@@ -84,7 +84,7 @@ def sources_of(args: argparse.Namespace) -> Sources:
 
 
 def tasks_of(args: argparse.Namespace) -> list[str]:
-    """Return the requested tasks, by default RULER's whose files are given.
+    """Return the requested tasks; by default, those of RULER's whose files are given.
 
     By default the tasks without a file are named in a note.
 

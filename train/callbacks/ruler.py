@@ -72,7 +72,8 @@ class Curve:
             )
         except DataError as error:
             raise DataError(
-                f"ruler_lengths has {max_tokens}, where every task of ruler_tasks must fit: {error}"
+                f"ruler_lengths has {max_tokens}, in which every task of ruler_tasks must fit: "
+                f"{error}"
             ) from None
 
         for number in range(ruler.ruler_samples):

@@ -167,7 +167,7 @@ def test_what_is_too_long(policy, length, counts, learned, tmp_path):
     source = write_rows(tmp_path / "in.jsonl", [SHAREGPT])
     with pytest.raises(
         DataError,
-        match=r"in\.jsonl, line 2: has 57 tokens, and seq_length is 20; .*--too-long split",
+        match=r"in\.jsonl, line 2: has 57 tokens, but seq_length is 20; .*--too-long split",
     ):
         prepared(tmp_path, source, seq_length=20)
     with pytest.raises(DataError, match="after the cut no token carries loss"):

@@ -95,7 +95,7 @@ def test_where_a_template_is_found(tmp_path):
     (tmp_path / "mine").write_text("long" * 1_000_000)
     with pytest.raises(DataError, match=r"mine has more than 2,097,152 characters; name another"):
         load_template(path, str(tmp_path / "mine"))
-    with pytest.raises(DataError, match=r"is no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
         load_template(str(tmp_path / "t.model"))
 
 
@@ -188,7 +188,7 @@ NESTED = {
 
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_a_template_that_does_not_end_or_grows_is_refused(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(bounds, "MAX_SECONDS", 0.3 if "end" in UNBOUNDED[name][1][:13] else 10)
+    monkeypatch.setattr(bounds, "MAX_SECONDS", 0.3 if "finish" in UNBOUNDED[name][1][:15] else 10)
     monkeypatch.setattr(bounds, "MAX_BYTES", 1 << 27 if name != "long" else 1 << 30)
     source, message = UNBOUNDED[name]
     with pytest.raises(

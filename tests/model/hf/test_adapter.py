@@ -106,7 +106,7 @@ def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monk
         (
             {"target_modules": ["q_proj", "lm_head"]},
             tensors,
-            'target_modules has "lm_head", only q_proj',
+            'target_modules has "lm_head", but only q_proj',
         ),
         ({"bias": "all"}, tensors, 'bias = "all" is not supported; only "none" is; merge'),
         ({"rank_pattern": {"q_proj": 2}}, tensors, 'rank_pattern = {"q_proj": 2} is not supported'),

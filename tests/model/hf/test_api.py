@@ -251,7 +251,7 @@ def test_sinks_are_refused_both_ways(name):
     ):
         with pytest.raises(
             UserError,
-            match=r"softmax_type is learnable, and Hugging Face.s .*; only vanilla can be",
+            match=r"softmax_type is learnable, but Hugging Face.s .*; only vanilla can be",
         ):
             refused()
     with pytest.raises(

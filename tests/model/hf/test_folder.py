@@ -111,7 +111,7 @@ def test_a_llama_that_none_of_transformers_models_is_is_not_written(tmp_path, ch
 @pytest.mark.parametrize(
     ("contents", "words"),
     [
-        ({"pad_token_id": 61}, "pad_token_id is 61 and vocab_size 61"),
+        ({"pad_token_id": 61}, "pad_token_id is 61, but vocab_size is 61"),
         ({"eos_token_id": "</s>"}, 'eos_token_id is "</s>"; it must be a whole number'),
         ({"eos_token_id": [9, None]}, "it must be a list of whole numbers"),
         ({"model_type": "gpt2"}, 'model_type = "gpt2" is not supported; only "llama" or'),

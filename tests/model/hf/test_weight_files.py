@@ -41,16 +41,16 @@ def odd_files(folder, kind):
         )
     if kind == "old shards":
         save_file(other.state_dict(), folder / "model-00001-of-00001.safetensors")
-        return "model-00001-of-00001.safetensors ignored, as transformers does"
+        return "model-00001-of-00001.safetensors ignored, as in transformers"
     if kind == "pickles":
         torch.save(other.state_dict(), folder / "pytorch_model.bin")
-        return "pytorch_model.bin ignored, as transformers does; model-00001"
+        return "pytorch_model.bin ignored, as in transformers; model-00001"
     last = list(shards)[-1]
     if kind == "twice":
         save_file(
             shards[last] | {"model.embed_tokens.weight": other.lm_head.weight.data}, folder / last
         )
-        return f"model.embed_tokens.weight is ignored, as transformers does: {last} has it too"
+        return f"model.embed_tokens.weight is ignored, as in transformers: {last} has it too"
     assert kind == "not in the index"
     names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     fewer = {name: names[name] for name in names if "1.mlp" not in name}
@@ -89,7 +89,7 @@ def test_broken_folders(sharded):
     shard = sharded / names["lm_head.weight"]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-10])
-    with pytest.raises(ValueError, match=f"{shard.name} is not a whole safetensors file"):
+    with pytest.raises(ValueError, match=f"{shard.name} is not a complete safetensors file"):
         load_hf(sharded)
     save_file(
         {name: w for name, w in _load(whole, sharded).items() if name != "lm_head.weight"}, shard

@@ -160,7 +160,7 @@ def misused(rank, world_size):
     want = cp.attend(q, q, q)
     for again in (lambda: cp.attend.prefetch_kv(q, q), lambda: cp.attend(q, q, q)):
         cp.attend.prefetch_kv(q, q)
-        with pytest.raises(ContextError, match="takes the prefetched k and v None, and"):
+        with pytest.raises(ContextError, match="takes the prefetched k and v None, but"):
             again()
     attention = cp.attend.prefetch_kv(q, q)
     assert torch.equal(attention(q), want)
@@ -171,7 +171,7 @@ def misused(rank, world_size):
     assert torch.equal(cp.attend(q, q, q), want)
     # attention_boundary without the operator that prefetches: the second layer's, in the backward
     recompute.ATTENTION -= {"longmesh::prefetch_kv"}
-    with pytest.raises(ContextError, match="takes the prefetched k and v None, and"):
+    with pytest.raises(ContextError, match="takes the prefetched k and v None, but"):
         gradients(llama(cp.attend, "attention_boundary"), cp)
 
 

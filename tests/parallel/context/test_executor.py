@@ -266,7 +266,7 @@ def test_padding_is_marked_and_sees_and_changes_nothing_of_the_sequence():
 def test_shapes_that_do_not_fit_are_named():
     cp = context_parallel("zigzag", seq_len=16)
     q = torch.randn(1, 16, 4, 8)
-    with pytest.raises(ContextError, match=r"dimension 1 has 12 positions .* 16"):
+    with pytest.raises(ContextError, match=r"dimension 1 has 12 positions, .* 16"):
         cp.shard(q[:, :12], dim=1)
     with pytest.raises(ContextError, match="16 local positions"):
         cp.attend(q[:, :8], q[:, :8], q[:, :8])

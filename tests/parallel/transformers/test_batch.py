@@ -86,7 +86,7 @@ def test_a_batch_without_labels_has_none():
         ({"documents": (3, 5)}, "pass over the end of row 0, after 4 tokens"),
         (
             {"labels": IDS[:1]},
-            r"input_ids is \(2, 4\) but labels is \(1, 4\); both must be \[B, T\]",
+            r"input_ids is \(2, 4\), but labels is \(1, 4\); both must be \[B, T\]",
         ),
         ({"position_ids": POSITIONS.expand(3, 2, 4)}, r"position_ids is \(3, 2, 4\)"),
         ({"ids": IDS[0], "labels": IDS[0]}, r"input_ids is \(4,\)"),

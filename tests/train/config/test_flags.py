@@ -249,7 +249,7 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
     [
         (
             "--model-type gpt --max-position-embeddings 1024 --swiglu",
-            "model_type is gpt; it goes with llama",
+            "model_type is gpt; it needs llama",
         ),
         ("--use-distributed-optimizer --bf16 --sequence-parallel --calculate-per-token-loss", None),
         (
@@ -288,7 +288,7 @@ def test_what_contradicts_is_refused(line, words):
 
 
 def test_what_needs_a_kind_of_model_is_refused_where_there_is_none():
-    with pytest.raises(UserError, match="--swiglu is given and this program has no model_type"):
+    with pytest.raises(UserError, match="--swiglu is given, but this program has no model_type"):
         dit_config.parse_args(["--swiglu"])
 
 

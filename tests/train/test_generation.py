@@ -378,7 +378,7 @@ def test_what_cannot_be_written_is_refused(runs, tmp_path):
         runs["gpt"], context_parallel_method="auto"
     ) as writer:  # one process has nothing to choose
         for prompts, refusal_text in (
-            ([[1, 61]], "token 61, and the model has 0 to 60"),
+            ([[1, 61]], "token 61, but the model has only tokens 0 to 60"),
             ([[1], []], "prompt 2 has no tokens"),
             ([[1] * 34], "max_position_embeddings 41 allows 42"),
         ):

@@ -119,7 +119,7 @@ def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monk
             tensors,
             f"{name.replace('1', '0')} has shape (4, 48); the configuration makes it (8, 48)",
         ),
-        ({"target_modules": [["q_proj"]]}, tensors, 'target_modules has ["q_proj"], only'),
+        ({"target_modules": [["q_proj"]]}, tensors, 'target_modules has ["q_proj"], but only'),
         (
             {"target_modules": ["q_proj", "v_proj", "down_proj"]},
             tensors,

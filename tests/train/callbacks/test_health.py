@@ -104,7 +104,8 @@ def test_rolled_back_it_goes_on_with_other_samples(tmp_path):
 def test_rolled_back_three_times_it_ends(tmp_path):
     ((progress, error),) = run_ranks(run_with, 1, health("rollback", 2), tmp_path / "run", ALWAYS)
     assert error.startswith(
-        "TrainingError: the run failed 3 times after iteration 2, the last time because a step was bad"
+        "TrainingError: the run failed 3 times after iteration 2, "
+        "the last time because a step was bad"
     )
     assert progress.iteration == 4
     assert checkpoints(tmp_path / "run") == [2]

@@ -144,7 +144,7 @@ def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monk
         (
             {"target_modules": r"((\w|\.)+)+!"},
             tensors,
-            r'target_modules is "((\\w|\\.)+)+!", whose match does not end',
+            r'target_modules is "((\\w|\\.)+)+!", whose match does not finish',
         ),
         (
             {"target_modules": "(.|(.))+!"},

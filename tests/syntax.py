@@ -1,4 +1,4 @@
-"""Syntax of the sources: their nodes, and the modules that they import."""
+"""Syntax of the sources: their statements, and the modules that they import."""
 
 import ast
 from functools import cache
@@ -8,14 +8,13 @@ KINDS = ast.Import | ast.ImportFrom | ast.Expr | ast.Attribute
 
 def nodes(path):
     """The nodes of a file's syntax that a promise is about."""
-    return parsed(path.read_text(encoding="utf-8"))[0]
+    return parsed(path.read_text(encoding="utf-8"))
 
 
 @cache
 def parsed(text):
-    """Return the nodes of these kinds, and how many there are of all."""
-    every = [*ast.walk(ast.parse(text))]
-    return [node for node in every if isinstance(node, KINDS)], len(every)
+    """Return the nodes of these kinds."""
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, KINDS)]
 
 
 def imports(path, root):

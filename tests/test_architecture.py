@@ -6,7 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from tests import style
-from tests.syntax import imports, nodes, parsed
+from tests.syntax import imports, nodes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -155,11 +155,16 @@ def circles(root):
     }
     below = {}
     for name, path in files.items():
-        full, named = set(imports(path, root)), defaultdict(set)
+        full = set(imports(path, root))
+        by_package = defaultdict(set)
         for module in full:
-            named[module.rpartition(".")[0]].add(module)
+            by_package[module.rpartition(".")[0]].add(module)
         # `from model.hf import llama` names a file of the package, and nothing of its __init__.
-        full -= {package for package in full if named[package] and named[package] <= modules.keys()}
+        full -= {
+            package
+            for package in full
+            if by_package[package] and by_package[package] <= modules.keys()
+        }
         below[name] = {modules[module] for module in full & modules.keys()} - {name}
     circles_found = []
     while True:
@@ -195,25 +200,14 @@ def too_long(root):
     ]
 
 
-def size(root):
-    """Syntax nodes and lines of each top-level folder."""
-    nodes_of, lines = Counter[str](), Counter[str]()
-    for path in style.sources(root):
-        top, *below = path.relative_to(root).parts
-        folder = top if below else "entry"
-        nodes_of[folder] += parsed(path.read_text(encoding="utf-8"))[1]
-        lines[folder] += lines_of(path)
-    return nodes_of, lines
-
-
 def over_budget(counts):
     """Folders that hold more syntax nodes than ``NODES`` allows."""
-    limits = {name: NODES.get(name, 0) for name in counts}
-    return [
-        f"{name}: {count} nodes, where NODES above allows {limits[name]}"
-        for name, count in counts.items()
-        if count > limits[name]
-    ]
+    offences = []
+    for name, count in counts.items():
+        limit = NODES.get(name, 0)
+        if count.nodes > limit:
+            offences.append(f"{name}: {count.nodes} nodes, where NODES above allows {limit}")
+    return offences
 
 
 def too_dense(counts):
@@ -340,13 +334,13 @@ def test_files_are_short(tmp_path):
 
 
 def test_folders_keep_their_budget(tmp_path, record_testsuite_property):
-    counts, lines = size(ROOT)
+    counts = style.by_folder(ROOT)
     assert over_budget(counts) == []
     for name, count in counts.items():
-        record_testsuite_property(f"nodes a line in {name}", round(count / lines[name], 2))
+        record_testsuite_property(f"nodes a line in {name}", round(count.per_line(), 2))
 
     plant(tmp_path, "docs/a.py", "x = 1\n" * NODES["docs"])
-    (message,) = over_budget(size(tmp_path)[0])
+    (message,) = over_budget(style.by_folder(tmp_path))
     assert message.startswith(
         f"docs: {4 * NODES['docs'] + 1} nodes"
     )  # four an assignment, and the module

@@ -144,8 +144,11 @@ class StandIns:
         function = tool.get("function", tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return tool
-        named = function | {"name": self._number(Spoken(None, "tools", function["name"]))}
-        return tool | {"function": named} if "function" in tool else named
+        stand_in = self._number(Spoken(None, "tools", function["name"]))
+        renamed_function = function | {"name": stand_in}
+        if "function" not in tool:
+            return renamed_function
+        return tool | {"function": renamed_function}
 
 
 class RenderedText:

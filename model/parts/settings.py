@@ -44,12 +44,14 @@ class WindowedConfig(DecoderConfig):
         for name in ("window_size", "softmax_type"):
             require(self, self.some_softmax or self.is_default(name), name, must)
         windows = self._windows
-        has = any(map(self.window, range(len(windows)))) or window_of(self.window_size) is None
+        is_used = window_of(self.window_size) is None
+        for layer in range(len(windows)):
+            is_used = is_used or bool(self.window(layer))
         must = (
             "it leaves no layer of softmax attention with the window; give one of them a 1, or "
             "leave window_size out"
         )
-        require(self, has, "window_attn_skip_freq", must)
+        require(self, is_used, "window_attn_skip_freq", must)
 
     def window(self, layer: int) -> Window | None:
         return self._windows[layer] if self.has_softmax(layer) else None

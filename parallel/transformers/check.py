@@ -54,8 +54,8 @@ class Float64Mode(TorchFunctionMode):
 
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        named = {name: replace_dtype(x) for name, x in (kwargs or {}).items()}
-        return func(*map(replace_dtype, args), **named)
+        kwargs = {name: replace_dtype(x) for name, x in (kwargs or {}).items()}
+        return func(*map(replace_dtype, args), **kwargs)
 
 
 class ModuleErrors(NamedTuple):

@@ -9,6 +9,7 @@ sentences between needles: Mohtashami & Jaggi 2023, "Landmark Attention".
 """
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -161,11 +162,13 @@ class LineMaker:
         else:
             queried = [round(depth * (lines - 1))]
 
-        named = sorted(queried) if self.task.form == "needle" else range(lines)
-        numbers = distinct(draw, len(named), _num_names(self._words), "key")
+        keyed_lines: Sequence[int] = range(lines)
+        if self.task.form == "needle":
+            keyed_lines = sorted(queried)
+        numbers = distinct(draw, len(keyed_lines), _num_names(self._words), "key")
         keys: dict[int, str] = {}
         values: dict[int, str] = {}
-        for line, number in zip(named, numbers, strict=True):
+        for line, number in zip(keyed_lines, numbers, strict=True):
             keys[line] = self._key(number)
             values[line] = self._value(draw, line)
 

@@ -90,7 +90,7 @@ def _import_edits(node: ast.Import, path: Path, name: str) -> Iterator[Edit]:
 
 
 def _namespace_edits(node: ast.AST, lines: list[bytes], namespace: str) -> Iterator[Edit]:
-    """Yield the edit of a custom operator: ``torch.ops.longmesh`` or a string "longmesh::..."."""
+    """Yield the edit of an operator's namespace: in torch.ops, or in a string "longmesh::..."."""
     if isinstance(node, ast.Attribute) and ast.unparse(node) == f"torch.ops.{NAMESPACE}":
         assert node.end_lineno is not None
         assert node.end_col_offset is not None

@@ -254,7 +254,9 @@ def _backward_bytes(work: StepShape, plan: Plan, arrangement: Arrangement) -> fl
     tokens = work.tokens(plan)
     size = work.element_size / tp
     saved_bytes, needed_bytes = _layer_activations(work, plan, arrangement)
-    recomputed_bytes = tokens * (needed_bytes - saved_bytes * (not arrangement.offload))
+    if not arrangement.offload:
+        needed_bytes -= saved_bytes
+    recomputed_bytes = tokens * needed_bytes
 
     # Sizes: hidden states of the tokens, a chunk's inner activations, a weight matrix.
     num_matrices = 3 if work.gated else 2

@@ -168,7 +168,9 @@ class DeltaCost:
             for message in messages:
                 rank = message.source.rank
                 if rank != message.peer:
-                    num_bytes = state + square * (not message.state)
+                    num_bytes = state
+                    if not message.state:
+                        num_bytes += square
                     sent_states.append((rank, message.peer, num_bytes))
             rounds.append(sent_states)
         return rounds
@@ -199,7 +201,9 @@ class DeltaCost:
             multiply_adds = Counter[int]()
             num_joined = Counter[int]()
             for message in messages:
-                columns = shape.value_dim + shape.key_dim * (not message.state)
+                columns = shape.value_dim
+                if not message.state:
+                    columns += shape.key_dim
                 elements = self.batch * shape.heads * shape.key_dim**2
                 multiply_adds[message.peer] += elements * columns
                 num_joined[message.peer] += 1

@@ -86,9 +86,12 @@ def print_memory(args: argparse.Namespace, config: Any, world_size: int, cluster
 
     print(bars(parts, busiest.host, cluster))
     print(message)
-    if fits:
-        return
+    if not fits:
+        _print_changes(needed_changes, seconds)
 
+
+def _print_changes(needed_changes: Sequence[Any], seconds: float | None) -> None:
+    """Print the settings that make a configuration fit, and the time of a step with them."""
     if seconds is None:
         advice = "use more (--fewest says how many) or shorter sequences"
         print(f"no arrangement of these processes fits by the search; {advice}")

@@ -130,11 +130,11 @@ method_to_read = partial(fastest_method, steps=False)
 
 
 def rearranged(config: C, processes: int, entries: int | None) -> tuple[C, str]:
-    """Return the configuration on the fastest predicted mesh for these processes, and a report.
+    """Return the configuration with the mesh predicted to be fastest, and a line that reports it.
 
-    The mesh, the micro-batch size and, if necessary, the method change. The method and its options
-    stay if they suit the mesh; sharding and recomputation stay unless memory is short. ``entries``
-    is the vocabulary size of a language model's tokenizer.
+    The mesh is for this number of ``processes``, and the micro-batch size changes with it. The
+    method and its options stay if they suit the mesh; sharding and recomputation stay unless memory
+    is short. ``entries`` is the vocabulary size of a language model's tokenizer, else None.
 
     Raises:
         ConfigError: no mesh keeps global_batch_size (the message lists numbers of processes that
@@ -189,7 +189,7 @@ def divided(config: C, processes: int) -> Iterator[C]:
     """Yield every mesh that keeps global_batch_size, with the largest possible micro-batch.
 
     The micro-batch size is at most the configured one. A pipeline may need more micro-batches, so
-    for a mesh with a pipeline all smaller sizes follow.
+    for a mesh with a pipeline all smaller sizes that divide the largest follow.
     """
     global_batch = config.train.global_batch_size or 1
     for arrangement in arrangements(config, processes):

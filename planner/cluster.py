@@ -293,7 +293,7 @@ def default_cluster(device_type: str) -> Cluster:
     try:
         device_name = torch.cuda.get_device_name()
     except (AssertionError, RuntimeError):  # torch raises one without CUDA, one without a device
-        device_name = "a GPU that is not here"
+        device_name = "this machine, on which torch finds no GPU"
     card = card_of(device_name)
     if card and card.cluster:
         return load_cluster(CLUSTERS / f"{card.cluster}.toml")

@@ -205,7 +205,7 @@ def _entries(config: Any) -> int | None:
 
 
 def verdict(rehearsals: Sequence[Rehearsal], cluster: Cluster) -> tuple[bool, str]:
-    """Return if every process has enough memory, and a sentence that says so."""
+    """Return whether every process has enough memory, and a sentence on it."""
     max_bytes = max(rehearsal.bytes for rehearsal in rehearsals)
     max_host_bytes = max(rehearsal.host for rehearsal in rehearsals)
     memory_gb = cluster.memory_gb

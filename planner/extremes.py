@@ -53,7 +53,7 @@ def fits(
     cluster: Cluster,
     progress: Callable[[str], None] = lambda message: None,
 ) -> bool:
-    """Return True if some arrangement and method fit in memory with the most saving settings.
+    """Return True if some arrangement and method fit with the settings that save most memory.
 
     Stages of heads (ulysses_head_chunks) are tried last, as only methods that exchange heads have
     them.
@@ -97,7 +97,7 @@ def longest(config: Config, world_size: int, cluster: Cluster) -> int:
 
 
 def fewest(config: Config, cluster: Cluster) -> int:
-    """Return the minimum number of processes that fit the sequence: a power of two or full nodes.
+    """Return the fewest processes whose memory the sequence fits: a power of two or full nodes.
 
     Raises ConfigError: more than MAX_PROCESSES would be needed.
     """

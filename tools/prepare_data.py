@@ -295,7 +295,7 @@ def _print_notes(prepared: "Prepared", prefix: Path, is_chat: bool) -> None:
 
 
 def _check_that_rows_are_read(inputs: list[str], suffix: str) -> None:
-    """Raise DataError if --json-keys is given but no input has rows with fields."""
+    """Raise DataError if no input has rows; --json-keys then has no field to name."""
     from data.text.corpus import has_rows, input_files
     from data.text.files import ROW_ENDINGS
     from runtime.errors import DataError

@@ -169,8 +169,8 @@ def _pieces(ids: np.ndarray, learned: np.ndarray, chat: Chat) -> list[Piece]:
         pieces.append((ids[start : start + size], mask))
     if not any(mask.any() for _, mask in pieces):
         raise DataError(
-            "after the cut no token carries loss; leave the conversation out, or choose another "
-            "--too-long"
+            "no remaining token carries loss; leave the conversation out or, if it was cut, choose "
+            "another --too-long"
         )
     return pieces
 

@@ -83,8 +83,8 @@ class Reads:
     variables: frozenset[str] = frozenset()
     """Variables that the caller passes in, such as documents."""
     names: frozenset[str] = frozenset()
-    """Attributes and string constants, which are all keys of a turn that the template could read.
-    Rendering shows which of them it does read."""
+    """Attributes and string constants; every key of a turn that the template could read is among
+    them. Rendering shows which keys it does read."""
     texts: frozenset[str] = frozenset()
     """String constants, some of which may be roles."""
 

@@ -6,9 +6,10 @@ every prefix of a conversation of n turns takes time proportional to n squared, 
 for conversations with hundreds of tool calls.
 
 So only the first turns of a long conversation and a few dozen others are compared with prefixes.
-Every other answer is rendered as the last turn of a short window of turns, and the text that it
-adds there must occur at the expected offset of the whole text. If any of these checks fails, the
-conversation is compared with every prefix, so the result never relies only on windows.
+Each answer after the first turns, compared or not, is rendered as the last turn of a short window
+of turns, and the text that it adds there must occur at the expected offset of the whole text. If
+any of these checks fails, the conversation is compared with every prefix, so the result never
+relies only on windows.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ ALL_COMPARED = 32
 """Number of first turns for which every prefix is compared."""
 _SHARES = 8
 _AROUND = 6
-"""Number of turns before an answer that are searched for its question."""
+"""Number of turns before an answer that are searched for a question, at which a window starts."""
 
 
 def spans_by_prefixes(

@@ -184,8 +184,9 @@ class ChatTemplate:
     ) -> tuple[list[int | None] | None, list[str]]:
         """Return the turn of each span between generation marks, and notes for the user.
 
-        A span without any turn's content has owner None. The list is None if the marks surround
-        anything but the assistant's words. Raises DataError: a turn is dropped or changed.
+        A span without any turn's content has owner None. The list is None if there are no marks,
+        or if they do not surround exactly the assistant's words. Raises DataError: a turn is
+        dropped or changed.
         """
         stand_ins = StandIns(conversation, marks[2], marks[3])
         dates: list[str] = []

@@ -41,7 +41,7 @@ class EpochedDataset:
     vocab_size: int
     """Token ids must be in [0, vocab_size)."""
     missing: Callable[[int], str | None] = lambda token: None
-    """Message for a token id that has no embedding, None for others, as in `check_indexed`."""
+    """Returns a message for a token id that the tokenizer has and the model lacks, else None."""
     eod_mask_loss: bool = False
     """Mask the loss of labels that begin another document; samples must have `begins`."""
     tells_documents: bool = False
@@ -57,7 +57,7 @@ class EpochedDataset:
         self._epochs = {0: self.first}
 
     def __len__(self) -> int:
-        """Return the samples of one epoch."""
+        """Return the number of samples of one epoch."""
         return len(self.first)
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
@@ -147,7 +147,7 @@ class BlendedDataset:
         exact = sample_weights / sample_weights.sum() * _PERIOD
         self._counts = _rounded(exact)
         self.fill = float(self._counts @ fills) / _PERIOD
-        """As a dataset's."""
+        """Share of positions that have tokens, over all datasets."""
 
         owners = np.repeat(np.arange(len(self._counts)), self._counts)
         ranks = np.concatenate([np.arange(count) for count in self._counts])

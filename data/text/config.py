@@ -15,9 +15,9 @@ class DataConfig:
     data_path: tuple[str, ...] = ()
     """Prefix of a Megatron .bin/.idx pair, or a blend: weight prefix weight prefix ..."""
     mock_data: bool = False
-    """Train on random tokens instead of files, to measure a run without data; needs --vocab-size.
-    On the command line it replaces the data files and the tokenizer in --config's file, and
-    --data-path replaces that file's mock_data."""
+    """Train on random tokens, drawn from the seed, instead of files, to measure a run without data;
+    needs --vocab-size. On the command line it replaces the data files and the tokenizer in
+    --config's file, and --data-path replaces that file's mock_data."""
     split: str = "95,5,0"
     """Shares of the documents for training, validation and test."""
     tokenizer_model: str | None = None

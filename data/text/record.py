@@ -24,7 +24,7 @@ from runtime.errors import DataError
 from runtime.files import sha256
 
 CONVERSATIONS = ("read", "kept", "split", "truncated", "refused", "left_out", "learned")
-"""Names of the numbers of conversations per outcome."""
+"""Names of the counts of conversations by outcome, of pieces left out and of learned tokens."""
 CHAT_ENDS = (f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".refused.txt")
 CHAT = "chat"
 """Key, in records and checkpoints, of the chat template and the tokens that end turns."""

@@ -74,7 +74,7 @@ class DocumentGroup(NamedTuple):
 
 
 def document_groups(config: DataConfig) -> list[DocumentGroup]:
-    """Return the groups of a file's documents, one list per split.
+    """Return the groups of a file's documents, one split after the other.
 
     Only training is blended by length, because the validation loss should be of all documents.
     """
@@ -307,7 +307,7 @@ class TextFile:
 
     def _write_cache(self, folder: Path) -> None:
         try:
-            # A second run waits for the first, as long as writing its own cache would take.
+            # A second run waits for the first, which takes no longer than writing its own would.
             with owned(folder.parent, folder.name, wait=True):
                 if folder.is_dir():
                     return

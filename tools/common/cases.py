@@ -155,6 +155,7 @@ WORDS = _words()
 
 def case_of(line: str) -> Case:
     """Parse a line into a case.
+
     Raises UserError: an unknown word; the message lists the known ones.
     """
     values: dict[str, Any] = {}

@@ -54,7 +54,8 @@ def check_prefix(prefix: str, tokenizer: "Tokenizer") -> str:
 def _ends(indexed: "Indexed", eod: int) -> str:
     """Describe the documents that do not end with the end-of-document token, if there are any.
 
-    Raises DataError: tools.prepare_data wrote the pair, so that all documents should end with it.
+    Raises DataError: there are such documents, although tools.prepare_data, which ends every
+    document, wrote the pair.
     """
     import numpy as np
 
@@ -182,7 +183,7 @@ def shares(lengths: "np.ndarray", longer: "Sequence[int] | np.ndarray") -> "np.n
 
 
 def share_lines(lengths: "np.ndarray", kind: str) -> Iterator[str]:
-    """Yield a line for each length in ``LONGER``: the share of tokens in longer texts as a bar."""
+    """Yield a line for each length in ``LONGER``: the share of tokens in longer texts, a bar."""
     yield f"tokens in {kind}s longer than"
     for longer, share in zip(LONGER, shares(lengths, LONGER), strict=True):
         yield f"{longer:>9,} {share:7.2%} {'█' * round(_BAR * share)}".rstrip()

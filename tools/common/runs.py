@@ -73,9 +73,9 @@ class Run:
         return tuple(dict.fromkeys(ends))
 
     def template(self, file: str | None = None) -> "ChatTemplate":
-        """Return the chat template: of a file or name, the run's conversations, or the tokenizer.
+        """Return the chat template.
 
-        The first that exists is used.
+        It is the given file or name, else that of the run's conversations, else the tokenizer's.
 
         Raises DataError: there is no template, or it is invalid.
         """
@@ -134,7 +134,10 @@ def add_begin(parser: argparse.ArgumentParser, texts: str) -> None:
 
 
 def add_scoring(parser: argparse.ArgumentParser, groups: str) -> None:
-    """Add the flags for scoring a run: lengths, samples of each of the ``groups``, the mesh."""
+    """Add the flags for scoring a run: lengths, number of samples, the mesh.
+
+    ``groups`` says in the help what that number of samples is for.
+    """
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
     add(
@@ -145,7 +148,7 @@ def add_scoring(parser: argparse.ArgumentParser, groups: str) -> None:
         metavar="N",
         help="tokens of prompt and answer",
     )
-    add("--samples", type=positive, default=20, help=f"samples of {groups} (default: %(default)s)")
+    add("--samples", type=positive, default=20, help=f"samples for {groups} (default: %(default)s)")
     add("--batch-size", type=positive, default=1, help="samples at once (default: %(default)s)")
     add("--save", type=Path, metavar="DIR", help="folder to write to (default: RUN/evaluation)")
     add_mesh(parser)

@@ -212,7 +212,7 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
         "--samples",
         type=positive,
         default=100,
-        help="of each task and length (default: %(default)s)",
+        help="examples of each task and length (default: %(default)s)",
     )
     add(
         "--messages",

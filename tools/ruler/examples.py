@@ -29,9 +29,9 @@ class RulerConfig:
     """The needles that a run looks for as it trains (RULER, Hsieh et al. 2024)."""
 
     ruler_interval: int | None = None
-    """Number of iterations between points of the curve, such as save_interval: the share of needles
-    found at each length. A last point is made at the end. By default none; on the command line,
-    none removes the curve of --config's file."""
+    """Number of iterations between points of the curve, which shows the share of needles found at
+    each length; the value of save_interval, for example. A last point is made at the end. By
+    default none; on the command line, none removes the curve of --config's file."""
     ruler_lengths: tuple[int, ...] = ()
     """Lengths of the examples in tokens, at most seq_length; by default seq_length and those of its
     half and its quarter that are 512 or more."""

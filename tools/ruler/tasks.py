@@ -1,4 +1,4 @@
-"""RULER's 13 tasks (Hsieh et al. 2024): questions of any size, each from its own random draws.
+"""RULER's 13 tasks (Hsieh et al. 2024): questions of any size, each determined by its draw's name.
 
 The prompts and the parameters are the benchmark's, word for word; a size counts sentences, lines or
 words of the haystack. If a task's own draws do not depend on the size, needles stay the same as the

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def below(draw: str, bound: int, name: str, number: int) -> int:
-    """Draw a number in [0, bound) that depends only on the names; ``bound`` is far below 2^64."""
+    """Draw a number in [0, bound), determined by the arguments; ``bound`` is far below 2^64."""
     return int.from_bytes(next(_digests(draw, name, number))[:8], "big") % bound
 
 

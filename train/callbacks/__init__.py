@@ -38,7 +38,10 @@ class Step:
 
 
 class Callback:
-    """Base class of callbacks. All ranks call its methods together, so they may be collective."""
+    """Acts between training steps; a base class.
+
+    All ranks call its methods together, so they may be collective.
+    """
 
     def on_train_begin(self, iteration: int) -> None:
         """Act before the first step; the run resumes after ``iteration``, or starts from 0."""

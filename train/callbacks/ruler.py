@@ -119,7 +119,7 @@ class Curve:
                 micro_batches.append(self._objective.local(stacked))
             runner.forward(micro_batches)
 
-        # Ranks with the same tokens count an error several times, but only 0 or more matters here.
+        # Ranks with the same tokens count an error several times; it only matters if there is any.
         dist.all_reduce(wrong)
         right = (wrong == 0).double().view(len(self.lengths), -1).mean(1) * 100  # [lengths]
         return {

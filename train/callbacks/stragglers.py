@@ -67,7 +67,7 @@ class Stragglers(Callback):
             layers[0].register_forward_hook(lambda *_: self._on_call(begins=False), prepend=True)
 
     def _on_call(self, *, begins: bool) -> None:
-        """Record a call's start or end, but not while torch.compile traces: it breaks the graph."""
+        """Record a call's start or end; not in torch.compile, where timing breaks the graph."""
         if torch.compiler.is_compiling():
             return
         if begins:

@@ -53,7 +53,7 @@ def validate_run(config: CommonConfig) -> None:
     eval_iters = config.train.eval_iters
     if eval_iters and not split_shares(config.data.split)[1]:
         raise ConfigError(
-            f"split is {config.data.split}, without validation data, but eval_iters is "
+            f"split is {config.data.split}, which has no validation data, but eval_iters is "
             f"{eval_iters}; give a split such as 95,5,0, or --eval-iters 0"
         )
     _check_needs(config)

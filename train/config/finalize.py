@@ -84,7 +84,7 @@ def validate_launch(config: C, validate: Validate[C]) -> None:
             raise  # the error does not come from the number of processes
         raise ConfigError(
             f"{error}; or give --allow-resize: the run is for {counted(full, 'process')}, and the "
-            "planner arranges those that were started"
+            "planner then finds a mesh for those that were started"
         ) from None
 
 
@@ -172,7 +172,8 @@ def with_method(config: C, world_size: int, choose: Method) -> C:
 def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[ContextConfig, str]:
     """Return the context-parallel method and the reason for it.
 
-    A run that resumes on the same mesh keeps its method; otherwise ``choose`` decides.
+    A run that resumes on the same mesh with the same length keeps its method; otherwise ``choose``
+    decides.
     """
     checkpoint = config.checkpoint
     file = Path(checkpoint.load or "") / CONFIG

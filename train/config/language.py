@@ -95,7 +95,7 @@ def _validate_data(config: Config) -> None:
 
 
 def _validate_documents(config: Config) -> None:
-    """Check that the document settings agree, and that the model can mask across documents."""
+    """Check that the document settings agree, and that the model can keep documents apart."""
     if config.data.sft and not (config.packed and config.data.reset_position_ids):
         raise ConfigError(
             "sft is set, and it turns on reset_attention_mask and reset_position_ids, so that a "

@@ -20,7 +20,7 @@ before the reason that there is none."""
 
 
 class MegatronFlag(NamedTuple):
-    """The answer for a Megatron-LM flag; verdict `=` requires `field` to be one of `fits`."""
+    """The answer for a Megatron-LM flag; verdict `=` requires `field`, if any, to be in `fits`."""
 
     flag: str
     values: tuple[str, ...]

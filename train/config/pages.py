@@ -189,7 +189,7 @@ def code_page() -> str:
 
 
 def _files(paths: Iterable[Path]) -> list[str]:
-    """Return a Markdown table of files with the first line of each one's docstring."""
+    """Return a Markdown table of files and packages, each with its docstring's first line."""
     rows = []
     for path in paths:
         name = path.relative_to(ROOT).as_posix().removesuffix("__init__.py")

@@ -259,8 +259,8 @@ def _validate_linear_method(config: Config) -> None:
     if method == "ulysses" and layout not in ("auto", "contiguous"):
         raise ConfigError(
             f"context_parallel_layout is {layout}, but with method ulysses and the linear "
-            f"attention of model_type {family} a rank has whole sequences of some heads; leave out "
-            "--context-parallel-layout, or use method lasp or lasp2"
+            f"attention of model_type {family} a rank has whole sequences of some heads in any "
+            "layout; leave out --context-parallel-layout, or use method lasp or lasp2"
         )
     if cp > 1 and method in STATE_METHODS and context.attention_backend == "reference":
         raise ConfigError(
@@ -343,7 +343,7 @@ def _validate_shares(model: DecoderConfig | DiTConfig, tp: int) -> None:
         raise ConfigError(
             f"num_query_groups is {groups}, not a multiple of {size}, but "
             f"{with_article(model.model_type)} normalises all keys of a token together, so that "
-            f"each head must be on one rank; sizes that fit: {_listed(divisors(groups))}"
+            f"each head must be on exactly one rank; sizes that fit: {_listed(divisors(groups))}"
         )
     if groups % tp and tp % groups:
         fitting = divisors(model.num_attention_heads)

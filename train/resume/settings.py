@@ -49,7 +49,7 @@ def settings(config: CommonConfig) -> dict[str, object]:
 def changes(
     config: CommonConfig, extra: dict[str, Any], contents: dict[str, str]
 ) -> dict[str, str]:
-    """Describe each changed setting and file, keyed by name, with the flag that keeps its value."""
+    """Describe each changed setting and file, keyed by name, and how to keep the old value."""
     lines = {}
     for name, before, after in _changed(extra.get("settings", {}), settings(config)):
         if name == MICRO and config.mesh.allow_resize:

@@ -31,8 +31,8 @@ from train.resume.settings import AVERAGED, changes, check_allowed
 class Start:
     """Start of a run: resumed, finetuned from weights, or from scratch.
 
-    `find_start` decides it from only the configuration and a manifest, so that contradictions are
-    refused before data, model and optimizer are built, which takes time and memory. `load` is
+    `find_start` needs only the configuration and a manifest to decide it, so that contradictions
+    are refused before data, model and optimizer are built, which takes time and memory. `load` is
     called once they exist.
     """
 

@@ -170,7 +170,7 @@ def test_what_is_too_long(policy, length, counts, learned, tmp_path):
         match=r"in\.jsonl, line 2: has 57 tokens, but seq_length is 20; .*--too-long split",
     ):
         prepared(tmp_path, source, seq_length=20)
-    with pytest.raises(DataError, match="after the cut no token carries loss"):
+    with pytest.raises(DataError, match="no remaining token carries loss"):
         prepared(tmp_path, source, seq_length=20, too_long="truncate-right")
     facts = prepared(tmp_path, source, seq_length=length, too_long=policy)
     assert {name: facts.conversations[name] for name in counts} == counts

@@ -31,7 +31,8 @@ class Drawing:
 
     @property
     def slowest(self) -> int:
-        """Number of pairs of the slowest rank, summed over rounds if ranks proceed together."""
+        """Number of pairs that decide the time: the slowest rank's, or if ranks proceed from round
+        to round together, the sum of each round's slowest."""
         if self.in_step:
             return int(self.work.max(axis=1).sum())
         return int(self.work.sum(axis=0).max())

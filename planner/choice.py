@@ -199,9 +199,8 @@ def divided(config: C, processes: int) -> Iterator[C]:
         largest = math.gcd(config.train.micro_batch_size, global_batch // dp)
         yield arrangement.updated(micro_batch_size=largest)
         if arrangement.mesh.pipeline_model_parallel_size > 1:
-            for size in range(largest - 1, 0, -1):
-                if largest % size == 0:
-                    yield arrangement.updated(micro_batch_size=size)
+            for size in reversed(divisors(largest)[:-1]):
+                yield arrangement.updated(micro_batch_size=size)
 
 
 def _fitting(config: CommonConfig, processes: int) -> str:

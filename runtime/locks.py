@@ -242,7 +242,7 @@ def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> 
         return None
     if patience:
         print(
-            f"note: {path} belongs to {first.holder}; watching for {patience:g} s if it is alive",
+            f"note: {path} belongs to {first.holder}; watching {patience:g} s for a sign of life",
             file=sys.stderr,
         )
     deadline = time.monotonic() + patience

@@ -64,7 +64,7 @@ MASKED_TARGETS: tuple[Target, ...] = (
     ("zigzag/exchange", "gain_reached", 0.9, None),
     ("striped/exchange", "ratio", 1.0, None),
 )
-"""Two contestants, the field of ``compare`` for their ratio, and its minimum and maximum."""
+"""Two contestants, a field of ``compare`` about them, and its minimum and maximum."""
 MIN_SHORT_RATE = 0.6
 """Minimum FLOP rate on short documents, as a fraction of the rate on one document."""
 MIN_WINDOW_GAIN = 3.0

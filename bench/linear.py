@@ -69,7 +69,7 @@ MINIMUM_SECONDS = 0.5
 
 
 def fits(work: AttentionShape) -> bool:
-    """Return True if the scores and decays that naive saves fit ``SCORES_BYTES``."""
+    """Return True if the scores and decays that naive saves for the backward fit the limit."""
     return 4 * (work.batch + 1) * work.num_heads * work.seq_length**2 <= SCORES_BYTES
 
 

@@ -86,7 +86,7 @@ def attend_tiles_(
     scale: float,
     backend: AttentionKernel,
 ) -> None:
-    """Add the attention of these tiles to running results, in place.
+    """Merge the attention of these tiles into running results, in place.
 
     Args:
         out, lse: results over earlier keys, float32 or wider; lse is -inf for a row without any.

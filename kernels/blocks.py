@@ -119,7 +119,7 @@ def in_one_piece(x: Tensor) -> Tensor:
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Add one block's result to the running result of the same rows, in place.
+    """Merge one block's result into the running result of the same rows, in place.
 
     With w = sigmoid(block_lse - lse) the merged rows are out + w (block_out - out): no exponential
     of a score, so nothing overflows. A row that has seen no keys yet has lse = -inf and takes the

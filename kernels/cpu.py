@@ -44,7 +44,7 @@ class Strips(NamedTuple):
     def attend_(
         self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
     ) -> None:
-        """Add the attention of these tiles to running results, in place."""
+        """Merge the attention of these tiles into running results, in place."""
         out = out.transpose(1, 2)  # [B, H, T, D]
         lse = lse.transpose(1, 2)  # [B, H, T]
         q, k, v = heads_first(q, *keys)

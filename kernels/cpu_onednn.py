@@ -211,7 +211,7 @@ def _mask(
     if causal:
         mask = triangle(CAUSAL, ROWS, dtype)
     if mask is not None and transposed:
-        mask = mask.t().contiguous()  # a new mask takes three times as long
+        mask = mask.t().contiguous()  # adding a view would take three times as long
 
     def hide(scores: Tensor, first: slice, second: slice) -> None:
         if mask is None:

@@ -151,7 +151,7 @@ class PackedKernel:
     def attend_(
         self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
     ) -> None:
-        """Add the attention of these tiles to running results, in place.
+        """Merge the attention of these tiles into running results, in place.
 
         ``out`` and ``lse`` are contiguous.
         """
@@ -219,7 +219,7 @@ def launches(tiles: Sequence[Tile], q: Tensor, k: Tensor) -> tuple[Launch, ...]:
     return _launches(as_numbers(tiles), *q.shape[:2], k.shape[1], q.device)
 
 
-@cached_on_device(256)  # each round of a micro-batch has other tiles, and a ring many rounds
+@cached_on_device(256)  # each round of a micro-batch has its own tiles, and a ring has many
 def _launches(
     tiles: tuple[TileNumbers, ...], batch: int, rows: int, columns: int, device: torch.device
 ) -> tuple[Launch, ...]:
@@ -256,7 +256,7 @@ def _launch(
     row_starts = np.cumsum([0, *map(len, row_runs)])
     column_starts = np.cumsum([0, *map(len, column_runs)])
 
-    # Copied to the device once.
+    # Copy everything to the device at once.
     host = [row_starts, column_starts, row_index, column_index]
     joined = to_device(torch.from_numpy(np.concatenate(host)), device)
     device_row_starts, device_column_starts, device_rows, device_columns = joined.split(

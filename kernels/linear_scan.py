@@ -24,8 +24,8 @@ class Chunks:
     """Token in each slot [N * C], arbitrary in empty slots; None if all slots are filled in order.
     """
     slots: Tensor | None
-    """Slot of each token [T]; None in the same case. A mask would make a GPU wait to count its
-    entries."""
+    """Slot of each token [T]; None in the same case. A mask would make the host wait for a GPU to
+    count its entries."""
     lengths: Tensor
     """Number of tokens in each chunk [N]."""
     starts_document: tuple[bool, ...]

@@ -23,7 +23,7 @@ LOSS_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Number of elements in a float32 chunk: 4 MiB fit a CPU's cache, and 128 MiB keep a GPU busy."""
 
 Split = tuple[int, dist.ProcessGroup]
-"""First vocabulary entry of this rank, and the group of ranks that hold the other entries."""
+"""First vocabulary entry of this rank, and the group of ranks that share the vocabulary."""
 RowFunction = Callable[[Tensor, slice], Tensor]
 """Function of (rows [n, C], their slice) that returns [n, ...], or a scalar to be summed."""
 
@@ -103,7 +103,7 @@ class _CrossEntropySum(torch.autograd.Function):
         logits, column, local, valid, lse = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for rows in _float_chunks(logits):
-            if grad.dtype == lse.dtype:  # overwrites the logits' chunk in place
+            if grad.dtype == lse.dtype:  # computed in its place in grad
                 chunk = torch.sub(logits[rows], lse[rows, None], out=grad[rows])
             else:
                 chunk = logits[rows].to(lse.dtype, copy=True).sub_(lse[rows, None])

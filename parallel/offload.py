@@ -66,7 +66,7 @@ class Slabs:
         while number < len(self._free) and self._free[number] < aligned_count:
             number += 1
         if number == len(self._free):
-            earlier_bytes = 1 << sum(self.sizes).bit_length() >> 1  # largest power of two below it
+            earlier_bytes = 1 << sum(self.sizes).bit_length() >> 1  # power of two up to their sum
             max_size = max(SLAB, self._several * pinned_bytes(aligned_count))
             self.sizes.append(max(pinned_bytes(aligned_count), min(max_size, earlier_bytes)))
             self._free.append(self.sizes[-1])
@@ -229,7 +229,7 @@ class Layer:
         return saved
 
     def fetch(self) -> None:
-        """Begin to copy back the tensors that were not unpacked yet."""
+        """Begin to copy back to the device the tensors that were not unpacked yet."""
         for reference in self._saved:
             saved = reference()
             if saved is not None and not saved.unpacked:

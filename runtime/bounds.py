@@ -27,8 +27,9 @@ class _Expired(BaseException):
 def bounded(name: str, work: Callable[[], Result]) -> Result:
     """Return ``work()`` under limits of time and memory; call in the main thread.
 
-    ``name`` is the program's name for messages.\n\n Raises UnboundedError: the call takes more than
-    MAX_SECONDS or MAX_BYTES.
+    ``name`` is the name of the code, for messages.
+
+    Raises UnboundedError: the call takes more than MAX_SECONDS or MAX_BYTES.
     """
     running = True
 

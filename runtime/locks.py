@@ -56,7 +56,7 @@ def not_a_file(path: Path) -> str:
 
 
 class InUseError(UserError):
-    """A folder is in use, or its lock cannot be taken; the message names the holder."""
+    """A folder is in use, or its lock cannot be taken; the message names lock and holder."""
 
 
 class EndingError(InUseError):
@@ -213,7 +213,7 @@ def _holder(path: Path, handle: int, created: bool) -> _Snapshot | None:
     record = snapshot.record
     on_this_host = record is not None and record["host"] == socket.gethostname()
     if locked is False and (on_this_host or record is None):
-        return snapshot  # the file server may keep a lock whose holder on another host is dead
+        return snapshot  # else watch: a server may keep the lock of a dead holder on another host
     is_dead = False
     if on_this_host and record is not None:
         is_dead = bool(locked) or not _runs(int(record["pid"]))
@@ -236,13 +236,13 @@ def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> 
     left.
     """
     with suppress(OSError):
-        fcntl.lockf(handle, fcntl.LOCK_UN)  # Reading the file through a new handle does the same.
+        fcntl.lockf(handle, fcntl.LOCK_UN)  # reading the file through a new handle does so too
     first = _Snapshot.of(path)
     if first.text != text:
         return None
     if patience:
         print(
-            f"note: {path} belongs to {first.holder}; watching for {patience:g} s if it is alive",
+            f"note: {path} belongs to {first.holder}; watching {patience:g} s for a sign of life",
             file=sys.stderr,
         )
     deadline = time.monotonic() + patience
@@ -258,7 +258,7 @@ def _holder_unless_dead(path: Path, handle: int, text: str, patience: float) -> 
         os.link(path, link)
     except FileExistsError:
         with suppress(FileNotFoundError):
-            # A process was killed between link and unlink.
+            # Another watcher was killed between link and unlink.
             if time.time() - link.stat().st_ctime > PATIENCE_SECONDS:
                 link.unlink()
                 # Watch again with patience: others may be about to remove the file.

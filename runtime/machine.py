@@ -119,7 +119,7 @@ def stamp() -> dict[str, str]:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Return device and versions, to store with a result; missing packages are left out."""
+    """Return device, versions, date and commit for a result; missing packages are left out."""
     machine: dict[str, Any] = {
         "device": device_name(device),
         **stamp(),

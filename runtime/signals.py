@@ -123,7 +123,7 @@ def signals_later() -> Iterator[None]:
     A signal during the start of a child process would leave a child without a function to call.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # in this thread signals never interrupt anything
+        yield  # signals interrupt only the main thread
         return
     received: list[int] = []
     previous_handlers: dict[signal.Signals, Any] = {}

@@ -84,8 +84,8 @@ def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
     nodes = hosts(environ.get("SLURM_STEP_NODELIST", ""))
     if not nodes:
         raise LaunchError(
-            "SLURM_STEP_NODELIST is not set, so the ranks cannot connect; set MASTER_ADDR and "
-            "MASTER_PORT"
+            "SLURM_STEP_NODELIST is not set, so the ranks cannot connect; start with srun or "
+            "torchrun, or unset SLURM_STEP_NUM_TASKS to start alone"
         )
     job = _number(environ, "SLURM_JOB_ID")
     step = _number(environ, "SLURM_STEP_ID")

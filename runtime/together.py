@@ -210,7 +210,7 @@ def report_unresponsive_ranks(error: RuntimeError, seconds: float) -> bool:
 
     if line:
         print(line, file=sys.stderr, flush=True)
-    time.sleep(0.5)  # let the reporting rank print: the launcher then ends all ranks
+    time.sleep(0.5)  # let the reporting rank print: the launcher ends all once one has ended
     return True
 
 

@@ -317,9 +317,10 @@ def write_own_stacks(out: IO[str]) -> None:
 
 
 def write_stacks_of(out: IO[str], process: Process, deadline: float) -> None:
-    """Write another process's stacks; a stopped process is woken to write its own.
+    """Write another process's stacks; wake it if it is stopped.
 
-    Waits for the Python stacks until ``deadline`` (of ``time.monotonic``), but at least one second.
+    Only the process itself can write its Python stacks. Waits for them until ``deadline`` (of
+    ``time.monotonic``), but at least one second.
     """
     header = f"process {process.pid} did not answer\n{_native(process.pid)}\nPython:"
     print(header, file=out, flush=True)
@@ -328,7 +329,7 @@ def write_stacks_of(out: IO[str], process: Process, deadline: float) -> None:
         # No longer empty: the process sees that its stacks were wanted, however late it writes
         # them.
         os.truncate(stacks, 1)
-        # Sent to the main thread: another thread might read its frames while they change.
+        # Sent to the main thread: another would read that thread's frames while they change.
         ctypes.CDLL(None).tgkill(process.pid, process.pid, DUMP)
         process.send(signal.SIGCONT)
 

@@ -26,7 +26,7 @@ importing torch takes.
 
 
 def interpreter(container: str | None = None) -> str | None:
-    """Return the Python of a job's ranks, as slurm/job.sh chooses it; None inside a container."""
+    """Return the Python of a job's ranks, as slurm/job.sh chooses it; None for a container's."""
     if container or os.environ.get("CONTAINER"):
         return None
     python = os.environ.get("PYTHON")

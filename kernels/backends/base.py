@@ -53,7 +53,7 @@ class AttentionKernel:
 SIMULATED_KERNEL = Setting[AttentionKernel]()
 """Softmax attention that computes shapes only and replaces every backend's in a simulation."""
 SIMULATED_SLAB = Setting[SlabKernel]()
-"""The shapes-only counterpart for a delta rule's slab (a range of chunks)."""
+"""The same for the delta rule over a slab (a range of chunks)."""
 
 
 def pair_of(kernel: AttentionKernel | PackedKernel | None) -> Kernel | None:
@@ -102,7 +102,7 @@ class Backend:
         raise NotImplementedError
 
     def is_automatic_linear(self, device_type: str, dtype: torch.dtype) -> bool:
-        """Return True if ``auto`` takes this backend for linear attention or a delta rule."""
+        """Return True if ``auto`` takes it for linear attention, and for a delta rule that fits."""
         return False
 
     def linear_scan(self) -> Scan:
@@ -110,7 +110,7 @@ class Backend:
         raise NotImplementedError
 
     def delta_refusal(self, *, per_channel: bool, key_dim: int) -> str | None:
-        """Return the gates or keys of a delta rule that the backend lacks; None if they fit."""
+        """Return which gates or keys of a delta rule it does not support; None if it does."""
         return None
 
     def delta_slab(self) -> SlabKernel:

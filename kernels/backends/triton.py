@@ -50,7 +50,7 @@ class Triton(Backend):
         return linear_attention.scan
 
     def delta_refusal(self, *, per_channel: bool, key_dim: int) -> str | None:
-        """Return the gates or keys that the delta rule's kernels lack; None if they fit."""
+        """Return which gates or keys the kernels do not support; None if they do."""
         if per_channel:
             return "takes gates per head in the delta rule, and these are per channel"
         if key_dim > MAX_KEY_DIM:

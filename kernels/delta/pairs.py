@@ -97,7 +97,7 @@ def _channel_gates_backward(
 
 
 def _halves(g: Tensor) -> list[int]:
-    """Return half the width of each block size that fills a chunk below its diagonal."""
+    """Return half the width of the blocks of each size that fill a chunk below its diagonal."""
     chunk = g.shape[-2]
     return [1 << level for level in range(chunk.bit_length() - 1)]
 

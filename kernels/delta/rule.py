@@ -201,8 +201,8 @@ def empty_states(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _slabs(k: Tensor, v: Tensor) -> list[slice]:
-    """Split the tokens into slabs of whole chunks, whose temporaries fit a cache."""
-    heads = v.shape[0] * v.shape[2]  # number of chunks over all sequences
+    """Split the tokens into slabs of whole chunks, whose temporaries fit a processor's cache."""
+    heads = v.shape[0] * v.shape[2]  # number of heads over all sequences
     chunks = CPU_CHUNKS if device_type_of(v) == "cpu" else GPU_CHUNKS
     step = CHUNK * max(1, chunks // heads)
     return [slice(first, first + step) for first in range(0, k.shape[1], step)]

@@ -102,7 +102,7 @@ def blocking_of(kernel: str, q: Tensor) -> AttentionBlocking:
 def attend_(
     out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
 ) -> None:
-    """Add the attention of these tiles to running results, in place.
+    """Merge the attention of these tiles into running results, in place.
 
     ``out`` and ``lse`` are contiguous.
     """

@@ -116,7 +116,7 @@ def forward_kernel(
     COLUMNS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Add the attention of all tiles that touch a block of rows to out and lse."""
+    """Merge the attention of all tiles that touch a block of rows into out and lse."""
     batch = (tl.program_id(1) // H).to(tl.int64)
     head = tl.program_id(1) % H
     begin = tl.load(blocks + 4 * tl.program_id(0)) * ROWS

@@ -35,7 +35,7 @@ SIZE = 512
 MULTIPROCESSORS = 132
 """Number of multiprocessors of an H100 or H200.
 
-All GPUs cut a scan by this number, so that they round equally. A multiprocessor has registers for
+All GPUs cut a scan by this number, so that they round alike. A multiprocessor has registers for
 one program.
 """
 PROGRAMS = 4 * MULTIPROCESSORS

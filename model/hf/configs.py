@@ -120,9 +120,9 @@ def config_to_hf(
 ) -> dict[str, Any]:
     """Return the contents of a config.json from which transformers makes the same model.
 
-    A LLaMA becomes the model that ``contents`` names, or the first of LLaMA, Mistral, Ministral,
-    Qwen2 and Qwen3 that can express it: if hidden_size is not a multiple of the heads, for example,
-    it is a Mistral without a window.
+    A LLaMA becomes the model that ``contents`` names if that can express it, else the first of
+    LLaMA, Mistral, Ministral, Qwen2 and Qwen3 that can: if hidden_size is not a multiple of the
+    heads, for example, it is a Mistral without a window.
 
     Args:
         contents: entries that our configuration lacks, to be copied: the config.json that the model

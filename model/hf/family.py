@@ -214,7 +214,7 @@ class Family:
     """A transformers model that is equal to a Longmesh model with certain settings."""
 
     kind: str
-    """Model_type in transformers' config.json."""
+    """Value of model_type in transformers' config.json."""
     title: str
     """Name of the model in messages, such as "a LLaMA"."""
     architecture: str
@@ -254,9 +254,9 @@ class Family:
     nested: str = ""
     """Key in the ``outer`` model's config.json whose table has this model's entries."""
     outer: str = ""
-    """Model_type of a model that contains this one next to other parts."""
+    """The model_type of a model that contains this one beside other parts."""
     instead_of: str = ""
-    """Model_type whose files transformers reads as this model if they have ``marker``."""
+    """The model_type of files that transformers reads as this model if they have ``marker``."""
     marker: str = ""
     """Key that distinguishes this model's files from those of ``instead_of``."""
     skipped: str = r"(?!)"

@@ -114,7 +114,8 @@ def rope_to_hf(config: RotaryConfig, share: float | None = None) -> dict[str, An
     The table is rope_parameters, for transformers 5, and with a scaling also rope_scaling, for 4.
 
     Args:
-        share: default fraction of a head's channels that rotate, if the model may rotate a part.
+        share: fraction of a head's channels that rotate; None leaves it out, for a model that
+            rotates all.
     """
     base = float(config.rotary_base)
     kind = config.rope_scaling_type
@@ -249,7 +250,7 @@ def _windows(width: int | None, kinds: Any, layers: int) -> dict[str, Any]:
     if not any(sliding):
         return {}
     if width is None:
-        raise unsupported("layer_types", kinds, " without a sliding_window, which is missing")
+        raise unsupported("layer_types", kinds, " without a sliding_window")
 
     pattern = None
     if any(whole):

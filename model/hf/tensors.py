@@ -37,7 +37,8 @@ def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, in
             )
     if layers > len(state):
         raise UserError(
-            f"num_layers is {layers}, but there are {len(state)} weights; these are two models"
+            f"num_layers is {layers}, but there are {len(state)} weights; "
+            "the configuration and the weights are of different models"
         )
 
 

@@ -101,7 +101,7 @@ class ContextParallel:
         return ContextParallel(plan, self.group, self._backend, links=self.transport)
 
     def plan_ahead(self, windows: Iterable[Window | None] = (None,)) -> None:
-        """Compute the schedules that attention under this mask needs before its first call.
+        """Compute now the schedules that attention under this mask would compute at its first call.
 
         For the forward and the backward of layers with these windows. Safe in another thread, so a
         data loader's thread can prepare the next micro-batch.
@@ -124,7 +124,7 @@ class ContextParallel:
         self._padding = int((self.positions >= plan.seq_len).sum())
         self.handle = PlanHandle(PLANS.tensor(plan))
         """Handle of the plan, which a model passes to ``attend`` or ``attend_linear``; those take
-        any plan of the same ranks and layout.
+        the plan of any mask that has the same geometry.
         """
 
         gathers = self._executor.gathers_keys and not plan.sparse

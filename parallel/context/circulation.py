@@ -113,7 +113,7 @@ class NeededRows:
         self._finish(len(self._rounds))
 
     def send_gradient(self, index: int, gradient: Tensors) -> None:
-        """Add the gradients that arrive for round ``index``, and send the sums to the next rank."""
+        """Add the gradients that arrive for round ``index``, and send the sums on or to owners."""
         for rows, arrival in self._returning.pop(index, []):
             _add(gradient, rows, arrival())
         self._post(self._rounds[index].gradients, gradient, index + 1, self._returning)

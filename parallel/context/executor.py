@@ -252,8 +252,7 @@ class Executor:
             raise ContextError(
                 f"attend: this attention takes the prefetched k and v {handle}, but "
                 f"{pending_handle} is pending; call the function that prefetch_kv returns once, "
-                "before another "
-                "attention"
+                "before another attention"
             )
         return arrival
 

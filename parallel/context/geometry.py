@@ -167,7 +167,7 @@ class Geometry:
 
     @cached_property
     def layout(self) -> Layout:
-        """Layout of the padded sequence, over groups of ranks that split heads.
+        """Layout of the padded sequence.
 
         Ranks that split heads share tokens as a team does. The layout ``balanced`` depends on the
         mask (``Plan.layout``), so for it only the lengths of this one are right.
@@ -179,7 +179,7 @@ class Geometry:
 
     @property
     def slots(self) -> int:
-        """Number of stretches of consecutive tokens per rank, under a layout without a mask."""
+        """Number of stretches of consecutive tokens per rank, unless the layout is ``balanced``."""
         return len(self.layout.strides(0))
 
     @property
@@ -286,7 +286,7 @@ class Geometry:
 
     @cached_property
     def shape(self) -> Shape:
-        """Number of places (head groups), teams and places per node, as the method expects them."""
+        """Numbers of places for the method: all, those of a team, and those of a node."""
         per_node = min(self.options.ranks_per_node or self.size, self.size)
         return Shape(
             self.size // self.ulysses_degree,
@@ -332,7 +332,7 @@ class Geometry:
         return int(self._place_of_group[rank // self.ulysses_degree])
 
     def ranks_at(self, peers: tuple[Ranks, ...], place: int) -> tuple[int, ...]:
-        """Return all ranks of the places ``peers`` that correspond to ``place``."""
+        """Return all ranks of the peers of ``place``, in the order of ``peers``."""
         ranks: list[int] = []
         for peer in peers:
             first_rank = int(self._first_ranks[_peer_of(peer, place)])

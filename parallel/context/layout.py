@@ -230,7 +230,7 @@ def _window(window: Window | None, causal: bool) -> Window | None:
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive tokens of one rank, and the ranks from and to which a state passes."""
+    """Consecutive tokens of one rank, and the ranks that a state, or its gradient, passes."""
 
     rank: int
     slot: int

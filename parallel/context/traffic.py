@@ -1,8 +1,8 @@
 """Count the bytes that a geometry sends between ranks, point to point and in collectives.
 
-If the sequence is one document without a window, all keys, values and queries travel; under other
-masks, only the rows that a query sees. Collectives count the bytes to each peer. A state passes to
-the next rank only inside a document: ``boundaries`` are the starts of all documents but the first.
+Either whole keys, values and queries travel, or only the rows that a query sees (``Plan.sparse``).
+Collectives count the bytes to each peer. A state passes to the next rank only inside a document:
+``boundaries`` are the starts of all documents but the first.
 
 The counts are exact, not estimates. A transport counts the bytes that it sends, and tests compare
 the two for every method, so the planner's bytes and the tables in the documentation cannot drift

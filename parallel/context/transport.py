@@ -200,9 +200,9 @@ class Transport:
     def scatter(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return every rank's part for this rank's tokens, stacked: the inverse of ``gather``.
 
-        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. Summing the parts moves as many bytes
-        as a reduce-scatter, and adds in a fixed order on any backend; gloo's reduce-scatter moves
-        twice as many bytes.
+        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. With a sum of the parts this is a
+        reduce-scatter: as many bytes move, and they are added in a fixed order on any backend.
+        gloo's own moves twice as many.
         """
         if len(ranks) == 1:
             return tensor[None]

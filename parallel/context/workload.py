@@ -16,17 +16,17 @@ from parallel.context.layout import Reach
 from parallel.context.tiles import Piece, tiles
 
 NO_PIECE = Piece(0, 0, 0, -1)
-START, OFFSET, LENGTH, DOCUMENT = range(4)  # number of fields of a piece, stored as columns
+START, OFFSET, LENGTH, DOCUMENT = range(4)  # column of each field of a piece
 AT_ONCE = 1 << 16  # pieces: enough that numpy's calls cost little, in few megabytes
 
 PatternCounts = dict[tuple[int, int, bytes], tuple[int, int, int]]
-"""Number of pairs, tiles and hidden pairs, keyed by pattern."""
+"""Numbers of pairs, tiles and hidden pairs, keyed by pattern."""
 PlacedPieces = tuple[np.ndarray, np.ndarray]
 """Place ``[n]`` and piece ``[n, 4]``, sorted by place and document."""
 
 
 class Work(NamedTuple):
-    """Number of visible (query, key) pairs, tiles and hidden pairs: int64 ``[rounds, places]``.
+    """Numbers of visible (query, key) pairs, tiles and hidden pairs: int64 ``[rounds, places]``.
 
     Hidden pairs lie in tiles, but no query sees them. A place is a head group of ranks.
     """

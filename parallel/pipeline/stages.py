@@ -59,7 +59,7 @@ class PipelineConfig:
         tp: int = 1,
         recompute: bool = False,
     ) -> None:
-        """Refuse settings that cannot run or would change the result; name the nearest valid.
+        """Refuse settings that cannot run or would change the result; name the nearest that work.
 
         Args:
             batch: sequences of one micro-batch over all data-parallel ranks.

@@ -132,7 +132,7 @@ class Replicated(ParallelStyle):
             out: Tensor = plain_forward(x, **weights)
             return out
 
-        plain_forward: Any = module.forward  # norms of the model itself, which have a weight
+        plain_forward: Any = module.forward  # of the model's own norms, which take a weight
         distribute_module(module, device_mesh)
         module.forward = forward
         return module

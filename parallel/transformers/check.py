@@ -169,7 +169,7 @@ def compare(
                             exact_model, _trained(exact_model), list(_documents(batch)), count
                         )
                 errors.copy_(_errors(sharded, one_process, exact))
-            except Exception as error:  # such as out of memory: other ranks would wait
+            except Exception as error:  # such as no memory: the others would wait for this rank
                 failure = [f"{type(error).__name__}: {error}"]
 
     if group is not None:

@@ -85,7 +85,7 @@ class Draws:
         self._hooked = False
 
     def __deepcopy__(self, memo: Any) -> "Draws":
-        """Return this object itself: copies of a model share it, as it stores nothing of one."""
+        """Return this object itself: it stores nothing of one model, so copies can share it."""
         return self
 
     def __reduce__(self) -> Any:

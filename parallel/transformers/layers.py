@@ -22,7 +22,7 @@ from runtime.errors import UserError
 from runtime.tensors import accum_dtype
 
 CONTEXT = "context_parallel"
-"""Keyword argument of a forward and its layers with the ContextParallel of the batch."""
+"""Keyword argument of a forward and its layers that holds the batch's ContextParallel."""
 NAME = __name__.replace(".", "_")
 """Name of the attention in transformers' registry. The name contains this module's path, so that a
 checkout and an installed wheel can be used in one process.

@@ -38,7 +38,8 @@ class IsolatedTokens:
         self.queries_and_keys: list[Tensor] = []
         """Queries and keys of the layers, ``[1, T, heads, D]``, in the order of the calls."""
         self.expected: list[Tensor] = []
-        """Queries and keys of a forward over the reversed tokens; the others must equal these."""
+        """Queries and keys of a forward over the reversed tokens, which ``queries_and_keys`` must
+        equal in reverse; empty if there is no such forward."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Tensor:
         """Return the value of each token, repeated for the query heads."""

@@ -122,8 +122,8 @@ class Sharded:
 
         Args:
             output: output of the model, or its logits ``[1, n, V]``.
-            count: number of tokens by which to divide the sum, if the losses of micro-batches add
-                up to a mean.
+            count: number of tokens by which to divide the sum, if the losses of micro-batches
+                should add up to a mean.
         """
         loss_sum, valid = cross_entropy_sum(getattr(output, "logits", output), batch.labels)
         sums = torch.stack([loss_sum.detach().double(), valid.double()])

@@ -162,7 +162,7 @@ class DeltaExecutor:
     def final(self, plan: Plan, saved: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the state after the last document on the rank where it ends; zeros on other ranks.
 
-        ``saved`` is the row that forward returned.
+        ``saved`` is the flat tensor that ``forward`` returned.
         """
         real_chains = [chain for chain in chains(plan) if chain[0].start < plan.seq_len]
         last_segment = real_chains[-1][-1]
@@ -244,7 +244,7 @@ class DeltaExecutor:
         """Pass states (or gradients) between ranks in rounds, and compute meanwhile.
 
         Args:
-            local_map: returns the map of a part, (U, M), or (U,) of the one that begins the chain.
+            local_map: returns the map of a part, (U, M), or (U,) for the one that begins the chain.
             compute: does the part of whole documents.
             enter: takes a part and its incoming state; called after the sends that others wait for.
         """
@@ -338,7 +338,7 @@ def _unpacked(
 ) -> tuple[SavedParts, Tensor]:
     """Split a flat saved tensor: return the saved tensors of one head group's parts, and the rest.
 
-    Shapes follow from the parts alone, so the row needs no header.
+    Shapes follow from the parts alone, so the flat tensor needs no header.
     """
     shapes = []
     for part in rank_parts.all:

@@ -70,7 +70,7 @@ class InsideAttention:
         If the geometries differ, the result is cached per plan.
         """
         inside = self.inside
-        if plan.geometry == inside.plan.geometry:  # the same plan: not cached, else it stays alive
+        if plan.geometry == inside.plan.geometry:  # else a plan would keep itself alive
             return inside.under(documents=plan.documents, window=plan.mask.window)
         if plan not in self._masked:
             window = inside.plan.mask.window

@@ -45,8 +45,8 @@ def token_route(source: Geometry, target: Geometry, rank: int) -> TokenRoute:
             f"multiple={target.local_len}, the other's local length"
         )
     # Positions of a rank ascend, so both sides order the tokens between two ranks equally.
-    destination = _owners(target)[source.positions(rank)]  # of each token, before
-    origin = _owners(source)[target.positions(rank)]  # of each token, after
+    destination = _owners(target)[source.positions(rank)]  # of each token before the exchange
+    origin = _owners(source)[target.positions(rank)]  # of each token after it
     return TokenRoute(
         order=torch.from_numpy(np.argsort(destination, kind="stable")),
         sends=tuple(np.bincount(destination, minlength=source.size).tolist()),

@@ -147,7 +147,8 @@ def state_plan(called: str, handle: Tensor, geometry: Geometry) -> Plan:
     if not plan.causal or plan.mask.window:
         mask = f"window {plan.mask.window}" if plan.causal else "a full mask"
         raise ContextError(
-            f"{called}: the plan has {mask}, but a state holds all tokens before; leave out {mask}"
+            f"{called}: the plan has {mask}, but a state holds all tokens before; use a causal "
+            "plan without a window"
         )
     return plan
 
@@ -162,7 +163,7 @@ class ScanPart(NamedTuple):
 
     @property
     def link(self) -> Segment:
-        """The only segment of the part that a state enters or leaves."""
+        """The only segment, if a state enters or leaves the part."""
         return self.segments[0]
 
     def of(self, x: Tensor) -> Tensor:
@@ -261,7 +262,7 @@ def _chain(chain: Chain) -> Iterator[list[StateMessage]]:
 
 
 def _tree(chain: Chain) -> Iterator[list[StateMessage]]:
-    covered = 0  # The segments directly before each segment whose map that segment has already.
+    covered = 0  # number of segments directly before each one whose map that one has
     while covered < len(chain) - 1:
         messages = []
         for index, target in enumerate(chain[covered + 1 :]):

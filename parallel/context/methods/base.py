@@ -18,7 +18,7 @@ Ranks = Any
 
 
 class Shape(NamedTuple):
-    """Number of ranks that share a sequence, per team and per node."""
+    """Numbers of ranks: all that share a sequence, those of a team, and those of a node."""
 
     size: int
     team_size: int = 1
@@ -108,7 +108,7 @@ class Method:
         return (rank,)
 
     def check_kind(self, called: str, attention: str, fitting: "Mapping[str, Method]") -> None:
-        """Raise ContextError unless this method is one of ``fitting``, those for an attention.
+        """Raise ContextError unless this method is in ``fitting``, those for this attention.
 
         Args:
             called: the function that the user called, for the message.

@@ -39,7 +39,7 @@ class Ulysses(Method):
 
 
 class StateMethod(Method):
-    """Linear attention: a rank needs only the state that its preceding tokens leave.
+    """Linear attention: a rank needs only the state after the tokens before its own.
 
     One such state for each of its stretches of tokens. KV does not move; states move as ``states``
     says. A state has the same size after any number of tokens, so traffic does not grow with the

@@ -24,7 +24,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
 
 @dataclass(frozen=True)
 class ArcLayout:
-    """Layout that gives each rank arcs of a circle of packed documents; see ``circles``.
+    """Layout that cuts circles of packed documents into an arc for each place; see ``circles``.
 
     Args:
         seq_len: tokens, a multiple of ``size``.

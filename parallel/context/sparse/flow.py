@@ -234,7 +234,7 @@ class Flow:
         """
         onward: list[list[GradientSend]] = [[] for _ in range(self.rounds)]
         home = []
-        due_at = [NOWHERE] * self.rounds  # gradients that arrive in each round
+        due_at = [NOWHERE] * self.rounds  # gradients that arrive for each round
 
         for index, step in enumerate(self.geometry.rounds):
             sums = union(self._seen[index], due_at[index])

@@ -20,8 +20,8 @@ from parallel.context.layout import Reach
 from parallel.context.tiles import Piece
 
 AT_ONCE = 1 << 16
-"""Number of pairs of pieces compared at once: many make numpy's calls cheap, but few fit a cache.
-"""
+"""Number of pairs of pieces compared at once: enough that numpy's calls cost little, and few enough
+for a processor's cache."""
 FAR = 1 << 40
 
 Rows: TypeAlias = tuple[tuple[int, int], ...]
@@ -64,7 +64,7 @@ def indices_in(part: Rows, stored: Rows, offset: int = 0) -> Rows:
     The stored rows lie in the buffer from ``offset`` on, one after the other, without gaps.
     """
     indices = []
-    index = 0  # buffer index of the current stored interval, which begins at ``offset``
+    index = 0  # number of the stored interval that begins at ``offset`` in the buffer
 
     for first, end in part:
         while stored[index][1] <= first:
@@ -231,7 +231,8 @@ def rows_seen(queries: Pieces, keys: Pieces, stride: int, reach: Reach) -> tuple
     question with the sets and the reach, (ahead, behind), exchanged.
 
     Returns:
-        the set that sees, the set that is seen, and its first row and end: int64 ``[n]`` each.
+        the set that sees, the set that is seen, and the first row and the end of what is seen
+        there: int64 ``[n]`` each.
     """
     parts = []
     for query_index, key_index in _pairs(queries.document, keys.document):

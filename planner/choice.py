@@ -19,6 +19,7 @@ from planner.levers import settings
 from planner.search import Candidate, arrangements, cost_inputs, nothing_left, rank, suits
 from planner.step_cost import delta_cost
 from planner.workload import known_documents, layout_seconds
+from runtime.errors import divisors
 from runtime.progress import counted, duration
 from train.config.common import CommonConfig
 from train.config.derive import with_vocabulary

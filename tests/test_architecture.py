@@ -71,7 +71,7 @@ NODES = {
     "planner": 29970,
     "runtime": 18100,
     "slurm": 4620,
-    "tools": 60440,
+    "tools": 60460,
     "papers": 18400,
     "bench": 17330,
     "docs": 791,

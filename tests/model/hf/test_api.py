@@ -41,9 +41,9 @@ def test_logits_and_gradients_equal_hugging_faces(config, dtype, bound):
         bound *= 20 if dtype == torch.float32 else 10
     expected, got = theirs(TOKENS).logits, model(TOKENS)
     assert expected.std() > 0.5
-    # Relative, as the gradients'; float32's last digits depend on the CPU's kernels, and their
-    # errors add up by layers.
-    assert (got - expected).abs().max() < bound / 10 * config.num_layers * expected.abs().max()
+    # Norms, as of the gradients: the largest error of a single logit depends on the order in which
+    # a processor's kernels add.
+    assert (got - expected).norm() < bound * expected.norm()
 
     for logits in (expected, got):
         nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.roll(-1).flatten()).backward()

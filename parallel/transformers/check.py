@@ -5,12 +5,12 @@ per model and dtype. Both are compared with the model in float64 instead: the ra
 they are about as far from it as one process is, however much rounding costs this model.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ MIN_SCALE = 1e-6
 """Smallest scale of a gradient, relative to the largest element of all gradients; the gradient of a
 key's bias may consist of rounding only.
 """
+
+LossTerm: TypeAlias = Callable[[nn.Module], Tensor]
+"""Returns a term of the loss of a model."""
 
 
 class Float64Mode(TorchFunctionMode):
@@ -144,31 +147,65 @@ def compare(
     paused: Callable[[], AbstractContextManager[None]],
 ) -> Report:
     """Compute the report of ``Sharded.check``; ``paused()`` gives the model its own attention."""
-    model = model.module if isinstance(model, DistributedDataParallel) else model
-    parameters = _trained(model)
-    _check_comparable(model, parameters)
     count = (batch.whole.tokens["labels"] != IGNORED).sum()
     if not count:
         raise UserError("the batch has no labels, so no loss; give labels to cp.batch")
 
+    def loss_of(inputs: dict[str, Any], labels: Tensor) -> LossTerm:
+        def loss(model: nn.Module) -> Tensor:
+            loss_sum, _ = cross_entropy_sum(model(**inputs).logits, labels)
+            return loss_sum / count
+
+        return loss
+
+    documents = [loss_of(inputs, labels) for inputs, labels in _documents(batch)]
+    return compare_losses(
+        model,
+        group,
+        paused,
+        sharded=[loss_of(batch.inputs, batch.labels)],
+        one_process=documents,
+        exact=documents,
+    )
+
+
+def compare_losses(
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    paused: Callable[[], AbstractContextManager[None]],
+    *,
+    sharded: Sequence[LossTerm],
+    one_process: Sequence[LossTerm],
+    exact: Sequence[LossTerm],
+) -> Report:
+    """Compare sums of losses and their gradients: over ranks, in one process, and in float64.
+
+    Args:
+        paused: a context in which the model computes in one process.
+        sharded: terms of a rank's share of the loss; the ranks' shares add up to the loss.
+        one_process: terms of the whole loss.
+        exact: the same for a copy of the model in float64.
+    """
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    parameters = _trained(model)
+    _check_comparable(model, parameters)
+
     with evaluating(model), torch.enable_grad():
-        sharded = _gradients(model, parameters, [(batch.inputs, batch.labels)], count)
+        on_ranks = _gradients(model, parameters, sharded)
         if group is not None:
-            for x in sharded:
+            for x in on_ranks:
                 dist.all_reduce(x, group=group)
 
-        errors = torch.zeros(len(sharded), 3, dtype=torch.float64, device=sharded[0].device)
+        errors = torch.zeros(len(on_ranks), 3, dtype=torch.float64, device=on_ranks[0].device)
         failure: list[str | None] = [None]
         if group is None or dist.get_rank(group) == 0:
             try:
                 with paused():
-                    one_process = _gradients(model, parameters, list(_documents(batch)), count)
+                    alone = _gradients(model, parameters, one_process)
                     exact_model = deepcopy(model).double()
                     with Float64Mode():
-                        exact = _gradients(
-                            exact_model, _trained(exact_model), list(_documents(batch)), count
-                        )
-                errors.copy_(_errors(sharded, one_process, exact))
+                        reference = _gradients(exact_model, _trained(exact_model), exact)
+                errors.copy_(_errors(on_ranks, alone, reference))
             except Exception as error:  # such as no memory: the others would wait for this rank
                 failure = [f"{type(error).__name__}: {error}"]
 
@@ -225,16 +262,12 @@ def _documents(batch: Batch) -> Iterator[tuple[dict[str, Any], Tensor]]:
 
 
 def _gradients(
-    model: nn.Module,
-    parameters: Mapping[str, Tensor],
-    sequences: list[tuple[dict[str, Any], Tensor]],
-    count: Tensor,
+    model: nn.Module, parameters: Mapping[str, Tensor], terms_of_loss: Sequence[LossTerm]
 ) -> list[Tensor]:
-    """Return the loss summed over the sequences, and the gradient of each parameter."""
+    """Return the sum of the loss's terms, and the gradient of each parameter."""
     sums: list[Tensor] = []
-    for inputs, labels in sequences:
-        loss_sum, _ = cross_entropy_sum(model(**inputs).logits, labels)
-        loss = loss_sum / count
+    for term in terms_of_loss:
+        loss = term(model)
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
 
         terms = [loss.detach()]

@@ -126,20 +126,7 @@ class Sharded:
                 should add up to a mean.
         """
         loss_sum, valid = cross_entropy_sum(getattr(output, "logits", output), batch.labels)
-        sums = torch.stack([loss_sum.detach().double(), valid.double()])
-        world_size = 1
-        if self.world is not None:
-            dist.all_reduce(sums, group=self.world)
-            world_size = dist.get_world_size(self.world)
-        if count is None:
-            tokens = sums[1].clamp(min=1)
-        else:
-            tokens = torch.as_tensor(count, device=sums.device).double()
-
-        # The gradient is that of this rank's share, times the ranks that it will be averaged over;
-        # the value is the global mean.
-        share = loss_sum * (world_size / tokens).to(loss_sum.dtype)
-        return share - share.detach() + (sums[0] / tokens).to(loss_sum.dtype)
+        return mean_loss(loss_sum, valid, self.world, count)
 
     def gather(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """Gather every rank's ``[1, n, ...]`` to ``[B, T, ...]``, 0 in padding; no gradient.
@@ -185,6 +172,36 @@ class Sharded:
             yield
         finally:
             set_attentions(self.model, previous, NAME)
+
+
+def mean_loss(
+    loss_sum: Tensor,
+    valid: Tensor | int,
+    world: dist.ProcessGroup | None,
+    count: Tensor | int | None = None,
+) -> Tensor:
+    """Return the mean of all ranks' terms, whose gradients are to be averaged over ``world``.
+
+    Args:
+        loss_sum: sum of this rank's terms.
+        valid: number of this rank's terms.
+        count: number by which to divide, by default that of all ranks' terms.
+    """
+    local_valid = torch.as_tensor(valid, dtype=torch.float64, device=loss_sum.device)
+    sums = torch.stack([loss_sum.detach().double(), local_valid])
+    world_size = 1
+    if world is not None:
+        dist.all_reduce(sums, group=world)
+        world_size = dist.get_world_size(world)
+    if count is None:
+        terms = sums[1].clamp(min=1)
+    else:
+        terms = torch.as_tensor(count, device=sums.device).double()
+
+    # The gradient is that of this rank's share, times the ranks that it will be averaged over;
+    # the value is the global mean.
+    share = loss_sum * (world_size / terms).to(loss_sum.dtype)
+    return share - share.detach() + (sums[0] / terms).to(loss_sum.dtype)
 
 
 def _check_settings(model: nn.Module, ranks: int) -> None:

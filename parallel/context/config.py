@@ -46,8 +46,8 @@ class ContextConfig:
     the memory of the exchanged q, k, v and out by this number. It must divide the number of query
     heads of a rank after the exchange. For softmax attention only."""
     delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
-    """How the states of a delta rule pass between ranks: from each rank to the next (chain), or in
-    a tree (tree); auto takes the schedule that is predicted to be faster."""
+    """Schedule for passing the states of a delta rule between ranks: from each rank to the next
+    (chain), or in a tree (tree); auto takes the schedule that is predicted to be faster."""
     cluster: str | None = None
     """TOML file of the cluster for which auto chooses, as in configs/clusters; by default the file
     for this kind of device.

@@ -84,7 +84,7 @@ class PlanOptions:
             raise ContextError(
                 f"context_parallel_ranks_per_node is {self.ranks_per_node}, but it must be a "
                 f"multiple of ulysses_degree {degree}, since ranks that split heads share a node; "
-                f"use a ulysses_degree that divides {self.ranks_per_node}"
+                "use a ulysses_degree that divides the number of ranks per node"
             )
         if method.states:
             self._check_state_method(method.name)
@@ -275,9 +275,9 @@ class Geometry:
             degrees = filter(fits, divisors(self.size))
             raise ContextError(
                 f"ulysses_degree is {self.ulysses_degree} with {heads} query and {kv_heads} key "
-                f"heads on each rank, but it must divide {heads}, and divide {kv_heads} or be a "
-                f"multiple of {kv_heads}; degrees that fit {self.size} ranks: "
-                f"{', '.join(map(str, degrees))}"
+                "heads on each rank, but it must divide the number of query heads, and divide the "
+                "number of key heads or be a multiple of it; degrees that fit "
+                f"{self.size} ranks: {', '.join(map(str, degrees))}"
             )
         local_heads = heads // self.ulysses_degree
         chunks = self.options.ulysses_head_chunks

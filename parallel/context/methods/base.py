@@ -82,7 +82,7 @@ class Method:
     """
     splits_heads: bool = False
     states: Literal["", "neighbour", "gather"] = ""
-    """How states travel: to the next rank, or by an all-gather; empty if no states travel."""
+    """Communication of states: to the next rank, or an all-gather; empty if no states travel."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)

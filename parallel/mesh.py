@@ -122,7 +122,7 @@ class MeshConfig:
         """
         if self.device != "cpu":
             for name, value in GPU_ENVIRONMENT.items():
-                old_name = "PYTORCH_CUDA_ALLOC_CONF"  # former name
+                old_name = "PYTORCH_CUDA_ALLOC_CONF"  # PYTORCH_ALLOC_CONF in older torch
                 if name != "PYTORCH_ALLOC_CONF" or old_name not in os.environ:
                     os.environ.setdefault(name, value)
         if self.device != "auto":
@@ -250,7 +250,7 @@ def _local_gpu() -> torch.device:
         raise MeshError(
             f"device is cuda, but process {local_rank + 1} of a machine finds {gpus} GPUs there; "
             f"start at most {gpus} processes per machine, or use --device cpu; if "
-            f"{socket.gethostname()} has more GPUs, check nvidia-smi there and leave it out"
+            f"{socket.gethostname()} has more GPUs, check nvidia-smi there and avoid that machine"
         )
     return torch.device("cuda", local_rank)
 

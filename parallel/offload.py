@@ -329,7 +329,7 @@ class OnHost:
         return target
 
     def __del__(self) -> None:
-        """Release the buffer for reuse, even if no backward pass ran, as after an error."""
+        """Release the buffer for reuse, even if no backward pass ran (after an error)."""
         self.release()
         if self.fetching is not None:
             self._fetched()

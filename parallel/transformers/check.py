@@ -171,7 +171,7 @@ def compare(
                             exact_model, _trained(exact_model), list(_documents(batch)), count
                         )
                 errors.copy_(_errors(sharded, one_process, exact))
-            except Exception as error:  # if raised here, the other ranks would wait forever
+            except Exception as error:  # raised later: the other ranks wait for this one
                 failure = [f"{type(error).__name__}: {error}"]
 
     if group is not None:

@@ -36,14 +36,14 @@ def mask(*, use_vmap: bool = False, attention_mask: Tensor | None = None, **othe
     """
     if attention_mask is not None and not attention_mask.all():
         raise UserError(
-            "the model was given an attention_mask that is not all 1; leave attention_mask out "
-            "there, and give it to cp.batch"
+            "the model was given an attention_mask that is not all 1; give attention_mask to "
+            "cp.batch instead of the model"
         )
     if use_vmap or "allow_is_bidirectional_skip" in others:
         kind = "a mask of its own over the causal one" if use_vmap else "a mask that is not causal"
         raise UserError(
-            f"the model makes {kind}, as for images, but context parallelism supports only causal "
-            "masks"
+            f"the model makes {kind}, for example for images, but context parallelism supports "
+            "only causal masks"
         )
 
 

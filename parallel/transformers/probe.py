@@ -141,7 +141,7 @@ def _logits(output: Any) -> Tensor:
         returned = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
         raise UserError(
             f"it returns {returned} for {TOKENS} tokens, but the loss needs logits "
-            f"[1, {TOKENS}, V]; give a causal language model, as AutoModelForCausalLM makes one"
+            f"[1, {TOKENS}, V]; give a causal language model, for example from AutoModelForCausalLM"
         )
     return logits
 

@@ -98,9 +98,9 @@ class Sharded:
                 document's first token has no loss, since no token precedes it; with left padding,
                 transformers counts it, as the token after the padding.
             position_ids: position of each token in its document, ``[B, T]``; a document begins
-                wherever they do not increase by 1. By default those that the model computes itself.
-                If the model's own begin later than 0, for example at padding_idx + 1 in RoBERTa,
-                positions that begin at 0 are shifted to begin there.
+                wherever the position does not increase by 1. By default the positions that the
+                model computes itself. If those begin later than 0, for example at padding_idx + 1
+                in RoBERTa, given positions that begin at 0 are shifted to begin there.
             documents: lengths of the documents, row after row, instead of those that position_ids
                 imply.
             attention_mask: 1 for tokens, 0 for padding before or after a row's tokens, ``[B, T]``.

@@ -232,7 +232,7 @@ def test_padding_that_is_given_to_the_model_is_refused():
     assert torch.equal(model(**inputs, attention_mask=every).logits, model(**inputs).logits)
     with pytest.raises(
         UserError,
-        match="an attention_mask that is not all 1; leave attention_mask out there, and give it to",
+        match=r"an attention_mask that is not all 1; give attention_mask to cp\.batch instead",
     ):
         model(**inputs, attention_mask=every.index_fill(1, torch.tensor([0]), 0))
 

@@ -1,9 +1,8 @@
 """Softmax attention of a strip with oneDNN's matrix products, for one CPU thread.
 
 Queries are processed in blocks of ROWS, and each block's keys in steps of COLUMNS. A block of
-scores stays in the L2 cache while it is computed, exponentiated and used. Large strips are computed
-so on processors on which oneDNN is faster than MKL, which torch's kernel uses
-(``kernels.operators``).
+scores stays in the L2 cache while it is computed, exponentiated and used. This is for large strips,
+on processors on which oneDNN is faster than MKL, which torch's kernel uses (``kernels.operators``).
 
 Exponentials are powers of two: the queries are scaled by log2(e) first, and lse is scaled back at
 the end. torch's ``exp`` is MKL's too, and takes four times as long as its ``exp2`` on AMD's
@@ -43,7 +42,7 @@ COLUMNS = 7 * 192
 MAX_SCORES = 1 << 18
 """Maximum number of scores in a block; they take 1 MiB."""
 MIN_WORK = 1 << 22
-"""Number of scores times channels of a head below which Python calls take longer than products."""
+"""Minimum of scores times head channels; below it, Python calls take longer than the products."""
 MIN_WIDTH = 32
 """Number of channels of a head below which oneDNN is not faster."""
 GRAIN = 64

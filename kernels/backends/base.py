@@ -72,8 +72,8 @@ class Backend:
     rate_name: str = ""
     """Name of the backend in a cluster file's ``<name>_fraction``, if it differs."""
     shares: ClassVar[Shares] = {}
-    """Fraction of a GPU's peak FLOP/s that the backend reaches, forward and backward, keyed by the
-    GPU's family; for a cluster file that gives none."""
+    """Fraction of a GPU's peak FLOP/s that the backend reaches, forward and backward, keyed by GPU
+    family; used if a cluster file gives none."""
     softmax: bool = False
     """True if the backend has ``softmax_kernel``."""
     linear: bool = False

@@ -13,10 +13,10 @@ from kernels.gpu import BLACKWELL, HOPPER, Gpu, gpu
 
 aten = torch.ops.aten
 FAST_CUDNN = 91501
-"""First version of cuDNN whose attention torch prefers (sdp_utils.cpp,
-check_prefer_cudnn_attention).
+"""First version of cuDNN whose attention torch prefers.
 
-An older cuDNN gives wrong results at some lengths that 128 does not divide.
+Source: check_prefer_cudnn_attention in torch's sdp_utils.cpp. An older cuDNN gives wrong results at
+some lengths that 128 does not divide.
 """
 
 

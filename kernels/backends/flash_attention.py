@@ -80,7 +80,7 @@ class FlashAttention(GpuBackend):
                 f" {major}.{minor}"
             )
         if not hasattr(attention, "activate_flash_attention_impl"):
-            return f"torch {torch.__version__} cannot activate it, as 2.11 and newer can"
+            return f"torch {torch.__version__} cannot activate it, but 2.11 and newer can"
         try:
             put(self.impl)
             put(None)

@@ -222,8 +222,8 @@ def keys_back_kernel(
     dqk,  # [R, N, C, C]
     dkk,  # [R, N, C, C]
     dgates,  # [R, N, C]
-    dq,  # [B, T, H, D], written: through each value head
-    dk,  # [B, T, H, D], written: through each value head
+    dq,  # [B, T, H, D], written: one per value head
+    dk,  # [B, T, H, D], written: one per value head
     dg,  # [B, T, H], written
     strides,
     T,
@@ -318,7 +318,7 @@ def backward(
     chunks, rows = slab.grid
     C, block, state_rows, state_columns = slab.blocking
     heads, shared = slab.sizes
-    if shared > 1:  # one gradient per value head, which are summed at the end
+    if shared > 1:  # one gradient per value head; they are summed at the end
         dq = dq.new_empty(*dq.shape[:2], heads, dq.shape[-1])
         dk = dk.new_empty(*dk.shape[:2], heads, dk.shape[-1])
     inverse, k_solved, states, changes = solve(slab, state, torch.empty_like(state))

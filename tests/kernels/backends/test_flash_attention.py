@@ -160,7 +160,7 @@ def test_what_the_gpu_or_torch_lacks_is_said_first(set_gpu, monkeypatch):
         select_backend("flash_attn_3", *CUDA)
     set_gpu(H100)
     monkeypatch.delattr(registry, "activate_flash_attention_impl")
-    with pytest.raises(UserError, match=r"cannot activate it, as 2\.11 and newer can"):
+    with pytest.raises(UserError, match=r"cannot activate it, but 2\.11 and newer can"):
         select_backend("flash_attn_3", *CUDA)
 
 

@@ -2,7 +2,7 @@
 
 Neither the ranks nor one process is exact, so comparing them with each other would need a tolerance
 per model and dtype. Both are compared with the model in float64 instead: the ranks are right if
-they are about as far from it as one process is, however much rounding costs this model.
+they are about as far from it as one process is, however large this model's rounding errors are.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,16 +26,16 @@ from runtime.errors import UserError
 LIMIT = 10.0
 """Factor by which the error of a correct model on the ranks may exceed the error of one process.
 
-Nine families of tiny models in float32 and bfloat16 reached 2.3; wrong positions, windows or
-documents gave 25 and more, unless bfloat16 hid them.
+Nine families of tiny models in float32 and bfloat16 reached a factor of 2.3; wrong positions,
+windows or documents gave 25 and more, unless bfloat16 hid them.
 """
 ROUNDINGS = 1e3
-"""Errors of up to this many roundings are accepted in float32 and float64, since the result of
-one process may be exact by chance, and its error is then no yardstick.
+"""Number of roundings up to which an error is always accepted in float32 and float64, since the
+result of one process may be exact by chance, and its error is then no yardstick.
 """
 MIN_SCALE = 1e-6
-"""Smallest scale of a gradient, relative to the largest element of all gradients; the gradient of a
-key's bias may consist of rounding only.
+"""Minimum scale of a gradient, relative to the largest element of all gradients: the gradient of a
+key's bias may consist of rounding errors only.
 """
 
 
@@ -59,7 +59,7 @@ class Float64Mode(TorchFunctionMode):
 
 
 class ModuleErrors(NamedTuple):
-    """A module's gradient errors against float64: the largest error over the largest element."""
+    """A module's gradient errors against float64: largest error divided by largest element."""
 
     module: str
     parameters: int
@@ -74,7 +74,7 @@ class Report(NamedTuple):
     one_process: float
     float64: float
     rounding: float
-    """Smallest error that the model's dtype makes."""
+    """Relative rounding error of the model's dtype."""
     rows: list[ModuleErrors]
 
     def times(self, row: ModuleErrors) -> float:
@@ -149,7 +149,9 @@ def compare(
     _check_comparable(model, parameters)
     count = (batch.whole.tokens["labels"] != IGNORED).sum()
     if not count:
-        raise UserError("the batch has no labels, so no loss; give labels to cp.batch")
+        raise UserError(
+            "the batch has no labels, so there is no loss to compare; give labels to cp.batch"
+        )
 
     with evaluating(model), torch.enable_grad():
         sharded = _gradients(model, parameters, [(batch.inputs, batch.labels)], count)
@@ -169,7 +171,7 @@ def compare(
                             exact_model, _trained(exact_model), list(_documents(batch)), count
                         )
                 errors.copy_(_errors(sharded, one_process, exact))
-            except Exception as error:  # such as no memory: the others would wait for this rank
+            except Exception as error:  # raised later: the other ranks wait for this one
                 failure = [f"{type(error).__name__}: {error}"]
 
     if group is not None:
@@ -177,8 +179,8 @@ def compare(
         dist.broadcast(errors, group=group, group_src=0)
     if failure[0]:
         raise UserError(
-            f"the group's rank 0 could not compute the model alone, {failure[0]}; if memory is "
-            "short, give fewer tokens or check the model with fewer layers"
+            f"the group's rank 0 could not run the model by itself ({failure[0]}); if memory is "
+            "short, give fewer tokens, or check the model with fewer layers"
         )
     rounding = max(torch.finfo(x.dtype).eps for x in parameters.values())
     loss_sharded, loss_alone, loss_float64 = errors[0].tolist()
@@ -187,21 +189,22 @@ def compare(
 
 
 def _check_comparable(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Raise UserError if one process cannot hold the model in float64 with its gradients."""
+    """Raise UserError if the model has no gradients, or no copy in float64 in one process."""
     if not parameters:
         raise UserError(
-            "no parameter of the model is trained, so it has no gradients; check before they are "
-            "frozen"
+            "no parameter of the model is trained, so there are no gradients to compare; call "
+            "check before the parameters are frozen"
         )
     if any(hasattr(x, "full_tensor") for x in parameters.values()):
         raise UserError(
-            "the model's weights are sharded; compare before fully_shard, which changes no number"
+            "the model's weights are sharded, but one process needs all of them; call check before "
+            "fully_shard, which does not change the results"
         )
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise UserError(
-                f"{name} is quantised, so it has no copy in float64; compare the model as it was "
-                "before"
+                f"{name} is quantised, so it has no copy in float64; call check before the model "
+                "is quantised"
             )
 
 
@@ -242,7 +245,7 @@ def _gradients(
             terms.append(torch.zeros_like(parameter) if gradient is None else gradient)
         del gradients, gradient  # the sums below replace them
 
-        # Computed one at a time to save memory; not in place, since autograd may return a tensor
+        # Added one at a time to save memory, but not in place, since autograd may return a tensor
         # twice.
         for i, x in enumerate(sums):
             sums[i] = terms[i] = x + terms[i]

@@ -186,7 +186,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
         ("--exit-duration-in-mins 0", ["exit_duration_in_mins is 0.0"]),
         ("--split 95;5", ["split is", "95;5"]),
         ("--loss-chunk-size -1", ["loss_chunk_size is -1"]),
-        ("--recompute-offload", ["recompute_offload is set", "use full or attention_boundary"]),
+        ("--recompute-offload", ["recompute_offload is set", "to full or attention_boundary"]),
         ("--ckpt-step 5", ["ckpt_step is 5", "--load"]),
         ("--model-type bert", ["--model-type", "'bert'", "llama", "gpt"]),
         (

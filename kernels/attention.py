@@ -138,8 +138,8 @@ def select_backend(
 ) -> AttentionKernel:
     """Return the kernel of backend ``name`` for this device and dtype.
 
-    ``auto`` takes the fastest usable backend. With ``documents``, tiles have other shapes in each
-    micro-batch.
+    ``auto`` takes the fastest usable backend. With ``documents``, tiles have different shapes in
+    each micro-batch.
 
     Raises:
         UserError: the backend is unknown, not installed, broken, or cannot take this device or
@@ -190,8 +190,8 @@ def _is_causal(q: Tensor, k: Tensor, kind: str) -> bool:
         raise ValueError(f"a block of kind {kind!r} does not exist; use {FULL}, {CAUSAL} or {ANTI}")
     if kind != FULL and q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"a block of kind {kind} is square; this one has {q.shape[1]} queries and"
-            f" {k.shape[1]} keys"
+            f"a block of kind {kind} must be square, but this one has {q.shape[1]} queries and"
+            f" {k.shape[1]} keys; give as many keys as queries"
         )
     return kind != FULL
 

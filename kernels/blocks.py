@@ -1,4 +1,4 @@
-"""Blocks of visible (query, key) pairs, operands of their attention, merge of partial results.
+"""Blocks of visible (query, key) pairs, their operands, and the merge of partial results.
 
 Three kinds of blocks suffice: FULL, any rectangle; CAUSAL, a square where query i sees keys j <= i;
 and ANTI, a square where query i sees keys j >= i.
@@ -9,9 +9,10 @@ of lse are exponentiated, so nothing overflows, and the parts may come in any or
 rank.
 
 A sink is one more key per head, with a learned score and a value of 0, so it appears only in the
-softmax's denominator. off-by-one is a score of 0 (Miller 2023, "Attention is off by one"); gpt-oss
-and Megatron-LM learn the scores. A sink needs no tile: it is added once to the global results of
-all real keys, and the gradients of tiles, which take these results, need no change.
+softmax's denominator. The off-by-one softmax fixes the score at 0 (Miller 2023, "Attention is off
+by one"); gpt-oss and Megatron-LM learn the scores. A sink needs no tile: it is added once to the
+global results of all real keys, and the gradients of tiles, which take these results, need no
+change.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Rows(NamedTuple):
-    """Operands of a backward per query: q, dout and out ``[B, T, H, D]``, lse ``[B, T, H]``.
+    """Backward operands per query: q, dout and out ``[B, T, H, D]``, lse ``[B, T, H]``.
 
     out and lse are the *global* results of the rows, over all their keys.
     """
@@ -150,7 +151,7 @@ def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         out ``[B, T, H, D]`` and lse ``[B, T, H]``; 0 and -inf for a row without any key, such as
         padding.
     """
-    weight = torch.softmax(lse, 0)  # of differences from the largest, so nothing overflows
+    weight = torch.softmax(lse, 0)  # it exponentiates differences only: nothing overflows
     no_keys = (lse == float("-inf")).all(0)  # [B, T, H]
     weight = weight.masked_fill(no_keys, 0)
     return (out * weight[..., None]).sum(0), torch.logsumexp(lse, 0)
@@ -166,7 +167,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
         sinks: ``[H]``, the score of each head's sink, of any float dtype.
 
     Returns:
-        out ``[B, T, H, D]`` and lse ``[B, T, H]``, in their dtypes.
+        out ``[B, T, H, D]`` and lse ``[B, T, H]``, in the arguments' dtypes.
     """
     sinks = sinks.to(lse.dtype)
     # exp(lse) / (exp(lse) + exp(sink)), without an exponential of either, which could overflow.
@@ -180,7 +181,7 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     Args:
         dout: gradient of ``out``.
         out, lse: results of ``with_sinks``.
-        sinks: as there.
+        sinks: as for ``with_sinks``.
     """
     sink_share = torch.exp(sinks.to(lse.dtype) - lse)  # the sink's weight in the softmax, at most 1
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [B, T, H]

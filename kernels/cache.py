@@ -1,4 +1,4 @@
-"""KV cache of a layer in generation: keys and values of earlier tokens, and attention to them.
+"""A layer's KV cache for generation: keys and values of earlier tokens, and attention to them.
 
 A rank may hold only some of the rows. Then every rank attends to its own rows, and the partial
 results are merged by their lse.
@@ -19,9 +19,10 @@ from runtime.tensors import accum_dtype
 NO_POSITION = 1 << 62
 """Position of a padding token, which no query sees."""
 PART = 1024
-"""Maximum number of rows in the last part to which new rows are still appended.
+"""Maximum number of rows that the last part of a cache may have after new rows are appended to it.
 
-Appending to one tensor of all rows would copy the whole cache for every token.
+Any more rows begin a new part: appending to one tensor of all rows would copy the whole cache for
+every token.
 """
 ROWS_PER_STEP = 1 << 14
 """Number of rows whose scores, and float32 keys, exist at the same time."""
@@ -119,8 +120,7 @@ def _attend(
 
 
 Merge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function from (out, lse) over this process's rows to (out, lse) over the rows of all processes.
-"""
+"""Function that merges (out, lse) over this process's rows with those of the other processes."""
 
 
 def _only_process(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,11 +161,11 @@ class States:
 
         Args:
             positions: int64 [B, T], or [1, T] if they are the same in all sequences.
-            ends: int64 [B], number of tokens of each sequence read by then; later positions are
-                padding.
+            ends: int64 [B], number of tokens of each sequence that are read after this forward
+                pass; later positions are padding.
             keep: True if this process, not another one, saves the rows of these tokens.
-            shared: True if each process has other tokens of the sequences, which are then the first
-                ones.
+            shared: True if each process has different tokens of the sequences, which is possible
+                only for the first tokens.
         """
         real = positions < ends[:, None]  # [B, T]
         real_tokens = real.any(0).nonzero()[:, 0]
@@ -214,8 +214,8 @@ class States:
 
         Args:
             k, v: [B, T, G, D].
-            behind: how many positions before its own a query sees, None for all; the layer saves
-                only rows that the next token sees.
+            behind: number of positions before its own that a query sees; None means all. The layer
+                saves only rows that the next token sees.
             sinks: [H], scores of attention sinks.
         """
         k = k.transpose(1, 2).index_select(2, self._saved_tokens)  # [B, G, S, D]

@@ -1,13 +1,14 @@
 """Softmax attention of tiles on a CPU, split into strips for torch's kernel or oneDNN's products.
 
 torch's kernel steps over the keys 512 at a time, and computes all pairs of such a step, hidden or
-not. So a CAUSAL or ANTI square that is larger is first halved until one step holds it, and then cut
-into strips, each of which drops the hidden keys, or queries, at its side. The forward takes strips
-of rows, each with all the keys that its queries see: a row is written once and not merged with
-itself. The backward takes strips of columns, so that dk and dv of a key are complete at once.
+not. So a larger CAUSAL or ANTI square is first halved until each part fits into one step. It is
+then cut into strips, and each strip drops the hidden keys, or queries, at its side. The forward
+pass takes strips of rows, each with all the keys that its queries see: a row is written once and
+not merged with itself. The backward pass takes strips of columns, so that dk and dv of a key are
+complete at once.
 
-With one thread, and where oneDNN is faster than the MKL of torch's kernel, ``kernels.cpu_onednn``
-takes the strips.
+With one thread, if oneDNN is faster on this processor than MKL, which torch's kernel uses,
+``kernels.cpu_onednn`` computes the strips.
 
 Shapes as in ``kernels.blocks``. Functions of a strip take heads first: q, dout and out ``[B, H, T,
 D]``, k and v ``[B, K, S, D]``, lse ``[B, H, T]``, mask ``[T, S]``, all float32 or wider.
@@ -26,9 +27,9 @@ from runtime.tensors import accum_dtype
 
 aten = torch.ops.aten
 Strip = tuple[slice, slice, bool, Tensor | None]
-"""Rows, columns, True if the strip is causal, and its additive mask."""
+"""Rows and columns of a strip, True if it is causal, and its additive mask or None."""
 LARGE = 1 << 16
-"""Number of elements of q from which each group of heads gets a separate call."""
+"""Number of elements of a head group's q from which each group gets a separate call."""
 
 
 class Strips(NamedTuple):
@@ -91,7 +92,7 @@ class Strips(NamedTuple):
     def _head_groups(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
         """Yield the query heads to compute in one call, with their key/value heads.
 
-        A kernel's results of all heads are as large as q, so large heads go one group at a time.
+        A kernel's results for all heads are as large as q, so large heads go one group at a time.
         """
         kv_heads = k.shape[1]
         group_size = q.shape[1] // kv_heads
@@ -137,7 +138,7 @@ class Strips(NamedTuple):
 
 
 def _cuts(side: int, step: int) -> list[int]:
-    """Split ``side`` tokens into strips of ``step``; the last has between half and 1.5 of it."""
+    """Split ``side`` tokens into strips of ``step``; the last has 0.5 to 1.5 times as many."""
     return [*range(0, max(1, side - step // 2), step), side]
 
 

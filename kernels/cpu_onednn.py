@@ -1,8 +1,8 @@
 """Softmax attention of a strip with oneDNN's matrix products, for one CPU thread.
 
 Queries are processed in blocks of ROWS, and each block's keys in steps of COLUMNS. A block of
-scores stays in the L2 cache while it is computed, exponentiated and used. oneDNN takes large blocks
-where it is faster than the MKL inside torch's kernel (``kernels.operators``).
+scores stays in the L2 cache while it is computed, exponentiated and used. This is for large strips,
+on processors on which oneDNN is faster than MKL, which torch's kernel uses (``kernels.operators``).
 
 Exponentials are powers of two: the queries are scaled by log2(e) first, and lse is scaled back at
 the end. torch's ``exp`` is MKL's too, and takes four times as long as its ``exp2`` on AMD's
@@ -34,26 +34,27 @@ ROWS = 192
 """Number of queries in a block.
 
 A product sums its rows one after the other, in float32: gradients of keys that sum more queries at
-once differ by more than a process's own rounding (tests/parallel/context/test_executor.py). A
-forward sums over no queries, so it may use more.
+once differ by more than a process's own rounding (tests/parallel/context/test_executor.py). The
+forward pass does not sum over queries, so it may use more.
 """
 COLUMNS = 7 * 192
 """Number of keys in a step."""
 MAX_SCORES = 1 << 18
-"""Maximum number of scores in a block: 1 MiB."""
+"""Maximum number of scores in a block; they take 1 MiB."""
 MIN_WORK = 1 << 22
-"""Scores times channels of a head below which the Python calls take longer than the products."""
+"""Minimum of scores times head channels; below it, Python calls take longer than the products."""
 MIN_WIDTH = 32
 """Number of channels of a head below which oneDNN is not faster."""
 GRAIN = 64
-"""Strips whose rows and columns are multiples of this number have few distinct shapes.
+"""Strips with multiples of this number of rows and columns have few distinct shapes.
 
-oneDNN compiles a product for every new shape, in 0.5 ms, and keeps the last 1,024, 0.7 GB at most.
+oneDNN compiles a product for every new shape, which takes 0.5 ms, and keeps the last 1,024 of them,
+0.7 GB at most.
 """
 WORTH_COMPILING = 1_000_000
 """Number of scores (of all heads) from which a strip of any other shape is worth compiling.
 
-Packed short documents stay below, whatever their lengths.
+Packed short documents stay below it, whatever their lengths.
 """
 LOG2_E = math.log2(math.e)
 
@@ -61,8 +62,9 @@ LOG2_E = math.log2(math.e)
 def is_faster(dtype: torch.dtype) -> bool:
     """Return True if oneDNN is faster than torch's kernel for large strips of this dtype.
 
-    Their results are float32 or wider. With several threads it is slower: torch's kernel gives each
-    thread its heads, and these products would synchronize the threads after every operator.
+    The strips' results are float32 or wider. With several threads oneDNN is slower: torch's kernel
+    gives each thread some heads, but these products would synchronize the threads after every
+    operator.
     """
     single_thread = torch.get_num_threads() == 1
     return operators.ONEDNN and single_thread and accum_dtype(dtype) == torch.float32

@@ -8,8 +8,8 @@ columns packed last to first. Rows are copied only if they are not in order alre
 The results are added back in passes. No row and no column appears twice in a pass, so no two
 threads add to the same number, and the result does not depend on their order.
 
-Shapes as in ``kernels.attention``; packed, R rows and C columns of all tiles of a launch: q, dout,
-out ``[R, H, D]``; k and v ``[C, K, D]``, H a multiple of K; lse ``[R, H]``.
+Shapes as in ``kernels.attention``. Packed tensors hold the R rows and C columns of all tiles of a
+launch: q, dout and out ``[R, H, D]``; k and v ``[C, K, D]``, H a multiple of K; lse ``[R, H]``.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ from runtime.errors import UserError
 from runtime.tensors import cached_on_device, to_device
 
 Kernel = tuple[Callable[..., Any], Callable[..., Any]]
-"""A forward function and its backward."""
+"""A forward function and its backward function."""
 SMALL = 1 << 20
 """Maximum number of pairs of a tile that shares a launch with others.
 
@@ -59,7 +59,7 @@ class Lengths(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Some of the packed rows and columns, with their indices in the tensors."""
+    """Packed rows and columns that are added back together, with their indices in the tensors."""
 
     packed_rows: slice
     rows: Index
@@ -84,7 +84,7 @@ def with_fallback(
     kernel: Kernel,
     fallback: Kernel | None,
 ) -> Kernel:
-    """Return a forward and a backward that use another kernel for shapes that this one lacks.
+    """Return a kernel that uses ``fallback`` for shapes that ``kernel`` does not support.
 
     Args:
         name: the backend, for the message.
@@ -98,7 +98,7 @@ def with_fallback(
             return kernel
         if fallback is None:
             raise UserError(
-                f"attention_backend {name} {limit}, and got {q.shape[-1]} channels and"
+                f"attention_backend {name} {limit}, but got {q.shape[-1]} channels and"
                 f" {k.shape[1]} keys; use auto or aten"
             )
         return fallback
@@ -179,7 +179,7 @@ class PackedKernel:
     def add_gradients_(
         self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float
     ) -> None:
-        """Add the gradients through these tiles to (dq, dk, dv), in place; they are contiguous."""
+        """Add the gradients through these tiles to (dq, dk, dv), contiguous tensors, in place."""
         tile_launches = launches(tiles, rows.q, keys.k)
         dq, dk, dv = (x.view(-1, *x.shape[2:]) for x in sums)
         flat_rows = [in_one_piece(x).flatten(0, 1) for x in rows]
@@ -213,13 +213,13 @@ def split_by_size(tiles: Sequence[Tile]) -> tuple[Sequence[Tile], Sequence[Tile]
 def launches(tiles: Sequence[Tile], q: Tensor, k: Tensor) -> tuple[Launch, ...]:
     """Pack the tiles of queries ``[B, T, ...]`` and keys ``[B, S, ...]``.
 
-    The tiles are the same in each of the B sequences. Cached: all layers, and their backward, have
-    the same launches.
+    The tiles are the same in each of the B sequences. The result is cached, since all layers, and
+    their backward passes, have the same launches.
     """
     return _launches(as_numbers(tiles), *q.shape[:2], k.shape[1], q.device)
 
 
-@cached_on_device(256)  # each round of a micro-batch has its own tiles, and a ring has many
+@cached_on_device(256)  # a ring has many rounds per micro-batch, each with its own tiles
 def _launches(
     tiles: tuple[TileNumbers, ...], batch: int, rows: int, columns: int, device: torch.device
 ) -> tuple[Launch, ...]:

@@ -24,9 +24,9 @@ class Gpu(NamedTuple):
     cudnn: int = 0
     """Version of the loaded cuDNN, such as 91501; 0 if there is none."""
     bundled: int = 0
-    """Version of the cuDNN package of this torch; 0 if it has none."""
+    """Version of the cuDNN package that torch requires; 0 if there is none."""
     name: str = ""
-    """Name of the GPU in torch."""
+    """Name that torch gives the GPU."""
 
     @property
     def family(self) -> Family:

@@ -1,7 +1,7 @@
 """Linear attention with decay, forward and backward, and the parts that context parallelism needs.
 
 With decay a (0 < a <= 1, one per head) the state S_t = a S_(t-1) + k_t v_t^T gives o_t = S_t^T q_t,
-which is sum over s <= t of a^(t-s) (q_t . k_s) v_s (LASP, Sun et al. 2024, section 2;
+which is the sum over s <= t of a^(t-s) (q_t . k_s) v_s (LASP, Sun et al. 2024, section 2;
 TransNormerLLM, Qin et al. 2023). Factors are exponentials of (distance * log a), never quotients,
 so none overflows.
 
@@ -44,8 +44,8 @@ def check(
     batch, length, heads, width = q.shape
     if k.shape != q.shape or v.shape[:3] != q.shape[:3] or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            "linear attention takes q and k [B, T, H, D] and v [B, T, H, E] of one dtype, and got"
-            f" q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype},"
+            "linear attention takes q and k [B, T, H, D] and v [B, T, H, E] of one dtype, but got"
+            f" q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype} and"
             f" v {tuple(v.shape)} {v.dtype}"
         )
     if length == 0:
@@ -80,8 +80,8 @@ def check_sequence(
         rising = all(first < second for first, second in pairwise(documents))
         if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rising:
             raise ValueError(
-                f"documents is {tuple(documents)}; it must be cumulative lengths, rising from 0 to"
-                f" the {length} tokens"
+                f"documents is {tuple(documents)}; give cumulative lengths, rising from 0 to the"
+                f" number of tokens, {length}"
             )
 
 
@@ -99,7 +99,8 @@ def select_linear_backend(name: str, device_type: str, dtype: torch.dtype) -> st
         return "chunked"
     if name not in LINEAR:
         raise UserError(
-            f"attention_backend {name!r} has no linear attention; use auto, {', '.join(LINEAR)}"
+            f"attention_backend {name!r} has no linear attention; use one of auto,"
+            f" {', '.join(LINEAR)}"
         )
     refusal = LINEAR[name].refusal(name, device_type, dtype)
     if refusal:
@@ -150,9 +151,9 @@ def from_state(
     The result is in the state's dtype.
 
     Args:
-        tokens: number of tokens that see the state, those of the first document (of the last with
-            ``reverse``); by default all.
-        reverse: backwards in time, see ``scan``.
+        tokens: number of tokens that see the state: those of the first document, or of the last one
+            with ``reverse``; by default all.
+        reverse: go backwards in time, as in ``scan``.
     """
     length = q.shape[1]
     if tokens is None:

@@ -24,8 +24,8 @@ class Chunks:
     """Token in each slot [N * C], arbitrary in empty slots; None if all slots are filled in order.
     """
     slots: Tensor | None
-    """Slot of each token [T]; None in the same case. A mask would make the host wait for a GPU to
-    count its entries."""
+    """Slot of each token [T]; None if ``index`` is. A mask instead would make the host wait for a
+    GPU to count its entries."""
     lengths: Tensor
     """Number of tokens in each chunk [N]."""
     starts_document: tuple[bool, ...]
@@ -34,7 +34,7 @@ class Chunks:
 
 @cached_on_device(64)  # packed documents differ in each batch
 def chunks_of(length: int, documents: tuple[int, ...] | None, device: torch.device) -> Chunks:
-    """Split documents of these cumulative lengths into chunks; default one of ``length`` tokens."""
+    """Split documents of these cumulative lengths, or one of ``length`` tokens, into chunks."""
     starts = []
     lengths = []
     starts_document = []
@@ -70,11 +70,11 @@ def scan(
     reverse: bool = False,
     accum_out: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Scan the tokens, from an incoming state.
+    """Scan the tokens, starting from an incoming state.
 
     Forwards, a token reads a state that includes its own key and value. Backwards (``reverse``),
-    time is mirrored: ``state`` is the gradient of the state after the last token, final that of the
-    state before the first.
+    time is mirrored: ``state`` is the gradient of the state after the last token, and final is the
+    gradient of the state before the first token.
 
     A chunk's output has two parts: the scores of its own pairs, decayed by their distance, and a
     read of the state that enters it. The states between chunks are a short recurrence over what
@@ -133,7 +133,7 @@ def _chunked(x: Tensor, chunks: Chunks, dtype: torch.dtype) -> Tensor:
 def _power(rates: Tensor, exponents: Tensor) -> Tensor:
     """Return decay^exponent [N, H, C, 1] for exponents [N, C] >= 0.
 
-    A single exponential of rates * exponents, which cannot overflow.
+    Computed as a single exponential of rates * exponents, which cannot overflow.
     """
     return (rates[:, None] * exponents[:, None, :]).exp()[..., None]
 

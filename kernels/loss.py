@@ -40,8 +40,9 @@ def cross_entropy_sum(
         logits: ``[..., V]``, any floating dtype.
         labels: ``[...]``, integers in [0, V), or ignore_index for a token without loss and
             gradient.
-        split: this rank's first vocabulary entry and the ranks of the others, if these logits
-            cover a part of the vocabulary. Collective then, with the same labels on all ranks.
+        split: this rank's first vocabulary entry, and the group of ranks that share the vocabulary,
+            if these logits cover only a part of it. The call is then collective, with the same
+            labels on all ranks.
 
     Returns:
         loss_sum, a float32 (float64) scalar, differentiable once, and valid_count, an int64 scalar.
@@ -52,8 +53,8 @@ def cross_entropy_sum(
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
-            f"labels {tuple(labels.shape)} and logits {tuple(logits.shape[:-1])} x V must agree in"
-            " all but V"
+            f"labels has shape {tuple(labels.shape)}, but logits {tuple(logits.shape[:-1])} x V;"
+            " the shapes must agree in all dimensions but V"
         )
     loss = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), ignore_index, split)
     return loss, (labels != ignore_index).sum()
@@ -103,7 +104,7 @@ class _CrossEntropySum(torch.autograd.Function):
         logits, column, local, valid, lse = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for rows in _float_chunks(logits):
-            if grad.dtype == lse.dtype:  # computed in its place in grad
+            if grad.dtype == lse.dtype:  # computed in place, inside grad
                 chunk = torch.sub(logits[rows], lse[rows, None], out=grad[rows])
             else:
                 chunk = logits[rows].to(lse.dtype, copy=True).sub_(lse[rows, None])
@@ -119,10 +120,10 @@ class _CrossEntropySum(torch.autograd.Function):
 def over_chunks(fn: RowFunction, x: Tensor, size: int, parameters: Sequence[Tensor]) -> Tensor:
     """Apply fn to x [N, C], ``size`` rows at a time (Liu & Abbeel 2023); return [N, ...].
 
-    Only x is saved between forward and backward; the backward recomputes each chunk, so that the
-    activations of one chunk exist at a time. Parameter gradients accumulate in float32 or wider and
-    are rounded once: autograd would round every partial sum of a bfloat16 model. Differentiable
-    once.
+    Only x is saved between forward and backward pass; the backward pass recomputes each chunk, so
+    that the activations of one chunk exist at a time. Parameter gradients accumulate in float32 or
+    wider and are rounded once: autograd would round every partial sum of a bfloat16 model.
+    Differentiable once.
 
     Args:
         fn: the same deterministic function of each row (no dropout).
@@ -134,10 +135,10 @@ def over_chunks(fn: RowFunction, x: Tensor, size: int, parameters: Sequence[Tens
 def sum_over_chunks(fn: RowFunction, x: Tensor, size: int, parameters: Sequence[Tensor]) -> Tensor:
     """Sum a scalar fn over x [N, C], ``size`` rows at a time, and compute each chunk once.
 
-    The gradient of a sum is known in the forward, up to one factor, the gradient of the sum. So the
-    forward computes it with each chunk, saves that of x in its dtype and those of the parameters in
-    float32 or wider, and the backward multiplies (Hsu et al. 2024, Liger Kernel, linear cross
-    entropy). Arguments as in ``over_chunks``.
+    The forward pass knows all gradients up to one factor, the gradient of the sum. So it computes
+    them with each chunk, and saves the gradient of x in x's dtype and those of the parameters in
+    float32 or wider; the backward pass multiplies them by the factor (Hsu et al. 2024, Liger
+    Kernel, linear cross entropy). Arguments as in ``over_chunks``.
     """
     return _SumOverChunks.apply(fn, size, torch.is_grad_enabled(), x, *parameters)
 
@@ -164,7 +165,7 @@ class _Gradients:
     def add(self, fn: RowFunction, x: Tensor, rows: slice, grad: Tensor | None = None) -> Tensor:
         """Compute a chunk, add its gradients, and return its result.
 
-        ``grad`` is the gradient of the result; None for 1.
+        ``grad`` is the gradient of the result; None means 1.
         """
         chunk = x[rows].detach().requires_grad_(self._dx is not None)
         # Saved-tensor hooks are disabled: a checkpoint around this would recompute everything for
@@ -257,8 +258,8 @@ class _SumOverChunks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
-                "sum_over_chunks keeps its gradients for one backward, but this is a second one;"
-                " run the forward again"
+                "sum_over_chunks keeps its gradients for one backward pass, but this is a second"
+                " one; run the forward pass again"
             )
         gradients = ctx.gradients.times(grad)
         ctx.gradients = None

@@ -1,6 +1,6 @@
 """Operators of model layers: matrix products, rotary positions, and the gate of a feed-forward.
 
-torch multiplies float32 matrices on a CPU with MKL, which stays with AVX2 on AMD's processors.
+torch multiplies float32 matrices on a CPU with MKL, which uses only AVX2 on AMD's processors.
 oneDNN uses their AVX-512 and is about twice as fast there, so ``linear`` calls it directly. Rotary
 positions and the gate are one launch each on a GPU, except under torch.compile, which fuses torch's
 own operators.
@@ -30,7 +30,7 @@ MIN_ROWS = 32
 
 def _takes_onednn() -> bool:
     if TorchVersion(torch.__version__) < "2.13":
-        return False  # cannot split a custom backward in two, as zero bubble pipelines need
+        return False  # it cannot split a custom backward in two, as zero-bubble pipelines need
     if not torch.backends.mkldnn.is_available():
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -206,9 +206,10 @@ ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], Callable[..., Tensor]
 def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
     """Compute activation(gate) * up (Shazeer 2020, eq. 6), and save only gate and up.
 
-    gate and up have one shape and dtype. Differentiable once. Autograd would save activation(gate)
-    too, which this backward recomputes. One launch each way on a GPU with Triton; torch takes two
-    and three, and 1.7 and 1.8 times as much memory traffic.
+    gate and up have the same shape and dtype. Differentiable once. Autograd would save
+    activation(gate) too, which this backward pass recomputes. On a GPU with Triton each pass is one
+    launch; torch takes two launches forward and three backward, and 1.7 and 1.8 times as much
+    memory traffic.
     """
     if torch.compiler.is_compiling():
         return ACTIVATIONS[activation][0](gate) * up

@@ -1,7 +1,7 @@
 """Custom operators of linear attention, the delta rule and its convolution.
 
-Each has its call, forward, fake and backward together. torch.compile and recompute policies see it
-as one operator. Those of matrix products are in ``kernels.operators``.
+Each operator has its call, forward, fake and backward together. torch.compile and recompute
+policies see it as one operator. Operators of matrix products are in ``kernels.operators``.
 """
 
 from collections.abc import Sequence
@@ -180,11 +180,11 @@ def causal_convolution(
 
     Args:
         x: ``[B, T, C]``.
-        weight: ``[C, K]``, the last of each row for the token itself.
+        weight: ``[C, K]``; the last entry of each row is for the token itself.
         before: the K - 1 tokens before the first, ``[B, K - 1, C]``, default zeros; only the first
             document sees them.
-        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); none sees the
-            one before.
+        documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., T); no document
+            sees another.
 
     Returns:
         ``[B, T, C]`` in x's dtype.
@@ -197,7 +197,7 @@ def causal_convolution(
     gap = weight.shape[1] - 1
     if before is not None and before.shape != (batch, gap, channels):
         raise ValueError(
-            f"before has shape {tuple(before.shape)}; this x and weight make it"
+            f"before has shape {tuple(before.shape)}; this x and weight need"
             f" {(batch, gap, channels)}"
         )
     linear.check_sequence(length, (), None, documents)

@@ -45,16 +45,17 @@ def parallelize(
 ) -> list[Any]:
     """Return this rank's modules, one per pipeline stage, sharded and initialized; collective.
 
-    The order of the steps is fixed: each one sees what the steps before it made of the layers'
-    forwards, so that a hook of FSDP runs outside a recomputation, which runs outside a compiled
-    graph, which contains the tensor-parallel communication.
+    The order of the steps is fixed, since each step wraps the layers' forwards as the steps before
+    it left them: FSDP's hooks run outside the recomputation, the recomputation runs outside the
+    compiled graph, and the graph contains the tensor-parallel communication.
 
     Args:
-        build: builds the whole model, which has ``layers`` and ``keep``, on torch's default device.
-        weight_of: returns any slice of a parameter's initial value; if None, the weights stay
-            uninitialized memory.
+        build: function that builds the whole model, with ``layers`` and ``keep``, on torch's
+            default device.
+        weight_of: function that returns any slice of a parameter's initial value; if None, the
+            weights stay uninitialized.
     """
-    # Imports DTensor, for which a refused command line need not wait.
+    # Imported here, since it loads DTensor, and a command line that is refused should not wait.
     from parallel.tensor.split import split_model
 
     data_mesh = sharding_mesh(mesh.dp_cp, config.data_parallel)

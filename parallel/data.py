@@ -3,8 +3,8 @@
 `Runner` is for a model that one rank holds whole, without a pipeline; pipeline/schedule.py runs
 micro-batches through stages.
 
-FSDP and DTensor are imported inside functions: the import takes a second, for which a refused
-command line should not wait.
+FSDP and DTensor are imported inside functions: their import takes a second, and a command line that
+is refused should not wait for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,27 +23,27 @@ from runtime.tensors import Part
 
 Strategy = Literal["ddp", "legacy_ddp", "zero1", "zero2", "zero3"]
 WeightOf = Callable[[str, torch.Size, Part], Tensor]
-"""Function (parameter's name, full shape, slice of each dimension) -> the initial values in these
-slices.
+"""Function that returns the initial values in a part of a parameter.
 
-The values do not depend on the rank or the mesh.
+Its arguments are the parameter's name, its full shape, and the part's slice of each dimension. The
+values do not depend on the rank or the mesh.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig:
-    """Division of weights, gradients and optimizer state among ranks with different tokens."""
+    """Sharding of weights, gradients and optimizer state over ranks with different tokens."""
 
     data_parallel_sharding_strategy: Literal[
         "ddp", "legacy_ddp", "zero1", "zero2", "zero3", "fsdp"
     ] = "zero3"
-    """State to shard: nothing (ddp; legacy_ddp, which sums all gradients at once after the last
-    backward), the optimizer's state (zero1), also gradients (zero2), also weights (zero3, also
-    called fsdp)."""
+    """State to shard: none (ddp, or legacy_ddp, which sums all gradients at once after the last
+    backward pass), the optimizer's state (zero1), the gradients too (zero2), or the weights as well
+    (zero3, also called fsdp)."""
     num_distributed_optimizer_instances: int = 1
-    """Copies of the state that zero1, zero2 or zero3 shard: each copy is sharded over consecutive
-    data- and context-parallel ranks, such as those of one node, and gradients are summed over the
-    copies."""
+    """Number of copies of the state that zero1, zero2 or zero3 shard: each copy is sharded over
+    consecutive data- and context-parallel ranks, such as those of one node, and gradients are
+    summed over the copies."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_distributed_optimizer_instances")
@@ -51,9 +51,9 @@ class DataParallelConfig:
         name = self.data_parallel_sharding_strategy
         if copies > 1 and name in ("ddp", "legacy_ddp"):
             raise UserError(
-                f"num_distributed_optimizer_instances is {copies} with "
-                f"data_parallel_sharding_strategy {name}, which shards nothing; use 1, or strategy "
-                "zero1"
+                f"num_distributed_optimizer_instances is {copies}, but "
+                f"data_parallel_sharding_strategy {name} shards nothing; set "
+                "num_distributed_optimizer_instances to 1, or the strategy to zero1"
             )
 
     @property
@@ -64,11 +64,11 @@ class DataParallelConfig:
 
 
 def sharding_mesh(mesh: DeviceMesh, config: DataParallelConfig) -> DeviceMesh:
-    """Return the mesh for ``shard_model``; ``mesh`` has all ranks that share a model. Collective.
+    """Return the mesh for ``shard_model``, given the mesh of all ranks that share a model.
 
-    With N copies it is [N, ranks per copy]; for ``legacy_ddp``, this rank alone. With tensor
-    parallelism the one-dimensional ``mesh`` must belong to a larger mesh that also has the
-    dimension tp.
+    Collective. With N > 1 copies of the state the result is [N, ranks per copy]; for
+    ``legacy_ddp`` it is only this rank. With tensor parallelism the one-dimensional ``mesh`` must
+    belong to a larger mesh that also has the dimension tp.
     """
     copies = config.num_distributed_optimizer_instances
     if config.strategy == "legacy_ddp":
@@ -96,25 +96,25 @@ def shard_model(
 ) -> None:
     """Apply a sharding strategy to each layer and to the rest of the model, in place.
 
-    ``ddp`` replicates the model and sums gradients during the backward (Li et al. 2020).
+    ``ddp`` replicates the model and sums gradients during the backward pass (Li et al. 2020).
     ``legacy_ddp`` replicates it and keeps gradients local until ``finish_gradients`` (fairseq's
     LegacyDistributedDataParallel, with which LASP was measured). The others are ZeRO's stages
-    (Rajbhandari et al. 2020, section 5), which shard the float32 master weights as they shard the
-    optimizer's state.
+    (Rajbhandari et al. 2020, section 5); here they shard the float32 master weights in the same
+    way as the optimizer's state.
 
-    ``zero1`` and ``zero2`` gather the weights once per step and keep them until its last backward;
-    ``zero3`` (FSDP) gathers each layer for its forward and again for its backward. ``zero1``
-    accumulates whole gradients and reduces them once per step; ``zero2`` and ``zero3`` reduce them
-    after every micro-batch and keep shards. Call ``set_gradient_sync`` before each backward to mark
-    the last one.
+    ``zero1`` and ``zero2`` gather the weights once per step and keep them until the step's last
+    backward pass; ``zero3`` (FSDP) gathers each layer for its forward and again for its backward
+    pass. ``zero1`` accumulates whole gradients and reduces them once per step; ``zero2`` and
+    ``zero3`` reduce them after every micro-batch and keep shards. Call ``set_gradient_sync`` before
+    each backward pass to mark the last one.
 
     On a two-dimensional mesh ZeRO shards along the last dimension and replicates along the first
     (hybrid sharding): weights are gathered within a copy, and the shards' gradients are summed over
     the copies once per step.
 
     Gradients are *summed* over the mesh in float32, never averaged: the loss is already divided by
-    the global number of valid tokens, and a mean of local means is wrong where ranks hold unequal
-    numbers of them.
+    the global number of valid tokens, and a mean of local means is wrong if ranks hold unequal
+    numbers of valid tokens.
 
     Args:
         model: float32, on any device or on the meta device; its weights stay float32 as the
@@ -124,7 +124,7 @@ def shard_model(
         bf16: gather and compute in bfloat16, except in modules of the layers that set
             ``full_precision``.
         prefetch: gather a layer's weights while the previous layer computes. On a CPU, which
-            overlaps nothing, it only costs a layer's memory. Backwards always prefetch.
+            overlaps nothing, it only costs a layer's memory. Backward passes always prefetch.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -132,20 +132,21 @@ def shard_model(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
     )
     if strategy in ("ddp", "legacy_ddp"):
-        # With legacy_ddp the library sees a single rank: it casts and accumulates micro-batches,
-        # but sends nothing.
+        # With legacy_ddp torch sees a mesh of a single rank: it casts and accumulates
+        # micro-batches, but sends nothing.
         if strategy == "legacy_ddp" and mesh.size() > 1:
             raise ValueError(
-                f"legacy_ddp is applied to a single rank, not {mesh.size()}; use the mesh of "
-                "sharding_mesh"
+                f"strategy is legacy_ddp, but the mesh has {mesh.size()} ranks instead of 1; pass "
+                "the mesh that sharding_mesh returns"
             )
-        # Unlike DistributedDataParallel, FSDP supports DTensors, and gradients in another dtype
-        # than the weights.
+        # Unlike DistributedDataParallel, this function, which is built on FSDP, supports DTensors,
+        # and gradients in another dtype than the weights.
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
         apply: Callable[..., object] = partial(replicate, mesh=mesh, mp_policy=policy)
     else:
-        # None reshards after the forward of all modules but the root, whose backward is next.
+        # None reshards every module after its forward pass, except for the root, whose backward
+        # pass comes next.
         reshard_after_forward = None if strategy == "zero3" else False
         apply = partial(
             fully_shard,
@@ -177,8 +178,8 @@ def shard_model(
 def init_parameters(model: nn.Module, device: torch.device, weight_of: WeightOf | None) -> None:
     """Allocate and initialize the local shards of a model on the meta device.
 
-    torch's own initialization would draw the same numbers for all shards, and weights that depend
-    on the mesh. Without ``weight_of`` the memory stays uninitialized.
+    torch's own initialization would draw the same numbers for every shard, so that the weights
+    would depend on the mesh. Without ``weight_of`` the memory stays uninitialized.
     """
     model.to_empty(device=device)
     if weight_of is None:
@@ -203,7 +204,7 @@ def to_local(x: Tensor) -> Tensor:
 
 
 def local_shard(parameter: Tensor) -> tuple[Tensor, Part]:
-    """Return this rank's shard of a parameter and its slices of the whole; no communication.
+    """Return this rank's shard of a parameter, and the slices that it covers; no communication.
 
     If tensor parallelism and FSDP shard the same dimension, tensor parallelism (the last dimension
     of the mesh) sharded it first.
@@ -221,17 +222,17 @@ def local_shard(parameter: Tensor) -> tuple[Tensor, Part]:
         if isinstance(placement, Shard | _StridedShard):
             start = slices[placement.dim].start
             stop = slices[placement.dim].stop
-            chunk = -(-(stop - start) // mesh.size(mesh_dim))  # sizes are rounded up
+            chunk = -(-(stop - start) // mesh.size(mesh_dim))  # DTensor rounds shards' sizes up
             start = min(start + mesh.get_local_rank(mesh_dim) * chunk, stop)
             slices[placement.dim] = slice(start, min(start + chunk, stop))
     return parameter.to_local(), tuple(slices)
 
 
 def set_gradient_sync(model: nn.Module, last: bool, strategy: Strategy = "zero3") -> None:
-    """Prepare the next backward, of the step's ``last`` micro-batch or not; call before each one.
+    """Prepare the next backward pass; ``last`` marks that of the step's last micro-batch.
 
-    Before the last one, only ``zero2`` and ``zero3`` reduce gradients, within a copy, and all but
-    ``zero3`` keep the gathered weights.
+    Call it before each backward pass. Before the last one, only ``zero2`` and ``zero3`` reduce
+    gradients (within a copy of the state), and all strategies but ``zero3`` keep gathered weights.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -242,9 +243,9 @@ def set_gradient_sync(model: nn.Module, last: bool, strategy: Strategy = "zero3"
 
 
 def finalize_by_hand(model: nn.Module) -> None:
-    """Announce, before a forward, that gradients are reduced only at the step's end.
+    """Tell FSDP, before a forward pass, that gradients are reduced only at the step's end.
 
-    torch requires this from 2.15 on.
+    torch 2.15 and newer require this.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -254,7 +255,7 @@ def finalize_by_hand(model: nn.Module) -> None:
 
 
 def widen_gradients(model: nn.Module) -> None:
-    """Accumulate the gradients of a backward without FSDP's hooks in float32, as the hooks do."""
+    """Accumulate gradients in float32 after a backward pass in which FSDP's hooks did not run."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -266,7 +267,7 @@ def widen_gradients(model: nn.Module) -> None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         for group in groups:
             for parameter in group.fsdp_params:
-                # From 2.15 on autograd itself accumulates in float32.
+                # From torch 2.15 on autograd itself accumulates in float32.
                 if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
@@ -283,11 +284,11 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> None:
-    """Reduce the gradients that a step's backwards left unreduced; collective.
+    """Reduce the gradients that a step's backward passes left unreduced; collective.
 
     ``legacy_ddp`` sums all gradients over the one-dimensional ``mesh`` in one all-reduce of a flat
-    float32 buffer; every rank must have gradients for the same parameters. The other strategies
-    reduced theirs in the backward.
+    float32 buffer; every rank must have gradients for the same parameters. With the other
+    strategies, the gradients were already reduced in the backward pass.
     """
     if strategy != "legacy_ddp":
         return
@@ -300,9 +301,9 @@ def finish_gradients(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> 
 
 
 def untracked_replicas(mesh: DeviceMesh, strategy: Strategy) -> int:
-    """Return the number of ranks with a copy of each gradient that its DTensor does not show.
+    """Return the number of ranks with copies of each gradient that its DTensor does not record.
 
-    ``gradient_norm`` would count such a gradient once per copy.
+    The number is 1 if there are no such copies. ``gradient_norm`` would count each of them.
     """
     return mesh.size() if strategy == "legacy_ddp" else 1
 
@@ -326,16 +327,16 @@ class Runner:
         self.strategy = strategy
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters by name, without tied copies that another rank counts."""
+        """Return this rank's parameters, keyed by name, without tied copies that others count."""
         parameters: dict[str, nn.Parameter] = {}
         for part in self.parts:
             parameters.update(part.named_parameters())
         return parameters
 
     def forward_backward(self, batches: Sequence[MicroBatch], valid: int) -> Tensor:
-        """Accumulate gradients of the losses' sum / ``valid``; return this rank's share of it.
+        """Accumulate gradients of the summed loss / ``valid``; return this rank's share of it.
 
-        The share is float64, so that summing micro-batches and ranks adds no rounding.
+        The share is float64, so that summing over micro-batches and ranks adds no rounding.
         """
         (model,) = self.parts
         losses = []

@@ -29,12 +29,12 @@ SIZES = ("pipeline_model_parallel_size", "context_parallel_size", "tensor_model_
 
 
 GPU_ENVIRONMENT = {
-    # With the default of 8 connections, two streams may share one, and a transfer waits for a
+    # With the default of 8 connections, two streams may share one, and a transfer then waits for a
     # matmul.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # The few blocks of a transfer are scheduled before the next blocks of a matmul.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
-    # Changing sequence lengths would fragment segments of fixed sizes.
+    # With segments of fixed sizes, memory would fragment if sequence lengths change.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 """Environment variables for CUDA, NCCL and torch's allocator, set unless the user has set them."""
@@ -43,24 +43,24 @@ NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def check_cuda() -> None:
-    """Raise MeshError if torch finds no GPU, and say if torch or the machine is the cause."""
+    """Raise MeshError, with the likely cause, if torch finds no GPU."""
     if torch.cuda.is_available():
         return
     built = f"torch {torch.__version__} on {socket.gethostname()}"
     if torch.version.cuda is None and torch.version.hip is None:
         reason = (
-            f"{built} is built for CPUs: make venv TORCH=torch==2.13.0 installs PyTorch's build "
-            "for GPUs"
+            f"{built} is built for CPUs: run make venv TORCH=torch==2.13.0 to install PyTorch's "
+            "build for GPUs"
         )
     else:
-        reason = f"{built} is built for GPUs: look at nvidia-smi there, and at CUDA_VISIBLE_DEVICES"
+        reason = f"{built} is built for GPUs: check nvidia-smi and CUDA_VISIBLE_DEVICES there"
     raise MeshError(
         f"device is cuda, but torch finds no CUDA device; use --device cpu or auto ({reason})"
     )
 
 
 def idle_gpus(config: "MeshConfig") -> str:
-    """Return a warning of GPUs that ``device`` auto ignores, as torch cannot use them, or ""."""
+    """Return a warning if ``device`` auto ignores GPUs that torch cannot use, or else ""."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if config.device != "auto" or config.device_type == "cuda" or hidden:
         return ""
@@ -68,8 +68,9 @@ def idle_gpus(config: "MeshConfig") -> str:
     if not allocated and not any(NVIDIA_GPUS.glob("*")):
         return ""
     return (
-        f"WARNING: device is auto and takes the CPU, though {socket.gethostname()} has GPUs: torch "
-        f"{torch.__version__} finds none; --device cuda shows why, --device cpu silences this"
+        f"WARNING: device is auto and takes the CPU, but {socket.gethostname()} has GPUs that "
+        f"torch {torch.__version__} does not find; use --device cuda to see why, or --device cpu "
+        "to silence this warning"
     )
 
 
@@ -78,47 +79,50 @@ class MeshConfig:
     """Sizes of the mesh: pipeline (pp) x data (dp, the rest) x context (cp) x tensor parallel."""
 
     tensor_model_parallel_size: int = 1
-    """Processes that share each layer's matrices, the vocabulary and, between the matrices, their
-    tokens.
+    """Number of processes that share each layer's matrices, the vocabulary and, between the
+    matrices, the tokens.
     """
     pipeline_model_parallel_size: int = 1
-    """Processes that share the layers, each a run of them."""
+    """Number of processes among which the layers are divided."""
     context_parallel_size: int = 1
-    """Processes that share each sequence."""
+    """Number of processes that share each sequence."""
     balance_over: Literal["cp", "dp_cp"] = "cp"
-    """Processes over which the tokens of packed documents are balanced: the context-parallel ones
-    of each micro-batch (cp), or all data-parallel ones too, as one micro-batch (dp_cp, which needs
-    reset_attention_mask or pack_samples)."""
+    """Processes over which the tokens of packed documents are balanced: the context-parallel ones,
+    for each micro-batch (cp), or the data-parallel ones too, which then share one micro-batch
+    (dp_cp; needs reset_attention_mask or pack_samples)."""
     allow_resize: bool = field(default=False, compare=False)
-    """Continue with another number of processes than full_world_size: the planner chooses the sizes
-    above and the micro-batch; the global batch and the order of the samples do not change."""
+    """Allow another number of processes than full_world_size: the planner chooses the sizes above
+    and micro_batch_size; the global batch and the order of the samples do not change."""
     full_world_size: int | None = field(default=None, compare=False)
-    """Processes that the sizes above are for, if allow_resize is set; by default the number in the
-    run's config.toml: of its last start without allow_resize, or of its first."""
+    """Number of processes for which the sizes above are meant, if allow_resize is set; by default
+    the number in the run's config.toml, from its last start without allow_resize or its first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that every process computes on; auto takes cuda if it is available."""
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collective library; auto takes nccl on cuda and gloo on cpu."""
     distributed_timeout_minutes: float = 10.0
-    """Time that a collective may wait for its peers before the run fails."""
+    """Number of minutes that a collective may wait for its peers before the run fails."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, *SIZES, "full_world_size")
         fits = MIN_TIMEOUT <= self.distributed_timeout_minutes <= MAX_TIMEOUT
-        must = f"it must be from {MIN_TIMEOUT} (a second or so) to {MAX_TIMEOUT:,} (a week)"
+        must = f"it must be from {MIN_TIMEOUT} (about a second) to {MAX_TIMEOUT:,} (a week)"
         require(self, fits, "distributed_timeout_minutes", must)
         if self.device == "cpu" and self.distributed_backend == "nccl":
-            raise UserError("distributed_backend is nccl, but device is cpu; use gloo or auto")
+            raise UserError(
+                "distributed_backend is nccl, but device is cpu; set distributed_backend to gloo "
+                "or auto"
+            )
 
     @property
     def device_type(self) -> str:
-        """``cpu`` or ``cuda``, with ``auto`` resolved.
+        """Device type, ``cpu`` or ``cuda``, with ``auto`` resolved.
 
         Sets GPU_ENVIRONMENT first: asking torch for a device starts CUDA, which reads it.
         """
         if self.device != "cpu":
             for name, value in GPU_ENVIRONMENT.items():
-                old_name = "PYTORCH_CUDA_ALLOC_CONF"  # of PYTORCH_ALLOC_CONF
+                old_name = "PYTORCH_CUDA_ALLOC_CONF"  # PYTORCH_ALLOC_CONF in older torch
                 if name != "PYTORCH_ALLOC_CONF" or old_name not in os.environ:
                     os.environ.setdefault(name, value)
         if self.device != "auto":
@@ -135,7 +139,7 @@ class MeshConfig:
         )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return ``world_size`` divided by the sizes of pp, cp and tp."""
+        """Return the size of dp: ``world_size`` divided by the sizes of pp, cp and tp."""
         return world_size // math.prod(self.sizes)
 
     def joined(self, world_size: int) -> "MeshConfig":
@@ -150,7 +154,7 @@ class MeshConfig:
 
     @property
     def context_ranks_per_node(self) -> int | None:
-        """Context-parallel ranks per node: LOCAL_WORLD_SIZE / tp, or None if it is not set."""
+        """Number of context-parallel ranks per node; None if LOCAL_WORLD_SIZE is not set."""
         local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
         if local_world_size is None:
             return None
@@ -160,7 +164,7 @@ class MeshConfig:
     def backend(self) -> str:
         """Process-group backend per device type; tensors on the CPU always use gloo.
 
-        Raises MeshError: it is for a GPU, and this machine or this torch has none.
+        Raises MeshError: the backend is for a GPU, but torch finds none.
         """
         if self.device_type == "cpu":
             return "gloo"
@@ -191,12 +195,12 @@ class Mesh:
 def joined_processes(config: MeshConfig) -> Iterator[torch.device]:
     """Join the launched processes until the block ends; yield this process's device.
 
-    After an error in the block the group is not destroyed. A process group that is initialized
-    already is used and stays.
+    If the block raises, a group of several processes is not destroyed. A process group that is
+    already initialized is used, and never destroyed.
 
     Raises:
         LaunchError: the processes cannot join (see ``runtime.launch.rendezvous.meet``).
-        MeshError: there is no GPU, or two processes have the same.
+        MeshError: there is no GPU, or two processes have the same one.
     """
     device = torch.device(config.device_type)
     if device.type == "cuda":
@@ -237,7 +241,7 @@ def distributed_mesh(config: MeshConfig) -> Iterator[Mesh]:
 
 def _local_gpu() -> torch.device:
     """Return this process's GPU: number LOCAL_RANK of its machine, or the only visible one."""
-    launched_world_size()  # this sets the LOCAL_RANK of a task of srun
+    launched_world_size()  # sets LOCAL_RANK if srun started this process
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     gpus = torch.cuda.device_count()
     if gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
@@ -245,8 +249,8 @@ def _local_gpu() -> torch.device:
     if local_rank >= gpus:
         raise MeshError(
             f"device is cuda, but process {local_rank + 1} of a machine finds {gpus} GPUs there; "
-            f"start at most {gpus} processes per machine, or give --device cpu; if "
-            f"{socket.gethostname()} has more, look at nvidia-smi there and leave this machine out"
+            f"start at most {gpus} processes per machine, or use --device cpu; if "
+            f"{socket.gethostname()} has more GPUs, check nvidia-smi there and avoid that machine"
         )
     return torch.device("cuda", local_rank)
 
@@ -260,6 +264,7 @@ def _check_distinct(device: torch.device) -> None:
         if owner != rank:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             raise MeshError(
-                f"ranks {owner} and {rank} have the same GPU of {gpu[0]} (CUDA_VISIBLE_DEVICES is "
-                f"{visible} here); start one process per GPU, or let each see its own"
+                f"ranks {owner} and {rank} use the same GPU of {gpu[0]} (CUDA_VISIBLE_DEVICES is "
+                f"{visible} on this rank); start one process per GPU, or let CUDA_VISIBLE_DEVICES "
+                "give each process a GPU of its own"
             )

@@ -1,18 +1,18 @@
-"""Activations in host memory between forward and backward, copied while the computation runs.
+"""Keep activations in host memory between the forward and the backward pass.
 
-Two streams carry the copies, one out and one back. The host waits for nothing; streams wait for
-events of each other:
+Two streams copy while the computation runs: ``out`` to the host, and ``back`` to the device. The
+host waits for nothing; streams wait for events of each other:
 
-* out waits for the computation, which has written the memory to copy;
-* the computation waits for out before that memory is free for other tensors;
-* back waits for the computation, which last used the memory to copy into, and which has waited for
-  out;
-* the computation waits for back before it reads.
+* ``out`` waits for the computation, which has written the memory to copy;
+* the computation waits for ``out`` before that memory is free for other tensors;
+* ``back`` waits for the computation, which last used the memory to copy into, and which has waited
+  for ``out``;
+* the computation waits for ``back`` before it reads.
 
-So the computation stands between any two copies: no copy touches memory, on the device or on the
-host, that was released after the computation's wait. ``Tensor.record_stream`` would not do: memory
-that it marks is free once the *host* sees the copy done, and the host, which queues a forward far
-ahead of the device, would allocate new memory for every layer.
+So any two copies that touch the same memory, on the device or on the host, have the computation's
+wait between them. ``Tensor.record_stream`` would not do: memory that it marks becomes free only
+once the *host* sees that the copy is done. The host queues a forward pass far ahead of the device,
+so it would allocate new memory for every layer.
 """
 
 import weakref
@@ -29,17 +29,17 @@ from torch import Tensor, get_device_module
 from runtime.simulation import allocates
 
 KEPT = "kept on the host"
-"""Cause of host memory that holds activations, for a rehearsal."""
+"""Label of host memory for activations, for a rehearsal (a simulated step)."""
 MOMENTS = "moments on the host"
-"""Cause of host memory that holds the optimizer's moments, for a rehearsal."""
+"""Label of host memory for the optimizer's moments, for a rehearsal."""
 SLAB = 1 << 30
-"""Maximum size of a slab in bytes, unless a tensor needs more."""
+"""Maximum size in bytes of a slab (a host buffer for many tensors), unless a tensor needs more."""
 ALIGNED = 512
 """Alignment in bytes of the tensors in a slab."""
 
 
 def pinned_bytes(count: int) -> int:
-    """Return the bytes that torch pins for ``count``: the next power of two.
+    """Return the number of bytes that torch pins for ``count`` bytes: the next power of two.
 
     Source: torch's ``CachingHostAllocator.h``.
     """
@@ -49,8 +49,9 @@ def pinned_bytes(count: int) -> int:
 class Slabs:
     """Host memory for many tensors, cut from slabs (large buffers of a power of two bytes).
 
-    torch pins powers of two only, so a tensor of 1.1 GiB alone would take 2. A new slab is as large
-    as all earlier ones together, up to 1 GiB or, for larger tensors, up to room for ``several``.
+    torch pins only powers of two, so a tensor of 1.1 GiB by itself would take 2 GiB. A new slab is
+    about as large as all earlier ones together, up to 1 GiB or, for large tensors, up to the size
+    of ``several`` such tensors.
     """
 
     def __init__(self, several: int = 1) -> None:
@@ -74,9 +75,10 @@ class Slabs:
         return number, self.sizes[number] - self._free[number] - aligned_count
 
     def empty(self, count: int, pinned: bool) -> Tensor:
-        """Return memory, uint8 ``[count]``.
+        """Return host memory, uint8 ``[count]``.
 
-        Its storage has exactly this size: DCP would copy a view of a larger one before it writes.
+        Its storage has exactly this size: torch's distributed checkpoint would copy a view of a
+        larger storage before it writes it.
         """
         number, start = self.place(count)
         if number not in self._memory:
@@ -90,7 +92,7 @@ class Slabs:
 
 
 def in_slabs(counts: Iterable[int], several: int = 1) -> int:
-    """Return the total bytes of the slabs for tensors of these bytes, in this order."""
+    """Return the total size of the slabs for tensors of these sizes, in bytes, in this order."""
     slabs = Slabs(several)
     for count in counts:
         slabs.place(count)
@@ -119,7 +121,7 @@ class HostCopies:
         return self._device_module.current_stream(self._device)
 
     def out(self, pairs: Pairs) -> Any:
-        """Begin copies to the host, after the computation so far; return the event behind them."""
+        """Begin copies to the host, after the computation so far; return an event after them."""
         self._out.wait_event(self.compute.record_event())
         return self._copied(self._out, pairs)
 
@@ -137,21 +139,22 @@ class HostCopies:
 
 
 ON_DEVICE = 2
-"""Layers whose saved tensors are on the device. In the forward: the one that runs, and the one
-before, whose copies may still be under way. In the backward: the one that runs, and the next one,
-whose tensors are being fetched."""
+"""Number of layers whose saved tensors are on the device. In the forward pass, these are the layer
+that runs and the one before it, whose copies may still be under way. In the backward pass, they are
+the layer that runs and the next one, whose tensors are being fetched."""
 FETCH_AHEAD = 1 << 30
-"""Bytes of a layer up to which it is fetched while the layer after it runs. A layer with more has
-so many tokens that fetching takes little time compared with its attention, and memory is scarce."""
+"""A layer with at most this many bytes of saved tensors is fetched while the layer after it runs. A
+larger layer has so many tokens that fetching takes little time compared with its attention, and
+memory is scarce."""
 
 SEVERAL = 4
-"""Tensors above 1 GiB for which a slab of host memory has room: with one per slab, nearly half of
-it may be unused.
+"""Number of tensors above 1 GiB that fit into one slab of host memory: with one tensor per slab,
+nearly half of the slab may be unused.
 """
 
 
 class Offload:
-    """Host memory, streams and order of the layers of a model, or of one pipeline stage."""
+    """Host memory, copy streams and layer order for a model, or for one pipeline stage."""
 
     def __init__(self) -> None:
         self.idle: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -163,9 +166,9 @@ class Offload:
         self._copies: HostCopies | None = None
 
     def layer(self, first: bool) -> "Layer":
-        """Begin the forward of the next layer, or of the ``first``.
+        """Begin the forward pass of the next layer, or of the first one if ``first``.
 
-        The copies of a layer have until the end of the next layer's forward.
+        A layer's copies may take until the end of the next layer's forward pass.
         """
         previous = None if first or not self._recent else self._recent[-1]
         while len(self._recent) >= ON_DEVICE:
@@ -190,7 +193,7 @@ class Offload:
 
 
 class Layer:
-    """Tensors that one layer saves in one forward."""
+    """Tensors that one layer saves in one forward pass."""
 
     def __init__(self, offload: Offload, previous: "Layer | None") -> None:
         self._offload = offload
@@ -200,10 +203,10 @@ class Layer:
 
     @torch.no_grad()
     def pack(self, x: Tensor) -> "OnHost | Tensor":
-        """Begin the copy of ``x`` to host memory, dense, in its order of dimensions.
+        """Begin the copy of ``x`` to dense host memory, with the same order of dimensions.
 
-        A single number is returned as it is: it saves nothing, and the seeds that torch's
-        memory-efficient attention returns are on the host.
+        A single number is returned as it is: moving it would save no memory, and the seeds that
+        torch's memory-efficient attention returns are already on the host.
         """
         if x.ndim == 0 or not x.numel():
             return x
@@ -229,17 +232,17 @@ class Layer:
         return saved
 
     def fetch(self) -> None:
-        """Begin to copy back to the device the tensors that were not unpacked yet."""
+        """Begin to copy the tensors that were not unpacked yet back to the device."""
         for reference in self._saved:
             saved = reference()
             if saved is not None and not saved.unpacked:
                 saved.fetch()
 
     def fetch_with_previous(self) -> None:
-        """Fetch this layer, and the previous one too, whose backward is next.
+        """Fetch the tensors of this layer, and of the previous one, whose backward pass is next.
 
         If the previous layer has more than ``FETCH_AHEAD`` bytes, its device memory is released for
-        this layer's backward instead.
+        this layer's backward pass instead.
         """
         self.fetch()
         if self._previous is None:
@@ -258,7 +261,7 @@ class Layer:
 
 
 def unpack(saved: "OnHost | Tensor") -> Tensor:
-    """Return a tensor that ``Layer.pack`` saved; begin the copies that the backward needs next."""
+    """Return a tensor that ``Layer.pack`` saved; begin the copies that are needed next."""
     if isinstance(saved, Tensor):
         return saved
     saved.layer.fetch_with_previous()
@@ -267,7 +270,7 @@ def unpack(saved: "OnHost | Tensor") -> Tensor:
 
 @dataclass(eq=False)
 class OnHost:
-    """A tensor in host memory, on the device too before its copy ends and while it is read."""
+    """A tensor in host memory; also on the device until its copy ends, and while it is read."""
 
     layer: Layer
     offload: Offload
@@ -298,8 +301,8 @@ class OnHost:
         """Begin the copy back to the device, unless it is there or in transit."""
         if self.source is not None or self.fetching is not None:
             return
-        # The memory belongs to the computation's stream, and is freed there after the stream's
-        # wait.
+        # The memory belongs to the computation's stream, and is freed there, after that stream has
+        # waited for the copy.
         target = torch.empty_strided(
             self.host.shape, self.host.stride(), dtype=self.host.dtype, device=self.device
         )
@@ -311,7 +314,7 @@ class OnHost:
     def unpack(self) -> Tensor:
         """Return the tensor, for later operations of the computation's stream."""
         self.unpacked = True
-        if self.source is not None:  # one of the last layers, whose backward comes first
+        if self.source is not None:  # one of the last layers, which are first in the backward pass
             source = self.source
             self.release()
             return source
@@ -326,7 +329,7 @@ class OnHost:
         return target
 
     def __del__(self) -> None:
-        """Make the buffer free again, even if no backward came, for example after an error."""
+        """Release the buffer for reuse, even if no backward pass ran (after an error)."""
         self.release()
         if self.fetching is not None:
             self._fetched()
@@ -334,7 +337,7 @@ class OnHost:
 
 
 def _local_part(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return this rank's part of ``x``, and a function from such a part to a tensor like ``x``."""
+    """Return this rank's part of ``x``, and a function that rebuilds a tensor like ``x``."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
 
@@ -348,11 +351,11 @@ def _local_part(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         rebuild = partial(DTensor.from_local, device_mesh=x.device_mesh, run_check=False, **layout)
         x = x.to_local()
     if isinstance(x, AsyncCollectiveTensor):
-        # The computation waits for the collective; otherwise the stream of the copies would wait.
+        # Let the computation wait for the collective; otherwise the stream of copies would wait.
         x = x.trigger_wait()
     return x, rebuild
 
 
 def identity(x: Any) -> Any:
-    """Return ``x``."""
+    """Return ``x`` unchanged."""
     return x

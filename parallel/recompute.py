@@ -1,4 +1,4 @@
-"""Recompute a layer's activations in the backward, and offload the saved ones to host memory.
+"""Recompute a layer's activations in the backward pass, and offload saved ones to host memory.
 
 Applied in place to the layers of a plain model, before FSDP. A layer has ``attention.attend`` (the
 core attention) and ``mlp``. No module is wrapped, so checkpoints keep the plain model's names.
@@ -38,9 +38,10 @@ ATTENTION = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
     }
 )
-"""Operators of an attention forward: Longmesh's, including the gather before it and the exchange of
-heads or tokens after it, and the fused kernels of torch's SDPA. The convolution of a delta rule is
-excluded: its output has all channels of all tokens, and computing it again sends only a few tokens.
+"""Operators of attention's forward pass: Longmesh's own, including the gather before the attention
+and the exchange of heads or tokens after it, and the fused kernels of torch's SDPA. The convolution
+of a delta rule is excluded: its output has all channels of all tokens, and recomputing it sends
+only a few tokens.
 """
 
 
@@ -50,37 +51,38 @@ class RecomputeError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """Activations to compute again in the backward, to save memory; no setting changes a result."""
+    """Activations to recompute in the backward pass; no setting changes the result."""
 
     recompute_granularity: Literal["none", "full", "selective", "attention_boundary"] = "none"
-    """Part of each layer to compute again: full is everything; attention_boundary
-    (DistFlashAttention) everything but the attention forward, whose output and lse are saved;
-    selective, as in Megatron-LM, the core attention alone."""
+    """Part of each layer to recompute in the backward pass: full is everything; attention_boundary
+    (DistFlashAttention) is everything but the attention, whose output and lse are saved; selective,
+    as in Megatron-LM, is only the core attention."""
     recompute_offload: bool = False
-    """Move the activations that full or attention_boundary save to host memory between forward and
-    backward; for a GPU.
+    """Keep saved activations in host memory between the forward and the backward pass, with full or
+    attention_boundary; for a GPU.
     """
     loss_chunk_size: int = 0
-    """Tokens whose logits exist at once; their gradients are computed immediately after. 0 computes
-    all logits and saves them.
+    """Number of tokens whose logits exist at once; their gradients are computed right after them.
+    0 computes all logits and saves them.
     """
     ffn_chunk_size: int = 0
-    """Tokens that go through a feed-forward layer at once (blockwise, Ring Attention); the backward
-    computes its inner activations again. 0 takes all tokens and leaves the inner activations to
-    recompute_granularity."""
+    """Number of tokens that go through a feed-forward layer at once (blockwise, as in Ring
+    Attention); the backward pass recomputes the layer's inner activations. 0 takes all tokens and
+    leaves the inner activations to recompute_granularity."""
 
     def __post_init__(self) -> None:
         for name in ("loss_chunk_size", "ffn_chunk_size"):
             value = getattr(self, name)
             if value < 0:
                 raise RecomputeError(
-                    f"{name} is {value}; it must be a number of tokens, or 0 for all"
+                    f"{name} is {value}; set it to a number of tokens, or to 0 for all"
                 )
         if self.recompute_offload and self.recompute_granularity in ("none", "selective"):
             raise RecomputeError(
-                "recompute_offload is set and recompute_granularity is "
-                f"{self.recompute_granularity}, which saves nearly all activations: moving them "
-                "takes longer than computing them; use full or attention_boundary"
+                "recompute_offload is set, but recompute_granularity is "
+                f"{self.recompute_granularity}: nearly all activations are saved, and moving them "
+                "takes longer than computing them; set recompute_granularity to full or "
+                "attention_boundary, or leave out recompute_offload"
             )
 
 
@@ -88,7 +90,7 @@ def recompute_layers(layers: nn.ModuleList, config: RecomputeConfig) -> None:
     """Apply the policy to every layer in place; call once, before the model is sharded.
 
     With ``attention_boundary`` the layers raise RecomputeError if their attention is not an
-    operator of ``ATTENTION``: it would silently be recomputed.
+    operator of ``ATTENTION``, since it would silently be recomputed.
     """
     offload = Offload() if config.recompute_offload else None
     for number, module in enumerate(layers):
@@ -111,7 +113,7 @@ def _in_chunks(
     module: nn.Module, forward: Callable[[Tensor], Tensor], size: int, x: Tensor
 ) -> Tensor:
     """Apply ``forward`` to x [B, T, C], ``size`` tokens at a time."""
-    # Read in every call, since FSDP replaces the shards by whole weights while a layer runs.
+    # Read in every call, since FSDP replaces the shards with whole weights while a layer runs.
     parameters = tuple(module.parameters())
     tokens = x.flatten(0, -2)  # [B T, C]
     out = over_chunks(lambda chunk, _: forward(chunk), tokens, size, parameters)
@@ -146,7 +148,8 @@ def _recomputed(
     def reuse(call: Callable[[], Any]) -> Any:
         if not saved:
             raise RuntimeError(
-                "attention_boundary saves each attention for one backward, but this is another one"
+                "recompute_granularity attention_boundary saves each attention for one backward "
+                "pass, but this is another one; run the forward pass again"
             )
         return tree_map_only((Tensor, OnHost), unpack_saved, saved.popleft())
 
@@ -157,9 +160,10 @@ def _recomputed(
         out = checkpoint(forward, *inputs, use_reentrant=False, context_fn=lambda: contexts)
     if torch.is_grad_enabled() and not saved:
         raise RecomputeError(
-            "recompute_granularity is attention_boundary, and the attention here is no single "
-            "operator whose result could be saved (torch's SDPA has no fused kernel for this dtype "
-            "and these heads); use --bf16, a context_parallel_method, or recompute_granularity full"
+            "recompute_granularity is attention_boundary, but the attention here is not a single "
+            "operator with a result to save (torch's SDPA has no fused kernel for this dtype and "
+            "these heads); use --bf16 or a context_parallel_method, or set recompute_granularity "
+            "to full"
         )
     return out
 

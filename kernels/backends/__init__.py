@@ -1,4 +1,4 @@
-"""Attention backends by name, among which --attention-backend chooses."""
+"""Attention backends, keyed by name; --attention-backend chooses one."""
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -33,7 +33,7 @@ RATED = {backend.rate_name or name: backend for name, backend in SOFTMAX.items()
 if TYPE_CHECKING:
     BackendName: TypeAlias = str
     SoftmaxBackendName: TypeAlias = str
-else:  # the choices of a flag
+else:  # read at run time as the choices of a flag
     BackendName = Literal["auto", *BACKENDS]
     SoftmaxBackendName = Literal["auto", *SOFTMAX]
 

@@ -1,4 +1,4 @@
-"""Advice about softmax attention on a GPU: which kernel runs, which is faster, how to get it."""
+"""Advice about softmax attention on a GPU: the kernel that runs, and how to get a faster one."""
 
 from kernels.backends import SOFTMAX
 from kernels.backends.cudnn import FAST_CUDNN, prefers_cudnn
@@ -20,7 +20,7 @@ def describe_kernel(kernel: str, gpu: Gpu) -> str:
     if gpu.cudnn:
         loaded = f"cuDNN {version_of(gpu.cudnn)} loaded"
         if gpu.bundled not in (0, gpu.cudnn):
-            loaded += f", where torch brings {version_of(gpu.bundled)}"
+            loaded += f" instead of torch's own {version_of(gpu.bundled)}"
 
     title = SOFTMAX[kernel].title if kernel in SOFTMAX else ""
     if title.lower() in ("", kernel):
@@ -31,18 +31,19 @@ def describe_kernel(kernel: str, gpu: Gpu) -> str:
 def warning(
     kernel: str, gpu: Gpu, requested: str = "auto", *, documents: bool = False, head_dim: int = 128
 ) -> str | None:
-    """Warn of a kernel that is slower than another one on this GPU, or of a shadowed cuDNN.
+    """Warn of a kernel that is slower than another, or of a cuDNN older than torch's own.
 
     The message states the factor and the fix.
 
     Args:
         kernel: the backend that runs; ``requested`` is the backend named in the configuration.
-        documents, head_dim: packed documents, and channels of a head.
+        documents: True for packed documents.
+        head_dim: number of channels of a head.
     """
     native = native_version(gpu)
     if native is None or kernel not in ("aten", "cudnn"):
         return None
-    if head_dim > 128 and gpu.family == "blackwell":  # only FlashAttention 2 takes these here
+    if head_dim > 128 and gpu.family == "blackwell":  # only FlashAttention 2 supports it
         return None
 
     shadowed = 0 < gpu.cudnn < gpu.bundled
@@ -50,8 +51,8 @@ def warning(
     if kernel == "cudnn":
         if not prefers_cudnn(gpu):
             return (
-                f"{newer_cudnn}; before {version_of(FAST_CUDNN)} lengths that 128 does not divide"
-                " can come out wrong"
+                f"{newer_cudnn}; before {version_of(FAST_CUDNN)}, results can be wrong for lengths"
+                " that 128 does not divide"
             )
         return newer_cudnn if shadowed else None
 
@@ -73,10 +74,10 @@ def warning(
     fast = native.shares[gpu.family]
     published = ""
     if gpu.family == "hopper":
-        published = " (published, on H100: 606 s a step in place of 373 s)"
+        published = " (published for an H100: 606 s per step instead of 373 s)"
     return (
-        f"attention runs by FlashAttention 2, at about {slow} of this GPU's peak, where cuDNN"
-        f" reaches {cudnn} and {native.title} {fast}, and takes at least"
+        f"attention uses FlashAttention 2, at about {slow} of this GPU's peak, but cuDNN reaches"
+        f" {cudnn} and {native.title} {fast}, so it takes at least"
         f" {min(cudnn, fast) / slow:.1f} times as long{published}. {fix}"
     )
 
@@ -85,7 +86,7 @@ def _newer_cudnn(gpu: Gpu, shadowed: bool) -> str:
     loaded = f"cuDNN {version_of(gpu.cudnn)} is loaded" if gpu.cudnn else "no cuDNN is loaded"
     if shadowed:
         return (
-            f"{loaded} instead of torch's own {version_of(gpu.bundled)}: take its folder out of"
+            f"{loaded} instead of torch's own {version_of(gpu.bundled)}: remove its folder from"
             " LD_LIBRARY_PATH, or put nvidia/cudnn/lib of torch's environment before it"
         )
-    return f"{loaded}: install {version_of(FAST_CUDNN)} or newer, as torch for CUDA 13 brings"
+    return f"{loaded}: install {version_of(FAST_CUDNN)} or newer, which torch for CUDA 13 includes"

@@ -14,8 +14,7 @@ from kernels.cuda import PackedKernel, pad_heads
 class Aten(GpuBackend):
     """Softmax attention on any device.
 
-    ``auto`` uses this backend if none is faster, and for shapes that the faster kernel does not
-    support.
+    ``auto`` uses this backend if none is faster, and for shapes that a faster one does not support.
     """
 
     name = "aten"

@@ -27,7 +27,7 @@ class Tiled(Protocol):
     def attend_(
         self, out: Tensor, lse: Tensor, q: Tensor, keys: Keys, tiles: Sequence[Tile], scale: float
     ) -> None:
-        """Fold the attention of these tiles into running results, in place."""
+        """Merge the attention of these tiles into running results, in place."""
 
     def add_gradients_(
         self, sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float
@@ -37,10 +37,10 @@ class Tiled(Protocol):
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """Forward and backward of one tile, or ``tiled``, which replaces them.
+    """Forward and backward pass of one tile, or ``tiled``, which replaces them.
 
-    The forward maps (q, k, v, causal, scale) to (out, lse). ``tiled`` takes all tiles at once,
-    ``packed`` the small ones; the others are computed one by one.
+    ``forward`` maps (q, k, v, causal, scale) to (out, lse). ``tiled`` takes all tiles at once,
+    ``packed`` takes all small tiles at once; other tiles are computed one by one.
     """
 
     name: str
@@ -53,7 +53,7 @@ class AttentionKernel:
 SIMULATED_KERNEL = Setting[AttentionKernel]()
 """Softmax attention that computes shapes only and replaces every backend's in a simulation."""
 SIMULATED_SLAB = Setting[SlabKernel]()
-"""The same for the delta rule over a slab (a range of chunks)."""
+"""Delta rule that computes shapes only and replaces every backend's in a simulation."""
 
 
 def pair_of(kernel: AttentionKernel | PackedKernel | None) -> Kernel | None:
@@ -64,7 +64,7 @@ def pair_of(kernel: AttentionKernel | PackedKernel | None) -> Kernel | None:
 
 
 class Backend:
-    """Attention kernels from one library, under a name of ``--attention-backend``."""
+    """Attention kernels from one library, which ``--attention-backend`` chooses by its name."""
 
     name: str
     title: str = ""
@@ -72,8 +72,8 @@ class Backend:
     rate_name: str = ""
     """Name of the backend in a cluster file's ``<name>_fraction``, if it differs."""
     shares: ClassVar[Shares] = {}
-    """Fraction of a GPU's peak FLOP/s that it reaches, forward and backward, if a cluster file
-    gives none."""
+    """Fraction of a GPU's peak FLOP/s that the backend reaches, forward and backward, keyed by GPU
+    family; used if a cluster file gives none."""
     softmax: bool = False
     """True if the backend has ``softmax_kernel``."""
     linear: bool = False
@@ -90,19 +90,19 @@ class Backend:
     def is_automatic(self, this_gpu: Gpu, documents: bool) -> bool:
         """Return True if ``auto`` may choose this backend for softmax attention on this GPU.
 
-        The first such backend in the table is used. With ``documents``, tiles have other shapes in
-        each micro-batch.
+        The first such backend in the table is used. With ``documents``, tiles have different shapes
+        in each micro-batch.
         """
         return False
 
     def softmax_kernel(
         self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
-        """Return the softmax attention kernel; ``fallback`` computes the shapes that it lacks."""
+        """Return the softmax attention kernel; ``fallback`` computes unsupported shapes."""
         raise NotImplementedError
 
     def is_automatic_linear(self, device_type: str, dtype: torch.dtype) -> bool:
-        """Return True if ``auto`` takes it for linear attention, and for a delta rule that fits."""
+        """Return True if ``auto`` takes it for linear attention, and for supported delta rules."""
         return False
 
     def linear_scan(self) -> Scan:
@@ -110,7 +110,7 @@ class Backend:
         raise NotImplementedError
 
     def delta_refusal(self, *, per_channel: bool, key_dim: int) -> str | None:
-        """Return which gates or keys of a delta rule it does not support; None if it does."""
+        """Return why these gates or keys of a delta rule are not supported; None if they are."""
         return None
 
     def delta_slab(self) -> SlabKernel:
@@ -125,15 +125,15 @@ class GpuBackend(Backend):
     dtypes: tuple[torch.dtype, ...] = HALVES
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return the problem of the device or dtype; None if the backend can run."""
+        """Return what rules out the device or dtype; None if the backend can run."""
         if device_type == "cpu":
             return (
-                f"attention_backend {requested} needs a cuda device and this one is cpu; use auto"
+                f"attention_backend {requested} needs a cuda device, but this one is cpu; use auto"
                 " or aten"
             )
         if dtype not in HALVES:
             return (
-                f"attention_backend {requested} on {device_type} takes bfloat16 or float16 and got"
+                f"attention_backend {requested} on {device_type} takes bfloat16 or float16, but got"
                 f" {dtype}; use --bf16, or --attention-backend reference for a small exact run"
             )
         return None

@@ -13,9 +13,10 @@ from kernels.gpu import BLACKWELL, HOPPER, Gpu, gpu
 
 aten = torch.ops.aten
 FAST_CUDNN = 91501
-"""The first cuDNN whose attention torch prefers (check_prefer_cudnn_attention in sdp_utils.cpp).
+"""First version of cuDNN whose attention torch prefers.
 
-An older cuDNN gives wrong results at some lengths that 128 does not divide.
+Source: check_prefer_cudnn_attention in torch's sdp_utils.cpp. An older cuDNN gives wrong results at
+some lengths that 128 does not divide.
 """
 
 
@@ -40,7 +41,7 @@ class Cudnn(GpuBackend):
         self, device_type: str, dtype: torch.dtype, fallback: AttentionKernel | None
     ) -> AttentionKernel:
         """Return cuDNN's kernels for single tiles, and FlashAttention's for packed tiles."""
-        limit = f"takes heads of up to {max_head_dim()} channels here and more than one key"
+        limit = f"takes heads of up to {max_head_dim()} channels on this GPU and at least 2 keys"
         tiles = with_fallback(
             self.name, limit, takes_cudnn, (cudnn_forward, cudnn_backward), pair_of(fallback)
         )
@@ -78,7 +79,7 @@ def cudnn_forward(
 
 def cudnn_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
     """Compute the gradients through a tile with cuDNN."""
-    no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # only for dropout
+    no_seed = torch.zeros((), dtype=torch.int64, device=rows.q.device)  # only dropout needs one
     max_rows = rows.q.shape[1]
     max_columns = keys.k.shape[1]
     q, dout, out, lse, k, v = heads_first(

@@ -36,15 +36,15 @@ class FlashAttention(GpuBackend):
     install: str
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return the problem of the device, the dtype or the version; None if it can run."""
+        """Return what rules out the device, the dtype or this version; None if it can run."""
         refusal = super().refusal(requested, device_type, dtype)
         if refusal:
             return refusal
         problem = self.problem()
         if problem:
             return (
-                f"attention_backend is {self.name}, and {problem}; install {self.install}, or use"
-                " auto"
+                f"attention_backend is {self.name}, but {problem}; install it"
+                f" ({self.install}), or use auto"
             )
         return None
 
@@ -76,11 +76,11 @@ class FlashAttention(GpuBackend):
         if major not in self.capabilities:
             supported = " or ".join(f"{capability}.x" for capability in self.capabilities)
             return (
-                f"it takes a GPU of compute capability {supported}, and this one has"
+                f"it needs a GPU of compute capability {supported}, but this one has"
                 f" {major}.{minor}"
             )
         if not hasattr(attention, "activate_flash_attention_impl"):
-            return f"torch {torch.__version__} cannot put it in place, and 2.11 and newer can"
+            return f"torch {torch.__version__} cannot activate it, but 2.11 and newer can"
         try:
             put(self.impl)
             put(None)
@@ -160,7 +160,7 @@ def flash_forward(
 
 def flash_backward(rows: Rows, keys: Keys, causal: bool, scale: float) -> Gradients:
     """Compute the gradients through a tile with FlashAttention."""
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # only for dropout
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=rows.q.device)  # only dropout needs one
     max_rows = rows.q.shape[1]
     max_columns = keys.k.shape[1]
     q, dout, out, lse, k, v = heads_first(
@@ -190,7 +190,7 @@ def packed_backward(
     """Compute the gradients through packed tiles with FlashAttention."""
     q, dout, out, lse = rows
     k, v = keys
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused if there is no dropout
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # only dropout needs one
     out = out.to(q.dtype)
     lse = lse.float().transpose(0, 1).contiguous()  # [H, R]
     return aten._flash_attention_backward(

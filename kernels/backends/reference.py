@@ -10,7 +10,7 @@ from kernels.backends.chunked import Chunked
 class Reference(Chunked):
     """Softmax attention over all pairs, and linear attention over all pairs or token by token.
 
-    Linear attention is naive only if a process has whole sequences. With context parallelism the
+    Linear attention is naive only if a process has whole sequences. With context parallelism, the
     states that ranks pass on are computed chunk by chunk.
     """
 

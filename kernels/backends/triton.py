@@ -13,7 +13,7 @@ class Triton(Backend):
     """Kernels that take lists of tiles at once, and fused scans.
 
     On a GPU ``auto`` takes the scans for 16-bit inputs: in float32 torch's products are faster,
-    since the kernels' state spills, and TF32 is slow.
+    since the kernels' state spills from registers, and TF32 is slow.
     """
 
     name = "triton"
@@ -22,13 +22,13 @@ class Triton(Backend):
     dtypes = (torch.float32, *HALVES)
 
     def refusal(self, requested: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Return the problem of the process, device or dtype; None if the kernels can run."""
+        """Return what rules out the process, device or dtype; None if the kernels can run."""
         if not has_triton():
-            return "attention_backend is triton, which is not installed; use auto"
+            return "attention_backend is triton, but Triton is not installed; use auto"
         if device_type == "cpu" and not interpreted():
-            return "attention_backend triton needs a cuda device and this one is cpu; use auto"
+            return "attention_backend triton needs a cuda device, but this one is cpu; use auto"
         if dtype not in self.dtypes:
-            return f"attention_backend triton takes no {dtype}; use auto or reference"
+            return f"attention_backend triton does not support {dtype}; use auto or reference"
         return None
 
     def softmax_kernel(
@@ -50,12 +50,12 @@ class Triton(Backend):
         return linear_attention.scan
 
     def delta_refusal(self, *, per_channel: bool, key_dim: int) -> str | None:
-        """Return which gates or keys the kernels do not support; None if they do."""
+        """Return why the kernels do not support these gates or keys; None if they do."""
         if per_channel:
-            return "takes gates per head in the delta rule, and these are per channel"
+            return "takes gates per head in the delta rule, but these are per channel"
         if key_dim > MAX_KEY_DIM:
             return (
-                f"takes keys of up to {MAX_KEY_DIM} channels in the delta rule, and these have"
+                f"takes keys of up to {MAX_KEY_DIM} channels in the delta rule, but these have"
                 f" {key_dim}"
             )
         return None

@@ -2,25 +2,25 @@
 
 Token by token the rule is a chain of small products. Within a chunk of C tokens it unrolls to one
 triangular system (the WY form of a product of Householder-like factors; Yang et al. 2024,
-arXiv:2406.06484 and 2412.06464). A token changes the state by its own value less the value that the
-state holds at its key; the state holds S, from before the chunk, and the changes of the chunk's
-earlier tokens. With a_ij = k_i . k_j (j < i) and P_ij = q_i . k_j (j <= i), both decayed from token
-j to i, and T = (I + Diag(beta) a)^-1,
+arXiv:2406.06484 and 2412.06464). A token changes the state by its own value minus the value that
+the state holds at its key. The state then consists of S, from before the chunk, and of the changes
+by the chunk's earlier tokens. With a_ij = k_i . k_j (j < i) and P_ij = q_i . k_j (j <= i), both
+decayed from token j to i, and T = (I + Diag(beta) a)^-1,
 
     changes = T (beta V) - T (beta K_in) S
     out     = Q_in S + P changes
     S'      = decay S + K_out^T changes
 
-where K_in and Q_in are decayed from the chunk's start to their token, K_out from their token to the
-chunk's end. Everything but S is computed for all chunks of the slab at once, in large products;
-only changes and S' go from chunk to chunk.
+where K_in and Q_in are decayed from the chunk's start to their token, and K_out from its token to
+the chunk's end. Everything that does not depend on S is computed for all chunks of the slab at
+once, in large products; only changes and S' go from chunk to chunk.
 
 A decay is the exponential of a sum over just the tokens that it spans, never a quotient or a
-difference of sums: a strong gate costs later tokens no digits.
+difference of sums, so a strong gate costs later tokens no precision.
 
-Shapes: N chunks, G sequences times key heads, n value heads of a key head, R = G n, D and E the
-widths of keys and values; gates are ``[..., C, 1]``, or ``[..., C, D]`` if each channel has its
-own, for which n is 1.
+Shapes: N chunks, G sequences times key heads, n value heads per key head, R = G n, D and E the
+widths of keys and values; gates are ``[..., C, 1]``, or ``[..., C, D]`` if each channel has its own
+gate; n is then 1.
 """
 
 from typing import NamedTuple
@@ -81,9 +81,9 @@ def forward(inputs: tuple[Tensor, ...], state: Tensor, out: Tensor, final: Tenso
     """Write the outputs of a slab (a range of chunks), and the state after it.
 
     Args:
-        inputs: q, k, v, g and beta as of ``kernels.ops.delta_rule``.
+        inputs: q, k, v, g and beta as in ``kernels.ops.delta_rule``.
         state: state before the slab ``[B, H, D, W]``. It may have more columns than the values have
-            channels; no value enters these.
+            channels; no value enters the additional columns.
         out: ``[B, T, H, W]``, written.
         final: ``[B, H, D, W]``, written.
     """
@@ -171,7 +171,7 @@ def _gradients(
     changes_t = changes.transpose(-1, -2)  # [N, R, E, C]
     dstates_after = dstates[1:]
 
-    # Backward through the triangular system, whose right side is beta (V - K_in S).
+    # Backward through the triangular system; its right side is beta (V - K_in S).
     dsolved = terms.inverse.transpose(-1, -2) @ dchanges  # [N, R, C, E]
     dbeta = dsolved * (terms.v.flatten(1, 2) - terms.k_in @ states)
     dbeta = dbeta.sum(-1, keepdim=True).unflatten(1, groups)
@@ -191,13 +191,13 @@ def _gradients(
     dq = dq + dq_in.sum(2, keepdim=True)
     dk = dk + (dk_in + dk_out).sum(2, keepdim=True)
 
-    # A decay acts only through the vectors that it multiplies: no exponential is differentiated. A
-    # gate sums just the terms that cross it. A difference of two longer sums would leave their
-    # rounding, which is many times a strong gate's gradient.
+    # A decay acts only through the vectors that it multiplies, so no exponential is differentiated.
+    # A gate's gradient sums just the terms whose decay spans the gate. A difference of two longer
+    # sums would keep their rounding errors, which are many times a strong gate's gradient.
     from_start = _per_gate(dq_in * terms.q + dk_in * terms.k, terms)
     to_end = _per_gate(dk_out * terms.k, terms)
     dg += sums_from(from_start) + sums_before(to_end)
-    del from_start, to_end  # with gates per channel as large as all keys
+    del from_start, to_end  # with gates per channel, they are as large as all keys
     whole_chunk = (terms.chunk_decay * states * dstates_after).sum(-1)  # [N, R, D]
     whole_chunk = whole_chunk[..., None, :].unflatten(1, groups)  # [N, G, n, 1, D]
     dg = dg + _per_gate(whole_chunk, terms)

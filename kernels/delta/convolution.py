@@ -23,8 +23,8 @@ def check(x: Tensor, weight: Tensor) -> None:
     """Raise ValueError for a weight that does not fit x, or an x without tokens."""
     if weight.ndim != 2 or len(weight) != x.shape[2] or x.shape[1] == 0:
         raise ValueError(
-            "the convolution takes x [B, T, C] with at least one token and weight [C, K], and got"
-            f" x {tuple(x.shape)}, weight {tuple(weight.shape)}"
+            "the convolution takes x [B, T, C] with at least one token and weight [C, K], but got"
+            f" x {tuple(x.shape)} and weight {tuple(weight.shape)}"
         )
 
 

@@ -1,12 +1,12 @@
 """Decayed products of all pairs of tokens in a chunk, and the inverse of a chunk's system.
 
 With one gate per head the decay between two tokens is a number, so all products of a chunk are one
-matrix product times a matrix of decays. With one gate per channel it is a vector for each pair,
-``[C, C, D]`` in all, which would be many times the inputs. There the lower triangle is halved
-instead: in a block of two halves, a later token's vector is decayed from the middle to the token,
-and an earlier one's from its token to the middle. Their product has the decay between the two, and
-both factors are at most 1: nothing overflows, as a quotient of decays would. Blocks of 2, 4, ..., C
-tokens fill everything below the diagonal.
+matrix product times a matrix of decays. With one gate per channel the decay is a vector for each
+pair, ``[C, C, D]`` in all, many times as large as the inputs. The lower triangle is then divided
+into blocks of two halves instead. A vector of the later half is decayed from the block's middle to
+its token, and one of the earlier half from its token to the middle. Their product has the decay
+between the two tokens. Both factors are at most 1, so nothing overflows, unlike a quotient of
+decays. Blocks of 2, 4, ..., C tokens fill everything below the diagonal.
 
 Shapes as in ``kernels.delta.chunks``. In a block of two halves of h tokens, M = C / 2h blocks.
 """
@@ -65,7 +65,7 @@ def decayed_products_backward(
 def _channel_gates_backward(
     q: Tensor, k: Tensor, g: Tensor, dqk: Tensor, dkk: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and the gates when each channel has a gate."""
+    """Return the gradients of q, k and the gates if each channel has its own gate."""
     diagonal = dqk.diagonal(0, -2, -1)[..., None]
     dq = diagonal * k
     dk = diagonal * q
@@ -97,7 +97,7 @@ def _channel_gates_backward(
 
 
 def _halves(g: Tensor) -> list[int]:
-    """Return half the width of the blocks of each size that fill a chunk below its diagonal."""
+    """Return half the width of each size of blocks that fill a chunk below its diagonal."""
     chunk = g.shape[-2]
     return [1 << level for level in range(chunk.bit_length() - 1)]
 
@@ -141,9 +141,9 @@ def inverse_of_unit_lower(lower: Tensor) -> Tensor:
     """Return (I + lower)^-1 of a strictly lower matrix ``[..., C, C]``, by halves.
 
     A solver inverts the diagonal blocks of 16. Two inverted neighbours A and B then make a block of
-    twice the size, with -B L A at the lower left, L the block of ``lower`` there. Every block of
+    twice the size with -B L A at the lower left, where ``lower`` has the block L. Every block of
     the inverse is bounded by 2 if beta is. The powers of ``lower``, which a product of squares
-    would sum, are not: with equal keys that was an error of 1e9.
+    would sum, are not bounded: with equal keys the error was 1e9.
     """
     eye = torch.eye(SOLVED, dtype=lower.dtype, device=lower.device)
     blocks = _blocks(lower, SOLVED, 0, 0, 1)
@@ -162,9 +162,9 @@ def inverse_of_unit_lower(lower: Tensor) -> Tensor:
 
 
 def _blocks(matrix: Tensor, size: int, row: int, column: int, per_side: int) -> Tensor:
-    """Return a view of one block ``[..., M, size, size]`` of each of M squares on the diagonal.
+    """Return a view of one block ``[..., M, size, size]`` in each of M squares on the diagonal.
 
-    A square has ``per_side`` blocks a side; the block is at (row, column) of its square.
+    A square has ``per_side`` blocks per side; the block is at (row, column) of its square.
     """
     squares = matrix.unflatten(-1, (-1, per_side, size)).unflatten(-4, (-1, per_side, size))
     return squares[..., row, :, :, column, :].diagonal(0, -4, -2).movedim(-1, -3)

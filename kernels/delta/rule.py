@@ -49,8 +49,8 @@ def check(
     ):
         raise ValueError(
             "the delta rule takes q and k [B, T, K, D] and v [B, T, H, E] of one dtype, H a"
-            f" multiple of K, and got q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype},"
-            f" v {tuple(v.shape)} {v.dtype}"
+            f" multiple of K, but got q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}"
+            f" and v {tuple(v.shape)} {v.dtype}"
         )
     if batch * length == 0:
         raise ValueError(
@@ -101,7 +101,7 @@ def gates_with_resets(g: Tensor, documents: Sequence[int] | None) -> Tensor:
 
 
 def slab_kernel(backend: str, k: Tensor, g: Tensor) -> SlabKernel:
-    """Return the forward and backward of a slab, with the interface of ``kernels.delta.chunks``."""
+    """Return the functions that run a slab forward and backward, as in ``kernels.delta.chunks``."""
     if SIMULATED_SLAB.value is not None:
         return SIMULATED_SLAB.value
     per_channel = g.ndim == 4

@@ -1,12 +1,13 @@
-"""Triton kernels of the gated delta rule's forward over a slab of chunks; gates per head.
+"""Triton kernels that run the gated delta rule forward over a slab (a range of chunks).
 
-The formulas are those of ``kernels.delta.chunks``, in three launches: ``solve_kernel`` inverts the
-triangular system of each chunk, ``states_kernel`` goes through the chunks with some columns of a
-state in registers, and ``output_kernel`` reads the states. Nothing else is written: decays and
-products of queries and keys are recomputed from the gates, whose sums are over just the tokens that
-a decay spans (Yang et al. 2024, arXiv:2412.06464). The backward is in ``delta_backward``.
+The formulas are those of ``kernels.delta.chunks``, with gates per head, in three launches:
+``solve_kernel`` inverts the triangular system of each chunk, ``states_kernel`` goes through the
+chunks with some columns of a state in registers, and ``output_kernel`` reads the states. Nothing
+else is written: products of queries and keys are recomputed, and so are decays, from gates summed
+over just the tokens that a decay spans (Yang et al. 2024, arXiv:2412.06464). The backward pass is
+in ``delta_backward``.
 
-Shapes: B sequences, T tokens, H value heads, ``shared`` of them to a key head, R = B H, D and E the
+Shapes: B sequences, T tokens, H value heads, ``shared`` of them per key head, R = B H, D and E the
 widths of keys and values, W the columns of a state (E, or E + D for a scan of any state), N chunks
 of C tokens.
 """
@@ -186,7 +187,7 @@ class DeltaBlocking(NamedTuple):
 
 
 class DeltaSlab(NamedTuple):
-    """Tokens that are computed together, and the common arguments of the kernels."""
+    """Tokens of a slab (a range of chunks), and the common arguments of the kernels."""
 
     inputs: tuple[Tensor, ...]
     """q, k, v, g and beta ``[B, T, ...]``; channels have stride 1."""
@@ -227,7 +228,7 @@ class DeltaSlab(NamedTuple):
 
 
 def slab_of(inputs: tuple[Tensor, ...], columns: int) -> DeltaSlab:
-    """Return the slab (a range of chunks) of these tokens."""
+    """Return the slab of these tokens, copying inputs whose channels are not contiguous."""
     q, k, v, g, beta = inputs
     if q.stride(-1) != 1:
         q = q.contiguous()
@@ -254,7 +255,7 @@ class Solved(NamedTuple):
 def solve(slab: DeltaSlab, state: Tensor, final: Tensor) -> Solved:
     """Compute the states and changes of a slab, and write the state after it to ``final``.
 
-    ``state`` is the one before it, ``[B, H, D, W]``.
+    ``state`` is the state before the slab, ``[B, H, D, W]``.
     """
     _, k, v, g, beta = slab.inputs
     chunks, rows = slab.grid

@@ -1,8 +1,8 @@
 """Triton kernels that run the gated delta rule backward over a slab (a range of chunks).
 
-States and changes are recomputed. Then, by the formulas of ``kernels.delta.chunks``:
+States and changes are recomputed. Then, by the formulas of ``kernels.delta.chunks``,
 ``read_back_kernel`` computes the changes' gradient through the outputs, ``states_back_kernel`` goes
-through the chunks from the last one with some columns of the gradient of a state in registers,
+back through the chunks with some columns of a state's gradient in registers, and
 ``changes_back_kernel`` and ``keys_back_kernel`` compute the gradients of each chunk. No exponential
 is differentiated: a decay acts only through the vectors that it multiplies.
 
@@ -68,7 +68,7 @@ def states_back_kernel(
     dout,  # [B, T, H, E]
     k_solved,  # [R, N, C, D]
     dfinal,  # [B, H, D, E]
-    dstates,  # [R, N, D, E], written: of the state after each chunk
+    dstates,  # [R, N, D, E], written: gradient of the state after each chunk
     dstate,  # [B, H, D, E], written
     dchanges,  # [R, N, C, E], updated
     strides,
@@ -132,9 +132,9 @@ def changes_back_kernel(
     dchanges,  # [R, N, C, E]
     dv,  # [B, T, H, E], written
     dbeta,  # [B, T, H], written
-    dqk,  # [R, N, C, C], written: of P before its decay
-    dkk,  # [R, N, C, C], written: of a before its decay
-    dgates,  # [R, N, C], written: the part of P and a
+    dqk,  # [R, N, C, C], written: gradient of P before its decay
+    dkk,  # [R, N, C, C], written: gradient of a before its decay
+    dgates,  # [R, N, C], written: gradient of the gates through P and a
     strides,
     T,
     H,
@@ -203,8 +203,8 @@ def changes_back_kernel(
         key_row, key_heads, token, filled, C, D, BLOCK, PRECISION, WIDEN,
     )  # fmt: skip
     tl.store(dqk + chunk * C * C + pairs, b_dqk * decay)
-    # Sum only pairs with the gate between them: a difference of sums over all pairs would retain
-    # the rounding of the other pairs.
+    # Sum only pairs with the gate between them: a difference of sums over all pairs would keep the
+    # rounding errors of the other pairs.
     crossing = tl.where(c[None, :] < c[:, None], tl.cumsum(weighted, 0, reverse=True), 0.0)
     tl.store(dgates + chunk * C + c, tl.sum(crossing, 1))
 
@@ -216,14 +216,14 @@ def keys_back_kernel(
     g,  # [B, T, H]
     dout,  # [B, T, H, E]
     states,  # [R, N, D, E]
-    dstates,  # [R, N, D, E], of the state after each chunk
+    dstates,  # [R, N, D, E]: gradient of the state after each chunk
     changes,  # [R, N, C, E]
     dv,  # [B, T, H, E]
     dqk,  # [R, N, C, C]
     dkk,  # [R, N, C, C]
     dgates,  # [R, N, C]
-    dq,  # [B, T, H, D], written: of this value head
-    dk,  # [B, T, H, D], written: of this value head
+    dq,  # [B, T, H, D], written: one per value head
+    dk,  # [B, T, H, D], written: one per value head
     dg,  # [B, T, H], written
     strides,
     T,
@@ -318,7 +318,7 @@ def backward(
     chunks, rows = slab.grid
     C, block, state_rows, state_columns = slab.blocking
     heads, shared = slab.sizes
-    if shared > 1:  # one for each value head, to be summed
+    if shared > 1:  # one gradient per value head; they are summed at the end
         dq = dq.new_empty(*dq.shape[:2], heads, dq.shape[-1])
         dk = dk.new_empty(*dk.shape[:2], heads, dk.shape[-1])
     inverse, k_solved, states, changes = solve(slab, state, torch.empty_like(state))
@@ -329,7 +329,7 @@ def backward(
     dkk = slab.new(C, C)
     dgates = slab.new(C)
 
-    # dout is 5 of these, dv 6, the gradients of gates and beta 7, those of queries and keys 8.
+    # The kernels index these strides: 5 is dout, 6 is dv, 7 is dg and dbeta, 8 is dq and dk.
     strides = slab.strides(dout, dv, dbeta, dq)
     length = q.shape[1]
     sizes = {"D": q.shape[-1], "E": v.shape[-1], "C": C}

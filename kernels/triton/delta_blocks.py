@@ -1,8 +1,8 @@
 """Loads, decays and products of a chunk, for the Triton kernels of the gated delta rule.
 
-Operands are float32. If the inputs are, and in the inverse always, a product is three of TF32,
-which lose no digit of float32. Inputs of 16 bits lose more by their own rounding than one product
-of TF32 does.
+Operands are float32. For float32 inputs, and always in the inverse, a product is computed as three
+products in TF32, which lose no digit of float32. For 16-bit inputs one product in TF32 is enough:
+its error is smaller than their own rounding.
 
 Shapes as in ``kernels.triton.delta``. Names: ``b_`` is a block in registers; ``row`` is a sequence
 and head, ``chunk`` the index of a program's chunk among the chunks of all rows.
@@ -20,7 +20,7 @@ EXACT = tl.constexpr("tf32x3")
 def product(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     """Multiply matrices of one dtype.
 
-    A GPU cuts off the bits of an operand that TF32 lacks; this rounds them first.
+    A GPU cuts off the bits of an operand that TF32 lacks, so round the operands first.
     """
     if PRECISION == "tf32" and a.dtype == tl.float32:
         a = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
@@ -118,8 +118,9 @@ def products_of(
 def inverse_of(lower, C: tl.constexpr, WIDEN: tl.constexpr):
     """Return (I + lower)^-1 of a strictly lower matrix ``[C, C]``, by halves.
 
-    The inverse of a block of 2 h tokens is that of its two halves, less their product around the
-    lower left quarter. All blocks of one size are computed at once, in two products ``[C, C]``.
+    The inverse of a block of 2 h tokens has the inverses A and B of its two halves on the diagonal,
+    and -B L A at the lower left, where ``lower`` has the quarter L. All blocks of one size are
+    computed at once, in two products ``[C, C]``.
     """
     c = tl.arange(0, C)
     # Below 2 h for two tokens in the same block of 2 h, and below h in the same half.

@@ -2,11 +2,11 @@
 
 The kernels are in ``kernels.triton.flash_kernels``. A round of context parallelism may have
 hundreds of tiles (packed documents, windows, a ring's halves). One launch takes them all: a list on
-the device names, for each block of rows or of columns, the tiles that touch it, longest first, so
-that no long block is left at the end.
+the device has, for each block of rows or of columns, the tiles that touch it. Blocks with most work
+come first, so that no long one is left at the end.
 
 Shapes as in ``kernels.blocks``. D is up to 256; bfloat16, float16 or, slowly, float32. out, lse,
-dq, dk and dv are contiguous; of the other tensors only the channels of a head must be.
+dq, dk and dv are contiguous; in other tensors only the channels of a head must be contiguous.
 """
 
 from collections.abc import Sequence
@@ -68,14 +68,14 @@ BLOCKINGS = {
 }
 """Blockings, keyed by kernel and minimum compute capability, then by maximum head width."""
 SMALLER = (86, 89, 120, 121)
-"""Compute capabilities of GPUs with 99 KiB of shared memory for a block.
+"""Compute capabilities of GPUs with 99 KiB of shared memory per block.
 
-They use the sizes of capability 80, up to width 128.
+They use the sizes of capability 80, up to a head width of 128.
 """
 
 
 def capability(device: torch.device) -> int:
-    """Return a GPU's compute capability, such as 90 for 9.0; the interpreter has the smallest."""
+    """Return a GPU's compute capability, such as 90 for 9.0; the interpreter counts as 80."""
     if device.type != "cuda":
         return 80
     major, minor = torch.cuda.get_device_capability(device)
@@ -90,7 +90,7 @@ def blocking_of(kernel: str, q: Tensor) -> AttentionBlocking:
     if width > max_width:
         raise UserError(
             f"attention_backend triton takes heads of up to {max_width} channels on this device,"
-            f" and these are {width}; use --attention-backend auto"
+            f" but these have {width}; use --attention-backend auto"
         )
     if q.dtype == torch.float32:
         return EXACT
@@ -123,7 +123,7 @@ def attend_(
 def add_gradients_(
     sums: Gradients, rows: Rows, keys: Keys, tiles: Sequence[Tile], scale: float
 ) -> None:
-    """Add the gradients through these tiles to (dq, dk, dv), in place; they are contiguous."""
+    """Add the gradients through these tiles to (dq, dk, dv), contiguous tensors, in place."""
     _check_contiguous(*sums)
     if not tiles:
         return
@@ -155,7 +155,7 @@ def add_gradients_(
 
 
 def _shared(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Return the last arguments, which all kernels share."""
+    """Return the keyword arguments that all kernels share."""
     width = q.shape[3]
     return {
         "H": q.shape[2],
@@ -174,6 +174,6 @@ def _check_contiguous(*totals: Tensor) -> None:
     for x in totals:
         if not x.is_contiguous():
             raise ValueError(
-                "attention_backend triton adds to contiguous tensors, and one has strides"
-                f" {x.stride()}"
+                "attention_backend triton adds only to contiguous tensors, but one has strides"
+                f" {x.stride()}; call contiguous() on it"
             )

@@ -1,22 +1,22 @@
 """Triton kernels of softmax attention of a list of tiles, forward and backward.
 
-A program has a block of rows (in the last kernel of columns) of one head, and goes through all
+A program has a block of rows (of columns in the last kernel) of one head, and goes through all
 tiles that touch it (``kernels.triton.work``). In each tile the steps in the middle see every pair
 and need no mask; they come first, then the steps before and after them, with a mask. So the inner
-loop, where most of the work is, has no comparisons.
+loop, which has most of the work, has no comparisons.
 
 The forward is a running softmax (Rabe and Staats 2021; Dao 2023, FlashAttention-2): ``peak`` is the
 largest score so far, ``weight`` the sum of exp(score - peak) and ``total`` the same sum of values.
 It continues from running results in float32: out is a ``total``, and lse a ``peak`` with a
 ``weight`` of 1. Exponentials are powers of two, which a GPU computes directly.
 
-The backward has two kernels, of rows for dq and of columns for dk and dv, so that each program
-owns the numbers that it adds to. Nothing depends on the order in which programs run.
+The backward pass has two kernels, one over rows for dq and one over columns for dk and dv, so that
+each program owns the numbers that it adds to. Nothing depends on the order in which programs run.
 
 Names: ``b_`` is a block in registers, as ``b_q`` of the tensor q. D is the width of a head and
-WIDTH the next power of two, ROWS and COLUMNS the sides of a block of scores. ``strides`` are of
-batch, token and head of q, k, v and dout; ``group`` is the number of query heads per key/value
-head.
+WIDTH the next power of two, ROWS and COLUMNS the sides of a block of scores. ``strides`` has the
+strides of batch, token and head of q, k, v and dout; ``group`` is the number of query heads per
+key/value head.
 """
 
 import triton
@@ -25,17 +25,17 @@ import triton.language as tl
 from kernels.triton.work import dot, rounded
 
 LOG2E = tl.constexpr(1.4426950408889634)
-VARYING = ["T", "S", "H", "group"]  # do not compile a kernel anew for values of these arguments
+VARYING = ["T", "S", "H", "group"]  # do not recompile a kernel for new values of these arguments
 
 
 @triton.jit
 def span(entry, start, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """Find the tokens of the other side that a block of SIZE from ``start`` on sees in a tile.
+    """Find the tokens on a tile's other side that a block of SIZE tokens from ``start`` sees.
 
     Returns:
         The tile's bounds (first, last + 1) on this side, its band (low, high), the other side's
-        tokens ``other_first`` to ``other_stop``, and numbers of steps of STEP: all, those before
-        the ones without a mask, and those up to their end.
+        tokens ``other_first`` to ``other_stop``, and three numbers of steps of STEP tokens: all
+        steps, those before the first step without a mask, and those up to the last one without.
     """
     first = tl.load(entry)
     stop = tl.load(entry + 1)
@@ -47,7 +47,7 @@ def span(entry, start, SIZE: tl.constexpr, STEP: tl.constexpr):
     other_stop = tl.minimum(tl.load(entry + 3), x1 + high + 1)
     steps = tl.cdiv(other_stop - other_first, STEP)
     head = tl.minimum(tl.cdiv(tl.maximum(x1 + low - other_first, 0), STEP), steps)
-    full_stop = tl.minimum(other_stop, x0 + high + 1)  # of the tokens that the first row sees
+    full_stop = tl.minimum(other_stop, x0 + high + 1)  # end of the tokens that the first row sees
     tail = tl.maximum(tl.maximum(full_stop - other_first, 0) // STEP, head)
     tail = tl.where((start >= first) & (start + SIZE <= stop), tail, head)
     return first, stop, low, high, other_first, other_stop, steps, head, tail

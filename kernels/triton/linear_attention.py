@@ -35,8 +35,8 @@ SIZE = 512
 MULTIPROCESSORS = 132
 """Number of multiprocessors of an H100 or H200.
 
-All GPUs cut a scan by this number, so that they round alike. A multiprocessor has registers for
-one program.
+A scan is cut by this number on every GPU, so that all GPUs round alike. A multiprocessor has
+registers for one program.
 """
 PROGRAMS = 4 * MULTIPROCESSORS
 """Maximum number of programs into which a scan is cut: a few waves of about equal size."""
@@ -47,7 +47,7 @@ def segment_of(bounds, row, segments, carried, REVERSE: tl.constexpr, EACH: tl.c
     """Find the segment of this program.
 
     Returns:
-        Its first token, its length, the index of its state, and if a state enters and leaves it.
+        Its first token, its length, the index of its state, and whether a state enters and leaves.
     """
     segment = tl.program_id(0) % segments
     if EACH:
@@ -105,9 +105,9 @@ def scan_kernel(
 ):
     """Scan as in ``kernels.linear_scan.scan``; channels have stride 1.
 
-    With ``EACH`` segments have states (``segments_of``): without outputs the one that each adds,
-    with outputs the one that it starts with. Without ``EACH``, segments are documents: a state
-    enters the first and leaves the last.
+    With ``EACH``, segments have states of their own (``segments_of``): without ``OUTPUT`` what the
+    segment adds to the state, with ``OUTPUT`` the state with which it starts. Without ``EACH``,
+    segments are documents: a state enters the first and leaves the last.
     """
     row = (tl.program_id(0) // segments).to(tl.int64)  # row of B * H
     batch = row // H
@@ -197,7 +197,7 @@ def carry_kernel(
 ):
     """Replace what each segment adds to the state by the state with which the segment starts.
 
-    ``final`` is the state after the last.
+    ``final`` is the state after the last segment.
     """
     row = tl.program_id(0).to(tl.int64)  # row of B * H
     i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)  # element of D * E
@@ -212,7 +212,7 @@ def carry_kernel(
         length = tl.load(steps + step).to(tl.float32)
         starts_document = steps + carried + 1 + step
         if REVERSE:
-            starts_document += 1  # of the segment after it, from which the scan comes
+            starts_document += 1  # of the next segment, since the scan comes from there
         resets = tl.load(starts_document)
         b_state = tl.where(resets != 0, 0.0, b_state)
         segment_state = states + (row * carried + step) * numbers + i
@@ -225,8 +225,8 @@ def carry_kernel(
 def parts_of(programs: int) -> int:
     """Return the number of segments per sequence, given the number of programs of an uncut scan.
 
-    The number is 1 if these programs keep four of five multiprocessors busy, since cutting costs
-    about a fifth more operations.
+    The number is 1 if these programs keep four out of five multiprocessors busy, since cutting
+    costs about a fifth more operations.
     """
     slots = MULTIPROCESSORS * -(-programs // MULTIPROCESSORS)
     if 5 * programs >= 4 * slots:
@@ -243,14 +243,14 @@ class Segments(NamedTuple):
     bounds: Tensor
     """int32 ``[2, S + 1]``: their cumulative lengths; the indices of their states, or -1."""
     steps: Tensor
-    """int32 ``[2, N + 1]``, of those with a state: their lengths; 1 if a document starts there."""
+    """int32 ``[2, N + 1]``: lengths of segments with a state; 1 if a document starts with them."""
 
 
 @cached_on_device(64)  # packed documents differ from batch to batch; all layers share a step's
 def segments_of(
     documents: tuple[int, ...], min_segments: int, chunk: int, device: torch.device
 ) -> Segments:
-    """Cut documents into at least ``min_segments`` segments of whole chunks, if they have as many.
+    """Cut documents into at least ``min_segments`` segments of whole chunks, if there are enough.
 
     N <= 2 * (min_segments + 1).
     """
@@ -342,7 +342,7 @@ def scan(
     def launch(
         q: Tensor | None, state: Tensor | None, final: Tensor, strides: tuple[int, int], each: bool
     ) -> None:
-        tensors = (k if q is None else q, k, v)  # the kernel does not read a tensor that is None
+        tensors = (k if q is None else q, k, v)  # k stands for None, which is not read
         all_strides = (*(stride for x in tensors for stride in x.stride()[:3]), *strides)
         scan_kernel[batch * heads * segments, blocks](
             *tensors, out, k if state is None else state, final, rates, bounds, all_strides,

@@ -18,7 +18,7 @@ ACTIVATIONS = {
     "silu": (1.0, 0.0),
     "gelu": (2 * (2 / math.pi) ** 0.5, 2 * (2 / math.pi) ** 0.5 * 0.044715),
 }
-"""A and B of g * sigmoid(A g + B g^3), the form of both: 1 + tanh(x) is 2 sigmoid(2 x)."""
+"""A and B of g * sigmoid(A g + B g^3), a form for both, since 1 + tanh(x) is 2 sigmoid(2 x)."""
 NUMBERS = 1024
 """Number of elements per program: 16 bytes of bfloat16 for each of its 128 threads."""
 
@@ -38,7 +38,7 @@ def rotate_kernel(
     WIDTH: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Rotate N of ``count`` rows, each a head of a token, by the token's angles, or BACK."""
+    """Rotate N of ``count`` rows (heads of tokens) by the tokens' angles; if BACK, backwards."""
     row = tl.program_id(0) * N + tl.arange(0, N)
     d = tl.arange(0, WIDTH)
     batch = (row // (T * H)).to(tl.int64)
@@ -59,7 +59,7 @@ def rotate_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    """Rotate as ``kernels.operators.rotate``, or ``back``, by the opposite angles.
+    """Rotate as ``kernels.operators.rotate``, or by the opposite angles if ``back``.
 
     x has 16 or 32 bits; cos and sin are float32.
     """
@@ -69,7 +69,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     count = batch * tokens * heads
     half = width // 2
-    # Stride 0 in the dimensions that share angles.
+    # Dimensions that share angles get stride 0.
     cos = cos.contiguous().expand(batch, tokens, 1, half)
     sin = sin.contiguous().expand(batch, tokens, 1, half)
     strides = (*x.stride()[:3], *cos.stride()[:2])
@@ -110,7 +110,7 @@ def gate_backward_kernel(
 
 
 def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
-    """Return activation(gate) * up, of any one shape and of 16 or 32 bits."""
+    """Return activation(gate) * up for tensors of one shape, of 16 or 32 bits."""
     gate = gate.contiguous()
     up = up.contiguous()
     a, b = ACTIVATIONS[activation]
@@ -123,7 +123,7 @@ def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
 def gated_backward(
     dout: Tensor, gate: Tensor, up: Tensor, activation: str = "silu"
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, given that of the result of ``gated``."""
+    """Return the gradients of gate and up, given the gradient of the result of ``gated``."""
     dout = dout.contiguous()
     gate = gate.contiguous()
     up = up.contiguous()
@@ -173,7 +173,7 @@ def merge_kernel(
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Fold a block's result into the running one, as ``kernels.blocks.merge_``.
+    """Merge a block's result into the running one, as ``kernels.blocks.merge_``.
 
     ``out`` is float32, ``[B, T, H, D]`` or ``[T, H, D]``.
     """

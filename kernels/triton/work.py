@@ -46,13 +46,13 @@ def work_of(
 ) -> tuple[Tensor, Tensor]:
     """Return the work list of the tiles, for blocks of ``size`` rows or columns.
 
-    Both tensors are int32 on the device. The blocks with most pairs come first, so that no long one
-    is left at the end.
+    Both tensors are int32 on the device. Blocks with most work come first, so that no long one is
+    left at the end.
 
     Returns:
         Blocks ``[touched, 4]``: number of the block, its first and last + 1 entry, 0. Entries
-        ``[n, 6]``: a tile's first and last + 1 row, first and last + 1 column, low and high; or
-        columns first.
+        ``[n, 6]``: a tile's first and last + 1 row, first and last + 1 column, low and high; unless
+        ``by_rows``, its columns come before its rows.
     """
     bands = np.array([_band(tile, by_rows) for tile in tiles])  # [tiles, 6]
 

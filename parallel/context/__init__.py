@@ -4,13 +4,14 @@ plan = make_plan("striped", seq_len=4096, size=4)          # no processes needed
 cp = context_parallel("striped", seq_len=4096, group=group)
 out = cp.attend(q, k, v)                                    # [B, T_local, H, D], differentiable
 
-The code is layered, each layer knowing only those above it in this list. A *layout* says which rank
-owns which tokens, a *method* is a layout and rounds of sends, a *geometry* is a method for one
-length and number of ranks, and a *plan* adds the mask: which tiles each rank computes in each
-round. All of this is arithmetic on the CPU, so a plan can be tested, priced and printed without
-processes. A *transport* moves tensors, an *executor* runs a plan over it, an *operator* wraps the
-executor for autograd and torch.compile, and the *API* checks arguments. A new method is therefore a
-few lines of data, and every method has the same numerics, since one executor runs them all.
+The code has layers, and each layer knows only the layers before it in this list. A *layout* says
+which rank owns which tokens, a *method* is a layout and rounds of sends, a *geometry* is a method
+for one length and number of ranks, and a *plan* adds the mask: which tiles each rank computes in
+each round. All of this is arithmetic on the CPU, so a plan can be tested, costed and printed
+without processes. A *transport* moves tensors, an *executor* runs a plan over it, an *operator*
+wraps the executor for autograd and torch.compile, and the *API* checks arguments. A new method is
+therefore a few lines of data, and every method has the same numerics, since one executor runs them
+all.
 """
 
 from parallel.context.api import ContextParallel, context_parallel

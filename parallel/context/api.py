@@ -31,8 +31,8 @@ class ContextParallel:
     """One rank's shard of every sequence, and its attention to the whole sequence.
 
     Process groups, executors and operators belong to the geometry: ranks, layout and length. A mask
-    does not change them, so ``under`` is a shallow copy with another plan: it costs nothing per
-    micro-batch, and a compiled layer keeps its executor handles and does not recompile.
+    does not change them, so ``under`` returns a shallow copy with another plan: it costs nothing
+    per micro-batch, and a compiled layer keeps its executor handles and does not recompile.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ContextParallel:
         stages = geometry.options.ulysses_head_chunks
         if stages > 1:
             self._executor = StagedExecutor(self.transport, backend, self._heads, stages)
-            self._outside = HeadExchange(self.transport, (rank,))  # the executor exchanges
+            self._outside = HeadExchange(self.transport, (rank,))  # the executor exchanges heads
 
         self._state_executor = StateExecutor(self.transport, backend)
         self._delta_executor = DeltaExecutor(self.transport, backend)
@@ -68,8 +68,8 @@ class ContextParallel:
     ) -> "ContextParallel":
         """Return a copy under another mask, with the same ranks, groups and operators.
 
-        Not collective. Use both objects in any order, as long as all ranks use the same one; a
-        backward uses its forward's mask.
+        Not collective. Both objects may be used in any order, as long as all ranks use the same
+        one; a backward pass uses the mask of its forward pass.
 
         Args:
             documents, window: as for ``make_plan``.
@@ -101,10 +101,10 @@ class ContextParallel:
         return ContextParallel(plan, self.group, self._backend, links=self.transport)
 
     def plan_ahead(self, windows: Iterable[Window | None] = (None,)) -> None:
-        """Compute now the schedules that attention under this mask would compute at its first call.
+        """Precompute the schedules that attention under this mask needs at its first call.
 
-        For the forward and the backward of layers with these windows. Safe in another thread, so a
-        data loader's thread can prepare the next micro-batch.
+        They are for the forward and backward passes of layers with these windows. Safe in another
+        thread, so a data loader's thread can prepare the next micro-batch.
         """
         if self.plan.geometry.method.states:
             return
@@ -123,8 +123,8 @@ class ContextParallel:
         """
         self._padding = int((self.positions >= plan.seq_len).sum())
         self.handle = PlanHandle(PLANS.tensor(plan))
-        """Handle of the plan, which a model passes to ``attend`` or ``attend_linear``; those take
-        the plan of any mask that has the same geometry.
+        """Handle of the plan. A model passes it to ``attend`` or ``attend_linear``, which accept
+        the plan of any mask for the same geometry.
         """
 
         gathers = self._executor.gathers_keys and not plan.sparse
@@ -151,7 +151,7 @@ class ContextParallel:
         if length not in (self.plan.seq_len, padded):
             raise ContextError(
                 f"shard: dimension {dim} has {length} positions, but the plan was made for "
-                f"{self.plan.seq_len}"
+                f"{self.plan.seq_len}; pass the whole sequence, with or without padding"
             )
         if length < padded:
             later_dims = x.ndim - 1 - dim % x.ndim  # F.pad counts dimensions from the last
@@ -182,22 +182,22 @@ class ContextParallel:
     ) -> Tensor:
         """Compute causal, unscaled linear attention over the whole sequence.
 
-        Differentiable, collective. A method that splits heads gives this rank the whole sequence
-        and the decays of some heads; others pass states on.
+        Differentiable, collective. A method that splits heads gives this rank some heads of the
+        whole sequence, with their decays; other methods pass states on.
 
         Args:
             q, k: ``[B, T_local, H, D]``.
             v: ``[B, T_local, H, E]``.
             log_decay: log of each head's decay, H numbers <= 0.
-            mask: the plan of these sequences, another ``handle``; by default this object's own.
+            mask: handle of the plan for these sequences; by default this object's own.
 
         Returns:
-            ``[B, T_local, H, E]`` in v's dtype, and 1 in padding: a model may
-            divide by one of its channels.
+            ``[B, T_local, H, E]`` in v's dtype. Padding is 1, since a model may divide by one of
+            the channels.
 
         Raises:
-            ContextError: a method for softmax attention only; shapes, heads or dtypes that do not
-                fit; a decay outside (0, 1].
+            ContextError: the method is for softmax attention only; shapes, heads or dtypes do not
+                fit; or a decay is outside (0, 1].
         """
         geometry = self.plan.geometry
         handle = mask or self.handle
@@ -236,7 +236,7 @@ class ContextParallel:
     def _without_padding(self, x: Tensor) -> Tensor:
         """Return x ``[B, T_local, H, D]`` with ones in padding, which then has no gradient.
 
-        Padding is the last of a rank's tokens, since positions ascend.
+        Padding lies at the end of a rank's tokens, since positions ascend.
         """
         if not self._padding:
             return x
@@ -256,10 +256,10 @@ def context_parallel(
     """Set up context parallelism for sequences of ``seq_len`` tokens over ``group``. Collective.
 
     Args:
-        group: the ranks that share a sequence; None is this process alone.
+        group: the ranks that share a sequence; None means this process alone.
         backend: attention kernel, see ``kernels.attention`` or ``kernels.linear_attention``.
-        timeout: for the subgroups of teams and Ulysses within ``group``; by default torch's.
-        links: the transport of the same method and ranks for another length, whose subgroups are
+        timeout: timeout of the subgroups for teams and Ulysses; by default torch's.
+        links: a transport for the same method and ranks but another length; its subgroups are
             reused.
         others: as for ``make_plan``: ``causal``, ``documents``, ``window`` and the fields of
             ``PlanOptions``.

@@ -53,10 +53,11 @@ class WholeTensors:
                 yield index, step.tiles, visiting
 
     def send_gradient(self, index: int, gradient: Tensors) -> None:
-        """Send on the gradient of the tensors of round ``index``; the buffer may be overwritten."""
+        """Send the gradient of round ``index``'s tensors onward; may overwrite its buffer."""
         arrivals = self._gradients.pop(index, [])
         while arrivals:
-            # Popped without a name, so that the memory is free before the next transfer.
+            # No variable holds the arrived tensors, so their memory is free before the next
+            # transfer.
             torch._foreach_add_(gradient, arrivals.pop(0)())
 
         send = self._rounds[index].gradient
@@ -76,8 +77,8 @@ class NeededRows:
     The methods are those of ``WholeTensors``.
 
     Gradients of several ranks arrive for the same rows, in any order. Floating-point addition is
-    not associative, so adding them as they arrive would make two runs differ. They are waited for
-    and added in the order of the plan instead; ranks that are late on purpose test it.
+    not associative, so adding them as they arrive would make two runs differ. Instead they are
+    awaited and added in the order of the plan; a test delays ranks at random to check this.
     """
 
     def __init__(self, transport: Transport, rounds: tuple[RankRound, ...], local: Tensors) -> None:
@@ -113,7 +114,7 @@ class NeededRows:
         self._finish(len(self._rounds))
 
     def send_gradient(self, index: int, gradient: Tensors) -> None:
-        """Add the gradients that arrive for round ``index``, and send the sums on or to owners."""
+        """Add the gradients that arrive for round ``index``; send the sums on, or to owners."""
         for rows, arrival in self._returning.pop(index, []):
             _add(gradient, rows, arrival())
         self._post(self._rounds[index].gradients, gradient, index + 1, self._returning)
@@ -140,12 +141,13 @@ class NeededRows:
         next_round: int,
         waiting: dict[int, list[RowArrival]],
     ) -> None:
-        """Start sending rows of ``tensors``, and receiving rows into new buffers of the same kind.
+        """Start sending rows of ``tensors``, and receiving rows into new buffers of its dtypes.
 
         Args:
             parcels: rows to send and receive.
             tensors: this rank's buffer of the current round.
-            next_round: transfers that are due later are not urgent: they use the ``far`` group.
+            next_round: the round after the current one; transfers that are due later use the
+                ``far`` group.
             waiting: the table that the receives are added to.
         """
         all_parcels = parcels.sends + parcels.receives
@@ -169,7 +171,7 @@ class NeededRows:
         """Return a buffer of ``length`` rows, filled with the rows that arrive."""
         if len(arriving) == 1:
             _, arrival = arriving[0]
-            return arrival()  # all of it
+            return arrival()  # a single transfer fills the whole buffer
         buffer = _empty(self._local, length)
         for rows, arrival in arriving:
             for target, source in zip(buffer, arrival(), strict=True):
@@ -180,9 +182,9 @@ class NeededRows:
     def _finish(self, index: int) -> None:
         """Wait for the sends that are due by round ``index``, and free their buffers.
 
-        The finished sends are keys due by round ``index``, and gradients of two rounds earlier. The
-        rank that is in the earliest round waits for nothing that is not posted, so ranks cannot
-        wait in a circle.
+        It waits for operands that are due by round ``index``, and for gradients that are due or
+        were sent two rounds ago. The rank in the earliest round waits only for transfers that have
+        been posted, so ranks cannot wait in a circle.
         """
         remaining = []
         for until, sent in self._sent:

@@ -17,45 +17,47 @@ class ContextConfig:
     """Context parallelism: how ranks share the attention of one sequence."""
 
     context_parallel_method: MethodName = "striped"
-    """Layout and communication of the attention; none is plain SDPA in one process, to compare
-    with. exchange sends each rank just the keys that its queries see: for packed documents,
-    windows and several nodes. For linear attention: lasp, or lasp2, which pass states on, or
-    ulysses. auto takes the method that the cost model predicts fastest on the cluster, once, as
-    the run starts (docs/concepts/planner.md)."""
+    """Method: layout and communication of the attention. none is plain SDPA in one process, as a
+    baseline. exchange sends each rank only the keys that its queries see, for packed documents,
+    windows and several nodes. Linear attention runs with lasp or lasp2, which pass states on, or
+    with ulysses. auto takes the method that the cost model predicts to be the fastest on the
+    cluster, once, when the run starts (docs/concepts/planner.md)."""
     context_parallel_layout: Literal["auto", "contiguous", "striped", "zigzag", "balanced"] = "auto"
-    """Layout, by which ranks own tokens, for the methods that take any; auto is zigzag if a
-    causal mask must be balanced. balanced, the default of exchange, follows the documents of
-    each micro-batch: equal tokens and work on every rank. Under full attention striped and
-    zigzag bring nothing, as layouts and as methods, and run only if this names them."""
+    """Layout: which rank owns which tokens, for methods that support several layouts; auto is
+    zigzag if a causal mask must be balanced. balanced, the default of exchange, follows the
+    documents of each micro-batch and gives all ranks equally many tokens and equal work. Under
+    full attention striped and zigzag have no advantage, as layouts or as methods, and run only
+    if this option names them."""
     context_parallel_team_size: int = 1
-    """Number of ranks in a team of wallfacer (C), whose square must divide the context-parallel
-    size; 1 is a plain ring.
+    """Number of ranks per wallfacer team (C); its square must divide the context-parallel size.
+    1 is a plain ring.
     """
     context_parallel_placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
-    """Ranks that are neighbours, and so share a node, in wallfacer: a team's members, or a
-    ring's."""
+    """Which ranks of wallfacer are neighbours, and so share a node: the members of a team
+    (collect_intra) or of a ring (p2p_intra)."""
     context_parallel_ranks_per_node: int | None = None
-    """Context-parallel ranks in a node, the inner ring of double_ring; by default as launched,
-    or all if unknown."""
+    """Number of context-parallel ranks per node, for double_ring and exchange; by default the
+    launcher's number, or all ranks if it is unknown."""
     ulysses_degree: int = 1
-    """Number of neighbouring ranks that split the heads among them; the method runs over such
-    groups. For ulysses it is all ranks."""
+    """Number of neighbouring ranks that split the heads among them; the method runs over groups
+    of that many ranks. With method ulysses it is all ranks."""
     ulysses_head_chunks: int = 1
     """Number of stages (UPipe): each exchanges and attends with a part of the heads, which divides
-    the memory of the exchanged q, k, v and out by this number; it must divide the query heads of a
-    rank. Softmax attention only."""
+    the memory of the exchanged q, k, v and out by this number. It must divide the number of query
+    heads of a rank after the exchange. For softmax attention only."""
     delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
-    """Rounds by which the states of a delta rule pass between ranks: one rank after the other, or
-    in a tree; auto takes the one predicted fastest."""
+    """Schedule for passing the states of a delta rule between ranks: from each rank to the next
+    (chain), or in a tree (tree); auto takes the schedule that is predicted to be faster."""
     cluster: str | None = None
-    """TOML file of the cluster that auto chooses for, as in configs/clusters; by default by the
-    kind of device.
+    """TOML file of the cluster for which auto chooses, as in configs/clusters; by default the file
+    for this kind of device.
     """
     attention_backend: BackendName = "auto"
-    """Kernel of one attention block; on Hopper and Blackwell auto takes cudnn, for documents and
-    where cuDNN is older than 9.15.1 FlashAttention 3 or 4 if installed, else aten, which is
-    FlashAttention 2. triton is our kernel for a GPU, which takes all tiles at once. Of linear
-    attention: chunked or triton; auto takes triton on a GPU in bfloat16, else chunked."""
+    """Kernel that computes one attention block. On Hopper and Blackwell GPUs auto takes cudnn or,
+    for packed documents or a cuDNN older than 9.15.1, FlashAttention 3 or 4 if it is installed;
+    otherwise it takes aten, which is FlashAttention 2. triton is Longmesh's own GPU kernel, which
+    computes all tiles at once. Linear attention has chunked and triton; auto takes triton on a
+    GPU with a 16-bit dtype, otherwise chunked."""
 
     @property
     def title(self) -> str:
@@ -72,7 +74,7 @@ class ContextConfig:
     def plan_arguments(self, ranks_per_node: int | None) -> dict[str, Any]:
         """Return the keyword arguments for ``make_plan`` and ``context_parallel``.
 
-        ``ranks_per_node`` is the launcher's; the configuration's own value has precedence.
+        ``ranks_per_node`` is the launcher's value; the configuration's own value takes precedence.
         """
         if self.context_parallel_ranks_per_node is not None:
             ranks_per_node = self.context_parallel_ranks_per_node
@@ -96,27 +98,28 @@ class ContextConfig:
         ranks_per_node: int | None,
         causal: bool = True,
     ) -> None:
-        """Check that ``size`` ranks with these heads support this. Needs no processes.
+        """Check that ``size`` ranks can run this configuration with these heads.
 
-        Under full attention (not ``causal``) a method with a layout for causal masks must be
-        forced.
+        Needs no processes. Under full attention (not ``causal``), a method whose layout balances a
+        causal mask is refused, unless the configuration names a layout.
 
         Raises:
-            ContextError: they cannot, with the reason and the fix.
+            ContextError: the ranks cannot run it; the message has the reason and the fix.
         """
         method = self.context_parallel_method
         if self.cluster is not None and method != "auto":
             raise ContextError(
-                f"cluster is {self.cluster}, but context_parallel_method is {method}, which leaves "
-                "nothing to choose; leave out --cluster, use method auto, or give --allow-resize"
+                f"cluster is {self.cluster}, but with context_parallel_method {method} there is "
+                "nothing to choose for a cluster; leave out --cluster, set "
+                "--context-parallel-method auto, or give --allow-resize"
             )
         defaults = ContextConfig().plan_arguments(None)
         if method in ("none", "auto") and self.plan_arguments(None) != defaults:
-            reason = "chooses them itself" if method == "auto" else "takes none"
+            reason = "chooses by itself" if method == "auto" else "does not use"
             raise ContextError(
-                f"context_parallel_method is {method}, which {reason}: layout, team size, "
-                "placement, ranks per node, ulysses_degree, ulysses_head_chunks and "
-                "delta_rule_schedule; leave them out, or choose a method"
+                f"context_parallel_method is {method}, but an option is set that it {reason}: "
+                "layout, team size, placement, ranks per node, ulysses_degree, "
+                "ulysses_head_chunks or delta_rule_schedule; leave them out, or choose a method"
             )
         if not causal and self.delta_rule_schedule != "auto":
             raise ContextError(
@@ -138,10 +141,10 @@ class ContextConfig:
         layout = method_of(method).layout(causal=False)
         if layout not in ("contiguous", BALANCED) and self.context_parallel_layout == "auto":
             raise ContextError(
-                f"context_parallel_method is {method}, whose layout balances a causal mask, and "
-                "this attention is full: every rank has the same work in any layout, and "
-                f"{layout} brings nothing; use ring, wallfacer, double_ring, allgather or ulysses, "
-                f"or force it with context_parallel_layout {layout}"
+                f"context_parallel_method is {method}, but its layout balances a causal mask, and "
+                "under full attention every rank has the same work in any layout; use ring, "
+                f"wallfacer, double_ring, allgather or ulysses, or force {method} with "
+                f"context_parallel_layout {layout}"
             )
 
 
@@ -149,37 +152,38 @@ class ContextConfig:
 class FullContextConfig(ContextConfig):
     """Context parallelism of full attention: how ranks share one sequence.
 
-    Every token attends to all.
+    Every token attends to all tokens.
     """
 
     context_parallel_method: SoftmaxMethodName = "ring"
-    """Communication of the attention; none is plain SDPA in one process, to compare with.
-    striped and zigzag, which balance a causal mask, bring nothing here. auto takes the method
-    that the cost model predicts fastest on the cluster, once, as the run starts
+    """Communication of the attention; none is plain SDPA in one process, as a baseline. striped
+    and zigzag, which balance a causal mask, have no advantage here. auto takes the method that
+    the cost model predicts to be the fastest on the cluster, once, when the run starts
     (docs/concepts/planner.md)."""
     attention_backend: SoftmaxBackendName = "auto"
-    """Kernel of one attention block; on Hopper and Blackwell auto takes cudnn, for documents and
-    where cuDNN is older than 9.15.1 FlashAttention 3 or 4 if installed, else aten, which is
-    FlashAttention 2. triton is our kernel for a GPU, which takes all tiles at once."""
+    """Kernel that computes one attention block. On Hopper and Blackwell GPUs auto takes cudnn or,
+    for packed documents or a cuDNN older than 9.15.1, FlashAttention 3 or 4 if it is installed;
+    otherwise it takes aten, which is FlashAttention 2. triton is Longmesh's own GPU kernel, which
+    computes all tiles at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig:
     """Context parallelism of the softmax attention layers in a model with linear attention.
 
-    Both kinds of layers work on the same tokens and ranks, but want different layouts: states pass
-    in the fewest hops along contiguous blocks, and a causal mask is balanced by zigzag.
+    Both kinds of layers work on the same tokens and ranks, but need different layouts: states pass
+    in the fewest hops if each rank has one contiguous block, and zigzag balances a causal mask.
     """
 
     hybrid_softmax_method: Literal["ring", "allgather", "ulysses"] = "ring"
-    """Communication of the layers of softmax attention; context_parallel_method is for the
-    layers of linear attention."""
+    """Communication of the softmax attention layers; context_parallel_method is for the linear
+    attention layers."""
     hybrid_softmax_layout: Literal["auto", "contiguous", "zigzag"] = "auto"
-    """Layout of the layers of softmax attention. If linear attention has contiguous tokens, a
-    causal mask gives the last rank most work; zigzag balances it, and an all-to-all before and
-    after the attention goes from one layout to the other. auto takes the layout that the cost
-    model predicts faster on the cluster. With context_parallel_layout zigzag all layers have
-    it, and no token moves."""
+    """Layout of the softmax attention layers. If the linear attention layers have contiguous
+    tokens, a causal mask would give the last rank the most work; zigzag balances the work, and an
+    all-to-all before and after the attention changes the layout. auto takes the layout that the
+    cost model predicts to be faster on the cluster. With context_parallel_layout zigzag all layers
+    have the zigzag layout, and no tokens move."""
 
     def context(self, layout: HybridLayout) -> ContextConfig:
         """Return the configuration of the softmax attention layers in the given layout."""
@@ -190,7 +194,7 @@ class HybridConfig:
     def layouts(self, linear: str) -> tuple[HybridLayout, ...]:
         """Return the layouts that the softmax attention may choose from.
 
-        ``linear`` is the context_parallel_layout of the layers of linear attention.
+        ``linear`` is the context_parallel_layout of the linear attention layers.
         """
         if linear == "zigzag":
             return ("zigzag",)
@@ -204,21 +208,23 @@ class HybridConfig:
         """Check that ``size`` ranks support this configuration beside a ``linear`` layout.
 
         Raises:
-            ContextError: they cannot, with the reason and the fix.
+            ContextError: the ranks do not support it; the message has the reason and the fix.
         """
         method = self.hybrid_softmax_method
         layout = self.hybrid_softmax_layout
         if linear == "zigzag" and (layout == "contiguous" or method == "ulysses"):
             raise ContextError(
-                "context_parallel_layout is zigzag, which all layers have, and "
-                f"hybrid_softmax_layout is {layout} with hybrid_softmax_method {method}; use auto "
-                "or zigzag with ring or allgather, or context_parallel_layout contiguous"
+                "context_parallel_layout is zigzag for all layers, but hybrid_softmax_layout is "
+                f"{layout} and hybrid_softmax_method is {method}; set hybrid_softmax_layout to "
+                "auto or zigzag and hybrid_softmax_method to ring or allgather, or "
+                "context_parallel_layout to contiguous"
             )
         if layout == "zigzag" and method == "ulysses":
             raise ContextError(
-                "hybrid_softmax_layout is zigzag and hybrid_softmax_method is ulysses, after whose "
-                "exchange of heads every rank has the whole sequence and the same work in any "
-                "layout; use contiguous or auto, or method ring or allgather"
+                "hybrid_softmax_layout is zigzag, but hybrid_softmax_method is ulysses, with which "
+                "every rank has the whole sequence and the same work in any layout; set "
+                "hybrid_softmax_layout to contiguous or auto, or hybrid_softmax_method to ring or "
+                "allgather"
             )
         for candidate in self.layouts(linear):
             self.context(candidate).check(

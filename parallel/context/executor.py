@@ -63,7 +63,7 @@ class Executor:
         return len(self._holders) > 1
 
     def prefetch_kv(self, k: Tensor, v: Tensor) -> int:
-        """Start gathering k and v; return the handle that the next ``forward`` takes."""
+        """Start gathering k and v; return the handle to pass to the next ``forward``."""
         self._take_prefetched(None)
         handle = next(_prefetches)
         self._prefetched = handle, self.transport.gather((k, v), self._holders)
@@ -96,16 +96,17 @@ class Executor:
             team_q = team_q or gather_queries()
             (queries,) = team_q
 
-            # A first round of a single tile is one kernel call, whose results need no merge.
+            # If the first round has a single tile, its results come from one kernel call, and
+            # there is nothing to merge them with.
             tile = None if results else only_block(tiles, team_tokens, None, backend)
             if tile:
                 results = block_forward(
                     queries, k[:, tile.k], v[:, tile.k], tile.kind, scale, backend
                 )
             else:
-                # Rounding lse scales all weights of a row, and the gradients of the norms of q and
-                # k do not average that out. Each merge would round lse once more. GPU kernels
-                # return lse in float32.
+                # An error in lse scales all weights of a row, and the gradients of the norms of q
+                # and k do not average it out. Each merge would round lse once more, so it is kept
+                # in float64 on a CPU; GPU kernels return lse in float32.
                 out, lse = results or empty_results(rows, q, accum_dtype)
                 lse_dtype = torch.float64 if lse.device.type == "cpu" else accum_dtype
                 (out,) = _dense((out,), accum_dtype)
@@ -115,9 +116,9 @@ class Executor:
 
             del k, v  # free them before the next round allocates
         if not team_q:
-            gather_queries()  # all tokens here are padding
+            gather_queries()  # all tokens here are padding, but the transfer must end
 
-        # Without a team and sinks nothing remains to merge, so the kernel's own dtype is final.
+        # Without a team and without sinks nothing is left to merge: the kernel's dtype is final.
         is_final = len(self._team) == 1 and sinks is None
         if results:
             out, lse = _dense(results, None if is_final else accum_dtype)
@@ -136,8 +137,8 @@ class Executor:
     def backward(self, plan: Plan, rows: Rows, keys: Keys, scale: float) -> Tensors:
         """Return dq, dk and dv in float32 or wider; from a single tile, in the kernel's dtypes.
 
-        KV or queries circulate, as the plan chooses, and their gradient follows one round behind or
-        later. The others are stationary, as is their gradient.
+        The plan chooses whether KV or queries circulate; their gradient follows one round behind or
+        later. The other operands and their gradient are stationary.
         """
         backend = self._backend(plan, rows.q)
         accum_dtype = rows.lse.dtype
@@ -190,7 +191,7 @@ class Executor:
 
         Args:
             tiles: the round's tiles.
-            stationary, visiting: (k, v) or (q, dout, out, lse), by ``moves``.
+            stationary, visiting: (k, v) or (q, dout, out, lse), depending on ``moves``.
             local_gradient: gradient of the stationary tensors so far, () in the first round.
             moves: the operands that visit.
             accum_dtype: dtype of sums.
@@ -238,10 +239,10 @@ class Executor:
         return select_backend(self.backend_name, q.device.type, q.dtype, plan.documents is not None)
 
     def _take_prefetched(self, handle: int | None) -> Arrival | None:
-        """Return the pending gather of k and v, and clear it; ``handle`` None expects none.
+        """Take the pending gather of k and v, which must have this handle; None means no gather.
 
-        At most one is pending, since only a layer's q projection runs in between. One that is never
-        taken wastes memory and traffic, so it is an error.
+        At most one gather is pending, since only a layer's q projection runs in between. A gather
+        that is never used wastes memory and traffic, so it is an error.
         """
         pending_handle = None
         arrival = None
@@ -250,9 +251,9 @@ class Executor:
             self._prefetched = None
         if handle != pending_handle:
             raise ContextError(
-                f"attend: this attention takes the prefetched k and v {handle}, but "
-                f"{pending_handle} is pending; call the function that prefetch_kv returns once, "
-                "before another attention"
+                f"attend: this attention takes prefetch {handle} of k and v, but prefetch "
+                f"{pending_handle} is pending; call the function that prefetch_kv returns exactly "
+                "once, before any other attention"
             )
         return arrival
 

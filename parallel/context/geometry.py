@@ -1,8 +1,8 @@
 """Geometry: the layout, rounds and groups of a method, the same under any mask.
 
-It defines which rank owns which tokens, and for each round which KV a rank holds, where it sends
-and where it receives from. Process groups, transport and operators depend on it alone. It is built
-on the CPU, without processes.
+It defines which rank owns which tokens and, for each round, which KV a rank holds, to whom it sends
+KV and from whom it receives KV. Process groups, transport and operators depend only on the
+geometry, which is built on the CPU, without processes.
 
 The split between geometry and plan is by the cost of a change. A new geometry means new process
 groups, a collective that takes seconds on many nodes; a new mask comes with every micro-batch of
@@ -30,8 +30,8 @@ from runtime.errors import divisors
 from runtime.tensors import kept_in_object
 
 Moves = Literal["kv", "queries"]
-"""Operands that a backward circulates: KV with its gradient, or queries (q, dout, out, lse) with
-dq.
+"""Operands that a backward pass circulates: KV with its gradient, or queries (q, dout, out, lse)
+with dq.
 """
 
 
@@ -40,39 +40,40 @@ class PlanOptions:
     """Keywords of ``make_plan`` and ``context_parallel`` that do not depend on the mask."""
 
     team_size: int = 1
-    """Ranks per team, for methods with teams."""
+    """Number of ranks per team, for methods with teams."""
     ulysses_degree: int = 1
     """Number of neighbouring ranks that split the heads; the method runs over groups of them."""
     ulysses_head_chunks: int = 1
     """Number of stages; each exchanges and attends with a part of the heads."""
     multiple: int = 1
-    """Pad each rank to a multiple of this many positions, for tensor parallelism."""
+    """Each rank's number of positions is padded to a multiple of this, for tensor parallelism."""
     layout: str = "auto"
     """Layout, for methods that support several; ``auto`` balances the work under the mask."""
     placement: str = "collect_intra"
-    """Ranks that are neighbours: the members of a team (``collect_intra``) or of a ring
+    """Which ranks are neighbours: the members of a team (``collect_intra``) or of a ring
     (``p2p_intra``).
     """
     ranks_per_node: int | None = None
-    """Consecutive ranks per node, for ``double_ring``; None means that all ranks share one node."""
+    """Number of consecutive ranks per node, for ``double_ring`` and ``exchange``; None means that
+    all ranks share one node."""
     backward: Literal["auto", "kv", "queries"] = "auto"
-    """Operands that the backward circulates; ``auto`` moves fewer bytes for the given heads."""
+    """Operands that the backward pass circulates; ``auto`` takes those with fewer bytes."""
     delta_rule_schedule: Literal["auto", "chain", "tree"] = "auto"
-    """Schedule by which ranks pass on the states of a delta rule, see ``linear/segments.py``."""
+    """Schedule by which ranks pass on the states of a delta rule (``linear/segments.py``)."""
 
     def resolved(self, method: Method, seq_len: int, size: int, causal: bool) -> "PlanOptions":
-        """Return options with the layout, and the degree if the method decides it, filled in.
+        """Return the options with the layout filled in, and the degree if the method sets it.
 
         Raises:
-            ContextError: a combination that the method does not support, with the reason and the
-                fix.
+            ContextError: the method does not support the combination; the message has the reason
+                and the fix.
         """
         self._check_minimum(seq_len, size)
         degree = size if method.splits_heads and self.ulysses_degree == 1 else self.ulysses_degree
         if size % degree:
             raise ContextError(
-                f"ulysses_degree is {degree}, which does not divide the context-parallel size "
-                f"{size}; degrees that do: {', '.join(map(str, divisors(size)))}"
+                f"ulysses_degree is {degree}, but it must divide the context-parallel size {size}; "
+                f"use one of {', '.join(map(str, divisors(size)))}"
             )
         if degree == 1 and self.ulysses_head_chunks > 1:
             raise ContextError(
@@ -81,9 +82,9 @@ class PlanOptions:
             )
         if method.nodes and self.ranks_per_node and min(self.ranks_per_node, size) % degree:
             raise ContextError(
-                f"context_parallel_ranks_per_node is {self.ranks_per_node}, not a multiple of "
-                f"ulysses_degree {degree}: ranks that split heads share a node; use a degree that "
-                "divides it"
+                f"context_parallel_ranks_per_node is {self.ranks_per_node}, but it must be a "
+                f"multiple of ulysses_degree {degree}, since ranks that split heads share a node; "
+                "use a ulysses_degree that divides the number of ranks per node"
             )
         if method.states:
             self._check_state_method(method.name)
@@ -110,22 +111,23 @@ class PlanOptions:
     def _check_state_method(self, method: str) -> None:
         if self.layout not in ("auto", "contiguous", "zigzag"):
             raise ContextError(
-                f"context_parallel_layout is {self.layout!r} with method {method}, whose state "
-                "passes along stretches of consecutive tokens, as many on each rank; use "
+                f"context_parallel_layout is {self.layout!r}, but method {method} passes a state "
+                "along stretches of consecutive tokens, the same number on each rank; use "
                 "contiguous, zigzag or auto"
             )
         if self.ulysses_degree > 1:
             raise ContextError(
-                f"ulysses_degree is {self.ulysses_degree} with method {method}, which splits no "
-                "heads; use 1: the states that it sends do not grow with the sequence"
+                f"ulysses_degree is {self.ulysses_degree}, but method {method} does not split "
+                "heads, since the states that it sends do not grow with the sequence; use "
+                "ulysses_degree 1"
             )
 
     def _check_choices(self, method: Method) -> None:
         layouts = ("auto", *method.layouts)
         if self.layout not in layouts:
             raise ContextError(
-                f"context_parallel_layout is {self.layout!r} with method {method.name}, which "
-                f"takes {', '.join(layouts)}"
+                f"context_parallel_layout is {self.layout!r}, but method {method.name} does not "
+                f"support it; use one of {', '.join(layouts)}"
             )
         for name, value, choices in (
             ("context_parallel_placement", self.placement, PLACEMENTS),
@@ -146,8 +148,8 @@ class Geometry:
     """A method for one sequence length and number of ranks; immutable.
 
     The method arranges *places*: groups of ``ulysses_degree`` consecutive ranks, ordered by
-    ``options.placement``. The u-th rank of a place exchanges with the u-th ranks of others only, so
-    a method never needs to know about Ulysses. ``options`` must be resolved.
+    ``options.placement``. The u-th rank of a place exchanges only with the u-th ranks of other
+    places, so a method never needs to know about Ulysses. ``options`` must be resolved.
     """
 
     method: Method
@@ -170,7 +172,7 @@ class Geometry:
         """Layout of the padded sequence.
 
         Ranks that split heads share tokens as a team does. The layout ``balanced`` depends on the
-        mask (``Plan.layout``), so for it only the lengths of this one are right.
+        mask (``Plan.layout``); with ``balanced``, only the lengths of this layout are valid.
         """
         name = "contiguous" if self.options.layout == BALANCED else self.options.layout
         team = self.team_size * self.ulysses_degree
@@ -184,7 +186,7 @@ class Geometry:
 
     @property
     def padded_len(self) -> int:
-        """Sequence length, rounded up to a multiple that the layout can divide."""
+        """Sequence length, rounded up to a length that the layout can divide."""
         return self.layout.seq_len
 
     @property
@@ -193,7 +195,7 @@ class Geometry:
         return self.padded_len // self.size
 
     def positions(self, rank: int) -> Tensor:
-        """Return ascending global positions of ``rank``: int64 ``[local_len]``.
+        """Return the ascending global positions of ``rank``: int64 ``[local_len]``.
 
         Positions of ``seq_len`` and above are padding.
         """
@@ -247,7 +249,7 @@ class Geometry:
 
     @cached_property
     def holder_groups(self) -> np.ndarray:
-        """Holders that gather KV with each rank: int64 ``[size, members]``."""
+        """Ranks that gather KV with each rank before the first round: int64 ``[size, members]``."""
         return np.stack([self.at_ranks(peers) for peers in self.rounds[0].holds], axis=1)
 
     @cached_property
@@ -259,10 +261,11 @@ class Geometry:
     def check_heads(self, heads: int, kv_heads: int) -> None:
         """Check that ``ulysses_degree`` ranks can split the heads.
 
-        With fewer KV heads than ranks, several ranks hold each.
+        If there are fewer KV heads than ranks, several ranks hold the same KV head.
 
         Raises:
-            ContextError: they cannot, or not in this many stages, with the numbers that work.
+            ContextError: the heads cannot be split among the ranks, or into the stages; the message
+                lists the numbers that work.
         """
 
         def fits(degree: int) -> bool:
@@ -272,21 +275,22 @@ class Geometry:
             degrees = filter(fits, divisors(self.size))
             raise ContextError(
                 f"ulysses_degree is {self.ulysses_degree} with {heads} query and {kv_heads} key "
-                "heads on each rank; it must divide the former, and divide or be a multiple of the "
-                f"latter; degrees that fit {self.size} ranks: {', '.join(map(str, degrees))}"
+                "heads on each rank, but it must divide the number of query heads, and divide the "
+                "number of key heads or be a multiple of it; degrees that fit "
+                f"{self.size} ranks: {', '.join(map(str, degrees))}"
             )
         local_heads = heads // self.ulysses_degree
         chunks = self.options.ulysses_head_chunks
         if local_heads % chunks:
             raise ContextError(
-                f"ulysses_head_chunks is {chunks}, which does not divide the {local_heads} query "
-                f"heads that each of {self.ulysses_degree} ranks attends with; numbers that do: "
+                f"ulysses_head_chunks is {chunks}, but it must divide the {local_heads} query "
+                f"heads that each of {self.ulysses_degree} ranks attends with; use one of "
                 f"{', '.join(map(str, divisors(local_heads)))}"
             )
 
     @cached_property
     def shape(self) -> Shape:
-        """Numbers of places for the method: all, those of a team, and those of a node."""
+        """Numbers of places in all, in a team and in a node, for the method."""
         per_node = min(self.options.ranks_per_node or self.size, self.size)
         return Shape(
             self.size // self.ulysses_degree,
@@ -296,7 +300,7 @@ class Geometry:
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
-        """Rounds of all places, computed in one call."""
+        """Rounds of all places, computed in one call to the method."""
         return tuple(self.method.rounds(np.arange(self.shape.size), self.shape))
 
     def at_ranks(self, peers: Ranks) -> np.ndarray:
@@ -308,7 +312,7 @@ class Geometry:
 
     @kept_in_object
     def _at_ranks(self, key: bytes | int) -> np.ndarray:
-        """Compute ``at_ranks`` once per target: the rounds of a ring have the same targets."""
+        """Compute ``at_ranks`` once per array of peers, since the rounds of a ring share one."""
         peers = np.frombuffer(key, dtype=np.int64) if isinstance(key, bytes) else key
         place_peers = np.broadcast_to(peers, self.shape.size)[self._place_of_group]
         first_ranks = self._first_ranks[place_peers]
@@ -326,9 +330,11 @@ class Geometry:
         return np.argsort(self._place_of_group) * self.ulysses_degree
 
     def place(self, rank: int) -> int:
-        """Return the place (head group) of ``rank``; raise ContextError if there is none."""
+        """Return the place (head group) of ``rank``; raise ContextError for an unknown rank."""
         if not 0 <= rank < self.size:
-            raise ContextError(f"rank {rank} does not exist; there are {self.size} ranks, from 0")
+            raise ContextError(
+                f"rank {rank} does not exist; there are {self.size} ranks, numbered from 0"
+            )
         return int(self._place_of_group[rank // self.ulysses_degree])
 
     def ranks_at(self, peers: tuple[Ranks, ...], place: int) -> tuple[int, ...]:
@@ -340,7 +346,7 @@ class Geometry:
         return tuple(ranks)
 
     def owner(self, rank: int) -> int:
-        """Return the number under which the layout lists the tokens of ``rank``."""
+        """Return the layout's number for ``rank``; layouts number the ranks place by place."""
         return self.place(rank) * self.ulysses_degree + rank % self.ulysses_degree
 
 
@@ -353,8 +359,9 @@ def _peer_of(peers: Ranks, place: int) -> int:
 def gather_order(geometry: Geometry, ranks: tuple[int, ...], device: torch.device) -> Tensor | None:
     """Return the permutation that sorts the gathered tokens of ``ranks`` by position, or None.
 
-    None means that they are sorted already. Otherwise int64 ``[len(ranks) * local_len]`` on the
-    device, cached: making and copying it in every layer would cost more than the gather.
+    None means that the tokens are already sorted. Otherwise the result is int64 ``[len(ranks) *
+    local_len]`` on the device. It is cached, since making and copying it in every layer would cost
+    more than the gather.
     """
     strides = [run for rank in ranks for run in geometry.layout.strides(geometry.owner(rank))]
     if strides == sorted(strides):

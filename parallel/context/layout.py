@@ -6,8 +6,9 @@ the P / C teams take the place of ranks, and each member holds a 1 / C slice of 
 positions, so that an all-gather in a team yields ascending positions.
 
 A rank's positions are one or two arithmetic progressions, its strides. Plans work with strides
-only, never with one number per token: a plan of a million tokens is as quick to make as one of a
-thousand. A state of linear attention takes a passage through each stretch of consecutive tokens.
+only, never with one number per token, so a plan for a million tokens is as quick to make as one for
+a thousand. In linear attention a state passes through each stretch of consecutive tokens: a
+``Passage``.
 
 A mask may change with every micro-batch; ranks and groups do not depend on it.
 """
@@ -56,7 +57,8 @@ class Layout:
             )
         if self.size < 1 or self.team_size < 1 or self.size % self.team_size:
             raise ContextError(
-                f"team size {self.team_size} does not divide the context-parallel size {self.size}"
+                f"team size {self.team_size} does not divide the context-parallel size "
+                f"{self.size}; use a team size that divides it"
             )
         step = granularity(self.name, self.size, self.team_size)
         if self.seq_len < 1 or self.seq_len % step:
@@ -75,13 +77,13 @@ class Layout:
         """Return the ascending strides of ``rank``.
 
         They are one block (contiguous), every n-th token for n teams (striped), or parts of a chunk
-        and of its mirror image (zigzag): chunks t and 2 n - 1 - t of 2 n together have the average
-        work of a causal mask, since early tokens see few keys and late ones see many.
+        and of its mirror image (zigzag). Of 2 n chunks, t and 2 n - 1 - t together have the average
+        work under a causal mask, since early tokens see few keys and late tokens see many.
         """
         team, member = divmod(rank, self.team_size)
         num_teams = self.size // self.team_size
         local_len = self.seq_len // self.size
-        first = member * local_len  # of the concatenated tokens of the team
+        first = member * local_len  # index among the team's concatenated tokens
         end = first + local_len
         if self.name == "striped":
             return (Stride(team + first * self.stride, local_len),)
@@ -105,12 +107,12 @@ class Layout:
 
 
 def granularity(name: str, size: int, team_size: int = 1) -> int:
-    """Return the number of which the sequence length must be a multiple."""
+    """Return the number that must divide the sequence length."""
     return lcm(size, 2 * (size // team_size)) if name == "zigzag" else size
 
 
 def padded_length(name: str, seq_len: int, size: int, team_size: int = 1, multiple: int = 1) -> int:
-    """Return ``seq_len`` rounded up to a multiple that the layout can divide.
+    """Return ``seq_len`` rounded up to a length that the layout can divide.
 
     Each rank then gets a multiple of ``multiple`` positions.
     """
@@ -119,11 +121,11 @@ def padded_length(name: str, seq_len: int, size: int, team_size: int = 1, multip
 
 
 def place_of_ranks(placement: str, size: int, team_size: int) -> np.ndarray:
-    """Return each rank's place in the method, a permutation (WallFacer, section 3.4): int64 [size].
+    """Return each rank's place (its number in the method), a permutation: int64 [size].
 
-    Launchers fill nodes with consecutive ranks. A team group is G teams of C = ``team_size`` ranks,
-    or C rings of G: ``collect_intra`` makes a team's ranks neighbours, which gather and reduce,
-    ``p2p_intra`` a ring's ranks, so that they share a node.
+    As in WallFacer, section 3.4: a team group is G teams of C = ``team_size`` ranks, or C rings of
+    G ranks. Launchers fill nodes with consecutive ranks, so neighbours share a node: the ranks of a
+    team, which gather and reduce (``collect_intra``), or the ranks of a ring (``p2p_intra``).
     """
     if placement == "collect_intra":
         return np.arange(size)
@@ -136,12 +138,12 @@ class ContextError(UserError):
 
 
 Window = tuple[int, int]
-"""Number of keys to the left and to the right that a query sees besides its own; -1 for all, as in
-Megatron.
+"""Numbers of keys that a query sees to its left and right, besides its own; -1 for all, as in
+Megatron-LM.
 """
 Reach = tuple[int | None, int | None]
-"""The query at position p sees keys p - behind .. p + ahead of its document: (behind, ahead), None
-for all.
+"""(behind, ahead): the query at position p sees keys p - behind to p + ahead of its document; None
+means all.
 """
 
 
@@ -157,7 +159,7 @@ class Mask:
 
     @property
     def reach(self) -> Reach:
-        """Number of keys that a query sees behind and ahead of itself."""
+        """Numbers of keys that a query sees before and after itself; None for all."""
         left, right = self.window or (-1, -1)
         behind = None if left < 0 else left
         if self.causal:
@@ -176,8 +178,8 @@ def mask_of(
     """Return the mask in its simplest form: equal masks then compare equal and share a plan.
 
     Raises:
-        ContextError: boundaries do not ascend from 0 to ``seq_len``, or a window that sees nothing
-            or the future.
+        ContextError: document boundaries do not ascend from 0 to ``seq_len``, or the window has no
+            keys or, under a causal mask, future keys.
     """
     return Mask(causal, _documents(documents, seq_len), _window(window, causal))
 
@@ -190,12 +192,14 @@ def _documents(documents: tuple[int, ...] | None, seq_len: int) -> tuple[int, ..
         documents = tuple(index(x) for x in documents)
     except TypeError as error:
         raise ContextError(
-            f"documents must be integers from 0 to seq_len {seq_len}, but are {documents!r}"
+            f"documents must be integers from 0 to seq_len {seq_len}, the cumulative lengths of "
+            f"the documents, but are {documents!r}"
         ) from error
     ascending = all(a < b for a, b in pairwise(documents))
     if len(documents) < 2 or documents[0] != 0 or documents[-1] != seq_len or not ascending:
         raise ContextError(
-            f"documents must ascend from 0 to seq_len {seq_len}, but are {documents}"
+            f"documents must ascend from 0 to seq_len {seq_len}, but are {documents}; pass the "
+            "cumulative lengths of the documents"
         )
     return documents
 
@@ -216,7 +220,7 @@ def _window(window: Window | None, causal: bool) -> Window | None:
         )
     if causal and right not in (0, -1):
         raise ContextError(
-            f"window is {window}, but a causal mask sees nothing to the right; "
+            f"window is {window}, but under a causal mask a query sees no keys to its right; "
             f"use ({left}, 0), or full attention"
         )
     if not causal and (right == 0 or right < -1):
@@ -230,24 +234,24 @@ def _window(window: Window | None, causal: bool) -> Window | None:
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive tokens of one rank, and the ranks that a state, or its gradient, passes."""
+    """A stretch of consecutive tokens of a rank, through which a state or its gradient passes."""
 
     rank: int
     slot: int
-    """Number of the stretch on its rank, counted by position."""
+    """Index of the stretch among those of its rank, in the order of positions."""
     offset: int
     """Local index of its first token."""
     length: int
     source: int | None
-    """Rank to receive the state from; None at the sequence's end, or if a document ends between the
-    two."""
+    """Rank to receive the state from; None if no stretch comes before this one, or if a document
+    ends between the two."""
     target: int | None
-    """Rank to send the state to; None in the same cases."""
+    """Rank to send the state to; None if no stretch follows, or if a document ends in between."""
     goes_through: bool
     """True if the incoming state reaches the other end of the stretch: no document ends inside."""
     num_readers: int
-    """Number of tokens that see the incoming state: those of the first document, or of the last in
-    the backward.
+    """Number of tokens that see the incoming state: those of the stretch's first document, or of
+    its last document in the backward pass.
     """
     documents: tuple[int, ...] | None
     """Cumulative lengths of the parts of documents in this stretch; None for one document."""
@@ -264,8 +268,8 @@ def passages(
     """Return the passages of all ranks in the order in which a state takes them.
 
     Args:
-        layout: a layout whose ranks hold consecutive tokens, in equally many stretches each.
-        boundaries: first positions of the documents after the first; padding is a document.
+        layout: a layout in which every rank has the same number of stretches.
+        boundaries: start positions of all documents but the first; padding counts as a document.
         reverse: return the passages of the state's gradient, which travels backwards.
     """
     stretches = []

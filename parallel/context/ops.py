@@ -99,7 +99,7 @@ def _attention_backward(dout: Tensor, _: Any, *arguments: Any) -> tuple[Tensor |
 
 
 def _windowed(handle: Tensor, window: list[int], executor: Executor) -> Plan:
-    """Return the plan with a window: [] for none, or [left, right]."""
+    """Return the plan of a handle, with a window [left, right], or [] for no window."""
     plan = plan_of(handle, executor.geometry)
     return plan.windowed((window[0], window[1])) if window else plan
 
@@ -218,15 +218,15 @@ def rank_operator(
 ) -> None:
     """Register the forward and backward of a class of executors as one operator.
 
-    They are ``forward(plan, *operands)`` and ``backward(plan, dout, saved, *operands)``. The
-    operator takes the inputs and others, then the handles of an executor and of a plan, and returns
-    out and the tensor that the backward needs in addition.
+    The executors have ``forward(plan, *operands)`` and ``backward(plan, dout, saved, *operands)``.
+    The operator takes ``inputs`` and ``others``, then the handles of an executor and of a plan, and
+    returns out and another tensor that the backward needs.
 
     Args:
         name: namespace and name of the operator.
         inputs: types and names of the tensors that have gradients.
         fake: returns tensors like the results.
-        executors: the table of executors by handle.
+        executors: the table of executors, keyed by handle.
         plan_from: returns the plan of a handle, checked against the executor's geometry.
         others: types and names of the other operands.
     """
@@ -265,7 +265,7 @@ def state_attention(
     log_decay: Sequence[float],
     plan: Tensor,
 ) -> Tensor:
-    """Compute a rank's linear attention ``[B, T, H, E]`` by states; differentiable, collective."""
+    """Compute a rank's linear attention ``[B, T, H, E]``; differentiable, collective."""
     out, _ = torch.ops.longmesh.state_attention(q, k, v, log_decay, executor.handle, plan)
     return out
 
@@ -295,7 +295,7 @@ def delta_attention(
 
 
 def _delta_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    saved_size = torch.library.get_ctx().new_dynamic_size()  # of the plan
+    saved_size = torch.library.get_ctx().new_dynamic_size()  # the plan decides it
     return v.new_empty(v.shape), v.new_empty(saved_size, dtype=accum_dtype(v.dtype))
 
 
@@ -317,7 +317,7 @@ def context_convolution(
 
 
 def _convolution_fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    rows = torch.library.get_ctx().new_dynamic_size()  # of the plan
+    rows = torch.library.get_ctx().new_dynamic_size()  # the plan decides it
     return x.new_empty(x.shape), x.new_empty(x.shape[0], rows, x.shape[2])
 
 

@@ -52,13 +52,13 @@ class Plan:
     geometry: Geometry
     mask: Mask
     balanced: Mask | None = None
-    """The mask that the ``balanced`` layout balances, if it is not this plan's: the mask of the
-    layers without a window.
+    """The mask that the ``balanced`` layout balances, if it is not this plan's own mask: that of
+    the layers without a window.
     """
 
     @cached_property
     def layout(self) -> Layout | ArcLayout:
-        """The layout, which defines which rank owns which tokens."""
+        """The layout: which rank owns which tokens."""
         geometry = self.geometry
         if geometry.options.layout != BALANCED:
             return geometry.layout
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def padded_len(self) -> int:
-        """Sequence length, rounded up to a multiple that the layout can divide."""
+        """Sequence length, rounded up to a length that the layout can divide."""
         return self.geometry.padded_len
 
     @property
@@ -114,7 +114,7 @@ class Plan:
         return self.geometry.local_len
 
     def positions(self, rank: int) -> Tensor:
-        """Return ascending global positions of ``rank``: int64 ``[local_len]``.
+        """Return the ascending global positions of ``rank``: int64 ``[local_len]``.
 
         Positions of ``seq_len`` and above are padding.
         """
@@ -137,7 +137,8 @@ class Plan:
     def rounds(self, rank: int, moves: Moves = "kv") -> tuple[Round, ...]:
         """Return the rounds of ``rank`` in order, for an exchange of whole tensors.
 
-        The rounds are those of a forward (``kv``), or of a backward that moves KV or queries.
+        With ``moves`` kv they are for a forward pass, or a backward pass that moves KV; with
+        queries, for a backward pass that moves queries.
         """
         team = self.pieces(self.geometry.team(rank))
         stride = self.layout.stride
@@ -169,11 +170,11 @@ class Plan:
 
     @property
     def sparse_moves(self) -> Moves:
-        """Operands that the backward sends in a sparse exchange: KV by default, or queries."""
+        """Operands that the backward pass of a sparse exchange sends: KV by default, or queries."""
         return "queries" if self.geometry.options.backward == "queries" else "kv"
 
     def backward_moves(self, dims: Sizes) -> Moves:
-        """Return the operands that a backward sends, for tensors of these sizes."""
+        """Return the operands that a backward pass sends, for tensors of these sizes."""
         return self.sparse_moves if self.sparse else cheaper_backward(self.geometry, dims)
 
     def work(self, moves: Moves = "kv") -> Work:
@@ -183,13 +184,13 @@ class Plan:
     def cost(self, rank: int, **shape: int) -> Cost:
         """Compute the work and the traffic of one attention on ``rank``.
 
-        Partial results and gradients travel in float32 (float64 for float64). A collective counts
-        the bytes sent to each peer.
+        Partial results and gradients travel in float32 (float64 for float64 inputs). A collective
+        counts the bytes sent to each peer.
 
         Args:
-            shape: ``batch``, ``heads``, ``kv_heads``, ``head_dim``; ``element_size``, that of
-                activations, in bytes; and ``value_dim``, the width of v and out in linear
-                attention, if it differs from that of q and k.
+            shape: ``batch``, ``heads``, ``kv_heads``, ``head_dim``; ``element_size``, the bytes of
+                an element of activations; and ``value_dim``, the width of v and out in linear
+                attention, if it differs from the width of q and k.
         """
         geometry = self.geometry
         geometry.check_heads(shape["heads"], shape["kv_heads"])
@@ -281,17 +282,17 @@ def make_plan(
 
     Args:
         method: a name in ``METHODS``.
-        seq_len: tokens of the sequence; padded at the end to a multiple that the layout can divide.
-        size: ranks that share the sequence.
+        seq_len: number of tokens; padding follows, up to a length that the layout can divide.
+        size: number of ranks that share the sequence.
         causal: position p sees positions up to p in its document; otherwise all of its document.
         documents: cumulative lengths of packed documents, (0, l1, l1 + l2, ..., seq_len).
-        window: keys (left, right) that a query sees besides its own, -1 for all; right is 0 if
-            causal.
+        window: numbers of keys (left, right) that a query sees besides its own, -1 for all; right
+            is 0 or -1 if causal.
         options: the fields of ``PlanOptions``.
 
     Raises:
-        ContextError: unknown method, or a combination it does not support, with the reason and the
-            fix.
+        ContextError: the method is unknown or does not support the combination; the message has
+            the reason and the fix.
     """
     method_data = method_of(method)
     resolved = PlanOptions(**options).resolved(method_data, seq_len, size, causal)
@@ -307,7 +308,7 @@ def _work(plan: Plan, moves: Moves) -> Work:
     num_places = geometry.shape.size
     team_peers = geometry.method.team(np.arange(num_places), geometry.shape)
     team_sets, team_index = plan.piece_sets(team_peers)
-    # Every set that a later round holds is held by some place in the first round.
+    # A set that a place holds in a later round is held by some place in the first round.
     held_sets, first_index = plan.piece_sets(geometry.rounds[0].holds)
 
     pairings: list[tuple[np.ndarray, np.ndarray] | None] = []
@@ -330,7 +331,7 @@ def _work(plan: Plan, moves: Moves) -> Work:
 def plan_of(handle: Tensor, geometry: Geometry) -> Plan:
     """Return the plan of a handle, after checking that it fits ``geometry``.
 
-    Raises ContextError: it is of other ranks, another length, method or layout than ``geometry``.
+    Raises ContextError if its ranks, length, method or layout differ from those of ``geometry``.
     """
     plan = PLANS[handle]
     actual = plan.geometry
@@ -340,7 +341,7 @@ def plan_of(handle: Tensor, geometry: Geometry) -> Plan:
     if actual.size == geometry.size == 1 and actual.padded_len == geometry.padded_len:
         return plan
     raise ContextError(
-        f"mask is of {actual.method.name} over {actual.seq_len} tokens on {actual.size} ranks, but "
-        f"this attention is {geometry.method.name} over {geometry.seq_len} on {geometry.size}; "
-        "pass a handle from under(...) of the same object"
+        f"mask is for {actual.method.name} over {actual.seq_len} tokens on {actual.size} ranks, "
+        f"but this attention is {geometry.method.name} over {geometry.seq_len} tokens on "
+        f"{geometry.size} ranks; pass a handle from under(...) of the same object"
     )

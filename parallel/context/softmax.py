@@ -53,13 +53,14 @@ class SoftmaxAttention:
         Args:
             mask: the plan of these sequences, from ``ContextParallel.handle``; by default the bound
                 plan.
-            window: keys (left, right) that a query of this layer sees besides its own, -1 for all.
+            window: numbers of keys (left, right) that a query of this layer sees besides its own;
+                -1 for all.
             sinks: a score per head, ``[H]``, in the denominator of the softmax.
             scale: factor of the scores, by default 1 / sqrt(D).
 
         Raises:
-            ContextError: shapes or dtypes do not fit each other or the plan; a window that sees
-                nothing or the future.
+            ContextError: shapes or dtypes do not fit each other or the plan; or the window is
+                not valid, see ``mask_of``.
         """
         self._check_keys(k, v)
         self._check_queries(q, k, sinks)
@@ -80,7 +81,7 @@ class SoftmaxAttention:
         Call that function before any other attention of this object.
 
         Raises:
-            ContextError: as the attention; or k and v were prefetched and never used.
+            ContextError: as for the attention; or k and v were prefetched earlier and never used.
         """
         if not self._gathers or mask is not None or window is not None:
             return lambda q: self(q, k, v, mask, window=window, sinks=sinks)
@@ -121,7 +122,7 @@ class SoftmaxAttention:
             raise ContextError(
                 f"attend: k {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype} do not fit "
                 f"a plan of {self._geometry.local_len} local positions; "
-                "pass [B, T_local, heads, D] of one length and dtype"
+                "pass both as [B, T_local, heads, D], with equal shapes and dtypes"
             )
 
     def _check_queries(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> None:
@@ -133,12 +134,12 @@ class SoftmaxAttention:
         ):
             raise ContextError(
                 f"attend: q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype} do not "
-                "fit: lengths, head widths and dtypes must be equal, and query heads a multiple of "
-                "the key heads"
+                "fit each other; pass equal batch sizes, lengths, head widths and dtypes, and a "
+                "number of query heads that is a multiple of the key heads"
             )
         self._geometry.check_heads(q.shape[2], k.shape[2])
         if sinks is not None and sinks.shape != q.shape[2:3]:
             raise ContextError(
                 f"attend: sinks {tuple(sinks.shape)} do not fit {q.shape[2]} query heads; "
-                "pass one per head"
+                "pass one score per head"
             )

@@ -1,7 +1,7 @@
 """Executor of softmax attention in stages of heads, to bound the memory of exchanged tensors.
 
-An exchange of heads doubles a layer's tensors: q, k, v and out exist before it and after it. In
-stages only a part exists after it at any time, at the price of more messages.
+An exchange of heads doubles a layer's tensors: q, k, v and out exist before it and after it. With
+stages, only a part of the exchanged tensors exists at any time, at the price of more messages.
 
 Shapes as in ``parallel.context.executor``.
 """
@@ -23,10 +23,10 @@ from parallel.context.transport import HeadExchange, Tensors
 class StagedExecutor(Executor):
     """Softmax attention that exchanges heads itself, some at a time (UPipe, arXiv 2602.21196).
 
-    Of U ranks each attends with H / (U * stages) query heads in a stage, so that exchanged tensors
-    and the sums of the attention take 1 / stages of the memory. Nothing exchanged is saved: the
-    backward exchanges q, k, v, out and lse again. Stages follow each other such that each KV head
-    is exchanged once, for all queries that share it.
+    In a stage, each of U ranks attends with H / (U * stages) query heads, so exchanged tensors and
+    the sums of the attention take 1 / stages of the memory. No exchanged tensor is saved: the
+    backward exchanges q, k, v, out and lse again. Stages are ordered so that each KV head is
+    exchanged once, for all queries that share it.
     """
 
     heads: HeadExchange
@@ -66,7 +66,7 @@ class StagedExecutor(Executor):
                 del stage_q
                 subset.put(out, heads.to_tokens(results[0]))
                 subset.put(lse, heads.to_tokens(results[1][..., None])[..., 0])
-                del results  # before the next stage allocates
+                del results  # free them before the next stage allocates
         return out, lse
 
     def backward(self, plan: Plan, rows: Rows, keys: Keys, scale: float) -> Tensors:
@@ -85,7 +85,7 @@ class StagedExecutor(Executor):
                 )
                 stage_rows = Rows(stage_q, stage_dout, stage_out, stage_lse[..., 0])
                 stage_dq, *kv_gradients = super().backward(plan, stage_rows, local_keys, scale)
-                # before the exchange and the next stage allocate
+                # Free them before the exchange and the next stage allocate.
                 del stage_q, stage_dout, stage_out, stage_lse, stage_rows
 
                 if kv_sums:
@@ -112,7 +112,7 @@ class StagedExecutor(Executor):
         num_ranks = len(self.heads.ranks)
         num_heads = q.shape[2]
         num_kv_heads = k.shape[2]
-        # With fewer KV heads than ranks, several ranks share one.
+        # With fewer KV heads than ranks, several ranks share a KV head.
         local_kv_heads = max(1, num_kv_heads // num_ranks)
 
         # Turns exchange different KV heads; the stages of a turn attend with the same ones.
@@ -130,9 +130,9 @@ class StagedExecutor(Executor):
 
 @dataclass(frozen=True)
 class HeadSubset:
-    """The heads of one stage, on all ranks: those at ``turn`` and ``index``.
+    """The heads of one stage, on all ranks: the heads at ``turn`` and ``index``.
 
-    ``split`` factors the dimension of heads into (rank, turn, KV head, index, head).
+    ``split`` factors the head dimension into (rank, turn, KV head, index, head).
     """
 
     split: tuple[int, ...]

@@ -1,15 +1,16 @@
 """Tiles: the visible (query, key) pairs of two sets of positions, split into blocks for a kernel.
 
-A rank's positions are a few arithmetic progressions (strides). Two of one step compare by two
-integers. The query at position p sees the keys from p - behind to p + ahead, so query i sees key j
-if i + e <= j <= i + d, with d = floor((q_start - k_start + ahead) / stride) and e = ceil((q_start -
-k_start - behind) / stride).
+A rank's positions are a few arithmetic progressions (strides). Two integers compare two strides of
+the same step. The query at position p sees the keys from p - behind to p + ahead, so query i sees
+key j if i + e <= j <= i + d, with d = floor((q_start - k_start + ahead) / stride) and e =
+ceil((q_start - k_start - behind) / stride).
 
-Without e, columns below d are FULL, a CAUSAL square with its diagonal follows, and the rows below
-that square are FULL. Without d it is the mirror image, with an ANTI square. With both, rows are cut
-into blocks of d - e + 1; of each block's columns, the left ones are cut by e alone and the right
-ones by d alone. Packed documents cut the strides first. So one function serves all layouts, teams,
-documents and windows, and no tile has a fully masked row or column.
+If only d limits the keys, the columns below d are FULL, a CAUSAL square with its diagonal follows,
+and the rows below that square are FULL. If only e limits them, the tiles are the mirror image, with
+an ANTI square. If both do, the rows are cut into blocks of d - e + 1; in each block, e alone limits
+the left columns and d alone the right columns. Packed documents cut the strides first. So one
+function serves all layouts, teams, documents and windows, and no tile has a fully masked row or
+column.
 
 The last property matters for numerics, not only for speed: a fully masked row has lse = -inf, and
 kernels disagree on its result. Here every row of every tile sees a key, so partial
@@ -43,9 +44,9 @@ def pieces(strides: Iterable[Stride], stride: int, boundaries: tuple[int, ...]) 
     interleave, as in a striped layout: those are concatenated.
 
     Args:
-        strides: of one rank or several.
-        stride: step between the positions of each.
-        boundaries: ascending starts of all documents but the first.
+        strides: strides of one rank or of several ranks.
+        stride: step between the positions of each stride.
+        boundaries: ascending start positions of all documents but the first.
     """
     joined: list[Piece] = []
     for start, length in sorted(strides):
@@ -99,7 +100,7 @@ def tiles(
         for q in rows:
             for k in columns:
                 blocks += _between(q, k, stride, reach)
-        if len(rows) + len(columns) > 2:  # one pair of pieces leaves nothing to join
+        if len(rows) + len(columns) > 2:  # the tiles of a single pair cannot be joined
             blocks = _joined(blocks)
         all_blocks += blocks
 
@@ -112,8 +113,8 @@ def tiles(
 def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[TileNumbers]:
     """Return the tiles of two pieces of one document, in local indices.
 
-    Row i sees columns i + first to i + last, which are e and d of the module's docstring. Where one
-    of them cuts nothing, the other alone gives the tiles.
+    Row i sees columns i + first to i + last: ``first`` and ``last`` are e and d of the module's
+    docstring. If one of them hides no column, the other alone gives the tiles.
     """
     behind, ahead = reach
     rows = q.length
@@ -130,8 +131,7 @@ def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[TileNumbers]
     if side <= 0:
         return []
     # Cut the rows that see any key into blocks of ``side``. A block's first row sees keys up to
-    # some column. Left of that column only the near edge of the window cuts; from there on, only
-    # its far edge.
+    # some column. Left of that column only ``first`` limits the rows; right of it, only ``last``.
     blocks: list[TileNumbers] = []
     first_row = max(0, -last)
     end_row = min(rows, columns - first)
@@ -147,7 +147,8 @@ def _between(q: Piece, k: Piece, stride: int, reach: Reach) -> list[TileNumbers]
 def _mirrored(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[TileNumbers]:
     """Return tiles of ``rows`` x ``columns`` from (q0, k0): row i sees columns from i + shift on.
 
-    Counted from their ends, row i sees columns up to i + columns - rows - shift.
+    With rows and columns counted from their ends, row i sees columns up to i + columns - rows -
+    shift, as in ``_compare``.
     """
     q1 = q0 + rows
     k1 = k0 + columns
@@ -191,7 +192,7 @@ def _compare(rows: int, columns: int, shift: int, q0: int, k0: int) -> list[Tile
 def _joined(blocks: list[TileNumbers]) -> list[TileNumbers]:
     """Join tiles until no two tiles can be joined.
 
-    Fewer tiles are fewer kernel calls, and fewer merges of partial results.
+    Fewer tiles mean fewer kernel calls, and fewer merges of partial results.
     """
     count = -1
     while len(blocks) != count:
@@ -203,10 +204,10 @@ def _joined(blocks: list[TileNumbers]) -> list[TileNumbers]:
 def _join_squares(blocks: list[TileNumbers]) -> list[TileNumbers]:
     """Join two squares on one diagonal and the rectangle between them into one square.
 
-    A rank of a team, or with two chunks of a zigzag, has several pieces of one document. Where they
-    are adjacent, their squares are corners of a larger square.
+    A rank of a team, or a rank with two zigzag chunks, has several pieces of one document. If two
+    pieces are adjacent, their squares are corners of a larger square.
     """
-    # A dictionary, since it keeps the order of insertion, unlike a set.
+    # A dictionary keeps the order of insertion, unlike a set.
     rectangles = {block: None for block in blocks if block[4] == FULL}
     squares = sorted(block for block in blocks if block[4] != FULL)
     by_last_corner: dict[tuple[int, int, str], TileNumbers] = {}
@@ -230,7 +231,7 @@ def _join_squares(blocks: list[TileNumbers]) -> list[TileNumbers]:
 def _join_below(blocks: list[TileNumbers]) -> list[TileNumbers]:
     """Join rectangles with the same keys and adjacent rows.
 
-    Rectangles sorted by kind, keys and first row are neighbours if they can be joined.
+    After sorting by kind, keys and first row, rectangles that can be joined are neighbours.
     """
     joined: list[TileNumbers] = []
     for block in sorted(blocks, key=lambda block: (block[4], block[2], block[3], block[0])):

@@ -1,8 +1,8 @@
 """Count the bytes that a geometry sends between ranks, point to point and in collectives.
 
 Either whole keys, values and queries travel, or only the rows that a query sees (``Plan.sparse``).
-Collectives count the bytes to each peer. A state passes to the next rank only inside a document:
-``boundaries`` are the starts of all documents but the first.
+A collective counts the bytes sent to each peer. A state passes to the next rank only inside a
+document: ``boundaries`` are the start positions of all documents but the first.
 
 The counts are exact, not estimates. A transport counts the bytes that it sends, and tests compare
 the two for every method, so the planner's bytes and the tables in the documentation cannot drift
@@ -29,8 +29,8 @@ class Message(NamedTuple):
     """``size`` bytes from each rank to a peer, or in a collective to several peers.
 
     ``to`` is int64 ``[ranks]``, or ``[ranks, members]`` in a collective. A rank sends nothing to
-    itself. The message is in transit from round ``first`` to round ``last``; the number of rounds
-    means after the last one.
+    itself. The message is in transit from round ``first`` to round ``last``; a value equal to the
+    number of rounds means after the last round.
     """
 
     to: np.ndarray
@@ -49,7 +49,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Bytes to all peers."""
+        """Number of bytes sent to all peers."""
         return self.p2p.total() + self.collective.total()
 
     def between_nodes(self, rank: int, ranks_per_node: int) -> int:
@@ -66,8 +66,8 @@ class Traffic:
 class Cost:
     """Cost of one attention for one rank.
 
-    The cost consists of the (query, key) pairs per round, the bytes sent, and the operands that the
-    backward sends.
+    It consists of the number of (query, key) pairs per round, the bytes sent, and the operands that
+    the backward pass sends.
     """
 
     pairs: tuple[int, ...]
@@ -79,7 +79,8 @@ class Cost:
 class Sizes(NamedTuple):
     """Tensor sizes after the exchange of heads: q ``[batch, tokens, heads, head_dim]``.
 
-    k and v have ``kv_heads``. In linear attention v and out may have width ``value_dim`` instead.
+    k and v have ``kv_heads`` heads. In linear attention the width of v and out may be ``value_dim``
+    instead of ``head_dim``.
     """
 
     batch: int
@@ -165,13 +166,13 @@ def sizes(
 def messages(
     geometry: Geometry, dims: Sizes, moves: Moves, *, gradients: bool, boundaries: tuple[int, ...]
 ) -> Iterator[Message]:
-    """Yield the point-to-point messages of a forward, or of a backward (``gradients``).
+    """Yield the point-to-point messages of a forward pass, or of a backward (``gradients``).
 
     Args:
         geometry: the geometry whose rounds, or passages of states, send messages.
         dims: sizes on one rank.
         moves: operands that circulate.
-        boundaries: starts of all documents but the first.
+        boundaries: start positions of all documents but the first.
     """
     for index, step in enumerate(geometry.rounds):
         payload = len(step.holds) * dims.payload(moves)
@@ -194,17 +195,17 @@ def messages(
 def collectives(
     geometry: Geometry, dims: Sizes, moves: Moves | None, *, holders_join: bool = True
 ) -> Iterator[Message]:
-    """Yield the collectives of a forward (``moves`` None), or of a backward.
+    """Yield the collectives of a forward pass (``moves`` None), or of a backward pass.
 
-    Groups of one rank are skipped. Heads are exchanged in a forward
+    Groups of one rank are skipped. Heads are exchanged in a forward pass
 
         to heads: q, k, v           to tokens: out (in stages also lse)
 
-    and in a backward
+    and in a backward pass
 
         to heads: dout (in stages also q, k, v, out, lse)       to tokens: dq, dk, dv
 
-    Without ``holders_join`` KV is not gathered first, since only the rows needed travel.
+    Without ``holders_join`` KV is not gathered first, since only the needed rows travel.
     """
     heads = geometry.head_groups
     holders = geometry.holder_groups
@@ -250,7 +251,7 @@ def whole_traffic(
 ) -> Traffic:
     """Return the bytes that ``rank`` sends if whole tensors circulate.
 
-    ``moves`` None counts a forward, otherwise a backward that moves KV or queries.
+    ``moves`` None means a forward pass, otherwise a backward pass that moves KV or queries.
     """
     with_gradients = moves is not None
     sent = messages(geometry, dims, moves or "kv", gradients=with_gradients, boundaries=boundaries)
@@ -260,8 +261,8 @@ def whole_traffic(
 def needed_traffic(flow: Flow, rank: int, dims: Sizes, moves: Moves | None) -> Traffic:
     """Return the bytes that ``rank`` sends if only the rows that a query sees travel.
 
-    ``moves`` None counts a forward, otherwise a backward that moves KV or queries. ``flow`` has the
-    rows that travel, with these moves (in a forward, KV).
+    ``moves`` None means a forward pass, otherwise a backward pass that moves KV or queries.
+    ``flow`` must be the plan's flow for these moves (for a forward pass, KV).
     """
     total = _sum(rank, collectives(flow.geometry, dims, moves, holders_join=False))
     for parcel, size, _ in parcels(flow, rank, dims, moves or "kv", gradients=moves is not None):
@@ -306,11 +307,11 @@ def bytes_of_all(
 ) -> tuple[int, int]:
     """Return the bytes that all ranks send: (within nodes, between nodes).
 
-    ``moves`` None counts a forward, otherwise a backward that moves KV or queries.
+    ``moves`` None means a forward pass, otherwise a backward pass that moves KV or queries.
     """
     with_gradients = moves is not None
     sent = messages(geometry, dims, moves or "kv", gradients=with_gradients, boundaries=boundaries)
-    # The rounds of a ring share one array of targets, so the peers are processed once, not per
+    # The rounds of a ring share one array of targets, so its peers are processed once, not once per
     # round.
     targets: dict[int, np.ndarray] = {}
     bytes_to: Counter[int] = Counter()
@@ -335,11 +336,11 @@ def bytes_of_all(
 
 @lru_cache(maxsize=256)
 def cheaper_backward(geometry: Geometry, dims: Sizes) -> Moves:
-    """Return the operands that the backward sends: as the options say, else those with fewer bytes.
+    """Return the operands that the backward sends: as the options say, else those of fewer bytes.
 
-    With few KV heads (grouped queries) KV and its gradient are smaller. With as many KV heads as
-    query heads, q, dout, out, lse and dq can be less than k, v, dk and dv, since gradients travel
-    in float32.
+    With few KV heads (grouped-query attention) KV and its gradient are smaller. With as many KV
+    heads as query heads, q, dout, out, lse and dq can be smaller than k, v, dk and dv, since
+    gradients travel in float32.
     """
     if geometry.options.backward != "auto":
         return geometry.options.backward

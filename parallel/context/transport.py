@@ -1,7 +1,7 @@
 """Transport: move tensors between ranks, or exchange their heads, and count the bytes.
 
-Tokens are dimension 1 of every tensor here: ``[B, T, ...]``. Each transfer starts at once and
-returns a function that waits for it, so that the caller can compute meanwhile.
+Tokens are dimension 1 of most tensors here: ``[B, T, ...]``. Sends, receives and gathers start at
+once and return functions that wait for them, so that the caller can compute meanwhile.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 class Transport:
     """One rank's links to the other ranks of a geometry.
 
-    Makes the subgroups, once: every rank of ``group`` makes its own in the same order; ranks of
-    other groups need not take part.
+    It creates the subgroups once: every rank of ``group`` creates those to which it belongs, in the
+    same order; ranks of other groups need not take part.
 
     Point-to-point transfers have no tags, since NCCL has none. Two ranks match their transfers by
     order alone, so both sides must post them in the order of the plan. Sends that are due several
     rounds later would break this pipeline: they would queue ahead of a small send that the next
-    round waits for. They go over a second group, ``far``, with its own queue.
+    round waits for. Such sends use a second group, ``far``, with its own queue.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class Transport:
     def send_recv(self, tensors: Tensors, send: Send, far: bool) -> Arrival:
         """Send tensors to one rank, and receive tensors of the same shapes from another.
 
-        Change none of them until both are done.
+        Do not change the tensors until both transfers are done.
 
         Args:
-            tensors: dense or not; a copy is sent if need be.
+            tensors: contiguous or not; if not, a contiguous copy is sent.
             send: the ranks to send to and to receive from.
-            far: True if the receiver needs them later than in the next round.
+            far: True if the receiver needs the tensors later than in the next round.
         """
         self.connect_all(tensors[0].device)
-        if send.to == self.rank:  # no other rank sends to this one then
+        if send.to == self.rank:  # then no other rank sends to this one
             return lambda: tensors
         received = tuple(
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors
@@ -108,12 +108,12 @@ class Transport:
     ) -> tuple[list[Arrival], Callable[[], object]]:
         """Start sends to any ranks, and receives from any ranks.
 
-        Two ranks must list the messages between them in the same order. Tensors for this rank
-        itself are handed over.
+        Two ranks must list the messages between them in the same order. Tensors that this rank
+        sends to itself are handed over without a copy.
 
         Args:
-            sends: (peer, tensors) each.
-            receives: (peer, buffers) each; the buffers for this rank itself are not used.
+            sends: pairs (peer, tensors).
+            receives: pairs (peer, buffers); if the peer is this rank, its buffers are not used.
             far: True if no message is needed in the next round.
 
         Returns:
@@ -142,8 +142,8 @@ class Transport:
                 operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=peer))
         works = dist.batch_isend_irecv(operations) if operations else []
 
-        # gloo returns one work object per operation. NCCL returns a single one, so each wait is for
-        # all.
+        # gloo returns one work object per operation. NCCL returns one for all operations, so each
+        # arrival then waits for all of them.
         one_each = len(works) == len(operations)
         arrivals: list[Arrival] = []
         handed_over = iter(to_self)
@@ -200,9 +200,9 @@ class Transport:
     def scatter(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return every rank's part for this rank's tokens, stacked: the inverse of ``gather``.
 
-        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. With a sum of the parts this is a
-        reduce-scatter: as many bytes move, and they are added in a fixed order on any backend.
-        gloo's own moves twice as many.
+        [B, len(ranks) * T, ...] -> [len(ranks), B, T, ...]. If the parts are then summed, this is a
+        reduce-scatter. It moves as many bytes, and adds in a fixed order on any backend; gloo's own
+        reduce-scatter moves twice as many bytes.
         """
         if len(ranks) == 1:
             return tensor[None]
@@ -269,8 +269,8 @@ class Transport:
 def _arrival(works: Sequence[dist.Work], tensors: Tensors) -> Arrival:
     """Return a function that waits for ``works`` and returns ``tensors``.
 
-    It keeps the tensors alive until then: a freed buffer could be reused while the network still
-    reads or writes it.
+    The function keeps the tensors alive until then: a freed buffer could be reused while the
+    network still reads or writes it.
     """
 
     def wait() -> Tensors:
@@ -282,12 +282,12 @@ def _arrival(works: Sequence[dist.Work], tensors: Tensors) -> Arrival:
 
 
 class HeadExchange:
-    """Exchange of heads (DeepSpeed Ulysses) between a rank and a group, by default its head group.
+    """Exchange of heads (DeepSpeed Ulysses) in a group of ranks, by default a rank's head group.
 
     An all-to-all in groups of U ranks turns some tokens of all heads into all tokens of some heads;
-    a second one reverses this. With fewer KV heads than ranks, several ranks get each head and
-    their gradients are added. Each way is an operator of its own (ops.py), so that the backward has
-    the exchanged q, k and v, and recompute can keep the result of the way back.
+    a second one reverses this. With fewer KV heads than ranks, several ranks get the same head, and
+    their gradients are added. Each direction is a separate operator (ops.py), so that the backward
+    has the exchanged q, k and v, and recompute can keep the result of the second all-to-all.
     """
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...] | None = None) -> None:
@@ -312,8 +312,8 @@ class HeadExchange:
     def to_tokens(self, x: Tensor, heads: int | None = None) -> Tensor:
         """Exchange [B, U * T, H / U, D] -> [B, T, H, D].
 
-        If ``heads``, which is H, is less than U, the parts of each head are gradients and are
-        added.
+        ``heads`` is H, if it is known. If H is less than U, several ranks have gradients of the
+        same head, which are added.
         """
         degree = len(self.ranks)
         if degree == 1:

@@ -2,9 +2,10 @@
 
 The planner compares many methods and layouts, and a plan of a thousand ranks has a million rounds.
 Making their tiles one after the other took minutes. Tiles never cross documents, so the unit here
-is a *group*: one place's queries and keys of one document in one round. Groups with equal lengths
-and equal distances have equal tiles, and a method repeats a few patterns on all ranks. So numpy
-computes the pattern of every group, and ``tiles`` runs once per distinct pattern.
+is a *group*: the queries and keys of one document at one place (a head group of ranks) in one
+round. Groups with equal lengths and equal distances have equal tiles, and a method repeats a few
+patterns on all ranks. So numpy computes the pattern of every group, and ``tiles`` runs once per
+distinct pattern.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from parallel.context.tiles import Piece, tiles
 
 NO_PIECE = Piece(0, 0, 0, -1)
 START, OFFSET, LENGTH, DOCUMENT = range(4)  # column of each field of a piece
-AT_ONCE = 1 << 16  # pieces: enough that numpy's calls cost little, in few megabytes
+AT_ONCE = 1 << 16  # pieces: enough to hide the overhead of numpy's calls, in a few megabytes
 
 PatternCounts = dict[tuple[int, int, bytes], tuple[int, int, int]]
 """Numbers of pairs, tiles and hidden pairs, keyed by pattern."""
@@ -37,7 +38,7 @@ class Work(NamedTuple):
 
 
 class PieceSets:
-    """Positions of several ranks or groups as pieces, without padding."""
+    """Sets of pieces, as one array: each set has the positions of one or several ranks."""
 
     def __init__(self, members: Sequence[list[Piece]]) -> None:
         self.max_pieces = max(1, *map(len, members))
@@ -111,8 +112,8 @@ def _counts(
     """Count pairs, tiles and hidden pairs of each place, int64 ``[3, places]``.
 
     Args:
-        queries, keys: pieces of all places, of some rounds.
-        num_places: places, counted once per round.
+        queries, keys: pieces of all places in some rounds.
+        num_places: number of places, each counted once per round.
         stride, reach: as in ``tiles``.
         pattern_counts: counts of the patterns so far; new ones are added.
     """
@@ -148,7 +149,7 @@ def _as_pieces(rows: np.ndarray) -> list[Piece]:
 def _groups(
     queries: PlacedPieces, keys: PlacedPieces
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield the groups by size: m pieces of queries and n pieces of keys.
+    """Yield the groups of each size: m pieces of queries and n pieces of keys.
 
     Yields place ``[groups]``, queries ``[groups, m, 4]`` and keys ``[groups, n, 4]``.
     """
@@ -195,9 +196,9 @@ def _runs(names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _patterns(q: np.ndarray, k: np.ndarray, stride: int, reach: Reach) -> np.ndarray:
     """Return a pattern of each group, int64 ``[groups, numbers]``: equal rows have equal tiles.
 
-    The numbers are the lengths, the offsets from the first piece, and the first and last key that
-    the first query of a piece sees of each piece of keys, as in ``tiles``; they differ from those
-    only if all or nothing is seen.
+    The numbers are the lengths, the offsets from the first piece, and the first and last key that a
+    piece's first query sees in each piece of keys. These two are as in ``tiles``, but clipped where
+    they hide all keys of the piece or none.
     """
     rows = q[:, :, None, LENGTH]  # [groups, m, 1]
     columns = k[:, None, :, LENGTH]  # [groups, 1, n]
@@ -206,7 +207,7 @@ def _patterns(q: np.ndarray, k: np.ndarray, stride: int, reach: Reach) -> np.nda
     last = columns if ahead is None else (distance + ahead) // stride
     first = -rows if behind is None else -((behind - distance) // stride)
 
-    # A distance beyond the end of the piece changes nothing: clip it, so that more groups are
+    # Keys beyond the ends of the pieces change no tile: clip the numbers, so that more groups are
     # equal.
     numbers = []
     for edge in (first, last):

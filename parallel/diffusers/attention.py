@@ -95,9 +95,7 @@ class AttentionMode(ReplacingMode):
         if split.text_lengths is not None and len(query) < len(split.text_lengths):
             sample = self.calls  # Mochi attends sample by sample
         local = [x.transpose(1, 2) for x in (query, key, value)]  # [B, n, H, D]
-        out = split.attend(
-            *local, text_first=self._family.text_first, scale=scale, sample=sample
-        )
+        out = split.attend(*local, text_first=self._family.text_first, scale=scale, sample=sample)
         return out.transpose(1, 2)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parallel.transformers.check import Report, compare_losses
+from parallel.comparison import Report, compare_losses
 
 Objective = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 """Returns the loss of a model for its inputs."""

@@ -41,7 +41,9 @@ def check_same(arguments: Any, group: dist.ProcessGroup | None) -> None:
     dist.all_gather_object(gathered, described, group=group)
     names = {name for other in gathered for name in other}
     different = sorted(
-        name for name in names if any(other.get(name) != gathered[0].get(name) for other in gathered)
+        name
+        for name in names
+        if any(other.get(name) != gathered[0].get(name) for other in gathered)
     )
     ranks = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
     raise UserError(

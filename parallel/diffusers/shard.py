@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel.comparison import Report, mean_loss
 from parallel.context import ContextParallel, context_parallel
 from parallel.context.methods import METHODS, method_of
 from parallel.diffusers.check import Objective, compare
@@ -24,8 +25,6 @@ from parallel.diffusers.families import FAMILIES, Family
 from parallel.diffusers.hooks import Hooks
 from parallel.diffusers.inputs import send_first
 from parallel.diffusers.noise import noise_like
-from parallel.transformers.check import Report
-from parallel.transformers.shard import mean_loss
 from runtime.errors import UserError
 
 OF_FORWARDS = {

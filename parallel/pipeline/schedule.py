@@ -1,9 +1,9 @@
-"""Run micro-batches through the pipeline stages of each rank of pp.
+"""Run micro-batches through the stages of each pipeline rank.
 
-A stage is a run of layers; the first stage also has the embedding, the last the logits and the
-loss. Stages send hidden states forward and gradients back, one micro-batch at a time, on torch's
-schedules. The loss is divided by the global number of valid tokens, so gradients are summed over
-micro-batches and never rescaled.
+A stage is a range of layers; the first stage also has the embedding, the last the logits and the
+loss. Stages send hidden states forward and gradients back, one micro-batch at a time, in the order
+of torch's schedules. The loss is divided by the global number of valid tokens, so gradients are
+summed over micro-batches and never rescaled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,13 +50,13 @@ class PipelineRunner(Runner):
         hidden: Tensor,
         tied: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Build the schedule over ``parts``, the stages of ``config.stages_of`` on this rank.
+        """Build the schedule over ``parts``, this rank's stages as in ``config.stages_of``.
 
         Args:
-            first_input: the first stage's input: its key in a micro-batch, and a meta tensor of its
+            first_input: key of the first stage's input in a micro-batch, and a meta tensor of its
                 shape and dtype.
-            hidden: a meta tensor of the shape and dtype that stages send each other.
-            tied: the stages that have a copy of a parameter, for each parameter with several.
+            hidden: meta tensor of the shape and dtype of the hidden states between stages.
+            tied: for each parameter with several copies, the stages that have one.
         """
         super().__init__(parts, loss_sum, strategy)
         self.mesh = mesh
@@ -104,8 +104,8 @@ class PipelineRunner(Runner):
     def _connect(self, device: torch.device) -> None:
         """Make NCCL connect all ranks of the group.
 
-        NCCL connects a group at its first use by all of its ranks, but later only the two ranks
-        that share a weight may send in it.
+        NCCL connects a group when all of its ranks first use it together, but later perhaps only
+        the two ranks that share a weight send in it.
         """
         if device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device), group=self.mesh.get_group())
@@ -131,7 +131,7 @@ class PipelineRunner(Runner):
         return self._run(self.schedule.eval, batches).double().sum()
 
     def _run(self, step: Callable[..., Any], batches: Sequence[MicroBatch]) -> Tensor:
-        """Run the schedule; return the micro-batches' losses, or a zero without the last stage."""
+        """Run the schedule; return the micro-batches' losses, or 0 if another rank has the loss."""
         inputs = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
         first_input = inputs.pop(self.name)
         positional = [first_input] if 0 in self.stage_numbers else []
@@ -152,8 +152,8 @@ class PipelineRunner(Runner):
     def _sum_copies(self, name: str, holders: Sequence[int]) -> None:
         """Sum the gradients of a parameter's copies, in place.
 
-        All holders add the shares in the order of their ranks, so that the copies' gradients, and
-        then the copies, remain equal to the bit.
+        All ranks with a copy add the shares in the order of the ranks, so the copies' gradients,
+        and therefore the copies, remain equal to the bit.
         """
         gradients: list[Tensor] = []
         for part in self.parts:
@@ -187,7 +187,7 @@ class PipelineRunner(Runner):
 
 
 class _StageModule(nn.Module):
-    """A stage as torch's schedules call it: the first tensor by position, the rest by name.
+    """A stage as torch's schedules call it: with the first tensor by position, the rest by name.
 
     It hides FSDP from the schedules, which would delay every reduction to the end of the step and
     keep gathered weights until then.
@@ -206,8 +206,8 @@ class _StageModule(nn.Module):
 class _Stage(PipelineStage):
     """torch's stage, with gradients reduced by the strategy and receive buffers freed after use.
 
-    torch allocates the buffers of all micro-batches at once and keeps them for the whole run: with
-    long sequences that is one hidden state per micro-batch.
+    torch allocates the buffers of all micro-batches at once and keeps them for the whole run: one
+    hidden state per micro-batch, which takes much memory with long sequences.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class _Stage(PipelineStage):
         )
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
-            # torch keeps the loss to the step's end, and its graph would keep the stage's input.
+            # torch keeps the loss until the step's end; its graph would keep the stage's input.
             loss.detach_()
         self._release("backward", bwd_chunk_id)
 
@@ -260,10 +260,11 @@ class _Stage(PipelineStage):
         widen_gradients(self._stage_module.model)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce at the step's end if backwards are split: FSDP's hooks do not run then.
+        """Reduce gradients at the step's end if backward passes are split into two parts.
 
-        torch does so for an FSDP module that it sees and that has not synchronized yet: over the
-        shards and, if there are several, over the copies.
+        FSDP's hooks do not run then. torch reduces the gradients of an FSDP module that has not
+        synchronized yet, if it sees that module: over the shards and, if there are several, over
+        the copies.
         """
         if self._split_backward:
             self.submod = self._stage_module.model
@@ -278,8 +279,8 @@ class _Stage(PipelineStage):
                 self._release(direction, other_chunk)
         for info in buffers.get(chunk, []):
             info.buffer = torch.empty_like(info.buffer, device=self.device)
-            # torch before 2.13 reads from the buffer, once at the first step, if a gradient is to
-            # be sent back.
+            # torch before 2.13 reads from the buffer, once at the first step, whether a gradient is
+            # to be sent back.
             info.buffer.requires_grad_(direction == "forward" and self.has_backward)
         self._receiving.add((direction, chunk))
 

@@ -17,26 +17,31 @@ class PipelineConfig:
     """Layers of each pipeline-parallel process, and the order of micro-batches through them."""
 
     pipeline_schedule: Schedule = "1F1B"
-    """Order of forwards and backwards: 1F1B holds the activations of as many micro-batches as there
-    are stages, GPipe those of all; Interleaved1F1B has several stages per process and shorter
-    bubbles; InterleavedZeroBubble computes the gradients of weights separately from those of
-    activations, and fills the bubbles with them."""
+    """Order of forward and backward passes: 1F1B holds the activations of as many micro-batches as
+    there are stages, GPipe those of all; Interleaved1F1B has several stages per process and shorter
+    bubbles (idle times); InterleavedZeroBubble computes the gradients of weights separately from
+    those of activations, and fills the bubbles with them."""
     num_virtual_stages_per_pipeline_rank: int = 1
-    """Stages of each pipeline-parallel process; more than 1 only with the interleaved schedules."""
+    """Number of stages of each pipeline-parallel process; more than 1 only with the interleaved
+    schedules."""
     pipeline_layers: tuple[int, ...] = ()
-    """Layers of each stage, such as 7 8 8 7; by default equal, or fewer in the outer stages."""
+    """Number of layers of each stage, such as 7 8 8 7; by default equal, or fewer in the outer
+    stages."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_virtual_stages_per_pipeline_rank")
         virtual_stages = self.num_virtual_stages_per_pipeline_rank
         if self.single and virtual_stages > 1:
             raise UserError(
-                f"num_virtual_stages_per_pipeline_rank is {virtual_stages} with pipeline_schedule "
-                f"{self.pipeline_schedule}, which has one stage per process; use Interleaved1F1B, "
-                "or 1 virtual stage"
+                f"num_virtual_stages_per_pipeline_rank is {virtual_stages}, but pipeline_schedule "
+                f"{self.pipeline_schedule} has one stage per process; set pipeline_schedule to "
+                "Interleaved1F1B, or num_virtual_stages_per_pipeline_rank to 1"
             )
         if min(self.pipeline_layers, default=1) < 1:
-            raise UserError(f"pipeline_layers is {self.pipeline_layers}; each stage needs a layer")
+            raise UserError(
+                f"pipeline_layers is {self.pipeline_layers}, but each stage needs a layer; give "
+                "only numbers of 1 or more"
+            )
 
     @property
     def single(self) -> bool:
@@ -62,7 +67,7 @@ class PipelineConfig:
         """Refuse settings that cannot run or would change the result; name the nearest that work.
 
         Args:
-            batch: sequences of one micro-batch over all data-parallel ranks.
+            batch: number of sequences in a micro-batch, summed over all data-parallel ranks.
 
         Raises:
             UserError: more stages than layers, fewer micro-batches than ranks, or a schedule that
@@ -84,7 +89,7 @@ class PipelineConfig:
             settings = ", ".join(f"{name} is {getattr(self, name)}" for name in names)
             raise UserError(
                 f"{settings}, but there is no pipeline; give --pipeline-model-parallel-size 2 or "
-                "more, or leave it out"
+                "more, or leave out all other pipeline settings"
             )
 
     def _check_layers(self, layers: int, ranks: int) -> None:
@@ -95,8 +100,8 @@ class PipelineConfig:
             if layers // ranks:
                 remedy = f"num_virtual_stages_per_pipeline_rank {layers // ranks}"
             raise UserError(
-                f"num_layers is {layers} and there are {stages} pipeline stages, each of which "
-                f"needs a layer; nearest that work: {remedy}, or num_layers {stages}"
+                f"num_layers is {layers}, but there are {stages} pipeline stages, and each needs a "
+                f"layer; nearest settings that work: {remedy}, or num_layers {stages}"
             )
         stage_layers(self, layers, ranks)
 
@@ -108,12 +113,12 @@ class PipelineConfig:
             larger += 1
         fitting.append(larger)
         nearest = " or ".join(str(n * batch) for n in fitting)
-        rounds = "" if self.single else " in equal rounds of about as many"
+        rounds = "" if self.single else ", in equal rounds of about that number"
         raise UserError(
-            f"{self.pipeline_schedule} takes at least {ranks} micro-batches "
-            f"(pipeline_model_parallel_size) per data-parallel rank{rounds}, and "
-            f"global_batch_size {micro_batches * batch} gives {micro_batches}; nearest that work: "
-            f"global_batch_size {nearest}, or another micro_batch_size"
+            f"pipeline_schedule {self.pipeline_schedule} needs at least {ranks} micro-batches "
+            f"(pipeline_model_parallel_size) per data-parallel rank{rounds}, but "
+            f"global_batch_size {micro_batches * batch} gives {micro_batches}; nearest settings "
+            f"that work: global_batch_size {nearest}, or another micro_batch_size"
         )
 
     def _check_split_backward(self, strategy: Strategy, tp: int, recompute: bool) -> None:
@@ -122,20 +127,21 @@ class PipelineConfig:
         if strategy in ("zero2", "zero3"):
             raise UserError(
                 f"pipeline_schedule {schedule} keeps weights and gradients whole until its last "
-                f"micro-batch, and data_parallel_sharding_strategy {strategy} divides them; "
-                "nearest that work: zero1, or Interleaved1F1B"
+                f"micro-batch, but data_parallel_sharding_strategy {strategy} does not; set "
+                "data_parallel_sharding_strategy to zero1, or pipeline_schedule to Interleaved1F1B"
             )
         if tp > 1:
             raise UserError(
-                f"pipeline_schedule {schedule} takes each backward in two parts, and torch cannot "
-                f"part that of a layer split by tensor_model_parallel_size {tp}; nearest that "
-                "work: size 1, or Interleaved1F1B"
+                f"pipeline_schedule {schedule} runs each backward pass in two parts, but torch "
+                "cannot divide the backward pass of a layer that tensor_model_parallel_size "
+                f"{tp} splits; set tensor_model_parallel_size to 1, or pipeline_schedule to "
+                "Interleaved1F1B"
             )
         if recompute:
             raise UserError(
-                f"pipeline_schedule {schedule} takes each backward in two parts, and those of "
-                "recompute_granularity, loss_chunk_size and ffn_chunk_size have one; leave them "
-                "out, or use Interleaved1F1B"
+                f"pipeline_schedule {schedule} runs each backward pass in two parts, but "
+                "recompute_granularity, loss_chunk_size and ffn_chunk_size need it in one; leave "
+                "those three out, or set pipeline_schedule to Interleaved1F1B"
             )
 
     def _rounds_fit(self, micro_batches: int, ranks: int) -> bool:
@@ -150,15 +156,15 @@ class PipelineConfig:
     def in_flight(self, rank: int, ranks: int, micro_batches: int) -> float:
         """Return the number of micro-batches whose activations a rank holds at once.
 
-        These are the micro-batches of its warm-up, plus one. With several stages per rank, they are
-        counted in parts of its layers (Narayanan et al. 2021, section 2.2).
+        These are the micro-batches of the rank's warm-up, plus one. With several stages per rank, a
+        stage counts as a fraction of a micro-batch (Narayanan et al. 2021, section 2.2).
         """
         if ranks == 1:
             return 1
         if self.pipeline_schedule == "GPipe":
             return micro_batches
         virtual_stages = self.num_virtual_stages_per_pipeline_rank
-        later_ranks = ranks - rank  # the count includes this one
+        later_ranks = ranks - rank  # this rank is counted too
         in_flight: float = later_ranks
         if virtual_stages > 1:
             in_flight = (2 * later_ranks - 1 + (virtual_stages - 1) * ranks) / virtual_stages
@@ -172,8 +178,8 @@ class PipelineConfig:
 def stage_layers(config: PipelineConfig, layers: int, ranks: int) -> list[range]:
     """Return the layers of each stage.
 
-    The remainder goes to the middle stages, since the first has the embedding and the last the
-    logits.
+    By default the layers are divided equally; the remainder goes to the middle stages, since the
+    first has the embedding and the last the logits.
 
     Raises:
         UserError: ``pipeline_layers`` does not match the stages and layers.
@@ -187,8 +193,8 @@ def stage_layers(config: PipelineConfig, layers: int, ranks: int) -> list[range]
     counts = list(config.pipeline_layers) or default
     if len(counts) != stages or sum(counts) != layers:
         raise UserError(
-            f"pipeline_layers is {counts}, {sum(counts)} layers for {len(counts)} stages, and "
-            f"there are {layers} layers and {stages} stages; left out, it is "
+            f"pipeline_layers is {counts}, {sum(counts)} layers for {len(counts)} stages, but "
+            f"there are {layers} layers and {stages} stages; leave out pipeline_layers to use "
             f"{' '.join(map(str, default))}"
         )
     starts = [sum(counts[:stage]) for stage in range(stages + 1)]

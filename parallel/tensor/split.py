@@ -56,32 +56,32 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "last_norm": GatheredNorm,
     "logits": partial(ColwiseParallel, use_local_output=False),
 }
-"""Styles of the words that depend on nothing else; ``_style_of`` handles kv_heads and all_tokens,
-and ``split_model`` handles heads."""
+"""Styles of the words whose style depends on nothing but the word; ``_style_of`` handles kv_heads
+and all_tokens, and ``split_model`` handles heads."""
 
 
 def split_model(model: Any, mesh: DeviceMesh) -> None:
     """Split a model on the meta device over the ranks of ``mesh``, in place.
 
     Call it before any other parallelism. Each part of the model states how it is split, and the
-    model its ``STREAM`` (``model/parts/weights.py``). A language model takes tokens [B, T], the
-    same on all ranks, and returns logits [B, T, V] as a DTensor sharded over the vocabulary, for
-    ``cross_entropy_sum`` of vocabulary.py. A model of a plain stream takes its inputs and returns
-    its result whole on all ranks. Stages of a pipeline send each other hidden states of this rank's
-    tokens, [B, T / size, C], as plain tensors.
+    model states its ``STREAM`` (``model/parts/weights.py``). A language model takes tokens [B, T],
+    the same on all ranks, and returns logits [B, T, V] as a DTensor sharded over the vocabulary,
+    for ``cross_entropy_sum`` of vocabulary.py. A model with a plain stream takes whole inputs and
+    returns a whole result, both on all ranks. Pipeline stages send each other the hidden states of
+    one rank's tokens, [B, T / size, C], as plain tensors.
 
-    In a plain stream conditions [B, C] are the same on all ranks, but each rank modulates only its
+    In a plain stream, conditions [B, C] are the same on all ranks, but each rank modulates only its
     own tokens: the gradients of the modulations and of the conditions' embedders are partial, and
     are summed.
 
-    The query heads and the feed-forward width must be multiples of the mesh's size, and key and
-    value heads a multiple or a divisor of it: with fewer heads than ranks, every rank keeps all and
-    computes the one that its query heads attend to. The vocabulary and the position table need not
-    divide evenly: each rank holds V / size entries, rounded up, and the last one the rest, at least
-    one.
+    The query heads and the feed-forward width must be multiples of the mesh's size, and the key and
+    value heads a multiple or a divisor of it: with fewer key and value heads than ranks, every rank
+    keeps all of them and computes only the one that its query heads attend to. The vocabulary and
+    the position table need not divide evenly: each rank holds V / size entries, rounded up, and the
+    last one the rest, at least one.
 
     Raises:
-        ValueError: the model has a parameter whose part states no split for it; on one rank too.
+        ValueError: the model has a parameter for which no part states a split; even on one rank.
     """
     words = split_words(model)
     if mesh.size() == 1:
@@ -111,7 +111,7 @@ def split_words(model: nn.Module) -> dict[str, dict[str, str]]:
     A word about a child that has its own SPLIT is left out, except all_tokens.
 
     Raises:
-        ValueError: a word is unknown, or a parameter has none.
+        ValueError: a word is unknown, or a parameter has no word.
     """
     words: dict[str, dict[str, str]] = {}
     stated: set[str] = set()
@@ -121,7 +121,9 @@ def split_words(model: nn.Module) -> dict[str, dict[str, str]]:
             if word not in WORDS:
                 title = type(part).__name__
                 all_words = ", ".join(WORDS)
-                raise ValueError(f"{title} splits {name} by {word}; the words are {all_words}")
+                raise ValueError(
+                    f"{title}.SPLIT gives {name} the unknown word {word}; use one of {all_words}"
+                )
             if word == "all_tokens":
                 words[path][name] = word
             elif not hasattr(attrgetter(name)(part), "SPLIT"):
@@ -136,8 +138,8 @@ def split_words(model: nn.Module) -> dict[str, dict[str, str]]:
         if not stated.intersection(owners):
             owner = title_of_owner(model, name)
             raise ValueError(
-                f"tensor parallelism knows no way to split {name}: {owner} states none in SPLIT; "
-                "model/parts/weights.py has the words"
+                f"tensor parallelism cannot split {name}, since {owner} has no entry for it in "
+                "SPLIT; add one with a word from model/parts/weights.py"
             )
     return words
 
@@ -210,7 +212,7 @@ def _split_stream(model: Any, mesh: DeviceMesh) -> None:
     names = list(signature(model.forward).parameters)
     dims = dict(model.STREAM.inputs)
     if not model.is_first:
-        dims.pop(names[0], None)  # hidden states of this rank's tokens
+        dims.pop(names[0], None)  # hidden states, which are of this rank's tokens already
     model.register_forward_pre_hook(chunk)
     if model.is_last:
         model.register_forward_hook(gather)

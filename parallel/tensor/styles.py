@@ -51,8 +51,9 @@ class AllTokens(ParallelStyle):
 
     Outside it, input and output are sharded over T.
 
-    All matrices of the module share one all-gather of its input, whose gradient is partial on each
-    rank too. With ``plain``, input and output are plain tensors of this rank's tokens.
+    All matrices of the module share one all-gather of its input. The gradient of the gathered input
+    is partial on each rank too. With ``plain``, input and output are plain tensors of this rank's
+    tokens.
     """
 
     def __init__(self, plain: bool = False) -> None:
@@ -107,9 +108,9 @@ def local_entries(x: DTensor) -> Tensor:
 class Replicated(ParallelStyle):
     """A replicated linear layer, embedding or RMS norm, applied to this rank's own input.
 
-    Its gradients are partial. With ``rows``, only these rows of its weight and bias are used: a key
-    or value projection with fewer heads than ranks, whose gradient is 0 on each rank except for its
-    head, and summed over the ranks that share that head.
+    Its gradients are partial. With ``rows``, only these rows of its weight and bias are used. This
+    is for a key or value projection with fewer heads than ranks: on each rank the gradient is 0
+    except for the rank's head, and it is summed over the ranks that share that head.
     """
 
     def __init__(self, rows: slice = slice(None)) -> None:
@@ -132,17 +133,17 @@ class Replicated(ParallelStyle):
             out: Tensor = plain_forward(x, **weights)
             return out
 
-        plain_forward: Any = module.forward  # of the model's own norms, which take a weight
+        plain_forward: Any = module.forward  # for the model's own norms, which take a weight
         distribute_module(module, device_mesh)
         module.forward = forward
         return module
 
 
 class PerHead(ParallelStyle):
-    """Per-head attributes of a module, by name; the module keeps those of this rank's heads.
+    """Splits the named per-head attributes of a module; each rank keeps those of its heads.
 
-    Parameters are vectors, which are sharded; the module's forward receives this rank's entries as
-    keyword arguments.
+    Parameters must be vectors, and are sharded; the module's forward receives this rank's entries
+    as keyword arguments.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -181,8 +182,9 @@ class PerHead(ParallelStyle):
 class JointNorm(ParallelStyle):
     """An RMS norm over the channels of all heads, with the heads split over the ranks.
 
-    The input is [..., C / size] or [..., H / size, D]. Ranks sum their squares and, in the
-    backward, the gradients of these. The result is rounded once, from float32 at least.
+    The input is [..., C / size] or [..., H / size, D]. The ranks add up their sums of squares and,
+    in the backward pass, the gradients of the total. The result is rounded once, from float32 or
+    wider.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -208,7 +210,7 @@ class JointNorm(ParallelStyle):
 
 
 class _Sum(torch.autograd.Function):
-    """An all-reduce whose backward sums the gradients: each rank uses the sum differently."""
+    """An all-reduce whose backward pass also sums: each rank uses the total differently."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -245,8 +247,8 @@ class LocalTokens(ParallelStyle):
 class Entries(ParallelStyle):
     """An embedding sharded by vocabulary entries: [..., T] -> [..., T, C].
 
-    A rank adds 0 for other ranks' entries. DTensor's own embedding would compute the gradient of
-    all entries on every rank.
+    Each rank contributes 0 for the entries of other ranks. DTensor's own embedding would compute
+    the gradient of all entries on every rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -264,7 +266,7 @@ class Entries(ParallelStyle):
 
 
 class GatheredNorm(SequenceParallel):
-    """The last norm; its output is gathered for the logits of each rank's vocabulary entries."""
+    """A model's last norm; its output is gathered, since each rank's logits need all tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, inputs: Any, x: DTensor) -> DTensor:

@@ -29,7 +29,7 @@ def cross_entropy_sum(
 def chunked_cross_entropy_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, ignore_index: int = -100
 ) -> Tensor:
-    """Compute ``cross_entropy_sum`` from hidden states, ``chunk_size`` tokens' logits at a time.
+    """Compute ``cross_entropy_sum`` from hidden states, in chunks of ``chunk_size`` tokens.
 
     Takes hidden [..., C], output weights [V, C] and labels [...]. If the weights are a DTensor
     sharded over V, hidden is a replicated DTensor; the call is then collective, and each rank

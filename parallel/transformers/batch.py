@@ -1,8 +1,9 @@
 """Pack a transformers batch into one sequence without padding, and cut out one rank's tokens.
 
-Packing comes before cutting for two reasons. Padding would cost attention time and would unbalance
-the ranks, whose layout counts tokens. And a label is the *next* token: if the labels were shifted
-after the cut, the last token of every rank's chunk would lose its label or get a wrong one.
+Packing comes before cutting for two reasons. Padding would cost attention time, and would unbalance
+the ranks, since their layout counts it as tokens. And a label is the *next* token: if the labels
+were shifted after the cut, the last token of every rank's chunk would lose its label or get a wrong
+one.
 
 Shapes: B rows of T tokens, packed into one sequence of N tokens; n of them are this rank's.
 """
@@ -59,12 +60,13 @@ class Batch:
 
     inputs: dict[str, Any]
     """Keyword arguments of the model: this rank's ``input_ids`` and ``position_ids``, ``[1, n]``,
-    and its context.
+    and the batch's context.
     """
     labels: Tensor
     """Label of the token after each of this rank's tokens, or -100: ``[1, n]``."""
     context: ContextParallel
-    """The ranks and documents; its ``positions`` list the sequence positions of this rank's tokens.
+    """The batch's ranks and documents; ``context.positions`` has the sequence positions of this
+    rank's tokens.
     """
     whole: PackedBatch
 
@@ -88,7 +90,7 @@ def pack(
     else:
         is_token = _tokens_of_mask(attention_mask)
     if not is_token.any():
-        raise UserError("attention_mask leaves no token; give a batch with some")
+        raise UserError("attention_mask leaves no token; give a batch with at least one token")
     _check_holes(is_token)
 
     row_positions = (is_token.long().cumsum(1) - 1)[is_token]  # [N], counted from 0 in each row
@@ -103,8 +105,8 @@ def pack(
         cu_seqlens = tuple(accumulate(documents, initial=0))
         if cu_seqlens[-1] != len(ids) or min(documents, default=0) < 1:
             raise UserError(
-                f"documents are {tuple(documents)}; give the lengths of the documents, 1 or more, "
-                f"{len(ids)} tokens together"
+                f"documents is {tuple(documents)}; give the length of each document, 1 or more, "
+                f"with a sum of {len(ids)}, the number of tokens in the batch"
             )
         _check_rows(cu_seqlens, is_token)
 
@@ -115,8 +117,8 @@ def pack(
 
     if model_positions.padding is not None and (ids == model_positions.padding).any():
         raise UserError(
-            f"input_ids have the padding token {model_positions.padding}, which has no position in "
-            "this model and does not count for the others; leave it out by attention_mask"
+            f"input_ids contains the padding token {model_positions.padding}, but this model gives "
+            "it no position and does not count it in others; set attention_mask to 0 for it"
         )
     positions = _shift_to_first(
         positions, starts, model_positions.first, from_caller=position_ids is not None
@@ -124,7 +126,7 @@ def pack(
 
     next_labels = torch.full_like(ids, IGNORED)
     if labels is not None:
-        last_tokens = (starts - 1) % len(ids)  # of each document, in another order
+        last_tokens = (starts - 1) % len(ids)  # of each document, the last document first
         next_labels = labels[is_token].roll(-1).index_fill(0, last_tokens, IGNORED)
     tokens = {
         "input_ids": ids[None],
@@ -146,7 +148,8 @@ def _check_shapes(
         if input_ids.ndim != 2 or (x is not None and x.shape != input_ids.shape):
             shape = None if x is None else tuple(x.shape)
             raise UserError(
-                f"input_ids is {tuple(input_ids.shape)}, but {name} is {shape}; both must be [B, T]"
+                f"input_ids has shape {tuple(input_ids.shape)}, but {name} has shape {shape}; give "
+                "both as [B, T]"
             )
 
 
@@ -155,8 +158,9 @@ def _tokens_of_mask(attention_mask: Tensor) -> Tensor:
     others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
     if len(others):
         raise UserError(
-            f"attention_mask holds {others[0].item():g}; give 1 for tokens and 0 for padding, not "
-            "a mask that is added to scores; to number documents, give position_ids or documents"
+            f"attention_mask contains {others[0].item():g}, but may contain only 1 for tokens and "
+            "0 for padding; do not give a mask that is added to scores, and give position_ids or "
+            "documents to separate documents"
         )
     return attention_mask.bool()
 
@@ -183,8 +187,8 @@ def _check_rows(cu_seqlens: Sequence[int], is_token: Tensor) -> None:
     for row, end in enumerate(row_ends):
         if end not in cu_seqlens:
             raise UserError(
-                f"documents are lengths whose sums pass over the end of row {row}, after {end} "
-                "tokens, so a document would join two rows; end a document with each row"
+                f"documents has no document that ends with row {row}, after {end} tokens, so one "
+                "document would continue in the next row; let a document end with each row"
             )
 
 
@@ -196,8 +200,8 @@ def _shift_to_first(positions: Tensor, starts: Tensor, first: int, *, from_calle
     if bool((first_positions != 0).any()):
         wrong = int(first_positions[first_positions != 0][0])
         raise UserError(
-            f"position_ids begin a document at {wrong}, and the model's own begin at {first}; let "
-            f"all documents begin at 0 or all at {first}, or leave position_ids out"
+            f"position_ids begin a document at {wrong}, but the model's own positions begin at "
+            f"{first}; let all documents begin at 0 or all at {first}, or leave out position_ids"
         )
     return positions + first
 
@@ -211,7 +215,7 @@ def shard_batch(packed: PackedBatch, context: ContextParallel) -> Batch:
     position_ids = context.shard(packed.tokens["position_ids"], 1, 0)
     labels = context.shard(packed.tokens["labels"], 1, IGNORED)
 
-    # A context is shared by all batches of one length; the copy identifies this batch's forward.
+    # All batches of one length share a context; a copy identifies this batch's forward pass.
     context = copy(context)
     inputs = {
         "input_ids": input_ids,
@@ -243,7 +247,7 @@ def check_same(packed: PackedBatch, group: dist.ProcessGroup | None) -> None:
     different = [rank for rank, other in enumerate(gathered) if not torch.equal(other, gathered[0])]
     if different:
         raise UserError(
-            f"input_ids, labels or documents of the group's ranks {different} are not those of its "
-            "rank 0; give all ranks that share a sequence the same samples, for example by a "
-            "sampler whose rank is the group's number"
+            f"input_ids, labels or documents differ between the group's rank 0 and its ranks "
+            f"{different}; give all ranks that share a sequence the same samples, for example with "
+            "a sampler whose rank is the group's number"
         )

@@ -35,7 +35,7 @@ def attentions(model: nn.Module) -> dict[int, str]:
 
 
 def set_attentions(model: nn.Module, names: Mapping[int, str], otherwise: str) -> None:
-    """Set each module's attention to its name in ``names``, by id, or else to ``otherwise``."""
+    """Set each module's attention to its entry in ``names``, keyed by id, or to ``otherwise``."""
     for module in configured(model):
         config: Any = module.config
         config._attn_implementation = names.get(id(module), otherwise)

@@ -1,13 +1,13 @@
-"""Give ranks that share a sequence different dropout masks, and NEFTune's noise of one process.
+"""Give ranks that share a sequence different dropout masks, but the NEFTune noise of one process.
 
 Trainers seed these ranks equally, so dropout would drop the same elements of different tokens. Each
-rank therefore draws from its own random stream during a forward, seeded by the common state and its
-rank. NEFTune's noise on the embeddings is instead drawn as one process draws it, for all tokens of
-the batch, and then sharded.
+rank therefore draws from its own random stream during a forward pass, seeded by the common state
+and the rank. NEFTune's noise on the embeddings is instead drawn as one process draws it, for all
+tokens of the batch, and then sharded.
 
-After a forward the common state is restored and advanced by one draw if the forward drew anything,
-so it stays equal on all ranks. No other state exists: restoring torch's random state from a
-checkpoint restores the local streams too.
+After the forward pass the common state is restored, and advanced by one draw if the pass drew
+anything, so it stays equal on all ranks. No other state exists: restoring torch's random state from
+a checkpoint restores the local streams too.
 
 Shapes: a batch of B rows of T tokens, of which n are this rank's; embeddings have D channels.
 """
@@ -27,8 +27,8 @@ from runtime.errors import UserError
 ALPHA = "neftune_noise_alpha"
 """Attribute of embeddings that makes transformers add noise during training."""
 BLOCK = 4096
-"""Number of tokens whose noise is drawn at once, since that of a long sequence would not fit in
-memory."""
+"""Number of tokens whose noise is drawn at once, since the noise of a whole long sequence would not
+fit in memory."""
 NUM_SEEDS = 2**62
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Odd number that maps consecutive ranks to distant seeds."""
@@ -60,7 +60,7 @@ class State(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A training forward in progress."""
+    """A training forward pass in progress."""
 
     device: torch.device
     common: State | None
@@ -74,7 +74,7 @@ class Forward(NamedTuple):
 
 
 class Draws:
-    """Hooks on a model's forwards that give each rank its own random stream."""
+    """Hooks on a model's forward passes that give each rank its own random stream."""
 
     def __init__(self, first_rank: int = 0) -> None:
         self._first_rank = first_rank
@@ -85,7 +85,7 @@ class Draws:
         self._hooked = False
 
     def __deepcopy__(self, memo: Any) -> "Draws":
-        """Return this object itself: it stores nothing of one model, so copies can share it."""
+        """Return this object itself: it stores nothing about a model, so copies can share it."""
         return self
 
     def __reduce__(self) -> Any:
@@ -93,7 +93,7 @@ class Draws:
         return Draws, (self._first_rank,)
 
     def expect(self, model: nn.Module, context: ContextParallel, is_token: Tensor) -> None:
-        """Register a batch by its context, with its mask of tokens [B, T]; hook the model once."""
+        """Register a batch's mask of tokens [B, T] under its context; hook the model once."""
         self._is_token[context] = is_token
         if not self._hooked:
             model.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -141,7 +141,7 @@ class Draws:
     def _add_noise(
         self, model: nn.Module, context: ContextParallel, device: torch.device
     ) -> tuple[nn.Module | None, RemovableHandle | None]:
-        """Replace NEFTune's noise by Longmesh's for one forward.
+        """Replace transformers' NEFTune noise with Longmesh's for one forward pass.
 
         transformers' own hook adds none to embeddings in evaluation mode.
         """
@@ -151,7 +151,8 @@ class Draws:
             return None, None
         if context not in self._is_token:
             raise UserError(
-                "the batch is of another model; call the model with the inputs of its own cp.batch"
+                "the batch was made for another model; call the model with the inputs of its own "
+                "cp.batch"
             )
 
         noise = local_noise(

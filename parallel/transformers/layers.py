@@ -1,8 +1,8 @@
 """Attention, short convolution and delta rule over ranks, for transformers layers to call.
 
-The context of a batch (its ranks and documents) travels as a keyword argument of the forward, which
+The context of a batch (its ranks and documents) is a keyword argument of the model's forward, which
 every layer passes on. A module-level variable would be wrong: a layer that gradient checkpointing
-computes again, after the next batch's forward, must see its own batch.
+recomputes, after the next batch's forward pass, must see its own batch.
 
 Shapes: B sequences, T local positions, H query heads, K key heads, D and E widths of keys and
 values, C channels.
@@ -32,8 +32,8 @@ PROBED = f"{NAME}_probed"
 IGNORED_ARGUMENTS = {"position_ids", "is_causal", "use_cache", "cache_position"}
 """Keyword arguments of a layer's attention that the context makes redundant."""
 NO_BATCH = (
-    "the model was called without its batch; call model(**cp.batch(...).inputs), and generate or "
-    "call the unsharded model within cp.paused()"
+    "the model was called without its batch; call model(**cp.batch(...).inputs), or use "
+    "cp.paused() to generate text or to call the unsharded model"
 )
 L2_EPSILON = 1e-6
 
@@ -65,7 +65,7 @@ def attend(
         query, key, value: ``[B, H, T, D]``, ``[B, K, T, D]`` and ``[B, K, T, E]``, E at most D.
         sliding_window: number of keys that a query sees, its own included.
         s_aux: a score per head in the softmax's denominator, ``[H]``.
-        others: the context, and arguments that ``_unsupported`` refuses.
+        others: the context, and further arguments, which ``_unsupported`` checks.
 
     Raises UserError: an attention that the ranks cannot compute; the message names the layer and
         the reason.
@@ -80,7 +80,11 @@ def attend(
     v = value.transpose(1, 2)  # [B, T, K, E]
     padding = q.shape[-1] - v.shape[-1]
     if padding < 0:
-        refuse(module, f"its values are wider ({v.shape[-1]}) than its keys ({q.shape[-1]})")
+        refuse(
+            module,
+            f"its values have {v.shape[-1]} channels, but its keys only {q.shape[-1]}; values must "
+            "not be wider than keys",
+        )
     if sliding_window == 1:
         return _attend_itself(q, k, v, s_aux, scaling), None
 
@@ -112,9 +116,9 @@ def _unsupported(
     if cp is None:
         return NO_BATCH
     if mask is not None:
-        return "it has a mask of its own; leave attention_mask out: cp.batch takes it"
+        return "it has a mask of its own; give attention_mask to cp.batch instead"
     if not is_causal:
-        return "its attention is not causal"
+        return "its attention is not causal, but the ranks compute only causal attention"
     if "softcap" in unknown:
         softcap = others.get("softcap")
         return f"it soft-caps its scores (softcap {softcap}), which no kernel here supports"
@@ -123,13 +127,13 @@ def _unsupported(
             f"its attention has dropout {dropout}; set attention_dropout to 0 in the configuration"
         )
     if kind not in (None, "full_attention", "sliding_attention"):
-        return f"its attention is {kind}, which is neither full nor a sliding window"
+        return f"its attention is {kind}, but must be full attention or a sliding window"
     if window is not None and window < 1:
-        return f"its window is {window} keys; give 1 or more, its own token included"
+        return f"its window is {window} keys; give 1 or more, since it includes the query's own"
     if kind == "sliding_attention" and window is None:
-        return "it is a layer with a sliding window and does not give its size"
+        return "its attention is a sliding window, but it does not pass the window's size"
     if unknown:
-        return f"its attention takes {', '.join(unknown)}, which is not known here"
+        return f"its attention gets {', '.join(unknown)}, but the ranks do not support that"
     return None
 
 
@@ -177,7 +181,7 @@ def _attend_itself(
 ) -> Tensor:
     """Return the attention [B, T, H, E] of each token to itself only, which needs no other rank.
 
-    Without sinks it is v; a sink takes its share of the softmax.
+    Without sinks the result is v; a sink takes its share of the softmax.
     """
     repeats = q.shape[2] // k.shape[2]
     k = k.repeat_interleave(repeats, 2)  # [B, T, H, D]
@@ -249,7 +253,7 @@ def _l2_normalized(x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 STATEFUL = {"causal_conv1d_fn": convolving, "torch_chunk_gated_delta_rule": recurring}
-"""Functions that transformers' model files call by these names, with the wrappers for them."""
+"""Wrappers for functions of transformers' model files, keyed by the functions' names there."""
 
 
 def install(model: nn.Module) -> None:

@@ -1,9 +1,9 @@
 """Check that a model's attention masks agree with the arguments of its layers.
 
 A sharded model makes no masks: its attention derives them from the batch's documents and from the
-window that a layer passes. A model may state a window in its mask alone, which would then be lost
-without a word. So during the probe the model makes its masks, and each is compared with the layer's
-arguments.
+window that a layer passes. A model may state a window only in its mask, and that window would be
+lost silently. So during the probe (``probe.py``) the model makes its masks, and each is compared
+with the layer's arguments.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime.errors import UserError
 
 FAR = 2**20
-"""Position beyond the windows of published models, except windows of whole sequences."""
+"""A position beyond the windows of published models, except windows that span whole sequences."""
 STATEMENT = "context_parallel_statement"
 """Attribute of a mask that stores its `Statement`."""
 
@@ -36,21 +36,21 @@ def mask(*, use_vmap: bool = False, attention_mask: Tensor | None = None, **othe
     """
     if attention_mask is not None and not attention_mask.all():
         raise UserError(
-            "the model was given an attention_mask that is not all 1; leave it out: "
-            "cp.batch(attention_mask=...) takes it"
+            "the model was given an attention_mask that is not all 1; give attention_mask to "
+            "cp.batch instead of the model"
         )
     if use_vmap or "allow_is_bidirectional_skip" in others:
         kind = "a mask of its own over the causal one" if use_vmap else "a mask that is not causal"
         raise UserError(
-            f"the model makes {kind}, such as for images; context parallelism supports causal "
-            "masks alone"
+            f"the model makes {kind}, for example for images, but context parallelism supports "
+            "only causal masks"
         )
 
 
 def stated_mask(
     *, mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **others: Any
 ) -> Tensor:
-    """Make a mask [1, 1, T, T] with its `Statement`, for a probe; raises as ``mask``."""
+    """Make a mask [1, 1, T, T] with its `Statement`, for a probe; raises the errors of ``mask``."""
     mask(**others)
     batch = torch.tensor(0, device=others["device"])
     queries = torch.arange(q_length, device=batch.device)[:, None]
@@ -67,9 +67,9 @@ def _statement(
 ) -> Statement:
     """Return the meaning of a mask.
 
-    The mask of the first tokens [T, T] alone would not do: the probe has fewer tokens than a usual
-    window, or than a chunk of chunked attention. So a few queries far behind are looked at too, at
-    distances of powers of two and around the edge of the window.
+    The mask of the first tokens [T, T] is not enough: the probe has fewer tokens than a usual
+    window, or than a chunk of chunked attention. So the mask is also read for a few queries much
+    later in the sequence, with keys at distances of powers of two and around the window's edge.
     """
     batch = torch.tensor(0, device=first_tokens.device)
     distances = 2 ** torch.arange(20, device=first_tokens.device)
@@ -78,7 +78,7 @@ def _statement(
         edges = torch.arange(-2, 3, device=first_tokens.device) + window
         distances = torch.cat([distances, edges, edges])
         far_queries = torch.full_like(edges, FAR + window)
-        # Look at the middle of a chunk, in case the window is really one of chunked attention.
+        # Look at the middle of a chunk too, in case the window is really a chunk's size.
         near_queries = torch.full_like(edges, window + window // 2 + 2)
         queries = torch.cat([queries, far_queries, near_queries])
 
@@ -114,20 +114,20 @@ def disagreement(layer_mask: Tensor | None, window: int | None) -> str | None:
         if window is None:
             return None
         return (
-            f"it names a window of {window} and has no mask, so that transformers' own attentions "
-            "disagree"
+            f"it passes a window of {window} but no mask, so even transformers' own attention "
+            "functions disagree"
         )
 
     statement: Statement | None = getattr(layer_mask, STATEMENT, None)
     if statement is None:
-        return "it has a mask of its own; leave attention_mask out: cp.batch takes it"
+        return "it has a mask of its own; give attention_mask to cp.batch instead"
     if not statement.regular:
-        return "its mask is neither causal nor a sliding window, such as one of chunks or blocks"
+        return "its mask is neither causal nor a sliding window, for example one of chunks"
     if statement.window == window:
         return None
     in_mask = f"a window of {statement.window}" if statement.window else "no window"
     in_layer = f"a window of {window}" if window else "no window"
     return (
-        f"its mask has {in_mask} and its attention is told {in_layer}; the ranks see the latter "
-        "alone. Set sliding_window to None in the configuration if no document is longer"
+        f"its mask has {in_mask}, but its attention is told {in_layer}, and the ranks see only "
+        "that; set sliding_window to None in the configuration if no document is longer"
     )

@@ -1,14 +1,14 @@
 """Run a sharded model on a few tokens, to find layers that mix tokens with their own code.
 
-A layer that mixes tokens by its own code (a recurrence, a convolution) would silently see one
-rank's tokens only. Class names do not tell, so the model is tried:
+A layer that mixes tokens with its own code (a recurrence, a convolution) would silently see only
+one rank's tokens. Class names do not reveal such layers, so the model is run:
 
-1. Attention, convolution and delta rule let a token see itself alone, and one token is set to NaN.
-   A layer whose output is NaN for another token mixed them.
-2. The tokens come in reverse order, with their positions. A layer whose queries or keys of a token
-   change counts the tokens itself.
-3. The layers have their masks, which must mean the same as the layers' arguments.
-4. The model is called without position ids, to learn the ones it computes itself.
+1. Attention, convolution and delta rule let a token see only itself, and one token is set to NaN.
+   A layer whose output is NaN for another token mixed tokens.
+2. The tokens come in reverse order, with their positions. If a layer's queries or keys change for
+   any token, the layer counts the tokens itself.
+3. The layers get their masks, which must mean the same as the layers' arguments.
+4. The model is called without position ids, to learn the ones that it computes itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel.comparison import evaluating
 from parallel.context import ContextError, Plan
 from parallel.transformers.batch import Positions
 from parallel.transformers.configs import attention_named
@@ -25,7 +26,7 @@ from parallel.transformers.layers import CONTEXT, NO_BATCH, PROBED
 from runtime.errors import UserError
 
 TOKENS = 11
-"""Number of tokens in the forward; no dimension of a layer has this size."""
+"""Number of tokens in a forward pass; no dimension of a layer has this size."""
 NAN_TOKEN = 5
 """Index of the token that is set to NaN."""
 
@@ -38,8 +39,8 @@ class IsolatedTokens:
         self.queries_and_keys: list[Tensor] = []
         """Queries and keys of the layers, ``[1, T, heads, D]``, in the order of the calls."""
         self.expected: list[Tensor] = []
-        """Queries and keys of a forward over the reversed tokens, which ``queries_and_keys`` must
-        equal in reverse; empty if there is no such forward."""
+        """Queries and keys of an earlier forward pass over the reversed tokens. Those of this pass
+        must equal them in reverse; empty if there was no such pass."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Tensor:
         """Return the value of each token, repeated for the query heads."""
@@ -48,8 +49,8 @@ class IsolatedTokens:
             call = len(self.queries_and_keys)
             if self.expected and not nearly_equal(x.flip(1), self.expected[call]):
                 raise UserError(
-                    "it counts its tokens itself, not by position_ids, but a rank has a part of "
-                    "them"
+                    "it counts its tokens itself instead of using position_ids, but a rank has "
+                    "only a part of the tokens"
                 )
             self.queries_and_keys.append(x)
         return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
@@ -68,7 +69,7 @@ class IsolatedTokens:
         layout = self._plan.layout
         if layout.stride > 1:
             raise ContextError(
-                f"its states pass along consecutive tokens, and layout {layout.name} gives a rank "
+                f"its states pass along consecutive tokens, but layout {layout.name} gives a rank "
                 "tokens that are apart; use method zigzag, exchange, ring or ulysses"
             )
 
@@ -87,12 +88,12 @@ def probe(model: nn.Module, plan: Plan) -> Positions:
     Collective if the model's weights are sharded.
 
     Raises UserError: a layer mixes tokens, or needs an attention that the plan's ranks cannot
-        compute; the message names it.
+        compute; the message names the layer.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError(
-            "the model is on the meta device, where nothing can be tried; shard it once its "
-            "weights exist"
+            "the model is on the meta device, so it cannot be run on a few tokens; call shard "
+            "after its weights are loaded"
         )
     device = next(model.parameters()).device
     positions = torch.arange(TOKENS, device=device)[None]  # [1, T]
@@ -140,8 +141,8 @@ def _logits(output: Any) -> Tensor:
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != (1, TOKENS):
         returned = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
         raise UserError(
-            f"it returns {returned} for {TOKENS} tokens, and the loss here is of logits "
-            f"[1, {TOKENS}, V]; give a causal language model, such as AutoModelForCausalLM makes"
+            f"it returns {returned} for {TOKENS} tokens, but the loss needs logits "
+            f"[1, {TOKENS}, V]; give a causal language model, for example from AutoModelForCausalLM"
         )
     return logits
 
@@ -166,7 +167,7 @@ def _model_positions(
 ) -> Positions:
     """Return the first position that a model computes itself, and the token that it skips.
 
-    Raises UserError: its positions are not consecutive.
+    Raises UserError: the model's positions are not consecutive.
     """
     candidates = {1, 2}
     for module in model.modules():
@@ -188,21 +189,9 @@ def _model_positions(
             return Positions(first, padding if skips_padding else None)
 
     raise UserError(
-        f"{type(model).__name__} cannot be sharded: called without position_ids it takes positions "
-        f"that are not consecutive from one of {firsts} on, and the ranks do not know them"
+        f"{type(model).__name__} cannot be sharded: without position_ids it computes positions "
+        f"that are not consecutive from one of {firsts} on, and the ranks cannot compute them"
     )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set the model to evaluation mode until the block ends; restore each module's own mode."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextmanager
@@ -247,14 +236,12 @@ def _reason(error: Exception) -> str:
     """Return the reason why a forward of the probe failed."""
     reason = str(error)
     if NO_BATCH in reason:
-        return (
-            "the layers around it do not pass keyword arguments on, by which it would get its batch"
-        )
+        return "the layers around it do not pass on keyword arguments, so it does not get its batch"
     if isinstance(error, UserError):
         return reason
     return (
-        f"its forward of {TOKENS} tokens without a mask failed, {type(error).__name__}: {reason}; "
-        "check that the unsharded model runs, and needs no mask besides its attention's"
+        f"its forward pass of {TOKENS} tokens without a mask failed ({type(error).__name__}: "
+        f"{reason}); check that the unsharded model runs, and needs a mask only in its attention"
     )
 
 
@@ -265,6 +252,6 @@ def _check_nan(values: Any) -> None:
             others = torch.arange(TOKENS, device=x.device) != NAN_TOKEN
             if x[:, others].isnan().any():
                 raise UserError(
-                    "it mixes tokens otherwise than by attention, a short convolution or the gated "
-                    "delta rule that are known here, so that a rank would see its own tokens alone"
+                    "it mixes tokens with code other than the attention, short convolution and "
+                    "gated delta rule that shard replaces, so a rank would see only its own tokens"
                 )

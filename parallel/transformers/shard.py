@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from kernels.loss import cross_entropy_sum
+from parallel.comparison import Report, mean_loss
 from parallel.context import ContextParallel, context_parallel
 from parallel.context.methods import METHODS, method_of
 from parallel.transformers.batch import Batch, check_same, pack, shard_batch
-from parallel.transformers.check import Report, compare
+from parallel.transformers.check import compare
 from parallel.transformers.configs import attentions, configs, restore, separate, set_attentions
 from parallel.transformers.draws import Draws
 from parallel.transformers.layers import CONTEXT, NAME, install
@@ -25,15 +25,17 @@ from runtime.errors import UserError
 
 REFUSED = {
     "is_encoder_decoder": (
-        "a decoder that attends to an encoder; context parallelism is for decoders alone"
+        "the decoder attends to an encoder; context parallelism supports only models without one"
     ),
-    "output_router_logits": "the loss of its router is of a rank's own tokens; set it to False",
+    "output_router_logits": (
+        "each rank would compute the router's loss from its own tokens only; set it to False"
+    ),
     "layerdrop": "ranks would leave out different layers, and wait for each other; set it to 0",
     "decoder_layerdrop": (
         "ranks would leave out different layers, and wait for each other; set it to 0"
     ),
     "attn_temperature_tuning": (
-        "it scales queries by a count of a rank's own tokens; make the model with False"
+        "each rank would scale queries by a count of its own tokens only; make the model with False"
     ),
 }
 """Settings of a model's configuration that are refused, with the reasons."""
@@ -42,10 +44,10 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 """Types of rotary positions that transformers scales by the largest position in a batch."""
 OF_LAYERS = {
-    "causal": "the layers are causal, or refused",
-    "documents": "give them with each batch, to cp.batch",
-    "seq_len": "a batch has any length",
-    "window": "each layer has its own, or none",
+    "causal": "layers that are not causal are refused",
+    "documents": "each batch has its own documents, which cp.batch takes",
+    "seq_len": "a batch may have any length",
+    "window": "each layer has its own window, or none",
 }
 """Options of ``context_parallel`` that ``shard`` does not take, with the reasons."""
 
@@ -93,17 +95,17 @@ class Sharded:
         Args:
             input_ids: ``[B, T]``.
             labels: a label for each token as in transformers: its own id, or -100; ``[B, T]``. A
-                document's first token has no loss, since no token precedes it; transformers counts
-                it under left padding, as the token after the padding.
-            position_ids: of each token in its document, ``[B, T]``; a document begins wherever they
-                do not increase by 1. By default those that the model computes itself; if these
-                begin later than 0, such as at padding_idx + 1 in RoBERTa, documents given from 0
-                are shifted there.
+                document's first token has no loss, since no token precedes it; with left padding,
+                transformers counts it, as the token after the padding.
+            position_ids: position of each token in its document, ``[B, T]``; a document begins
+                wherever the position does not increase by 1. By default the positions that the
+                model computes itself. If those begin later than 0, for example at padding_idx + 1
+                in RoBERTa, given positions that begin at 0 are shifted to begin there.
             documents: lengths of the documents, row after row, instead of those that position_ids
                 imply.
-            attention_mask: 1 for tokens, 0 for padding before or after those of a row, ``[B, T]``.
+            attention_mask: 1 for tokens, 0 for padding before or after a row's tokens, ``[B, T]``.
 
-        Raises UserError: shapes or lengths that do not fit, or other tokens on another rank.
+        Raises UserError: shapes or lengths that do not fit, or different tokens on another rank.
         """
         packed = pack(input_ids, labels, position_ids, documents, attention_mask, self._positions)
         check_same(packed, self.group)
@@ -118,7 +120,7 @@ class Sharded:
     def loss(self, output: Any, batch: Batch, count: Tensor | int | None = None) -> Tensor:
         """Return the mean loss of all tokens with a label, equal on all ranks. Collective.
 
-        Average its gradients over the ranks of ``world``, as DDP and FSDP do: the mean is exact.
+        Average the gradients over the ranks of ``world``, as DDP and FSDP do: their mean is exact.
 
         Args:
             output: output of the model, or its logits ``[1, n, V]``.
@@ -135,7 +137,7 @@ class Sharded:
         """
         batch = batch or self._last
         if batch is None:
-            raise UserError("there is no batch yet; call gather after the model ran on a batch")
+            raise UserError("there is no batch yet; call gather after the model has run on a batch")
         tokens = batch.context.unshard(x, 1)[0]  # [N, ...]
         is_token = batch.whole.is_token
         out = tokens.new_zeros(*is_token.shape, *tokens.shape[1:])
@@ -145,21 +147,23 @@ class Sharded:
     def check(self, model: nn.Module, batch: Batch) -> Report:
         """Compare losses, and gradients of every module, with the model in one process. Collective.
 
-        The one process runs each document alone with the model's own attention, once in the model's
-        dtype and once in float64. Rank 0 of the group holds a copy of the model in float64 and
-        three gradients, so give a short batch. Dropout is off, and the model is not changed.
+        One process, rank 0 of the group, runs each document separately with the model's own
+        attention, once in the model's dtype and once in float64. It holds a copy of the model in
+        float64 and three sets of gradients, so give a short batch. Dropout is off, and the model is
+        not changed.
 
         Raises UserError: the model is another one, paused, frozen, sharded or quantised, or too
             large for rank 0's memory; or the batch has no labels.
         """
         if self.model not in model.modules() and model not in self.model.modules():
             raise UserError(
-                "the model is not the one that shard was called with, nor holds it; check that one"
+                "the model given to check is not the one that shard was called with, and does not "
+                "contain it; give check the sharded model"
             )
         if any(config._attn_implementation != NAME for config in configs(self.model)):
             raise UserError(
-                "the model uses its own attention within paused(), so no rank shares it; check it "
-                "outside"
+                "the model uses its own attention within paused(), so the ranks do not share its "
+                "sequences; call check outside paused()"
             )
         return compare(model, batch, self.group, self.paused)
 
@@ -174,42 +178,12 @@ class Sharded:
             set_attentions(self.model, previous, NAME)
 
 
-def mean_loss(
-    loss_sum: Tensor,
-    valid: Tensor | int,
-    world: dist.ProcessGroup | None,
-    count: Tensor | int | None = None,
-) -> Tensor:
-    """Return the mean of all ranks' terms, whose gradients are to be averaged over ``world``.
-
-    Args:
-        loss_sum: sum of this rank's terms.
-        valid: number of this rank's terms.
-        count: number by which to divide, by default that of all ranks' terms.
-    """
-    local_valid = torch.as_tensor(valid, dtype=torch.float64, device=loss_sum.device)
-    sums = torch.stack([loss_sum.detach().double(), local_valid])
-    world_size = 1
-    if world is not None:
-        dist.all_reduce(sums, group=world)
-        world_size = dist.get_world_size(world)
-    if count is None:
-        terms = sums[1].clamp(min=1)
-    else:
-        terms = torch.as_tensor(count, device=sums.device).double()
-
-    # The gradient is that of this rank's share, times the ranks that it will be averaged over;
-    # the value is the global mean.
-    share = loss_sum * (world_size / terms).to(loss_sum.dtype)
-    return share - share.detach() + (sums[0] / terms).to(loss_sum.dtype)
-
-
 def _check_settings(model: nn.Module, ranks: int) -> None:
     """Raise UserError for a setting of the model that the probe's forwards would not reveal."""
     if any(config._attn_implementation == NAME for config in configs(model)):
         raise UserError(
-            "the model is sharded already; use what that call of shard returned, or, for another "
-            "group or method, call shard again within its paused()"
+            "the model is sharded already; use the result of that call of shard, or, for another "
+            "group or method, call shard again within that result's paused()"
         )
     for config in configs(model):
         kind = type(config).__name__
@@ -220,8 +194,8 @@ def _check_settings(model: nn.Module, ranks: int) -> None:
             rate = getattr(config, name, 0)
             if rate:
                 raise UserError(
-                    f"{kind}.{name} is {rate}, but no kernel here has dropout; make the model with "
-                    f"{name}=0"
+                    f"{kind}.{name} is {rate}, but context parallelism has no kernel with dropout; "
+                    f"make the model with {name}=0"
                 )
 
     if ranks == 1:
@@ -250,10 +224,10 @@ def shard(
     Collective.
 
     Args:
-        model: a causal language model with its weights, also inside peft's or FSDP2's wrapping.
-        group: None means only this process.
-        method: a name in ``METHODS``, of softmax attention.
-        world: the ranks whose gradients are averaged, by default all processes.
+        model: a causal language model with its weights, also if peft or FSDP2 wraps it.
+        group: ranks that share every sequence; None means only this process.
+        method: name in ``METHODS`` of a method for softmax attention.
+        world: group of ranks whose gradients are averaged, by default all processes.
         options: as for ``context_parallel``, except those that each batch or layer decides.
 
     Raises UserError: a layer that these ranks cannot compute, with its name and the reason; a

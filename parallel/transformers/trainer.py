@@ -24,23 +24,30 @@ from runtime.errors import UserError
 
 Base: Any = object
 """Stands for transformers' trainer class, which is not imported here."""
-OTHER_LOSS = "the loss here is the mean cross entropy of all tokens with a label"
+OTHER_LOSS = (
+    "the loss here is always the mean cross entropy of all tokens with a label; use the default"
+)
 REFUSED = {
     "label_smoothing_factor": (0, OTHER_LOSS),
     "loss_type": ("nll", OTHER_LOSS),
     "compute_loss_func": (None, OTHER_LOSS),
     "average_tokens_across_devices": (True, OTHER_LOSS),
-    "use_liger_kernel": (False, "its forward has no logits; the loss here is of logits"),
+    "use_liger_kernel": (
+        False,
+        "the loss needs logits, which its forward pass does not return; set it to False",
+    ),
     "compute_metrics": (
         None,
-        "a rank has its own tokens' logits; evaluate the loss, or call context_parallel.gather",
+        "a rank has only its own tokens' logits; leave it out and evaluate the loss, or call "
+        "context_parallel.gather",
     ),
-    "model_init": (None, "a model that is made again is not sharded; give model"),
+    "model_init": (None, "a model that is made again is not sharded; give model instead"),
     "parallelism_config": (
         None,
-        "give context_parallel_size, and leave the other dimensions to data parallelism",
+        "this trainer makes its own mesh; give context_parallel_size instead, and leave other "
+        "dimensions to data parallelism",
     ),
-    "deepspeed": (None, "use DDP or FSDP2, whose gradients are means over all processes"),
+    "deepspeed": (None, "gradients must be means over all processes; use DDP or FSDP2 instead"),
 }
 """Trainer arguments, the value that each must have, and the reason."""
 MODEL_INPUTS = ("input_ids", "labels", "position_ids", "attention_mask")
@@ -66,7 +73,8 @@ class ContextParallelTrainer(Base):
     attribute ``context_parallel`` holds the result of ``shard``.
 
     Args:
-        context_parallel_size: ranks of a group, a divisor of the processes; by default all of them.
+        context_parallel_size: number of ranks in a group, which must divide the number of
+            processes; by default all processes.
         context_parallel_method: as for ``shard``.
         context_parallel_options: further arguments of ``shard``.
 
@@ -91,7 +99,7 @@ class ContextParallelTrainer(Base):
         for name, (required, reason) in REFUSED.items():
             value = getattr(self.args, name, getattr(self, name, required))
             if value != required:
-                raise UserError(f"{name} is {value!r}; {reason}")
+                raise UserError(f"{name} is {value!r}, but {reason}")
         options = context_parallel_options or {}
         self.context_parallel = shard(
             self.model, self._group, method=context_parallel_method, **options
@@ -107,21 +115,23 @@ class ContextParallelTrainer(Base):
         self._size = size
         if size < 1 or world_size % size:
             raise UserError(
-                f"context_parallel_size is {size}; it must divide the {world_size} processes"
+                f"context_parallel_size is {size}; give a divisor of the number of processes, "
+                f"{world_size}"
             )
         if self.args.train_sampling_strategy == "batch_rebalance":
             raise UserError(
-                "train_sampling_strategy batch_rebalance gives every process its own samples; use "
-                "another"
+                "train_sampling_strategy batch_rebalance gives every process its own samples, but "
+                "the ranks of a group need the same; use another train_sampling_strategy"
             )
         if self.args.fsdp and not self.is_fsdp_enabled:
             raise UserError(
-                "fsdp is on, but accelerate has none for these devices and would use DDP; leave "
-                "it out"
+                "fsdp is on, but accelerate has no FSDP for these devices and would use DDP; leave "
+                "out fsdp"
             )
         if self.accelerator.dispatch_batches:
             raise UserError(
-                "dispatch_batches is True, which gives every process its own samples; leave it out"
+                "dispatch_batches is True and would give every process its own samples, but the "
+                "ranks of a group need the same; leave out dispatch_batches"
             )
 
         self.accelerator.dataloader_config.dispatch_batches = False
@@ -150,15 +160,16 @@ class ContextParallelTrainer(Base):
             return loader
         if not hasattr(loader.batch_sampler, "even_batches"):
             raise UserError(
-                "a dataset without a length is evaluated by a single group; give one that has a "
-                "length"
+                "the dataset to evaluate has no length, so only a single group could evaluate it; "
+                "give a dataset with a length, or leave out context_parallel_size"
             )
         if self.is_fsdp_enabled:
             count = loader.batch_sampler.total_length
             if count % groups:
                 raise UserError(
-                    f"{count} batches to evaluate, but FSDP needs a multiple of the {groups} "
-                    "groups; change per_device_eval_batch_size or the samples of eval_dataset"
+                    f"eval_dataset makes {count} batches, but FSDP needs a multiple of the number "
+                    f"of groups, {groups}; change per_device_eval_batch_size, or the number of "
+                    "samples in eval_dataset"
                 )
         loader.batch_sampler.even_batches = False
         return loader
@@ -201,8 +212,8 @@ class ContextParallelTrainer(Base):
         """
         if not prediction_loss_only:
             raise UserError(
-                "predictions are of this rank's tokens alone; call context_parallel.gather on the "
-                "model's"
+                "predictions would be of this rank's tokens only; run the model, and call "
+                "context_parallel.gather on its outputs"
             )
         with torch.no_grad(), self.compute_loss_context_manager():
             batch = self.context_parallel.batch(**_arguments(self._prepare_inputs(inputs)))
@@ -234,7 +245,7 @@ class ContextParallelTrainer(Base):
     def _prepared_for_evaluation(self) -> Iterator[None]:
         """Undo the preparation of a model that is evaluated before any training.
 
-        accelerate marks the model as prepared, without DDP. A later training would believe that
+        accelerate marks the model as prepared, but without DDP. A later training would trust that
         mark, and every process would train by itself.
         """
         if self.accelerator._models:  # already prepared for training, or by the caller
@@ -266,9 +277,9 @@ class ContextParallelTrainer(Base):
         averaged = isinstance(model, DistributedDataParallel) or self.is_fsdp_enabled
         if not single and not averaged and any(x.requires_grad for x in model.parameters()):
             raise UserError(
-                f"the model to train is a {type(model).__name__} without DDP or FSDP, so that each "
-                "process would train by itself; leave the model to the trainer: something prepared "
-                "it for evaluation alone"
+                f"the model to train is a {type(model).__name__} without DDP or FSDP, since it was "
+                "prepared for evaluation only, and each process would train by itself; let the "
+                "trainer prepare the model"
             )
         return super().training_step(model, *args, **others)
 
@@ -289,8 +300,8 @@ def _arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
     if "labels" not in inputs or inputs.keys() - {*MODEL_INPUTS, *PACKING_FIELDS}:
         others = ", ".join((*MODEL_INPUTS[2:], *PACKING_FIELDS))
         raise UserError(
-            f"a batch has {', '.join(sorted(inputs))}; it needs input_ids and labels, and may have "
-            f"{others}"
+            f"a batch has {', '.join(sorted(inputs))}, but needs input_ids and labels, and may "
+            f"have only {others} besides; use a data collator that makes such batches"
         )
     arguments = {name: inputs[name] for name in MODEL_INPUTS if name in inputs}
     if "position_ids" in arguments:

@@ -159,7 +159,7 @@ def test_cudnn_gets_the_heads_and_keys_that_it_takes(device_gpu, widest, monkeyp
 @pytest.mark.parametrize("kind", [CAUSAL, ANTI])
 def test_a_square_kind_refuses_a_rectangle(kind):
     q, k, v, _ = tensors(4, 6, 4, 4, torch.float32)
-    with pytest.raises(ValueError, match=f"{kind} is square; this one has 4 queries and 6 keys"):
+    with pytest.raises(ValueError, match=f"{kind} must be square, but this one has 4 queries"):
         block_forward(q, k, v, kind, SCALE)
 
 

@@ -150,5 +150,5 @@ def with_gpu(rank, world_size, uuids):
 def test_two_processes_on_one_gpu_are_named():
     assert run_ranks(with_gpu, 3, [7, 8, 9]) == [""] * 3
     assert all(
-        "ranks 0 and 2 have the same GPU of " in line for line in run_ranks(with_gpu, 3, [7, 8, 7])
+        "ranks 0 and 2 use the same GPU of " in line for line in run_ranks(with_gpu, 3, [7, 8, 7])
     )

@@ -158,7 +158,7 @@ def by_hand(q, k, v):
 
 
 def test_an_attention_that_cannot_be_kept_is_refused():
-    with pytest.raises(RecomputeError, match="no single operator"):
+    with pytest.raises(RecomputeError, match="not a single operator"):
         step(config("attention_boundary"), attend=by_hand)
     step(config("full"), attend=by_hand)
 

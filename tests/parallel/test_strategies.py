@@ -176,7 +176,7 @@ def test_what_legacy_ddp_does_not_sum_would_be_seen_and_in_bf16_it_is_ddp_to_the
 
 def refused(rank, world_size):
     model, mesh = whole_model(), init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_cp",))
-    with pytest.raises(ValueError, match="applied to a single rank, not 2"):
+    with pytest.raises(ValueError, match="the mesh has 2 ranks instead of 1"):
         shard_model(model, model.layers, mesh, bf16=False, strategy="legacy_ddp")
 
 
@@ -194,8 +194,8 @@ def test_legacy_ddp_over_ranks_that_the_library_sums_over_too_is_refused():
                 "data_parallel_sharding_strategy": "legacy_ddp",
             },
             (
-                "instances is 2 with data_parallel_sharding_strategy legacy_ddp, "
-                "which .* use 1, or strategy zero1"
+                "instances is 2, but data_parallel_sharding_strategy legacy_ddp shards nothing; .* "
+                "to 1, or the strategy to zero1"
             ),
         ),
     ],

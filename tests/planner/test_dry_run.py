@@ -150,7 +150,7 @@ def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys, tmp_path):
     [
         ("--world-size 6 --context-parallel-size 4", "context_parallel_size is 4"),
         ("--world-size 0", "world_size is 0"),
-        (" ".join(H100), "on cuda takes bfloat16 or float16 and got torch.float32"),
+        (" ".join(H100), "on cuda takes bfloat16 or float16, but got torch.float32"),
         ("--device cuda", "no file in configs/clusters describes this machine, on which"),
         ("--cluster none.toml", "none.toml: cannot be read"),
     ],

@@ -1,11 +1,11 @@
 """Executor of the gated delta rule over segments on several ranks.
 
-A segment maps its incoming state S to M S + U, and adds Q S to the outputs that it has without
-(kernels/delta/rule.py). So a segment that continues a document is computed before S arrives: one
-product remains, and U + M S is sent on at once, or the map itself was sent earlier (segments.py).
-The gradient of S is M^T dS' + Q^T dout, passed back along the chain. Only segments in the middle of
-a document take that wider scan: one that begins it knows its state, one that ends it is computed
-last, unless it is most of its rank.
+A segment maps its incoming state S to M S + U, and adds Q S to the outputs that it has without S
+(kernels/delta/rule.py). So a segment that continues a document is computed before S arrives, by a
+wider scan: one product remains, and U + M S is sent on at once, or the map itself was sent earlier
+(segments.py). The gradient of S is M^T dS' + Q^T dout, passed back along the chain. Only segments
+in the middle of a document need the wider scan: a segment that begins a document knows its state,
+and one that ends a document is computed last, unless it has most of its rank's tokens.
 
 Shapes as in ``kernels.delta.rule``, with T local positions; states in float32 (float64 for
 float64).
@@ -49,7 +49,7 @@ class Wave(NamedTuple):
     inputs: Tensors
     """q, k, v, g and beta of the group's heads."""
     outputs: Tensors
-    """The group's heads of out; in a backward, of dout and of the gradients of the inputs."""
+    """The group's heads of out; in a backward pass, of dout and of the inputs' gradients."""
     posted: list[Arrival]
     """Receives that were posted before the only round; empty if there are none."""
 
@@ -78,9 +78,10 @@ class DeltaExecutor:
     ) -> Iterator[Wave]:
         """Split inputs and outputs ``[B, T, heads, ..]`` into groups of heads that take turns.
 
-        If each document that ranks share ends on the second of two, only the first group's end is
-        eager: the states of the others arrive meanwhile, into buffers that are posted at once. On a
-        GPU all heads are one group: smaller ones would not fill it.
+        If each document that ranks share ends on the second of two ranks, only the first group
+        computes such an end eagerly: the states of the other groups arrive meanwhile, in buffers
+        that are posted at the start. On a GPU all heads are one group, since smaller groups would
+        not fill it.
         """
         groups = _num_groups(plan, inputs[0])
         num_inputs = len(inputs)
@@ -106,9 +107,9 @@ class DeltaExecutor:
     def forward(self, plan: Plan, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Return out ``[B, T, H, E]`` in v's dtype, and one flat tensor that the backward needs.
 
-        For each part these are the states before each of its slabs and after it and, of an eager
-        part, Q and M. They are one tensor, since an operator returns a fixed number of tensors and
-        the parts depend on the documents.
+        That tensor has, for each part, the states before each of its slabs (ranges of chunks) and
+        after the part, and Q and M of an eager part. It is flat, since an operator returns a fixed
+        number of tensors, but the parts depend on the documents.
         """
         v = tensors[2]
         out = v.new_zeros(v.shape)
@@ -195,8 +196,8 @@ class DeltaExecutor:
     def _backward(self, plan: Plan, wave: Wave, saved: SavedParts) -> Callable[[], None]:
         """Write the gradients of one head group, except those that no other rank waits for.
 
-        Returns a function that writes those: the tokens of eager parts that end a document. They
-        are computed after the passes of all waves, so that no rank waits for them.
+        Returns a function that writes the rest: the gradients of eager parts that end a document.
+        It is called after the passes of all waves, so that no rank waits for it.
         """
         dout, *input_gradients = wave.outputs
 
@@ -244,8 +245,8 @@ class DeltaExecutor:
         """Pass states (or gradients) between ranks in rounds, and compute meanwhile.
 
         Args:
-            local_map: returns the map of a part, (U, M), or (U,) for the one that begins the chain.
-            compute: does the part of whole documents.
+            local_map: returns the map of a part, (U, M), or (U,) for a part that begins its chain.
+            compute: computes the part with the whole documents.
             enter: takes a part and its incoming state; called after the sends that others wait for.
         """
         part_of = {part.link: part for part in wave.parts.all}
@@ -284,8 +285,8 @@ class DeltaExecutor:
                 enter(part, state)
             due.clear()
 
-            # Maps from further ahead compose with maps that came before. A map of U alone is the
-            # state itself, so the part can continue.
+            # A new map covers segments before those of the maps that arrived earlier: compose them.
+            # A map of U alone is the state itself, so the part can continue.
             for message, arrival in zip(coming, wave.posted or arrivals, strict=True):
                 part = part_of[message.target]
                 earlier = arrival()
@@ -301,7 +302,7 @@ class DeltaExecutor:
 
 
 def _composed(earlier: Tensors, later: Tensors) -> Tensors:
-    """Compose the maps (U, M) of two stretches; (U,) if the earlier one begins the chain."""
+    """Compose the maps (U, M) of two stretches; return (U,) if the earlier one begins the chain."""
     added, through = later
     first, *rest = (through @ x for x in earlier)
     return added + first, *rest
@@ -319,9 +320,9 @@ def _receive_buffers(message: StateMessage, tensors: Tensors) -> tuple[int, Tens
 
 
 def _num_groups(plan: Plan, q: Tensor) -> int:
-    """Return the number of groups of heads that take turns.
+    """Return the number of head groups that take turns.
 
-    It is more than 1 only on a CPU, and if every document that is cut has two segments on two
+    It is more than 1 only on a CPU, and only if every document that is cut has two segments on two
     ranks: then there is one round, and all receives can be posted before it.
     """
     if q.device.type != "cpu" or not cut(plan):
@@ -336,7 +337,7 @@ def _num_groups(plan: Plan, q: Tensor) -> int:
 def _unpacked(
     rank_parts: RankParts, saved: Tensor, k: Tensor, v: Tensor
 ) -> tuple[SavedParts, Tensor]:
-    """Split a flat saved tensor: return the saved tensors of one head group's parts, and the rest.
+    """Split a flat saved tensor into the tensors of one head group's parts, and the rest.
 
     Shapes follow from the parts alone, so the flat tensor needs no header.
     """

@@ -1,4 +1,4 @@
-"""The calls of a gated delta rule layer, on one rank's shard of every sequence."""
+"""The functions that a gated delta rule layer calls on one rank's shard of every sequence."""
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ class DeltaAttention:
     """Gated delta rule and its convolution, for any layout whose ranks hold consecutive tokens.
 
     Ranks pass states on, whatever the method of the softmax attention: the delta rule needs only
-    the layout. A document that lies on one rank sends nothing.
+    the layout. A document that lies on one rank needs no communication.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class DeltaAttention:
 
         Args:
             q, k, v, g, beta: as for ``kernels.ops.delta_rule``, with T_local tokens.
-            mask: the plan of these sequences, another ``handle``; by default the one bound.
+            mask: handle of the plan for these sequences; by default the bound plan.
 
         Returns:
             ``[B, T_local, H, E]`` in v's dtype, zero in padding.
 
         Raises:
-            ContextError: a striped layout, a window or a full mask; shapes, dtypes or heads that do
-                not fit.
+            ContextError: the layout is striped, or the mask full or a window; shapes, dtypes or
+                heads do not fit.
         """
         plan = self._checked(q, k, v, g, beta, mask)
         out, _ = delta_attention(self._executor, q, k, v, g, beta, plan)
@@ -61,8 +61,8 @@ class DeltaAttention:
         """Compute ``attend`` and the final state, without a gradient.
 
         Returns:
-            Out, and the state ``[B, H, D, E]`` after the last document on the rank that ends it,
-            zeros on the others.
+            out, and the state ``[B, H, D, E]`` after the last document on the rank where that
+            document ends; zeros on the other ranks.
         """
         plan = self._checked(q, k, v, g, beta, None)
         out, saved = delta_attention(self._executor, q, k, v, g, beta, plan)
@@ -86,7 +86,7 @@ class DeltaAttention:
 
         Args:
             x: ``[B, T_local, C]``.
-            weight: ``[C, K]``, the last of each row for the token itself.
+            weight: ``[C, K]``; the last number of each row is for the token itself.
             mask: as for ``attend``.
 
         Returns:
@@ -107,5 +107,5 @@ class DeltaAttention:
         if x.shape[1] != self._local_len:
             raise ContextError(
                 f"{called}: {name} {tuple(x.shape)} does not fit a plan of {self._local_len} local "
-                "positions; pass [B, T_local, heads, D], or channels"
+                "positions; pass [B, T_local, heads, D], or to convolve [B, T_local, channels]"
             )

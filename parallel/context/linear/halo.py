@@ -1,9 +1,9 @@
-"""Short causal convolution over several ranks: a continued document receives the rows before it.
+"""Short causal convolution over several ranks: segments receive the rows before them.
 
-These rows, a segment's halo, travel while every rank convolves its own rows; then the first outputs
-of the segment are computed again with them, to the same bits as in one process. The backward sends
-the halo's gradient home first. Shapes: x ``[B, T, C]``, weight ``[C, K]``, T local positions; a
-halo has K - 1 rows.
+A segment that continues a document needs these rows, its halo. They travel while every rank
+convolves its own rows; then the segment's first outputs are computed again with the halo, to the
+same bits as in one process. The backward first sends the halo's gradient to its owners. Shapes: x
+``[B, T, C]``, weight ``[C, K]``, T local positions; a halo has K - 1 rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ class Halo(NamedTuple):
     """One rank's part in the exchange of halo rows."""
 
     continued: tuple[Segment, ...]
-    """Segments of this rank that need rows, in the order of their halos."""
+    """Segments of this rank that need a halo, in the order of their halos."""
     sends: tuple[HaloRows, ...]
     receives: tuple[HaloRows, ...]
 
@@ -50,7 +50,7 @@ class Halo(NamedTuple):
 def halos(plan: Plan, reach: int) -> tuple[Halo, ...]:
     """Return each rank's part in the exchange, if a token reads ``reach`` tokens before itself.
 
-    Raises as ``chains``. A halo has several owners if the segments before are shorter than it.
+    Raises as ``chains``. A halo has several owners if the segments before it are shorter.
     """
     continued: list[list[Segment]] = [[] for _ in range(plan.size)]
     sends: list[list[HaloRows]] = [[] for _ in range(plan.size)]
@@ -79,8 +79,8 @@ def halos(plan: Plan, reach: int) -> tuple[Halo, ...]:
 def halo_traffic(plan: Plan, rank: int, taps: int, row: int, *, gradient: bool) -> Traffic:
     """Return the bytes that ``rank`` sends in a convolution with ``taps`` taps, or in its backward.
 
-    ``row`` is the bytes of a token's channels, with ``gradient`` those of its gradient, which is in
-    float32 or wider.
+    ``row`` is the number of bytes of a token's channels or, with ``gradient``, of their gradient,
+    which is in float32 or wider.
     """
     halo = halos(plan, taps - 1)[rank]
     traffic = Traffic()
@@ -132,7 +132,7 @@ class Convolution:
         """Return the gradients of x (zero in padding) and of weight.
 
         ``arrived`` has the halos that forward returned. The gradient of a row that other ranks read
-        is a sum over ranks; it is added in float32 and rounded once.
+        is a sum over ranks; it is summed in float32 or wider and rounded once.
         """
         reach = weight.shape[1] - 1
         dtype = accum_dtype(x.dtype)
@@ -160,7 +160,7 @@ class Convolution:
         dx = x.new_zeros(x.shape)
         dx[:, :num_tokens] = drows.index_select(1, indices + reach)
 
-        # Several parts may end in the last rows of a segment; the longest comes first.
+        # Several parts may end with a segment's last row; the longest part comes first.
         shared: dict[int, Tensor] = {}
         for part, gradient in arrivals():
             end = part.rows.stop
@@ -184,8 +184,8 @@ class Convolution:
     def _gaps(self, plan: Plan, halo: Halo, reach: int) -> Iterator[tuple[slice, slice, slice]]:
         """Yield three slices for each continued segment.
 
-        They are the rows of its halo among all halos, the gap for it among the spaced rows, and the
-        segment's tokens that read it, among this rank's.
+        They select the segment's halo among all halos, the gap for the halo among the spaced rows,
+        and, among this rank's tokens, those of the segment that read the halo.
         """
         numbers = {segment: number for number, segment in enumerate(segments(plan)[self.rank])}
         for index, segment in enumerate(halo.continued):

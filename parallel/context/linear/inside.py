@@ -20,7 +20,7 @@ class InsideAttention:
     """
 
     def __init__(self, inside: ContextParallel, outside: ContextParallel) -> None:
-        """Raise ContextError as ``token_route`` does."""
+        """Prepare the exchange of tokens; raise ContextError as ``token_route`` does."""
         outer = outside.plan.geometry
         inner = inside.plan.geometry
         self.inside = inside
@@ -49,7 +49,7 @@ class InsideAttention:
     ) -> Callable[[Tensor], Tensor]:
         """Start gathering k and v, see ``SoftmaxAttention``; return the function q -> attention.
 
-        Between two layouts nothing starts before q is ready, since one exchange moves all three.
+        If the layouts differ, nothing starts before q is ready: one exchange moves all three.
         """
         if self._relayout is None:
             inner_mask = None if mask is None else self.inner_handle(mask)
@@ -70,7 +70,7 @@ class InsideAttention:
         If the geometries differ, the result is cached per plan.
         """
         inside = self.inside
-        if plan.geometry == inside.plan.geometry:  # else a plan would keep itself alive
+        if plan.geometry == inside.plan.geometry:  # a cached plan would keep itself alive
             return inside.under(documents=plan.documents, window=plan.mask.window)
         if plan not in self._masked:
             window = inside.plan.mask.window

@@ -1,8 +1,8 @@
 """Exchange of tokens between two layouts of the same ranks, for hybrid models.
 
-Each kind of attention has its layout: states pass in the fewest hops if each rank has one block of
-tokens, and the zigzag layout balances causal softmax attention. One all-to-all moves q, k and v
-into the other layout, another moves the output back.
+Each kind of attention has a layout that suits it: states pass in the fewest hops if each rank has
+one block of tokens, and the zigzag layout balances causal softmax attention. One all-to-all moves
+q, k and v into the other layout, and another moves the output back.
 """
 
 from functools import lru_cache
@@ -40,13 +40,13 @@ def token_route(source: Geometry, target: Geometry, rank: int) -> TokenRoute:
     """
     if (source.size, source.padded_len) != (target.size, target.padded_len):
         raise ContextError(
-            f"tokens cannot go from {source.padded_len} positions over {source.size} ranks to "
-            f"{target.padded_len} over {target.size}; make the one plan with "
-            f"multiple={target.local_len}, the other's local length"
+            f"tokens cannot move from {source.padded_len} positions over {source.size} ranks to "
+            f"{target.padded_len} positions over {target.size} ranks; make the first plan with "
+            f"multiple={target.local_len}, the local length of the second"
         )
     # Positions of a rank ascend, so both sides order the tokens between two ranks equally.
-    destination = _owners(target)[source.positions(rank)]  # of each token before the exchange
-    origin = _owners(source)[target.positions(rank)]  # of each token after it
+    destination = _owners(target)[source.positions(rank)]  # of the tokens held before the exchange
+    origin = _owners(source)[target.positions(rank)]  # of the tokens held afterwards
     return TokenRoute(
         order=torch.from_numpy(np.argsort(destination, kind="stable")),
         sends=tuple(np.bincount(destination, minlength=source.size).tolist()),
@@ -65,7 +65,7 @@ def _owners(geometry: Geometry) -> np.ndarray:
 
 
 def moved_tokens(source: Geometry, target: Geometry) -> int:
-    """Return the largest number of tokens that any rank sends to others; it receives as many."""
+    """Return the maximum number of tokens that a rank sends to others; it receives as many."""
     max_tokens = 0
     for rank in range(source.size):
         stationary = token_route(source, target, rank).sends[rank]
@@ -90,11 +90,11 @@ class Relayout:
         """Move x [B, T, ...] from the outer layout to the inner layout, or back.
 
         Args:
-            direction: 0 is inward, 1 outward.
+            direction: 0 for inward, 1 for outward.
         """
         if x.device not in self._indices:
-            # Copied to the device once, since a copy in each layer makes the device wait for the
-            # host.
+            # Copy the indices to the device once: a copy in each layer would make the device wait
+            # for the host.
             self._indices[x.device] = [
                 (route.order.to(x.device), route.targets.to(x.device)) for route in self._routes
             ]

@@ -1,22 +1,24 @@
 """Segments of packed documents, the chains that they form over ranks, and how states pass.
 
-A segment is consecutive tokens of one document on one rank. A document in several segments is a
-chain: the state that one ends with enters the next, and a short convolution reads the last tokens
-of those before. A part is segments of a rank that one scan of the delta rule computes.
+A segment is consecutive tokens of one document on one rank. The segments of a document are a chain:
+the state after one segment enters the next, and a short convolution reads the last tokens of the
+segments before. A part is one or several segments of a rank that one scan of the delta rule
+computes.
 
-A segment, or several in sequence, is a map of states: S goes to M S + U. A message is such a map,
-or U alone once it reaches the document's beginning, where S is 0. Messages pass by a schedule, in
-rounds that all ranks compute from the plan. Per chain of n segments:
+A segment, or several in sequence, maps the incoming state S to M S + U. A message is such a map, or
+U alone if the segments begin the document, where S is 0. Messages follow a schedule, in rounds that
+all ranks compute from the plan. For a chain of n segments:
 
-* ``chain``: each passes the state on to the next, n - 1 rounds.
-* ``tree``: the number of segments before a segment whose map it has doubles each round (Hillis and
-  Steele 1986), ceil(log2 n) rounds.
+* ``chain``: each segment passes the state on to the next, in n - 1 rounds.
+* ``tree``: each segment has the map of a number of segments before it, and this number doubles each
+  round (Hillis and Steele 1986): ceil(log2 n) rounds.
 
-Gradients pass along the reversed chain: M^T, and U is the gradient that the segment adds.
+Gradients pass along the reversed chain, with M^T in place of M; U is the gradient that a segment
+adds.
 
 Maps of states compose, (M2, U2) after (M1, U1) is (M2 M1, M2 U1 + U2), and composition is
-associative. That is all a parallel prefix sum needs, and why the delta rule, which is sequential in
-its tokens, can run on many ranks at once: each computes its map without knowing its state.
+associative. A parallel prefix sum needs no more. So the delta rule, which is sequential in its
+tokens, can run on many ranks at once: each rank computes its map without knowing its state.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,12 +41,12 @@ class Segment(NamedTuple):
 
     rank: int
     start: int
-    """Position in the sequence."""
+    """Position of its first token in the sequence."""
     offset: int
     """Local index of its first token."""
     length: int
     chain: int
-    """Number of its document in the sequence."""
+    """Index of its document in the sequence."""
     depth: int
     """Number of segments of the document before this one."""
     num_after: int
@@ -72,15 +74,15 @@ Chain = tuple[Segment, ...]
 def chains(plan: Plan) -> tuple[Chain, ...]:
     """Return the chains of a plan, in order of position.
 
-    Padding comes last; its segments are documents of their own.
+    Padding comes last; each of its segments counts as a document.
 
     Raises:
-        ContextError: a layout whose ranks hold no consecutive tokens.
+        ContextError: the ranks of the layout do not hold consecutive tokens.
     """
     if plan.layout.stride > 1:
         raise ContextError(
-            f"context_parallel_layout is {plan.layout.name!r}, where each token is a segment of "
-            "its own; states pass along consecutive tokens: use contiguous, zigzag or balanced"
+            f"context_parallel_layout is {plan.layout.name!r}, but states pass along consecutive "
+            "tokens, and a rank has none in this layout; use contiguous, zigzag or balanced"
         )
     stretches = []
     for rank in range(plan.size):
@@ -129,7 +131,7 @@ def segments(plan: Plan) -> tuple[tuple[Segment, ...], ...]:
 
 @lru_cache(maxsize=64)
 def cut(plan: Plan) -> tuple[Chain, ...]:
-    """Return the chains of several segments: documents cut between ranks, without padding."""
+    """Return the chains of several segments, without padding: documents cut between ranks."""
     return tuple(
         chain for chain in chains(plan) if len(chain) > 1 and chain[0].start < plan.seq_len
     )
@@ -139,15 +141,15 @@ def state_plan(called: str, handle: Tensor, geometry: Geometry) -> Plan:
     """Return the plan of a handle, after checking that states can pass along it.
 
     Raises:
-        ContextError: it is not of this geometry, or states cannot pass along it; ``called`` is the
-            function that the user called.
+        ContextError: the plan is of another geometry, or states cannot pass along it; ``called``
+            names the function that the user called.
     """
     plan = plan_of(handle, geometry)
     chains(plan)
     if not plan.causal or plan.mask.window:
         mask = f"window {plan.mask.window}" if plan.causal else "a full mask"
         raise ContextError(
-            f"{called}: the plan has {mask}, but a state holds all tokens before; use a causal "
+            f"{called}: the plan has {mask}, but a state sums up all earlier tokens; use a causal "
             "plan without a window"
         )
     return plan
@@ -208,8 +210,8 @@ def parts(plan: Plan, rank: int, *, waits: bool = False) -> RankParts:
     """Return the parts of a rank, without padding; tensors may hold anything in padding.
 
     A wide scan costs about twice a plain one, so it is used only if it saves waiting: for segments
-    in the middle of a document, on which others wait, and for one that ends a document if it is
-    most of its rank's tokens. With ``waits`` a segment that ends a document is never eager.
+    in the middle of a document, on which others wait, and for a segment that ends a document if it
+    has most of its rank's tokens. With ``waits`` a segment that ends a document is never eager.
     """
     first = []
     eager = []
@@ -233,13 +235,13 @@ def parts(plan: Plan, rank: int, *, waits: bool = False) -> RankParts:
 
 
 LONGEST_CHAIN = 8
-"""Largest number of segments per document for which ``auto`` takes the chain, which sends the
-fewest bytes in the most rounds.
+"""Maximum number of segments per document for which ``auto`` takes the chain, which sends the
+fewest bytes but has the most rounds.
 """
 
 
 class StateMessage(NamedTuple):
-    """The map of consecutive segments up to ``source``."""
+    """A message with the map of consecutive segments, the last of which is ``source``."""
 
     source: Segment
     target: Segment
@@ -262,7 +264,7 @@ def _chain(chain: Chain) -> Iterator[list[StateMessage]]:
 
 
 def _tree(chain: Chain) -> Iterator[list[StateMessage]]:
-    covered = 0  # number of segments directly before each one whose map that one has
+    covered = 0  # number of segments directly before each segment whose map it already has
     while covered < len(chain) - 1:
         messages = []
         for index, target in enumerate(chain[covered + 1 :]):
@@ -280,8 +282,8 @@ SCHEDULES: dict[Schedule, Callable[[Chain], Iterator[list[StateMessage]]]] = {
 def schedule_of(plan: Plan) -> Schedule:
     """Return the plan's schedule, with ``auto`` resolved.
 
-    ``auto`` takes the tree if some document has over ``LONGEST_CHAIN`` segments. Latency decides
-    there: a chain's rounds grow with its segments, a tree's with their logarithm
+    ``auto`` takes the tree if a document has more than ``LONGEST_CHAIN`` segments. Latency decides
+    then: the rounds of a chain grow with the number of segments, those of a tree with its logarithm
     (docs/concepts/linear_attention.md counts both).
     """
     requested = plan.geometry.options.delta_rule_schedule
@@ -294,11 +296,11 @@ def schedule_of(plan: Plan) -> Schedule:
 def rounds(
     plan: Plan, *, gradient: bool = False, schedule: Schedule | None = None
 ) -> tuple[StateRound, ...]:
-    """Return the rounds of a forward, or of a backward (``gradient``), for all ranks and documents.
+    """Return the rounds of a forward or backward (``gradient``), for all ranks and documents.
 
-    ``schedule`` is by default that of ``schedule_of``. Between two ranks messages go in this order.
-    Messages for one segment come by position, the first of the document (for gradients the last)
-    first, and before those of earlier rounds.
+    ``schedule`` is by default that of ``schedule_of``. Between two ranks, messages go in this
+    order. A segment receives at most one message per round; each covers segments before those of
+    its earlier messages (for gradients, after them).
 
     Raises:
         ContextError: as ``chains``.

@@ -3,12 +3,12 @@
 A scan is linear in the incoming state (kernels/linear_attention.py), so a rank computes all but one
 matrix product while the state is in transit. The backward reuses that state, so that dq needs no
 other rank; the state's gradient goes the other way. States and sums are in float32 (float64 for
-float64 inputs) and are cast once at the end. No check reads them, since that would wait for the
-GPU: an overflow shows in every rank's gradient norm.
+float64 inputs) and are cast once at the end. No check reads the states, since it would have to wait
+for the GPU: an overflow shows in every rank's gradient norm.
 
-A rank's tokens are one or more stretches of consecutive ones (``Passage``), each with a slot among
-them. Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]`` with T local positions, states ``[B, H, D,
-E]``, or ``[slots, ...]``.
+A rank's tokens are one or several stretches of consecutive tokens (``Passage``), numbered by slots.
+Shapes: q, k ``[B, T, H, D]``, v ``[B, T, H, E]`` with T local positions, states ``[B, H, D, E]``,
+or ``[slots, ...]``.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from parallel.context.transport import Arrival, Transport
 from runtime.tensors import Handles, accum_dtype
 
 BySlot = dict[int, Tensor]
-"""A tensor for each stretch of a rank, keyed by slot."""
+"""A tensor for each stretch of a rank, keyed by the stretch's slot."""
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class StateExecutor:
     ) -> tuple[Tensor, Tensor]:
         """Return out ``[B, T, H, E]`` in v's dtype, and the state that enters each stretch.
 
-        A stretch without an incoming state has zeros.
+        The state is zero for a stretch without an incoming state.
         """
         scan = self._scan(q)
         outs: BySlot = {}  # [B, T of the stretch, H, E]
@@ -90,7 +90,7 @@ class StateExecutor:
         v: Tensor,
         log_decay: Sequence[float],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv in float32 or wider; ``states`` come from ``forward``."""
+        """Return dq, dk and dv in float32 or wider, given the ``states`` that forward returned."""
         scan = self._scan(q)
         dq: BySlot = {}
         dk: BySlot = {}
@@ -143,11 +143,11 @@ class StateExecutor:
         *,
         reverse: bool = False,
     ) -> BySlot:
-        """Compute this rank's stretches, while the first state is in transit.
+        """Compute this rank's stretches while the first state is in transit.
 
-        Every stretch is computed as if no state came in, and corrected when it has come: out += Q S
-        for the tokens that see it. So a rank's wait is for one matrix product of the rank before
-        it, not for its scan.
+        Every stretch is computed as if no state came in, and corrected when the state S arrives:
+        out += Q S for the tokens that see it. So a rank waits only for one matrix product of the
+        rank before it, not for that rank's scan.
 
         Args:
             plan: the plan, for its documents.
@@ -155,12 +155,12 @@ class StateExecutor:
             log_decay: log of each head's decay.
             intra: computes a stretch without its incoming state, and returns the state after it,
                 from zero.
-            alone: computes only that state.
+            alone: computes only this state.
             enter: adds the contribution of an incoming state.
-            reverse: pass the gradients of states, the other way.
+            reverse: pass the gradients of states, in the other direction.
 
         Returns:
-            the states that came in, by slot.
+            the incoming states, keyed by slot.
         """
         ways = self._ways(plan, reverse=reverse)
         local_ways = [way for way in ways if way.rank == self.rank]
@@ -204,7 +204,7 @@ class StateExecutor:
         alone: Callable[[Passage], Tensor],
         enter: Callable[[Passage, Tensor], None],
     ) -> BySlot:
-        """All-gather the state of every stretch, and sum those before each stretch of this rank.
+        """All-gather the states of all stretches; sum those before each stretch of this rank.
 
         States are computed first, without outputs, so that the gather overlaps the rest of the
         scan.
@@ -225,8 +225,8 @@ class StateExecutor:
     def _receive(self, way: Passage | None, like: Tensor) -> Arrival:
         """Start to receive the state of a stretch, unless this rank has it or no state enters.
 
-        Only one is in transit: a second would wait for a state that this rank has yet to send, and
-        a GPU's queue keeps their order.
+        Only one receive is in transit: a second one could depend on a state that this rank has yet
+        to send, and a GPU's queue keeps the order of transfers.
         """
         if way is None or way.source in (None, self.rank):
             return lambda: ()
@@ -239,8 +239,8 @@ class StateExecutor:
     ) -> BySlot:
         """Sum the states ``[B, ranks * slots, H, D, E]`` that precede each stretch of this rank.
 
-        In the order of the sequence, with each state decayed by the tokens after it, as a chain of
-        ranks would: lasp and lasp2 add in the same order.
+        They are added in the order of the sequence, each decayed by the tokens after it, as a chain
+        of ranks would do: lasp and lasp2 add in the same order.
         """
         slots = self.geometry.slots
         sums: BySlot = {}

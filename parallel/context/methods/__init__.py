@@ -30,14 +30,14 @@ STATE_METHODS = _by_name(Lasp(), Lasp2())
 LINEAR_METHODS = STATE_METHODS | _by_name(
     *(method for method in METHODS.values() if method.splits_heads)
 )
-"""All methods for linear attention: they pass states on, or give each rank the whole sequence of
-some heads.
+"""All methods for linear attention: they pass states on, or give each rank some heads of the whole
+sequence.
 """
 
 if TYPE_CHECKING:
     MethodName: TypeAlias = str
     SoftmaxMethodName: TypeAlias = str
-else:  # choices of a flag
+else:  # the choices of a flag
     MethodName = Literal[(*METHODS, *STATE_METHODS, "none", "auto")]
     SoftmaxMethodName = Literal[(*METHODS, "none", "auto")]
 

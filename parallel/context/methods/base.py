@@ -13,12 +13,12 @@ from parallel.context.layout import LAYOUTS, ContextError
 from runtime.errors import divisors
 
 Ranks = Any
-"""A rank, or an array of ranks: methods use only arithmetic, so that one call computes all ranks.
+"""A rank, or an array of ranks: methods use only arithmetic, so one call can compute all ranks.
 """
 
 
 class Shape(NamedTuple):
-    """Numbers of ranks: all that share a sequence, those of a team, and those of a node."""
+    """Numbers of ranks that share a sequence, a team and a node."""
 
     size: int
     team_size: int = 1
@@ -26,10 +26,10 @@ class Shape(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A send to rank ``to``, which needs it in round ``due``, the next or later.
+    """A send to rank ``to``, needed there in round ``due``: the next round or a later one.
 
-    ``due`` equal to the number of rounds means after the last. Per send of a round, each rank
-    receives from one rank only: from ``source``, which a geometry fills in.
+    ``due`` equal to the number of rounds means after the last round. For each send of a round,
+    every rank also receives from exactly one rank, ``source``, which a geometry fills in.
     """
 
     to: Ranks
@@ -40,15 +40,16 @@ class Send(NamedTuple):
 class Round(NamedTuple):
     """One round of one rank, or of all at once, without tiles.
 
-    The rank has the KV of ranks ``holds``, which these all-gathered before the first round, and
-    starts ``sends`` of it as the round starts. At the round's end it adds the gradient it received
-    to the round's own and sends the sum to where the same KV is held in round ``due``; after the
-    last round, to its owner. Without ``gradient`` the round only passes KV on and computes nothing.
+    The rank has the KV of the ranks ``holds``, which all-gathered it before the first round, and
+    starts ``sends`` of this KV when the round starts. At the end of the round it adds the gradient
+    that it received to the round's own gradient, and sends the sum to the rank that holds the same
+    KV in round ``due``; after the last round, to the owner. Without ``gradient`` the round only
+    passes KV on and computes nothing.
 
-    Tiles pair this rank's queries, which are its team's, joined in ascending positions, with the
-    keys of ``holds`` (ranks that each hold every n-th position: in the order of their first ones).
-    A backward that moves queries holds queries, the keys are the team's, and queries and their
-    gradient go the same way.
+    Tiles pair the queries of this rank's team, joined in ascending positions, with the keys of
+    ``holds``, joined likewise (striped ranks are joined in the order of their first positions). In
+    a backward pass that moves queries, ``holds`` are the ranks whose queries visit, the keys are
+    the team's, and queries and their gradient travel the same way.
     """
 
     holds: tuple[Ranks, ...]
@@ -65,7 +66,7 @@ class Round(NamedTuple):
 class Method:
     """A layout and the rounds over it; methods of one class are equal.
 
-    A method that moves KV and splits no heads takes any head counts.
+    A method that moves KV and does not split heads supports any number of heads.
     """
 
     name: str
@@ -74,14 +75,14 @@ class Method:
     """Layouts to choose from; a single one if the layout defines the method."""
     teams: bool = False
     nodes: bool = False
-    """True if the rounds depend on nodes, which must have equally many ranks."""
+    """True if the rounds depend on nodes, which must all have the same number of ranks."""
     needed_only: bool = False
-    """True if only rows that a query sees travel under any mask; if False, only under packed
-    documents and windows.
+    """True if only the rows that a query sees travel under every mask; if False, this holds only
+    for packed documents, windows and the layout ``balanced``.
     """
     splits_heads: bool = False
     states: Literal["", "neighbour", "gather"] = ""
-    """Way of the states: to the next rank, or an all-gather; empty for softmax attention."""
+    """Communication of states: to the next rank, or an all-gather; empty if no states travel."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -94,21 +95,22 @@ class Method:
         return self.layouts[0]
 
     def rounds(self, rank: Ranks, shape: Shape) -> Sequence[Round]:
-        """Return the rounds of ``rank``, equally many per rank; by default one, with its own KV.
+        """Return the rounds of ``rank``; by default one round, with the rank's own KV.
 
-        The first round holds the rank's own KV; joined KV stays joined.
+        All ranks have the same number of rounds. The first round holds the rank's own KV, maybe
+        joined with that of other ranks; joined KV stays joined.
         """
         return [Round((rank,), (), Send(rank, 1))]
 
     def team(self, rank: Ranks, shape: Shape) -> tuple[Ranks, ...]:
         """Return the ranks for whose queries ``rank`` computes attention.
 
-        Their queries are gathered before the rounds, and partial results combined after.
+        Their queries are gathered before the rounds, and partial results are combined afterwards.
         """
         return (rank,)
 
     def check_kind(self, called: str, attention: str, fitting: "Mapping[str, Method]") -> None:
-        """Raise ContextError unless this method is in ``fitting``, those for this attention.
+        """Raise ContextError unless ``fitting``, the methods for this attention, has this one.
 
         Args:
             called: the function that the user called, for the message.
@@ -116,30 +118,33 @@ class Method:
         if self.name not in fitting:
             operands = "states" if self.states else "keys and values"
             raise ContextError(
-                f"{called}: method {self.name} passes {operands} on, which {attention} does not "
-                f"work by; use one of {', '.join(fitting)}"
+                f"{called}: method {self.name} passes {operands} on, but {attention} does not work "
+                f"this way; use one of {', '.join(fitting)}"
             )
 
     def check(self, shape: Shape, causal: bool) -> None:
         """Raise ContextError unless the method supports this shape and mask."""
         mask = "causal" if causal else "full"
         if mask not in self.masks:
-            raise ContextError(f"method {self.name} has no {mask} mask; it takes {self.masks}")
+            raise ContextError(
+                f"method {self.name} does not support a {mask} mask (its masks: {self.masks}); "
+                "use another method"
+            )
         if shape.team_size != 1 and not self.teams:
             raise ContextError(
                 f"method {self.name} has no teams, but context_parallel_team_size is "
-                f"{shape.team_size}; use team_size 1, or method wallfacer"
+                f"{shape.team_size}; set context_parallel_team_size to 1, or use method wallfacer"
             )
         if self.nodes and shape.size % shape.per_node:
             raise ContextError(
                 f"context_parallel_ranks_per_node makes nodes of {shape.per_node} in {self.name}, "
-                f"which does not divide the {shape.size} ranks (or groups of ulysses_degree "
+                f"but that does not divide the {shape.size} ranks (or groups of ulysses_degree "
                 f"ranks); sizes that do: {', '.join(map(str, divisors(shape.size)))}"
             )
 
 
 class BalancedMethod(Method):
-    """A method that supports any layout; by default it takes the one that balances the mask."""
+    """A method for any layout; by default it takes the layout that balances the mask."""
 
     def layout(self, causal: bool) -> str:
         return "zigzag" if causal else "contiguous"

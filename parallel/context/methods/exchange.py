@@ -1,8 +1,9 @@
 """Exchange: every rank sends rows of its own KV straight to the ranks whose queries see them.
 
-All are sent at once. For masks under which a rank sees little: packed documents and windows. Ranks
-need not keep step. With several nodes a row goes once to each node that needs it and on from there,
-and a node's gradients add up before they go home, so a row crosses to each node at most once.
+All rows are sent at once, and ranks need not keep in step. The method suits masks under which a
+rank sees few keys: packed documents and windows. With several nodes, a row goes once to each node
+that needs it and is passed on there, and a node's gradients are added before they are sent to the
+owner. So a row crosses to each node at most once.
 """
 
 from parallel.context.layout import BALANCED, LAYOUTS
@@ -12,9 +13,9 @@ from parallel.context.methods.base import BalancedMethod, Ranks, Round, Send, Sh
 class Exchange(BalancedMethod):
     """Within a node, round s computes with the KV of the rank s steps before.
 
-    For every other node, the rank with the same index in its node gets it first and passes it on in
-    a round that computes nothing; it computes with it after its neighbours have, so that their
-    gradients add up with its own. With 2 nodes of 3 ranks, rank 0 holds the KV of
+    KV goes to another node through the rank with the same index there, which passes it on in a
+    round that computes nothing. That rank computes with the KV after its neighbours have done so,
+    and adds its own gradient to theirs. With 2 nodes of 3 ranks, rank 0 holds the KV of
 
         round   0   1   2   3   4   5   6
         rank    0   2   1   3   5   4   3
@@ -35,7 +36,7 @@ class Exchange(BalancedMethod):
         node, member = divmod(rank, node_size)
 
         def at(laps: int, steps: int) -> Ranks:
-            """Return the rank this many nodes and steps ahead; negative ones are behind."""
+            """Return the rank this many nodes and steps ahead; negative numbers count back."""
             other_node = (node + laps) % num_nodes
             return other_node * node_size + (member + steps) % node_size
 

@@ -21,9 +21,10 @@ class AllGather(BalancedMethod):
 class Ulysses(Method):
     """One all-to-all gives each rank all tokens of some heads; a second one reverses it.
 
-    Jacobs et al. 2023. Its degree is an option of every method: groups of that many neighbours
-    split the heads, and the method runs over the groups; here there is one group, of all ranks.
-    Contiguous by default: every rank has the same work, whatever the layout.
+    Jacobs et al. 2023. The degree is also an option of the other methods that move KV: groups of
+    that many neighbours split the heads, and the method runs over the groups. Here all ranks are
+    one group. The layout is contiguous by default, since every rank has the same work in any
+    layout.
     """
 
     name = "ulysses"
@@ -34,16 +35,16 @@ class Ulysses(Method):
         if shape.size != 1:
             raise ContextError(
                 "method ulysses splits the heads among all ranks, but ulysses_degree leaves "
-                f"{shape.size} groups; leave out ulysses_degree, or choose another method for them"
+                f"{shape.size} groups; leave out ulysses_degree, or choose another method"
             )
 
 
 class StateMethod(Method):
     """Linear attention: a rank needs only the state after the tokens before its own.
 
-    One such state for each of its stretches of tokens. KV does not move; states move as ``states``
-    says. A state has the same size after any number of tokens, so traffic does not grow with the
-    sequence.
+    It needs one such state for each of its stretches of consecutive tokens. KV does not move; the
+    attribute ``states`` says how the states do. A state has the same size after any number of
+    tokens, so traffic does not grow with the sequence.
     """
 
     masks = ("causal",)
@@ -61,7 +62,10 @@ class Lasp(StateMethod):
 
 
 class Lasp2(StateMethod):
-    """All-gather every stretch's state; each rank sums those before its own (Sun et al. 2025)."""
+    """Ranks all-gather the states of all stretches, and sum those before their own.
+
+    Sun et al. 2025.
+    """
 
     name = "lasp2"
     states = "gather"

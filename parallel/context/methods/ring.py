@@ -1,9 +1,9 @@
 """Rings: Ring Attention, Striped Attention, zigzag, and a double ring.
 
 Ring Attention: Liu, Zaharia, Abbeel 2023. Striped Attention: Brandon et al. 2023. The first three
-have the same rounds and differ in their layouts alone, and so in how they share out the work of a
-causal mask. Under a causal mask on contiguous blocks, rank r sees r + 1 of P blocks, and since a
-ring keeps step, every round takes as long as its busiest rank: half of the compute is lost.
+have the same rounds and differ only in their layouts, and so in how they divide the work under a
+causal mask. With contiguous blocks, rank r then sees r + 1 of P blocks, and since the ranks of a
+ring keep in step, every round takes as long as its busiest rank: half of the compute is lost.
 """
 
 from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, Send, Shape
@@ -12,9 +12,9 @@ from parallel.context.methods.base import BalancedMethod, Method, Ranks, Round, 
 class Ring(Method):
     """One round per rank: round i holds the KV of rank - i and passes it to rank + 1.
 
-    Section 3 of the paper. Contiguous blocks; under a causal mask the last rank has twice the
-    average work. The gradient of the KV travels with it, one round behind, and has passed all ranks
-    that attended to it when it is home.
+    Section 3 of the paper. The layout is contiguous blocks; under a causal mask the last rank has
+    twice the average work. The gradient of the KV travels one round behind it, and has passed all
+    ranks that attended to the KV when it reaches the owner.
     """
 
     name = "ring"
@@ -46,8 +46,8 @@ class Striped(Ring):
 class Zigzag(Ring):
     """Rank r owns chunks r and 2P - 1 - r of 2P.
 
-    As balanced as striping, with long runs of consecutive tokens, which kernels and packed
-    documents prefer.
+    It is as balanced as striping, but has long runs of consecutive tokens, which suit kernels and
+    packed documents.
     """
 
     name = "zigzag"
@@ -57,10 +57,10 @@ class Zigzag(Ring):
 class DoubleRing(BalancedMethod):
     """KV goes once around each node, and meanwhile from node to node.
 
-    LoongTrain, Gu et al. 2024, section 4.3. So does its gradient: it accumulates along the inner
-    ring, whose last rank sends the node's sum to the same position in the next node, which adds its
-    own. A transfer between nodes has as many rounds as a node has ranks to arrive, so the slow
-    links are hidden. With 2 nodes of 3 ranks, rank 0 holds the KV of
+    LoongTrain, Gu et al. 2024, section 4.3. The gradient takes the same path: it accumulates along
+    the inner ring, and the last rank there sends the node's sum to the rank with the same index in
+    the next node, which adds its own part. A transfer between nodes may take as many rounds as a
+    node has ranks, which hides the slow links. With 2 nodes of 3 ranks, rank 0 holds the KV of
 
         round   0   1   2   3   4   5
         rank    0   2   1   3   5   4

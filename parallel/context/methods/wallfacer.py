@@ -17,14 +17,15 @@ class WallFacer(BalancedMethod):
 
     First, member r_a sends the team's KV to team r_a G + r_t // C, member r_t % C (algorithm 2).
     Then member a of team t holds the KV of team (t % G) C + a, and G rounds pass it around the
-    members a of a team group (algorithm 3). With 8 ranks in teams of 2, so G = 2, the rounds are
+    members a of a team group (algorithm 3). With 8 ranks in teams of 2, so G = 2, ranks hold the KV
+    of these ranks in each round:
 
         round       0       1       2
         rank 0   0, 1    0, 1    4, 5
         rank 1   0, 1    2, 3    6, 7
         rank 2   2, 3    4, 5    0, 1
 
-    with the ranks whose KV each of them holds; round 0 only places it and computes nothing.
+    Round 0 only moves KV to where the ring starts, and computes nothing.
     """
 
     name = "wallfacer"
@@ -37,7 +38,7 @@ class WallFacer(BalancedMethod):
         group = team // g
         next_rank = ((team + 1) % g + g * group) * c + member
         rounds = []
-        first = 0  # a team of one rank has its KV already
+        first = 0  # a team of one rank already has its KV
         if c > 1:
             first = 1
             target = (member * g + team // c) * c + team % c
@@ -63,7 +64,7 @@ class WallFacer(BalancedMethod):
         if size % c**2:
             fitting = [str(team) for team in range(1, isqrt(size) + 1) if size % team**2 == 0]
             raise ContextError(
-                f"context_parallel_team_size is {c}, whose square {c**2} does not divide the "
+                f"context_parallel_team_size is {c}, but its square {c**2} does not divide the "
                 f"{size} ranks of wallfacer (or groups of ulysses_degree ranks); sizes that do: "
                 f"{', '.join(fitting)}"
             )

@@ -1,4 +1,4 @@
-"""The layout ``balanced``: equally many tokens and equal work on every rank, for any documents.
+"""The layout ``balanced``: all ranks have equally many tokens and equal work, for any documents.
 
 Documents lie on a circle (``circles``) in any order. Each order gives a balanced layout, but some
 cut documents at better points than others, so a few orders are tried.
@@ -27,15 +27,15 @@ class ArcLayout:
     """Layout that cuts circles of packed documents into an arc for each place; see ``circles``.
 
     Args:
-        seq_len: tokens, a multiple of ``size``.
+        seq_len: number of tokens, a multiple of ``size``.
         real: number of real tokens; the rest is padding, which belongs to no document and has no
             work.
-        size: ranks.
-        team_size: neighbouring ranks that share a place, each a slice of its tokens.
+        size: number of ranks.
+        team_size: number of neighbouring ranks that share a place; each has a slice of its tokens.
         documents: cumulative lengths, ``(0, l1, l1 + l2, ..., real)``.
         causal: True if a token sees no later token.
-        window: how many tokens before and behind itself a token sees, besides itself: -1 for all of
-            its document's.
+        window: numbers of tokens that a token sees before and after itself; -1 for all tokens of
+            its document.
     """
 
     seq_len: int
@@ -54,7 +54,7 @@ class ArcLayout:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash, computed once, since it reads all documents."""
+        """Hash of the layout, computed once, since it reads the lengths of all documents."""
         fields = (self.seq_len, self.real, self.size, self.team_size, self.causal)
         return hash((*fields, self.documents, self.window or ()))
 
@@ -65,7 +65,7 @@ class ArcLayout:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Maximum number of tokens before and behind itself that a token sees."""
+        """Maximum numbers of tokens that a token sees before and after itself."""
         left, right = self.window or (-1, 0 if self.causal else -1)
         return (self.real if left < 0 else left, self.real if right < 0 else right)
 
@@ -75,7 +75,7 @@ class ArcLayout:
         return np.array(self.documents, dtype=np.int64)
 
     def pieces(self) -> Pieces:
-        """Return the pieces at all places, including padding, by place and position."""
+        """Return the pieces at all places, including padding, sorted by place and position."""
         return _arcs(self).pieces
 
     def strides(self, rank: int) -> tuple[Stride, ...]:
@@ -94,8 +94,8 @@ class ArcLayout:
 def orders(lengths: np.ndarray) -> list[np.ndarray]:
     """Return the permutations of documents to try.
 
-    The documents as given, shortest first, longest in the middle, and mixed. Up to three documents
-    have only one order on a circle, apart from its direction.
+    They are: as given, shortest first, longest in the middle, and mixed. Up to three documents have
+    only one order on a circle, apart from the direction.
     """
     count = len(lengths)
     as_given = np.arange(count)
@@ -111,16 +111,16 @@ def orders(lengths: np.ndarray) -> list[np.ndarray]:
 def opened(documents: np.ndarray, seq_len: int, reach: tuple[int, int]) -> Beads:
     """Convert documents, given by cumulative lengths ``[count + 1]``, to beads.
 
-    A bead is a piece of a document whose work per token is linear. Padding up to ``seq_len`` is the
-    last bead. The n-th token of a document, from 0, sees ``min(n, left)`` tokens before it, itself,
-    and ``min(length - 1 - n, right)`` behind it. So a bead also ends where one of these becomes
-    constant, or ceases to be.
+    A bead is a piece of a document along which the work per token grows or falls linearly. Padding
+    up to ``seq_len`` is the last bead. Token n of a document, counted from 0, sees ``min(n, left)``
+    tokens before itself, itself, and ``min(length - 1 - n, right)`` tokens after itself. So a bead
+    also ends where one of these numbers becomes constant, or ceases to be constant.
     """
     left, right = reach
     start = documents[:-1, None]
     length = np.diff(documents)[:, None]
 
-    falls = length  # the first token that sees fewer behind it than the one before
+    falls = length  # behind this token, each sees one later token fewer than its predecessor
     if right:
         falls = np.maximum(length - 1 - right, 0)
 
@@ -147,7 +147,7 @@ def opened(documents: np.ndarray, seq_len: int, reach: tuple[int, int]) -> Beads
 
 
 def divided(layout: ArcLayout, permutations: list[np.ndarray]) -> Circles:
-    """Put the documents on a circle in each order, and halve the circles until each is one place.
+    """Put the documents on a circle in each order; halve the circles until each has one place.
 
     Returns the circles of all places, one order after the other.
     """
@@ -209,7 +209,7 @@ def best(layout: ArcLayout) -> Pieces:
 
 
 def _busiest(pieces: Pieces, layout: ArcLayout, count: int) -> np.ndarray:
-    """Return the most rows that any place receives or sends, for each of ``count`` orders.
+    """Return the maximum number of rows that a place receives or sends, for each of the orders.
 
     All orders are counted at once: each order's places and documents get separate numbers.
     """
@@ -233,7 +233,7 @@ def in_parts(pieces: Pieces, documents: np.ndarray) -> Pieces:
 
 
 def travelling(pieces: Pieces, line: Line, reach: tuple[int, int]) -> Spans:
-    """Return the rows that one place sees and another holds, by reader, owner and position."""
+    """Return the rows that one place sees and another holds, sorted by reader, owner, position."""
     reader, owner, first, end = rows_seen(pieces, pieces, 1, reach)
     return union(line.spans(reader, owner, first, end).where(reader != owner))
 
@@ -263,7 +263,8 @@ def _runs(pieces: Pieces, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     """Join adjacent pieces of each place into runs, and cut places into slices for ``size`` ranks.
 
     Returns:
-        start and length of each run; the first run of each rank and, last, the number of runs.
+        start and length of each run; and the index of each rank's first run, followed by the number
+        of runs.
     """
     # Positions at which pieces and ranks begin, on a line of all places' tokens.
     begin = np.cumsum(pieces.length) - pieces.length

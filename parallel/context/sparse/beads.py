@@ -1,7 +1,8 @@
-"""Beads and circles: documents over places, stored as columns of numbers.
+"""Beads and circles: packed documents divided over places, stored as columns of numbers.
 
 A bead is a piece of a document along which the work of a token is an arithmetic progression. So the
-work of any stretch of tokens is a sum of a few squares, and no array is as long as the sequence.
+work of any stretch of tokens is a sum of a few squares, and no array is as long as the sequence. A
+place is a rank, or a team of ranks.
 """
 
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ import numpy as np
 
 
 class Beads(NamedTuple):
-    """Pieces of documents: int64 ``[beads]`` each. Token n has work ``first + n * slope``."""
+    """Pieces of documents, as columns int64 ``[beads]``; token n has work first + n * slope."""
 
-    start: np.ndarray  # position in the sequence of its first token
+    start: np.ndarray  # position of the bead's first token in the sequence
     length: np.ndarray
     first: np.ndarray
     slope: np.ndarray
@@ -36,14 +37,14 @@ def progression(first: np.ndarray, slope: np.ndarray, count: np.ndarray) -> np.n
 
 @dataclass(frozen=True)
 class Circles:
-    """Circles laid out on a line in the order of their places; each has ``tokens`` per place.
+    """Circles laid out on a line in the order of their places; every place has ``tokens`` tokens.
 
     A document's tokens are consecutive on a circle and ascend, whatever was cut out between them.
     """
 
     beads: Beads
     counts: np.ndarray  # number of beads of each circle: int64 [circles]
-    num_places: np.ndarray  # ranks or teams that share each circle: int64 [circles]
+    num_places: np.ndarray  # number of places of each circle: int64 [circles]
     tokens: int
 
     @cached_property
@@ -53,7 +54,7 @@ class Circles:
 
     @cached_property
     def before(self) -> np.ndarray:
-        """Work before each bead on the line, and last that of the whole line: ``[beads + 1]``."""
+        """Work before each bead on the line and, last, the total: int64 ``[beads + 1]``."""
         return np.append(0, np.cumsum(self.beads.work(self.beads.length)))
 
     @cached_property
@@ -82,7 +83,7 @@ class Circles:
         return self.before[self.opening + self.counts] - self.before[self.opening]
 
     def target(self, inside: np.ndarray) -> np.ndarray:
-        """Return the work that ``inside`` places should get of each circle, rounded down."""
+        """Return the work that ``inside`` places of each circle should get, rounded down."""
         quotient, remainder = np.divmod(self.work, self.num_places)
         return inside * quotient + inside * remainder // self.num_places
 

@@ -1,9 +1,9 @@
 """Divide packed documents over ranks: equally many tokens and equal work, and few documents cut.
 
-Put all documents on a circle. Let an arc of half the tokens move once round. Every token is in it
-for half of the way, so on average it holds half of the work: more here, less there, and exactly
-half somewhere between. Cut there. Close the arc to a circle for one half of the ranks, and the rest
-to another for the other half. Repeat.
+Put all documents on a circle. Let an arc of half the tokens move once around it. Every token is in
+the arc for half of the way, so on average the arc holds half of the work: more here, less there,
+and exactly half somewhere between. Cut there. Close the arc to a circle for one half of the ranks,
+and the rest to another circle for the other half. Repeat.
 
 A circle takes two cuts, so P ranks take at most 2 (P - 1), however many documents there are. Any
 other share works as well: an odd number k of ranks takes an arc of k // 2 parts in k of the tokens,
@@ -11,16 +11,16 @@ which holds as much of the work somewhere. Tokens and work are two additive meas
 necklace splitting: Stromquist and Woodall, "Sets on which several measures agree" (1985), for one
 arc of any share; Alon, "Splitting necklaces" (1987), for the bound.
 
-The documents are the beads. The work of a token is the number of keys that it sees, and along a
-bead this is an arithmetic progression: 1, 2, 3, ... under a causal mask; a document that fills its
-window is a bead of 1, 2, ..., w and one of w, w, ... While neither end of the arc reaches another
-bead, the change of its work is linear or quadratic, and solved at once. Where several arcs hold
-their share, the cheapest is cut.
+The beads of the necklace are documents, or parts of them. The work of a token is the number of keys
+that it sees, and along a bead this is an arithmetic progression: 1, 2, 3, ... under a causal mask;
+a document longer than its window w has a bead of 1, 2, ..., w and one of w, w, ... While neither
+end of the arc reaches another bead, the arc's work changes linearly or quadratically, so the cut is
+found by a formula. If several arcs hold their share, the cheapest is cut.
 
 All circles lie one after the other on a line, each opened at an edge between documents, and one
 pass of numpy halves them all. Every rank computes the layout for itself, and a rank that found
-another cut would send rows that nobody expects. So decisions are made on integers, or on bounds
-computed in one order: all ranks and machines get the same layout.
+another cut would send rows that no other rank expects. So decisions are made on integers, or on
+bounds computed in a fixed order: all ranks and machines get the same layout.
 """
 
 from typing import NamedTuple
@@ -38,8 +38,8 @@ document boundaries.
 class Arcs(NamedTuple):
     """Arcs at a position on their circles, with their work there: int64 ``[arcs]`` each.
 
-    After moving on by ``n`` tokens, up to ``room`` (the distance to the next stop), the surplus is
-    ``surplus + n * gain + n * (n - 1) / 2 * bend``.
+    After moving on by ``n`` tokens, up to ``room`` (the distance to the next stop, see ``turn``),
+    the surplus is ``surplus + n * gain + n * (n - 1) / 2 * bend``.
     """
 
     circle: np.ndarray
@@ -82,21 +82,21 @@ def halve(circles: Circles, share: float, reach: tuple[int, int]) -> tuple[np.nd
 
     Args:
         circles: circles for any numbers of places; a circle for one place stays as it is.
-        share: work of a place if all places have the same.
-        reach: how many tokens before and behind itself a token sees at most.
+        share: work of a place if all places have the same work.
+        reach: maximum numbers of tokens that a token sees before and after itself.
 
     Returns:
         the two cuts of each circle, in tokens from its beginning: int64 ``[circles, 2]``,
-        ascending; and the circles, for each of them first the part outside the two cuts and then
-        the part between.
+        ascending; and the new circles: for each old circle the part outside the two cuts, then the
+        part between them.
     """
     num_places = circles.num_places
     larger_half = (num_places + 1) // 2
     cuts, cost = cheapest(circles, larger_half, share, reach)
 
-    # Arcs do not cross the end of the line. Of an even number of places, an arc that does is the
-    # complement of one that does not. Of an odd number, the complement of a larger half is a
-    # smaller half: try those too.
+    # Arcs do not cross the end of the line. With an even number of places, an arc that crosses it
+    # is the complement of one that does not. With an odd number, the complement of a larger half is
+    # a smaller half, so try the smaller halves too.
     odd = np.flatnonzero(num_places % 2 * (num_places > 1))
     if len(odd):
         other_cuts, other_cost = cheapest(circles.take(odd), num_places[odd] // 2, share, reach)
@@ -111,9 +111,9 @@ def cheapest(
     """Find, for each circle, the arc with the work of ``inside`` places that moves the fewest rows.
 
     Returns:
-        both ends of each arc, in tokens from its circle's beginning: int64 ``[circles, 2]``, the
-        first of equal arcs; and the rows, int64 ``[circles]``, for a circle without such an arc the
-        largest integer.
+        both ends of each arc, in tokens from its circle's beginning: int64 ``[circles, 2]``; if
+        arcs are equally good, the first one. And the number of rows, int64 ``[circles]``: the
+        largest integer for a circle without such an arc.
     """
     stops = turn(circles, inside)
     arcs = joined(on_edges(circles, stops, inside, share), crossings(stops))
@@ -137,9 +137,10 @@ def cheapest(
 def turn(circles: Circles, inside: np.ndarray) -> Arcs:
     """Move an arc for ``inside`` places along every circle; return the positions where it stops.
 
-    It stops where either end reaches the edge of a bead. It stops also where its surplus turns from
-    rising to falling or back, so that it does not between two stops. It goes from the beginning of
-    its circle's line to the end: an arc across the end is the complement of another arc.
+    It stops where either of its ends reaches the edge of a bead, and where its surplus turns from
+    rising to falling or back; between two stops the surplus only rises or only falls. The arc moves
+    from the beginning of its circle's line to the end: an arc across the end is the complement of
+    another arc.
     """
     beads = circles.beads
     begin = circles.begin
@@ -159,8 +160,8 @@ def turn(circles: Circles, inside: np.ndarray) -> Arcs:
     head = heads[num_heads - 1]
     circle = circles.circle[head]
 
-    # At every other stop the arc's tail reaches its next bead; it starts in the bead in which the
-    # line's first arc ends.
+    # At every other stop the arc's tail reaches its next bead; the tail starts in the bead in which
+    # the line's first arc ends.
     first_tail = begin.searchsorted(first_end)
     num_tails = np.arange(1, len(start) + 1) - num_heads
     tail = num_tails + (first_tail - 1 - tails.searchsorted(first_tail))[circle]
@@ -253,8 +254,8 @@ def rows_across(
 ) -> np.ndarray:
     """Estimate the number of rows that travel because of each cut, in ``bead`` or at its end.
 
-    The part of a document behind a cut goes to as many places as it fills, and each reads the rows
-    before the cut.
+    The part of a document behind a cut goes to as many places as it fills, and each of them reads
+    the rows before the cut.
     """
     beads = circles.beads
     tokens = circles.tokens
@@ -284,7 +285,7 @@ def split(circles: Circles, cuts: np.ndarray) -> Circles:
     beads = circles.beads
     begin = circles.begin
 
-    # Cut the beads that contain a cut.
+    # Split the beads that contain a cut.
     cut_bead = begin.searchsorted(cuts.ravel(), "right") - 1
     offset = cuts.ravel() - begin[cut_bead]
     is_inside = (offset > 0) & (offset < beads.length[cut_bead])

@@ -1,15 +1,15 @@
-"""Route rows between ranks: a row travels only to ranks on which a query sees it.
+"""Route rows between ranks: a row travels only to the ranks whose queries see it.
 
-A row may also pass through other ranks on its way. A plan's rounds say who holds whose tokens. Here
-each holder stores only those rows that it or a later holder needs. The gradients that it computed
+On its way a row may pass through other ranks. A plan's rounds say who holds whose tokens; here each
+holder stores only those rows that it or a later holder needs. The gradients that a holder computes
 go the same way as long as the next holder stores those rows too; the others go straight to their
 owner. The owner adds them in the order of rounds and senders, whatever arrives first. An owner's
 own part of the gradient never leaves it.
 
 A *place* is a head group of ranks, as in Geometry. All places are routed at once, on one line of
 numbers (``Line``): a send needs the sender's and the receiver's rows, and a rank that computed the
-routes of all others one by one would be slower than the attention. A rank's rounds are its part of
-the flow, and the tiles (``schedule``).
+routes of all others one by one would be slower than the attention. A rank's rounds (``schedule``)
+are its part of the flow, and its tiles.
 """
 
 from collections.abc import Callable
@@ -44,8 +44,8 @@ class Parcel(NamedTuple):
     peer: int
     rows: Rows
     due: int
-    """Round whose buffer or gradient the rows are for; the number of rounds means the owner's
-    gradient.
+    """Round whose buffer or gradient the rows are for; a value equal to the number of rounds means
+    the owner's gradient.
     """
 
 
@@ -104,7 +104,7 @@ class Flow:
         return self._line.at(place, self._holdings[index])
 
     def start(self, rank: int) -> Parcels:
-        """Return the parcels sent before the first round, in which holders gather their rows."""
+        """Return the parcels by which holders gather their rows before the first round."""
         if self.in_place:
             return Parcels()
         place = self.geometry.place(rank)
@@ -122,8 +122,8 @@ class Flow:
     def moves(self, rank: int, index: int) -> Parcels:
         """Return the parcels that start to travel at the beginning of round ``index``.
 
-        A rank sends the rows that the receiver will hold. The rank has all of these rows, since a
-        place holds the rows of all its later sends.
+        A rank sends the rows that the receiver will hold. It has all of them, since a place also
+        holds the rows of its later sends.
         """
         place = self.geometry.place(rank)
         buffer = self.held(index, place)
@@ -169,13 +169,13 @@ class Flow:
         return Parcels(tuple(sends), tuple(receives))
 
     def _rank(self, place: int, like: int) -> int:
-        """Return the rank of a place that exchanges with the rank ``like`` of another place."""
+        """Return the rank at ``place`` that exchanges with rank ``like`` of another place."""
         return self.geometry.ranks_at((place,), place)[like % self.geometry.ulysses_degree]
 
     def _for_all(self, send: Send) -> Send:
-        """Return a send of all places, with the place from which each receives: int64 [places].
+        """Return a send of all places, with the place that each receives from: int64 [places].
 
-        A send is a permutation of places, and sorting inverts it.
+        A send is a permutation of places, and ``argsort`` inverts it.
         """
         to = np.broadcast_to(send.to, self._num_places)
         return Send(to, send.due, np.argsort(to))
@@ -199,8 +199,8 @@ class Flow:
     def _hold(self) -> list[Spans]:
         """Return the rows that every place holds in each round, computed backwards.
 
-        A place holds the rows that it computes with, and the rows of every send: those that the
-        receiver holds. The receiver's round is later, so its rows are known by then.
+        A place holds the rows that it computes with, and the rows that the receivers of its sends
+        hold. The receiver's round is later, so its rows are already known.
         """
         all_places = np.arange(self._num_places)
         none = np.zeros_like(all_places)
@@ -228,9 +228,9 @@ class Flow:
     def _return(self) -> tuple[list[list[GradientSend]], list[Spans]]:
         """Return, per round, the gradients for the next holder and the gradients for owners.
 
-        Both are given by the rows that senders hold; some rounds send none to the next holder. A
-        gradient is passed on if the next holder stores the row too, and adds to it: one message
-        then replaces two. The owner's own part stays in its buffer and is never passed on.
+        Both are given as rows that the senders hold; some rounds send none to the next holder. A
+        gradient is passed on if the next holder stores the row too and adds to its gradient: one
+        message then replaces two. The owner's own part stays in its buffer.
         """
         onward: list[list[GradientSend]] = [[] for _ in range(self.rounds)]
         home = []

@@ -1,11 +1,11 @@
 """Sets of rows (sorted intervals), and the computation of which rows queries see.
 
-A set is ascending, disjoint, non-adjacent intervals [first, end); those of all owners lie on one
-line of numbers. With a hundred documents and a thousand ranks there are millions of intervals, so
-sets are two numpy arrays, and union and intersection are a sort each. Python objects appear only
+A set is ascending, disjoint, non-adjacent intervals [first, end); the rows of all owners lie on one
+line of numbers. With a hundred documents and a thousand ranks there are millions of intervals, so a
+set is two numpy arrays, and union and intersection take one sort each. Python objects appear only
 for the few rows of one rank.
 
-Two pieces of one document and stride compare by two integers: query i of the one sees keys i + e ..
+Two integers compare two pieces of one document and stride: query i of one piece sees keys i + e to
 i + d of the other, so the visible rows of a piece are one interval. All pieces of all ranks are
 compared at once.
 """
@@ -103,7 +103,7 @@ def union(*several: Spans) -> Spans:
     first, end = _sorted(*several)
     if not len(first):
         return NOWHERE
-    # Before first[k + 1], k + 1 intervals have begun. If as many have ended, none is open, which is
+    # Before first[k + 1], k + 1 intervals have begun. If as many have ended, none is open: there is
     # a gap.
     gap = first[1:] > end[:-1]
     return Spans(first[np.append(True, gap)], end[np.append(gap, True)])
@@ -112,9 +112,9 @@ def union(*several: Spans) -> Spans:
 def common(a: Spans, b: Spans) -> Spans:
     """Return the rows that are in both sets.
 
-    Of each set at most one interval is open at a time. Sorted, the first row ``first[k + 1]`` opens
-    interval k + 2; if that is before ``end[k]``, only k have ended, so that two are open, one of
-    each set, until ``end[k]``.
+    At most one interval of each set is open at a time. After sorting, ``first[k + 1]`` opens the
+    (k + 2)-th interval. If it lies before ``end[k]``, only k intervals have ended, so two are open,
+    one of each set, until ``end[k]``.
     """
     first, end = _sorted(a, b)
     return Spans(first[1:], end[:-1]).where(first[1:] < end[:-1])
@@ -123,7 +123,7 @@ def common(a: Spans, b: Spans) -> Spans:
 def without(a: Spans, b: Spans) -> Spans:
     """Return the rows of ``a`` that are not in ``b``.
 
-    They are the rows common to ``a`` and the gaps of ``b``.
+    They are the rows that are in both ``a`` and the gaps of ``b``.
     """
     if not len(a.first) or not len(b.first):
         return a
@@ -227,12 +227,12 @@ def as_columns(sets: Sequence[list[Piece]]) -> Pieces:
 def rows_seen(queries: Pieces, keys: Pieces, stride: int, reach: Reach) -> tuple[np.ndarray, ...]:
     """Return the rows of each set of keys that some query of each set of queries sees.
 
-    The rows are unsorted, for ``Line.spans``. Which queries see some of the keys is the same
-    question with the sets and the reach, (ahead, behind), exchanged.
+    The rows are unsorted, for ``Line.spans``. To find the queries that see some of the keys,
+    exchange the two sets and reverse the reach.
 
     Returns:
-        the set that sees, the set that is seen, and the first row and the end of what is seen
-        there: int64 ``[n]`` each.
+        for each interval of rows, the set that sees it, the set that has it, its first row and its
+        end: int64 ``[n]`` each.
     """
     parts = []
     for query_index, key_index in _pairs(queries.document, keys.document):
@@ -264,8 +264,8 @@ def _seen(
 ) -> tuple[np.ndarray, ...]:
     """Compute the columns of ``rows_seen`` for pairs of pieces.
 
-    Query i of a piece sees keys i + nearest to i + farthest, so all its queries together see keys
-    from ``nearest``, of the first query, to ``farthest``, of the last.
+    Query i of a piece sees keys i + nearest to i + farthest, so the queries of a piece together see
+    the keys from ``nearest`` of the first query to ``farthest`` of the last query.
 
     Args:
         reader, read: pieces of queries and of keys.

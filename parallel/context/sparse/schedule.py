@@ -1,7 +1,7 @@
-"""The rounds of one rank when only the rows that a query sees travel: parcels and tiles.
+"""The rounds of one rank if only the rows that a query sees travel: parcels and tiles.
 
-In a round, a rank's buffer has only part of its owners' tokens. The owners' pieces are cut to
-those, and then ``tiles`` handles them like any other set of positions.
+In a round, a rank's buffer has only some of its owners' tokens. The owners' pieces are cut to these
+tokens, and then ``tiles`` handles them like any other set of positions.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def clipped(buffer: ByPlace, pieces: Mapping[int, list[Piece]], stride: int) -> 
     Adjoining pieces are joined.
     """
     joined: list[Piece] = []
-    offset = 0  # position of the current rows in the buffer
+    offset = 0  # index of the current rows in the buffer
 
     for owner, rows in buffer.items():
         owner_pieces = pieces[owner]

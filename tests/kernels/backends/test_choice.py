@@ -125,8 +125,7 @@ def test_shares_are_those_that_the_planner_has(file, card):
 
 
 FASTER = (
-    "at about 0.31 of this GPU's peak, where cuDNN reaches 0.53 and FlashAttention 3 "
-    "0.66, and "
+    "at about 0.31 of this GPU's peak, but cuDNN reaches 0.53 and FlashAttention 3 0.66, so it "
     "takes at least 1.7"
 )
 
@@ -148,7 +147,7 @@ FASTER = (
             "aten",
             SHADOWED,
             {},
-            (FASTER, "instead of torch's own 9.20.0: take its folder out of LD_LIB"),
+            (FASTER, "instead of torch's own 9.20.0: remove its folder from LD_LIB"),
         ),
         ("aten", H100, {"requested": "aten"}, (FASTER, "leave --attention-backend out")),
         (
@@ -161,7 +160,7 @@ FASTER = (
             "aten",
             B200,
             {"documents": True},
-            ("about 0.15 of", "4 0.6, and takes at least 4.0 times as long. p"),
+            ("about 0.15 of", "4 0.6, so it takes at least 4.0 times as long. p"),
         ),
         (
             "aten",
@@ -176,7 +175,7 @@ FASTER = (
             "cudnn",
             SHADOWED,
             {"requested": "cudnn"},
-            ("torch's own 9.20.0", "128 does not divide can come out wrong"),
+            ("torch's own 9.20.0", "can be wrong for lengths that 128 does not divide"),
         ),
     ],
 )

@@ -84,9 +84,10 @@ def test_a_run_says_its_kernel_and_its_cudnn(set_gpu, monkeypatch):
     set_gpu(SHADOWED)
     line, warned = kernel_lines(configured())
     assert line == (
-        "attention kernel: aten (FlashAttention 2), cuDNN 9.10.2 loaded, where torch brings 9.20.0"
+        "attention kernel: aten (FlashAttention 2), cuDNN 9.10.2 loaded instead of torch's own "
+        "9.20.0"
     )
-    assert warned.startswith("WARNING: attention runs by FlashAttention 2")
+    assert warned.startswith("WARNING: attention uses FlashAttention 2")
     assert kernel_lines(configured(context_parallel_method="none"))[0] == line
     set_gpu(A100)
     assert kernel_lines(configured()) == [
@@ -155,11 +156,11 @@ def test_torchs_registry_puts_an_installed_version_in_place(set_gpu, tmp_path, m
 
 def test_what_the_gpu_or_torch_lacks_is_said_first(set_gpu, monkeypatch):
     set_gpu(A100)
-    with pytest.raises(UserError, match=r"compute capability 9\.x, and this one has 8\.0"):
+    with pytest.raises(UserError, match=r"compute capability 9\.x, but this one has 8\.0"):
         select_backend("flash_attn_3", *CUDA)
     set_gpu(H100)
     monkeypatch.delattr(registry, "activate_flash_attention_impl")
-    with pytest.raises(UserError, match=r"cannot put it in place, and 2\.11 and newer can"):
+    with pytest.raises(UserError, match=r"cannot activate it, but 2\.11 and newer can"):
         select_backend("flash_attn_3", *CUDA)
 
 
@@ -246,7 +247,7 @@ def test_blocks_go_through_the_version_that_is_named(kind, versions):
     assert registry.current_flash_attention_impl() is None
     with pytest.raises(
         UserError,
-        match="flash_attn_4 takes heads of up to 128 channels, and got 136 channels",
+        match="flash_attn_4 takes heads of up to 128 channels, but got 136 channels",
     ):
         block_forward(*(torch.ones(1, 2, 1, 136) for _ in range(3)), kind, 0.3, fourth)
 

@@ -98,9 +98,9 @@ def test_it_compiles_whole():
 
 def test_calls_that_do_not_fit_are_named():
     x, weight, before, _ = inputs(8, 4)
-    with pytest.raises(ValueError, match=r"x \(2, 8, 5\), weight \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"x \(2, 8, 5\) and weight \(4, 4\)"):
         causal_convolution(x, weight[:4])
-    with pytest.raises(ValueError, match=r"before has shape \(2, 2, 5\).* make it \(2, 3, 5\)"):
+    with pytest.raises(ValueError, match=r"before has shape \(2, 2, 5\).* need \(2, 3, 5\)"):
         causal_convolution(x, weight, before[:, 1:])
-    with pytest.raises(ValueError, match="rising from 0 to the 8 tokens"):
+    with pytest.raises(ValueError, match="rising from 0 to the number of tokens, 8"):
         causal_convolution(x, weight, documents=(0, 9))

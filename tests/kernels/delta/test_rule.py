@@ -208,8 +208,8 @@ def test_a_backend_fits_its_inputs():
         assert auto("cuda", torch.float32) == auto("cpu", torch.bfloat16) == "chunked"
         refused = partial(select_delta_backend, "triton")
         for device, dtype, more, reason in (
-            ("cpu", torch.float32, {}, "needs a cuda device and this one is cpu"),
-            ("cuda", torch.float64, {}, "takes no torch.float64"),
+            ("cpu", torch.float32, {}, "needs a cuda device, but this one is cpu"),
+            ("cuda", torch.float64, {}, "does not support torch.float64"),
             ("cuda", torch.float32, {"per_channel": True}, "these are per channel"),
             ("cuda", torch.float32, {"width": 264}, "these have 264"),
         ):

@@ -219,6 +219,6 @@ def test_without_an_interpreter_the_cpu_is_refused():
 
     x = torch.zeros(1, 4, 1, 16)
     with pytest.raises(
-        ValueError, match="attention_backend triton needs a cuda device and this one is cpu"
+        ValueError, match="attention_backend triton needs a cuda device, but this one is cpu"
     ):
         linear_attention(x, x, x, [math.log(0.5)], backend="triton")

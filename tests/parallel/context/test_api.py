@@ -160,18 +160,18 @@ def misused(rank, world_size):
     want = cp.attend(q, q, q)
     for again in (lambda: cp.attend.prefetch_kv(q, q), lambda: cp.attend(q, q, q)):
         cp.attend.prefetch_kv(q, q)
-        with pytest.raises(ContextError, match="takes the prefetched k and v None, but"):
+        with pytest.raises(ContextError, match="takes prefetch None of k and v, but"):
             again()
     attention = cp.attend.prefetch_kv(q, q)
     assert torch.equal(attention(q), want)
-    with pytest.raises(ContextError, match="but None is pending"):
+    with pytest.raises(ContextError, match="but prefetch None is pending"):
         attention(q)
     with pytest.raises(ContextError, match="24 local positions"):
         cp.attend.prefetch_kv(q, q[:, :-1])
     assert torch.equal(cp.attend(q, q, q), want)
     # attention_boundary without the operator that prefetches: the second layer's, in the backward
     recompute.ATTENTION -= {"longmesh::prefetch_kv"}
-    with pytest.raises(ContextError, match="takes the prefetched k and v None, but"):
+    with pytest.raises(ContextError, match="takes prefetch None of k and v, but"):
         gradients(llama(cp.attend, "attention_boundary"), cp)
 
 

@@ -185,9 +185,9 @@ def test_masks_of_other_ranks_and_sinks_of_other_heads_are_refused():
     ring_mask, lasp_mask = (
         context_parallel(method, seq_len=24).handle for method in ("ring", "lasp")
     )
-    with pytest.raises(ContextError, match="mask is of ring over 24 tokens on 1 ranks"):
+    with pytest.raises(ContextError, match="mask is for ring over 24 tokens on 1 ranks"):
         ring.attend(q, q, q, ring_mask)
-    with pytest.raises(ContextError, match="mask is of lasp over 24"):
+    with pytest.raises(ContextError, match="mask is for lasp over 24"):
         lasp.attend_linear(q, q, q, [0.0, 0.0], lasp_mask)
     for shape in ((1,), (3,), (2, 1)):
         with pytest.raises(ContextError, match="do not fit 2 query heads"):

@@ -300,9 +300,9 @@ REFUSED = """
     wallfacer 8 {"team_size": 3} | context_parallel_team_size is 3, .*do: 1, 2$
     wallfacer 8 {"team_size": 0} | team_size is 0
     wallfacer 8 {"team_size": 2, "ulysses_degree": 4} | square 4 does not divide the 2 ranks.*do: 1$
-    ring 8 {"ulysses_degree": 3} | _degree is 3.*do: 1, 2, 4, 8$
+    ring 8 {"ulysses_degree": 3} | _degree is 3.*use one of 1, 2, 4, 8$
     ulysses 8 {"ulysses_degree": 2} | leaves 4 groups; leave out ulysses_degree
-    ring 8 {"layout": "striped"} | _layout is 'striped' .* takes auto, contiguous$
+    ring 8 {"layout": "striped"} | _layout is 'striped', .* use one of auto, contiguous$
     wallfacer 8 {"placement": "near"} | 'near'; use one of collect_intra
     ring 8 {"placement": "p2p_intra"} | _placement is p2p_intra
     ring 8 {"backward": "v"} | backward is 'v'; use one of auto, kv, queries
@@ -310,9 +310,9 @@ REFUSED = """
     double_ring 8 {"ranks_per_node": 3} | _ranks_per_node .* nodes of 3 .*: 1, 2, 4, 8$
     exchange 6 {"ranks_per_node": 4} | _ranks_per_node .* nodes of 4 in exchange.*: 1, 2, 3, 6$
     double_ring 12 {"ranks_per_node": 6, "ulysses_degree": 4} | is 6, \
-not a multiple of ulysses_degree 4
-    lasp 2 {"causal": False} | lasp has no full mask
-    lasp 2 {"ulysses_degree": 2} | ulysses_degree is 2 with method lasp.*use 1
+but it must be a multiple of ulysses_degree 4
+    lasp 2 {"causal": False} | lasp does not support a full mask
+    lasp 2 {"ulysses_degree": 2} | ulysses_degree is 2, but method lasp .*use ulysses_degree 1
     lasp 4 {"team_size": 2} | lasp has no teams
     lasp2 2 {"layout": "striped"} | _layout is 'striped'.*use contiguous, zigzag or auto
     lasp2 2 {"layout": "balanced"} | _layout is 'balanced'.*use contiguous, zigzag or auto

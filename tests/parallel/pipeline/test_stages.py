@@ -30,7 +30,7 @@ def test_what_does_not_divide_goes_to_the_middle():
 def test_layers_can_be_named():
     assert stage_layers(PipelineConfig(pipeline_layers=(1, 3)), 4, 2) == [range(1), range(1, 4)]
     with pytest.raises(
-        ValueError, match=r"pipeline_layers is \[1, 3\], 4 layers for 2 stages, and there are 5"
+        ValueError, match=r"pipeline_layers is \[1, 3\], 4 layers for 2 stages, but there are 5"
     ):
         stage_layers(PipelineConfig(pipeline_layers=(1, 3)), 5, 2)
 
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused(config, changes, words):
     ("fields", "words"),
     [
         ({"num_virtual_stages_per_pipeline_rank": 0}, "it must be 1 or more"),
-        ({"num_virtual_stages_per_pipeline_rank": 2}, "use Interleaved1F1B"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "to Interleaved1F1B"),
         ({"pipeline_layers": (2, 0)}, "each stage needs a layer"),
     ],
 )

@@ -260,8 +260,8 @@ class Scaled(torch.nn.Module):
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
-        ({}, r"mlp\.scale: Scaled \(tests/parallel/tensor/test_split\.py\) states none in SPLIT"),
-        ({"scale": "diagonals"}, r"Scaled splits scale by diagonals; the words are columns, "),
+        ({}, r"mlp\.scale, since Scaled \(tests/parallel/tensor/test_split\.py\) has no entry"),
+        ({"scale": "diagonals"}, r"gives scale the unknown word diagonals; use one of columns, "),
     ],
 )
 def test_a_part_without_a_word_or_with_an_unknown_one_is_refused(monkeypatch, splits, message):

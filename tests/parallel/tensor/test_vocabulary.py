@@ -67,10 +67,10 @@ def of_other_shape(rank, world_size):
     logits = distribute_tensor(
         torch.zeros(2, 3, 5), init_device_mesh("cpu", (world_size,)), [Shard(-1)]
     )
-    with pytest.raises(ValueError, match="must agree in all but V") as caught:
+    with pytest.raises(ValueError, match="must agree in all dimensions but V") as caught:
         cross_entropy_sum(logits, torch.zeros(2, 4, dtype=torch.int64))
     return str(caught.value)
 
 
 def test_labels_of_another_shape_are_refused():
-    assert "labels (2, 4) and logits (2, 3) x V" in run_ranks(of_other_shape, 2)[0]
+    assert "labels has shape (2, 4), but logits (2, 3) x V" in run_ranks(of_other_shape, 2)[0]

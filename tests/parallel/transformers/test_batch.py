@@ -79,27 +79,27 @@ def test_a_batch_without_labels_has_none():
     [
         (
             {"documents": (2, 5)},
-            r"documents are \(2, 5\); give the lengths of the documents, 1 or more, 8 tokens",
+            r"documents is \(2, 5\); give the length of each document, 1 or more, with a sum of 8",
         ),
-        ({"documents": (0, 4, 8)}, "give the lengths"),
-        ({"documents": (0, 8)}, "give the lengths"),
-        ({"documents": (3, 5)}, "pass over the end of row 0, after 4 tokens"),
+        ({"documents": (0, 4, 8)}, "give the length of each"),
+        ({"documents": (0, 8)}, "give the length of each"),
+        ({"documents": (3, 5)}, "has no document that ends with row 0, after 4 tokens"),
         (
             {"labels": IDS[:1]},
-            r"input_ids is \(2, 4\), but labels is \(1, 4\); both must be \[B, T\]",
+            r"input_ids has shape \(2, 4\), but labels has shape \(1, 4\); give both as \[B, T\]",
         ),
-        ({"position_ids": POSITIONS.expand(3, 2, 4)}, r"position_ids is \(3, 2, 4\)"),
-        ({"ids": IDS[0], "labels": IDS[0]}, r"input_ids is \(4,\)"),
+        ({"position_ids": POSITIONS.expand(3, 2, 4)}, r"position_ids has shape \(3, 2, 4\)"),
+        ({"ids": IDS[0], "labels": IDS[0]}, r"input_ids has shape \(4,\)"),
         ({"attention_mask": torch.zeros(2, 4)}, "attention_mask leaves no token"),
         (
             {"attention_mask": torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]])},
-            "attention_mask holds 2; ",
+            "attention_mask contains 2, ",
         ),
         (
             {"attention_mask": torch.tensor([[0.0, 0, 0, -torch.inf]] * 2)},
-            "attention_mask holds -inf; ",
+            "attention_mask contains -inf, ",
         ),
-        ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"attention_mask is \(2, 1, 4, 4\)"),
+        ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"attention_mask has shape \(2, 1, 4, 4\)"),
     ],
 )
 def test_a_wrong_batch_is_refused(wrong, message):

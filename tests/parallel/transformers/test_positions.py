@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel.comparison import Float64Mode
 from parallel.transformers import shard
 from parallel.transformers.batch import Positions, pack
-from parallel.transformers.check import Float64Mode
 from parallel.transformers.probe import TOKENS
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
@@ -111,7 +111,7 @@ def test_given_positions_begin_at_0_or_where_the_models_own_do():
             cp.batch(ids, labels, position_ids=position_ids).inputs["position_ids"], expected
         )
     with pytest.raises(
-        UserError, match="position_ids begin a document at 5, and the model's own begin at 2"
+        UserError, match="begin a document at 5, but the model's own positions begin at 2"
     ):
         cp.batch(ids, labels, position_ids=positions + 5)
 
@@ -121,7 +121,7 @@ def test_a_token_that_such_a_model_does_not_count_is_refused_but_as_padding():
     ids, labels = tokens(8)
     ids[0, 7] = 1
     cp = shard(model)
-    with pytest.raises(UserError, match="input_ids have the padding token 1"):
+    with pytest.raises(UserError, match="input_ids contains the padding token 1"):
         cp.batch(ids, labels)
     mask = torch.ones_like(ids)
     mask[0, 7] = 0
@@ -137,7 +137,7 @@ def test_positions_that_are_not_consecutive_are_refused():
     model.roberta.embeddings.create_position_ids_from_input_ids = lambda *inputs: scattered
     with pytest.raises(
         UserError,
-        match="RobertaForCausalLM cannot be sharded: called without position_ids it takes",
+        match="RobertaForCausalLM cannot be sharded: without position_ids it computes",
     ):
         shard(model)
 

@@ -25,7 +25,7 @@ CHUNKED = {
     "attention_chunk_size": 8,
     "interleave_moe_layer_step": 9,
 }
-ITS_OWN = "it mixes tokens otherwise than by attention"
+ITS_OWN = "it mixes tokens with code other than the attention"
 
 
 def made(name, config=None, **others):
@@ -47,14 +47,14 @@ def made(name, config=None, **others):
             lambda: made("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED),
             (
                 r"model\.layers\.0\.self_attn cannot .* chunked_attention, "
-                r"which is neither full nor a sliding window"
+                r"but must be full attention or a sliding window"
             ),
         ),
         (
             lambda: made("Llama4ForCausalLM", "Llama4TextConfig"),
             (
                 r"^Llama4TextConfig\.attn_temperature_tuning is set: "
-                r"it scales queries by a count of a rank's own tokens"
+                r"each rank would scale queries by a count of its own tokens"
             ),
         ),
         (
@@ -91,15 +91,15 @@ def made(name, config=None, **others):
         (
             lambda: made("MptForCausalLM", d_model=24, n_heads=4, n_layers=2),
             (
-                r"^transformer.* cannot be sharded: its forward of 11 tokens "
-                r"without a mask failed, AttributeError: 'None"
+                r"^transformer.* cannot be sharded: its forward pass of 11 tokens "
+                r"without a mask failed \(AttributeError: 'None"
             ),
         ),
         (
             lambda: made("StableLmForCausalLM"),
             (
                 r"^model\.layers\.0\.self_attn cannot .*: "
-                r"the layers around it do not pass keyword arguments on"
+                r"the layers around it do not pass on keyword arguments"
             ),
         ),
         (lambda: made("GPT2LMHeadModel", "GPT2Config"), r"^GPT2Config\.attn_pdrop is 0\.1"),
@@ -109,7 +109,7 @@ def made(name, config=None, **others):
         ),
         (
             lambda: made("GptOssForCausalLM", output_router_logits=True, num_local_experts=4),
-            "output_router_logits is set: the loss of its router is of a rank's own tokens",
+            "output_router_logits is set: each rank would compute the router's loss from its own",
         ),
         (
             lambda: made("LlamaForCausalLM", is_causal=False),
@@ -204,7 +204,7 @@ def test_a_layer_that_counts_its_tokens_itself_is_named():
     )
     message = (
         r"^model\.layers\.1\.self_attn cannot be sharded: "
-        r"it counts its tokens itself, not by position_ids"
+        r"it counts its tokens itself instead of using position_ids"
     )
     with pytest.raises(UserError, match=message):
         shard(model)
@@ -232,7 +232,7 @@ def test_padding_that_is_given_to_the_model_is_refused():
     assert torch.equal(model(**inputs, attention_mask=every).logits, model(**inputs).logits)
     with pytest.raises(
         UserError,
-        match=r"an attention_mask that is not all 1; leave it out: cp\.batch\(attention_mask",
+        match=r"an attention_mask that is not all 1; give attention_mask to cp\.batch instead",
     ):
         model(**inputs, attention_mask=every.index_fill(1, torch.tensor([0]), 0))
 
@@ -241,7 +241,7 @@ def test_a_sharded_model_is_sharded_again_only_while_it_is_paused():
     model = model_of("Llama", 2).eval()
     before, cp = model.config._attn_implementation, shard(model)
     with pytest.raises(
-        UserError, match="the model is sharded already; use what that call of shard returned, or"
+        UserError, match="the model is sharded already; use the result of that call of shard"
     ):
         shard(model)
     with cp.paused():
@@ -260,12 +260,12 @@ def test_a_sharded_model_is_sharded_again_only_while_it_is_paused():
         ({"method": "lapse"}, "context_parallel_method 'lapse' does not exist"),
         (
             {"causal": False},
-            "^shard: causal is False; leave out causal: the layers are causal, or refused",
+            "^shard: causal is False; leave out causal: layers that are not causal are refused",
         ),
         (
             {"documents": (0, 9)},
-            r"^shard: documents is \(0, 9\); leave out documents: give them with each batch, "
-            "to cp.batch",
+            r"^shard: documents is \(0, 9\); leave out documents: each batch has its own "
+            "documents, which cp.batch takes",
         ),
     ],
 )

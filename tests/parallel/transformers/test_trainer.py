@@ -78,7 +78,7 @@ def text(rank, world_size, folder, sizes):
     if world_size > 1:
         histories.append(logged("resumed", sizes[0], resume=f"{folder}/{sizes[0]}/checkpoint-3"))
         with pytest.raises(
-            UserError, match="fsdp is on, but accelerate has none for these devices"
+            UserError, match="fsdp is on, but accelerate has no FSDP for these devices"
         ):
             logged("fsdp", 2, fsdp=True)
         fsdp_on_cpus()
@@ -233,6 +233,6 @@ def test_a_batch_with_more_or_less_is_refused():
     ids = torch.arange(6)[None]
     for batch in ({"input_ids": ids}, {"input_ids": ids, "labels": ids, "pixel_values": ids}):
         with pytest.raises(
-            UserError, match="it needs input_ids and labels, and may have position_ids"
+            UserError, match="but needs input_ids and labels, and may have only position_ids"
         ):
             _arguments(batch)

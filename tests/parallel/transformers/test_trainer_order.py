@@ -53,7 +53,7 @@ def predicts(trainer):
 def predicts_what_is_refused(trainer):
     """The refusal comes after the model was prepared for it."""
     trainer.args.prediction_loss_only = False
-    with pytest.raises(UserError, match="predictions are of this rank's tokens alone"):
+    with pytest.raises(UserError, match="predictions would be of this rank's tokens only"):
         trainer.predict(trainer.eval_dataset)
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from parallel.comparison import Float64Mode, ModuleErrors, Report
 from parallel.transformers import shard
 from parallel.transformers.batch import IGNORED
-from parallel.transformers.check import Float64Mode, ModuleErrors, Report
 from runtime.errors import UserError
 from runtime.ranks import run_ranks
 from tests.parallel.transformers.families import (
@@ -237,12 +237,12 @@ def test_wrong_uses_are_refused_on_every_rank(results):
     messages, other = (result["refused"] for result in results)
     assert messages == other
     beginnings = (
-        *["input_ids, labels or documents of the group's ranks [1] are not"] * 4,
+        *["input_ids, labels or documents differ between the group's rank 0 and its ranks [1]"] * 4,
         "the batch has no labels",
         "lm_head.weight is quantised",
-        "the model is not the one that shard was called with",
+        "the model given to check is not the one that shard was called with",
         "no parameter of the model is trained",
-        "the group's rank 0 could not compute the model alone, MemoryError: 64 GiB",
+        "the group's rank 0 could not run the model by itself (MemoryError: 64 GiB)",
         "the model's weights are sharded",
     )
     for message, beginning in zip(messages, beginnings, strict=True):
@@ -312,7 +312,7 @@ def test_check_is_refused_while_paused_and_needs_no_gradient_mode():
         assert model.config._attn_implementation == implementation != ours
         with pytest.raises(
             UserError,
-            match=r"the model uses its own attention within paused\(\), .*; check it outside",
+            match=r"the model uses its own attention within paused\(\), .*; call check outside",
         ):
             cp.check(model, batch)
     with torch.no_grad():

@@ -186,7 +186,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
         ("--exit-duration-in-mins 0", ["exit_duration_in_mins is 0.0"]),
         ("--split 95;5", ["split is", "95;5"]),
         ("--loss-chunk-size -1", ["loss_chunk_size is -1"]),
-        ("--recompute-offload", ["recompute_offload is set", "use full or attention_boundary"]),
+        ("--recompute-offload", ["recompute_offload is set", "to full or attention_boundary"]),
         ("--ckpt-step 5", ["ckpt_step is 5", "--load"]),
         ("--model-type bert", ["--model-type", "'bert'", "llama", "gpt"]),
         (
@@ -272,7 +272,7 @@ use one of lasp, lasp2
 model_type llama has softmax | use ring, striped
 2 --context-parallel-size 2 --delta-rule-schedule tree | delta_rule_schedule is tree | \
 model_type llama has no layers
-2 L --context-parallel-layout striped | context_parallel_layout is 'striped' with method lasp2 | \
+2 L --context-parallel-layout striped | context_parallel_layout is 'striped', but method lasp2 | \
 consecutive tokens
 2 L --attention-backend reference | attention_backend is reference with context_parallel_size 2
 4 --model-type linear_transformer --num-attention-heads 2 --tensor-model-parallel-size 4 | \
@@ -301,11 +301,11 @@ hybrid_softmax_method is ulysses, but softmax_every is
 4 H --softmax-every none --hybrid-softmax-layout zigzag | \
 hybrid_softmax_layout is zigzag, but softmax_every is
 4 H --hybrid-softmax-method ulysses --hybrid-softmax-layout zigzag | zigzag | \
-same work in any layout; use con
+same work in any layout; set hybrid
 4 H --context-parallel-method ulysses --context-parallel-layout zigzag | \
 context_parallel_layout is zigzag, but with method u
 4 H --context-parallel-layout zigzag --hybrid-softmax-layout contiguous | \
-context_parallel_layout is zigzag, which all
+context_parallel_layout is zigzag for all
 4 H --hybrid-softmax-method ulysses --num-attention-heads 2 | \
 hybrid_softmax_method is ulysses: ulysses_degree is 4 with
 4 H --context-parallel-method zigzag | context_parallel_method is zigzag | \

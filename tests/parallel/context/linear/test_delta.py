@@ -275,7 +275,7 @@ def test_heads_take_their_turns_where_a_document_lies_on_two_ranks():
 
 def test_calls_and_masks_that_do_not_fit_are_named():
     tensors = inputs(16, 1)[:5]
-    with pytest.raises(ContextError, match="each token is a segment"):
+    with pytest.raises(ContextError, match="states pass along consecutive tokens"):
         segments(make_plan("striped", seq_len=16, size=2))
     cp = context_parallel("zigzag", seq_len=16)
     with pytest.raises(ContextError, match="16 local positions"):

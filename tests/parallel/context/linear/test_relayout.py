@@ -99,7 +99,7 @@ def test_plans_of_other_lengths_or_ranks_are_refused():
             for method, length, size in (outer, inner)
         ]
         with pytest.raises(
-            ContextError, match=r"tokens cannot go from .* make the one plan with multiple="
+            ContextError, match=r"tokens cannot move from .* make the first plan with multiple="
         ):
             token_route(*plans, 0)
 

@@ -290,12 +290,12 @@ def test_calls_that_do_not_fit_are_named():
     q = torch.randn(1, 16, HEADS, WIDTH)
     cp = context_parallel("lasp", seq_len=16)
     with pytest.raises(
-        ContextError, match=r"method lasp passes states on, which softmax attention.*ring, striped"
+        ContextError, match=r"method lasp passes states on, but softmax attention.*ring, striped"
     ):
         cp.attend(q, q, q)
     with pytest.raises(
         ContextError,
-        match=r"method striped passes keys and values on, which linear.*use.*lasp, lasp2, ulysses",
+        match=r"method striped passes keys and values on, but linear.*use.*lasp, lasp2, ulysses",
     ):
         context_parallel("striped", seq_len=16).attend_linear(q, q, q, LOG_DECAY)
     with pytest.raises(ContextError, match="does not fit a plan of 16 local positions"):

@@ -105,7 +105,7 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _after(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        """Call ``function(module, output)`` after each forward; the output is None after an error."""
+        """Call ``function(module, output)`` after each forward; after an error output is None."""
 
         def hook(called: nn.Module, args: Any, output: Any) -> Any:
             if called is module and self.active:

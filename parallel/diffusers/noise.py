@@ -43,8 +43,9 @@ def uniform(samples: Sequence[int], seed: int = 0) -> Tensor:
 def flow_matching(latents: Tensor, noise: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
     """Return noisy latents and the target of a flow (Lipman et al. 2023, arXiv:2210.02747).
 
-    ``(1 - sigma) latents + sigma noise``, and the velocity ``noise - latents``, as Wan, HunyuanVideo,
-    LTX, Flux, Qwen-Image and SD3 are trained. ``sigma`` ``[B]`` or with the latents' dimensions.
+    They are ``(1 - sigma) latents + sigma noise`` and the velocity ``noise - latents``. Wan,
+    HunyuanVideo, LTX, Flux, Qwen-Image and SD3 are trained so. ``sigma`` is ``[B]``, or has the
+    latents' dimensions.
     """
     sigma = _broadcast(sigma, latents)
     return (1 - sigma) * latents + sigma * noise, noise - latents

@@ -52,7 +52,7 @@ def by_wrappers(model):
     blocks = set(model.blocks)
     apply_activation_checkpointing(
         model,
-        checkpoint_wrapper_fn=partial(checkpoint_wrapper, **RECOMPUTED),
+        checkpoint_wrapper_fn=partial(checkpoint_wrapper, context_fn=RECOMPUTED["context_fn"]),
         check_fn=lambda module: module in blocks,
     )
     return model

@@ -114,7 +114,7 @@ def at_ends(hidden: Tensor, positions: Tensor, ends: Tensor) -> tuple[Tensor, Te
 
     Args:
         hidden: [B, T, C].
-        positions: of the tokens, [1 or B, T].
+        positions: positions of the tokens, [1 or B, T].
         ends: [B], the position after each sequence's last token.
 
     Returns:

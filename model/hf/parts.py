@@ -166,7 +166,7 @@ def _tables_by_kind(hf: Contents) -> Mapping[str, Any]:
     transformers 5 writes the entries and the tables, but reads only the tables.
     """
     parameters = hf.get("rope_parameters") or {}
-    rest = f"; only one table for {WHOLE} and one for {SLIDING} are"
+    rest = f"; only two tables, for {WHOLE} and {SLIDING}, are"
     if not isinstance(parameters, dict):
         raise unsupported("rope_parameters", parameters, rest)
 

@@ -133,7 +133,7 @@ class DeltaConfig(PeriodicConfig):
         return self.norm_epsilon
 
     def cores(self, attend: Any) -> HybridAttention:
-        """Return both attention cores, by default those of one device."""
+        """Return the linear and the softmax attention core, by default those for one device."""
         return HybridAttention(OneDevice()) if attend is None else super().cores(attend)
 
     @property
@@ -207,7 +207,7 @@ class DeltaAttention(nn.Module):
     def __init__(self, config: DeltaConfig, layer: int, attend: DeltaAttend) -> None:
         super().__init__()
         self.layer = layer
-        """Index in ``States``."""
+        """Index of the layer in ``States``."""
         self.attend = attend
         self.convolve = attend.convolve
         self.key_dim = config.key_dim

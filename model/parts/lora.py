@@ -85,7 +85,7 @@ class LoraConfig:
 
     @property
     def lora_scale(self) -> float:
-        """Factor alpha / r of B A x."""
+        """Factor alpha / r by which B A x is multiplied."""
         return 1.0 if self.lora_alpha is None else self.lora_alpha / (self.lora_rank or 1)
 
     def merged(self: C) -> C:

@@ -169,7 +169,7 @@ def frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Ten
     """Return the radians per position of each pair [D/2], float64, and the factor of cos and sin.
 
     linear is position interpolation (Chen et al. 2023), dynamic is NTK-aware scaling of the base by
-    the length, yarn is Peng et al. 2023 (sections 3.2 and 3.4), llama3 is that of Llama 3.1
+    the length, yarn is Peng et al. 2023 (sections 3.2 and 3.4), llama3 is the scaling of Llama 3.1
     (Grattafiori et al. 2024).
 
     Only dynamic scaling without rope_scaling_seq_length reads the positions: it needs the largest.

@@ -82,7 +82,7 @@ class WindowedConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig(RopeConfig, DecoderConfig):
-    """Rope of softmax attention."""
+    """Settings of rope in softmax attention."""
 
     def check(self) -> None:
         """Check rope's settings, even in a model without softmax layers, which uses no rope."""
@@ -126,7 +126,7 @@ class RotaryConfig(RopeConfig, DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LengthConfig(DecoderConfig):
-    """The longest sequence."""
+    """Setting of the maximum sequence length."""
 
     max_position_embeddings: int | None = None
     """Number of entries in the table of learned_absolute positions, which limits the length of

@@ -117,7 +117,7 @@ class DecoderConfig(LoraConfig, ABC):
             self,
             self.model_type == family,
             "model_type",
-            f"the other settings belong to {family}; set model_type to {family}",
+            f"it must be {family}, to which the other settings belong",
         )
         self.check()
         self.adapted_linears()

@@ -54,7 +54,7 @@ class DiffusionConfig:
             if value != getattr(type(self), name):
                 raise UserError(
                     f"{name} is {value}, but objective {self.objective} draws its times uniformly; "
-                    f"leave {name} out, or set objective to rectified_flow"
+                    "leave the setting out, or set objective to rectified_flow"
                 )
 
 

@@ -107,7 +107,7 @@ class RopeConfig:
         for name in (_FACTOR, _TRAINED)[: len(SETTINGS[kind])]:
             if getattr(self, name) is None:
                 raise UserError(
-                    f"{name} is not set, but rope_scaling_type {kind} needs it; set {name}"
+                    f"{name} is not set, but rope_scaling_type {kind} needs one; set it"
                 )
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if self.setting(low) >= self.setting(high):

@@ -144,7 +144,7 @@ def test_a_field_that_does_not_fit_is_refused_with_its_value(values, message):
 
 
 def test_the_settings_of_one_family_do_not_become_anothers():
-    with pytest.raises(ValueError, match=r"^model_type is gpt; the other settings belong to llama"):
+    with pytest.raises(ValueError, match=r"^model_type is gpt; it must be llama, to which"):
         dataclasses.replace(model_config(), model_type="gpt")
 
 

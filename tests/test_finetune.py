@@ -175,7 +175,7 @@ def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported, tmp_p
         (
             broken,
             ("--finetune",),
-            "layers.1.mlp.up_proj.weight holds 1 of [0-9]+ values that are not finite",
+            "layers.1.mlp.up_proj.weight: 1 of [0-9]+ values are not finite",
         ),
     ):
         with pytest.raises(UserError, match=message):

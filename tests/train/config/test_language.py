@@ -195,7 +195,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
         ),
         (
             "--position-embedding-type learned_absolute",
-            ["position_embedding_type is learned_absolute", "llama has rope alone"],
+            ["position_embedding_type is learned_absolute", "llama has only rope"],
         ),
         (
             "--linear-gate per_head",

@@ -26,7 +26,7 @@ MAX_BEHIND = 0.2
 MIN_BEHIND_MS = 20.0
 """Minimum delay of a rank for a warning, in milliseconds per step."""
 MAX_CALLS = 64
-"""Maximum number of feed-forward calls of which the times are kept."""
+"""Maximum number of feed-forward calls whose times are kept."""
 
 
 class Stragglers(Callback):
@@ -144,9 +144,9 @@ class Stragglers(Callback):
 def slowest(
     times: dict[str, list[float]], step_ms: float, calls_per_step: float
 ) -> tuple[int, float, str, bool]:
-    """Return the slowest rank, its relative delay, its phase, and if it passes MIN_BEHIND_MS.
+    """Return the slowest rank, its relative delay and phase, and if that reaches MIN_BEHIND_MS.
 
-    The delay is the time above the median rank's, relative to that median for a layer's call and to
+    The delay is the rank's time minus the median, relative to the median for a layer's call and to
     the whole step for the other phases. The median of two ranks is the faster one's. A rank that is
     behind by ``MIN_BEHIND_MS`` in a step is preferred to ranks that are not.
 

@@ -149,9 +149,9 @@ def check_room(rooms: Sequence[Room], needed: int) -> None:
     for path, free in rooms:
         if free is not None and free < share:
             raise CheckpointError(
-                f"cannot write {path}: {share:,} bytes are needed, but only {free:,} are free in "
-                f"{path.parent}; remove older checkpoints (--keep-last N does so), or write to "
-                "another folder"
+                f"cannot write {path}: {free:,} bytes are free in {path.parent}, but {share:,} are "
+                "needed; remove older checkpoints (--keep-last N does so), or write to another "
+                "folder"
             )
 
 

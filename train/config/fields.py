@@ -106,7 +106,7 @@ class ConfigField(NamedTuple):
         # An unset shell variable gives an empty text.
         if self.base is str and (not value or "\0" in value):
             raise ConfigError(
-                f"{self.name} is {value!r}; it must be nonempty text without zero bytes, or left out"
+                f"{self.name} is {value!r}; it must be nonempty text without NUL bytes, or left out"
             )
         return value
 

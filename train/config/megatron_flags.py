@@ -119,8 +119,8 @@ def markdown() -> str:
         "",
         "Most flags have Megatron-LM's names (`python pretrain_gpt.py --help` lists them). Those",
         "below do not exist here by these names. A flag that asks for what always holds here is",
-        "accepted, so that a command line of Megatron-LM can be used as it is; any other one is",
-        "refused in one line with the answer of this table. Made by `python -m",
+        "accepted, so that a command line of Megatron-LM can be used as it is; any other flag is",
+        "refused with one line that has the answer of this table. Made by `python -m",
         "train.config.pages`.",
     ]
     section = ""

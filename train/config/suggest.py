@@ -60,4 +60,4 @@ def _similar_flag(root: type, name: str, candidates: Collection[str]) -> str:
     flags = dict.fromkeys(candidates)
     for table in fields_by_variant(root).values():
         flags |= dict.fromkeys(field.flag for field in table.values())
-    return did_you_mean(name, flags, answers) or "--help lists all flags"
+    return did_you_mean(name, flags, answers) or "--help lists them all"

@@ -104,7 +104,8 @@ def check_allowed(path: Path, changed_lines: Mapping[str, str], allowed: Sequenc
             settings_to_allow.append(setting)
     if refused:
         raise CheckpointError(
-            f"{path} was trained otherwise: {'. '.join(changed_lines[name] for name in refused)}. "
-            "Keep the old values, or give --allow-changed "
+            f"{path} was trained with other settings or files: "
+            f"{'. '.join(changed_lines[name] for name in refused)}. Keep the old values, or give "
+            "--allow-changed "
             f"{' '.join(dict.fromkeys(settings_to_allow))}"
         )

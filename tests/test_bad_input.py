@@ -147,7 +147,7 @@ CASES = {
     "unknown key": ("--config @key.toml", "key.toml", "seq_len", "did you mean seq_length"),
     "a run is there": (
         "--save @run",
-        "run, which holds a run",
+        "run, but it holds a run",
         "iteration 2",
         "--load",
         "another --save",

@@ -1,4 +1,4 @@
-"""A rank's batches, prefetched by a thread; the ranks agree on each before its step."""
+"""A rank's batches, prefetched by a thread; all ranks agree on a batch before its step."""
 
 import time
 from collections.abc import Iterator
@@ -123,11 +123,11 @@ class StopAgreement(Callback):
         self._sums = [int(count) for count in counts]
 
     def on_step_end(self, step: Step) -> None:
-        """Record that a step is done: the time limit counts from now on."""
+        """Record that a step is done: the time limit applies from now on."""
         self._has_stepped = True
 
     def why(self) -> str:
-        """Describe why the run ends: signals, with numbers of processes, and the time limit."""
+        """Describe why the run ends: signals, with numbers of processes, or the time limit."""
         *signal_counts, over = self._sums
         world_size = dist.get_world_size()
         reasons = []

@@ -1,8 +1,8 @@
 """Choose a configuration's context parallelism and the attention that its model calls.
 
-The model takes its attention as an argument and knows no ranks. The functions here choose that
-argument: a method's attention over the context-parallel ranks, a local kernel, or, for a hybrid of
-softmax and linear attention, both.
+The model takes its attention as an argument and does not know of ranks. The functions here choose
+that argument: a method's attention over the context-parallel ranks, a local kernel, or, for a
+hybrid of softmax and linear attention, both.
 """
 
 from collections.abc import Callable, Sequence
@@ -123,7 +123,7 @@ def _uncompiled(rule: Callable[..., Tensor], convolve: Callable[..., Tensor]) ->
 
 
 def _cu_seqlens(mask: PlanHandle | None) -> tuple[int, ...] | None:
-    """Return the cumulative lengths of a mask's documents on one process; None without any.
+    """Return the cumulative document lengths of a mask on one process; None without documents.
 
     Padding counts as a document.
     """
@@ -268,7 +268,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
         kernels.append(f"{select_linear_backend(backend, device, dtype)} (linear attention)")
 
     if not model.linear_attention or model.own_softmax_layout:
-        # A hybrid's attention_backend is for its linear layers; softmax kernels are chosen by auto.
+        # A hybrid's attention_backend is for its linear layers; its softmax layers use "auto".
         if model.own_softmax_layout and backend != "reference":
             backend = "auto"
         kernel = _softmax_kernel(config, backend, dtype)

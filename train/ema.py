@@ -1,4 +1,4 @@
-"""Exponential moving averages of the weights (EMA)."""
+"""Exponential moving averages (EMA) of the weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

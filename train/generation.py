@@ -311,7 +311,7 @@ class Writer:
         return padded_length
 
     def _merge(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge this rank's attention, to its share of the cache, with the other ranks'."""
+        """Merge this rank's attention to its share of the cache with the other ranks' attention."""
         cp = self._mesh.cp
         local = torch.cat((out, lse[..., None]), -1)  # [..., D + 1]
         parts = [torch.empty_like(local) for _ in range(cp.size())]

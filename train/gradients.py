@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.data import Runner, finish_gradients, to_local, untracked_replicas
 
 NORM_CHUNK = 1 << 18
-"""Number of elements copied to float64 at once for a norm on a CPU: 2 MB, which its cache holds."""
+"""Number of elements copied to float64 at once for a CPU norm: 2 MB, which fits in its cache."""
 
 
 def gradient_norm(
@@ -72,7 +72,7 @@ def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scale gradients of 2-norm ``norm`` to a norm of at most ``max_norm``; 0 disables it."""
+    """Scale gradients of 2-norm ``norm`` to a norm of at most ``max_norm``; 0 disables clipping."""
     if 0 < max_norm < norm < math.inf:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, max_norm / norm)

@@ -48,7 +48,7 @@ from train.config.common import CommonConfig
 from train.config.flags import ConfigError, load, write_toml
 
 SECONDS_TO_SPEAK = 5.0
-"""Seconds that failed ranks wait to exit, so that the launcher kills none before one reports."""
+"""Number of seconds that failed ranks wait before they exit, so that one can report the error."""
 UNFLUSHED = 120
 """Exit status if output cannot be flushed at exit; Python's own is the same."""
 UNREAD = 141

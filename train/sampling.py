@@ -92,7 +92,7 @@ class SamplingConfig:
         if self.guidance != 1 and class_dropout_prob == 0:
             raise ConfigError(
                 f"guidance is {self.guidance}, but class_dropout_prob is {class_dropout_prob}, so "
-                "training never learns the embedding of no class, which guidance needs; give "
+                "training never learns the no-class embedding, which guidance needs; give "
                 "--guidance 1, or train with a class_dropout_prob above 0, such as 0.1"
             )
 

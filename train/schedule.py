@@ -27,7 +27,7 @@ class ScheduleConfig:
     lr_warmup_fraction: float | None = None
     """Share of lr_decay_iters that is warm-up, in [0, 1), in place of lr_warmup_iters."""
     lr_warmup_init: float = 0.0
-    """Learning rate from which the warm-up rises."""
+    """Learning rate at the start of the warm-up."""
     lr_decay_iters: int | None = None
     """Iteration at which the decay ends; by default train_iters, and in a resumed run the first
     start's value."""

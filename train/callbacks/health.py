@@ -189,7 +189,7 @@ class Health:
         return why
 
     def _problems(self, loss: float, norm: float) -> list[tuple[bool, str]]:
-        """Return all possible problems of a step's loss and norm, each after True if it occurs."""
+        """Return all possible problems of a step's loss and norm, as pairs of (occurs, text)."""
         config = self._config
         loss_limit = math.inf
         norm_limit = math.inf

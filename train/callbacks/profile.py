@@ -90,7 +90,9 @@ class Profiler(Callback):
         self._profile: profile | None = None
         self._first_iteration = 0
         if save is None:
-            raise UserError("profile is set, but it writes into the folder of --save; give --save")
+            raise UserError(
+                "profile is set, but save is not, and the results go there; give --save FOLDER"
+            )
         world_size = dist.get_world_size()
         for rank in config.profile_ranks:
             if not 0 <= rank < world_size:
@@ -232,7 +234,7 @@ def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray
             edges += span
     times = np.unique(np.array(edges, dtype=np.int64))
 
-    changes = np.zeros((len(kinds), len(times)), dtype=np.int64)  # in the number of open spans
+    changes = np.zeros((len(kinds), len(times)), dtype=np.int64)  # changes of the number of spans
     for row, spans in zip(changes, kinds, strict=True):
         starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         np.add.at(row, np.searchsorted(times, starts), 1)

@@ -151,7 +151,7 @@ class Ruler(Callback):
 
 
 def _example(ids: list[int], prompt_length: int, seq_length: int, number: int) -> Batch:
-    """Return a sample [S] with labels on the answer's tokens only, and its example's number."""
+    """Return a sample [S] with labels only on the answer's tokens, and its example's number."""
     tokens = torch.zeros(seq_length, dtype=torch.int64)
     labels = torch.full((seq_length,), IGNORE_INDEX)
     tokens[: len(ids) - 1] = torch.tensor(ids[:-1])

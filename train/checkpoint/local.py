@@ -66,10 +66,10 @@ def remove_others(local: Path, newest: Path | None) -> None:
 
 
 def fetch_missing(folder: Path, names: Collection[str]) -> None:
-    """Copy a verified checkpoint's files that this rank reads and its node lacks from other nodes.
+    """Fetch from other nodes the checkpoint files that this rank reads and its node lacks.
 
-    Collective. One rank of each node writes a file into the node's folder. Raises OSError on every
-    rank if there is no room.
+    Collective; the checkpoint must be verified. One rank of each node writes a file into the node's
+    folder. Raises OSError on every rank if the disk is full.
     """
     local_files = {path.name for path in folder.iterdir()}
     mark = uuid.uuid4().hex[:8]

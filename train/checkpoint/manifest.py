@@ -78,7 +78,7 @@ def describe(path: Path) -> tuple[int, str]:
 def remove(folder: Path, *, ignore_errors: bool = False) -> None:
     """Remove a checkpoint or a draft.
 
-    It is renamed to a draft first: a kill then leaves a draft, not a broken checkpoint.
+    The folder is renamed to a draft first: a kill then leaves a draft, not a broken checkpoint.
 
     Raises OSError: the folder cannot be renamed or, unless ``ignore_errors``, removed.
     """

@@ -45,7 +45,8 @@ def newest_checkpoint(
         for folder in sorted(map(str, folders)):
             if Path(folder).name != local.name:
                 report(
-                    f"passed over {folder}, which is of another run; remove it if that run is over"
+                    f"passed over {folder}, which belongs to another run; remove it if that run is "
+                    "over"
                 )
     remove_others(local, path)
     return path
@@ -139,7 +140,7 @@ class Saves:
     def agree(self, ready: int) -> None:
         """Take the next step of the save under way if all ranks are ``ready``. Collective.
 
-        ``ready`` is the number of ranks that are. Raises CheckpointError on every rank if the
+        ``ready`` is the number of ready ranks. Raises CheckpointError on every rank if the
         checkpoint could not be written.
         """
         if ready == dist.get_world_size():

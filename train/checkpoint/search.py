@@ -238,7 +238,7 @@ class Keeper:
     last: int | None
     """Number of newest whole checkpoints to keep; None keeps all, or one if ``every`` is given."""
     every: int | None
-    """Keep every checkpoint too whose iteration is a multiple of this number."""
+    """Also keep all checkpoints whose iteration is a multiple of this number."""
     report: Callable[[str], None] = to_stderr
     verified: set[Path] = field(default_factory=set)
     """Checkpoints that this process has hashed: from then on only their sizes are compared."""

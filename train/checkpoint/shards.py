@@ -1,4 +1,4 @@
-"""Write this rank's shards of a checkpoint, by the planners of torch.distributed.checkpoint (DCP).
+"""Write this rank's shards of a checkpoint with the planners of torch.distributed.checkpoint (DCP).
 
 ``dcp.save`` needs six collectives for this: all plans go to one rank and its answers come back,
 then the results, and a table that no rank needs. Here every rank computes the same global plan from

@@ -1,4 +1,4 @@
-"""Name the tensors of a run, and read them by torch.distributed.checkpoint (DCP).
+"""Name the tensors of a run, and read them with torch.distributed.checkpoint (DCP).
 
 Names are those of the plain, single-device model, whatever wraps or shards it, so that a checkpoint
 loads on any mesh. DCP writes and reads the live tensors in place, without a cast or a second copy.

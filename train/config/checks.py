@@ -1,7 +1,7 @@
 """Checks across the sections that the configurations of both entry scripts have.
 
 All of them run before the process group is formed, so that a contradiction costs a second on the
-machine that starts the job, and not the minutes until the first step on all of its nodes.
+machine that starts the job instead of the minutes until the first step on all of its nodes.
 """
 
 import os

@@ -192,7 +192,7 @@ def _fields_of(
     table: dict[str, ConfigField] = {}
     for section, cls, declared in sections:
         hints = get_type_hints(cls)
-        # Help lists the fields that a class adds first, then those that all variants share, and
+        # Help lists first the fields that a class adds, then those that all variants share, and
         # last the other inherited ones.
         local = inspect.get_annotations(cls)
         shared = inspect.get_annotations(declared)

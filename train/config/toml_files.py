@@ -40,7 +40,7 @@ def config_file(run: Path) -> Path:
 
 
 def build(root: type[Root], values: dict[str, Any]) -> Root:
-    """Build a `root` from `values` by field name, with defaults for the rest.
+    """Build a `root` from `values`, keyed by field name, with defaults for the rest.
 
     Raises UserError for a value out of range.
     """
@@ -108,7 +108,7 @@ def model_file(name: str | Path) -> Path:
 @cache  # once per process, however often it reads the file
 def _note_moved(path: Path, file: Path) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"note: {path} has moved to {file}; the latter is read", file=sys.stderr)
+        print(f"note: {path} has moved to {file}; the new file is read", file=sys.stderr)
 
 
 def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[str, Any]:
@@ -219,6 +219,6 @@ def write_toml(config: object) -> str:
         if value is not None:
             tree[field.section][name] = list(value) if field.many else value
 
-    import tomli_w  # here: benches and tests that write no configuration run without it
+    import tomli_w  # imported here: benches and tests that write no configuration run without it
 
     return tomli_w.dumps(tree)

@@ -130,7 +130,7 @@ class Denoising(Objective):
         return [self._model.num_patches] * len(local["times"])
 
     def _weights(self, is_real_sample: Tensor, is_patch: Tensor) -> Tensor:
-        """Return 1 for patches with a loss and 0 for others, for ``_time_first``'s rows without W.
+        """Return 1 for patches with a loss and 0 for others, shaped like ``_time_first`` without W.
 
         Args:
             is_real_sample: False for fillers, [B].

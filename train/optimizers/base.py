@@ -31,8 +31,7 @@ class OptimizerSpec(ABC):
     """
 
     settings: type[OwnSettings]
-    """The optimizer's settings. Other optimizers' settings must have other names, since all of them
-    are flags of one command line."""
+    """The optimizer's own settings; those of all optimizers are flags of one command line."""
     free_settings: tuple[str, ...] = ()
     """Settings that a resumed run may change, such as the choice of a kernel."""
     states: tuple[str, ...]

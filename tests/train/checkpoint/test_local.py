@@ -145,8 +145,8 @@ BREAKS = {
     "of another run": (
         lambda node: (node.parent / "run" / "starts.jsonl").write_text("begun anew\n"),
         (
-            "passed over .*/node0/run-[0-9a-f]{12}, which is of another run; remove it if that run "
-            "is over"
+            "passed over .*/node0/run-[0-9a-f]{12}, which belongs to another run; remove it if "
+            "that run is over"
         ),
     ),
     "untouched": (lambda node: None, ""),

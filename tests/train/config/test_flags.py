@@ -42,7 +42,7 @@ def test_a_model_is_named_by_its_file_of_now_or_before_or_by_name(
     argument = str(root / name) if elsewhere and "/" in name else name
     toml_files._note_moved.cache_clear()
     assert parse_args(["--config", argument]) == load_config(flags.MODELS / "llama3_8b.toml")
-    assert ("configs/models/llama3_8b.toml; the latter is read" in capsys.readouterr().err) == (
+    assert ("configs/models/llama3_8b.toml; the new file is read" in capsys.readouterr().err) == (
         "configs/l" in name
     )
 
@@ -249,7 +249,7 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
     [
         (
             "--model-type gpt --max-position-embeddings 1024 --swiglu",
-            "model_type is gpt; it needs llama",
+            "model_type is gpt; the flag needs llama",
         ),
         ("--use-distributed-optimizer --bf16 --sequence-parallel --calculate-per-token-loss", None),
         (
@@ -305,7 +305,8 @@ def test_a_key_of_another_family_is_passed_over_at_its_default_alone_and_never_o
     assert load_config(file) == Config()
     file.write_text(f"[model]\n{line}\n")
     with pytest.raises(
-        UserError, match=f"unknown key {line.split()[0]} in .model.; model_type llama has none"
+        UserError,
+        match=f"unknown key {line.split()[0]} in .model.; model_type llama does not have it",
     ):
         load_config(file)
 

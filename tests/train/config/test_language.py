@@ -95,7 +95,7 @@ def test_the_file_names_the_family_unless_a_flag_does(tmp_path):
         FAMILIES["transnormer"].config,
         True,
     )
-    assert "no_scale_embedding in [model]; model_type llama has none" in refusal(
+    assert "no_scale_embedding in [model]; model_type llama does not have it" in refusal(
         "--config", str(path), "--model-type", "llama"
     )
 

@@ -70,7 +70,7 @@ def test_what_editors_on_windows_write_is_read_and_what_is_no_file_refused(conte
     (tmp_path / "run.toml").write_bytes(content)
     assert load_config(tmp_path / "run.toml").train.seed == 7
     for path, kind in ((tmp_path, "a folder"), ("/dev/zero", "a socket or device")):
-        with pytest.raises(UserError, match=f"^{path}: it is {kind}"):
+        with pytest.raises(UserError, match=f"^{path}: this is {kind}"):
             load_config(path)
 
 

@@ -369,7 +369,7 @@ def test_what_cannot_be_written_is_refused(runs, tmp_path):
         return refused(0, 1, folder, mesh)
 
     assert "has no config.toml" in message(tmp_path)
-    assert "is not the 1 processes started" in message(context_parallel_size=2)
+    assert "does not fit 1 started processes" in message(context_parallel_size=2)
     (tmp_path / "config.toml").write_text(write_toml(Config(model=LLAMA)))
     assert "holds no checkpoint" in message(tmp_path)
     assert "lasp, which passes states of linear attention on" in message(

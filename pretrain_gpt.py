@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --config configs/models/llama_tiny.toml
 """
 
-# Before torch is imported, which takes seconds in which the launcher may be killed.
+# This precedes the import of torch, which takes seconds: the launcher may be killed meanwhile.
 if __name__ == "__main__":
     from runtime.signals import end_with_launcher
 
@@ -20,10 +20,10 @@ from train.trainer import Trainer
 
 
 def main(arguments: list[str], peak_flops: float | None = None) -> None:
-    """Train from the command line to the last checkpoint.
+    """Train as the command line says, or only check and plan the run with --dry-run.
 
     Args:
-        peak_flops: FLOP/s that MFU is measured against; by default what a process can reach.
+        peak_flops: FLOP/s per process that MFU is relative to; by default the device's peak.
     """
     config = LanguageTask.parse_args(arguments)
     if config.dry.dry_run:

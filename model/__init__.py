@@ -1,1 +1,1 @@
-"""Plain modules of one device; none knows a rank, a group or an environment variable."""
+"""Single-device modules; none depends on ranks, process groups or environment variables."""

@@ -1,7 +1,7 @@
-"""The configuration that decoders of all families share, with Megatron-LM's names.
+"""Configuration shared by the decoders of all families, with Megatron-LM's names for settings.
 
 A family's file in model/families adds its own settings and overrides the methods that build its
-layers, so `Decoder` needs no case for a family: it asks the configuration.
+layers, so `Decoder` has no branches for single families: it calls the configuration's methods.
 """
 
 import math
@@ -30,19 +30,20 @@ class Footprint(NamedTuple):
     """Activation sizes of a family, for the planner's memory model."""
 
     fused_residual: float
-    """``planner.step_shape.StepShape.residual`` if norms are kernels: widths of the residual
-    stream that a layer saves for the backward, such as inputs and outputs of both norms."""
+    """Number of copies of the residual stream that a layer saves for the backward pass if norms are
+    fused kernels, such as inputs and outputs of both norms
+    (``planner.step_shape.StepShape.residual``)."""
     gated: bool
     """True if the feed-forward has a gate."""
     first_layer: float = 0.0
-    """``planner.step_shape.StepShape.first_layer``: widths that the first layer saves beyond the
-    others'."""
+    """Number of further copies that only the first layer saves
+    (``planner.step_shape.StepShape.first_layer``)."""
     output_gate: float = 0.0
-    """Widths of the queries that the gate of attention's output saves; layers with a delta rule are
-    counted elsewhere."""
-    qk_norms: float = 0.0
-    """Copies of the queries and keys that their norms save, 2 in float32; layers with a delta rule
+    """Number of copies of the queries that attention's output gate saves; layers with a delta rule
     are counted elsewhere."""
+    qk_norms: float = 0.0
+    """Number of copies of the queries and keys that their norms save, a float32 copy counted as 2;
+    layers with a delta rule are counted elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,36 +56,37 @@ class DecoderConfig(LoraConfig, ABC):
         "kv_channels": "head_dim",
         "vocab_size": "vocabulary",
     }
-    """Fields that may be left out, and the properties that resolve them; each class has its own."""
+    """Properties that resolve the fields that may be left out, keyed by field; each class lists its
+    own fields."""
 
     model_type: str = ""
-    """Family of the model, which decides the other settings."""
+    """Family of the model, which determines the other settings that it has."""
     num_layers: int = 4
-    """Transformer layers."""
+    """Number of transformer layers."""
     hidden_size: int = 256
     """Width of the residual stream."""
     ffn_hidden_size: int | None = None
     """Width inside the feed-forward; by default 8/3 of hidden_size, rounded up to a multiple of 64,
     or 4 x hidden_size without a gate."""
     num_attention_heads: int = 8
-    """Query heads."""
+    """Number of query heads."""
     num_query_groups: int | None = None
-    """Key and value heads (grouped-query attention); by default one per query head."""
+    """Number of key and value heads (grouped-query attention); by default one per query head."""
     kv_channels: int | None = None
     """Width of one head; by default hidden_size / num_attention_heads."""
     vocab_size: int | None = None
-    """Vocabulary entries; by default the tokenizer's."""
+    """Number of vocabulary entries; by default the tokenizer's."""
     norm_epsilon: float = 1e-5
     """Epsilon of the norms."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights."""
     untie_embeddings_and_output_weights: bool = True
-    """Give the output projection its own weights, not the embedding's."""
+    """Give the output projection its own weights instead of the embedding's."""
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """The family's name on the screen."""
+        """The family's name in printed text."""
 
     @property
     @abstractmethod
@@ -94,7 +96,7 @@ class DecoderConfig(LoraConfig, ABC):
     @property
     @abstractmethod
     def positions(self) -> str:
-        """Source of token positions (such as rope), as checkpoints record it."""
+        """Source of token positions, such as rope, as checkpoints record it."""
 
     @abstractmethod
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
@@ -107,8 +109,7 @@ class DecoderConfig(LoraConfig, ABC):
     joint_qk_norm = False
     """True if queries (and keys) are normalised over all heads at once."""
     softmax_type = "vanilla"
-    """Denominator of the softmax attention weights; ``model.parts.settings.WindowedConfig`` makes
-    it a setting."""
+    """Denominator of the softmax; ``model.parts.settings.WindowedConfig`` makes it a setting."""
 
     def __post_init__(self) -> None:
         family = type(self).model_type
@@ -116,13 +117,13 @@ class DecoderConfig(LoraConfig, ABC):
             self,
             self.model_type == family,
             "model_type",
-            f"the settings are those of model_type {family}",
+            f"it must be {family}, to which the other settings belong",
         )
         self.check()
         self.adapted_linears()
 
     def check(self) -> None:
-        """Check the settings; a family overrides this, and calls it first. Raises UserError."""
+        """Check the settings; an override calls this method first. Raises UserError."""
         heads = self.num_attention_heads
         at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads")
         self.check_counts("ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size")
@@ -133,12 +134,12 @@ class DecoderConfig(LoraConfig, ABC):
         divides = self.kv_channels is not None or self.hidden_size % heads == 0
         must = (
             f"it must be a multiple of num_attention_heads {heads}; "
-            "change either, or set kv_channels"
+            "change one of them, or set kv_channels"
         )
         require(self, divides, "hidden_size", must)
 
         divides = heads % self.query_groups == 0
-        must = f"it must divide num_attention_heads {heads}"
+        must = f"it must be a divisor of num_attention_heads {heads}, such as 1"
         require(self, divides, "num_query_groups", must)
 
     def check_counts(self, *names: str) -> None:
@@ -164,21 +165,21 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Rope of softmax attention; None if it has none."""
+        """Rope settings of softmax attention; None without rope."""
         return None
 
     @property
     def reach(self) -> int:
-        """Longest sequence that the model, or its scaling of rope, is meant for; 0 if unknown."""
+        """Longest sequence that the model or its rope scaling is meant for; 0 if unknown."""
         return self.max_position_embeddings or 0
 
     def with_rope_length(self: C, length: int) -> C:
-        """Return a copy with this length for dynamic scaling of rope, if it needs one."""
+        """Return a copy with this length for dynamic rope scaling; itself if it needs none."""
         return self
 
     @property
     def local_rope(self) -> RopeConfig | None:
-        """Rope of layers with a window, if it differs from the rope of other layers."""
+        """Rope settings of layers with a window, if they have their own; else None."""
         return None
 
     @property
@@ -219,9 +220,10 @@ class DecoderConfig(LoraConfig, ABC):
         )
 
     def cores(self, attend: Attend | LinearAttend | HybridAttention | None) -> HybridAttention:
-        """Return both attention cores, by default those for one device.
+        """Return the linear and the softmax attention core, by default those for one device.
 
-        A single core is the linear one in a model with linear attention, otherwise the softmax one.
+        If ``attend`` is a single core, it becomes the linear one in a model with linear attention,
+        else the softmax one.
         """
         if attend is None:
             return HybridAttention()
@@ -242,7 +244,7 @@ class DecoderConfig(LoraConfig, ABC):
         return None
 
     def added_positions(self) -> nn.Module | None:
-        """Build the module that computes positions to add to the embeddings, or None."""
+        """Build the module of position vectors that are added to the embeddings, or None."""
         return None
 
     @property
@@ -260,7 +262,7 @@ class DecoderConfig(LoraConfig, ABC):
         return True
 
     def window(self, layer: int) -> Window | None:
-        """Return the window of this layer, counted from 0; None if it has none or is linear."""
+        """Return a layer's window; None if it has no window or no softmax attention."""
         return None
 
     @property
@@ -270,16 +272,16 @@ class DecoderConfig(LoraConfig, ABC):
 
     @property
     def alternating(self) -> dict[str, Any]:
-        """Settings that make every other layer of the second kind; empty if there is one kind."""
+        """Settings that alternate the two kinds of layers; empty if all layers are alike."""
         return {}
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Names of the linear layers of a layer that may get an adapter."""
+        """Names of the linear modules in a layer that may get an adapter."""
         return ("wq", "wk", "wv", "wo", "gate", "up", "down")
 
     def adapted_linears(self) -> tuple[str, ...]:
-        """Return the names of a layer's linear layers with adapters; empty without lora_rank."""
+        """Return the names of a layer's linear modules with adapters; empty without lora_rank."""
         return self.adapted(self.linears, self.hidden_size)
 
     @property
@@ -305,7 +307,8 @@ class DecoderConfig(LoraConfig, ABC):
     def ffn_size(self) -> int:
         """Width inside the feed-forward.
 
-        With 8/3 of hidden_size, SwiGLU's three matrices have as many weights as a GELU's two.
+        With 8/3 of hidden_size, SwiGLU's three matrices have as many weights as the two of a GELU
+        feed-forward with 4 x hidden_size.
         """
         return self.ffn_hidden_size or 64 * math.ceil(8 * self.hidden_size / 3 / 64)
 
@@ -318,7 +321,7 @@ class DecoderConfig(LoraConfig, ABC):
     def vocabulary(self) -> int:
         """Number of vocabulary entries; raises UserError if not set."""
         if self.vocab_size is None:
-            raise UserError("vocab_size is not set; give it, or a tokenizer to take it from")
+            raise UserError("vocab_size is not set; set it, or give a tokenizer that determines it")
         return self.vocab_size
 
     @property
@@ -334,8 +337,9 @@ class DecoderConfig(LoraConfig, ABC):
     def architecture(self) -> Architecture:
         """Return all settings that determine the model's shapes and computation, defaults resolved.
 
-        A checkpoint can be loaded if its entries are equal. For checkpoints written before a
-        setting existed, its entry is left out if it has the value that they were trained with.
+        A checkpoint can be loaded if its entries are equal. Checkpoints written before a setting
+        existed lack its entry, so the entry is left out if the setting has the value that they were
+        trained with.
         """
         entries = self.resolved(
             "model_type",
@@ -351,7 +355,7 @@ class DecoderConfig(LoraConfig, ABC):
         )
         entries["position_embedding_type"] = self.positions
         entries["max_position_embeddings"] = self.position_table
-        # This entry is in every checkpoint, even for families without rope.
+        # Every checkpoint has this entry, so families without rope write the default.
         entries["rotary_base"] = RopeConfig.rotary_base
         if self.lora_rank is not None:
             entries["lora_rank"] = self.lora_rank

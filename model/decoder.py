@@ -1,9 +1,9 @@
 """The decoder that every family of language models shares: token ids to logits.
 
 The family's configuration (``model.families``) builds the layers, the norms and the positions, so
-this file holds only the order in which they run. The forward has two steps: `hidden` runs the
-layers, `project` multiplies by the vocabulary. Training replaces the second step by a chunked loss,
-which never holds the logits of all tokens.
+this file only defines the order in which they run. The forward pass has two steps: `hidden` runs
+the layers, and `project` computes the logits. Training replaces the second step by a chunked loss,
+which never has the logits of all tokens in memory.
 
 Shapes: B sequences, T tokens, C width of the residual stream, V vocabulary entries.
 """
@@ -25,8 +25,8 @@ from model.parts.rotary import Rotary
 from model.parts.weights import Beginning, Inits, Splits, Stream, initial_value, normal_inits
 
 Head = Callable[[Tensor, Tensor], Tensor]
-"""Function that replaces the logits: (normalised hidden states [B, T, C], output weights [V, C]) ->
-result."""
+"""Function to call instead of `Decoder.project`: (normalised hidden states [B, T, C], output
+weights [V, C]) -> result."""
 
 
 class Decoder(nn.Module):
@@ -34,7 +34,7 @@ class Decoder(nn.Module):
 
     Weights are undefined until `init_weights` or `load_state_dict`. Every layer is called as
     ``layer(x, positions, mask, states)``. With tied embeddings there is no output module, and the
-    state dict holds the embedding's weight once. Modules that `keep` dropped are None.
+    state dict holds the embedding's weight once. Modules that `keep` has dropped are None.
     """
 
     INIT: ClassVar[Inits] = {
@@ -58,8 +58,8 @@ class Decoder(nn.Module):
         """Build the modules of the decoder.
 
         Args:
-            attend: the attention core: softmax or linear as the model needs, both for a hybrid. By
-                default attention on one device.
+            attend: the attention core, softmax or linear as the model needs, or both for a hybrid;
+                by default attention on one device.
         """
         super().__init__()
         self.config = config
@@ -97,7 +97,8 @@ class Decoder(nn.Module):
         Args:
             positions: global positions [T] or [B, T]; by default 0 .. T-1.
             head: replaces the logits, for example by a loss that never materialises all of them. It
-                runs in here because a sharded model has whole weights only during its forward.
+                runs inside this method because a sharded model has whole weights only during its
+                forward pass.
             mask: the micro-batch's mask, passed to every attention (``Attend``).
             states: cached keys, values and states of earlier tokens, which these tokens extend.
 
@@ -113,12 +114,12 @@ class Decoder(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        """Return True if this part has the last layer, and so the norm and the output."""
+        """Return True if this part has the last layer, and so norm and output projection."""
         return self.norm is not None
 
     @property
     def output_weight(self) -> Tensor:
-        """Return the weights [V, C] of the output projection, which may be the embedding's."""
+        """Weights [V, C] of the output projection; with tied embeddings, the embedding's."""
         module = self.embedding if self.output is None else self.output
         assert module is not None
         return module.weight
@@ -132,17 +133,20 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return normalised hidden states [B, T, C], the input of `project`; see `forward`.
 
-        Learned positions must be below max_position_embeddings, those of padding too.
+        With learned positions, every position must be below max_position_embeddings, even those of
+        padding.
 
         Raises:
-            ValueError: more tokens than max_position_embeddings, without explicit positions.
+            ValueError: positions are left out, and there are more tokens than
+                max_position_embeddings.
         """
         if positions is None:
             table = self.config.position_table
             length = tokens.shape[1]
             if table is not None and length > table:
                 raise ValueError(
-                    f"{length} tokens are more than max_position_embeddings {table}; give fewer"
+                    f"got {length} tokens, but max_position_embeddings is {table}; "
+                    "give fewer tokens"
                 )
             positions = torch.arange(length, device=tokens.device)  # [T]
 
@@ -177,11 +181,11 @@ class Decoder(nn.Module):
         """Return the positions in the form that layers take: a Rotary, integers, or None.
 
         With rope, cosines and sines are computed once here and shared by all layers. Linear
-        attention takes the integers. Layers with learned or sinusoidal positions take None, since
-        the embeddings hold them.
+        attention takes the integers. Other layers without rope take None: the embeddings already
+        contain their positions, or they use none.
 
         Args:
-            dtype: of the activations.
+            dtype: dtype of the activations.
         """
         rope = self.config.rope
         if rope is None:
@@ -200,8 +204,9 @@ class Decoder(nn.Module):
     def keep(self, layers: range) -> None:
         """Drop all layers except these, in place; parameters keep their names.
 
-        The embeddings stay with the first layer, norm and output with the last. With tied
-        embeddings the last part keeps a copy of the embedding, whose weight is the output's.
+        The embeddings stay with the first layer, the norm and the output projection with the last.
+        With tied embeddings the last part also keeps the embedding, since its weight is the output
+        projection's.
         """
         has_first = 0 in layers
         has_last = len(self.layers) - 1 in layers
@@ -218,8 +223,8 @@ class Decoder(nn.Module):
     def cast(self, dtype: torch.dtype, *, frozen: bool = False) -> None:
         """Cast the model to ``dtype``, except modules with ``full_precision``, which stay float32.
 
-        With ``frozen``, adapters stay float32 too: the frozen weights need no float32 copy, and the
-        adapters, which are trained, do.
+        With ``frozen``, adapters stay float32 too, since they are trained; the frozen weights need
+        no float32 copy.
         """
         self.to(dtype)
         for name, module in self.named_modules():
@@ -232,7 +237,7 @@ class Decoder(nn.Module):
         """Set every weight to its initial value; call this before sharding.
 
         Raises:
-            ValueError: on the meta device; call `to_empty(device=...)` first.
+            ValueError: the model is on the meta device; call `to_empty(device=...)` first.
         """
         for name, weight in self.named_parameters():
             if weight.is_meta:

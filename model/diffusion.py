@@ -1,7 +1,7 @@
 """Training objectives of diffusion models: noise, targets, losses and the noise schedule.
 
-All functions are elementwise on patches ``[B, T, W]``, so ranks that share a sample each compute
-their part; ``model/samplers.py`` draws samples with them.
+All functions are elementwise on patches ``[B, T, W]``, so each rank that shares a sample can
+compute its own patches; ``model/samplers.py`` draws samples with them.
 
 Shapes: B samples, T patches, W = N x C values of a patch, N pixels of C channels, channels
 innermost. x0 is data, x_t noisy data; times ``[B]`` are as the model's timestep embedding takes
@@ -22,24 +22,26 @@ Method = Literal["ddim", "ddpm", "euler"]
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig:
-    """The objective, and the distribution of the times that training draws."""
+    """The objective, and the distribution from which training draws times."""
 
     objective: Literal["ddpm", "v_prediction", "rectified_flow"] = "ddpm"
-    """ddpm: the noise, as the original DiT; v_prediction: Salimans and Ho's mixture of noise and
-    data; rectified_flow: the velocity of a straight path from data to noise (Esser et al. 2024)."""
+    """Target that the model predicts. ddpm: the noise, as in the original DiT; v_prediction:
+    Salimans and Ho's mixture of noise and data; rectified_flow: the velocity of a straight path
+    from data to noise (Esser et al. 2024)."""
     num_timesteps: int = 1000
-    """Times of the noise schedule; rectified_flow, whose times are continuous, scales them to this.
-    """
+    """Number of times in the noise schedule; rectified_flow scales its continuous times to this
+    number."""
     logit_normal_mean: float = 0.0
-    """Mean of the logit of the times that rectified_flow trains on; above 0 leans towards noise."""
+    """Mean of the logit of the times that rectified_flow trains on; above 0 favours noisier
+    samples."""
     logit_normal_std: float = 1.0
-    """Standard deviation of that logit."""
+    """Standard deviation of the logit of the times that rectified_flow trains on."""
 
     def __post_init__(self) -> None:
         mean = self.logit_normal_mean
         std = self.logit_normal_std
         enough = self.num_timesteps >= 2
-        require(self, enough, "num_timesteps", "it must be 2 or more, and 1000 is usual")
+        require(self, enough, "num_timesteps", "it must be 2 or more; 1000 is usual")
         must = "it must be a finite number, such as 0"
         require(self, math.isfinite(mean), "logit_normal_mean", must)
         must = "it must be a number above 0, such as 1"
@@ -52,12 +54,12 @@ class DiffusionConfig:
             if value != getattr(type(self), name):
                 raise UserError(
                     f"{name} is {value}, but objective {self.objective} draws its times uniformly; "
-                    "leave it out, or set objective to rectified_flow"
+                    "leave the setting out, or set objective to rectified_flow"
                 )
 
 
 class Diffusion:
-    """Arithmetic of one objective, in the data's dtype; noise schedules are float64."""
+    """One objective's targets and losses, in the data's dtype; noise schedules are float64."""
 
     def __init__(
         self, config: DiffusionConfig, learn_sigma: bool = False, channels: int = 1
@@ -65,11 +67,11 @@ class Diffusion:
         """Build the noise schedule.
 
         Args:
-            learn_sigma: outputs have 2 C channels, C of predictions and C of variances.
-            channels: C.
+            learn_sigma: True if outputs have 2 C channels: C of predictions and C of variances.
+            channels: number of channels C of a pixel.
 
         Raises:
-            UserError: rectified_flow with learn_sigma, since a flow has no variance to learn.
+            UserError: learn_sigma is set with rectified_flow, which has no variance to learn.
         """
         self.config = config
         self.learn_sigma = learn_sigma
@@ -122,10 +124,11 @@ class Diffusion:
     def loss(self, output: Tensor, x0: Tensor, noise: Tensor, x_t: Tensor, times: Tensor) -> Tensor:
         """Return the loss of every element, in x0's shape and dtype (float32 or float64).
 
-        A sample's loss is the mean. The loss is the squared error and, with learn_sigma, the
-        variational bound's term in bits, which trains only the variance (Nichol and Dhariwal 2021,
-        "hybrid" loss). Its weight is 1, as in the original DiT; with rescale_learned_sigmas (off
-        there) it would be num_timesteps / 1000, the same at 1000 steps.
+        A sample's loss is the mean of its elements' losses. An element's loss is the squared error
+        plus, with learn_sigma, the variational bound's term in bits, which trains only the variance
+        (Nichol and Dhariwal 2021, "hybrid" loss). The term's weight is 1, as in the original DiT;
+        the option rescale_learned_sigmas, off there, would make it num_timesteps / 1000, which is
+        also 1 at 1000 steps.
         """
         prediction, variance = self.split(output.to(x0.dtype))
         error = (prediction - self.target(x0, noise, times)).square()
@@ -175,7 +178,7 @@ class Diffusion:
         return broadcast(signal, like), broadcast(sigma, like)
 
     def _schedule_on(self, device: torch.device) -> "NoiseSchedule":
-        """Return the schedule on a device; copied once, since a copy makes the device wait."""
+        """Return the schedule on a device, copied only once, since a copy makes the device wait."""
         if device not in self._schedules:
             self._schedules[device] = self.schedule.to(device)
         return self._schedules[device]
@@ -207,14 +210,14 @@ class Diffusion:
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Tables ``[steps]``, float64, for a chain of noising steps: all steps, or some skipped."""
+    """Tables ``[steps]``, float64, for a chain of all noising steps, or of some of them."""
 
     betas: Tensor
     """Variance of the noise that each step adds."""
     alpha_bars: Tensor
     """Fraction of the variance of x_t that comes from the data."""
     posterior_variances: Tensor
-    """Variance of x_(t-1) given x0 and x_t. The first would be 0, and repeats the second."""
+    """Variance of x_(t-1) given x0 and x_t. The first would be 0, so it repeats the second."""
     from_data: Tensor
     """Factor of x0 in the mean of x_(t-1) (Ho et al. 2020, equation 7)."""
     from_x_t: Tensor
@@ -224,7 +227,7 @@ class NoiseSchedule:
     def linear(cls, count: int) -> "NoiseSchedule":
         """Build the schedule of Ho et al. 2020 and the original DiT, scaled to ``count`` steps."""
         betas = torch.linspace(0.1 / count, 20 / count, count, dtype=torch.float64)
-        return cls.of(betas.clamp(max=0.999))  # the beta would exceed 1 with fewer than 20 steps
+        return cls.of(betas.clamp(max=0.999))  # betas would exceed 1 with fewer than 20 steps
 
     @classmethod
     def of(cls, betas: Tensor) -> "NoiseSchedule":
@@ -243,7 +246,7 @@ class NoiseSchedule:
         )
 
     def skipping(self, chosen: Tensor) -> "NoiseSchedule":
-        """Return the chain of only the ``chosen`` times (Nichol and Dhariwal 2021).
+        """Return the chain that visits only the ``chosen`` times (Nichol and Dhariwal 2021).
 
         The noise at each chosen time is the same as in the full chain.
         """
@@ -264,7 +267,7 @@ class NoiseSchedule:
     def log_variance(self, variance: Tensor, index: Tensor) -> Tensor:
         """Map a model's variance output from [-1, 1] to a log variance between two bounds.
 
-        The bounds of a step's variance are the posterior's and beta.
+        The bounds are the logs of the posterior variance and of the step's beta.
         """
         share = (variance + 1) / 2
         max_log = self.betas[index].log()
@@ -273,7 +276,7 @@ class NoiseSchedule:
 
 
 def discretized_gaussian_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """Return the log-likelihood, in nats, of data in 256 levels from -1 to 1 under a Gaussian.
+    """Return the log-likelihood (nats) under a Gaussian of data with 256 levels from -1 to 1.
 
     The outermost levels extend to infinity (Ho et al. 2020).
     """
@@ -288,7 +291,7 @@ def discretized_gaussian_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tens
 
 
 def _normal_cdf(x: Tensor) -> Tensor:
-    """Approximate the normal CDF as the original does, so that losses are the same."""
+    """Approximate the normal CDF as the original DiT does, so that losses are the same."""
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 

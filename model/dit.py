@@ -1,7 +1,7 @@
 """Diffusion transformers with adaLN-Zero, for images and video (Peebles & Xie 2023).
 
 The paper is arXiv:2212.09748. Time and label become one vector per sample, from which every layer
-computes shifts, scales and gates ("modulation"). Gates start at 0, so that each layer starts as the
+computes shifts, scales and gates ("modulation"). Gates start at 0, so each layer starts as the
 identity.
 
 Shapes: B samples, T patches, C width of the residual stream, P elements of a patch; latents have F
@@ -33,7 +33,8 @@ full_sdpa = partial(sdpa, causal=False)
 def patchify(latents: Tensor, config: DiTConfig) -> Tensor:
     """Cut latents [B, channels, (F,) H, W] into patches [B, T, P].
 
-    Patches are in the order of frames, rows, columns. The latents may have any number of channels.
+    Patches are ordered by frame, then row, then column. The latents may have any number of
+    channels.
     """
     frames, height, width = config.patch_grid
     pt, ph, pw = config.patch_shape
@@ -43,7 +44,7 @@ def patchify(latents: Tensor, config: DiTConfig) -> Tensor:
 
 
 def unpatchify(patches: Tensor, config: DiTConfig) -> Tensor:
-    """Assemble all patches [B, T, P] to latents [B, channels, (F,) H, W].
+    """Assemble all patches [B, T, P] into latents [B, channels, (F,) H, W].
 
     P determines the number of channels.
     """
@@ -56,12 +57,13 @@ def unpatchify(patches: Tensor, config: DiTConfig) -> Tensor:
 def position_embedding(positions: Tensor, config: DiTConfig) -> Tensor:
     """Return sines and cosines [T, C] of the coordinates of patches, float64.
 
-    Half of the channels encode the column and half the row, as the original's
-    get_2d_sincos_pos_embed. For video the first quarter encodes the frame and the rest is as for an
-    image, as in diffusers' get_3d_sincos_pos_embed.
+    Half of the channels encode the column and half the row, as in the original's
+    get_2d_sincos_pos_embed. For video, the first quarter of the channels encodes the frame and the
+    rest encodes column and row, as in diffusers' get_3d_sincos_pos_embed.
 
     Args:
-        positions: [T], global integers. Those beyond the grid (padding) get its last row or frame.
+        positions: global positions [T], integers; those beyond the grid (padding) count as its last
+            row or frame.
     """
     frames, height, width = config.patch_grid
     device = positions.device
@@ -84,7 +86,7 @@ def position_embedding(positions: Tensor, config: DiTConfig) -> Tensor:
 
 
 def _sines(size: int, channels: int, device: torch.device) -> Tensor:
-    """Return [size, channels]: sin, then cos of i / 10000^(2 j / channels)."""
+    """Return [size, channels]: sines, then cosines, of i / 10000^(2 j / channels)."""
     coordinates = torch.arange(size, dtype=torch.float64, device=device)
     steps = torch.arange(channels // 2, dtype=torch.float64, device=device)
     angles = torch.outer(coordinates, 10000 ** (-steps / (channels // 2)))
@@ -92,7 +94,7 @@ def _sines(size: int, channels: int, device: torch.device) -> Tensor:
 
 
 class TimeEmbedding(nn.Module):
-    """Embed times, [B] -> [B, C]: cosines and sines in float32, as the original, and an MLP."""
+    """Embed times, [B] -> [B, C]: an MLP of cosines and sines, float32 as in the original."""
 
     INIT: ClassVar[Inits] = {"mlp.0": "normal", "mlp.2": "normal"}
     SPLIT: ClassVar[Splits] = {"mlp.0": "whole", "mlp.2": "whole"}
@@ -114,7 +116,8 @@ class TimeEmbedding(nn.Module):
 class Modulation(nn.Sequential):
     """Compute a layer's shifts, scales and gates from conditions [B, C].
 
-    Each is [B, 1, C], or [1, T, C] for joined samples, in which patch t belongs to sample[t].
+    Each is [B, 1, C], or [1, T, C] if samples are joined into one sequence and patch t belongs to
+    sample[t].
     """
 
     INIT: ClassVar[Inits] = {"1": "zeros"}
@@ -140,10 +143,10 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """A layer with modulation: [B, T, C] and conditions [B, C] -> [B, T, C].
+    """A transformer layer with modulation: [B, T, C] and conditions [B, C] -> [B, T, C].
 
-    If modulation is 0, as it is initially, the layer is the identity. For joined samples [1, T, C],
-    ``sample`` [T] is the row of each patch in the conditions.
+    If modulation is 0, as it is initially, the layer is the identity. For samples joined into one
+    sequence [1, T, C], ``sample`` [T] gives each patch's row in the conditions.
     """
 
     SPLIT: ClassVar[Splits] = {"attention": "all_tokens", "mlp": "all_tokens"}
@@ -185,14 +188,14 @@ class FinalLayer(nn.Module):
 
     def forward(self, x: Tensor, conditions: Tensor, sample: Tensor | None = None) -> Tensor:
         shift, scale = self.adaLN_modulation(conditions, sample)
-        return self.linear(modulate(self.norm(x), shift, scale)).clone()  # FSDP warns of a view
+        return self.linear(modulate(self.norm(x), shift, scale)).clone()  # FSDP warns about views
 
 
 class DiT(nn.Module):
     """A diffusion transformer: noisy patches -> the objective's prediction.
 
-    Weights are undefined until `init_weights` or `load_state_dict`. Modules that `keep` dropped are
-    None.
+    Weights are undefined until `init_weights` or `load_state_dict`. Modules that `keep` has dropped
+    are None.
     """
 
     INIT: ClassVar[Inits] = {"x_embedder": "matrix", "y_embedder": "normal"}
@@ -200,7 +203,7 @@ class DiT(nn.Module):
     STREAM = Stream(plain=True, inputs={"x": 1, "positions": 0})
 
     def __init__(self, config: DiTConfig, attend: Attend = full_sdpa) -> None:
-        """Build the modules; ``attend`` is full attention of all patches of a sample."""
+        """Build the modules; ``attend`` is full attention over the patches of a sample."""
         super().__init__()
         self.config = config
         self.inits = xavier_inits(config.init_method_std)
@@ -216,25 +219,26 @@ class DiT(nn.Module):
     ) -> Tensor:
         """Predict patches [B, T, out_width] from noisy patches.
 
-        Samples may be joined, one after the other: x is [1, T, ...] of B samples, and positions
-        continue from each to the next. Then ``attend`` must separate them, as documents.
+        Samples may be joined into one sequence: x is then [1, T, ...], and positions continue from
+        one sample to the next. In this case ``attend`` must separate the samples, as documents.
 
         A pipeline stage (see `keep`) without the patch embedding takes hidden states [B, T, C]
         instead of patches; without the last layer it returns hidden states.
 
         Args:
             x: noisy patches [B, T, patch_width].
-            positions: [T], global.
-            times: [B].
-            labels: [B], integers; num_classes means no label.
+            positions: global positions [T].
+            times: times [B].
+            labels: integers [B]; num_classes means no label.
             mask: the micro-batch's mask, passed to every attention (``Attend``).
 
         Raises:
-            ValueError: x has neither one row nor a row for each of the times.
+            ValueError: x has neither one row nor one row per time.
         """
         if len(x) not in (1, len(times)):
             raise ValueError(
-                f"x has {len(x)} samples and times {len(times)}; give one for each, or join all"
+                f"x has {len(x)} samples, but times has {len(times)} entries; give one time per "
+                "sample, or join all samples into one sequence"
             )
         sample = None
         if len(x) != len(times):
@@ -293,10 +297,11 @@ def num_dit_parameters(config: DiTConfig) -> int:
 
 
 def multiply_adds(config: DiTConfig) -> int:
-    """Count the multiply-adds in the forward of one sample.
+    """Count the multiply-adds in the forward pass of one sample.
 
-    The paper calls these flops (Peebles & Xie 2023, table 4). Attention has 2 * T^2 * C per layer;
-    linears of time embedding and modulation run once per sample, others once per patch.
+    The paper calls these flops (Peebles & Xie 2023, table 4). Attention has 2 * T^2 * C per layer.
+    Linear layers of the time embedding and the modulation run once per sample, the others once per
+    patch.
     """
     total = 2 * config.num_layers * config.num_patches**2 * config.hidden_size
     for name, module in _on_meta(config).named_modules():
@@ -309,8 +314,8 @@ def multiply_adds(config: DiTConfig) -> int:
 def dit_flops_per_patch(config: DiTConfig) -> float:
     """Return the training FLOPs per patch, forward and backward: 6 per multiply-add.
 
-    A multiply-add costs two FLOPs in the forward and four in the backward. Work done once per
-    sample is divided among its patches.
+    A multiply-add costs two FLOPs in the forward pass and four in the backward pass. Work done once
+    per sample is divided among its patches.
     """
     return 6 * multiply_adds(config) / config.num_patches
 

@@ -12,22 +12,22 @@ class DiTConfig:
     """Shape of the model."""
 
     num_layers: int = 12
-    """Transformer layers."""
+    """Number of transformer layers."""
     hidden_size: int = 384
-    """Width of the residual stream: a multiple of 4, and of 16 for video, since sines and cosines
-    of each axis of the positions share it."""
+    """Width of the residual stream; a multiple of 4, or of 16 for video, since the sines and
+    cosines of all position axes share it."""
     ffn_hidden_size: int | None = None
     """Width inside the feed-forward; by default 4 x hidden_size."""
     num_attention_heads: int = 6
-    """Heads of the attention."""
+    """Number of attention heads."""
     patch_size: int = 2
     """Height and width of a patch, in elements of the latents."""
     patch_size_t: int = 1
-    """Frames of a patch; 1 for images."""
+    """Number of frames in a patch; 1 for images."""
     latent_shape: tuple[int, ...] = (4, 32, 32)
     """Shape of one sample: channels, height, width; or channels, frames, height, width."""
     num_classes: int = 1000
-    """Classes of the labels; one more embedding means no label."""
+    """Number of label classes; one more label embedding stands for no label."""
     class_dropout_prob: float = 0.1
     """Share of the labels that training drops, for classifier-free guidance."""
     learn_sigma: bool = False
@@ -37,7 +37,8 @@ class DiTConfig:
     init_method_std: float = 0.02
     """Standard deviation of the initial weights of the time and label embeddings."""
 
-    # Properties that language models have but a diffusion transformer lacks.
+    # Shared code reads these from every model's configuration; a diffusion transformer has none of
+    # them.
     linear_attention = False
     delta_rule = False
     recurrent = False
@@ -67,13 +68,13 @@ class DiTConfig:
         require(self, in_range, "class_dropout_prob", "it must be from 0 to 1")
 
         heads = self.num_attention_heads
-        must = f"it must be a multiple of num_attention_heads {heads}; change either"
+        must = f"it must be a multiple of num_attention_heads {heads}; change one of them"
         require(self, self.hidden_size % heads == 0, "hidden_size", must)
         self._check_latents()
         divisor = 16 if self.video else 4
         must = (
-            f"it must be a multiple of {divisor}: the axes of the latents share it for the sines "
-            "and cosines of positions"
+            f"it must be a multiple of {divisor}, since the sines and cosines of all position axes "
+            "share it"
         )
         require(self, self.hidden_size % divisor == 0, "hidden_size", must)
 
@@ -96,7 +97,8 @@ class DiTConfig:
     def _check_latents(self) -> None:
         shape = self.latent_shape
         must = (
-            "it must be channels, height, width or channels, frames, height, width, each 1 or more"
+            "it must be channels, height, width for images, or channels, frames, height, width for "
+            "video, each a whole number of 1 or more"
         )
         are_sizes = all(isinstance(size, int) and size >= 1 for size in shape)
         require(self, len(shape) in (3, 4) and are_sizes, "latent_shape", must)
@@ -105,16 +107,17 @@ class DiTConfig:
         if height % self.patch_size or width % self.patch_size:
             allowed = ", ".join(map(str, divisors(math.gcd(height, width))))
             must = (
-                f"it must divide height {height} and width {width} of latent_shape; {allowed} would"
+                f"it must divide height {height} and width {width} of latent_shape; choose from "
+                f"{allowed}"
             )
             raise wrong(self, "patch_size", must)
 
         frames = shape[1] if self.video else 1
         if frames % self.patch_size_t:
-            must = "images have no frames; leave it out, or give latent_shape four numbers"
+            must = "images have no frames; leave patch_size_t out, or give latent_shape 4 numbers"
             if self.video:
                 allowed = ", ".join(map(str, divisors(frames)))
-                must = f"it must divide the frames {frames} of latent_shape; {allowed} would"
+                must = f"it must divide the {frames} frames of latent_shape; choose from {allowed}"
             raise wrong(self, "patch_size_t", must)
 
     @property
@@ -169,5 +172,5 @@ class DiTConfig:
 
     @property
     def out_width(self) -> int:
-        """Number of elements in an output patch: the input's, twice as many for learn_sigma."""
+        """Number of elements in an output patch: the input's, or twice that with learn_sigma."""
         return self.patch_width * (2 if self.learn_sigma else 1)

@@ -1,7 +1,7 @@
-"""Generate text one token at a time: draw tokens, check lengths, and loop over all prompts.
+"""Generate text one token at a time: draw tokens, check lengths, and loop over new tokens.
 
-The loop does not know the model: a function ``Read`` takes tokens and returns the next ones, on one
-device or on all ranks of a mesh (``train/generation.py``).
+The loop does not depend on the model: a function ``Read`` takes tokens and returns the next ones,
+on one device or on all ranks of a mesh (``train/generation.py``).
 
 Shapes: B prompts, T new tokens, C width of the residual stream, V vocabulary entries.
 """
@@ -23,13 +23,13 @@ class DivergedError(UserError):
 class Draw:
     """Draws the next token from softmax(logits / temperature), in float32.
 
-    top_k and top_p restrict it to the likeliest tokens.
+    top_k and top_p restrict the draw to the likeliest tokens.
     """
 
     temperature: float = 0.0
-    """0 takes the likeliest token."""
+    """Divisor of the logits; 0 takes the likeliest token."""
     top_k: int | None = None
-    """Draw from this number of likeliest tokens; by default from all."""
+    """Draw only from this number of likeliest tokens; by default from all tokens."""
     top_p: float | None = None
     """Draw from the smallest set of likeliest tokens, among top_k, whose probabilities sum to this
     (Holtzman et al. 2020)."""
@@ -53,17 +53,22 @@ class Draw:
         """
         logits = logits.float()
         if not logits.isfinite().all():
-            raise DivergedError("the logits of the next token are not finite")
-        # A norm whose squares overflow divides by infinity and returns 0. Unchecked, all tokens
-        # would be equally likely.
+            raise DivergedError(
+                "the logits of the next token are not finite; use an earlier checkpoint"
+            )
+        # A norm whose squares overflow divides by infinity and returns 0. Without this check all
+        # tokens would be equally likely.
         if not hidden.any(-1).all():
-            raise DivergedError("the last hidden states are all 0, since a norm overflowed")
+            raise DivergedError(
+                "the last hidden states are all 0, since a norm overflowed; use an earlier "
+                "checkpoint"
+            )
         if self.temperature == 0:
             return logits.argmax(-1)
 
         vocabulary = logits.shape[-1]
         logits, ids = logits.topk(min(self.top_k or vocabulary, vocabulary))  # [B, K], descending
-        # A tiny temperature then overflows only to -inf, which softmax accepts.
+        # After this subtraction a tiny temperature overflows only to -inf, which softmax accepts.
         logits = logits - logits[:, :1]
         temperature = max(self.temperature, torch.finfo(logits.dtype).tiny)
         probabilities = (logits / temperature).softmax(-1)
@@ -82,13 +87,13 @@ tokens [B]."""
 
 
 def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, table: int | None) -> None:
-    """Check the lengths of prompts and of the texts that continue them.
+    """Check the lengths of prompts, with and without the new tokens.
 
     Args:
         table: number of entries in the model's table of learned positions, if it has one.
 
     Raises:
-        UserError: no new tokens, an empty prompt, or more tokens than the table allows.
+        UserError: max_new_tokens is below 1, a prompt is empty, or the table is too short.
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
@@ -98,22 +103,23 @@ def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, table: 
         # One more token than the table: the last token is drawn but not read again.
         if table is not None and len(prompt) + max_new_tokens > table + 1:
             raise UserError(
-                f"prompt {number} has {len(prompt)} tokens and {max_new_tokens} are to follow, but "
-                f"the model's max_position_embeddings {table} allows {table + 1} together; shorten "
-                "it, or ask for fewer"
+                f"prompt {number} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, "
+                f"but the model's max_position_embeddings {table} allows only {table + 1} in all; "
+                "shorten the prompt, or ask for fewer new tokens"
             )
 
 
 def at_ends(hidden: Tensor, positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each sequence's last hidden state, if these tokens contain it.
+    """Return each sequence's last hidden state, and whether these tokens contain it.
 
     Args:
         hidden: [B, T, C].
-        positions: of the tokens, [1 or B, T].
+        positions: positions of the tokens, [1 or B, T].
         ends: [B], the position after each sequence's last token.
 
     Returns:
-        Hidden states [B, C], and bool [B], True if the sequence's last token is among these.
+        Hidden states [B, C], and bool [B], True if the sequence's last token is among these tokens;
+        otherwise its hidden state has no meaning.
     """
     is_last = positions == (ends - 1)[:, None]  # [B, T]
     sequences = torch.arange(len(hidden), device=hidden.device)
@@ -132,11 +138,11 @@ def write(
     """Return the new tokens of each prompt.
 
     Args:
-        begin: function that forgets all tokens and returns a ``Read``. Prompts are padded to the
-            right.
-        max_new_tokens: of each prompt.
-        stop: token ids that end a text, and are not part of it.
-        alike: batch only prompts of equal length.
+        begin: function that forgets all earlier tokens and returns a ``Read``, which gets the
+            prompts padded on the right.
+        max_new_tokens: maximum number of new tokens per prompt.
+        stop: ids of tokens that end a text; they are not returned.
+        alike: True to batch only prompts of equal length.
     """
     lengths = {len(prompt) for prompt in prompts}
     if alike and len(lengths) > 1:

@@ -23,9 +23,9 @@ from runtime.tensors import Part
 def build_model(
     config: DecoderConfig, attend: Attend | LinearAttend | HybridAttention | None = None
 ) -> Decoder:
-    """Build a model, with adapters if it has them, on torch's default device.
+    """Build a model, with adapters if lora_rank is set, on torch's default device.
 
-    Its weights are uninitialised. ``attend`` as in `Decoder`.
+    The weights are uninitialised. ``attend`` is as in `Decoder`.
     """
     model = Decoder(config, attend)
     if config.lora_rank is not None:
@@ -44,12 +44,12 @@ def initial_weight(
     """Return the initial value of a slice of a parameter, float32 on the CPU.
 
     Args:
-        name: of the parameter.
-        shape: of the whole parameter.
+        name: name of the parameter.
+        shape: shape of the whole parameter.
         part: the slice; by default all of it.
 
     Raises:
-        ValueError: no module has an initial value for it (``model.parts.weights``).
+        ValueError: no module defines an initial value for the parameter (``model.parts.weights``).
     """
     return initial_value(_cached_on_meta(config), Beginning(name, shape, seed, part))
 
@@ -62,12 +62,12 @@ def _cached_on_meta(config: DecoderConfig | DiTConfig) -> nn.Module:
 
 
 def num_parameters(config: DecoderConfig) -> int:
-    """Count the parameters, embeddings included and tied output weights once."""
+    """Count the parameters, including embeddings; tied output weights count once."""
     return sum(weight.numel() for weight in meta_state(config).values())
 
 
 def num_trained(config: DecoderConfig) -> int:
-    """Count the parameters that training changes: all, or the adapters'."""
+    """Count the parameters that training changes: all, or only those of adapters."""
     return sum(weight.numel() for weight in _on_meta(config).parameters() if weight.requires_grad)
 
 
@@ -76,16 +76,17 @@ def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
 
     * Matrix products: 6 per weight, including the output projection but not embedding lookups, as
       PaLM counts (Chowdhery et al. 2022, appendix B); 4 per frozen weight, which has no gradient.
-    * Softmax attention: 12 * layers * heads * head width * keys. Keys are those that a token sees
-      on average under the causal mask and its window, seq_length / 2 without a window, as in
-      Megatron-LM's num_floating_point_operations. PaLM and nanoGPT count seq_length keys and so
-      report a higher utilisation.
-    * Linear attention: 12 per element of a layer's state, which each token writes and reads.
+    * Softmax attention: 12 * layers * heads * head width * keys. The number of keys is the mean
+      that a token sees under the causal mask and the layer's window: seq_length / 2 without a
+      window, as in Megatron-LM's num_floating_point_operations. PaLM and nanoGPT count seq_length
+      keys and so report a higher utilisation.
+    * Linear attention: 12 per element of a layer's state, since each token writes and reads the
+      state.
     * A delta rule: 18 per element, since a token reads the state at its key, writes there, and
       reads it at its query (Yang, Kautz and Hatamizadeh 2024, equation 10); its convolution adds 6
       per tap.
 
-    Each layer of a hybrid counts as its kind. Sinks are negligible.
+    In a hybrid, each layer is counted by its own kind. Attention sinks are negligible.
     """
     fixed, layers_by_window = _count_products(config)
     keys = sum(layers * mean_keys(window, seq_length) for window, layers in layers_by_window)
@@ -96,7 +97,8 @@ def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
 def _count_products(config: DecoderConfig) -> tuple[float, tuple[tuple[Window | None, int], ...]]:
     """Return a token's FLOPs except softmax scores, and the number of layers with each window.
 
-    Cached, since the loop asks for every document's length and the model does not change.
+    Cached, since training needs the FLOPs of every document and this part is the same for all
+    lengths.
     """
     model = _on_meta(config)
     matrices: list[Tensor] = []
@@ -118,9 +120,9 @@ def _count_products(config: DecoderConfig) -> tuple[float, tuple[tuple[Window | 
 
 
 def mean_keys(window: Window | None, seq_length: int) -> float:
-    """Return the mean number of keys that a token sees, its own counted as half.
+    """Return the mean number of keys that a token sees, counting its own key as half.
 
-    Without a window it is seq_length / 2. A window of w keys, including a token's own, hides
+    Without a window this is seq_length / 2. A window of w keys, including a token's own, hides
     (seq_length - w)^2 / 2 of seq_length^2 / 2 pairs.
     """
     if seq_length == 0:
@@ -135,7 +137,7 @@ def softmax_layers(config: DecoderConfig) -> list[int]:
 
 
 def attention_title(config: DecoderConfig) -> str | None:
-    """Describe windows and sinks in a few words; None if there are none."""
+    """Describe windows and sinks in a few words; return None if there are none."""
     windows = list(filter(None, config.windows))
     words = []
     if windows:

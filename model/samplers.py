@@ -25,17 +25,16 @@ def guided(
 ) -> Denoise:
     """Add classifier-free guidance to a model (Ho and Salimans 2021).
 
-    The prediction moves from that without a class towards that of the class, and beyond. Unguided
-    channels and the variances are those of the class.
+    The guided prediction starts from the one without a class and moves towards the one with the
+    class, and beyond it. Unguided channels and the variances come from the output with the class.
 
     Args:
         model: (x, times, labels) -> its output.
         labels: classes, int64 ``[B]``.
         null: the label that means no class.
-        scale: of guidance; 1 adds none.
-        channels: guide only the first channels of the prediction; by default all. The original DiT
-            guides 3 of 4, to reproduce its figures exactly, as it says (models.py,
-            forward_with_cfg).
+        scale: scale of the guidance; 1 adds none.
+        channels: number of the prediction's first channels to guide; by default all. The original
+            DiT guides 3 of 4, "for exact reproducibility reasons" (models.py, forward_with_cfg).
     """
     if scale == 1:
         return lambda x, times: model(x, times, labels)
@@ -57,7 +56,7 @@ def guided(
 
 
 def chosen_times(count: int, steps: int) -> list[int]:
-    """Choose ``steps`` evenly spaced times from 0 to count - 1, ascending; one step is the last."""
+    """Choose ``steps`` times evenly from 0 to count - 1, ascending; one step takes the last."""
     if steps == 1:
         return [count - 1]
     return [round(step * (count - 1) / (steps - 1)) for step in range(steps)]
@@ -76,12 +75,12 @@ def draw(
     """Draw samples ``[B, T, W]`` starting from ``noise``, in its dtype.
 
     Args:
-        steps: model evaluations, 1 or more; at most num_timesteps for ddim and ddpm.
-        method: one of the objective's, the first by default: ddim adds no noise (Song et al. 2021,
-            eta 0); ddpm adds noise at each step, with the learned variance if there is one, else
-            the smaller fixed one; euler follows the velocity.
-        step_noise: for ddpm, returns noise shaped like ``noise`` to add after step 0, 1, ... steps
-            - 2.
+        steps: number of model evaluations, 1 or more; at most num_timesteps for ddim and ddpm.
+        method: one of ``diffusion.methods``, by default the first: ddim adds no noise (Song et al.
+            2021, eta 0); ddpm adds noise at each step, with the learned variance if there is one,
+            else the smaller fixed one; euler follows the velocity.
+        step_noise: function for ddpm that returns the noise, shaped like ``noise``, to add after a
+            step from 0 to steps - 2.
     """
     method = method or diffusion.methods[0]
     if method == "ddpm":
@@ -125,7 +124,7 @@ def _ddpm(
         times = x.new_full((len(x),), time, dtype=torch.float32)
         prediction, variance = diffusion.split(denoise(x, times).to(x.dtype))
         x0, _ = diffusion.data_and_noise(prediction, x, times)
-        indices = torch.full_like(times, index, dtype=torch.int64)  # [B], in the skipping chain
+        indices = torch.full_like(times, index, dtype=torch.int64)  # [B], of the shorter chain
         mean = schedule.mean(x0, x, indices)
         if index == 0:
             return mean

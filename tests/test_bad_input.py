@@ -126,7 +126,7 @@ CASES = {
     ),
     "another kind of model": (
         "--load @run --model-type gpt --position-embedding-type rope",
-        "a model of model_type llama, and this run's is gpt",
+        "a model of model_type llama, but this run's is gpt",
     ),
     "broken named checkpoint": (
         "--load @broken --ckpt-step 2",
@@ -147,7 +147,7 @@ CASES = {
     "unknown key": ("--config @key.toml", "key.toml", "seq_len", "did you mean seq_length"),
     "a run is there": (
         "--save @run",
-        "run, which holds a run",
+        "run, but it holds a run",
         "iteration 2",
         "--load",
         "another --save",
@@ -160,7 +160,7 @@ CASES = {
     "TensorBoard cannot be written": ("--tensorboard-dir /proc/events", "/proc/events"),
     "divergence": (
         DIVERGING,
-        "10 steps in a row were bad, the last one iteration 11: the loss was not finite",
+        "10 steps in a row were bad, the last one in iteration 11: the loss was not finite",
     ),
 }
 """Command lines of 2 ranks that must fail, and what the message must say."""

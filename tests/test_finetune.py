@@ -155,16 +155,16 @@ def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported, tmp_p
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(weights, broken / "model.safetensors")
     for folder, flags, message in (
-        (theirs, (), "which holds only weights, and finetune is not set; give --finetune"),
+        (theirs, (), "a folder with only weights, but finetune is not set; give --finetune"),
         (
             theirs,
             ("--finetune", "--ckpt-step", "1"),
-            "which holds only weights, and ckpt_step is 1",
+            "a folder with only weights, but ckpt_step is 1",
         ),
         (
             theirs,
             ("--finetune", "--num-layers", "3"),
-            "another architecture: num_layers is 2 there and 3 here",
+            "a different architecture: num_layers is 2 there and 3 here",
         ),
         (
             tmp_path / "none",
@@ -175,7 +175,7 @@ def test_a_hugging_face_folder_that_is_not_this_model_is_refused(imported, tmp_p
         (
             broken,
             ("--finetune",),
-            "layers.1.mlp.up_proj.weight holds 1 of [0-9]+ values that are not finite",
+            "layers.1.mlp.up_proj.weight: 1 of [0-9]+ values are not finite",
         ),
     ):
         with pytest.raises(UserError, match=message):

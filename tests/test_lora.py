@@ -318,9 +318,9 @@ def test_what_adapters_cannot_begin_with_is_refused_in_a_line(runs, tmp_path, ca
                 [], torch.optim.SGD([torch.zeros(1)])
             )
     assert main(["export", str(base), str(tmp_path / "out"), "--adapter"]) == 1
-    assert "--adapter is set, but lora_rank is not" in capsys.readouterr().err
+    assert "--adapter is set, but the run has no adapters" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     with pytest.raises(
-        UserError, match="for model_type gpt the linear layers are different in transformers"
+        UserError, match="the linear layers of model_type gpt are different in transformers"
     ):
         write_adapter(tmp_path, {}, lambda name: TOKENS, replace(KINDS["gpt"], lora_rank=4), None)

@@ -356,7 +356,7 @@ def test_what_is_no_file_in_the_place_of_a_file_to_write_or_take_over(name, kind
         ["--data-path", "x", "--tokenizer-model", "x", "--save", str(save), "--load", str(run)]
     )
     _, (line,) = ended(lambda: claim_folder(config))
-    assert f"and {name} there is a" in line
+    assert f"but {name} in it is a" in line
 
 
 @pytest.mark.parametrize("mutation", ANY_FILE)

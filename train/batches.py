@@ -1,4 +1,4 @@
-"""A rank's batches, prefetched by a thread; the ranks agree on each before its step."""
+"""A rank's batches, prefetched by a thread; all ranks agree on a batch before its step."""
 
 import time
 from collections.abc import Iterator
@@ -28,12 +28,12 @@ class Prefetcher(Iterator[T], Generic[T]):
     """Iterator that makes each item in a thread while the previous one is in use.
 
     The first item is made by the caller's thread, so that a loader's worker processes are started
-    by a thread that lives as long as the run. An error is raised where its item is taken. Used as
-    a context manager, it waits for the thread to end.
+    by a thread that lives as long as the run. An error in the thread is raised when its item
+    is taken. Used as a context manager, it waits for the thread to end.
     """
 
     def __init__(self, items: Iterator[T], device: torch.device) -> None:
-        """Prefetch from ``items``, which are made on ``device``."""
+        """Prefetch ``items``, which the thread makes on ``device``."""
         self._items = items
         start = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
         self._thread = ThreadPoolExecutor(1, "prefetch", *start)
@@ -67,7 +67,7 @@ class StepBatch(NamedTuple):
 
 
 class Clock:
-    """Measures the seconds that this rank spends in phases of its steps."""
+    """Measures the seconds that this rank spends in each phase of its steps."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((DATA, UPDATE), 0.0)
@@ -75,7 +75,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Mark a block for torch's profiler as ``DATA``, ``UPDATE`` or ``SAVING``, and time it."""
+        """Mark a block as a phase for torch's profiler, and time it if it is DATA or UPDATE."""
         start = time.perf_counter()
         try:
             with record_function(name):
@@ -89,17 +89,17 @@ class StopAgreement(Callback):
     """Ends the run before its next batch on a signal to any rank, or at its time limit.
 
     A rank that stopped on its own would leave the others waiting in a collective. So each rank
-    only reports its requests, with the counts that all ranks sum for every batch, and all of them
-    see the same sums before the same step.
+    only adds its requests to the counts that all ranks sum for every batch; all of them then see
+    the same sums before the same step.
     """
 
     def __init__(self, minutes: float | None) -> None:
-        """Limit the run to ``minutes`` since the process began; None is no limit."""
+        """Limit the run to ``minutes`` since the process began; None means no limit."""
         self.request = StopRequest()
         self._minutes = minutes
         self._sums = [0] * (len(ASKING) + 1)
         self._has_stepped = False
-        """True after a step; time is not over before, or a slow start would never advance."""
+        """True after a step; until then the time limit is ignored, since starting may be slow."""
 
     @property
     def agreed(self) -> bool:
@@ -119,15 +119,15 @@ class StopAgreement(Callback):
         return [*signals, is_over and self._has_stepped and is_first()]
 
     def agree(self, counts: list[float]) -> None:
-        """Take the sums of all ranks' ``requests``."""
+        """Store the sums of ``requests`` over all ranks."""
         self._sums = [int(count) for count in counts]
 
     def on_step_end(self, step: Step) -> None:
-        """Note that a step is done."""
+        """Record that a step is done: the time limit applies from now on."""
         self._has_stepped = True
 
     def why(self) -> str:
-        """Describe the signals, with the number of processes that got each, and the time limit."""
+        """Describe why the run ends: signals, with numbers of processes, or the time limit."""
         *signal_counts, over = self._sums
         world_size = dist.get_world_size()
         reasons = []
@@ -135,7 +135,7 @@ class StopAgreement(Callback):
             if count:
                 reasons.append(f"{number.name} to {count} of {world_size} processes")
         if over:
-            reasons.append(f"exit_duration_in_mins {self._minutes} are over")
+            reasons.append(f"exit_duration_in_mins {self._minutes} have passed")
         return ", ".join(reasons)
 
 
@@ -159,7 +159,7 @@ class Batches:
             num_workers=task.config.data.num_workers,
             pin_memory=task.mesh.device.type == "cuda",
         )
-        """The division of a global batch among the data-parallel ranks, and how it is read."""
+        """How a global batch is divided among the data-parallel ranks, and how it is read."""
 
     def prefetched(self, steps: Iterator[list[Batch]]) -> Prefetcher[list[Batch]]:
         """Return this rank's shard of each step's micro-batches, prefetched one step ahead."""
@@ -168,12 +168,12 @@ class Batches:
         return Prefetcher(local_steps, self._task.mesh.device)
 
     def take(self, steps: Iterator[list[Batch]]) -> StepBatch | None:
-        """Take a step's micro-batches and agree on them; None at the end of the run; collective.
+        """Take a step's micro-batches and agree on them; None if no step follows; collective.
 
         One all-reduce per step carries everything that ranks must agree on before it: the token
         and FLOP counts, a failure (a bad sample on one rank raises the same error on all), requests
         to stop (after which there is no step to take), and readiness for a background save. The
-        counts stay on the CPU: on the device they would wait for the queue of the step before. They
+        counts stay on the CPU: on the device they would wait for the previous step's kernels. They
         are summed over the tensor-parallel ranks too, since any single rank may fail, and divided
         by the number of ranks that count the same tokens.
         """

@@ -1,8 +1,8 @@
-"""Context parallelism of a configuration, and the attention function that its model calls.
+"""Choose a configuration's context parallelism and the attention that its model calls.
 
-The model takes its attention as an argument and knows no ranks. The functions here choose that
-argument: a method's attention over the context-parallel ranks, a local kernel, or, for a hybrid of
-softmax and linear attention, both.
+The model takes its attention as an argument and does not know of ranks. The functions here choose
+that argument: a method's attention over the context-parallel ranks, a local kernel, or, for a
+hybrid of softmax and linear attention, both.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,8 +41,8 @@ def context_of(
     """Return the configuration's context parallelism and attention.
 
     Args:
-        like: result for another sequence length, whose process groups are shared; without it they
-            are created, which is collective.
+        like: earlier result, for another sequence length, to share process groups with; without it
+            new groups are created, which is collective.
     """
     links = None if like is None else like[0].transport
     if config.model.own_softmax_layout:
@@ -57,7 +57,7 @@ def context_of(
 def diffusion_context(
     config: DiTRunConfig, group: dist.ProcessGroup | None
 ) -> tuple[ContextParallel, Attend]:
-    """Return a diffusion transformer's context parallelism and attention, inside each sample."""
+    """Return a diffusion transformer's context parallelism, and attention inside each sample."""
     cp, attend = softmax_context(config, group, full_sdpa)
     if not config.packed:
         return cp, attend
@@ -83,7 +83,7 @@ def _delta_context_of(
 def _hybrid_context_of(
     config: Config, group: dist.ProcessGroup | None, like: Context | None
 ) -> tuple[ContextParallel, HybridAttention]:
-    """Set up a hybrid whose softmax layers may have another layout of tokens than its linear ones.
+    """Set up a hybrid whose softmax and linear layers may have different token layouts.
 
     The residual stream has the layout of linear attention, which passes states from rank to rank.
     Softmax layers exchange their queries, keys and values into their own layout and the output
@@ -91,11 +91,11 @@ def _hybrid_context_of(
     """
     is_local = config.mesh.context_parallel_size == 1
     if is_local:
-        # SDPA knows no documents.
+        # SDPA cannot mask documents.
         method: Literal["ring", "none"] = "ring" if config.packed else "none"
         context = ContextConfig(context_parallel_method=method)
     else:
-        # train.config.derive has left one layout.
+        # An "auto" layout has been replaced before, by the planner or for generation.
         (layout,) = config.hybrid.layouts(config.context.context_parallel_layout)
         context = config.hybrid.context(layout)
         if config.context.attention_backend == "reference":
@@ -116,14 +116,14 @@ def _hybrid_context_of(
 
 
 def _uncompiled(rule: Callable[..., Tensor], convolve: Callable[..., Tensor]) -> DeltaAttend:
-    """Exclude a delta rule and its convolution from compilation, which every mask would repeat."""
+    """Keep a delta rule and its convolution uncompiled: every mask would compile them again."""
     attend: Any = torch.compiler.disable(rule)
     attend.convolve = torch.compiler.disable(convolve)
     return attend
 
 
 def _cu_seqlens(mask: PlanHandle | None) -> tuple[int, ...] | None:
-    """Return the cumulative lengths of a mask's documents on one process; None if it has none.
+    """Return the cumulative document lengths of a mask on one process; None without documents.
 
     Padding counts as a document.
     """
@@ -138,7 +138,7 @@ def _cu_seqlens(mask: PlanHandle | None) -> tuple[int, ...] | None:
 def _linear_context_of(
     config: Config, group: dist.ProcessGroup | None, multiple: int, links: Transport | None
 ) -> tuple[ContextParallel, LinearAttend]:
-    """Set up linear attention by the method, or on one process with whole sequences."""
+    """Set up linear attention: by the method, or locally if one process has whole sequences."""
     backend = select_linear_backend(
         config.context.attention_backend, config.mesh.device_type, config.train.dtype
     )
@@ -192,8 +192,8 @@ def softmax_context(
     """Return context parallelism of softmax attention, and the attention that the model calls.
 
     Args:
-        local_attend: the attention of one process without a method.
-        context: the method, by default the configuration's.
+        local_attend: the attention to use if one process needs no method.
+        context: the method and its settings; by default the configuration's.
 
     Raises UserError if the backend cannot run here.
     """
@@ -211,10 +211,10 @@ def softmax_context(
     head_dim = config.model.head_dim
     if device_type == "cuda" and backend != "reference" and head_dim > 256:
         raise ConfigError(
-            f"the heads are {head_dim} wide, and attention on cuda takes up to 256; "
+            f"attention heads have {head_dim} channels, but cuda kernels support at most 256; "
             "change kv_channels or num_attention_heads"
         )
-    # Recurrent layers see all tokens, and layers of different windows pass theirs with each call.
+    # Recurrent layers see all tokens; layers with different windows pass their own at each call.
     window = None
     if len(config.windows) == 1 and not config.model.recurrent:
         window = config.windows[0]
@@ -241,13 +241,13 @@ def softmax_context(
 def _ignores_padding(config: CommonConfig, cp: ContextParallel) -> bool:
     """Return True if no token can attend to padding, so that attention needs no plan.
 
-    A causal mask hides the padding, which tensor parallelism asks for.
+    A causal mask hides the padding that tensor parallelism adds.
     """
     return config.causal or cp.plan.padded_len == config.joined_length
 
 
 def kernel_lines(config: CommonConfig) -> list[str]:
-    """Return a line with the attention kernels (on a GPU with cuDNN's version), and any warning."""
+    """Return a line that names the attention kernels (and cuDNN on a GPU), and any warning."""
     device = config.mesh.device_type
     dtype = config.train.dtype
     backend = config.context.attention_backend
@@ -268,7 +268,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
         kernels.append(f"{select_linear_backend(backend, device, dtype)} (linear attention)")
 
     if not model.linear_attention or model.own_softmax_layout:
-        # A hybrid's backend is the one of its linear attention.
+        # A hybrid's attention_backend is for its linear layers; its softmax layers use "auto".
         if model.own_softmax_layout and backend != "reference":
             backend = "auto"
         kernel = _softmax_kernel(config, backend, dtype)
@@ -287,7 +287,7 @@ def kernel_lines(config: CommonConfig) -> list[str]:
 
 
 def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> str:
-    """Return the kernel of softmax attention's full tiles, or torch's if there is no method."""
+    """Return the kernel for full tiles of softmax attention, or torch's if there is no method."""
     device = config.mesh.device_type
     is_local_hybrid = config.model.own_softmax_layout and config.mesh.context_parallel_size == 1
     if config.context.context_parallel_method != "none" and (config.packed or not is_local_hybrid):
@@ -305,7 +305,7 @@ def _softmax_kernel(config: CommonConfig, backend: str, dtype: torch.dtype) -> s
 
 
 def _local_or_planned(cp: ContextParallel, local_attend: Attend) -> Attend:
-    """Return attention of one process that takes the method's tiles only for masks or options."""
+    """Return attention for one process; only calls with masks or options use the method's tiles."""
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, mask: PlanHandle | None = None, **options: Any

@@ -1,4 +1,4 @@
-"""Exponential moving averages of the weights (EMA)."""
+"""Exponential moving averages (EMA) of the weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ from runtime.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class EmaConfig:
-    """Averages of the weights over the iterations."""
+    """Exponential moving average (EMA) of the weights over the iterations."""
 
     ema_decay: float | None = None
-    """Share of the average that an iteration keeps, such as 0.9999; validation and samples use
-    the averages. 0 or none disables them."""
+    """Share of the average that each iteration keeps, such as 0.9999; validation and samples use
+    the averaged weights. 0 or none disables averaging."""
 
     def __post_init__(self) -> None:
         decay = self.ema_decay
@@ -28,8 +28,8 @@ class EmaConfig:
 class Ema:
     """Averages of this rank's shards in float32.
 
-    Every rank averages its own shards, so that an update needs no communication. Layers on several
-    stages that share a parameter's name (tied embeddings) share one average too.
+    Every rank averages its own shards, so that an update needs no communication. If several of
+    this rank's parts have a parameter of the same name (tied embeddings), they share one average.
     """
 
     def __init__(self, decay: float, parts: Sequence[nn.Module]) -> None:
@@ -41,7 +41,7 @@ class Ema:
             for name, parameter in part.named_parameters():
                 self._copies.setdefault(name, []).append(parameter)
         self.weights: dict[str, Tensor] = {}
-        """The averages by parameter name, sharded like the weights."""
+        """The averages, keyed by parameter name and sharded like the weights."""
         for name, copies in self._copies.items():
             self.weights[name] = copies[0].detach().clone()
 
@@ -53,14 +53,14 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the averages by ``1 - decay`` of the way to the weights."""
+        """Move each average towards its weight, by ``1 - decay`` of the difference."""
         weights = [to_local(copies[0]) for copies in self._copies.values()]
         averages = [to_local(average) for average in self.weights.values()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swap the averages in for the weights in the block, and the exact weights back after."""
+        """Replace the weights by the averages in the block; the exact weights return after it."""
         self._swap()
         try:
             yield
@@ -70,7 +70,7 @@ class Ema:
     @torch.no_grad()
     def _swap(self) -> None:
         for part in self._parts:
-            reshard(part)  # weights still gathered after a forward would not be gathered again
+            reshard(part)  # weights left gathered by a forward pass would not see the swap
         for name, copies in self._copies.items():
             average = to_local(self.weights[name])
             weight = to_local(copies[0]).clone()

@@ -1,4 +1,4 @@
-"""Matrix products of the layers in 8 bits, computed by torchao.
+"""8-bit matrix products of the layers, computed by torchao.
 
 Only the operands of each product are scaled and rounded (Micikevicius et al. 2022,
 arXiv:2209.05433). Weights, gradients, their communication and the optimizer stay as with bf16.
@@ -14,28 +14,28 @@ from torch import nn
 from train.config.flags import ConfigError
 
 NAMES = ("wq", "wk", "wv", "wu", "wo", "gate", "up", "down")
-"""The linear modules of attention and feed-forward, which have nearly all of a layer's products."""
+"""Linear modules of attention and feed-forward, which compute nearly all of a layer's products."""
 EMULATED = False
 """If set, torchao rounds to 8 bits but computes in float32; tests do so on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Config:
-    """The layers' matrix products in 8 bits; all else is as with bf16."""
+    """8-bit matrix products of the layers; everything else is as with bf16."""
 
     fp8_format: Literal["e4m3", "hybrid"] | None = None
-    """Round the operands of attention's and feed-forward's matrix products to 8 bits: e4m3,
-    with 3 bits of fraction, or hybrid, with 2 in gradients, which have the wider range. Takes
-    torchao and a GPU of compute capability 8.9 or newer; --compile makes one kernel of a
-    layer's roundings. Memory and MFU are counted as for bf16."""
+    """Round the operands of the matrix products in attention and feed-forward to 8 bits. e4m3 has
+    3 bits of fraction; hybrid has only 2 in gradients, for a wider range there. This needs
+    torchao and a GPU of compute capability 8.9 or newer; --compile fuses a layer's roundings.
+    Memory and MFU are counted as for bf16."""
     fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
     """Granularity of the scales: one per tensor, or one per row, which is more exact and slower."""
 
     def __post_init__(self) -> None:
         if self.fp8_recipe == "rowwise" and self.fp8_format != "e4m3":
             raise ConfigError(
-                f"fp8_recipe is rowwise and fp8_format {self.fp8_format}; "
-                "rows are rounded with --fp8-format e4m3 alone"
+                f"fp8_recipe is rowwise, but fp8_format is {self.fp8_format}; "
+                "give --fp8-format e4m3, or leave out --fp8-recipe"
             )
 
     def check(self, config: Any) -> None:
@@ -47,10 +47,10 @@ class Float8Config:
             return
         for is_refused, reason in self._refusals(config):
             if is_refused:
-                raise ConfigError(f"fp8_format is {self.fp8_format}, and {reason}")
+                raise ConfigError(f"fp8_format is {self.fp8_format}, but {reason}")
 
     def _refusals(self, config: Any) -> list[tuple[Any, str]]:
-        """Return the reasons to refuse 8 bits, each with its condition."""
+        """Return every reason to refuse 8-bit products, each after its condition."""
         recompute = config.recompute
         device = config.mesh.device_type
         tp = config.mesh.tensor_model_parallel_size
@@ -67,41 +67,46 @@ class Float8Config:
                 odd_width = f"{name} is {width}"
 
         return [
-            (not config.train.bf16, "bf16 is not set, which all other tensors need; add --bf16"),
+            (not config.train.bf16, "bf16 is not set, and all other tensors need it; add --bf16"),
             (
                 tp > 1,
-                f"tensor_model_parallel_size is {tp}, whose products are not torchao's; "
-                "share by other dimensions",
+                f"tensor_model_parallel_size is {tp}, and torchao does not compute its products; "
+                "set it to 1, or leave out --fp8-format",
             ),
             (
                 lora_rank,
-                f"lora_rank is {lora_rank}, and adapters need their products as they are; "
-                "leave fp8_format out",
+                f"lora_rank is {lora_rank}, and adapters need unrounded products; "
+                "leave out --fp8-format",
             ),
             (
                 config.pipeline.pipeline_schedule == "InterleavedZeroBubble",
-                "pipeline_schedule InterleavedZeroBubble splits a backward that torchao has in one "
-                "piece; use Interleaved1F1B",
+                "pipeline_schedule InterleavedZeroBubble splits the backward pass, which torchao "
+                "computes in one piece; use Interleaved1F1B",
             ),
             (
                 recompute.recompute_offload
                 or recompute.recompute_granularity == "attention_boundary",
                 "recompute_offload and recompute_granularity attention_boundary choose among "
-                "operators that torchao replaces; use full or selective",
+                "operators that torchao replaces; use recompute_granularity full or selective",
             ),
-            (odd_width, f"{odd_width}, and products of 8 bits take multiples of 16"),
+            (
+                odd_width,
+                f"{odd_width}, and 8-bit products need multiples of 16; change it, or leave out "
+                "--fp8-format",
+            ),
             (
                 config.dry.dry_run,
-                "dry_run has no shapes of torchao's tensors; "
-                "leave fp8_format out, the memory is bf16's",
+                "dry_run cannot simulate torchao's tensors; "
+                "leave out --fp8-format, since memory is counted as for bf16",
             ),
             (
                 device == "cpu" and not EMULATED,
-                "device is cpu, which has no products of 8 bits; leave fp8_format out",
+                "device is cpu, which has no 8-bit products; leave out --fp8-format",
             ),
             (
                 is_old_gpu,
-                "this GPU has no products of 8 bits (compute capability 8.9); leave fp8_format out",
+                "this GPU has no 8-bit products, which need compute capability 8.9; leave out "
+                "--fp8-format",
             ),
             (
                 find_spec("torchao") is None,

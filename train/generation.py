@@ -1,10 +1,10 @@
 """Text generation with a trained run on a mesh: a prefill under context parallelism, then decoding.
 
-The prefill is an ordinary forward under any method, in which each rank caches the keys and values
-of its own tokens. In decoding all context-parallel ranks read each new token, attend to their share
-of the cache, and merge the results by their LSE; they cache the new tokens in turn. States of
-recurrent layers are the same on all of them. Pipeline stages pass hidden states on, and the last
-one draws the next token.
+The prefill is an ordinary forward pass under any context-parallel method, in which each rank caches
+the keys and values of its own tokens. In decoding, all context-parallel ranks read each new token,
+attend to their share of the cache, and merge the results by their log-sum-exp (LSE); they cache the
+new tokens in turn. Recurrent layers have the same states on all of them. Pipeline stages pass
+hidden states on, and the last one draws the next token.
 
 Shapes: B prompts, T new tokens of this rank, C hidden size, V vocabulary entries.
 """
@@ -45,7 +45,7 @@ from train.config.sizes import validate_entries
 from train.context_attention import Context, context_of
 
 MAX_CONTEXTS = 16
-"""Prompt lengths whose attention plans are cached."""
+"""Maximum number of prompt lengths whose attention plans are cached."""
 
 
 @contextmanager
@@ -63,13 +63,13 @@ def opened(
 
     Args:
         ckpt_step: iteration of the checkpoint; by default the newest complete one.
-        context_parallel_method: by default the run's if the number of ranks is the same, else
-            striped; auto is left to ``choose``.
+        context_parallel_method: by default the run's if the context-parallel size is the same,
+            else ``default_method``'s; ``choose`` replaces auto.
         replicas: allow a multiple of the mesh's processes; each replica of the model writes its own
             texts.
         choose: chooses the method for auto.
-        dtype: of the weights; by default float32, or bfloat16 on cuda if the run trained in it or
-            its model was imported.
+        dtype: dtype of the weights; by default float32, or bfloat16 on cuda if the run trained in
+            it or its model was imported.
         sizes: sizes of the mesh, named as in ``parallel.mesh.SIZES``; by default 1.
 
     Raises UserError: the folder holds no run or checkpoint, or the processes or the model do not
@@ -81,11 +81,11 @@ def opened(
     pp, cp, tp = (sizes[name] for name in SIZES)
     mesh_size = cp * tp * pp
     if num_processes % mesh_size or (num_processes > mesh_size and not replicas):
-        fix = "a multiple of it" if replicas else "all of them write the same text"
+        fix = "a multiple of that" if replicas else "change the sizes"
         raise ConfigError(
             f"context_parallel_size {cp} x tensor_model_parallel_size {tp} x "
-            f"pipeline_model_parallel_size {pp} is not the {num_processes} processes started; "
-            f"{fix}: start {mesh_size}"
+            f"pipeline_model_parallel_size {pp} does not fit {num_processes} started processes; "
+            f"start {mesh_size}, or {fix}"
         )
     config = fitted(config, num_processes, context_parallel_method, **sizes)
     with distributed_mesh(config.mesh) as mesh:
@@ -105,7 +105,7 @@ class Writer:
     ) -> None:
         """Load a checkpoint; collective; ``dtype`` and ``choose`` are those of `opened`.
 
-        Raises UserError: it does not fit the mesh.
+        Raises UserError: the checkpoint does not fit the mesh.
         """
         with raise_together():
             manifest = read_manifest(folder)
@@ -115,17 +115,17 @@ class Writer:
                     validate_entries(num_entries, mesh.tp.size())
             config = config_as_trained(config.updated(vocab_size=vocab_size), manifest.extra)
         if choose is not None:
-            # Nothing is resumed here, wherever the run started from.
+            # Else ``with_method`` could take the method of the run that this run's --load names.
             config = replace(config, checkpoint=CheckpointConfig())
             config = with_method(config, dist.get_world_size(), choose)
         if dtype is None:
             trained_in_bf16 = mesh.device.type == "cuda" and config.train.bf16
             dtype = torch.bfloat16 if trained_in_bf16 else torch.float32
-        # The layout in which a hybrid's softmax layers move no tokens.
+        # With this layout a hybrid's softmax layers do not exchange tokens.
         layout: HybridLayout = "contiguous"
         if config.context.context_parallel_layout == "zigzag":
             layout = "zigzag"
-        # The attention backend is chosen for the dtype of this computation, not the training's.
+        # The attention backend is chosen for the dtype used here, not for the training's.
         config = config.updated(hybrid_softmax_layout=layout, bf16=dtype == torch.bfloat16)
 
         self.config = config
@@ -133,10 +133,10 @@ class Writer:
         self.iteration = manifest.iteration
         self._mesh = mesh
         self.replica = mesh.dp.get_local_rank()
-        """Number of this rank's copy of the model; each copy writes its own texts."""
+        """Index of this rank's copy of the model; each copy writes its own texts."""
         self.replicas = mesh.dp.size()
         self.group = self._replica_group()
-        """The ranks of this copy, in order, which write together; None for all."""
+        """Process group of this copy's ranks, which write together; None if they are all ranks."""
         self._part = self._build_part(dtype)
         load_model(folder, self._part, architecture_of(config.model))
         self._contexts: dict[int, Context] = {}
@@ -171,7 +171,7 @@ class Writer:
         return part.to_empty(device=mesh.device)
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Raise the UserErrors of ``write`` about prompts and their lengths."""
+        """Raise UserError if ``write`` would refuse the prompts or their lengths."""
         model = self.config.model
         check_lengths(prompts, max_new_tokens, model.position_table)
         unknown = []
@@ -198,12 +198,12 @@ class Writer:
         """Continue prompts of any lengths, the same on all ranks; collective.
 
         Returns:
-            The new tokens of each, up to the first of ``stop``, at most max_new_tokens; the same on
-            every rank.
+            The new tokens of each prompt: those before the first of ``stop``, at most
+            max_new_tokens; the same on every rank.
 
         Raises:
-            UserError: an empty prompt, an unknown token, a number out of range, or more tokens than
-                a table of learned positions has.
+            UserError: a prompt is empty or has an unknown token, a setting is out of range, or
+                there are more tokens than learned positions.
             DivergedError: the model overflows.
         """
         model = self.config.model
@@ -212,7 +212,7 @@ class Writer:
         draw = Draw(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         self.check(prompts, max_new_tokens)
         length = max(map(len, prompts), default=0)
-        # One length for all ranks and tokens: keys in the cache are rotated once.
+        # One rope length for all ranks and tokens: keys in the cache are rotated only once.
         self._part.config = model.with_rope_length(length + max_new_tokens)
         return write(
             lambda: self.begin(length, draw),
@@ -256,7 +256,7 @@ class Writer:
         return read
 
     def _pad_for_tp(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Pad tokens [B, T] to a multiple of the tensor-parallel ranks."""
+        """Pad tokens [B, T] to a multiple of the number of tensor-parallel ranks."""
         missing = -tokens.shape[1] % self._mesh.tp.size()
         if not missing:
             return tokens, positions
@@ -296,10 +296,10 @@ class Writer:
         return cp.shard(padded_tokens, 1), cp.positions[None].to(tokens.device)
 
     def _padded_length(self, length: int) -> int:
-        """Round a prompt's length up, so that a few lengths with their plans serve all prompts.
+        """Round a prompt's length up, so that few distinct lengths need an attention plan.
 
-        At most an eighth is padding. Recurrent states end with the last token, so that prompts of
-        models with them are not padded.
+        This adds at most an eighth, except to very short prompts. Recurrent models' prompts are not
+        padded, because their states must end at the last token.
         """
         model = self.config.model
         if model.recurrent:
@@ -311,7 +311,7 @@ class Writer:
         return padded_length
 
     def _merge(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge attention to this rank's share of the cache with that of the other ranks."""
+        """Merge this rank's attention to its share of the cache with the other ranks' attention."""
         cp = self._mesh.cp
         local = torch.cat((out, lse[..., None]), -1)  # [..., D + 1]
         parts = [torch.empty_like(local) for _ in range(cp.size())]
@@ -324,7 +324,7 @@ class Writer:
     ) -> Tensor | None:
         """Return the hidden states [B, C] of the prompts' last tokens; None before the last stage.
 
-        They are 0 on the ranks that do not hold the token.
+        A rank that does not hold a prompt's last token has zeros for it.
         """
         pp = self._mesh.pp
         stage = pp.get_local_rank()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.data import Runner, finish_gradients, to_local, untracked_replicas
 
 NORM_CHUNK = 1 << 18
-"""Elements copied to float64 at once for a norm on a CPU: 2 MB, which fit in its cache."""
+"""Number of elements copied to float64 at once for a CPU norm: 2 MB, which fits in its cache."""
 
 
 def gradient_norm(
@@ -27,7 +27,7 @@ def gradient_norm(
 
     Args:
         group: the ranks that share the gradient; by default all.
-        copies: ranks that hold each shard, besides those its mesh shows
+        copies: number of ranks with a copy of each gradient that its DTensor does not show
             (``parallel.data.untracked_replicas``).
     """
     from torch.distributed.tensor import DTensor
@@ -55,9 +55,9 @@ def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the squared norm, float64 [], of tensors of one device and dtype.
 
     Never copies a whole tensor. CUDA's ``_foreach_norm`` sums squares in the requested dtype while
-    it reads (aten's ForeachReduceOp.cu), in one launch. On a CPU it calls ``vector_norm`` of each
-    tensor, which copies to float64 first, hence the chunks. Sums in float32 are no alternative
-    there: with one running sum in each lane of a vector they are off by 1 % at 1e8 elements.
+    it reads (aten's ForeachReduceOp.cu), in one launch. On a CPU it calls ``vector_norm`` for
+    each tensor, which copies the tensor to float64 first; hence the chunks. Sums in float32 are no
+    alternative there: with one running sum in each vector lane they are off by 1 % at 1e8 elements.
     """
     if tensors[0].device.type == "cpu":
         chunks: list[Tensor] = []
@@ -65,14 +65,14 @@ def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
             chunks += tensor.flatten().split(NORM_CHUNK)
         tensors = chunks
     nonempty = [tensor for tensor in tensors if tensor.numel()]
-    if not nonempty:  # this rank has no elements of small parameters
+    if not nonempty:  # small parameters may have no elements on this rank
         return tensors[0].new_zeros((), dtype=torch.float64)
     return torch.stack(torch._foreach_norm(nonempty, 2, torch.float64)).square().sum()
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scale gradients of 2-norm ``norm`` to a norm of at most ``max_norm``; 0 does not clip."""
+    """Scale gradients of 2-norm ``norm`` to a norm of at most ``max_norm``; 0 disables clipping."""
     if 0 < max_norm < norm < math.inf:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, max_norm / norm)

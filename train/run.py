@@ -1,4 +1,4 @@
-"""Start and end of a run: its folder, its log, and the one message when it fails."""
+"""Start and end of a run: its folder, its log, and the one error message if it fails."""
 
 import atexit
 import os
@@ -48,13 +48,13 @@ from train.config.common import CommonConfig
 from train.config.flags import ConfigError, load, write_toml
 
 SECONDS_TO_SPEAK = 5.0
-"""Seconds that failed ranks wait, so that the launcher does not kill the one that reports."""
+"""Number of seconds that failed ranks wait before they exit, so that one can report the error."""
 UNFLUSHED = 120
-"""Exit status if output is lost at exit, as Python's own."""
+"""Exit status if output cannot be flushed at exit; Python's own is the same."""
 UNREAD = 141
-"""Exit status if the reader of standard output has closed the pipe, as in a shell."""
+"""Exit status if the reader of standard output has closed the pipe; shells report the same."""
 FILES = ("config.toml", METRICS, STARTS, FAILURES, POINTER, "loss.png", "wandb_id.txt")
-"""Files of a run's folder, except its lock."""
+"""Names of the files that a run writes into its folder, except the lock."""
 HF_FOLDER = "hf"
 """Subfolder with an imported model's files: config.json, tokenizer, generation settings."""
 
@@ -120,7 +120,7 @@ def run_entry(main: Callable[[list[str]], None]) -> NoReturn:
             sys.excepthook(*sys.exc_info())
 
     try:
-        # In multiprocessing's order for its children: non-daemon threads first, then exit handlers.
+        # As multiprocessing ends its children: first non-daemon threads, then exit handlers.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -143,10 +143,10 @@ def _stdout_is_closed() -> bool:
 
 
 def _message(error: Exception) -> str:
-    """Return an error's text, for errors of the system with the file and the fix."""
+    """Return an error's text; an error of the operating system gets its file and a fix."""
     if not isinstance(error, OSError):
         return str(error)
-    fix = "check that it is there and that you may use it"
+    fix = "check that it exists and that you have permission to use it"
     if error.errno in FULL:
         fix = "free space there"
     return printable(f"{error.filename or 'a file'}: {error.strerror}; {fix}")
@@ -158,7 +158,7 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
 
     Raises:
         InUseError: another run writes there.
-        ConfigError: it is not writable, or ``claim_folder`` refuses it.
+        ConfigError: the folder is not writable, or ``claim_folder`` refuses it.
         UserError: the optimizer's kernel is not installed.
     """
     with ExitStack() as reserved:
@@ -171,7 +171,7 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
                     reserved.enter_context(owned(folder))
                 except InUseError as error:
                     raise type(error)(
-                        f"save is {folder}, and {error}, or choose another --save"
+                        f"save is {folder}, but {error}, or choose another --save"
                     ) from None
                 remove_drafts(folder)
 
@@ -186,7 +186,7 @@ def reserve_run_folder(config: CommonConfig) -> Iterator[None]:
             if warning:
                 print(warning, file=sys.stderr, flush=True)
             world_size = launched_world_size()
-            if world_size > 1:  # the next line may take some seconds
+            if world_size > 1:  # the next line of output may take some seconds
                 print(f"{world_size} processes joined; building data and model", flush=True)
         yield
 
@@ -219,18 +219,18 @@ def _check_files(folder: Path) -> None:
         kind = not_a_file(path)
         if kind:
             raise ConfigError(
-                f"save is {folder}, and {path.name} there is {kind}, not a file; remove it"
+                f"save is {folder}, but {path.name} in it is {kind}, not a file; remove it"
             )
 
 
 def _check_hf_files(load: str) -> None:
-    """Raise ConfigError if an imported model's files, which the run copies, hold anything else."""
+    """Raise ConfigError if the imported model's files, to be copied, include a link or device."""
     source = Path(load) / HF_FOLDER
     for path in source.rglob("*"):
         kind = not_a_file(path)
         if kind not in ("", "a folder"):
             raise ConfigError(
-                f"load is {load}, and {HF_FOLDER}/{path.relative_to(source)} there is {kind}, "
+                f"load is {load}, but {HF_FOLDER}/{path.relative_to(source)} in it is {kind}, "
                 "not a file; remove it"
             )
 
@@ -247,7 +247,7 @@ def _check_no_other_run(config: CommonConfig, folder: Path) -> None:
     )
     holds_run = bool(iterations)
     if not iterations and (folder / METRICS).exists():
-        # Also of a resumed run: a config.toml that cannot be read is refused, not overwritten.
+        # Checked for a resumed run too: an unreadable config.toml is refused, not overwritten.
         holds_run = not _is_same_run(config, folder)
     if holds_run and not resumes:
         raise ConfigError(_refusal(folder, iterations, checkpoint.finetune))
@@ -255,13 +255,13 @@ def _check_no_other_run(config: CommonConfig, folder: Path) -> None:
     step = checkpoint.ckpt_step
     if resumes and step is not None and iterations and iterations[0] > step:
         raise ConfigError(
-            f"ckpt_step is {step} and {folder} holds a checkpoint of iteration {iterations[0]}, "
-            "which going on from there would meet; choose another --save"
+            f"ckpt_step is {step}, but {folder} has a checkpoint of iteration {iterations[0]}, and "
+            "the resumed run would reach that iteration again; choose another --save"
         )
 
 
 def _refusal(folder: Path, iterations: list[int], finetune: bool) -> str:
-    """Return the message that a folder holds another run, and the ways out."""
+    """Return the message that a folder holds another run, with the fixes."""
     name = fingerprint(folder)
     content = f"a run ({name}) " if name else "a run "
     if iterations:
@@ -269,18 +269,18 @@ def _refusal(folder: Path, iterations: list[int], finetune: bool) -> str:
     else:
         content += "without a checkpoint"
 
-    remedy = f"go on with --load {folder}"
+    remedy = f"continue it with --load {folder}"
     if finetune:
         remedy += " and without --finetune"
         if not iterations:
             remedy = "move it away"
-    return f"save is {folder}, which holds {content}; {remedy}, or choose another --save"
+    return f"save is {folder}, but it holds {content}; {remedy}, or choose another --save"
 
 
 def _is_same_run(config: CommonConfig, folder: Path) -> bool:
-    """Return True if a folder is of an earlier start of this run that saved no checkpoint.
+    """Return True if a folder is from an earlier start of this run.
 
-    It is the same run if optimizer, schedule, batches and steps are the same.
+    It is the same run if its optimizer, schedule, batches and steps are the same.
     """
     file = folder / "config.toml"
     if not file.is_file():
@@ -326,7 +326,7 @@ def _open_log_here(config: CommonConfig, saved: CommonConfig, progress: RunProgr
 
 
 def _owes_validation(config: CommonConfig, folder: Path | None, iteration: int) -> bool:
-    """Return True if a complete run was ended before its last validation."""
+    """Return True if a complete run ended before its last validation."""
     records = []
     if folder is not None and (folder / METRICS).exists():
         records = read_metrics(folder / METRICS)

@@ -1,8 +1,8 @@
 """Draw samples of a diffusion transformer on the mesh that trains it, and make pictures of them.
 
-Each data-parallel rank draws its own samples; the ranks of a context-parallel group share each.
-Noise is drawn for whole samples from the seed and the sample's number, so that every mesh draws the
-same ones.
+Each data-parallel rank draws its own samples; the ranks of a context-parallel group share each
+sample. Noise is drawn for whole samples from the seed and the sample's number, so that every mesh
+draws the same noise.
 
 Shapes: b samples of this rank, T patches of this context-parallel rank, W elements of a patch.
 """
@@ -31,29 +31,29 @@ from runtime.together import is_first, raise_together
 from train.config.flags import ConfigError
 
 SMALLEST_SIDE = 48
-"""Minimum pixels of a sample's shorter side in a picture."""
+"""Minimum number of pixels on a sample's shorter side in a picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """The samples that a run draws at each validation, into samples/iter_N.png of its folder."""
+    """The samples that a run draws at each validation, to samples/iter_N.png in its folder."""
 
     samples_per_class: int = 4
-    """Samples of each class in the picture; 0 draws none. All are drawn anew at each
-    validation, in sample_steps passes through the model, each with twice the samples with
-    guidance; never more at once than micro_batch_size."""
+    """Number of samples of each class in the picture; 0 draws none. Each validation draws all of
+    them again, in sample_steps passes through the model; with guidance each pass computes every
+    sample twice. The model computes no more samples at once than in training."""
     sample_classes: int = 10
-    """Classes in the picture: the first ones."""
+    """Number of classes in the picture, which shows the first ones."""
     sample_steps: int = 50
-    """Passes through the model per sample."""
+    """Number of passes through the model per sample."""
     sample_method: Literal["ddim", "ddpm", "euler"] | None = None
-    """ddim, without noise between the steps, or ddpm, with; euler, for rectified_flow only. By
-    default ddim or euler."""
+    """ddim adds no noise between the steps, ddpm does; euler is for rectified_flow only. The
+    default is euler for rectified_flow, and otherwise ddim."""
     guidance: float = 4.0
-    """Weight of the class over no class in classifier-free guidance; 1 is without."""
+    """Weight of the class in classifier-free guidance; 1 disables guidance."""
     guidance_channels: int | None = None
-    """First channels of the latents, the only ones that guidance moves; by default all; the
-    original DiT has 3."""
+    """Number of the latents' first channels that guidance changes; by default all. The original
+    DiT uses 3."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "samples_per_class")
@@ -72,32 +72,33 @@ class SamplingConfig:
         method = self.sample_method or diffusion.methods[0]
         if method not in diffusion.methods:
             raise ConfigError(
-                f"sample_method is {method}, and objective {objective} has "
-                f"{' or '.join(diffusion.methods)}; set one of these, or leave it out"
+                f"sample_method is {method}, but objective {objective} supports only "
+                f"{' or '.join(diffusion.methods)}; use that, or leave out --sample-method"
             )
         if method != "euler" and self.sample_steps > num_timesteps:
             raise ConfigError(
-                f"sample_steps is {self.sample_steps}, and there are num_timesteps {num_timesteps} "
-                "to visit; set it to at most that"
+                f"sample_steps is {self.sample_steps}, but num_timesteps is {num_timesteps}, and "
+                "each step needs a time of its own; lower sample_steps to at most num_timesteps"
             )
         if self.guidance_channels is not None and self.guidance_channels > diffusion.channels:
             raise ConfigError(
-                f"guidance_channels is {self.guidance_channels}, and latent_shape has "
-                f"{diffusion.channels}; set it to at most that, or leave it out to guide all"
+                f"guidance_channels is {self.guidance_channels}, but latents have only "
+                f"{diffusion.channels} channels; lower guidance_channels, or leave it out to guide "
+                "all"
             )
 
     def check_guidance(self, class_dropout_prob: float) -> None:
         """Raise ConfigError for guidance if training never drops labels."""
         if self.guidance != 1 and class_dropout_prob == 0:
             raise ConfigError(
-                f"guidance is {self.guidance} and class_dropout_prob is {class_dropout_prob}, so "
-                "that training never sees the embedding of no class that guidance extrapolates "
-                "from; give --guidance 1, or train with a class_dropout_prob above 0, such as 0.1"
+                f"guidance is {self.guidance}, but class_dropout_prob is {class_dropout_prob}, so "
+                "training never learns the no-class embedding, which guidance needs; give "
+                "--guidance 1, or train with a class_dropout_prob above 0, such as 0.1"
             )
 
 
 class Sampler:
-    """Draws samples with the parts of a model on the ranks of a mesh."""
+    """Draws samples from a model on the ranks of a mesh."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Sampler:
         diffusion: Diffusion,
         seed: int,
     ) -> None:
-        """Set up for a run's ``parts``; samples are joined if training joins them."""
+        """Set up for a run's ``parts``; joins samples into one sequence if training does so."""
         self._num_joined = config.train.micro_batch_size if config.packed else None
         self._parts = parts
         self._mesh = mesh
@@ -123,14 +124,14 @@ class Sampler:
     def draw(self, labels: Sequence[int], batch_size: int = 64) -> Tensor:
         """Return one sample per label, ``[N, C, (F,) H, W]``, float32 on the CPU; collective.
 
-        Every rank gets all samples. Each data-parallel rank draws ``batch_size`` at once, which are
-        twice as many in the model with guidance; joined samples go through the model in groups of
-        the training's micro-batch.
+        Every rank gets all samples. Each data-parallel rank draws ``batch_size`` samples at once;
+        with guidance the model computes twice as many. Joined samples go through the model in
+        groups as large as the training's micro-batch.
         """
         dp_size = self._mesh.dp.size()
         dp_rank = self._mesh.dp.get_local_rank()
-        # All ranks draw equally many, since they gather the sharded model together: some samples
-        # are drawn twice.
+        # All ranks draw the same number, since they gather the sharded model together; some samples
+        # may be drawn twice.
         per_rank = math.ceil(len(labels) / dp_size)
         first = dp_rank * per_rank
         numbers = [number % len(labels) for number in range(first, first + per_rank)]
@@ -147,7 +148,7 @@ class Sampler:
         return unpatchify(torch.cat(gathered)[: len(labels)], self._model).cpu()
 
     def _draw(self, numbers: list[int], labels: Sequence[int]) -> Tensor:
-        """Return this rank's patches ``[b, T, W]`` of numbered samples, or all if joined."""
+        """Draw samples by number; return this rank's patches ``[b, T, W]``, or all if joined."""
         sampling = self._sampling
         sample_labels = torch.tensor(
             [labels[number] for number in numbers], device=self._mesh.device
@@ -155,7 +156,7 @@ class Sampler:
         denoise = guided(
             self._denoised,
             sample_labels,
-            self._model.num_classes,  # the label of no class
+            self._model.num_classes,  # the label for no class
             sampling.guidance,
             self._diffusion,
             sampling.guidance_channels,
@@ -170,7 +171,7 @@ class Sampler:
         )
 
     def _noise(self, numbers: list[int], when: str) -> Tensor:
-        """Return this rank's patches ``[b, T, W]`` of the samples' noise, or all if joined."""
+        """Return this rank's patches ``[b, T, W]`` of the samples' noise; all patches if joined."""
         noises = []
         for number in numbers:
             generator = generator_of(self._seed, f"drawn sample {number}, {when}")
@@ -181,7 +182,7 @@ class Sampler:
         return patches.to(self._mesh.device)
 
     def _denoised(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Return the model's output for patches as ``_noise`` returns them."""
+        """Return the model's output for patches of the shape that ``_noise`` returns."""
         if self._num_joined is None:
             return self._through_stages(x, times, labels)
 
@@ -201,7 +202,7 @@ class Sampler:
         return torch.cat(outputs)
 
     def _through_stages(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Return the whole model's output; each pipeline stage in turn broadcasts its own."""
+        """Return the whole model's output; each pipeline stage in turn broadcasts its output."""
         pp_size = self._mesh.pp.size()
         group = self._mesh.pp.get_group()
         if pp_size == 1 and len(self._parts) == 1:
@@ -224,7 +225,7 @@ class Sampler:
 
 
 def _repeat_last(values: Tensor, length: int) -> Tensor:
-    """Fill up the first dimension by repeating the last entry."""
+    """Pad the first dimension to ``length`` by repeating the last entry."""
     missing = length - len(values)
     return torch.cat((values, values[-1:].expand(missing, *values.shape[1:])))
 
@@ -232,8 +233,9 @@ def _repeat_last(values: Tensor, length: int) -> Tensor:
 def write_grid(path: Path, latents: Tensor, columns: int) -> None:
     """Write samples ``[N, C, (F,) H, W]`` as one picture, ``columns`` per row.
 
-    One channel from -1 to 1 is grey, three are colours. Latents have no colours: their first three
-    channels are shown, or the first alone, from -3 to 3. Of a video the first frame is shown.
+    One channel is shown in grey and three as colours, for values from -1 to 1. Latents with other
+    numbers of channels have no colours: their first three channels are shown, or only the first,
+    for values from -3 to 3. Only the first frame of a video is shown.
     """
     from PIL import Image
 
@@ -267,7 +269,7 @@ def not_finite(samples: Tensor) -> int:
 
 
 def by_class(classes: Sequence[int], per_class: int) -> list[int]:
-    """Return the labels of a grid of samples with a row of ``per_class`` for each class."""
+    """Return the labels of a grid that has a row of ``per_class`` samples for each class."""
     return [label for label in classes for _ in range(per_class)]
 
 
@@ -276,13 +278,13 @@ def picture_writer(
 ) -> Callable[[int], None] | None:
     """Return a function that writes samples/iter_N.png, given N; None if no picture is requested.
 
-    All ranks call it. No more samples are in the model at once than in training.
+    All ranks call the function. The model computes no more samples at once than in training.
 
     Args:
-        draw: a ``Sampler``'s method.
-        config: the run's.
+        draw: the ``draw`` method of a ``Sampler``.
+        config: the run's configuration.
 
-    Raises, on all ranks: the first one cannot write there or make a picture.
+    Raises, on all ranks: the first rank cannot write there, or cannot import PIL.
     """
     sampling = config.sampling
     folder = config.checkpoint.save
@@ -313,8 +315,8 @@ def picture_writer(
             if num_broken:
                 print(
                     f"note: {path.name} is not written: {num_broken} of {len(latents)} samples "
-                    f"hold values that are not finite; guidance {sampling.guidance} is too large, "
-                    "or training diverges",
+                    "have values that are not finite; either guidance "
+                    f"{sampling.guidance} is too large, or training diverges",
                     file=sys.stderr,
                 )
             else:

@@ -19,26 +19,26 @@ class ScheduleConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     lr_decay_style: DecayStyle = "cosine"
-    """Shape after the warm-up: cosine or linear to min_lr, constant, inverse-square-root, or WSD,
-    which is warm-up-stable-decay."""
+    """Shape after the warm-up: cosine or linear to min_lr, constant, inverse-square-root, or WSD
+    (warm-up, stable, decay)."""
     lr_warmup_iters: int = 0
-    """Number of iterations of linear warm-up; a run that is too short for them uses a tenth of its
-    iterations."""
+    """Number of iterations of linear warm-up; a run that is too short for that many uses a
+    tenth of its iterations."""
     lr_warmup_fraction: float | None = None
     """Share of lr_decay_iters that is warm-up, in [0, 1), in place of lr_warmup_iters."""
     lr_warmup_init: float = 0.0
-    """Learning rate from which the warm-up rises."""
+    """Learning rate at the start of the warm-up."""
     lr_decay_iters: int | None = None
     """Iteration at which the decay ends; by default train_iters, and in a resumed run the first
     start's value."""
     lr_wsd_decay_iters: int | None = None
-    """Length of the final decay of WSD; by default a tenth of lr_decay_iters."""
+    """Number of iterations of WSD's final decay; by default a tenth of lr_decay_iters."""
     lr_wsd_decay_style: WsdDecayStyle = "linear"
-    """Shape of that decay."""
+    """Shape of WSD's final decay."""
     override_opt_param_scheduler: bool = False
-    """On resume, take this configuration's schedule, even if only train_iters differs."""
+    """On resume, use this configuration's schedule, even if only train_iters differs."""
     use_checkpoint_opt_param_scheduler: bool = False
-    """On resume, take the checkpoint's schedule, whatever this configuration says."""
+    """On resume, use the checkpoint's schedule, whatever this configuration says."""
 
     def __post_init__(self) -> None:
         require(self, self.lr > 0, "lr", "it must be above 0")
@@ -56,14 +56,15 @@ class ScheduleConfig:
         fraction = self.lr_warmup_fraction
         if fraction is not None:
             require(self, 0 <= fraction < 1, "lr_warmup_fraction", "it must be in [0, 1)")
-            fix = f"and lr_warmup_fraction {fraction}; give --lr-warmup-iters 0 with it, or "
+            fix = f"it must be 0 with lr_warmup_fraction {fraction}; give --lr-warmup-iters 0, or "
             fix += "--lr-warmup-fraction none"
             require(self, not self.lr_warmup_iters, "lr_warmup_iters", fix)
 
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise UserError(
-                "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are set; the "
-                "one takes this configuration's schedule, the other the checkpoint's: leave one out"
+                "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are set, but "
+                "the first uses this configuration's schedule and the second the checkpoint's; "
+                "leave one of them out"
             )
 
 
@@ -76,7 +77,7 @@ class Schedule:
 
     The formulas are those of ``megatron.core.optimizer_param_scheduler``, which counts completed
     iterations: its rate in iteration n + 1 is the one here in iteration n, so that a warm-up's
-    first iteration learns. Names are those of ``ScheduleConfig``.
+    first iteration has a rate above lr_warmup_init. Names are those of ``ScheduleConfig``.
     """
 
     lr: float
@@ -85,13 +86,13 @@ class Schedule:
     lr_warmup_iters: int
     lr_warmup_init: float
     lr_decay_iters: int | None
-    """None if the style has no end."""
+    """None if the schedule has no end."""
     lr_wsd_decay_iters: int | None
-    """None if the style is not WSD."""
+    """None if lr_decay_style is not WSD."""
     lr_wsd_decay_style: str
 
     def rate(self, iteration: int) -> float:
-        """Return the learning rate of ``iteration``; the first is 1."""
+        """Return the learning rate of ``iteration``; the first iteration is 1."""
         warmup = self.lr_warmup_iters
         style = self.lr_decay_style
         end = self.lr_decay_iters
@@ -132,9 +133,9 @@ class Schedule:
 def schedule_of(config: ScheduleConfig, train_iters: int) -> Schedule:
     """Return the schedule of a run of ``train_iters`` iterations.
 
-    If lr_decay_iters is not set, a run too short for its warm-up takes a tenth of its iterations
-    instead, and caps lr_wsd_decay_iters at the rest: a short trial runs with the configuration of
-    a long run. The default of lr_wsd_decay_iters never reaches into the warm-up.
+    If lr_decay_iters is not set, a run too short for its warm-up uses a tenth of its iterations
+    instead, and caps lr_wsd_decay_iters at the rest, so that a short trial can use a long run's
+    configuration. The default of lr_wsd_decay_iters never reaches into the warm-up.
     """
     end = config.lr_decay_iters or train_iters
     warmup = config.lr_warmup_iters

@@ -159,7 +159,7 @@ class Trainer:
         return self.health.rolls_back
 
     def train_step(self, prefetched: Prefetcher[list[Batch]]) -> Step | None:
-        """Take one optimizer step; return None if there is no batch, or to roll back.
+        """Take one optimizer step; return None if no batch is left or the run rolls back.
 
         A bad step (a loss or gradient norm that is not finite, or a spike) consumes its samples
         but leaves weights and optimizer untouched: Health decides that before the update, and
@@ -205,7 +205,7 @@ class Trainer:
     ) -> dict[str, Any]:
         """Return the record of a step for metrics.jsonl."""
         task = self.task
-        flops_per_second = batch.flops / (seconds * dist.get_world_size())  # of one process
+        flops_per_second = batch.flops / (seconds * dist.get_world_size())  # per process
         return {
             **asdict(self.progress),
             task.objective.loss_name: loss,
@@ -227,7 +227,7 @@ class Trainer:
         return train.exit_interval is not None and iteration % train.exit_interval == 0
 
     def _good_steps(self) -> list[tuple[Any, Any]]:
-        """Return loss and gradient norm of the good steps so far, on the first rank."""
+        """Return loss and gradient norm of the good steps so far; only the first rank has them."""
         records = self.log.records if self.log is not None else []
         loss_name = self.task.objective.loss_name
         return [

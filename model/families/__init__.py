@@ -1,4 +1,4 @@
-"""Families of language models, one file each, and their registry, one line each."""
+"""Families of language models, one file each, and the registry that loads them."""
 
 from importlib import import_module
 
@@ -16,7 +16,8 @@ NAMES = (
     "smollm3",
     "granite",
 )
-"""Files of this folder, whose names are the model_types; the first is the default."""
+"""Names of the files in this folder, which are the values of model_type; the first is the
+default."""
 DEFAULT = NAMES[0]
 
 
@@ -25,7 +26,8 @@ def _load_family(name: str) -> ModelFamily:
     missing = sorted(family.config.__abstractmethods__)
     if missing:
         raise TypeError(
-            f"model/families/{name}.py: {family.config.__name__} lacks {', '.join(missing)}"
+            f"model/families/{name}.py: {family.config.__name__} lacks {', '.join(missing)}; "
+            "define them there"
         )
     return family
 

@@ -15,5 +15,5 @@ class ModelFamily(NamedTuple):
     tiny: Mapping[str, Any]
     """Settings of a small model that uses every feature of the family, for tests."""
     hugging_face: tuple[Family, ...]
-    """Transformers models that equal this family with certain settings; an export uses the first
-    that can express the model."""
+    """Models of transformers that equal this family with certain settings; an export uses the first
+    one that can express the model."""

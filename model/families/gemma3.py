@@ -29,17 +29,17 @@ class Gemma3Config(LocalRopeConfig, RopePositionsConfig):
 
     model_type: str = "gemma3"
     query_pre_attn_scalar: int | None = None
-    """Divide the scores of a gemma3's attention by the root of this; by default the width of a
-    head."""
+    """Divide a gemma3's attention scores by the square root of this number; by default the width of
+    a head."""
 
     title = "Gemma 3"
-    # Inputs of four norms, in float32.
+    # The four norms save their inputs in float32.
     footprint = Footprint(fused_residual=13.0, gated=True)
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
         attention = self.attention(layer, cores.softmax, qk_norm=self.head_norm)
         assert isinstance(attention.q_norm, ZeroCentredRMSNorm)
-        # attend divides by sqrt(D)
+        # attend divides scores by sqrt(D); this factor makes it sqrt(query_scalar)
         attention.q_norm.scale = math.sqrt(self.head_dim / self.query_scalar)
         return BothNormsLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size, "gelu"))
 
@@ -49,8 +49,8 @@ class Gemma3Config(LocalRopeConfig, RopePositionsConfig):
     def embedding_scale(self, dtype: torch.dtype) -> float:
         """Return the factor of the embeddings, rounded to their dtype.
 
-        The released models' code rounds it, so bfloat16 models were trained with 55.5 for the root
-        of 3072, which is 55.43.
+        The released models' code rounds it too, so bfloat16 models were trained with 55.5 instead
+        of 55.43, the root of 3072.
         """
         return torch.tensor(math.sqrt(self.hidden_size), dtype=dtype).item()
 
@@ -81,7 +81,7 @@ GEMMA3 = Family(
     title="a Gemma 3",
     architecture="Gemma3ForCausalLM",
     ours=Gemma3Config,
-    # Published files leave out keys with transformers' defaults.
+    # These are transformers' defaults; published files leave out keys that have them.
     fields={
         **fields(
             num_hidden_layers=26,

@@ -23,8 +23,8 @@ class GPTConfig(WindowedConfig, RotaryConfig, LengthConfig):
 
     model_type: str = "gpt"
     position_embedding_type: Literal["rope", "learned_absolute"] | None = None
-    """Source of the tokens' positions; by default rope, and learned_absolute in a model with a
-    table of them."""
+    """Source of token positions; by default learned_absolute in a gpt and rope in other
+    families."""
 
     title = "GPT"
     footprint = Footprint(fused_residual=4.0, gated=False)
@@ -38,18 +38,18 @@ class GPTConfig(WindowedConfig, RotaryConfig, LengthConfig):
         return LayerNorm(width or self.hidden_size, eps=self.norm_epsilon)
 
     def check(self) -> None:
-        """Check that learned positions have a table, and no rope."""
+        """Check that learned positions have a table length and no rotary_base."""
         super().check()
         if not self.learned_positions:
             return
         must = (
-            "learned_absolute positions need the length of their table; set it to the longest "
-            "sequence, or position_embedding_type to rope"
+            "learned_absolute positions need this length of their table; set it to the longest "
+            "sequence, or set position_embedding_type to rope"
         )
         require(self, self.max_position_embeddings is not None, "max_position_embeddings", must)
 
         must = (
-            "learned_absolute positions have no rope; leave it out, or set "
+            "learned_absolute positions use no rope; leave rotary_base out, or set "
             "position_embedding_type to rope"
         )
         require(self, self.is_default("rotary_base"), "rotary_base", must)
@@ -81,7 +81,7 @@ _UNUSED = """
 
 def _transposed(config: DecoderConfig, name: str, weight: Tensor) -> Tensor:
     if name.startswith("layers.") and weight.ndim == 2:
-        return weight.T.contiguous()  # a Conv1D of theirs has weights [in, out]
+        return weight.T.contiguous()  # transformers' Conv1D has weights [in, out]
     return weight
 
 
@@ -101,11 +101,11 @@ GPT2 = Family(
         "initializer_range": ConfigKey("init_method_std", float, 0.02),
     },
     tied=True,
-    # Old files have n_ctx too, equal to n_positions.
+    # Old files also have n_ctx, which equals n_positions.
     groups=(KeyGroup(("n_ctx",), lambda hf, settings: {}, lambda config: {}),),
     fixed={"position_embedding_type": "learned_absolute"},
     only={
-        # One function with three names.
+        # These are three names of one function.
         "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),

@@ -1,7 +1,7 @@
 """Granite 3 (IBM, October 2024), dense: a LLaMA with four factors.
 
-Embeddings, scores, residuals and logits are multiplied by constants. They are muP's
-(arXiv:2203.03466): hyperparameters tuned on a small model then hold for a large one.
+Embeddings, scores, residuals and logits are multiplied by constants, as in muP (arXiv:2203.03466),
+so that hyperparameters tuned on a small model hold for a large one.
 """
 
 import math
@@ -28,20 +28,20 @@ FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier"
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(WindowedConfig, RopePositionsConfig):
-    """A Granite 3: a LLaMA with factors of embeddings, scores, residuals and logits."""
+    """A Granite 3: a LLaMA with factors for embeddings, scores, residuals and logits."""
 
     RESOLVED: ClassVar[Mapping[str, str]] = {"attention_multiplier": "score_scale"}
 
     model_type: str = "granite"
     embedding_multiplier: float = 1.0
-    """Factor of the embeddings."""
+    """Factor by which the embeddings are multiplied."""
     attention_multiplier: float | None = None
-    """Factor of the scores of attention; by default 1 / root of the width of a head."""
+    """Factor of the attention scores; by default 1 / sqrt(width of a head)."""
     residual_multiplier: float = 1.0
-    """Factor of the outputs of attention and feed-forward, before they are added to the residual
+    """Factor of the outputs of attention and feed-forward before they are added to the residual
     stream."""
     logits_scaling: float = 1.0
-    """Divisor of the logits."""
+    """Divide the logits by this number."""
 
     title = "Granite 3"
     footprint = Footprint(fused_residual=4.0, gated=True)
@@ -59,7 +59,7 @@ class GraniteConfig(WindowedConfig, RopePositionsConfig):
 
     def block(self, layer: int, cores: HybridAttention) -> nn.Module:
         query_scale = 1.0
-        if self.attention_multiplier is not None:  # attend divides by sqrt(D)
+        if self.attention_multiplier is not None:  # cancels the 1 / sqrt(D) of attend
             query_scale = self.attention_multiplier * math.sqrt(self.head_dim)
         attention = self.attention(layer, cores.softmax, query_scale=query_scale)
         return ScaledLayer(self, attention, SwiGLU(self.hidden_size, self.ffn_size))
@@ -77,7 +77,7 @@ class GraniteConfig(WindowedConfig, RopePositionsConfig):
 
 
 class ScaledLayer(PreNormLayer):
-    """A layer that multiplies the outputs of its branches by residual_multiplier."""
+    """A layer that multiplies the outputs of attention and feed-forward by residual_multiplier."""
 
     def __init__(self, config: GraniteConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__(config.norm, attention, mlp)
@@ -100,7 +100,7 @@ GRANITE = Family(
     groups=(ROPE_GROUP,),
     only={**SILU, "mlp_bias": (False,)},
     rates=("attention_dropout",),
-    needs=(Need("window_size", lambda config: not any(config.windows), "none"),),
+    needs=(Need("window_size", lambda config: not any(config.windows), "left out"),),
     names=NAMES,
 )
 

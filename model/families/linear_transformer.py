@@ -1,7 +1,7 @@
 """The Linear Transformer (Katharopoulos et al. 2020): a GPT with linear attention.
 
-Features are elu + 1, and nothing decays. Sinusoidal positions (Vaswani et al. 2017, section 3.5)
-are added to the embeddings and set no maximum length.
+Queries and keys become features elu(x) + 1, and the state does not decay. Sinusoidal positions
+(Vaswani et al. 2017, section 3.5) are added to the embeddings and do not limit the length.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from runtime.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class LinearTransformerConfig(LinearConfig):
-    """A Linear Transformer: a GPT with linear attention, features elu + 1."""
+    """A Linear Transformer: a GPT with linear attention over features elu(x) + 1."""
 
     model_type: str = "linear_transformer"
 
@@ -41,9 +41,9 @@ class LinearTransformerConfig(LinearConfig):
         return Sinusoids(self.hidden_size)
 
     def check(self) -> None:
-        """Check the width of the positions."""
+        """Check that hidden_size is even, as the positions need."""
         super().check()
-        must = "it must be even: sinusoidal positions come in pairs"
+        must = "it must be even, since sinusoidal positions are pairs of a sine and a cosine"
         require(self, self.hidden_size % 2 == 0, "hidden_size", must)
 
     @property
@@ -52,7 +52,7 @@ class LinearTransformerConfig(LinearConfig):
 
     @property
     def state_elements(self) -> int:
-        """Elements of the states and normalisers of all layers, per sequence."""
+        """Number of elements in the states and normalisers of all layers, per sequence."""
         return self.num_layers * self.num_attention_heads * self.head_dim * (self.head_dim + 1)
 
 

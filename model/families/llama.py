@@ -1,4 +1,4 @@
-"""LLaMA (Touvron et al. 2023) and its kin: RMSNorm, rope, SwiGLU.
+"""LLaMA (Touvron et al. 2023) and related models: RMSNorm, rope, SwiGLU.
 
 Mistral, Ministral, Qwen2 and Qwen3 are LLaMAs with other settings. All have half-split rotary pairs
 and weights [out, in], so conversion only renames weights.
@@ -33,9 +33,9 @@ class LlamaConfig(WindowedConfig, RopePositionsConfig):
 
     model_type: str = "llama"
     add_qkv_bias: bool = False
-    """Give the projections of queries, keys and values biases in a llama, as in Qwen2."""
+    """Add biases to the query, key and value projections of a llama, as in Qwen2."""
     qk_layernorm: bool = False
-    """Apply an RMS norm to each head's queries and keys in a llama, as in Qwen3."""
+    """Apply an RMS norm to the queries and keys of each head in a llama, as in Qwen3."""
 
     title = "LLaMA"
     footprint = Footprint(fused_residual=4.0, gated=True)
@@ -48,7 +48,7 @@ class LlamaConfig(WindowedConfig, RopePositionsConfig):
         return PreNormLayer(self.norm, attention, SwiGLU(self.hidden_size, self.ffn_size))
 
     def architecture(self) -> Architecture:
-        """Return the base class's entries, and biases and norms of queries and keys."""
+        """Return the base class's entries, and those for biases and norms of queries and keys."""
         entries = super().architecture()
         for name in ("add_qkv_bias", "qk_layernorm"):
             if getattr(self, name):  # left out otherwise: older checkpoints lack these entries
@@ -74,7 +74,7 @@ LLAMA = Family(
     rates=("attention_dropout",),
     ignored=frozenset({"pretraining_tp", "max_sequence_length", "is_llama_config"}),
     needs=(
-        Need("window_size", lambda config: not any(config.windows), "none"),
+        Need("window_size", lambda config: not any(config.windows), "left out"),
         WHOLE_HEADS,
         SMALL_STD,
     ),
@@ -95,7 +95,9 @@ MISTRAL = replace(
         "mlp_bias": (None, False),
     },
     ignored=frozenset(),
-    needs=(Need("window_attn_skip_freq", lambda config: len(set(config.windows)) == 1, "none"),),
+    needs=(
+        Need("window_attn_skip_freq", lambda config: len(set(config.windows)) == 1, "left out"),
+    ),
 )
 MINISTRAL = replace(
     MISTRAL,

@@ -1,4 +1,4 @@
-"""OLMo 3 (arXiv:2512.13961): norms after each branch, joint norms of heads, two ropes."""
+"""OLMo 3 (arXiv:2512.13961): norms after each branch, joint query and key norms, two ropes."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ class Olmo3Config(LocalRopeConfig, RopePositionsConfig):
     model_type: str = "olmo3"
 
     title = "OLMo 3"
-    # Inputs of the norms of queries and keys too.
+    # Includes the inputs of the query and key norms.
     footprint = Footprint(fused_residual=5.0, gated=True)
     joint_qk_norm = True
 

@@ -1,4 +1,4 @@
-"""Qwen3.5: three layers of four have a gated delta rule, the others gated attention."""
+"""Qwen3.5: three of every four layers have a gated delta rule, the others gated attention."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -31,15 +31,15 @@ from runtime.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
-    """A Qwen3.5: three layers of four have a gated delta rule."""
+    """A Qwen3.5: three of every four layers have a gated delta rule."""
 
     model_type: str = "qwen3_5"
     rotary_percent: float = 1.0
-    """Share of a head's channels that rope rotates, the first ones, in a qwen3_5; released models
-    have 0.25."""
+    """Share of a head's channels, counted from the first, that rope rotates in a qwen3_5; 0.25 in
+    released models."""
 
     title = "Qwen3.5"
-    # Inputs of two norms, in float32.
+    # The two norms save their inputs in float32.
     footprint = Footprint(fused_residual=6.0, gated=True, output_gate=2.0, qk_norms=2.0)
     dt_ones = True
 
@@ -57,12 +57,13 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
     def check_rotated(self) -> None:
         """Check the number of channels that rope rotates."""
         in_range = 0 < self.rotary_percent <= 1
-        require(self, in_range, "rotary_percent", "it must be above 0, and 1 (all) at most")
+        require(self, in_range, "rotary_percent", "it must be above 0 and at most 1 (all)")
 
         width = self.rotary_dim
         even = width % 2 == 0 or self.rotary_percent == 1
         must = (
-            f"{width} of {self.head_dim} channels would turn, which must be an even number above 0"
+            f"rope would rotate {width} of {self.head_dim} channels; choose a share that gives an "
+            "even number above 0"
         )
         require(self, width > 0 and even, "rotary_percent", must)
         if self.rotary_percent == 1:
@@ -78,7 +79,7 @@ class Qwen3_5Config(WindowedConfig, RopePositionsConfig, DeltaConfig):
 
 
 def _rope_to_hf(config: Qwen3_5Config) -> dict[str, Any]:
-    """Return the entries of rope, always with its share: transformers' default is a quarter."""
+    """Return rope's entries, always with the rotated share: transformers' default is a quarter."""
     return rope_to_hf(config, config.rotary_percent)
 
 

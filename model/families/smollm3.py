@@ -1,6 +1,6 @@
 """SmolLM3 (Hugging Face, July 2025): a LLaMA without rope in every fourth layer.
 
-Those layers know the order of tokens by the causal mask alone (NoPE, arXiv:2501.18795).
+In those layers only the causal mask tells the order of tokens (NoPE, arXiv:2501.18795).
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ WITHOUT_ROPE = Pattern(
     name="no_rope_freq",
     nth="has no rope",
     listed="no rope",
-    example="([0]*3+[1]*1)*9 for 36",
+    example="([0]*3+[1]*1)*9 for 36 layers",
     nth_is_one=True,
     lacking="rope",
     otherwise="left out for 4",
@@ -39,8 +39,8 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
 
     model_type: str = "smollm3"
     no_rope_freq: str = "4"
-    """Layers without rope: N is every N-th one; a pattern has a 1 for each layer without it and a 0
-    for each with it, such as ([0]*3+[1]*1)*9 for 36."""
+    """Layers without rope: a number N means every N-th layer; a pattern has a 1 for each layer
+    without rope and a 0 for each layer with it, such as ([0]*3+[1]*1)*9 for 36 layers."""
 
     title = "SmolLM3"
     footprint = Footprint(fused_residual=4.0, gated=True)
@@ -49,9 +49,7 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
         """Check that some layer has rope."""
         super().check()
         has_rope = any(self.layers_with_rope)
-        require(
-            self, has_rope, "no_rope_freq", "it leaves no layer with rope; give one of them a 0"
-        )
+        require(self, has_rope, "no_rope_freq", "it leaves no layer with rope; give some layer a 0")
 
     @property
     def layers_with_rope(self) -> list[bool]:
@@ -61,7 +59,7 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
 
     @property
     def alternating(self) -> dict[str, Any]:
-        """Settings that make every other layer one without rope; none if all layers have it."""
+        """Settings that take rope from every other layer, or from none if all layers have it."""
         every = 2
         if all(self.layers_with_rope):
             every = self.num_layers + 1  # no layer has this number
@@ -78,10 +76,10 @@ class SmolLM3Config(WindowedConfig, RopePositionsConfig):
 
 
 def _layers_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our setting of the layers without rope.
+    """Return Longmesh's setting of the layers without rope.
 
-    Theirs is an interval, or, despite its name, a list no_rope_layers with a 1 for each layer with
-    rope. A list that equals an interval becomes one.
+    transformers has an interval or a list no_rope_layers, which despite its name has a 1 for each
+    layer with rope. A list that selects the same layers as the interval becomes the interval.
     """
     count = settings["num_layers"]
     layers = min(count, LISTED)
@@ -93,7 +91,7 @@ def _layers_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     flags = hf.get("no_rope_layers")
     if flags is None:
         if interval < 2:
-            rest = "; only 2 or more is, with rope in some layers"
+            rest = "; only 2 or more is, since some layers must have rope"
             raise unsupported("no_rope_layer_interval", interval, rest)
         return {"no_rope_freq": str(interval)}
 
@@ -101,7 +99,7 @@ def _layers_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
         type(flag) is int and flag in (0, 1) for flag in flags
     )
     if not are_flags or len(flags) < count or not any(flags[:layers]):
-        rest = f"; only a 1 or a 0 for each of {count} layers is, with a 1 for some of them"
+        rest = f"; only a list with a 1 or a 0 for each of {count} layers, and some 1, is"
         raise unsupported("no_rope_layers", flags, rest)
     flags = flags[:layers]
     if interval >= 2:
@@ -127,7 +125,7 @@ SMOLLM3 = Family(
     title="a SmolLM3",
     architecture="SmolLM3ForCausalLM",
     ours=SmolLM3Config,
-    # Published files leave out keys with transformers' defaults.
+    # These are transformers' defaults; published files leave out keys that have them.
     fields=fields(
         num_hidden_layers=36,
         hidden_size=2048,
@@ -150,7 +148,7 @@ SMOLLM3 = Family(
     rates=("attention_dropout",),
     ids=TOKEN_IDS,
     ignored=frozenset({"sliding_window", "max_window_layers", "pretraining_tp"}),
-    needs=(Need("window_size", lambda config: not any(config.windows), "none"),),
+    needs=(Need("window_size", lambda config: not any(config.windows), "left out"),),
     names=NAMES,
 )
 

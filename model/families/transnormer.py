@@ -2,8 +2,8 @@
 
 As in its released models, the output of attention is normalised and gated, the feed-forward is
 gated without an activation, and the norms have no weights. With softmax_every the model is a
-hybrid: every N-th layer has softmax attention with rope, as every eighth in MiniMax-01 (2025,
-arXiv:2501.08313).
+hybrid: every N-th layer has softmax attention with rope, like every eighth layer of MiniMax-01
+(2025, arXiv:2501.08313).
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ class TransnormerConfig(WindowedConfig, RotaryConfig, PeriodicConfig, LinearConf
 
     model_type: str = "transnormer"
     linear_decay: Literal["released", "paper"] | None = None
-    """Decay of a transnormer's heads: that of its released models, the default, or of its paper."""
+    """Decay of a transnormer's heads: as in its released models (the default) or as in its
+    paper."""
 
     title = "TransNormer"
     positions = "lrpe"
@@ -51,16 +52,17 @@ class TransnormerConfig(WindowedConfig, RotaryConfig, PeriodicConfig, LinearConf
         return RMSNorm(width or self.hidden_size, eps=self.norm_epsilon, elementwise_affine=False)
 
     def check(self) -> None:
-        """Check that a setting of rope has layers of softmax attention."""
+        """Check that rotary_base is set only if some layers have softmax attention."""
         super().check()
         must = (
-            f"model_type {self.model_type} has LRPE positions, which take no settings; leave it out"
+            f"model_type {self.model_type} has LRPE positions, which have no such setting; leave "
+            "rotary_base out, or set softmax_every for layers with rope"
         )
         require(self, self.some_softmax or self.is_default("rotary_base"), "rotary_base", must)
 
     @property
     def state_elements(self) -> int:
-        """Elements of the states of all layers, per sequence."""
+        """Number of elements in the states of all layers, per sequence."""
         layers = self.recurrent_layers
         if not self.has_softmax(0):
             layers += 1  # LRPE doubles the first layer's keys
@@ -73,7 +75,7 @@ class TransnormerConfig(WindowedConfig, RotaryConfig, PeriodicConfig, LinearConf
 
 EPSILON = 1e-6
 THETA = "layers.0.attention.lrpe.theta"
-"""Ours is [H * D], theirs [H, 1, D]."""
+"""LRPE's angles: [H * D] in Longmesh, [H, 1, D] in the released models."""
 
 
 def _from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
@@ -85,13 +87,13 @@ def _from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
     if heads < 1 or attention_size % heads:
         raise UserError(
             f"{CONFIG}: hidden_dim is {attention_size}; "
-            f"it must be a multiple of decoder_attention_heads {heads}"
+            f"it must be a multiple of decoder_attention_heads {heads}; correct the file"
         )
 
     lrpe = entry(hf, "linear_use_lrpe_list", list)
     only_first = all(bool(flag) == (layer == 0) for layer, flag in enumerate(lrpe))
     if len(lrpe) != settings["num_layers"] or not only_first:
-        raise unsupported("linear_use_lrpe_list", lrpe, "; only the first layer has LRPE")
+        raise unsupported("linear_use_lrpe_list", lrpe, "; only LRPE in just the first layer is")
     return {
         "ffn_hidden_size": ffn_size,
         "kv_channels": attention_size // heads,
@@ -138,7 +140,7 @@ TRANSNORMER = Family(
         Need(
             "softmax_every",
             lambda config: config.softmax_every is None,
-            "linear attention in every layer",
+            "left out, for linear attention in every layer",
         ),
         Need("linear_decay", lambda config: config.linear_decay in (None, "released"), "released"),
         Need("norm_epsilon", lambda config: config.norm_epsilon == EPSILON, f"{EPSILON}"),

@@ -1,7 +1,8 @@
 """Convert models between published formats, such as Hugging Face's, and Longmesh's.
 
 The tables that describe Hugging Face's models are in model/families. The names below are imported
-from api.py on first use, since api.py imports the families, whose tables import family.py here.
+from api.py on first use. An import at the top would be circular, since api.py imports the families,
+and their tables import family.py from this folder.
 """
 
 from importlib import import_module

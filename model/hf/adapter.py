@@ -30,11 +30,11 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    # Other values change the base model's weights at the start, or its layers.
+    # Other values change the base model's initial weights or its layers.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-"""Keys of adapter_config.json, with the values for which an adapter is W + (alpha / r) B A. A key
-in neither table may only have a value that changes nothing."""
+"""Keys of adapter_config.json, with the values for which a layer computes W + (alpha / r) B A. A
+key that is neither here nor in NEUTRAL may only have a value that changes nothing."""
 NEUTRAL = frozenset(
     {
         "r",
@@ -52,7 +52,7 @@ NEUTRAL = frozenset(
     }
 )
 """Keys of adapter_config.json that are read, or that change nothing."""
-MERGE = "merge it into its model with PEFT's merge_and_unload, and import that"
+MERGE = "merge the adapters with PEFT's merge_and_unload, and import the merged model"
 
 
 def write_adapter(
@@ -73,18 +73,19 @@ def write_adapter(
         The number of adapters.
 
     Raises:
-        UserError: the model has no adapters, or its linear layers differ in transformers; when
-            values are read, those that are not finite.
+        UserError: the model has no adapters, its linear layers differ in transformers, or a value
+            that is read is not finite.
     """
     if config.lora_rank is None:
         raise UserError(
-            "--adapter is set, but lora_rank is not: the run has no adapters; leave out --adapter"
+            "--adapter is set, but the run has no adapters, since its lora_rank is not set; leave "
+            "out --adapter"
         )
     if set(config.linears) != {*THEIRS.values()}:
         raise UserError(
-            f"--adapter is set, but for model_type {config.model_type} the linear layers are "
-            "different in transformers; leave out --adapter: the weights are then written with the "
-            "adapters merged into them"
+            f"--adapter is set, but the linear layers of model_type {config.model_type} are "
+            "different in transformers; leave out --adapter to write weights with the adapters "
+            "merged into them"
         )
     adapted = config.adapted_linears()
     contents = {
@@ -109,7 +110,7 @@ def write_adapter(
 
 
 def peft_name(name: str) -> str:
-    """Return PEFT's name of an adapter's parameter: transformers' linear layer, then our suffix."""
+    """Return PEFT's name of an adapter's parameter: the linear layer's, with the same suffix."""
     linear, matrix, kind = name.rsplit(".", 2)
     theirs = NAMES.of(f"{linear}.{kind}").removesuffix(kind)
     return f"{BASE}{theirs}{matrix}.{kind}"
@@ -129,20 +130,20 @@ def read_adapter(
         and a function that reads one of them.
 
     Raises:
-        UserError: the message names the file and the unsupported setting (DoRA, rank-stabilised,
-            other modules, ...); when values are read, those that are not finite.
+        UserError: a setting is not supported (DoRA, rank-stabilised, other modules, ...), or a
+            value that is read is not finite; the message names the file and the setting.
     """
     path = inside(folder, CONFIG)
     contents = read_json(path)
     if set(config.linears) != {*THEIRS.values()}:
         kind = with_article(config.model_type)
-        raise UserError(f"{path}: adapters of {kind}, but its linear layers differ here; {MERGE}")
+        raise UserError(f"{path}: the linear layers of {kind} differ from PEFT's here; {MERGE}")
     for key, value in contents.items():
         if key not in NEUTRAL:
             check_value(path, shown(key)[1:-1], value, ONLY.get(key, _NOTHING), f"; {MERGE}")
 
     weights = Weights(folder, notify, WEIGHTS)
-    with naming(path, "the file does not describe adapters of PEFT"):
+    with naming(path, "the file does not describe PEFT adapters"):
         dropout = entry(contents, "lora_dropout", float, 0.0)
         config = replace(
             config,
@@ -179,9 +180,9 @@ def _targets(target_modules: Any, weights: Iterable[str]) -> tuple[str, ...]:
             unmatched = _first_unmatched(target_modules, modules)
         if unmatched:
             raise UserError(
-                f"target_modules is {shown(target_modules)}, which does not match {unmatched}, "
-                "but the file has an adapter of it; give the pattern, or the names, that the "
-                "adapter was trained with"
+                f"target_modules is {shown(target_modules)}, but the file has an adapter of "
+                f"{unmatched}, which this pattern does not match; give the pattern or the names "
+                "that the adapters were trained with"
             )
     if not isinstance(modules, list) or not modules:
         raise UserError(
@@ -202,7 +203,7 @@ def _targets(target_modules: Any, weights: Iterable[str]) -> tuple[str, ...]:
 
 
 def _first_unmatched(pattern: str, names: Sequence[str]) -> str | None:
-    """Return the first name that an untrusted pattern does not match; any name if it is invalid.
+    """Return the first name that an untrusted pattern does not match; an invalid one matches none.
 
     The time is bounded, since a pattern can be made to take exponential time.
     """
@@ -214,6 +215,6 @@ def _first_unmatched(pattern: str, names: Sequence[str]) -> str | None:
         return None
 
     try:
-        return bounded(f"target_modules is {shown(pattern)}, whose match", search)
+        return bounded(f"matching target_modules {shown(pattern)}", search)
     except (re.error, OverflowError, RecursionError):
         return names[0]

@@ -33,13 +33,13 @@ OUTPUT = "lm_head.weight"
 
 
 class Joined(Mapping[str, Tensor]):
-    """A state dict that concatenates modules which a file stores in pieces, when they are read."""
+    """A state dict that concatenates, on reading, modules that a file stores in pieces."""
 
     def __init__(self, state: Mapping[str, Tensor], split: Mapping[str, Sequence[str]]) -> None:
         """Find the pieces of each concatenated module.
 
         Args:
-            split: names of the concatenated modules, and the names of their pieces in order.
+            split: names of the pieces in order, keyed by the name of the concatenated module.
         """
         self._state = state
         self._pieces = {name: [name] for name in state}
@@ -86,11 +86,11 @@ def our_weights(
     """Return meta tensors of Longmesh's parameters, and a function that converts and returns one.
 
     Args:
-        state: state dict of transformers, which may be ``Weights``.
-        notify: receives a line for weights that are ignored.
+        state: transformers' state dict, or the ``Weights`` of a folder.
+        notify: function that receives a line about ignored weights.
 
     Raises:
-        UserError: as ``from_hf``; for non-finite values when they are read.
+        UserError: as ``from_hf``, but for non-finite values only when they are read.
     """
     family = families(config)[0]
     if family.split:
@@ -100,7 +100,8 @@ def our_weights(
     names = _weight_names(family, state, config, notify)
     ours = meta_state(config)
 
-    # A file may use other names than transformers' module; take the table that matches most names.
+    # A file may use names other than those of transformers' modules; take the table that matches
+    # most.
     tables = (family.names, *family.stored)
     table = max(tables, key=lambda candidate: len(candidate.inside(ours, config).keys() & names))
     if not config.untie_embeddings_and_output_weights and OUTPUT in names:
@@ -131,10 +132,10 @@ def _weight_names(
     config: DecoderConfig,
     notify: Callable[[str], Any],
 ) -> dict[str, str]:
-    """Return the stored name of each weight, keyed by full name, without weights to be ignored.
+    """Return the stored names of weights, keyed by full name, without the ignored weights.
 
     Raises:
-        UserError: attention sinks, which none of these models has.
+        UserError: the state has attention sinks, which none of these models has.
     """
     names: dict[str, str] = {}
     skipped = []
@@ -158,9 +159,9 @@ def _weight_names(
     sinks = sorted(name for name in names if name.endswith(".sinks"))
     if sinks:
         raise UserError(
-            f"{sinks[0]} holds attention sinks, but a model of model_type {config.model_type} has "
-            "none there, so that other tokens would get their share; take a checkpoint without "
-            "sinks: gpt-oss is not read"
+            f"{sinks[0]} holds attention sinks, but model_type {config.model_type} has none in "
+            "transformers, and without them other tokens would get their share of the attention; "
+            "take a checkpoint without sinks (gpt-oss cannot be read)"
         )
     return names
 
@@ -168,15 +169,18 @@ def _weight_names(
 def _check_tied(state: Mapping[str, Tensor], names: Mapping[str, str], embedding: str) -> None:
     """Raise UserError if a tied output projection is stored and differs from the embedding."""
     if embedding in names and not torch.equal(state[names[OUTPUT]], state[names[embedding]]):
-        raise UserError(f"{OUTPUT} differs from {embedding}, yet tie_word_embeddings is true")
+        raise UserError(
+            f"{OUTPUT} differs from {embedding}, but tie_word_embeddings is true; correct "
+            "tie_word_embeddings in config.json"
+        )
 
 
 def to_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
     """Convert Longmesh's state dict to transformers', including a tied lm_head.weight.
 
     Raises:
-        UserError: missing, unknown or misshapen weights, and a model that transformers cannot
-            express.
+        UserError: missing, unknown, misshapen or non-finite weights, or a model that transformers
+            cannot express.
     """
     metas, read = their_weights(described(state), state.__getitem__, config)
     theirs = {name: read(name) for name in metas}
@@ -197,7 +201,7 @@ def their_weights(
         read: function that returns one of these parameters.
 
     Raises:
-        UserError: as ``to_hf``; for non-finite values when they are read.
+        UserError: as ``to_hf``, but for non-finite values only when they are read.
     """
     names = family_of(config).names
     check_described(ours, meta_state(config))
@@ -223,10 +227,10 @@ def open_hf(
 
 
 def load_hf(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor], dict[str, Any]]:
-    """Load a Hugging Face folder, sharded or not.
+    """Load a model from a Hugging Face folder, sharded or not.
 
-    Reads only safetensors, never pickles, and only files directly in the folder, whatever an index
-    names.
+    Reads only safetensors, never pickles, and only files directly in the folder, even if an index
+    names others.
 
     Returns:
         The configuration, Longmesh's state dict (CPU, dtypes as stored), and the contents of
@@ -248,7 +252,7 @@ def save_hf(
 ) -> None:
     """Write a state dict as config.json and model.safetensors, for transformers' from_pretrained.
 
-    Creates the folder. ``contents`` as for `config_to_hf`.
+    Creates the folder. ``contents`` is as in `config_to_hf`.
 
     Raises:
         UserError: the folder is not empty or not writable, in which case nothing is written; and as

@@ -27,7 +27,7 @@ def generation_ends(folder: Path) -> list[int]:
     """Return the token ids at which transformers ends generation with the model in a folder.
 
     Raises:
-        UserError: a broken file.
+        UserError: one of the files cannot be read.
     """
     for name in (GENERATION, "config.json"):
         if (folder / name).is_file():
@@ -38,7 +38,7 @@ def generation_ends(folder: Path) -> list[int]:
 
 
 def write_chat(folder: Path, chat: Mapping[str, Any], contents: Mapping[str, Any]) -> list[int]:
-    """Write the chat template and the end-of-turn tokens into a folder, replacing what it has.
+    """Write the chat template and the end-of-turn tokens into a model's folder.
 
     Args:
         chat: chat settings of a checkpoint: chat_template (may be None), tool_use and ends.
@@ -53,7 +53,7 @@ def write_chat(folder: Path, chat: Mapping[str, Any], contents: Mapping[str, Any
     settings = {}
     if (folder / GENERATION).is_file():
         settings = read_json(folder / GENERATION)
-    # If this file exists, transformers ignores the ids in config.json.
+    # Copy the ids from config.json, since transformers ignores them there if this file exists.
     for name in ("bos_token_id", "pad_token_id"):
         if name not in settings and contents.get(name) is not None:
             settings[name] = contents[name]
@@ -85,7 +85,7 @@ def carry_tokenizer(source: Path, target: Path) -> None:
     """Copy only the tokenizer's files, replacing the target's.
 
     Raises:
-        UserError: a link that leaves the source folder.
+        UserError: a file is a link that leaves the source folder.
     """
     for name in TOKENIZER_FILES:
         (target / name).unlink(missing_ok=True)

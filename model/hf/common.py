@@ -1,4 +1,4 @@
-"""Keys, names and refusals that several transformers models share, most of them LLaMA's."""
+"""Keys, names and conditions that several transformers models share, most of them LLaMA's."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ FIELDS = {
 
 
 def fields(**defaults: Any) -> dict[str, ConfigKey]:
-    """Return LLaMA's fields, with other defaults for some missing keys."""
+    """Return LLaMA's fields, with these defaults for keys that a file lacks."""
     changed = {key: FIELDS[key]._replace(default=value) for key, value in defaults.items()}
     return FIELDS | changed
 

@@ -26,12 +26,12 @@ def families(config: DecoderConfig) -> tuple[Family, ...]:
         ours = [name for name, family in FAMILIES.items() if family.hugging_face]
         raise UserError(
             f"model_type is {config.model_type}, but Hugging Face has no such model; only "
-            f"{_listed(ours)}"
+            f"{_listed(ours)} can be converted"
         )
     has_windows = any("sliding_window" in table.known for table in tables)
     window_size = getattr(config, "window_size", None)
     if window_size is not None and not has_windows:
-        raise _unlike(config, "window_size", window_size, "none")
+        raise _unlike(config, "window_size", window_size, "left out")
     softmax_type = getattr(config, "softmax_type", "vanilla")
     if softmax_type != "vanilla":
         raise _unlike(config, "softmax_type", softmax_type, "vanilla")
@@ -40,8 +40,8 @@ def families(config: DecoderConfig) -> tuple[Family, ...]:
 
 def _unlike(config: DecoderConfig, name: str, value: str, only: str) -> UserError:
     return UserError(
-        f"{name} is {value}, but Hugging Face's {config.model_type} has neither windows nor sinks; "
-        f"only {only} can be read and written; keep other models in Longmesh's checkpoints"
+        f"{name} is {value}, but for Hugging Face's {config.model_type} it must be {only}; "
+        "keep the model in its Longmesh checkpoint"
     )
 
 
@@ -55,7 +55,7 @@ def family_of(config: DecoderConfig, preferred: str | None = None) -> Family:
             problems.append(str(error))
         else:
             return family
-    raise UserError("; ".join([*dict.fromkeys(problems), "keep it in its checkpoint"]))
+    raise UserError("; ".join([*dict.fromkeys(problems), "keep the model in its checkpoint"]))
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -66,7 +66,8 @@ def _listed(names: Iterable[str]) -> str:
 def family_in(hf: Contents) -> Family:
     """Return the table for the model of a config.json. Raises UserError for an unknown model.
 
-    Without a model_type it is the first table, a LLaMA: the original LLaMA files have none.
+    Without a model_type it is the first table, LLaMA's, since the original LLaMA files have no
+    model_type.
     """
     kinds = list(HUGGING_FACE)
     kind = hf.get("model_type", kinds[0])
@@ -110,7 +111,7 @@ def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> DecoderConfi
     with naming(folder / CONFIG):
         hf = text_entries(hf)
         family = family_in(hf)
-    with naming(folder / CONFIG, f"this is no {family.kind}'s configuration"):
+    with naming(folder / CONFIG, f"this is not a configuration of {family.kind}"):
         family.check(hf)
         return family.read(hf)
 
@@ -118,22 +119,23 @@ def config_from_hf(hf: Mapping[str, Any], folder: Path = Path()) -> DecoderConfi
 def config_to_hf(
     config: DecoderConfig, contents: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the contents of a config.json from which transformers makes the same model.
+    """Return the contents of a config.json from which transformers builds the same model.
 
     A LLaMA becomes the model that ``contents`` names if that can express it, else the first of
-    LLaMA, Mistral, Ministral, Qwen2 and Qwen3 that can: if hidden_size is not a multiple of the
-    heads, for example, it is a Mistral without a window.
+    LLaMA, Mistral, Ministral, Qwen2 and Qwen3 that can: for example a Mistral without a window if
+    hidden_size is not a multiple of the number of heads.
 
     Args:
-        contents: entries that our configuration lacks, to be copied: the config.json that the model
-            was read from (`load_hf`), or single ones such as max_position_embeddings (default 2048
-            for a LLaMA), bos_token_id and eos_token_id (default null). The configuration's entries
-            override them. Contents that describe this very model are returned unchanged.
+        contents: entries to copy that Longmesh's configuration lacks: the config.json that the
+            model was read from (`load_hf`), or single ones such as max_position_embeddings (default
+            2048 for a LLaMA), bos_token_id and eos_token_id (default null). The configuration's
+            entries override them. Contents that describe this very model are returned unchanged.
 
     Raises:
-        UserError: contents of another kind of model, and a model that transformers cannot express:
-            a LLaMA with biases and norms of q and k, a GPT with rope, fewer key heads or another
-            head width, a TransNormer with another decay or epsilon, a Linear Transformer.
+        UserError: the contents are of another kind of model, or transformers cannot express the
+            model: a LLaMA with both biases and norms of q and k, a GPT with rope, fewer key heads
+            or another head width, a TransNormer with another decay or epsilon, or a Linear
+            Transformer.
     """
     contents = text_entries(contents or {})
     kinds = [family.kind for family in families(config)]
@@ -194,8 +196,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is a file; give the folder of a model")
     if (folder / ADAPTER).exists():
         raise UserError(
-            f"{folder / ADAPTER}: the folder holds adapters, which transformers loads on the model "
-            "that they name; import that model with "
-            "tools.convert_hf import MODEL RUN --adapter FOLDER, or take the file out"
+            f"{folder / ADAPTER}: the folder has adapters, which transformers would load on the "
+            "base model that this file names; import the base model with "
+            "tools.convert_hf import MODEL RUN --adapter FOLDER, or remove the file"
         )
     return read_json(inside(folder, CONFIG))

@@ -14,7 +14,7 @@ KINDS = ("layer_types", "full_attention_interval")
 
 
 def kinds_of(layers: int, every: int) -> list[str]:
-    """Return transformers' name for each layer's kind; every N-th has softmax attention."""
+    """Return transformers' name for each layer's kind; every N-th layer has softmax attention."""
     return [LINEAR if (layer + 1) % every else WHOLE for layer in range(layers)]
 
 
@@ -31,8 +31,8 @@ def kinds_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
         every = kinds.index(WHOLE) + 1
     if every < 2 or kinds != kinds_of(layers, every):
         rest = (
-            f"; only {WHOLE} in every N-th of the {settings['num_layers']} layers, and {LINEAR} in "
-            "the others, is"
+            f"; only {WHOLE} for every N-th of the {settings['num_layers']} layers and {LINEAR} "
+            "for the others is"
         )
         raise unsupported("layer_types", kinds, rest)
     return {"softmax_every": every}

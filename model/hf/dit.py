@@ -1,7 +1,8 @@
 """Convert checkpoints of the original DiT (github.com/facebookresearch/DiT) from and to Longmesh.
 
 The original fuses queries, keys and values in one matrix, has a convolution as patch embedding, and
-stores the fixed positions. It has no video; there the convolution gets a dimension of frames.
+stores the fixed positions. It does not support video; for video, the convolution here gets a
+dimension of frames.
 """
 
 import dataclasses
@@ -38,7 +39,8 @@ def dit_from_original(state: Mapping[str, Tensor], config: DiTConfig) -> dict[st
     """Convert the original DiT's state dict to Longmesh's.
 
     Raises:
-        UserError: missing, unknown, misshapen or non-finite weights, or other positions.
+        UserError: missing, unknown, misshapen or non-finite weights, or positions that differ from
+            the computed ones.
     """
     sizes = {
         "hidden_size": config.hidden_size,
@@ -93,7 +95,7 @@ def load_dit(folder: str | Path) -> tuple[DiTConfig, dict[str, Tensor]]:
     unknown = sorted(contents.keys() - defaults.keys())
     if unknown:
         raise UserError(
-            f"{folder / CONFIG}: {unknown[0]} is not a field of a DiT's configuration; leave it out"
+            f"{folder / CONFIG}: {unknown[0]} is not a field of a DiT's configuration; remove it"
         )
     json_types = {tuple: list, type(None): int}
     values: dict[str, Any] = {}
@@ -111,7 +113,7 @@ def save_dit(folder: str | Path, config: DiTConfig, state: Mapping[str, Tensor])
     Creates the folder.
 
     Raises:
-        UserError: the folder is not empty, and as `dit_to_original`.
+        UserError: the folder is not empty; or as in `dit_to_original`.
     """
     contents: dict[str, Any] = {"model_type": "dit"} | dataclasses.asdict(config)
     theirs = dit_to_original(state, config)
@@ -131,7 +133,7 @@ def _to_linear(weight: Tensor) -> Tensor:
 
 
 def _check_positions(positions: Tensor, config: DiTConfig) -> None:
-    """Raise UserError unless stored positions [1, T, C] are the computed ones."""
+    """Raise UserError unless stored positions [1, T, C] equal the computed ones."""
     shape = (1, config.num_patches, config.hidden_size)
     if positions.shape == shape:
         computed = position_embedding(torch.arange(config.num_patches), config)[None]
@@ -139,7 +141,7 @@ def _check_positions(positions: Tensor, config: DiTConfig) -> None:
         if torch.allclose(positions.double(), computed, rtol=0, atol=tolerance):
             return
     raise UserError(
-        f"{POSITIONS} {tuple(positions.shape)} is not the sines and cosines {shape} of the "
-        "configuration; positions are computed here, never learned or resized: check latent_shape "
-        "and patch_size"
+        f"{POSITIONS} {tuple(positions.shape)} differs from the sines and cosines {shape} of the "
+        "configuration, and positions here are never learned or resized; check latent_shape and "
+        "patch_size"
     )

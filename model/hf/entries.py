@@ -1,4 +1,4 @@
-"""Read entries of JSON files from untrusted folders with type checks; refuse others by name."""
+"""Read JSON files from untrusted folders with type checks; errors name the refused entry."""
 
 import json
 import math
@@ -49,8 +49,8 @@ def naming(path: Path, missing: str = "") -> Iterator[None]:
     """Add the file's path to errors about its entries.
 
     Args:
-        missing: end of the message about a missing entry, such as "this is no llama's
-            configuration".
+        missing: end of the message about a missing entry, such as "this is not a configuration of
+            llama".
     """
     try:
         yield
@@ -64,7 +64,7 @@ def entry(contents: Mapping[str, Any], key: str, kind: type, *default: Any) -> A
     """Return an entry of config.json of type int, float, bool or list (of int).
 
     Args:
-        default: the value if the key is missing, at most one. A default of None also allows null.
+        default: at most one value, returned if the key is missing; None also allows null.
 
     Raises:
         KeyError: the key is missing, and there is no default.
@@ -105,7 +105,7 @@ def unsupported(key: str, value: Any, rest: str, file: str | Path = CONFIG) -> U
 def check_value(
     file: str | Path, key: str, value: Any, supported: Sequence[Any], fix: str = ""
 ) -> None:
-    """Raise UserError for an entry unless its value and type are among the supported ones."""
+    """Raise UserError unless an entry equals a supported value, in type too."""
     for candidate in supported:
         if type(candidate) is type(value) and candidate == value:
             return

@@ -1,4 +1,4 @@
-"""Tables that describe transformers models: keys of config.json, names of weights, refusals.
+"""Tables that describe transformers models: keys of config.json, names of weights, conditions.
 
 A table is used in both directions, so that import and export cannot disagree. It is strict: an
 entry of config.json that is not in the table may change what the model computes, so it is an error
@@ -33,7 +33,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "per_layer_config": ({}, None),
 }
-"""Keys of every model, with the values for which they change nothing."""
+"""Keys that every model may have, with the values for which they change nothing."""
 _WORDS = """
     architectures auto_map dtype torch_dtype transformers_version _name_or_path name_or_path
     _commit_hash attn_implementation _attn_implementation _attn_implementation_autoset
@@ -51,7 +51,8 @@ _WORDS = """
     use_cache
 """
 IGNORED = frozenset(_WORDS.split())
-"""Keys of every model that never change the model: about files, tasks, code and text generation."""
+"""Keys that every model may have and that never change it: about files, tasks, code and
+generation."""
 
 
 class ConfigKey(NamedTuple):
@@ -75,13 +76,13 @@ class KeyGroup(NamedTuple):
 
 
 class Need(NamedTuple):
-    """A condition on a Longmesh setting, without which transformers cannot express the model."""
+    """A condition that a Longmesh setting must meet, else transformers cannot express the model."""
 
     ours: str
     """Name of the setting."""
     holds: Callable[[Any], bool]
     only: str
-    """Text that lists the allowed values, for the message; may refer to ``config``."""
+    """Allowed values, in words that follow "it must be" in the message; may refer to ``config``."""
 
 
 class Fused(NamedTuple):
@@ -92,8 +93,8 @@ class Fused(NamedTuple):
     sizes: Callable[[Any], Sequence[int]] | None = None
     """Channels of each part along ``dim``; by default all parts have the same number."""
     groups: Callable[[Any], int] = lambda config: 1
-    """Number of groups of the fused channels, each with a share of every part. If the heads are the
-    groups, the order is q and k of head 0, q and k of head 1, and so on."""
+    """Number of groups of the fused channels; each group has a share of every part. If the heads
+    are the groups, the order is q and k of head 0, q and k of head 1, and so on."""
 
     def part(self, weight: Tensor, number: int, config: Any) -> Tensor:
         """Return the weight of one Longmesh module: a view, unless there are groups."""
@@ -106,20 +107,20 @@ class Fused(NamedTuple):
         return weight.split(sizes, dim + 1)[number].flatten(dim, dim + 1)
 
     def joined(self, weights: Sequence[Tensor], config: Any) -> Tensor:
-        """Return transformers' weight, built from Longmesh's, which have channels first."""
+        """Return transformers' weight, built from Longmesh's weights [channels, ...]."""
         groups = self.groups(config)
         grouped = [weight.unflatten(0, (groups, -1)) for weight in weights]
         return torch.cat(grouped, 1).flatten(0, 1)
 
 
 class Place(NamedTuple):
-    """The transformers parameter that holds one of Longmesh's."""
+    """The transformers parameter that contains a Longmesh parameter."""
 
     name: str
     fused: Fused | None = None
-    """Layout, if the transformers parameter holds several of Longmesh's; None if it holds one."""
+    """Layout, if the transformers parameter contains several of Longmesh's; else None."""
     part: int = 0
-    """Index of this parameter among those."""
+    """Index of the Longmesh parameter among those in the transformers parameter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,23 +134,23 @@ class Names:
     layer: Mapping[str, str]
     """Longmesh's name -> transformers' name, for modules in a layer."""
     fused: Mapping[str, Fused] = field(default_factory=dict)
-    """Transformers modules in a layer that hold several of Longmesh's."""
+    """Transformers modules in a layer that contain several Longmesh modules."""
     linear: "Names | None" = None
     """Names in layers without softmax attention, if they differ."""
     ours_of: Change = lambda config, name, weight: weight
     theirs_of: Change = ours_of
 
     def renamed(self, layer: Mapping[str, str], **changes: Any) -> "Names":
-        """Return the table with different names for some modules in a layer, and other changes."""
+        """Return the table with other names for some modules in a layer, and with other changes."""
         return replace(self, layer={**self.layer, **layer}, **changes)
 
     def under(self, root: str) -> "Names":
-        """Return the table for a model whose text part has this prefix, next to a vision part."""
+        """Return the table for a model with a vision part, whose text part has this prefix."""
         top = {**self.top, "embedding": f"{root}.embed_tokens", "norm": f"{root}.norm"}
         return replace(self, top=top, layers=f"{root}.layers")
 
     def of(self, name: str, config: Any = None) -> str:
-        """Return transformers' name of a Longmesh parameter; hybrids need their configuration."""
+        """Return transformers' name of a Longmesh parameter; a hybrid's needs ``config``."""
         return self._place(name, config).name
 
     def _place(self, name: str, config: Any) -> Place:
@@ -180,7 +181,7 @@ class Names:
         return self.ours_of(config, name, weight)
 
     def inside(self, names: Iterable[str], config: Any) -> dict[str, list[str]]:
-        """Return, keyed by transformers parameter, the Longmesh names in it, in order."""
+        """Return the Longmesh names in each transformers parameter, in order, keyed by its name."""
         ours_by_theirs: dict[str, list[str]] = {}
         for name in names:
             place = self._place(name, config)
@@ -244,7 +245,7 @@ class Family:
     needs: tuple[Need, ...] = ()
     names: Names
     derived: str = r"(?!)"
-    """Pattern of names in old checkpoints that are not weights."""
+    """Pattern of names in old checkpoints that do not belong to weights."""
     prefix: str = ""
     """Prefix of all names except lm_head's; some files omit it."""
     stored: tuple[Names, ...] = ()
@@ -254,7 +255,7 @@ class Family:
     nested: str = ""
     """Key in the ``outer`` model's config.json whose table has this model's entries."""
     outer: str = ""
-    """The model_type of a model that contains this one beside other parts."""
+    """The model_type of a larger model that contains this one."""
     instead_of: str = ""
     """The model_type of files that transformers reads as this model if they have ``marker``."""
     marker: str = ""
@@ -287,7 +288,9 @@ class Family:
                 raise self._unlike(config, need.ours, need.only.format(config=config))
 
     def _unlike(self, config: DecoderConfig, name: str, only: str) -> UserError:
-        return UserError(f"{name} is {getattr(config, name)}, and {self.title} has only {only}")
+        return UserError(
+            f"{name} is {getattr(config, name)}, but for {self.title} it must be {only}"
+        )
 
     def check(self, hf: Contents) -> None:
         """Check the entries of a config.json.
@@ -303,7 +306,7 @@ class Family:
             elif key not in known_keys:
                 rest = (
                     f": {with_article(self.kind)} is not known to have it, and it may change what "
-                    "is computed; take it out of the file if the model is the same without it"
+                    "is computed; remove it from the file if the model is the same without it"
                 )
                 raise unsupported(shown(key)[1:-1], value, rest)
 
@@ -313,13 +316,13 @@ class Family:
         longest = entry(hf, "max_position_embeddings", int, None)
         if longest is not None and longest < 1:
             raise UserError(
-                f"{CONFIG}: max_position_embeddings is below 1; it must be the longest sequence"
+                f"{CONFIG}: max_position_embeddings is below 1; give the maximum length"
             )
         for key in self.rates:
             rate = entry(hf, key, float, None) or 0
             if not 0 <= rate < 1:
                 raise UserError(
-                    f"{CONFIG}: {key} is {shown(hf[key])}; it must be from 0 to below 1"
+                    f"{CONFIG}: {key} is {shown(hf[key])}; it must be 0 or more and below 1"
                 )
 
     def read(self, hf: Contents) -> DecoderConfig:
@@ -357,8 +360,8 @@ class Family:
     def write(self, config: DecoderConfig, contents: Contents) -> dict[str, Any]:
         """Return the contents of a config.json for transformers.
 
-        In order of precedence it has the entries that Longmesh's fields determine, the known ones
-        of ``contents``, and the defaults that transformers would otherwise choose differently.
+        In order of precedence these are the entries that Longmesh's fields determine, the known
+        entries of ``contents``, and defaults for which transformers would choose other values.
         """
         determined: dict[str, Any] = {
             "architectures": [self.architecture],

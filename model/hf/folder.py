@@ -23,8 +23,8 @@ CARRIED = (*TOKENIZER_FILES, "chat_template.jinja", "chat_template.json", "gener
 def inside(folder: Path, name: str) -> Path:
     """Return the path of a file in a folder; refuse a link that leaves the folder.
 
-    A link could make a download include any file of this machine. Links to the blobs of the hub's
-    cache are allowed, since its folders consist of them.
+    Otherwise a link in a downloaded folder could bring in any file of this machine. Links to the
+    blobs of Hugging Face's cache are allowed, since the cached folders consist of them.
 
     Raises:
         UserError: the file is a link that leaves the folder, or leads nowhere.
@@ -35,7 +35,7 @@ def inside(folder: Path, name: str) -> Path:
     try:
         target = path.resolve(strict=True)
         home = folder.resolve()
-    except (OSError, RuntimeError):  # RuntimeError stands for a loop of links
+    except (OSError, RuntimeError):  # RuntimeError means a loop of links
         raise UserError(f"{path} is a link that leads nowhere; put a file in its place") from None
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if target.parent not in (home, blobs):
@@ -49,7 +49,7 @@ def carry(source: Path, target: Path, *names: str) -> None:
     """Copy tokenizer files, chat templates, generation settings, and the files in ``names``.
 
     Raises:
-        UserError: a link that leaves the source folder.
+        UserError: a file is a link that leaves the source folder.
     """
     for name in (*CARRIED, *names):
         if (source / name).is_file():

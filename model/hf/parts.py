@@ -1,6 +1,6 @@
 """Entries of config.json that are converted together: rope, and layers with windows.
 
-Each ``*_from_hf`` takes the entries of config.json and our settings so far, and returns more
+Each ``*_from_hf`` takes the entries of config.json and Longmesh's settings so far, and returns more
 settings; each ``*_to_hf`` is its inverse.
 """
 
@@ -42,12 +42,13 @@ def rope_from_hf(
 ) -> dict[str, Any]:
     """Return Longmesh's rope settings.
 
-    transformers 4 writes a table rope_scaling beside rope_theta, transformers 5 rope_parameters.
+    transformers 4 writes a table rope_scaling beside rope_theta; transformers 5 writes a table
+    rope_parameters.
 
     Args:
-        share: default fraction of a head's channels that rotate, if the model may rotate a part;
-            None rotates all.
-        others: keys of the rope table that change nothing.
+        share: default fraction of a head's channels that rotate, for a model that may rotate only
+            some; None rotates all.
+        others: further keys of the rope table, which change nothing.
         theta: base of the rotation if a file has none.
     """
     key = "rope_scaling"
@@ -65,7 +66,12 @@ def rope_from_hf(
     # Not `in SETTINGS`: JSON lists are unhashable.
     is_known = is_plain or kind in list(SETTINGS)
     if not is_known or (share is None and not rotates_all):
-        raise unsupported(key, rope, f"; only default, {', '.join(SETTINGS)} of all channels are")
+        raise unsupported(
+            key,
+            rope,
+            f"; only the types default, {', '.join(SETTINGS)} are, with partial_rotary_factor 1 "
+            "unless the model rotates a share of the channels",
+        )
     _check_rope_keys(key, rope, kind, others)
 
     converted: dict[str, Any] = {"rotary_base": base}
@@ -97,7 +103,8 @@ def _scaling_from_hf(hf: Contents, rope: Contents, kind: str, max_length: int) -
             continue
         if name == TRAINED:
             trained_length = entry(hf if TRAINED in hf else rope, TRAINED, int, max_length)
-            # The dynamic type scales from the longest sequence, whatever else its file says.
+            # The dynamic type scales from the longest sequence, whatever original length its file
+            # names.
             scaling[SCALING + name] = max_length if kind == "dynamic" else trained_length
         elif name == "truncate":
             scaling[SCALING + name] = entry(rope, name, bool, True)
@@ -111,7 +118,8 @@ def _scaling_from_hf(hf: Contents, rope: Contents, kind: str, max_length: int) -
 def rope_to_hf(config: RotaryConfig, share: float | None = None) -> dict[str, Any]:
     """Return rope_theta, the rope table, and max_position_embeddings.
 
-    The table is rope_parameters, for transformers 5, and with a scaling also rope_scaling, for 4.
+    The table is rope_parameters, for transformers 5; with a scaling there is also rope_scaling, for
+    transformers 4.
 
     Args:
         share: fraction of a head's channels that rotate; None leaves it out, for a model that
@@ -154,11 +162,11 @@ def rope_to_hf(config: RotaryConfig, share: float | None = None) -> dict[str, An
 def _tables_by_kind(hf: Contents) -> Mapping[str, Any]:
     """Return the tables of rope_parameters, one for each kind of layer.
 
-    Entries beside two whole tables are ignored: transformers 5 writes both for a model that was
-    made from the entries alone, and reads the tables.
+    Entries beside two complete tables are ignored: for a model made from such entries alone,
+    transformers 5 writes the entries and the tables, but reads only the tables.
     """
     parameters = hf.get("rope_parameters") or {}
-    rest = f"; only a table each for {WHOLE} and {SLIDING} is"
+    rest = f"; only two tables, for {WHOLE} and {SLIDING}, are"
     if not isinstance(parameters, dict):
         raise unsupported("rope_parameters", parameters, rest)
 
@@ -185,7 +193,7 @@ def ropes_from_hf(
 
     Args:
         bases: rotation bases of layers without and with a window, if a file has none.
-        local: key outside the table for the base of layers with a window.
+        local: key outside the table that holds the base of layers with a window.
     """
     tables = _tables_by_kind(hf)
     scaling = _table(hf, "rope_scaling")
@@ -203,13 +211,13 @@ def ropes_from_hf(
     sliding_rope = {"rope_theta": base, **sliding}
     local_rope = rope_from_hf({**others, "rope_parameters": sliding_rope}, settings)
     if local_rope.keys() != {"rotary_base"}:
-        rest = "; layers with a window have only the type default"
+        rest = "; layers with a window can only have the type default"
         raise unsupported("rope_parameters", {SLIDING: sliding}, rest)
     if local is None and "rope_theta" not in sliding and converted["rotary_base"] != base:
         raise UserError(
-            f"{CONFIG}: rope_theta = {converted['rotary_base']:g} is not supported without one for "
-            f"{SLIDING} in rope_parameters, where transformers 4 takes this base and 5 takes "
-            f"{base:g}; write it there"
+            f"{CONFIG}: rope_theta is {converted['rotary_base']:g}, but rope_parameters has none "
+            f"for {SLIDING}, for which transformers 4 takes this base and transformers 5 takes "
+            f"{base:g}; write the right base there"
         )
     return {**converted, "rotary_base_local": local_rope["rotary_base"]}
 
@@ -237,13 +245,14 @@ def _width(hf: Contents) -> int | None:
 
 
 def _windows(width: int | None, kinds: Any, layers: int) -> dict[str, Any]:
-    """Return the settings of a window of ``width`` keys in the layers of the sliding kind."""
+    """Return the settings for a window of ``width`` keys in the layers of the sliding kind."""
     names = kinds if isinstance(kinds, list) else []
     whole = [name in (WHOLE, "attention") for name in names]
     sliding = [name == SLIDING for name in names]
     if names and len(names) != layers:
         raise UserError(
-            f"{CONFIG}: layer_types has {len(names)} entries, but num_hidden_layers is {layers}"
+            f"{CONFIG}: layer_types has {len(names)} entries, but num_hidden_layers is {layers}; "
+            "correct the file"
         )
     if not names or sum(whole) + sum(sliding) != layers:
         raise unsupported("layer_types", kinds, f"; only {WHOLE} or {SLIDING} per layer is")
@@ -293,9 +302,9 @@ def windows_from_hf(
 
 
 def ministral_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of windows; a Ministral always has a width."""
+    """Return the settings of windows; a Ministral's file must have a width."""
     if _width(hf) is None:
-        raise unsupported("sliding_window", None, " beside layer_types; only a width is")
+        raise unsupported("sliding_window", None, " beside layer_types; only a number is")
     return windows_from_hf(hf, settings)
 
 
@@ -313,7 +322,7 @@ def qwen_from_hf(hf: Contents, settings: dict[str, Any]) -> dict[str, Any]:
 
     Without layer_types the layers after the first max_window_layers have windows.
     """
-    entry(hf, "sliding_window", int, None)  # transformers checks it even if unused
+    entry(hf, "sliding_window", int, None)  # transformers checks it even if it is unused
     entry(hf, "head_dim", int, 1)  # a missing key has a default, but null is an error
     width = _width(hf) if entry(hf, "use_sliding_window", bool, False) else None
     first = entry(hf, "max_window_layers", int, 28)

@@ -1,4 +1,4 @@
-"""Tensors of a model folder: safetensors files, read without trust and written one by one."""
+"""Tensors of a model folder: safetensors files, read without trust, one tensor at a time."""
 
 import json
 import warnings
@@ -26,19 +26,19 @@ Read = Callable[[str], Tensor]
 def check_sizes(state: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> None:
     """Raise UserError for more layers or larger sizes than the stored weights can have.
 
-    Check it before building a meta model: a config.json may ask for 10^9 layers.
+    Call this before building a meta model: a config.json may ask for 10^9 layers.
     """
     max_elements = max((weight.numel() for weight in state.values()), default=0)
     for name, value in sizes.items():
         if value > max_elements:
             raise UserError(
                 f"{name} is {value}, but the largest weight has {max_elements} values; "
-                "the configuration and the weights are of different models"
+                "take the configuration and the weights from the same model"
             )
     if layers > len(state):
         raise UserError(
-            f"num_layers is {layers}, but there are {len(state)} weights; "
-            "the configuration and the weights are of different models"
+            f"num_layers is {layers}, but there are only {len(state)} weights; "
+            "take the configuration and the weights from the same model"
         )
 
 
@@ -53,21 +53,22 @@ def check_described(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> 
     for problem, names in (("lacks", missing), ("has the unknown", unknown)):
         if names:
             raise UserError(
-                f"The state dict {problem} {first_few(names)}; it is of another configuration"
+                f"the state dict {problem} {first_few(names)}; take weights that belong to this "
+                "configuration"
             )
 
     for name, expected in like.items():
         shape = state[name].shape
         if shape != expected.shape:
             raise UserError(
-                f"{name} has shape {tuple(shape)}; "
-                f"the configuration makes it {tuple(expected.shape)}"
+                f"{name} has shape {tuple(shape)}, but the configuration needs "
+                f"{tuple(expected.shape)}; take weights that belong to this configuration"
             )
         dtype = state[name].dtype
         if dtype not in DTYPES:
             dtypes = ", ".join(map(_dtype_name, [*DTYPES][:-1]))
             raise UserError(
-                f"{name} is {_dtype_name(dtype)}; weights must be {dtypes} or float64: "
+                f"{name} is {_dtype_name(dtype)}, but weights must be {dtypes} or float64; "
                 "take a checkpoint that is not quantized"
             )
 
@@ -82,12 +83,13 @@ def finite(read: Read) -> Read:
     def checked(name: str) -> Tensor:
         weight = read(name)
         broken = 0
-        # In parts: checking a whole tensor at once takes three times its memory in torch.
+        # Checked in parts, since torch takes three times the memory of a tensor to check it at
+        # once.
         for values in weight.reshape(-1).split(1 << 24):
             broken += values.numel() - int(values.isfinite().sum())
         if broken:
             raise UserError(
-                f"{name} holds {broken} of {weight.numel()} values that are not finite; "
+                f"{name}: {broken} of {weight.numel()} values are not finite; "
                 "take another checkpoint"
             )
         return weight
@@ -103,8 +105,8 @@ def described(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Weights(Mapping[str, Tensor]):
     """Tensors of a folder's safetensors files; each access reads one tensor, and none is cached.
 
-    Reads only safetensors, never pickles, and only files directly in the folder, whatever an index
-    names. The files are those that transformers reads: model.safetensors before an index, and every
+    Reads only safetensors, never pickles, and only files directly in the folder, even if an index
+    names others. Like transformers, it prefers model.safetensors to an index, and reads every
     tensor of each file that an index names.
     """
 
@@ -114,11 +116,11 @@ class Weights(Mapping[str, Tensor]):
         """Read the names of the tensors.
 
         Args:
-            notify: receives a line for each file or tensor that is ignored.
-            single: the file with all tensors if there is no index.
+            notify: function that receives a line for each file or tensor that is ignored.
+            single: name of the file with all tensors, if there is no index.
 
         Raises:
-            UserError: naming the file and the problem.
+            UserError: the message names the file and the problem.
         """
         self.files: dict[str, Path] = {}
         is_single = (
@@ -151,7 +153,7 @@ class Weights(Mapping[str, Tensor]):
         for name, indexed_file in index.items():
             if indexed_file == path.name and name not in names:
                 raise UserError(
-                    f"{path}: lacks {name}, which {INDEX} places there; download it again"
+                    f"{path} lacks {name}, but {INDEX} lists it there; download the file again"
                 )
         duplicates = sorted(names & self.files.keys())
         if duplicates:
@@ -178,12 +180,12 @@ def _refuse_pickles(folder: Path, names: list[str], single: str) -> None:
         if Path(name).suffix in PICKLES:
             raise UserError(
                 f"{folder / name} is a pickle, which can run code when it is read, and there is no "
-                f"{single}; take the model's safetensors files"
+                f"{single}; download the model's safetensors files"
             )
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor. Raises UserError for a file outside this folder."""
+    """Return the name of each tensor's file. Raises UserError for a file outside this folder."""
     index = read_json(folder / INDEX).get("weight_map")
     if (
         not isinstance(index, dict)
@@ -197,7 +199,8 @@ def _read_index(folder: Path) -> dict[str, str]:
     for file in sorted(set(index.values())):
         if file != Path(file).name or not file.endswith(".safetensors"):
             raise UserError(
-                f"{folder / INDEX}: names {file!r}, no safetensors file directly in this folder"
+                f"{folder / INDEX} names {file!r}, which is not a safetensors file directly in its "
+                "folder; download it again"
             )
     return index
 
@@ -212,7 +215,7 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise UserError(
-            f"{path} does not exist; only safetensors are read, and all shards are needed"
+            f"{path} does not exist; download all of the model's safetensors files"
         ) from None
     except (SafetensorError, OSError) as error:
         raise UserError(
@@ -229,12 +232,13 @@ def write_model(
 ) -> list[Path]:
     """Write config.json and safetensors files into an empty folder; return the safetensors paths.
 
-    One tensor at a time is in memory; safetensors' own ``save_file`` takes whole files.
+    Only one tensor at a time is in memory; safetensors' own ``save_file`` needs all tensors of a
+    file.
 
     Args:
         weights: tensors keyed by name, or meta tensors with ``read``.
         contents: contents of config.json.
-        read: function that returns one of the weights, with its shape and dtype.
+        read: function that returns a weight by name, with the shape and dtype given in ``weights``.
         max_bytes: maximum size of a file; a larger tensor gets its own file. Several files get
             an index.
 
@@ -272,7 +276,7 @@ def write_model(
 def write_weights(path: Path, weights: Mapping[str, Tensor], read: Read) -> None:
     """Write one safetensors file: the header's length, a JSON header, the tensors' bytes.
 
-    Arguments as in ``write_model``.
+    Arguments are as in ``write_model``.
     """
     # Tensors with wide dtypes come first, as in safetensors, so that each is aligned to its dtype.
     order = sorted(weights, key=lambda name: -weights[name].element_size())
@@ -295,6 +299,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], read: Read) -> None
             tensor = read(name)
             if (tensor.shape, tensor.dtype) != (weights[name].shape, weights[name].dtype):
                 raise ValueError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but its header says otherwise"
+                    f"{name} was read as {tensor.dtype} {tuple(tensor.shape)}, but its header "
+                    "differs; make read return the dtype and shape given in weights"
                 )
             file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,6 +1,6 @@
-"""Grouped-query attention whose core is passed in, so that the model knows no ranks.
+"""Grouped-query attention whose core is an argument, so the model does not depend on ranks.
 
-A layer projects queries, keys and values, and calls ``attend`` on them. On one device that is
+A layer projects queries, keys and values, and calls ``attend`` on them. On one device ``attend`` is
 `sdpa`; under context parallelism it is an object of ``parallel.context``, which exchanges keys and
 values with the other ranks. The model is the same code for both.
 
@@ -50,8 +50,8 @@ class Attend(Protocol):
             mask: the micro-batch's mask, from the object that made ``attend``; the model only
                 passes it on. It is never a tensor, which FSDP would cast. None is the mask that
                 ``attend`` was made for, such as a causal one.
-            window: of this layer, in addition to the mask.
-            sinks: [H], the score of one more key per head, whose value is 0.
+            window: the layer's window, in addition to the mask.
+            sinks: [H], the score of one additional key per head, which has value 0.
         """
 
 
@@ -67,8 +67,8 @@ def sdpa(
 ) -> Tensor:
     """Compute attention on one device that has the whole sequence, in order; shapes as in Attend.
 
-    A causal window or sinks are computed for a block of queries at a time, so that memory grows
-    with T times the window instead of T^2; learned sinks keep their scores for the backward.
+    With a window or sinks, one block of queries is computed at a time, so that memory grows with T
+    times the window instead of T^2; learned sinks keep their scores for the backward pass.
 
     Raises:
         UserError: a mask, which only a method of context parallelism understands.
@@ -82,7 +82,7 @@ def sdpa(
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
         return out.transpose(1, 2)  # [B, T, H, D]
 
-    assert causal, "a window and sinks are"
+    assert causal, "windows and sinks need a causal mask"
     left = _left(window)
     blocks = []
     for start in range(0, q.shape[2], BLOCK):
@@ -163,7 +163,7 @@ class PrefetchingAttend(Protocol):
     ) -> Callable[[Tensor], Tensor]:
         """Return a function q -> attention to k and v.
 
-        Call it once, before any other attention of this object.
+        Call the function once, before any other attention of this object.
         """
 
 
@@ -179,8 +179,8 @@ class LinearAttend(Protocol):
             q: [B, T, H, D].
             k: [B, T, H, D].
             v: [B, T, H, E].
-            log_decay: H numbers, the log of the factor of a head's state per token.
-            mask: as in Attend; passed only if it is set.
+            log_decay: H numbers: the log of the factor by which a token decays each head's state.
+            mask: as in Attend; passed only if it is not None.
         """
 
 
@@ -199,7 +199,7 @@ class HybridAttention(NamedTuple):
 
 
 class LinearCore(nn.Module):
-    """Base of linear attention layers: calls ``attend``, or a recurrence in generation."""
+    """Base class of linear attention layers: calls ``attend``, or a recurrence in generation."""
 
     attend: LinearAttend
 
@@ -213,14 +213,14 @@ class LinearCore(nn.Module):
         states: States | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """Return the output [B, T, H, E]; with states, continue from this layer's, updating it."""
+        """Return the output [B, T, H, E]; with states, continue and update the layer's state."""
         if states is None:
             if mask is None:
                 return self.attend(q, k, v, log_decay)
             return self.attend(q, k, v, log_decay, mask)
 
         refuse_mask(mask)
-        count = states.count  # number of real tokens among T, the rest is padding
+        count = states.count  # number of real tokens among T; the rest are padding
         if states.shared:
             state = state_after(k[:, :count], v[:, :count], log_decay, states.remaining_tokens)
             states.layers[layer] = states.total(state)
@@ -239,8 +239,8 @@ class Attention(nn.Module):
     output projection. The projections are separate linears, so that tensor parallelism can split
     each by heads.
 
-    ``sinks`` [H] are learned in the weights' dtype, bfloat16 in such a run, and added in float32:
-    rounding moves a sink by 0.4 % at most, as it does a norm's weight.
+    ``sinks`` [H] are learned in the weights' dtype and added in float32. In bfloat16, rounding
+    moves a sink by 0.4 % at most, like a norm's weight.
     """
 
     INIT: ClassVar[Inits] = {
@@ -290,7 +290,7 @@ class Attention(nn.Module):
             qkv_bias: give only wq, wk and wv a bias.
             qk_norm: builds the norm of q or k [B, T, H, D], given the number of heads.
             output_gate: multiply the output by sigmoid(wu x).
-            query_scale: factor of the queries, whose scores ``attend`` divides by sqrt(D).
+            query_scale: factor of the queries, besides the 1 / sqrt(D) of ``attend``.
             rotates: rotate q and k, if the model has rope.
             layer: index of the layer in ``States``.
         """
@@ -330,14 +330,14 @@ class Attention(nn.Module):
             rotary: rotation of the tokens' positions; None without rope.
             mask: the micro-batch's mask, passed on to ``attend``.
             states: the key-value cache of earlier tokens, which x extends.
-            sinks: those of this device's heads, under tensor parallelism some of the layer's.
+            sinks: scores of this device's heads, under tensor parallelism only some of the layer's.
         """
         if rotary is not None:
             rotary = rotary.under(self.window) if self.rotates else None
 
         # unflatten with -1, not the number of heads: under tensor parallelism a device has fewer. k
-        # and v come first: with several devices they may be in transit while q is projected. k
-        # before its rotation is never assigned to a name, so attention can reuse its memory.
+        # and v come first: with several devices they may be in transit while q is projected. The
+        # unrotated k is never assigned to a name, so attention can reuse its memory.
         k = self._normalize_and_rotate(
             self.wk(x).unflatten(-1, (-1, self.head_dim)), self.k_norm, rotary
         )  # [B, T, G, D]
@@ -365,7 +365,7 @@ class Attention(nn.Module):
     def _prefetch(
         self, k: Tensor, v: Tensor, mask: Any, states: States | None, sinks: Tensor | None
     ) -> Callable[[Tensor], Tensor]:
-        """Return a function q -> attention to k and v, which a PrefetchingAttend starts now."""
+        """Return a function q -> attention to k and v; a PrefetchingAttend starts its work now."""
         sinks = self.own_sinks(k, sinks)
         if states is not None:
             refuse_mask(mask)
@@ -384,7 +384,7 @@ class Attention(nn.Module):
     def own_sinks(self, like: Tensor, sinks: Tensor | None = None) -> Tensor | None:
         """Return the sinks' scores [H] of this device's heads, on the device of ``like``, or None.
 
-        The softmax off-by-one is a sink with score 0, whose exponential is 1. Learned ones are
+        The softmax off-by-one is a sink with score 0, since exp(0) = 1. Learned scores are
         ``sinks``, by default those of all heads.
         """
         if self.softmax_type == "off-by-one":

@@ -1,4 +1,4 @@
-"""Transformer layers, which differ in where they normalise: before a branch, after it, or both."""
+"""Transformer layers that normalise before attention and feed-forward, after them, or both."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from model.parts.weights import Inits, Splits
 class PreNormLayer(nn.Module):
     """A layer that normalises the input of attention and feed-forward: [B, T, C] -> [B, T, C].
 
-    ``positions`` are a Rotary, integer positions or None, as its attention takes them.
+    ``positions`` are a Rotary, integer positions or None, whichever the attention takes.
     """
 
     INIT: ClassVar[Inits] = {"attention_norm": "ones", "mlp_norm": "ones"}
@@ -38,7 +38,7 @@ class PreNormLayer(nn.Module):
 
 
 class PostNormLayer(PreNormLayer):
-    """A layer that normalises the output of each branch, as OLMo 2 and 3 do (arXiv:2501.00656)."""
+    """A layer that normalises the output of each branch, as in OLMo 2 and 3 (arXiv:2501.00656)."""
 
     def forward(
         self, x: Tensor, positions: Any, mask: Any = None, states: States | None = None
@@ -48,7 +48,7 @@ class PostNormLayer(PreNormLayer):
 
 
 class BothNormsLayer(PreNormLayer):
-    """A layer that normalises the input and the output of each branch, as Gemma 2 and 3 do."""
+    """A layer that normalises the input and the output of each branch, as in Gemma 2 and 3."""
 
     INIT: ClassVar[Inits] = {
         **PreNormLayer.INIT,

@@ -1,9 +1,10 @@
-"""The gated delta rule as a layer, whose attention keeps a state of constant size.
+"""Attention by a gated delta rule, which keeps a state of constant size.
 
-The state of a head is a matrix that maps keys to values. A token first corrects it: it reads the
-value stored at its key, and writes the difference to its own value, times beta. Before that, the
-state decays by a gate. Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464) has one
-gate per head, Kimi Delta Attention (Kimi Linear 2025, arXiv:2510.26692) one per channel of the key.
+The state of a head is a matrix that maps keys to values. At each token the state first decays by a
+gate. The token then reads the value stored at its key, and adds beta times the difference between
+its own value and the stored one. Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024,
+arXiv:2412.06464) has one gate per head, Kimi Delta Attention (Kimi Linear 2025, arXiv:2510.26692)
+has one per channel of the key.
 
 Shapes: B sequences, T tokens, C width of the residual stream, K key heads of width D, H value heads
 of width E.
@@ -31,7 +32,7 @@ from runtime.errors import at_least, require
 from runtime.tensors import accum_dtype
 
 L2_EPSILON = 1e-6
-"""Added to the squares of queries and keys before they are normalised."""
+"""Added to the squared norms of queries and keys when they are normalised."""
 
 
 class DeltaAttend(Protocol):
@@ -45,7 +46,7 @@ class DeltaAttend(Protocol):
     ) -> Tensor:
         """Return ``kernels.ops.delta_rule`` of the whole sequence: [B, T, H, E].
 
-        ``mask`` as in Attend.
+        ``mask`` is as in Attend.
         """
 
     def convolve(self, x: Tensor, weight: Tensor, mask: Any = None) -> Tensor:
@@ -58,11 +59,11 @@ class OneDevice:
     def __init__(
         self, documents: Callable[[Any], Sequence[int] | None] = refuse_mask, backend: str = "auto"
     ) -> None:
-        """Set it up.
+        """Choose how documents are found, and the backend.
 
         Args:
-            documents: returns the cumulative lengths of a mask's documents.
-            backend: of ``delta_rule``.
+            documents: function that returns the cumulative lengths of a mask's documents.
+            backend: backend of ``delta_rule``.
         """
         self._documents = documents
         self._backend = backend
@@ -75,31 +76,33 @@ class OneDevice:
         return out
 
     def convolve(self, x: Tensor, weight: Tensor, mask: Any = None) -> Tensor:
-        """Return the causal convolution, as DeltaAttend."""
+        """Return the causal convolution, as in DeltaAttend."""
         return causal_convolution(x, weight, documents=self._documents(mask))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig(PeriodicConfig):
-    """Layers with a gated delta rule between those of softmax attention."""
+    """Layers with a gated delta rule between layers of softmax attention."""
 
     RESOLVED: ClassVar[Mapping[str, str]] = DELTA_SIZES
 
     linear_num_key_heads: int | None = None
-    """Key heads of a layer with a gated delta rule; by default num_attention_heads."""
+    """Number of key heads of a layer with a gated delta rule; by default num_attention_heads."""
     linear_num_value_heads: int | None = None
-    """Value heads of a layer with a gated delta rule, a multiple of its key heads; by default
-    as many."""
+    """Number of value heads of a layer with a gated delta rule, a multiple of its number of key
+    heads; by default the same."""
     linear_key_head_dim: int | None = None
-    """Width of a key head of a layer with a gated delta rule; by default that of a head of softmax
-    attention."""
+    """Width of a key head of a layer with a gated delta rule; by default the width of a head of
+    softmax attention."""
     linear_value_head_dim: int | None = None
-    """Width of a value head of a layer with a gated delta rule; by default that of a key head."""
+    """Width of a value head of a layer with a gated delta rule; by default the width of a key
+    head."""
     linear_conv_kernel_dim: int = 4
-    """Tokens that the convolution before a gated delta rule sees, including its own."""
+    """Number of tokens that the convolution before a gated delta rule sees, including a token
+    itself."""
     linear_gate: Literal["per_head", "per_channel"] = "per_head"
-    """Gate of a delta rule: a number per head (Gated DeltaNet), or one per channel of each key,
-    with output gates through a bottleneck too (Kimi Delta Attention)."""
+    """Gates of a delta rule: one per head (Gated DeltaNet), or one per channel of each key, with a
+    low-rank output gate (Kimi Delta Attention)."""
 
     default_period = 4
     delta_rule = True
@@ -107,7 +110,7 @@ class DeltaConfig(PeriodicConfig):
     """Maximum of beta, the share of a correction that is written; above 1, eigenvalues of the
     state's update may be negative."""
     dt_ones = False
-    """True if biases of gates per head start at 1, not at softplus^-1 of 0.001 to 0.1."""
+    """True if the biases of gates per head start at 1 instead of softplus^-1 of 0.001 to 0.1."""
 
     def check(self) -> None:
         """Check the heads of layers with a gated delta rule."""
@@ -116,11 +119,11 @@ class DeltaConfig(PeriodicConfig):
         at_least(self, 1, "linear_conv_kernel_dim")
         keys = self.key_heads
         values = self.value_heads
-        must = f"it must be a multiple of linear_num_key_heads {keys}"
+        must = f"it must be a multiple of linear_num_key_heads {keys}; change one of them"
         require(self, values % keys == 0, "linear_num_value_heads", must)
         must = (
-            f"a gate per channel takes one key head per value head, and there are {keys} and "
-            f"{values}; leave it out"
+            f"gates per channel need as many key heads as value heads, but there are {keys} and "
+            f"{values}; leave linear_gate out, or make the numbers of heads equal"
         )
         require(self, values == keys or self.linear_gate == "per_head", "linear_gate", must)
 
@@ -130,12 +133,12 @@ class DeltaConfig(PeriodicConfig):
         return self.norm_epsilon
 
     def cores(self, attend: Any) -> HybridAttention:
-        """Return both attention cores, by default those of one device."""
+        """Return the linear and the softmax attention core, by default those for one device."""
         return HybridAttention(OneDevice()) if attend is None else super().cores(attend)
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Linear layers that may get an adapter; a gate per channel is a bottleneck without one."""
+        """Linear modules that may get an adapter; gates per channel, a bottleneck, get none."""
         gates = ("wu", "wb", "wa") if self.linear_gate == "per_head" else ("wu", "wb")
         return ("wq", "wk", "wv", *gates, "wo", "gate", "up", "down")
 
@@ -157,12 +160,12 @@ class DeltaConfig(PeriodicConfig):
 
     @property
     def shared_sizes(self) -> dict[str, int]:
-        """Sizes of a layer that tensor parallelism divides, by their settings."""
+        """Sizes of a layer that tensor parallelism divides, keyed by setting."""
         return {**super().shared_sizes, "linear_num_key_heads": self.key_heads}
 
     @property
     def state_elements(self) -> int:
-        """Elements of the states of all layers with a delta rule, per sequence."""
+        """Number of elements in the states of all layers with a delta rule, per sequence."""
         return self.recurrent_layers * self.value_heads * self.key_dim * self.value_dim
 
     def architecture(self) -> Architecture:
@@ -177,7 +180,7 @@ class DeltaAttention(nn.Module):
     In order: projections, a convolution and SiLU of q, k and v, the delta rule, a norm and a gate
     per head, the output projection. The projections are separate linears, so that tensor
     parallelism can split each by key heads and their value heads. The convolution is one call for
-    all three, so that under context parallelism its tokens from the previous rank are sent once.
+    all three, so that under context parallelism the previous rank sends its last tokens only once.
     """
 
     INIT: ClassVar[Inits] = {
@@ -204,7 +207,7 @@ class DeltaAttention(nn.Module):
     def __init__(self, config: DeltaConfig, layer: int, attend: DeltaAttend) -> None:
         super().__init__()
         self.layer = layer
-        """Index in ``States``."""
+        """Index of the layer in ``States``."""
         self.attend = attend
         self.convolve = attend.convolve
         self.key_dim = config.key_dim
@@ -241,9 +244,9 @@ class DeltaAttention(nn.Module):
     def forward(
         self, x: Tensor, positions: Any = None, mask: Any = None, states: States | None = None
     ) -> Tensor:
-        """Apply the layer to x [B, T, C]; with states, continue from this layer's and replace it.
+        """Apply the layer to x [B, T, C]; with states, continue and replace the layer's state.
 
-        ``positions`` are not used: the state knows the order of tokens.
+        ``positions`` are not used, since the state depends on the order of tokens.
         """
         if states is not None and not states.shared:
             padding = x.shape[1] - states.count
@@ -251,7 +254,7 @@ class DeltaAttention(nn.Module):
                 out = self.forward(x[:, : states.count], states=states)
                 return F.pad(out, (0, 0, 0, padding))
 
-        # All projections give the heads of this device.
+        # The projections return only this device's heads, so the sizes come from their outputs.
         projected = [self.wq(x), self.wk(x), self.wv(x)]  # [B, T, K D], [B, T, K D], [B, T, H E]
         sizes = [channels.shape[-1] for channels in projected]
         weight = torch.cat([self.conv_q(), self.conv_k(), self.conv_v()])  # [2 K D + H E, taps]
@@ -282,7 +285,7 @@ class DeltaAttention(nn.Module):
 
         refuse_mask(mask)
         previous, state = states.layers[self.layer] or (None, None)
-        gap = weight.shape[1] - 1  # previous tokens that the convolution sees
+        gap = weight.shape[1] - 1  # number of previous tokens that the convolution sees
         if states.shared:
             states.layers[self.layer] = states.last(qkv, gap), None
             return self.convolve(qkv, weight)
@@ -304,7 +307,7 @@ class DeltaAttention(nn.Module):
         mask: Any,
         states: States | None,
     ) -> Tensor:
-        """Return the delta rule's output [B, T, H, E]; with states, continue from this layer's."""
+        """Return the delta rule's output [B, T, H, E]; with states, continue the layer's state."""
         if states is None:
             if mask is None:
                 return self.attend(q, k, v, g, beta)
@@ -312,7 +315,7 @@ class DeltaAttention(nn.Module):
 
         previous, state = states.layers[self.layer]
         if states.shared:
-            # Ranks that share tokens have parallel.context.linear.delta_attention.DeltaAttention.
+            # Ranks that share tokens use parallel.context.linear.delta_attention.DeltaAttention.
             attend: Any = self.attend
             out, state = attend.with_state(q, k, v, g, beta)
             states.layers[self.layer] = previous, states.total(state)
@@ -326,7 +329,7 @@ class DeltaAttention(nn.Module):
 
 
 def normalised(x: Tensor, scale: float = 1.0) -> Tensor:
-    """Return each head's x [..., D] with norm ``scale``, in float32 or wider, then x's dtype."""
+    """Scale each head of x [..., D] to norm ``scale``, in float32 or wider; return x's dtype."""
     accum = x.to(accum_dtype(x.dtype))
     inverse_norm = torch.rsqrt(accum.square().sum(-1, keepdim=True) + L2_EPSILON)  # [..., 1]
     return (accum * (scale * inverse_norm)).to(x.dtype)

@@ -38,7 +38,7 @@ class SwiGLU(nn.Module):
 class SGLU(SwiGLU):
     """Gated feed-forward without an activation, down(gate(x) * up(x)): [B, T, C] -> [B, T, C].
 
-    TransNormerLLM's (Qin et al. 2023): the gate alone makes it nonlinear.
+    From TransNormerLLM (Qin et al. 2023); only the product with the gate makes it nonlinear.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class SGLU(SwiGLU):
 class MLP(nn.Module):
     """Feed-forward with biases, down(gelu(up(x))): [B, T, C] -> [B, T, C].
 
-    GELU in the tanh form (Hendrycks & Gimpel 2016), as GPT-2 computes it.
+    GELU has the tanh form (Hendrycks & Gimpel 2016), as in GPT-2.
     """
 
     INIT: ClassVar[Inits] = {"up": "matrix", "down": "residual"}

@@ -1,4 +1,4 @@
-"""Parameters of a gated delta rule that are vectors: the gates, and the taps of its convolution.
+"""Vector parameters of a gated delta rule: its gates, and the taps of its convolution.
 
 Shapes: B sequences, T tokens, H value heads, D width of a key head.
 """
@@ -18,22 +18,22 @@ from runtime.tensors import accum_dtype
 class Taps(nn.Module):
     """The weight of a depthwise convolution, stored as a vector [channels * taps].
 
-    A vector, like the weight of a norm, gets no weight decay.
+    As a vector, like the weight of a norm, it gets no weight decay.
     """
 
     SPLIT: ClassVar[Splits] = {"weight": "heads"}
 
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
-        self.INIT: Inits = {"weight": uniform(taps**-0.5)}  # nn.Conv1d's
+        self.INIT: Inits = {"weight": uniform(taps**-0.5)}  # as in nn.Conv1d
         self.taps = taps
         self.weight = nn.Parameter(torch.empty(channels * taps))
 
     def forward(self, weight: Tensor | None = None) -> Tensor:
-        """Return the weight as [channels, taps]; the last tap is of the token itself.
+        """Return the weight as [channels, taps]; the last tap is for the token itself.
 
         Args:
-            weight: that of this device's channels; by default of all.
+            weight: the weight of this device's channels; by default of all channels.
         """
         if weight is None:
             weight = self.weight
@@ -43,8 +43,8 @@ class Taps(nn.Module):
 class Gates(nn.Module):
     """Log gates -exp(A_log) softplus(a + dt_bias) <= 0, per head or per channel.
 
-    They and their parameters are float32 when the rest is bfloat16: gates multiply over a whole
-    sequence, and so do their errors.
+    Gates and their parameters stay float32 when the rest is bfloat16: gates are multiplied over a
+    whole sequence, so their errors accumulate.
     """
 
     full_precision = True
@@ -62,9 +62,9 @@ class Gates(nn.Module):
         """Build the parameters.
 
         Args:
-            channels: gates per head.
+            channels: number of gates per head.
             min_rate: minimum of the initial exp(A_log).
-            dt_ones: start the biases at 1.
+            dt_ones: initialize dt_bias to 1.
         """
         super().__init__()
         initial_dt = partial(constant, 1.0) if dt_ones else partial(drawn, initial_bias)
@@ -83,8 +83,8 @@ class Gates(nn.Module):
 
         Args:
             a: a projection of the tokens, [B, T, H] or [B, T, H * D].
-            A_log: [H] of this device's heads; by default of all.
-            dt_bias: [H] or [H * D] of this device's heads; by default of all.
+            A_log: [H], for this device's heads; by default for all heads.
+            dt_bias: [H] or [H * D], for this device's heads; by default for all heads.
         """
         if A_log is None:
             A_log = self.A_log
@@ -97,11 +97,11 @@ class Gates(nn.Module):
 
 
 def initial_rate(x: Tensor, minimum: float, *, generator: torch.Generator) -> Tensor:
-    """Fill x, an A_log, with logs of uniform numbers up to 16, as the published models do."""
+    """Fill x, an A_log, with logs of uniform numbers up to 16, as in the published models."""
     return x.uniform_(minimum, 16, generator=generator).log_()
 
 
 def initial_bias(x: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Fill x with softplus^-1 of steps from 0.001 to 0.1, uniform in the log, as Mamba does."""
+    """Fill x with softplus^-1 of step sizes from 0.001 to 0.1, log-uniform as in Mamba."""
     steps = x.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_().clamp_(min=1e-4)
     return x.copy_(steps + (-torch.expm1(-steps)).log())

@@ -32,15 +32,14 @@ class LinearConfig(DecoderConfig):
     """Settings of linear attention; embeddings are scaled by the root of their width."""
 
     no_scale_embedding: bool = False
-    """Do not multiply the embeddings of a model with linear attention by the root of hidden_size.
-    """
+    """Do not multiply the embeddings of a model with linear attention by sqrt(hidden_size)."""
 
     linear_attention = True
 
     def check(self) -> None:
         super().check()
         heads = self.num_attention_heads
-        must = f"linear attention has one key head per query head, {heads} here; leave it out"
+        must = f"linear attention needs one key head per query head, here {heads}; leave it out"
         require(self, self.query_groups == heads, "num_query_groups", must)
 
     @property
@@ -67,7 +66,7 @@ class LinearConfig(DecoderConfig):
 
 
 def released_decay(heads: int, layers: int, layer: int) -> tuple[float, ...]:
-    """Return the log decay of each head as TransNormerLLM's released models have it.
+    """Return the log decay of each head, as in TransNormerLLM's released models.
 
     It is -slope * (1 - layer / (layers - 1) + 1e-5) with the head's ALiBi slope and the layer
     counted from 0, so deeper layers forget less.
@@ -77,7 +76,7 @@ def released_decay(heads: int, layers: int, layer: int) -> tuple[float, ...]:
 
 
 def paper_decay(heads: int, layers: int, layer: int) -> tuple[float, ...]:
-    """Return the log decay of each head as TransNormerLLM's paper writes it.
+    """Return the log decay of each head, as in TransNormerLLM's paper.
 
     It is -8 h / H * (1 - l / L) with h and l counted from 1, so the last layer forgets nothing.
     """
@@ -87,8 +86,8 @@ def paper_decay(heads: int, layers: int, layer: int) -> tuple[float, ...]:
 def alibi_slopes(heads: int) -> list[float]:
     """Return ALiBi's slopes 2^(-8 h / H), h from 1 (Press et al. 2022).
 
-    If H is no power of two, the slopes are those of the power below, filled up with every second
-    one of the power above.
+    If H is not a power of two, they are the slopes of the next lower power, followed by every
+    second slope of the next higher power.
     """
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
@@ -98,7 +97,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def initial_angles(weight: Beginning) -> Tensor:
-    """Return the initial angles j of LRPE, 10000^(-2 j / channels); an ``Init``."""
+    """Return LRPE's initial angle of each channel j, 10000^(-2 j / channels); an ``Init``."""
     channels = weight.shape[0]
     exponents = -2 / channels * torch.arange(channels, dtype=torch.float64)
     return (10000.0**exponents).float()[weight.part]
@@ -109,8 +108,8 @@ class LRPE(nn.Module):
 
     The product of two such vectors at positions t and s rotates by theta (s - t), so linear
     attention sees relative positions (Qin et al. 2023b). theta [H * D] is learned, an angle per
-    head and channel. It stays float32 when the rest is bfloat16, whose angles would be off by up to
-    2 radians at position 1000.
+    head and channel. It stays float32 when the rest is bfloat16: bfloat16 angles would be off by up
+    to 2 radians at position 1000.
     """
 
     full_precision = True
@@ -132,12 +131,13 @@ class LRPE(nn.Module):
             q: [B, T, H, D].
             k: [B, T, H, D].
             positions: integers [T] or [B, T].
-            theta: [H * D] of this device's heads, some of the layer's under tensor parallelism.
+            theta: [H * D], for this device's heads: under tensor parallelism only some of the
+                layer's.
         """
         if theta is None:
             theta = self.theta
         angles = theta.unflatten(0, (-1, self.head_dim)).double()  # [H, D]
-        # The remainder is exact where products of large positions are beyond float32's reach.
+        # Products with large positions exceed float32's precision, so they are reduced in float64.
         turns = torch.remainder(angles * positions[..., None, None], 2 * math.pi)
         turns = turns.to(accum_dtype(q.dtype))  # [T, H, D] or [B, T, H, D]
         cos = turns.cos()
@@ -199,7 +199,7 @@ class TokenMixer(LinearCore):
         q = F.silu(q)
         k = F.silu(k)
         if self.lrpe is not None:
-            if isinstance(positions, Rotary):  # of a hybrid's softmax layers
+            if isinstance(positions, Rotary):  # made for a hybrid's softmax layers
                 positions = positions.positions
             q, k = self.lrpe(q, k, positions)  # [B, T, H, 2 D]
         out = self.core(q, k, v, self.log_decay, mask, states, self.layer)  # [B, T, H, D]
@@ -207,9 +207,9 @@ class TokenMixer(LinearCore):
 
 
 def features(x: Tensor) -> Tensor:
-    """Return elu(x) + 1, computed without the sum.
+    """Return elu(x) + 1, computed as exp(x) for negative x.
 
-    The sum would round to 0 for very negative channels, and the features are a divisor.
+    For very negative x, the sum would round to 0, and the features enter a divisor.
     """
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 

@@ -25,7 +25,7 @@ THEIRS = {
     "up_proj": "up",
     "down_proj": "down",
 }
-"""PEFT's names of a LLaMA's linear layers, and ours."""
+"""Longmesh's names of a LLaMA's linear layers, keyed by PEFT's names."""
 ADAPTERS = (".lora_A.weight", ".lora_B.weight")
 
 C = TypeVar("C", bound="LoraConfig")
@@ -39,21 +39,21 @@ class LoraConfig:
     """Train only adapters of this rank (LoRA); the weights of --load are frozen. By default the
     weights are trained."""
     lora_alpha: float | None = None
-    """The adapters' output is multiplied by lora_alpha / lora_rank; by default by 1."""
+    """Multiply the adapters' output by lora_alpha / lora_rank; by default by 1."""
     lora_target: tuple[str, ...] = ()
-    """Linear layers that get an adapter: wq wk wv wo of attention (and wu, a gate of its output; wa
-    and wb, a delta rule's gates and betas) and gate up down of the feed-forward, or PEFT's names of
-    a LLaMA's, such as q_proj; by default all of them."""
+    """Linear layers that get an adapter, by default all: wq wk wv wo of attention (also wu, its
+    output gate; wa and wb, a delta rule's gates and betas), and gate up down of the feed-forward;
+    or PEFT's names of a LLaMA's linear layers, such as q_proj."""
 
     def adapted(self, linears: Sequence[str], width: int) -> tuple[str, ...]:
-        """Return the linear layers of a layer that get an adapter, by our names.
+        """Return Longmesh's names of a layer's linear modules that get an adapter.
 
         Args:
-            linears: all linear layers that may get one, by our names.
-            width: of the residual stream, the largest useful rank.
+            linears: Longmesh's names of all linear modules that may get an adapter.
+            width: width of the residual stream, the largest useful rank.
 
         Raises:
-            UserError: a target that is not among ``linears``, or settings that contradict.
+            UserError: a target is not among ``linears``, or settings contradict each other.
         """
         rank = self.lora_rank
         alpha = self.lora_alpha
@@ -62,7 +62,7 @@ class LoraConfig:
             for name, value in (("lora_alpha", alpha), ("lora_target", targets)):
                 if value is not None:
                     raise UserError(
-                        f"{name} is {value} and lora_rank is not set; "
+                        f"{name} is {value}, but lora_rank is not set; "
                         f"give --lora-rank, or leave {name} out"
                     )
             return ()
@@ -78,13 +78,14 @@ class LoraConfig:
         for name, target in zip(chosen, self.lora_target, strict=True):
             if name not in linears:
                 raise UserError(
-                    f"lora_target has {target}, and a layer of this model has {' '.join(linears)}"
+                    f"lora_target has {target}, but this model's layers have no such linear layer; "
+                    f"choose from {' '.join(linears)}"
                 )
         return tuple(name for name in linears if name in chosen or not chosen)
 
     @property
     def lora_scale(self) -> float:
-        """Factor alpha / r of B A x."""
+        """Factor alpha / r by which B A x is multiplied."""
         return 1.0 if self.lora_alpha is None else self.lora_alpha / (self.lora_rank or 1)
 
     def merged(self: C) -> C:
@@ -93,13 +94,13 @@ class LoraConfig:
 
 
 class AdapterA(nn.Linear):
-    """The adapter's first matrix [r, in], initialized as PEFT does."""
+    """The adapter's first matrix [r, in], initialized as in PEFT."""
 
     INIT: ClassVar[Inits] = {"weight": input_uniform}
 
 
 class AdapterB(nn.Linear):
-    """The adapter's second matrix [out, r], initially 0, so that training starts at the base."""
+    """The adapter's second matrix [out, r], initially 0, so training starts at the base model."""
 
     INIT: ClassVar[Inits] = {"weight": "zeros"}
 
@@ -111,22 +112,23 @@ def add_adapters(model: nn.Module, targets: Sequence[str], rank: int, scale: flo
         if name.rpartition(".")[2] in targets and isinstance(module, nn.Linear):
             module.lora_A = AdapterA(module.in_features, rank, bias=False)
             module.lora_B = AdapterB(rank, module.out_features, bias=False)
-            # A hook, not a forward of its own: tensor parallelism replaces the forwards of all
-            # three layers.
+            # A hook instead of another forward method: tensor parallelism replaces the forwards of
+            # all three layers.
             module.register_forward_hook(partial(_adapt, scale))
 
 
 def _adapt(scale: float, module: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
     """Add the adapter's output to ``out`` [..., out], in place.
 
-    No backward needs the linear layer's output, and a copy would double its memory.
+    In place, since a copy would double the memory, and no backward pass needs the linear layer's
+    output.
     """
     hidden: Tensor = module.lora_A(inputs[0])  # [..., r]
     return out.add_(module.lora_B(scale * hidden))
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if a parameter of this name is an adapter's."""
+    """Return True if the parameter with this name belongs to an adapter."""
     return name.endswith(ADAPTERS)
 
 
@@ -135,11 +137,11 @@ def merge(
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
     """Return the weights without adapters, and a function that reads one with its adapter.
 
-    That is W + (alpha / r) B A, in float32, whatever the stored dtype.
+    A weight with an adapter is read as W + (alpha / r) B A, in float32, whatever its stored dtype.
 
     Args:
-        weights: tensors by name, which may be meta tensors.
-        read: returns the tensor of a name.
+        weights: tensors keyed by name; meta tensors suffice.
+        read: function that returns a tensor by name.
         scale: alpha / r.
     """
 

@@ -12,15 +12,15 @@ from model.parts.weights import Inits, Splits
 from runtime.tensors import accum_dtype
 
 # Normalises 16-bit inputs in float32 and rounds once, at the end (Zhang & Sennrich 2019, eq. 4);
-# the fused kernel saves x and one number per token. Hugging Face also rounds before the weight,
-# which changes a quarter of bf16 outputs.
+# the fused kernel saves x and one number per token. Hugging Face also rounds before multiplying by
+# the weight, which changes a quarter of the bf16 outputs.
 RMSNorm = nn.RMSNorm
 
 
 class ZeroCentredRMSNorm(nn.RMSNorm):
-    """RMS norm times 1 + weight, with weights that start at 0.
+    """RMS norm times 1 + weight; weights start at 0.
 
-    All in float32, since 1 + weight in bfloat16 keeps few of the weight's digits.
+    Computed in float32, since 1 + weight in bfloat16 keeps few of the weight's digits.
     """
 
     INIT: ClassVar[Inits] = {"weight": "zeros"}
@@ -29,7 +29,7 @@ class ZeroCentredRMSNorm(nn.RMSNorm):
     """Factor of the result, applied before it is rounded."""
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Normalise x, in its shape and dtype.
+        """Normalise x; its shape and dtype stay the same.
 
         Args:
             weight: replaces the module's own, which is a DTensor under tensor parallelism.
@@ -50,5 +50,5 @@ class JointRMSNorm(nn.RMSNorm):
         return super().forward(x.flatten(-2)).view_as(x)
 
 
-# With weight and bias; also computes in float32 and rounds once.
+# Has a weight and a bias; like RMSNorm, it computes in float32 and rounds once.
 LayerNorm = nn.LayerNorm

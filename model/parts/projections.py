@@ -9,14 +9,14 @@ from model.parts.weights import Inits, Splits
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` whose float32 products use the CPU's faster library: [..., I] -> [..., O]."""
+    """``nn.Linear`` that uses the CPU's faster library in float32: [..., I] -> [..., O]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class Bottleneck(nn.Module):
-    """A projection through few channels, so of low rank: [..., C] -> [..., out]."""
+    """A low-rank projection through a few channels: [..., C] -> [..., out]."""
 
     INIT: ClassVar[Inits] = {"narrow": "matrix", "wide": "matrix"}
     SPLIT: ClassVar[Splits] = {"narrow": "whole", "wide": "columns"}

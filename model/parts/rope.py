@@ -2,8 +2,8 @@
 
 A pair of channels rotates by position * frequency. A model trained on short sequences never saw the
 large angles that slow pairs reach in long ones, so scalings lower their frequencies: linear lowers
-all, dynamic raises the base, yarn and llama3 lower only pairs that rotate less than about once in
-the original length, and leave fast pairs, which encode local order, as they are.
+all, dynamic raises the base, yarn and llama3 lower only those of pairs that rotate less than about
+once in the original length, and leave fast pairs, which encode local order, as they are.
 
 Formulas and settings are those of transformers' ROPE_INIT_FUNCTIONS. D is the number of channels of
 a head that rotate.
@@ -31,9 +31,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     ),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-"""Settings of each type of scaling, with transformers' names; ours start with rope_scaling_."""
+"""Settings of each type of scaling, with transformers' names; Longmesh's names add the prefix
+rope_scaling_."""
 LARGEST = 1e9
-"""Maximum of the numbers among the settings."""
+"""Maximum value of a numeric setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +42,19 @@ class RopeConfig:
     """Rotary positions, plain or scaled."""
 
     rotary_base: float = 10000.0
-    """Base of the angles of rope."""
+    """Base of rope's frequencies."""
     rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
     """Scale rope to a longer context: divide all positions by the factor (linear), let the base
-    grow with the length (dynamic NTK), or divide only slow channels (yarn, llama3). By default rope
-    is not scaled."""
+    grow with the length (dynamic NTK), or divide only the frequencies of slow channels (yarn,
+    llama3). By default rope is not scaled."""
     rope_scaling_factor: float | None = None
-    """Factor by which the context becomes longer; llama3 divides the slowest channels by it."""
+    """Factor by which the context becomes longer; llama3 divides the frequencies of the slowest
+    channels by it."""
     rope_scaling_original_max_position_embeddings: int | None = None
-    """Longest sequence before scaling; dynamic, yarn and llama3 need it."""
+    """Length of the longest sequence before scaling; dynamic, yarn and llama3 need it."""
     rope_scaling_low_freq_factor: float | None = None
-    """llama3: channels that rotate fewer times than this in the original length are divided by the
-    factor; 1 by default."""
+    """llama3: the frequencies of channels that rotate fewer times than this in the original length
+    are divided by the factor; 1 by default."""
     rope_scaling_high_freq_factor: float | None = None
     """llama3: channels that rotate more times than this in the original length are not scaled; 4 by
     default.
@@ -73,27 +75,28 @@ class RopeConfig:
     """yarn: with mscale_all_dim, the attention factor is (0.1 mscale ln(factor) + 1) / (0.1
     mscale_all_dim ln(factor) + 1)."""
     rope_scaling_mscale_all_dim: float | None = None
-    """yarn: see mscale."""
+    """yarn: used with mscale; see rope_scaling_mscale."""
     rope_scaling_truncate: bool = True
-    """yarn: round the bounds of the ramp between fast and slow channels outwards to whole ones."""
+    """yarn: round the bounds of the ramp between fast and slow channels outwards to whole
+    channels."""
     rope_scaling_seq_length: int | None = None
-    """dynamic: the length that the base is computed for; by default --seq-length, or for a model
-    that no run has trained, the length of the text so far."""
+    """dynamic: the length for which the base is computed; by default --seq-length, or the length of
+    the text so far if no run has trained the model."""
 
     def check_rope(self, head_dim: int, *, rotates: bool) -> None:
         """Check the scaling's settings.
 
         Args:
-            head_dim: D.
+            head_dim: number D of channels that rotate.
             rotates: True if the model has rope.
 
         Raises:
-            UserError: a setting that is missing, out of range, or of another type of scaling.
+            UserError: a setting is missing, out of range, or belongs to another type of scaling.
         """
         kind = self.rope_scaling_type
         if kind is not None and not rotates:
             raise UserError(
-                f"rope_scaling_type is {kind}, and this model has no rope; leave it out"
+                f"rope_scaling_type is {kind}, but this model has no rope; leave it out"
             )
         names = (*SETTINGS["yarn"], *SETTINGS["llama3"], "seq_length")
         for key in dict.fromkeys(names):
@@ -104,7 +107,7 @@ class RopeConfig:
         for name in (_FACTOR, _TRAINED)[: len(SETTINGS[kind])]:
             if getattr(self, name) is None:
                 raise UserError(
-                    f"{name} is not set, and rope_scaling_type {kind} needs it; give it"
+                    f"{name} is not set, but rope_scaling_type {kind} needs one; set it"
                 )
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if self.setting(low) >= self.setting(high):
@@ -114,20 +117,21 @@ class RopeConfig:
                 )
         if kind in ("dynamic", "yarn") and (head_dim <= 2 or self.rotary_base <= 1):
             raise UserError(
-                f"rope_scaling_type is {kind} with rotary_base {self.rotary_base} and heads "
+                f"rope_scaling_type is {kind}, but rotary_base is {self.rotary_base} and heads are "
                 f"{head_dim} wide; it needs a base above 1 and heads of 4 channels or more"
             )
 
     def _check_setting(self, key: str) -> None:
-        """Check that a setting belongs to the type of scaling, and its range. Raises UserError."""
+        """Check that a setting belongs to the type of scaling and is in range. Raises UserError."""
         name = PREFIX + key
         value = getattr(self, name)
         kinds = [kind for kind, keys in SETTINGS.items() if key in keys] or ["dynamic"]
         if value != getattr(RopeConfig, name) and self.rope_scaling_type not in kinds:
             verb = "has" if len(kinds) == 1 else "have"
             raise UserError(
-                f"{name} is {value} and rope_scaling_type {self.rope_scaling_type or 'not set'}; "
-                f"{', '.join(kinds)} alone {verb} it"
+                f"{name} is {value}, but rope_scaling_type is "
+                f"{self.rope_scaling_type or 'not set'}; leave {name} out, since only "
+                f"{', '.join(kinds)} {verb} it"
             )
         if value is None or type(value) is bool:
             return
@@ -136,7 +140,7 @@ class RopeConfig:
         require(self, in_range, name, f"it must be from {minimum:g} to {LARGEST:g}")
 
     def setting(self, key: str) -> float:
-        """Return one of the settings in DEFAULTS, resolved."""
+        """Return the value of a setting in DEFAULTS, or its default if it is not set."""
         value = getattr(self, PREFIX + key)
         return DEFAULTS[key] if value is None else value
 
@@ -154,7 +158,7 @@ class RopeConfig:
 
     @property
     def scaled_length(self) -> int:
-        """Tokens of the scaled context, the original length times the factor; 0 without one."""
+        """Scaled length: the original length times the factor; 0 without an original length."""
         return int(
             (self.rope_scaling_factor or 1)
             * (self.rope_scaling_original_max_position_embeddings or 0)
@@ -165,10 +169,10 @@ def frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Ten
     """Return the radians per position of each pair [D/2], float64, and the factor of cos and sin.
 
     linear is position interpolation (Chen et al. 2023), dynamic is NTK-aware scaling of the base by
-    the length, yarn is Peng et al. 2023 (sections 3.2 and 3.4), llama3 is that of Llama 3.1
+    the length, yarn is Peng et al. 2023 (sections 3.2 and 3.4), llama3 is the scaling of Llama 3.1
     (Grattafiori et al. 2024).
 
-    Only dynamic scaling without rope_scaling_seq_length reads the positions, namely the largest.
+    Only dynamic scaling without rope_scaling_seq_length reads the positions: it needs the largest.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
     exponents = exponents / head_dim  # [D/2]
@@ -202,7 +206,7 @@ def frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Ten
 
 
 def dynamic_base(rope: RopeConfig, head_dim: int, length: int) -> float:
-    """Return the base of unscaled rope that dynamic scaling equals at a length."""
+    """Return the base with which unscaled rope equals dynamic scaling at a length."""
     factor = rope.rope_scaling_factor
     trained_length = rope.rope_scaling_original_max_position_embeddings
     assert factor is not None  # checked with the configuration

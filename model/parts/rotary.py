@@ -32,8 +32,8 @@ class Rotary:
 
         Args:
             positions: integers [T] or [B, T].
-            channels: R.
-            dtype: of the activations.
+            channels: number R of channels that rotate.
+            dtype: dtype of the activations.
         """
         self.positions = positions
         radians, scale = frequencies(rope, channels, positions)  # [R/2] per position
@@ -42,7 +42,7 @@ class Rotary:
         self.cos = (scale * angles.cos()).to(dtype)
         self.sin = (scale * angles.sin()).to(dtype)
         self.local: Rotary | None = None
-        """The rotation of layers with a window, if it differs from the other layers'."""
+        """The rotation in layers with a window, if it differs from that in other layers."""
 
     def under(self, window: Window | None) -> "Rotary":
         """Return the rotation of a layer with this window."""
@@ -51,7 +51,7 @@ class Rotary:
         return self.local
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotate x [B, T, H, D] by its tokens' angles, in float32 or wider; return x's dtype."""
+        """Rotate x [B, T, H, D] by its tokens' angles, in float32 or wider; keep x's dtype."""
         rotated = 2 * self.cos.shape[-1]  # R
         if rotated == x.shape[-1]:
             return rotate(x, self.cos, self.sin)

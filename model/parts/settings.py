@@ -23,23 +23,24 @@ class WindowedConfig(DecoderConfig):
     """Windows and sinks of softmax attention."""
 
     window_size: str | None = None
-    """Keys that a token sees before and after its own, such as 1023,0; the second is 0, since the
-    mask is causal, and -1 before is all of them. By default every layer sees all earlier tokens. In
-    a hybrid it applies to the softmax layers."""
+    """Numbers of keys that a token sees before and after its own, such as 1023,0. The first may be
+    -1, for all earlier keys; the second is 0, since the mask is causal. By default every layer sees
+    all earlier tokens. In a hybrid only softmax layers have the window."""
     window_attn_skip_freq: str | None = None
-    """Layers without that window: N is every N-th one; a pattern has a 1 for each layer with it and
-    a 0 for each without, such as ([1]*3+[0]*1)*6 for 24. By default every layer has it."""
+    """Layers without the window: a number N means every N-th layer; a pattern has a 1 for each
+    layer with the window and a 0 for each layer without it, such as ([1]*3+[0]*1)*6 for 24 layers.
+    By default every layer has the window."""
     softmax_type: SoftmaxType = "vanilla"
-    """Divisor of attention's weights: the sum over the keys (vanilla); that plus 1, so that a head
-    can attend to nothing (off-by-one); or that plus the exponential of a learned number per head,
-    an attention sink, as in gpt-oss (learnable)."""
+    """Denominator of the softmax: the sum over the keys (vanilla); this sum plus 1, so that a head
+    can attend to nothing (off-by-one); or this sum plus the exponential of a learned number per
+    head, an attention sink, as in gpt-oss (learnable)."""
 
     def check(self) -> None:
         """Check that some layer of softmax attention has the window."""
         super().check()
         must = (
             f"model_type {self.model_type} has linear attention, which has no softmax and keeps no "
-            "keys; leave it out, or set softmax_every for layers with softmax attention"
+            "keys; leave this setting out, or set softmax_every for layers with softmax attention"
         )
         for name in ("window_size", "softmax_type"):
             require(self, self.some_softmax or self.is_default(name), name, must)
@@ -48,8 +49,8 @@ class WindowedConfig(DecoderConfig):
         for layer in range(len(windows)):
             is_used = is_used or bool(self.window(layer))
         must = (
-            "it leaves no layer of softmax attention with the window; give one of them a 1, or "
-            "leave window_size out"
+            "it leaves no layer of softmax attention with the window; give one of these layers a "
+            "1, or leave window_size out"
         )
         require(self, is_used, "window_attn_skip_freq", must)
 
@@ -58,7 +59,7 @@ class WindowedConfig(DecoderConfig):
 
     @property
     def some_windows(self) -> bool:
-        """Return whether a layer would have a window if all had softmax attention."""
+        """True if some layer would have a window if all layers had softmax attention."""
         return any(self._windows)
 
     @property
@@ -81,10 +82,10 @@ class WindowedConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig(RopeConfig, DecoderConfig):
-    """Rope of softmax attention."""
+    """Settings of rope in softmax attention."""
 
     def check(self) -> None:
-        """Check rope, also in a model without softmax layers, which does not use it."""
+        """Check rope's settings, even in a model without softmax layers, which uses no rope."""
         super().check()
         require(self, 0 < self.rotary_base < math.inf, "rotary_base", "it must be a number above 0")
         rotates = self.rope is not None
@@ -96,14 +97,14 @@ class RotaryConfig(RopeConfig, DecoderConfig):
         """Check the number of channels that rope rotates."""
         name = "hidden_size" if self.kv_channels is None else "kv_channels"
         must = (
-            f"the {self.num_attention_heads} heads are {self.head_dim} wide, which must be even: "
-            "rotary positions turn channels in pairs"
+            f"each of the {self.num_attention_heads} heads is {self.head_dim} wide, but rope "
+            "rotates channels in pairs; choose an even width"
         )
         require(self, self.head_dim % 2 == 0, name, must)
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Rope of softmax attention; None without softmax layers."""
+        """Rope settings of softmax attention; None without softmax layers."""
         return self if self.some_softmax else None
 
     @property
@@ -125,11 +126,12 @@ class RotaryConfig(RopeConfig, DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LengthConfig(DecoderConfig):
-    """The longest sequence."""
+    """Setting of the maximum sequence length."""
 
     max_position_embeddings: int | None = None
-    """Entries in the table of learned_absolute positions, and so the longest sequence; with rope
-    the longest that the model is meant for, beyond which a run starts with a note."""
+    """Number of entries in the table of learned_absolute positions, which limits the length of
+    sequences; with rope, the length that the model is meant for, beyond which a run starts with a
+    note."""
 
     def check(self) -> None:
         super().check()
@@ -141,15 +143,15 @@ class RopePositionsConfig(RotaryConfig, LengthConfig):
     """Rope as the only source of positions."""
 
     position_embedding_type: Literal["rope", "learned_absolute"] | None = None
-    """Source of tokens' positions; by default rope, and learned_absolute in a model with a table of
-    them."""
+    """Source of token positions; by default learned_absolute in a gpt and rope in other
+    families."""
 
     positions = "rope"
 
     def check(self) -> None:
         super().check()
         has_rope = self.position_embedding_type != "learned_absolute"
-        must = f"model_type {self.model_type} has rope alone; leave it out"
+        must = f"model_type {self.model_type} has only rope; leave it out"
         require(self, has_rope, "position_embedding_type", must)
 
 
@@ -158,21 +160,24 @@ class LocalRopeConfig(RotaryConfig, WindowedConfig):
     """A second rope, in the layers with a window."""
 
     rotary_base_local: float | None = None
-    """Base of the angles of rope in the layers that have a window, which no scaling touches; by
+    """Base of rope's frequencies in the layers with a window, where rope is never scaled; by
     default rotary_base."""
 
     def check(self) -> None:
         """Check the base, and that a layer uses it."""
         super().check()
         base = self.rotary_base_local
-        must = "it must be a number above 0, or left out for rotary_base"
+        must = "it must be a number above 0, or left out to use rotary_base"
         require(self, base is None or 0 < base < math.inf, "rotary_base_local", must)
-        must = "no layer has a window, which alone takes it; leave it out, or give --window-size"
+        must = (
+            "only layers with a window use it, and no layer has one; leave it out, or give "
+            "--window-size"
+        )
         require(self, base is None or self.some_windows, "rotary_base_local", must)
 
     @cached_property
     def local_rope(self) -> RopeConfig | None:
-        """Plain rope of the layers with a window; None if no layer has one."""
+        """Unscaled rope of the layers with a window; None if no layer has a window."""
         if not self.some_windows:
             return None
         return RopeConfig(rotary_base=self.rotary_base_local or self.rotary_base)
@@ -192,12 +197,12 @@ class PeriodicConfig(DecoderConfig):
     RESOLVED: ClassVar[Mapping[str, str]] = {"softmax_every": "softmax_period"}
 
     softmax_every: int | None = None
-    """Give every N-th layer softmax attention, which makes a hybrid: with 8, seven other layers
-    precede each. By default no layer among linear attention has it, and every fourth among layers
-    with a delta rule."""
+    """Give every N-th layer softmax attention, which makes the model a hybrid: with 8, seven other
+    layers precede each softmax layer. By default a model with linear attention has no softmax
+    layers, and in a model with a delta rule every fourth layer is one."""
 
     default_period = 0
-    """The period if the setting is left out; 0 is no softmax attention."""
+    """The period if the setting is left out; 0 means no softmax attention."""
 
     def check(self) -> None:
         super().check()
@@ -205,26 +210,27 @@ class PeriodicConfig(DecoderConfig):
         default = self.default_period
         if every is None:
             must = (
-                f"{self.model_type} has softmax attention in every {default}th layer, and needs as "
-                "many; or set softmax_every"
+                f"{self.model_type} has softmax attention in every {default}th layer, so it needs "
+                f"at least {default} layers; raise num_layers, or set softmax_every"
             )
             require(self, default <= self.num_layers, "num_layers", must)
         elif not 2 <= every <= self.num_layers:
             left_out = f"left out for {default}" if default else "left out"
             must = (
-                f"it must be from 2 (every other layer) to num_layers {self.num_layers} (the last "
-                f"one alone), or {left_out}; softmax attention in every layer is another model_type"
+                f"it must be from 2 (every other layer) to num_layers {self.num_layers} (only the "
+                f"last layer), or {left_out}; for softmax attention in every layer, choose another "
+                "model_type"
             )
             raise wrong(self, "softmax_every", must)
 
     @property
     def softmax_period(self) -> int | None:
-        """Layers from one softmax layer to the next; None if there is none."""
+        """Number of layers from one softmax layer to the next; None without softmax layers."""
         return self.softmax_every or self.default_period or None
 
     @property
     def alternating(self) -> dict[str, Any]:
-        """Settings that make every other layer a softmax one; empty if all are of one kind."""
+        """Settings that give every other layer softmax attention; empty if all layers are alike."""
         return {"softmax_every": 2} if self.softmax_period else {}
 
     def has_softmax(self, layer: int) -> bool:

@@ -1,54 +1,54 @@
 """Initial values of weights, and their splits under tensor parallelism.
 
-Both are stated where the weights are made, so that a new module needs no change elsewhere. A module
-of ours has two class attributes, tables by the names of its parameters and children; a name may
-reach further in, such as mlp.0. An entry of a child for its own parameter takes precedence over its
-parent's entry for the child. There is no default: a parameter without an entry is an error that
-names it, on one process too. If construction decides, as for a gate's first bias, the table is an
-attribute of the object.
+Both are stated in the module that creates the weights, so a new module needs no change elsewhere.
+Such a module has two class attributes, INIT and SPLIT: tables keyed by the names of its parameters
+and children. A key may also name a descendant, such as mlp.0. A child's entry for its own parameter
+takes precedence over the parent's entry for the child. There is no default: a parameter without an
+entry is an error that names it, on one process too. If an entry depends on arguments of the
+constructor, as for the initial bias of a gate, the table is an attribute of the object.
 
     class MLP(nn.Module):
         INIT: ClassVar[Inits] = {"up": "matrix", "down": "residual"}
         SPLIT: ClassVar[Splits] = {"up": "columns", "down": "rows"}
 
-``INIT`` has a word or an ``Init``. A word for a child is for its weight; its bias, if it has one,
-begins at 0.
+An entry of ``INIT`` is a word or an ``Init``. An entry for a child applies to the child's weight; a
+bias starts at 0.
 
 * zeros, ones
-* normal: normal with the model's standard deviation
+* normal: normal numbers with the model's standard deviation
 * matrix: a linear layer, initialized as the model's matrices are
-* qkv: a linear layer that makes queries, keys or values, which some models initialize as one matrix
+* qkv: a linear layer for queries, keys or values, which some models initialize as one matrix
 * residual: a linear layer that writes into the residual stream
 
 The model's attribute ``inits``, from ``normal_inits`` or ``xavier_inits``, holds the initializers
 that the words stand for.
 
-``SPLIT`` has one of the words of ``Split``, which ``parallel/tensor/split.py`` turns into styles.
+An entry of ``SPLIT`` is a word of ``Split``, which ``parallel/tensor/split.py`` turns into a style.
 For linear layers:
 
 * columns: split by output channels; takes all tokens, returns this rank's channels
 * rows: split by input channels, the bias by entries; returns partial sums, which ``all_tokens``
   adds up
-* kv_heads: columns of key or value heads as wide as the part's ``head_dim``; with fewer heads than
-  ranks, every rank has all and computes the one that its query heads attend to
+* kv_heads: split by key or value heads, each as wide as the module's ``head_dim``; with fewer heads
+  than ranks, every rank has all heads and computes only the one that its query heads attend to
 
 Adapters (``model.parts.lora``) follow the linear layer that contains them. For heads:
 
 * heads: one or several numbers per head: a parameter that is a vector, a tuple, or the number of
   heads itself. The module's ``forward`` takes this rank's entries of such a parameter as an
-  argument of its name
+  argument with the parameter's name
 * all_heads: an RMS norm over the channels of all heads at once, with or without a weight
-* whole: on every rank, applied to what the rank has: its heads, or its tokens as plain tensors;
-  gradients are summed
+* whole: a copy on every rank, applied to the rank's own heads, or to its own tokens as plain
+  tensors; gradients are summed
 
 For the residual stream, whose tokens are sharded over the ranks:
 
-* tokens: a norm, on every rank, of this rank's tokens
-* all_tokens: an attention or a feed-forward, which takes all tokens and whose output is summed; it
-  has a table of its own
+* tokens: a norm, with a copy on every rank, of this rank's tokens
+* all_tokens: attention or a feed-forward, which takes all tokens; its outputs are summed over
+  ranks, and it has its own table
 * positions: a function of positions without parameters, computed for this rank's tokens
 * entries: an embedding, split by entries
-* last_norm: as tokens; then the tokens are gathered, for the logits
+* last_norm: like tokens, but all ranks' tokens are then gathered, for the logits
 * logits: the output projection, split by vocabulary entries
 """
 
@@ -80,19 +80,19 @@ Splits = Mapping[str, Split]
 
 
 class Stream(NamedTuple):
-    """Layout of a model's hidden states under tensor parallelism, each rank with some tokens.
+    """Layout of a model's hidden states under tensor parallelism; each rank has some tokens.
 
-    A model states it as ``STREAM``. Its ``is_last`` is True if it has what follows the layers, and
-    its ``is_first``, for a plain stream, if it has what precedes them: a pipeline stage may lack
-    either.
+    A model states it as ``STREAM``. The model's ``is_last`` is True if it has the modules that
+    follow the layers; with a plain stream, its ``is_first`` is True if it has those that precede
+    them. A pipeline stage may lack either.
     """
 
     plain: bool
     """True for plain tensors; otherwise DTensors, sharded by the embedding or wrapped between
     stages."""
     inputs: Mapping[str, int] = {}
-    """Inputs of a plain stream that are split, by name, and their dimension of tokens. Later stages
-    receive the first input already split."""
+    """Dimension of tokens of each input of a plain stream that is split, keyed by the input's name.
+    Later stages receive the first input already split."""
 
 
 class Beginning(NamedTuple):
@@ -100,14 +100,15 @@ class Beginning(NamedTuple):
 
     name: str
     shape: Sequence[int]
-    """The whole parameter's."""
+    """Shape of the whole parameter."""
     seed: int
     part: Part = ()
 
 
 Init = Callable[[Beginning], Tensor]
-"""Returns the initial value (float32, on the CPU). It depends on the name, the shape and the seed
-alone: not on mesh, pipeline split or order of construction."""
+"""Function that returns the initial value of a slice (float32, on the CPU). The value depends only
+on the name, the shape and the seed, not on the mesh, the pipeline split or the order of
+construction."""
 
 
 def constant(value: float, weight: Beginning) -> Tensor:
@@ -121,23 +122,23 @@ def drawn(fill: Callable[..., Tensor], weight: Beginning) -> Tensor:
 
 
 def normal(std: float) -> Init:
-    """Return an Init of normal numbers with this standard deviation."""
+    """Return an Init that draws normal numbers with this standard deviation."""
     return partial(drawn, partial(nn.init.normal_, std=std))
 
 
 def uniform(bound: float) -> Init:
-    """Return an Init of numbers uniform from -bound to bound."""
+    """Return an Init that draws uniform numbers from -bound to bound."""
     return partial(drawn, partial(nn.init.uniform_, a=-bound, b=bound))
 
 
 def xavier(matrices: int, weight: Beginning) -> Tensor:
-    """Return Xavier uniform numbers for one of ``matrices`` equal ones that count as one matrix."""
+    """Return Xavier uniform numbers; ``matrices`` equal weights count as one matrix."""
     outputs, inputs = weight.shape
     return uniform(math.sqrt(6 / (inputs + matrices * outputs)))(weight)
 
 
 def input_uniform(weight: Beginning) -> Tensor:
-    """Return numbers uniform within 1 / sqrt(in), as torch initializes linear layers."""
+    """Return numbers uniform within +-1 / sqrt(in), as torch initializes linear layers."""
     return uniform(1 / math.sqrt(weight.shape[1]))(weight)
 
 
@@ -147,7 +148,7 @@ CONSTANTS = {"zeros": partial(constant, 0.0), "ones": partial(constant, 1.0)}
 
 
 def normal_inits(std: float, layers: int) -> dict[str, Init]:
-    """Return the initializers of a language model, whose matrices are normal.
+    """Return the initializers of a language model; its matrices are normal.
 
     Matrices that write into the residual stream have std / sqrt(2 * layers), so that its variance
     does not grow with depth (Radford et al. 2019, section 2.3; Megatron-LM's
@@ -165,7 +166,7 @@ def normal_inits(std: float, layers: int) -> dict[str, Init]:
 
 
 def xavier_inits(std: float) -> dict[str, Init]:
-    """Return the initializers of a diffusion transformer, whose matrices are Xavier uniform.
+    """Return the initializers of a diffusion transformer; its matrices are Xavier uniform.
 
     Queries, keys and values count as one matrix, as in the original's initialize_weights.
     """
@@ -180,15 +181,15 @@ def xavier_inits(std: float) -> dict[str, Init]:
 
 
 def initial_value(model: Any, weight: Beginning) -> Tensor:
-    """Return the initial value of a slice of a parameter, as its module's INIT states.
+    """Return the initial value of a parameter's slice, as its module's INIT states.
 
     The model may be on the meta device; its values are not read.
 
     Raises:
-        ValueError: no module has an entry for it.
+        ValueError: no module has an entry for the parameter.
     """
     path = weight.name.split(".")
-    for depth in reversed(range(len(path))):  # from the module that has it up to the model
+    for depth in reversed(range(len(path))):  # from the innermost module up to the model
         module = model.get_submodule(".".join(path[:depth]))
         inits = getattr(module, "INIT", {})
         name = ".".join(path[depth:])
@@ -205,6 +206,6 @@ def initial_value(model: Any, weight: Beginning) -> Tensor:
 
     owner = title_of_owner(model, weight.name)
     raise ValueError(
-        f"{weight.name} has no initial value: {owner} states none in INIT, "
-        "for which model/parts/weights.py has the words; give it one"
+        f"{weight.name} has no initial value: {owner} states none in INIT; "
+        "add an entry there (model/parts/weights.py lists the words)"
     )

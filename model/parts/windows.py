@@ -1,6 +1,6 @@
 """Sliding windows of attention, the layers that have them, and sinks, in Megatron-LM's terms.
 
-``window_size`` is "L,R": query i sees keys i - L .. i + R. ``window_attn_skip_freq`` names the
+``window_size`` is "L,R": query i sees keys i - L .. i + R. ``window_attn_skip_freq`` selects the
 layers without the window, which see all earlier tokens.
 """
 
@@ -12,31 +12,31 @@ from runtime.errors import UserError
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Window = tuple[int, int]
-"""(left, right): query i sees keys i - left .. i + right; -1 is all on that side, and right is 0
-under a causal mask."""
+"""(left, right): query i sees keys i - left .. i + right; -1 means all keys on that side, and right
+is 0 under a causal mask."""
 
 WIDEST = 10**9 - 1
 MOST_LAYERS = 100_000
 LONGEST_PATTERN = 10_000
-"""Characters."""
+"""Maximum number of characters in a pattern."""
 
 
 @lru_cache
 def windows_of(size: str | None, skip: str | None, layers: int) -> tuple[Window | None, ...]:
-    """Return the window of each layer of a causal model; None sees all earlier tokens.
+    """Return the window of each layer of a causal model; None means all earlier tokens.
 
     Args:
-        size: ``window_size``; None and "-1,0" are no window.
+        size: ``window_size``; None and "-1,0" mean no window.
         skip: ``window_attn_skip_freq``; None gives every layer the window.
-        layers: number of layers; ``MOST_LAYERS`` at most are returned.
+        layers: number of layers; the windows of at most ``MOST_LAYERS`` are returned.
 
     Raises:
-        UserError: a setting that cannot be parsed, or ``skip`` without ``size``.
+        UserError: a setting cannot be parsed, or ``skip`` is given without ``size``.
     """
     if size is None and skip is not None:
         raise UserError(
-            f"window_attn_skip_freq is {skip} and window_size is not set, so that every layer sees "
-            "all earlier tokens; leave it out, or give --window-size"
+            f"window_attn_skip_freq is {skip}, but window_size is not set, so every layer sees all "
+            "earlier tokens; leave window_attn_skip_freq out, or give --window-size"
         )
     window = window_of(size)
     if skip is None:
@@ -46,7 +46,7 @@ def windows_of(size: str | None, skip: str | None, layers: int) -> tuple[Window 
 
 
 def window_of(size: str | None) -> Window | None:
-    """Parse a causal window, such as "1023,0" or "(1023, 0)"; None and "-1,0" are no window."""
+    """Parse a causal window, such as "1023,0" or "(1023, 0)"; None and "-1,0" mean no window."""
     if size is None:
         return None
     words = size.strip().removeprefix("(").removesuffix(")").split(",")
@@ -54,18 +54,18 @@ def window_of(size: str | None) -> Window | None:
         left, right = map(int, words)
     except ValueError:
         raise UserError(
-            f"window_size is {size}; it must be two numbers, the keys that a token sees before and "
+            f"window_size is {size}; it must be two numbers, of keys that a token sees before and "
             "after its own, such as 1023,0"
         ) from None
     if left != -1 and not 1 <= left <= WIDEST:
         raise UserError(
-            f"window_size is {size}, {left} keys before a token's own; it must be from 1 to "
-            f"{WIDEST:,}, or -1 for all of them"
+            f"window_size is {size}, with {left} keys before a token's own; this number must be "
+            f"from 1 to {WIDEST:,}, or -1 for all earlier keys"
         )
     if right != 0:
         raise UserError(
-            f"window_size is {size}, {right} keys after a token's own, which a causal mask hides; "
-            f"give --window-size {left},0"
+            f"window_size is {size}, with {right} keys after a token's own, but a causal mask "
+            f"hides those; give --window-size {left},0"
         )
     return (left, right) if left > 0 else None
 
@@ -77,26 +77,26 @@ class Pattern(NamedTuple):
     """
 
     name: str
-    """The setting."""
+    """Name of the setting."""
     nth: str
-    """Verb of every N-th layer."""
+    """Words for the property of every N-th layer, such as "has no rope"."""
     listed: str
-    """Noun of a layer with a 1."""
+    """Words for the property of a layer with a 1, to follow "with"."""
     example: str
     """A valid pattern."""
     nth_is_one: bool
     """True if N gives every N-th layer the 1, otherwise the 0."""
     lacking: str
-    """Noun of the property that no layer has if N is 1."""
+    """Name of the property that no layer has if N is 1."""
     otherwise: str
     """Words for leaving the setting out."""
 
 
 WINDOW_PATTERN = Pattern(
     name="window_attn_skip_freq",
-    nth="sees all",
+    nth="sees all earlier tokens",
     listed="the window",
-    example="([1]*3+[0]*1)*6 for 24",
+    example="([1]*3+[0]*1)*6 for 24 layers",
     nth_is_one=False,
     lacking="the window",
     otherwise="left out",
@@ -105,24 +105,24 @@ WINDOW_PATTERN = Pattern(
 
 @lru_cache
 def layers_of(text: str, layers: int, pattern: Pattern) -> list[bool]:
-    """Parse which layers have the 1 of a setting, ``MOST_LAYERS`` of them at most.
+    """Return for each of at most ``MOST_LAYERS`` layers whether a setting gives it a 1.
 
     Raises:
-        UserError: neither a number of 2 or more nor a pattern with an entry for each layer.
+        UserError: the text is neither a number of 2 or more nor a pattern with an entry per layer.
     """
     name = pattern.name
     count = min(layers, MOST_LAYERS)
     if len(text) > LONGEST_PATTERN:
         raise UserError(
-            f"{name} is a text of {len(text):,} characters; it can have {LONGEST_PATTERN:,}: write "
-            "layers that repeat as [1]*3"
+            f"{name} has {len(text):,} characters, but at most {LONGEST_PATTERN:,} are allowed; "
+            "write repeated layers as in [1]*3"
         )
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body, count, pattern)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         reason = str(error) if type(error) is ValueError else "it is neither"
         raise UserError(
-            f"{name} is {text}; it must be a number, N if every N-th layer {pattern.nth}, or a "
+            f"{name} is {text}; it must be a number N, if every N-th layer {pattern.nth}, or a "
             f"pattern of 1 and 0 for num_layers {layers}, such as {pattern.example}; {reason}"
         ) from None
 
@@ -135,7 +135,7 @@ def layers_of(text: str, layers: int, pattern: Pattern) -> list[bool]:
         return [(layer % value == 0) == pattern.nth_is_one for layer in range(1, count + 1)]
     if len(value) != layers:
         raise UserError(
-            f"{name} is {text}, a pattern of {len(value)} layers, and num_layers is {layers}; "
+            f"{name} is {text}, a pattern of {len(value)} layers, but num_layers is {layers}; "
             "give each layer a 1 or a 0"
         )
     return list(map(bool, value))
@@ -154,7 +154,7 @@ def _evaluate(node: ast.expr, max_layers: int, pattern: Pattern) -> int | list[i
             flags = [_evaluate(element, max_layers, pattern) for element in elements]
             if any(flag not in (0, 1) for flag in flags):
                 raise ValueError(
-                    f"a list has a 1 for each layer with {pattern.listed} and a 0 for each without"
+                    f"a list has a 1 for each layer with {pattern.listed} and a 0 for the rest"
                 )
             return [int(flag) for flag in flags if isinstance(flag, int)]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
@@ -162,14 +162,14 @@ def _evaluate(node: ast.expr, max_layers: int, pattern: Pattern) -> int | list[i
             second = _evaluate(right, max_layers, pattern)
             if isinstance(first, list) and isinstance(second, list):
                 return first + second
-            raise ValueError("lists are added to lists, and multiplied by numbers")
+            raise ValueError("lists can only be added to lists and multiplied by numbers")
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             factors = (_evaluate(left, max_layers, pattern), _evaluate(right, max_layers, pattern))
             lists = [factor for factor in factors if isinstance(factor, list)]
             numbers = [factor for factor in factors if isinstance(factor, int)]
             if len(lists) != 1:
-                raise ValueError("lists are added to lists, and multiplied by numbers")
+                raise ValueError("lists can only be added to lists and multiplied by numbers")
             if len(lists[0]) * numbers[0] > max_layers:
                 raise ValueError(f"it has more than {max_layers} layers")
             return lists[0] * numbers[0]
-    raise ValueError("it has more than numbers, lists, + and *")
+    raise ValueError("it may only have numbers, lists, + and *")

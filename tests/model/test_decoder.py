@@ -56,7 +56,7 @@ def by_hand(model, ids, embed, attend):
 def test_learned_positions_end_with_their_table():
     model = used(LEARNED)
     assert model(tokens(20)).shape == (2, 20, 40)
-    with pytest.raises(ValueError, match="21 tokens are more than max_position_embeddings 20"):
+    with pytest.raises(ValueError, match="got 21 tokens, but max_position_embeddings is 20"):
         model(tokens(21))
     with pytest.raises(IndexError):
         model(tokens(), torch.arange(12) + 9)

@@ -156,14 +156,14 @@ def test_a_new_model_is_the_identity_and_says_nought():
     [
         (
             {"patch_size": 3},
-            "patch_size is 3; it must divide height 32 and width 32 of latent_shape; 1, 2, 4, 8",
+            "patch_size is 3; it must divide height 32 and width 32 of .*; choose from 1, 2, 4, 8",
         ),
         ({"patch_size_t": 2}, "patch_size_t is 2; images have no frames"),
         (
             {"patch_size_t": 4, "latent_shape": (4, 6, 32, 32)},
-            "patch_size_t is 4; .* frames 6 .*; 1, 2, 3, 6 would",
+            "patch_size_t is 4; .* 6 frames .*; choose from 1, 2, 3, 6",
         ),
-        ({"latent_shape": (4, 32)}, "latent_shape is 4 32; it must be channels, height, width or"),
+        ({"latent_shape": (4, 32)}, "latent_shape is 4 32; it must be channels, height, width for"),
         (
             {"hidden_size": 383},
             "hidden_size is 383; it must be a multiple of num_attention_heads 6",

@@ -158,7 +158,7 @@ def test_what_does_not_fit_ends_with_a_status_of_its_own(capsys, tmp_path):
 def test_what_a_run_would_be_refused_for(flags, message, monkeypatch):
     with pytest.raises(UserError, match=message):
         run(TINY, *flags.split())
-    with pytest.raises(ConfigError, match="world_size is 8 without dry_run"):
+    with pytest.raises(ConfigError, match="world_size is 8, but dry_run is not set"):
         pretrain_gpt.main(["--world-size", "8"])
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="dry_run needs only one process, but RANK is set"):

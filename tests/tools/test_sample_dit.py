@@ -134,7 +134,7 @@ def test_a_run_that_packed_its_samples_is_drawn_one_by_one(tmp_path):
         (
             ["--method", "ddim"],
             ConfigError,
-            "sample_method is ddim, and objective rectified_flow has euler",
+            "sample_method is ddim, but objective rectified_flow supports only euler",
         ),
         (["--ckpt-step", "7"], CheckpointError, "ckpt_step is 7"),
         (["--steps", "abc"], UsageError, "'abc' is not an integer of 1 or more"),
@@ -163,7 +163,7 @@ def test_what_a_run_cannot_be_drawn_with_is_refused_before_any_work(run, tmp_pat
     (tmp_path / "config.toml").write_text(
         config.replace("class_dropout_prob = 0.1", "class_dropout_prob = 0.0")
     )
-    with pytest.raises(ConfigError, match=r"guidance is .* and class_dropout_prob is 0\.0"):
+    with pytest.raises(ConfigError, match=r"guidance is .*, but class_dropout_prob is 0\.0"):
         main(["--load", str(tmp_path)])
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         main(["--load", str(tmp_path), "--guidance", "1"])

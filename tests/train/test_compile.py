@@ -159,5 +159,5 @@ def test_a_diffusion_transformer_is_compiled_too(tmp_path):
 
 def test_without_a_compiler_it_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"compile is set and no C[+][+] compiler is installed"):
+    with pytest.raises(ConfigError, match=r"compile is set, but no C[+][+] compiler is installed"):
         validate_run(parse_args(["--device", "cpu", "--compile"]))

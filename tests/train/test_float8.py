@@ -118,13 +118,16 @@ H100 = "--device cuda --bf16 --fp8-format e4m3"
         (f"{H100} --tensor-model-parallel-size 2", "tensor_model_parallel_size is 2"),
         (f"{H100} --lora-rank 4", "lora_rank is 4"),
         (f"{H100} --pipeline-schedule InterleavedZeroBubble", "InterleavedZeroBubble"),
-        (f"{H100} --recompute-granularity attention_boundary", "use full or selective"),
+        (
+            f"{H100} --recompute-granularity attention_boundary",
+            "use recompute_granularity full or selective",
+        ),
         (f"{H100} --hidden-size 72 --ffn-hidden-size 96 --kv-channels 16", "hidden_size is 72"),
         (f"{H100} --dry-run", "dry_run"),
         (f"{H100} --device cpu", "device is cpu"),
         (H100, "compute capability 8.9"),
         (f"{H100} --fp8-recipe rowwise", "pip install --no-deps torchao"),
-        ("--fp8-recipe rowwise", "fp8_format None"),
+        ("--fp8-recipe rowwise", "fp8_format is None"),
     ],
 )
 def test_what_has_no_products_of_8_bits_is_refused(flags, words, monkeypatch):

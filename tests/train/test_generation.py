@@ -360,7 +360,8 @@ def refused(rank, world_size, folder, mesh):
 def test_a_model_that_overflows_is_named_on_all_ranks(tmp_path):
     saved(tmp_path, LLAMA, scale=float("nan"))
     messages = run_ranks(refused, 2, tmp_path, MESHES["pp 2"])
-    assert messages == ["the logits of the next token are not finite"] * 2
+    message = "the logits of the next token are not finite; use an earlier checkpoint"
+    assert messages == [message] * 2
 
 
 def test_what_cannot_be_written_is_refused(runs, tmp_path):
@@ -368,7 +369,7 @@ def test_what_cannot_be_written_is_refused(runs, tmp_path):
         return refused(0, 1, folder, mesh)
 
     assert "has no config.toml" in message(tmp_path)
-    assert "is not the 1 processes started" in message(context_parallel_size=2)
+    assert "does not fit 1 started processes" in message(context_parallel_size=2)
     (tmp_path / "config.toml").write_text(write_toml(Config(model=LLAMA)))
     assert "holds no checkpoint" in message(tmp_path)
     assert "lasp, which passes states of linear attention on" in message(
@@ -380,7 +381,7 @@ def test_what_cannot_be_written_is_refused(runs, tmp_path):
         for prompts, refusal_text in (
             ([[1, 61]], "token 61, but the model has only tokens 0 to 60"),
             ([[1], []], "prompt 2 has no tokens"),
-            ([[1] * 34], "max_position_embeddings 41 allows 42"),
+            ([[1] * 34], "max_position_embeddings 41 allows only 42"),
         ):
             with pytest.raises(UserError, match=refusal_text):
                 writer.write(prompts, NEW)

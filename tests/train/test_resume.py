@@ -216,7 +216,7 @@ def test_batches_are_compared_as_they_are_whatever_number_of_processes_makes_the
     changed = changes(now, saved(before), {})
     assert changed == {
         "micro_batch_size": (
-            "micro_batch_size was 8 and is 4, of all data-parallel processes together"
+            "micro_batch_size was 8 and is 4, counted over all data-parallel processes"
         )
     }
     check_allowed(PATH, changed, ())
@@ -242,7 +242,8 @@ def test_files_that_hold_something_else_are_told_by_name(tmp_path):
     ):
         check_allowed(PATH, changed, ())
     with pytest.raises(
-        CheckpointError, match=r" trained otherwise: data_path .* --allow-changed data_path$"
+        CheckpointError,
+        match=r" trained with other settings or files: data_path .* --allow-changed data_path$",
     ):
         check_allowed(PATH, changed, ("tokenizer_model",))
     for allowed in (("all",), ("data_path", "tokenizer_model")):
@@ -272,9 +273,11 @@ def test_a_start_after_one_that_was_killed_before_its_first_checkpoint_takes_the
     claim_folder(run)
     with pytest.raises(
         ConfigError,
-        match=r"which holds a run \(run-[0-9a-f]{12}\) without a checkpoint; move it away",
+        match=r"but it holds a run \(run-[0-9a-f]{12}\) without a checkpoint; move it away",
     ):
         claim_folder(replace(run, optimizer=OptimizerConfig(lr=1.0)))
     (save / "iter_0000002").mkdir()
-    with pytest.raises(ConfigError, match="with a checkpoint of iteration 2; go on with --load"):
+    with pytest.raises(
+        ConfigError, match="with a checkpoint of iteration 2; continue it with --load"
+    ):
         claim_folder(run)

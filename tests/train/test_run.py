@@ -45,7 +45,7 @@ def fail_with(error):
         (
             PermissionError(13, "No access", "f"),
             1,
-            "f: No access; check that it is there and that you may use it",
+            "f: No access; check that it exists and that you have permission to use it",
         ),
     ],
 )
@@ -104,7 +104,7 @@ def test_another_run_is_not_written_over_and_the_same_goes_on(
     for load in (None, str(tmp_path / "other")):
         with pytest.raises(
             ConfigError,
-            match=f"save is {save}, which holds {contents}; go on with --load {save}, or",
+            match=f"save is {save}, but it holds {contents}; continue it with --load {save}, or",
         ):
             claim_folder(with_checkpoint(save=save, load=load))
     with pytest.raises(
@@ -125,7 +125,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_and_another_confi
     for other in ({"lr": 2e-4}, {"seed": 7}):
         with pytest.raises(
             ConfigError,
-            match=r"run, which holds a run without a checkpoint; go on with --load .*, or",
+            match=r"run, but it holds a run without a checkpoint; continue it with --load .*, or",
         ):
             claim_folder(config.updated(**other))
 
@@ -135,7 +135,7 @@ def test_checkpoints_after_the_one_asked_for_are_not_met(tmp_path):
     claim_folder(with_checkpoint(save=save, load=save, ckpt_step=4))
     claim_folder(with_checkpoint(save=str(tmp_path / "new"), load=save, ckpt_step=2))
     with pytest.raises(
-        ConfigError, match=r"ckpt_step is 2 and .* iteration 4, .* choose another --save"
+        ConfigError, match=r"ckpt_step is 2, but .* iteration 4, .* choose another --save"
     ):
         claim_folder(with_checkpoint(save=save, load=save, ckpt_step=2))
 
@@ -301,7 +301,7 @@ def test_an_optimizer_whose_kernel_is_not_here_is_refused_before_any_work(tmp_pa
     config = with_checkpoint(save=str(tmp_path / "run")).updated(optimizer_backend="apex")
     with (
         pytest.raises(
-            UserError, match=r"^optimizer_backend is apex, and NVIDIA's apex .* is not here"
+            UserError, match=r"^optimizer_backend is apex, but NVIDIA's apex .* cannot be imported"
         ),
         reserve_run_folder(config),
     ):

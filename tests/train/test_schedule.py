@@ -11,7 +11,9 @@ from train.schedule import schedule_of
 
 
 def test_two_warm_ups_and_two_choices_of_a_schedule_contradict_themselves():
-    with pytest.raises(ValueError, match=r"^lr_warmup_iters is 3; and lr_warmup_fraction 0.1"):
+    with pytest.raises(
+        ValueError, match=r"^lr_warmup_iters is 3; it must be 0 with lr_warmup_fraction 0.1"
+    ):
         OptimizerConfig(lr_warmup_iters=3, lr_warmup_fraction=0.1)
     with pytest.raises(
         ValueError,

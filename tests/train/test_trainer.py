@@ -115,7 +115,7 @@ def test_ten_skipped_in_a_row_end_the_run_and_nine_do_not():
     for progress, error in run_ranks(run_with, 2, settings(train_iters=50), None, prepare):
         assert (progress.iteration, progress.skipped_iterations) == (21, 19)
         assert error.startswith(
-            "TrainingError: 10 steps in a row were bad, the last one iteration 21: the loss was no"
+            "TrainingError: 10 steps in a row were bad, the last one in iteration 21: the loss was"
         )
         assert "; the last good iteration was 11; lower lr" in error
 
@@ -137,7 +137,7 @@ def test_steps_skipped_in_a_row_are_counted_over_a_resume(tmp_path):
     config = replace(config, train=replace(config.train, exit_interval=None))
     ((progress, error),) = run_ranks(run_with, 1, config, tmp_path / "run", infinite_after_a_resume)
     assert progress.iteration == 12
-    assert "10 steps in a row were bad, the last one iteration 12: " in error
+    assert "10 steps in a row were bad, the last one in iteration 12: " in error
     assert "the last good iteration was 2; lower lr" in error
     assert error.endswith(f"--load {tmp_path}/run --ckpt-step 2 and another --save")
 
@@ -317,7 +317,9 @@ def test_validation_is_the_mean_over_the_tokens_that_there_are(
     first, *others = run_ranks(said_of_validation, size, eval_iters, tmp_path / "run", length)
     for record in read_metrics(tmp_path / "run" / METRICS):
         assert record["validation_loss"] == pytest.approx(expected_validation(used), rel=1e-6)
-    few = ["note: eval_iters 4 asks for 16 validation samples; there are 3, and all are used"]
+    few = [
+        "note: eval_iters 4 needs 16 validation samples, but there are only 3; all of them are used"
+    ]
     assert first == (few if length < 4 * eval_iters else [])
     assert not any(others)
 

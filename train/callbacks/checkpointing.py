@@ -41,10 +41,10 @@ class Checkpointing(Callback):
         self._saved_iteration = self._progress.iteration
         """Iteration of the newest checkpoint, not counting local ones."""
         self._last_step: Step | None = None
-        """The newest step since this start, or since the last rollback."""
+        """The last step since this start or since a rollback; None before the first."""
 
     def on_train_begin(self, iteration: int) -> None:
-        """Note if the run resumes from a local checkpoint; its end then saves a shared one."""
+        """Check if the run resumes from a local checkpoint: its end then saves a shared one."""
         if self.config.checkpoint.non_persistent_save_interval and not self.saves.holds(iteration):
             self._saved_iteration = 0
 
@@ -93,8 +93,8 @@ class Checkpointing(Callback):
             earlier.load(self.runner.parts, self.optimizer, self.ema)
         skipped_samples = progress.consumed_samples - earlier.progress.consumed_samples
         say(
-            f"rolled back from iteration {progress.iteration}; "
-            f"the {skipped_samples} samples consumed since then are left out"
+            f"rolled back from iteration {progress.iteration} to the newest checkpoint; "
+            f"the {skipped_samples} samples consumed after that checkpoint are left out"
         )
 
         progress.iteration = earlier.progress.iteration

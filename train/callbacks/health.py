@@ -24,7 +24,7 @@ MAX_SKIPPED_IN_A_ROW = 10
 MAX_FAILURES = 3
 """Number of failures after the same checkpoint that end a run, counted over restarts.
 
-A device's fault rarely comes three times at the same place; a divergence always does.
+A hardware fault rarely comes three times at the same iteration; a divergence always does.
 """
 WINDOW = 100
 """Number of recent good steps whose median defines a spike."""
@@ -179,9 +179,9 @@ class Health:
         progress.skipped_iterations += 1
         skips = config.bad_step_policy == "skip"
         if not skips or progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            subject = "a step was bad,"
+            subject = "a step was bad in"
             if skips:
-                subject = f"{progress.skipped_in_a_row} steps in a row were bad, the last one"
+                subject = f"{progress.skipped_in_a_row} steps in a row were bad, the last one in"
             last_good = progress.iteration - progress.skipped_in_a_row
             self._fail(
                 progress.iteration, last_good, f"{subject} iteration {progress.iteration}: {why}"
@@ -189,7 +189,7 @@ class Health:
         return why
 
     def _problems(self, loss: float, norm: float) -> list[tuple[bool, str]]:
-        """Return every possible problem of a step's loss and norm, each with whether it occurs."""
+        """Return all possible problems of a step's loss and norm, as pairs of (occurs, text)."""
         config = self._config
         loss_limit = math.inf
         norm_limit = math.inf
@@ -204,7 +204,7 @@ class Health:
             ("loss", loss, loss_limit, config.check_for_spiky_loss),
             ("gradient norm", norm, norm_limit, config.check_for_large_grads),
         ):
-            spike = f"the {name} was {value:.4g}, above {limit:.4g}, a spike"
+            spike = f"the {name} was {value:.4g}, a spike above the limit {limit:.4g}"
             problems.append((not math.isfinite(value), f"the {name} was not finite"))
             problems.append((is_checked and value > limit, spike))
         return problems
@@ -225,9 +225,12 @@ class Health:
             [
                 (
                     not math.isfinite(after),
-                    "after its update the loss of its own samples was not finite",
+                    "the loss of its own samples was not finite after its update",
                 ),
-                (has_grown, f"its update took their loss from {before:.4g} to {after:.4g}"),
+                (
+                    has_grown,
+                    f"its update raised its samples' loss from {before:.4g} to {after:.4g}",
+                ),
             ]
         )
         if why:

@@ -48,7 +48,7 @@ class Service:
     """A logging service that receives the numbers of records."""
 
     write: Callable[[dict[str, Any]], None]
-    """Receives a record, or metrics that are added to one, with its ``iteration``."""
+    """Receives a record, or metrics that are added to a record later, with its ``iteration``."""
     rewind: Callable[[int], None]
     """Receives the last iteration that remains valid after a rollback."""
 
@@ -71,7 +71,7 @@ class RunLog:
 
         Args:
             settings: the resolved configuration, for the services to show.
-            device: the name of the GPU.
+            device: the name of the GPU, or cpu.
         """
         self._folder = folder
         self.records: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ class RunLog:
         self._rewrite()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add an iteration's record; numbers that are not finite become null, as JSON has none."""
+        """Add an iteration's record; NaN and infinities, which JSON lacks, become null."""
         record = _finite(record)
         self.records.append(record)
         if self._folder is not None:
@@ -166,7 +166,7 @@ def _finite(record: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn disk errors under ``--save`` into a ConfigError of one line, with the free space."""
+    """Turn disk errors under ``--save`` into a one-line ConfigError with the free space."""
     try:
         yield
     except OSError as error:
@@ -278,8 +278,8 @@ def check_services(config: LoggingConfig) -> None:
         except ImportError as error:
             package = module.rpartition(".")[2]
             raise ConfigError(
-                f"{field} is set and {package} cannot be imported ({error}): "
-                f"pip install {package} (make venv EXTRAS=logging), or leave {field} out"
+                f"{field} is set, but {package} cannot be imported ({error}); install it with "
+                f"pip install {package} (or make venv EXTRAS=logging), or leave {field} out"
             ) from error
 
 

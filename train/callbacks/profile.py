@@ -32,11 +32,11 @@ class ProfileConfig:
     """The iterations to profile; results go to the folder ``profile`` under --save."""
 
     profile: bool = False
-    """Profile some iterations with torch.profiler: a trace for chrome://tracing of each
-    profiled rank, the memory's history on a GPU, and a table of compute, exposed communication,
-    data and saving of all ranks."""
+    """Profile some iterations with torch.profiler. This writes a trace (for chrome://tracing) of
+    each profiled rank, on a GPU also its memory history, and a table of every rank's time in
+    compute, exposed communication, data loading and saving."""
     profile_step_start: int = 10
-    """First profiled iteration; those before warm up."""
+    """First profiled iteration; the iterations before it are the warm-up."""
     profile_step_end: int = 12
     """First iteration that is no longer profiled."""
     profile_ranks: tuple[int, ...] = (0,)
@@ -83,19 +83,22 @@ class Profiler(Callback):
     """Profiles some iterations on every rank, with --profile."""
 
     def __init__(self, config: ProfileConfig, save: str | None, device: torch.device) -> None:
-        """Raises UserError if the run has no --save, or a profiled rank does not exist."""
+        """Set up; raises UserError if the run has no --save, or a profiled rank does not exist."""
         self._config = config
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._profile: profile | None = None
         self._first_iteration = 0
         if save is None:
-            raise UserError("profile writes into the folder of --save, which is not set; give it")
+            raise UserError(
+                "profile is set, but save is not, and the results go there; give --save FOLDER"
+            )
         world_size = dist.get_world_size()
         for rank in config.profile_ranks:
             if not 0 <= rank < world_size:
                 raise UserError(
-                    f"profile_ranks has {rank}; this run has ranks 0 to {world_size - 1}"
+                    f"profile_ranks has {rank}, but this run has only ranks 0 to {world_size - 1}; "
+                    "choose among these"
                 )
         self._folder = Path(save) / FOLDER
 
@@ -139,7 +142,7 @@ class Profiler(Callback):
         if self._on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
         say(
-            f"profiled iterations {self._first_iteration} to {iteration}, into {self._folder}\n"
+            f"profiled iterations {self._first_iteration} to {iteration}; see {self._folder}\n"
             f"{table(all_times)}"
         )
 
@@ -194,7 +197,7 @@ def rank_times(events: Iterable[Any], rank: int, iterations: int) -> RankTimes:
             operators.append(span)
 
     # On a GPU only kernels count as compute, because operators on the host only launch them. Time
-    # in a wait for data or in a save counts as nothing else.
+    # spent on waiting for data or on saving counts only as that.
     lengths, covers = covered([marks[DATA], marks[SAVING], kernels or operators, messages])
     data, saving, compute, communication = covers  # bool [N] each
     compute = compute & ~(data | saving)
@@ -223,7 +226,7 @@ def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray
     that is covered by messages and not by compute.
 
     Returns:
-        lengths, int64 [N], and for each kind if it covers the piece, bool [kinds, N].
+        lengths, int64 [N], and whether each kind covers each piece, bool [kinds, N].
     """
     edges: list[int] = []
     for spans in kinds:
@@ -231,7 +234,7 @@ def covered(kinds: Sequence[Sequence[Interval]]) -> tuple[np.ndarray, np.ndarray
             edges += span
     times = np.unique(np.array(edges, dtype=np.int64))
 
-    changes = np.zeros((len(kinds), len(times)), dtype=np.int64)  # of the number of open spans
+    changes = np.zeros((len(kinds), len(times)), dtype=np.int64)  # changes of the number of spans
     for row, spans in zip(changes, kinds, strict=True):
         starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         np.add.at(row, np.searchsorted(times, starts), 1)

@@ -34,7 +34,7 @@ class ProgressReport(Callback):
         log_interval: int,
         device_type: str,
     ) -> None:
-        """Set up; ``log`` is None on all ranks but the first, and these report nothing."""
+        """Set up; ``log`` is None on all ranks but the first, and such ranks report nothing."""
         self._log = log
         self._objective = objective
         self._train_iters = train_iters
@@ -96,12 +96,12 @@ def shortage_note(iteration: int, train: LoopConfig, available: int | None, requ
     if iteration >= train.train_iters:
         return (
             f"iteration {iteration} of {train.train_iters}: nothing left to train; "
-            "a larger --train-iters continues"
+            "raise --train-iters to continue"
         )
     if available is not None and available < requested:
         return (
-            f"note: eval_iters {train.eval_iters} asks for {requested} validation samples; "
-            f"there are {available}, and all are used"
+            f"note: eval_iters {train.eval_iters} needs {requested} validation samples, but there "
+            f"are only {available}; all of them are used"
         )
     return ""
 
@@ -159,7 +159,7 @@ def flops_rate(tflops: float) -> str:
 
 
 def _mean(records: Sequence[dict[str, Any]], name: str, weight: str | None = None) -> float:
-    """Return a field's mean over the records where it is finite, weighted by another field."""
+    """Return a field's mean over the records in which it is finite, weighted by ``weight``."""
     values = []
     weights = []
     for record in records:

@@ -29,7 +29,7 @@ SEED = 1
 
 
 def _template(config: Config, tokenizer: str) -> ChatTemplate:
-    """Return the chat template of the run's prepared conversations, or the tokenizer's."""
+    """Return the chat template of the run's conversations, or else the tokenizer's."""
     chat = config.recorded().get(CHAT)
     if chat is None or chat["chat_template"] is None:
         return load_template(tokenizer, None)
@@ -147,11 +147,11 @@ class Ruler(Callback):
         shares = ", ".join(
             f"{name.removeprefix('ruler_')}: {share:.1f}" for name, share in scores.items()
         )
-        say(f"RULER at iteration {step.iteration}, percent of right answers by tokens: {shares}")
+        say(f"RULER at iteration {step.iteration}, percent of right answers by length: {shares}")
 
 
 def _example(ids: list[int], prompt_length: int, seq_length: int, number: int) -> Batch:
-    """Return a sample [S] with labels on the answer's tokens only, and its example's number."""
+    """Return a sample [S] with labels only on the answer's tokens, and its example's number."""
     tokens = torch.zeros(seq_length, dtype=torch.int64)
     labels = torch.full((seq_length,), IGNORE_INDEX)
     tokens[: len(ids) - 1] = torch.tensor(ids[:-1])

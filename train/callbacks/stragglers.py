@@ -26,11 +26,11 @@ MAX_BEHIND = 0.2
 MIN_BEHIND_MS = 20.0
 """Minimum delay of a rank for a warning, in milliseconds per step."""
 MAX_CALLS = 64
-"""Maximum number of feed-forward calls of which the times are kept."""
+"""Maximum number of feed-forward calls whose times are kept."""
 
 
 class Stragglers(Callback):
-    """Adds all ranks' times to the records, and warns of a rank that is slower repeatedly.
+    """Adds all ranks' times to the records, and warns of a rank that is repeatedly slow.
 
     One slow GPU or host slows down every rank, because all wait for it in collectives, and a step's
     time alone does not show which one it is. So each rank measures phases without communication.
@@ -144,9 +144,9 @@ class Stragglers(Callback):
 def slowest(
     times: dict[str, list[float]], step_ms: float, calls_per_step: float
 ) -> tuple[int, float, str, bool]:
-    """Return the slowest rank, its relative delay, its phase, and if it passes MIN_BEHIND_MS.
+    """Return the slowest rank, its relative delay, its phase, and if it is MIN_BEHIND_MS behind.
 
-    The delay is the time above the median rank's, relative to that median for a layer's call and to
+    The delay is the rank's time minus the median, relative to the median for a layer's call and to
     the whole step for the other phases. The median of two ranks is the faster one's. A rank that is
     behind by ``MIN_BEHIND_MS`` in a step is preferred to ranks that are not.
 

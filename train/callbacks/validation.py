@@ -25,7 +25,7 @@ class Validation(Callback):
     task: Task[Any]
     runner: Runner
     ema: Ema | None
-    """EMA of the weights; if there is one, it is validated instead of the weights."""
+    """EMA of the weights; if there is one, it is validated in place of the weights."""
     batches: Batches
     data: Samples
     log: RunLog | None
@@ -33,7 +33,7 @@ class Validation(Callback):
     constants: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are recorded with each loss, such as the corpus's unigram entropy."""
     after_validation: Callable[[int], None] | None = None
-    """Called after a validation with its iteration, while the model has the EMA; collective."""
+    """Called after each validation with its iteration, while the model has the EMA; collective."""
 
     def on_train_begin(self, iteration: int) -> None:
         """Validate the last iteration before this start, if the run ended during its validation."""

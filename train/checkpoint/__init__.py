@@ -1,1 +1,1 @@
-"""Save and load: atomic, verified, on any mesh."""
+"""Save and load checkpoints: atomic, verified, on any mesh."""

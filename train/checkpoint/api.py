@@ -1,7 +1,7 @@
 """Save and load atomic, verified, reshardable checkpoints.
 
-Modules that import DCP (torch.distributed.checkpoint) are imported inside functions: it takes half
-a second, and a command line that is refused should not wait for it.
+Modules that import DCP (torch.distributed.checkpoint) are imported inside functions: the import
+takes half a second, and a command line that is refused should not wait for it.
 """
 
 import json
@@ -56,13 +56,14 @@ class CheckpointConfig:
     keep_every: int | None = None
     """Keep every checkpoint whose iteration is a multiple of this number."""
     non_persistent_save_interval: int | None = None
-    """Iterations between checkpoints in --non-persistent-local-ckpt-dir, which keeps the newest."""
+    """Number of iterations between checkpoints in --non-persistent-local-ckpt-dir, which keeps only
+    the newest."""
     non_persistent_local_ckpt_dir: str | None = None
     """Folder on each node, such as /dev/shm/longmesh, for the checkpoints of
     --non-persistent-save-interval."""
     load: str | None = None
-    """Folder of a run to resume from its newest whole checkpoint. With --finetune also hf:FOLDER, a
-    Hugging Face model of the shape that the configuration (--config) has."""
+    """Folder of a run to resume from its newest whole checkpoint. With --finetune it may also be
+    hf:FOLDER, a Hugging Face model of the same shape as the configuration (--config)."""
     ckpt_step: int | None = None
     """Load exactly this iteration from --load, and fail if it is broken."""
     finetune: bool = False
@@ -83,7 +84,7 @@ class CheckpointConfig:
             value = getattr(self, name)
             if self.load is None and value not in (None, False):
                 raise UserError(
-                    f"{name} is {value} and load is not set; name a run's folder with --load"
+                    f"{name} is {value}, but load is not set; name a run's folder with --load"
                 )
 
         if self.hugging_face is not None and (not self.finetune or self.ckpt_step is not None):
@@ -91,13 +92,13 @@ class CheckpointConfig:
             if self.finetune:
                 problem = f"ckpt_step is {self.ckpt_step}"
             raise UserError(
-                f"load is {self.load}, which holds only weights, and {problem}; give --finetune "
-                "and no --ckpt-step, or name a run's folder with --load"
+                f"load is {self.load}, a folder with only weights, but {problem}; give --finetune "
+                "without --ckpt-step, or name a run's folder with --load"
             )
 
     @property
     def hugging_face(self) -> Path | None:
-        """The folder of ``hf:FOLDER``; None if ``load`` is a run's."""
+        """The folder of ``hf:FOLDER``; None if ``load`` does not name one."""
         if self.load is None or not self.load.startswith(HUGGING_FACE):
             return None
         return Path(self.load.removeprefix(HUGGING_FACE))
@@ -118,7 +119,7 @@ def save_checkpoint(
 ) -> Path:
     """Write ``iter_N`` into a run's folder atomically and return its path. Collective.
 
-    Every rank writes its shards into a draft that no other save writes to, and hashes them. The
+    Every rank writes its shards into a draft (a folder of this save alone), and hashes them. The
     first rank, or one of each node, writes the manifest, renames the draft to ``iter_N`` and points
     ``latest_checkpointed_iteration.txt`` at it. Tensors have the plain model's parameter names,
     whatever wraps or shards it. The optimizer's tensors (moments, step) are saved; its
@@ -128,15 +129,15 @@ def save_checkpoint(
         directory: the run's folder, on a file system that all ranks share unless ``local``.
         architecture: JSON-serialisable description of the model, compared at load.
         extra: JSON-serialisable rest of the run's state, returned by ``load_checkpoint``.
-        sections: further sections of tensors by name, such as the EMA of the weights.
-        read: for weights of another file, without an optimizer: ``model`` has meta tensors by name,
-            and this returns one of them when it is written, so that one at a time is in memory.
+        sections: further sections of tensors, keyed by section, such as the EMA of the weights.
+        read: reads a weight from another file when it is written, so that only one is in memory;
+            ``model`` then maps names to meta tensors, and there is no optimizer.
         background: writes the checkpoint from a copy in memory while the caller goes on.
         local: each node's ranks write into a folder of their own, which then has only this
             checkpoint.
 
-    Raises CheckpointError on every rank: the iteration has a whole checkpoint (a broken one is
-    moved aside), or the disk refuses. No unfinished files remain.
+    Raises CheckpointError on every rank: the iteration already has a whole checkpoint (a broken one
+    is moved aside), or the disk cannot be written to. No unfinished files remain.
     """
     from train.checkpoint.shards import Shards
     from train.checkpoint.tensors import tensors_of
@@ -174,12 +175,12 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a verified checkpoint into the model and optimizer, bit for bit; return its ``extra``.
 
-    Collective. Works with any number of ranks and any sharding, and if each node has other files.
+    Collective. Works with any number of ranks and any sharding, even if nodes have different files.
     Gradients are dropped; the optimizer keeps its hyperparameters.
 
     Args:
         path: a folder that ``find_checkpoint`` returned.
-        sections: further sections of tensors to load, as they were saved.
+        sections: further sections of tensors to load into, as in ``save_checkpoint``.
 
     Raises CheckpointError: the architecture or a tensor's name, shape or dtype differs, or a file
     is damaged. A difference raises before any weight changes.
@@ -198,8 +199,8 @@ def load_checkpoint(
         manifest, metadata = _described(folder, architecture)
         optimizer.zero_grad(set_to_none=True)
         stepped = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
-        # Created again below, unless it was saved before the first step: an empty state differs
-        # from zeros with step 1.
+        # ``tensors_of`` creates the state again unless it was saved before the first step: an empty
+        # state differs from zeros at step 1.
         optimizer.state.clear()
         state = tensors_of(model, optimizer, create=stepped) | dict(sections or {})
     compare_tensors(folder, state, metadata, exact_dtype=True)
@@ -246,9 +247,9 @@ def load_model(
 def stored_weights(
     path: str | Path, architecture: dict[str, Any], section: str = "model"
 ) -> tuple[dict[str, torch.Tensor], "Read"]:
-    """Return meta tensors of a checkpoint's weights by name, and a function that reads one of them.
+    """Return a checkpoint's weights as meta tensors, keyed by name, and a function that reads one.
 
-    Needs no process group; ``section`` as of ``load_model``. Raises CheckpointError as
+    Needs no process group; ``section`` is as in ``load_model``. Raises CheckpointError as
     ``load_checkpoint`` does.
     """
     from train.checkpoint.tensors import read_shards
@@ -286,7 +287,7 @@ def compare_architecture(folder: Path, saved: dict[str, Any], expected: dict[str
     expected_family = expected.get("model_type")
     if family != expected_family:
         raise CheckpointError(
-            f"{folder} holds a model of model_type {family}, and this run's is {expected_family}; "
+            f"{folder} has a model of model_type {family}, but this run's is {expected_family}; "
             "choose another folder for --save and --load (make: RUN=), or set model_type to "
             f"{family}"
         )
@@ -299,6 +300,6 @@ def compare_architecture(folder: Path, saved: dict[str, Any], expected: dict[str
             differences.append(f"{field} is {saved_value} there and {expected_value} here")
     if differences:
         raise CheckpointError(
-            f"{folder} holds another architecture: {'; '.join(differences)}. Change the "
-            "configuration or load another one"
+            f"{folder} has a different architecture: {'; '.join(differences)}. Change the "
+            "configuration, or load another checkpoint"
         )

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from train.checkpoint.shards import Copies, Shards
 
 Steps = Generator[Callable[[], Any], list[Any], None]
-"""Yields the next work of this rank, and is sent the results of all ranks."""
+"""Generator that yields this rank's next work, and receives the results of all ranks."""
 
 
 class Room(NamedTuple):
-    """The room in a folder of a draft."""
+    """The free disk space for a draft's folder."""
 
     path: Path
     free: int | None
-    """Free bytes; None if the file system does not say."""
+    """Number of free bytes; None if the file system does not report it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,25 +52,25 @@ class Draft:
 
     path: Path
     folder: Path
-    """The path once it is published."""
+    """The path after the draft is published."""
     manifest: Manifest
-    """Has no files until they are written."""
+    """The manifest, which lists no files until they are written."""
     owner: bool
-    """True if this rank publishes it: the first one, or one of each node if ``local``."""
+    """True if this rank publishes the draft: the first rank, or one per node if ``local``."""
     local: bool
-    """True if each node has its folder, in which only the newest checkpoint stays."""
+    """True if each node has a folder of its own, which keeps only the newest checkpoint."""
 
     @property
     def owned(self) -> list[Path]:
-        """The draft's folder if this rank made it, for ``removed_on_error``."""
+        """The draft's folder if this rank owns it, for ``removed_on_error``."""
         return [self.path] if self.owner else []
 
 
 def start_draft(folder: Path, manifest: Manifest, *, local: bool) -> tuple[Draft, list[Room]]:
-    """Create an empty draft of ``folder``, and return it with the room in each of its folders.
+    """Create an empty draft of ``folder``; return it with the free space for each of its folders.
 
     A broken checkpoint of this name is moved aside. Collective. Raises CheckpointError on every
-    rank: the name is a whole checkpoint's, or the disk refuses.
+    rank: ``folder`` is a whole checkpoint already, or the disk cannot be written to.
     """
     mark = uuid.uuid4().hex[:8]
     if local:
@@ -84,7 +84,7 @@ def start_draft(folder: Path, manifest: Manifest, *, local: bool) -> tuple[Draft
                 return None
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if local else 0o777)
             if not local:
-                remove_drafts(path.parent)  # of killed runs
+                remove_drafts(path.parent)  # left by killed runs
             try:
                 path.mkdir()
             except FileExistsError:  # another rank of this node has made it
@@ -110,12 +110,12 @@ def start_draft(folder: Path, manifest: Manifest, *, local: bool) -> tuple[Draft
 
 
 def _free_name(folder: Path) -> None:
-    """Rename a broken checkpoint: a run resumed from an earlier one reaches its iteration again."""
+    """Rename a broken checkpoint; a run resumed from an earlier one reaches its iteration again."""
     problem = find_damage(folder)
     if problem is None:
         raise CheckpointError(
-            f"{folder} exists and is whole; move it away or choose another --save, it is not "
-            "overwritten"
+            f"{folder} is a whole checkpoint, which is not overwritten; move it away, or choose "
+            "another --save"
         )
 
     def move_aside() -> None:
@@ -141,7 +141,7 @@ def remove_drafts(directory: Path) -> None:
 
 
 def check_room(rooms: Sequence[Room], needed: int) -> None:
-    """Raise CheckpointError if a folder is too small for its share of the bytes ``needed``.
+    """Raise CheckpointError if a folder lacks space for its share of the bytes ``needed``.
 
     All ranks have the same ``rooms``, so that all raise, and before anything is written.
     """
@@ -149,16 +149,18 @@ def check_room(rooms: Sequence[Room], needed: int) -> None:
     for path, free in rooms:
         if free is not None and free < share:
             raise CheckpointError(
-                f"cannot write {path}: {free:,} bytes are free in {path.parent} and {share:,} are "
-                "needed; remove older checkpoints (--keep-last N does), or write to another folder"
+                f"cannot write {path}: {free:,} bytes are free in {path.parent}, but {share:,} are "
+                "needed; remove older checkpoints (--keep-last N does so), or write to another "
+                "folder"
             )
 
 
 def save_steps(draft: Draft, shards: "Shards", keeper: Keeper | None = None) -> Steps:
-    """Yield the work by which this rank turns a draft into a checkpoint, step by step.
+    """Yield this rank's work to turn a draft into a checkpoint, step by step.
 
     A step begins once all ranks have finished the one before. The work itself has no collectives,
-    so that a thread can do it during training; only then a ``keeper`` prunes in the last step.
+    so that a thread can do it during training; such a save has a ``keeper``, which removes older
+    checkpoints in the last step.
     """
     path = draft.path
 
@@ -202,7 +204,8 @@ def _publish(draft: Draft, files: dict[str, tuple[int, str]]) -> None:
             strange |= files.keys() - present
         if strange:
             raise CheckpointError(
-                f"{draft.path} holds other files than the ranks wrote: {', '.join(sorted(strange))}"
+                f"{draft.path} has lost or gained files since the ranks wrote it: "
+                f"{', '.join(sorted(strange))}; let no other program write there"
             )
         write_manifest(draft.path, replace(draft.manifest, files=files))
         draft.path.rename(draft.folder)
@@ -222,8 +225,8 @@ class Background:
     """One save at a time, written by a thread of each rank from copies, while training goes on.
 
     DCP's own ``async_save`` does not fit: it has another process group, whose collectives wait for
-    a lost rank until they time out, and training learns of an error at another step on each
-    rank, without the name of the file. Here a step begins when all ranks have finished the one
+    a lost rank until they time out, and each rank learns of an error at a different step, without
+    the name of the file. Here a step begins when all ranks have finished the one
     before. The caller finds that out by adding ``ready`` to a reduction that it makes anyway. So no
     collective runs during training, and errors are raised on all ranks together.
     """
@@ -256,7 +259,7 @@ class Background:
         """
         assert self._save is not None
         draft, steps, work = self._save
-        self._save = None  # after an error none is under way
+        self._save = None  # after an error no save is under way
         with removed_on_error(draft.owned):
             results = gather_results(work.result)
             try:
@@ -268,7 +271,7 @@ class Background:
     def wait(self) -> Path | None:
         """Take all remaining steps; return the checkpoint if one is published.
 
-        Collective; raises as ``step``.
+        Collective; raises the errors of ``step``.
         """
         published = None
         while self._save is not None:

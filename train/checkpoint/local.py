@@ -1,8 +1,8 @@
 """Local checkpoints: only the newest one, in a folder of each node, on a RAM disk or NVMe.
 
-Each node has the files of its own ranks, and the manifest, which lists those of all. So a local
-checkpoint is whole if the nodes together have all of its files, and loads like any other once each
-node has the files that it reads.
+Each node has the files of its own ranks, and the manifest, which lists the files of all ranks. So a
+local checkpoint is whole if the nodes together have all of its files, and loads like any other once
+each node has the files that it reads.
 """
 
 import os
@@ -19,15 +19,14 @@ from runtime.together import from_first, gather_results, raise_together
 from train.checkpoint.manifest import STARTS, CheckpointError, describe, read_manifest, remove
 
 BLOCK_BYTES = 1 << 26
-"""Bytes of one message between nodes."""
+"""Number of bytes in one message between nodes."""
 
 
 def local_folder(directory: str | None, save: str) -> Path | None:
     """Return the folder of a run's local checkpoints in a node's directory.
 
-    None without a directory, or before the run's first start. The name has the run's fingerprint,
-    of the path ``save`` and the time of its first start. Collective; raises CheckpointError if the
-    folder is a link, or another user's.
+    None without a directory, or before the run's first start. The folder is named after the run's
+    ``fingerprint``. Collective; raises CheckpointError if the folder is a link, or another user's.
     """
     if directory is None:
         return None
@@ -39,7 +38,8 @@ def local_folder(directory: str | None, save: str) -> Path | None:
     with raise_together():
         if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
             raise CheckpointError(
-                f"{folder} is no folder of yours; choose another --non-persistent-local-ckpt-dir"
+                f"{folder} is a link, or another user's; choose another "
+                "--non-persistent-local-ckpt-dir"
             )
     return folder
 
@@ -66,10 +66,10 @@ def remove_others(local: Path, newest: Path | None) -> None:
 
 
 def fetch_missing(folder: Path, names: Collection[str]) -> None:
-    """Copy files of a verified checkpoint that this rank reads and its node lacks from other nodes.
+    """Fetch from other nodes the checkpoint files that this rank reads and its node lacks.
 
-    Collective. One rank of each node writes a file into the node's folder. Raises OSError on every
-    rank if there is no room.
+    Collective; the checkpoint must be verified. One rank of each node writes a file into the node's
+    folder. Raises OSError on every rank if the disk is full.
     """
     local_files = {path.name for path in folder.iterdir()}
     mark = uuid.uuid4().hex[:8]
@@ -128,6 +128,6 @@ def fetch_missing(folder: Path, names: Collection[str]) -> None:
                 os.fsync(file.fileno())
             if describe(path) != files[name]:
                 raise CheckpointError(
-                    f"{path} arrived damaged; start again, or remove {folder} on all nodes"
+                    f"{path} arrived damaged; start the run again, or remove {folder} on all nodes"
                 )
             path.rename(folder / name)

@@ -41,7 +41,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         problem = reason(error, path.parent)
         raise CheckpointError(
-            f"cannot write {path}: {problem}; make room for it or write to another folder"
+            f"cannot write {path}: {problem}; free space there, or write to another folder"
         ) from error
 
 
@@ -66,7 +66,7 @@ def checkpoint_folder(directory: str | Path, iteration: int) -> Path:
 
 
 def is_count(value: object) -> bool:
-    """Return whether a JSON value is a whole number that every reader of JSON keeps exactly."""
+    """Return True if a JSON value is a whole number that every JSON reader keeps exactly."""
     return type(value) is int and 0 <= value < 1 << 53
 
 
@@ -78,9 +78,9 @@ def describe(path: Path) -> tuple[int, str]:
 def remove(folder: Path, *, ignore_errors: bool = False) -> None:
     """Remove a checkpoint or a draft.
 
-    It is renamed to a draft first: a kill then leaves a draft, and no broken checkpoint.
+    The folder is renamed to a draft first: a kill then leaves a draft, not a broken checkpoint.
 
-    Raises OSError: it cannot be renamed or, unless these errors are ignored, removed.
+    Raises OSError: the folder cannot be renamed or, unless ``ignore_errors``, removed.
     """
     draft = folder.with_name(f"iter_{uuid.uuid4().hex[:8]}.tmp")
     folder.rename(draft)
@@ -99,32 +99,33 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: str | Path) -> Manifest:
     """Read and verify the manifest of a checkpoint folder, not the files that it lists.
 
-    Raises CheckpointError: it is missing, truncated, altered, of another format, or names a file
-    outside its folder.
+    Raises CheckpointError: the manifest is missing, truncated, altered or of another format, or
+    lists a file outside its folder.
     """
     path = Path(folder) / MANIFEST
     try:
         content = json.loads(read_regular(path))
         if not isinstance(content, dict):
-            raise ValueError(f"{path.name} holds no JSON object")
+            raise ValueError(f"{path.name} is not a JSON object")
         checksum = content.pop("checksum")
         version = content.pop("format_version")
         intact = checksum == _checksum({"format_version": version, **content})
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} is missing; a checkpoint without it was never finished"
+            f"{path} is missing, so the checkpoint was never finished; load another checkpoint"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); load another one"
+            f"{path} cannot be read ({type(error).__name__}: {error}); load another checkpoint"
         ) from error
     if not intact:
         raise CheckpointError(
-            f"{path} does not match its own checksum; it was altered, load another checkpoint"
+            f"{path} does not match its own checksum, so it was altered; load another checkpoint"
         )
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format {version}, this version reads {FORMAT_VERSION}; use a matching one"
+            f"{path} has format {version}, but this version of Longmesh reads {FORMAT_VERSION}; "
+            "use the version that wrote it"
         )
     try:
         # Checkpoints before 0.1.0 have no version of longmesh.
@@ -132,12 +133,12 @@ def read_manifest(folder: str | Path) -> Manifest:
         manifest = replace(manifest, files=_checked_files(manifest))
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} is not a checkpoint's manifest ({error}); load another one"
+            f"{path} is not a checkpoint's manifest ({error}); load another checkpoint"
         ) from error
     for name in manifest.files:
         if name in ("", ".", "..") or name != os.path.basename(name):
             raise CheckpointError(
-                f"{path} names {name!r}, which is not a file of its own folder; do not trust it"
+                f"{path} lists {name!r}, which is not a file of its folder; do not trust it"
             )
     return manifest
 
@@ -145,7 +146,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 def _checked_files(manifest: Manifest) -> dict[str, tuple[int, str]]:
     """Return the files, each as a tuple. Raises ValueError or TypeError for a wrong value."""
     if not isinstance(manifest.architecture, dict) or not isinstance(manifest.extra, dict):
-        raise ValueError("architecture or extra is no table")
+        raise ValueError("architecture or extra is not a table")
 
     files = {}
     counts = [("iteration", manifest.iteration)]
@@ -154,7 +155,7 @@ def _checked_files(manifest: Manifest) -> dict[str, tuple[int, str]]:
         counts.append((name, size))
     for name, count in counts:
         if not is_count(count):
-            raise ValueError(f"{name} has {count!r:.40}, no whole number below 2^53")
+            raise ValueError(f"{name} has {count!r:.40}, not a whole number below 2^53")
 
     for name, (_, digest) in sorted(files.items()):
         if not re.fullmatch("[0-9a-f]{64}", digest):

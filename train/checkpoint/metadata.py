@@ -2,7 +2,7 @@
 
 `torch.distributed.checkpoint` (DCP) unpickles its table, and a pickle can run any program. A
 checkpoint may come from elsewhere, and the manifest's checksums only show that it was not damaged
-since it was written. So the unpickler here creates data classes alone, and the table is checked
+since it was written. So the unpickler here creates only data classes, and the table is checked
 against the files of the manifest before DCP sees it.
 """
 
@@ -32,19 +32,19 @@ _DATA_CLASSES = {
 def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
     """Read DCP's table of tensors without executing code that it may contain.
 
-    Raises CheckpointError: it is unreadable, asks for a class outside the list above, names a file
-    outside the manifest, or none for some tensor.
+    Raises CheckpointError: the table is unreadable, asks for a class outside the list above, names
+    a file outside the manifest, or does not say where a tensor is.
     """
     path = folder / METADATA
     if METADATA not in manifest.files:
         raise CheckpointError(
-            f"{folder} lists no {METADATA} in its manifest; load another checkpoint"
+            f"{folder} has no {METADATA} in its manifest; load another checkpoint"
         )
     try:
         with path.open("rb") as file:
             metadata = _DataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} holds no table of tensors; load another checkpoint")
+            raise CheckpointError(f"{path} is not a table of tensors; load another checkpoint")
         classes = {type(entry) for entry in metadata.state_dict_metadata.values()}
         files = {str(storage.relative_path) for storage in metadata.storage_data.values()}
         located = {index.fqn for index in metadata.storage_data}
@@ -55,7 +55,7 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
     except Exception as error:
         # A corrupt pickle can raise nearly anything.
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); load another one"
+            f"{path} cannot be read ({type(error).__name__}: {error}); load another checkpoint"
         ) from error
 
     if classes - {TensorStorageMetadata}:
@@ -64,7 +64,10 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
         )
     strange = files - manifest.files.keys()
     if strange:
-        raise CheckpointError(f"{path} points at {min(strange)!r}, not a file of the checkpoint")
+        raise CheckpointError(
+            f"{path} points at {min(strange)!r}, which is not a file of the checkpoint; do not "
+            "trust it"
+        )
     if not possible:
         raise CheckpointError(
             f"{path} has tensors larger than its files, or offsets outside of any file; load "
@@ -78,7 +81,7 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
 
 
 def _sizes_possible(metadata: Metadata, manifest: Manifest) -> bool:
-    """Return whether offsets and shapes are counts, and no tensor exceeds all files together."""
+    """Return True if offsets and sizes are counts, and no tensor exceeds all files together."""
     counts: list[object] = []
     for storage in metadata.storage_data.values():
         counts += [storage.offset, storage.length]
@@ -102,7 +105,8 @@ class _DataUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         raise CheckpointError(
-            f"its {METADATA} asks for {module}.{name}, which no checkpoint needs; do not trust it"
+            f"the checkpoint's {METADATA} asks for {module}.{name}, which no checkpoint needs; do "
+            "not trust it"
         )
 
     @staticmethod
@@ -118,14 +122,14 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(enumeration: Any, name: str) -> Any:
-    """Return a member of an enumeration, in the place of getattr.
+    """Return a member of an enumeration, in place of getattr.
 
     Python 3.11.2 (Debian's) pickles a member as a call of getattr, which must not reach any other
     attribute.
     """
     if not (isinstance(enumeration, EnumType) and name in enumeration.__members__):
         raise CheckpointError(
-            f"its {METADATA} asks for {name} of {enumeration}, which no checkpoint needs; do not "
-            "trust it"
+            f"the checkpoint's {METADATA} asks for {name} of {enumeration}, which no checkpoint "
+            "needs; do not trust it"
         )
     return enumeration[name]

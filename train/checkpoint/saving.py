@@ -21,10 +21,10 @@ from train.checkpoint.search import Keeper, find_checkpoint, to_stderr
 def newest_checkpoint(
     config: CheckpointConfig, report: Callable[[str], None] = to_stderr
 ) -> Path | None:
-    """Return the newest whole checkpoint of ``--load`` and its run's local checkpoints.
+    """Return the newest whole checkpoint, in ``--load`` or among its run's local checkpoints.
 
     Collective; see ``find_checkpoint``. Local checkpoints that are not used are removed, since the
-    resumed run writes others of their iterations.
+    resumed run writes its own for their iterations.
     """
     load = str(config.load)
     resumes = config.save is not None and not config.finetune
@@ -45,7 +45,8 @@ def newest_checkpoint(
         for folder in sorted(map(str, folders)):
             if Path(folder).name != local.name:
                 report(
-                    f"passed over {folder}, which is of another run; remove it if that one is over"
+                    f"passed over {folder}, which belongs to another run; remove it if that run is "
+                    "over"
                 )
     remove_others(local, path)
     return path
@@ -68,7 +69,7 @@ class Saves:
     def due(self, iteration: int, last: bool) -> Literal["shared", "local"] | None:
         """Return the tier that gets a checkpoint of this iteration, if any.
 
-        A local one waits while a save is under way.
+        A local checkpoint waits while a save is under way.
         """
         intervals = {
             "shared": self.config.save_interval,
@@ -89,8 +90,8 @@ class Saves:
     ) -> None:
         """Write a checkpoint into a tier's folder, and remove older ones. Collective.
 
-        Arguments as of ``save_checkpoint``. With async_save the write begins once the one before
-        has ended, and training goes on meanwhile.
+        Takes the arguments of ``save_checkpoint``. With async_save the write begins once the one
+        before has ended, and training goes on meanwhile.
         """
         self.wait()
         folder = self._local if tier == "local" else Path(str(self.config.save))
@@ -105,7 +106,7 @@ class Saves:
                 self._keeper.prune_after(path)
 
     def holds(self, iteration: int) -> bool:
-        """Return whether ``--save`` has a checkpoint of this iteration. Collective."""
+        """Return True if ``--save`` has a checkpoint of this iteration. Collective."""
         return from_first(checkpoint_folder(str(self.config.save), iteration).is_dir)
 
     def end(self, iteration: int) -> None:
@@ -121,13 +122,13 @@ class Saves:
     def finished(self) -> Iterator[None]:
         """Finish the save under way before a block ends with an error that all ranks raise.
 
-        If a rank fails alone, none waits: its peers may never come.
+        If only one rank fails, it does not wait, since its peers may never come.
         """
         try:
             yield
         except Exception as error:
             if on_all_ranks(error) and self._background.under_way:
-                self.say(f"the run ends when the save under way is over: {error}")
+                self.say(f"the run ends after the save under way, because of an error: {error}")
                 self.wait()
             raise
 
@@ -139,14 +140,14 @@ class Saves:
     def agree(self, ready: int) -> None:
         """Take the next step of the save under way if all ranks are ``ready``. Collective.
 
-        ``ready`` is the number of ranks. Raises CheckpointError on every rank if the checkpoint
-        could not be written.
+        ``ready`` is the number of ready ranks. Raises CheckpointError on every rank if the
+        checkpoint could not be written.
         """
         if ready == dist.get_world_size():
             self._print_saved(self._background.step())
 
     def wait(self) -> None:
-        """Wait until no save is under way or due. Collective; raises as ``agree``."""
+        """Wait until no save is under way or due. Collective; raises the errors of ``agree``."""
         self._due_tiers.clear()
         self._print_saved(self._background.wait())
 

@@ -1,8 +1,8 @@
 """The checkpoints of a run's folder: find the newest whole one, remove older ones.
 
 Nothing is trusted by its name or time: a folder counts only after every byte of it was verified,
-as a run that resumes from a damaged checkpoint trains on without an error. Checkpoints that are
-skipped are reported, and if all are broken the search fails, since starting from scratch would
+since a run that resumes from a damaged checkpoint would train on without an error. Checkpoints that
+are skipped are reported, and if all are broken the search fails: starting from scratch would
 silently lose the run.
 """
 
@@ -36,7 +36,7 @@ def to_stderr(note: str) -> None:
 
 
 def checkpoint_of(run: Path, step: int | None = None) -> Path:
-    """Return the newest whole checkpoint of a run's folder, or that of iteration ``step``.
+    """Return the newest whole checkpoint of a run's folder, or the one of iteration ``step``.
 
     Collective. Raises CheckpointError if there is none.
     """
@@ -55,9 +55,9 @@ def find_checkpoint(
     report: Callable[[str], None] = to_stderr,
     local: Path | None = None,
 ) -> Path | None:
-    """Return the newest whole checkpoint of a run's folder, every byte verified; None without any.
+    """Return the newest whole checkpoint of a run's folder; None if it has no checkpoint.
 
-    Collective.
+    Collective. Every byte of the checkpoint is verified.
 
     Args:
         directory: a run's folder, with ``iter_*`` folders in it.
@@ -72,11 +72,11 @@ def find_checkpoint(
     directory = Path(directory)
     iterations = from_first(lambda: saved_iterations(directory))
     if step is not None and step not in iterations:
-        hint = "it has none at all"
+        hint = "it has no checkpoint at all"
         if iterations:
             hint = f"it has {', '.join(map(str, iterations))}; name one of them"
         raise CheckpointError(
-            f"ckpt_step is {step} and {directory} has no checkpoint of that iteration: {hint}"
+            f"ckpt_step is {step}, but {directory} has no checkpoint of that iteration: {hint}"
         )
     if step is not None:
         iterations = [step]
@@ -99,18 +99,18 @@ def find_checkpoint(
     if newest is None and any(folder in broken for folder in shared):
         raise CheckpointError(
             f"{directory} has no whole checkpoint to load: {'; '.join(broken.values())}. Load "
-            "another or move it away"
+            "from another folder, or move this one away"
         )
 
     if is_first():
         notes = [f"passed over a broken one: {problem}" for problem in broken.values()]
-        reason = f"{newest} is {'no older' if step is None else 'asked for'}"
+        reason = f"{newest} is {'as new or newer' if step is None else 'requested'}"
         for folder in on_nodes:
             if folder not in broken and folder != newest:
                 notes.append(f"passed over {folder}: {reason}")
         for folder in abandoned:
             notes.append(
-                f"passed over {folder}: the run was resumed from an earlier iteration since"
+                f"passed over {folder}: the run has since resumed from an earlier iteration"
             )
         if step is None and newest in shared:
             notes += _remarks(directory, _iteration_of(newest))
@@ -126,7 +126,7 @@ def _iteration_of(folder: Path) -> int:
 def _local_checkpoints(directory: Path, local: Path) -> tuple[list[Path], list[Path]]:
     """Return the local checkpoints of any node, newest first, and those that a resume abandoned.
 
-    Collective; the paths are those in this node's folder, which may lack them.
+    Collective; the paths are in this node's folder, which may lack them.
     """
 
     def write_times() -> dict[int, float]:
@@ -150,10 +150,10 @@ def _local_checkpoints(directory: Path, local: Path) -> tuple[list[Path], list[P
 
 
 def _abandoned(directory: Path, times: dict[int, float]) -> set[int]:
-    """Return the iterations that a later start went back behind.
+    """Return the iterations that a later start abandoned: it resumed from an earlier one.
 
     Args:
-        times: when each iteration's checkpoint was written, in seconds.
+        times: time in seconds at which each iteration's checkpoint was written.
     """
     path = directory / STARTS
     if not times or not path.exists():
@@ -171,7 +171,7 @@ def _abandoned(directory: Path, times: dict[int, float]) -> set[int]:
                 starts.append((start_time, start_iteration))
         except (ValueError, TypeError, KeyError, RecursionError):
             raise CheckpointError(
-                f"{path} has {line!r:.40}, which is no start of a run; remove the line"
+                f"{path} has a line {line!r:.40}, which is not a start of a run; remove the line"
             ) from None
 
     abandoned = set()
@@ -202,7 +202,7 @@ def saved_iterations(directory: Path) -> list[int]:
     iterations = set()
     for name in names:
         match = re.fullmatch(r"iter_(\d{7,})", name)
-        # A name with more leading zeros than ours is ignored.
+        # A name with more leading zeros than ``checkpoint_folder`` writes is ignored.
         if match and checkpoint_folder(directory, int(match[1])).is_dir():
             iterations.add(int(match[1]))
     return sorted(iterations, reverse=True)
@@ -221,8 +221,8 @@ def _remarks(directory: Path, iteration: int) -> list[str]:
         return [*notes, str(error)]
     if pointed and pointed != str(iteration):
         notes.append(
-            f"{pointer} says {pointed[:20]}, the newest whole one is {iteration}; --ckpt-step "
-            "loads another"
+            f"{pointer} says {pointed[:20]}, but the newest whole checkpoint is {iteration}; "
+            "--ckpt-step loads another one"
         )
     return notes
 
@@ -231,20 +231,20 @@ def _remarks(directory: Path, iteration: int) -> list[str]:
 class Keeper:
     """Removes the older checkpoints of one folder.
 
-    A broken checkpoint is not counted among the newest ones, and stays until it is older than those
-    that are: it may be all that remains of its iteration.
+    A broken checkpoint does not count among the newest, and is removed only once it is older than
+    all that do: it may be all that remains of its iteration.
     """
 
     last: int | None
-    """Number of the newest whole ones that stay; None keeps all, or one if ``every`` is given."""
+    """Number of newest whole checkpoints to keep; None keeps all, or one if ``every`` is given."""
     every: int | None
-    """Checkpoints stay too if this divides their iteration."""
+    """Also keep all checkpoints whose iteration is a multiple of this number."""
     report: Callable[[str], None] = to_stderr
     verified: set[Path] = field(default_factory=set)
-    """Checkpoints that this process has hashed: later on only their sizes are compared."""
+    """Checkpoints that this process has hashed: from then on only their sizes are compared."""
 
     def prune(self, directory: Path) -> None:
-        """Remove all older than the newest whole ones. Collective.
+        """Remove the checkpoints that are older than those to keep. Collective.
 
         A folder that cannot be removed is reported, and tried again next time.
         """
@@ -260,7 +260,7 @@ class Keeper:
                 from_first(lambda folder=folder: self._remove(folder))  # type: ignore[misc]
 
     def prune_after(self, newest: Path) -> None:
-        """Prune after a checkpoint was written, whose bytes were hashed then."""
+        """Prune after a checkpoint was written; its bytes were hashed as they were written."""
         self.verified.add(newest)
         self.prune(newest.parent)
 

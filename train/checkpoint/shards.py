@@ -1,9 +1,9 @@
-"""Write this rank's shards of a checkpoint, by the planners of torch.distributed.checkpoint (DCP).
+"""Write this rank's shards of a checkpoint with the planners of torch.distributed.checkpoint (DCP).
 
-``dcp.save`` has six collectives for this: all plans go to one rank, its answers back, then the
-results, and a table that no rank needs. Here every rank computes the same global plan from all
-plans. That takes each rank the time and memory that it otherwise takes one of them: about 4 s and
-135 MB for 64 ranks of 1,200 tensors on a CPU, in proportion to both.
+``dcp.save`` needs six collectives for this: all plans go to one rank and its answers come back,
+then the results, and a table that no rank needs. Here every rank computes the same global plan from
+all plans. That costs every rank the time and memory that it would otherwise cost one rank: about
+4 s and 135 MB for 64 ranks of 1,200 tensors on a CPU, in proportion to both numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,17 +48,17 @@ class Shards:
         self._writer: dcp.FileSystemWriter | None = None
 
     def plan(self, state: State) -> SavePlan:
-        """Plan this rank's part, without the others."""
+        """Plan this rank's part of the save, without communication."""
         self._planner.set_up_planner(state, is_coordinator=self._rank == 0)
         return self._planner.create_local_plan()
 
     def agree(self, plans: list[SavePlan]) -> int:
-        """Join the plans of all ranks, so that each tensor is written once; return the bytes."""
+        """Merge the plans of all ranks, so that each tensor is written once; return the bytes."""
         self._plans, self._metadata = self._planner.create_global_plan(plans)
         total = 0
         for plan in self._plans:
             for item in plan.items:
-                # Not item.tensor_storage_size, which has the bytes of all parts of a tensor.
+                # Not item.tensor_storage_size, which counts the bytes of all parts of a tensor.
                 tensor = item.tensor_data
                 if tensor is not None:
                     total += tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize
@@ -69,7 +69,7 @@ class Shards:
 
         Raises CheckpointError if memory is short.
         """
-        fix = "it is copied in memory first, which may be short; leave out --async-save"
+        fix = "async_save copies it in memory first, which may be short; leave out --async-save"
         with _named_errors(folder, lambda: fix):
             for item in self._plans[self._rank].items:
                 source = self._planner.resolve_data(item).detach()
@@ -79,15 +79,17 @@ class Shards:
     def write(self, folder: Path) -> list[WriteResult]:
         """Write and fsync this rank's tensors.
 
-        Raises CheckpointError if the disk refuses, or this rank does not see the folder.
+        Raises CheckpointError if the disk cannot be written to, or this rank does not see the
+        folder.
         """
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder}, made by the first rank, is not seen by all; --save needs a shared disk"
+                f"{folder} was created by another rank, but this one does not see it; give a "
+                "--save on a disk that all ranks share"
             )
         # A writer keeps the tensors of a file in memory until the file is written.
         self._writer = dcp.FileSystemWriter(folder, single_file_per_rank=self._planner.read is None)
-        with _named_errors(folder, lambda: f"{room(folder)}: free some or write to another folder"):
+        with _named_errors(folder, lambda: f"{room(folder)}; free more or write to another folder"):
             plan = self._writer.prepare_global_plan(self._plans)[self._rank]
             return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
 
@@ -107,7 +109,7 @@ def host_copy(source: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Give the writer copies in the place of a state's tensors, or weights read one at a time."""
+    """Give the writer copies in place of a state's tensors, or weights read one at a time."""
 
     def __init__(self, read: Read | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The tensors of a run by name, and reading them by torch.distributed.checkpoint (DCP).
+"""Name the tensors of a run, and read them with torch.distributed.checkpoint (DCP).
 
 Names are those of the plain, single-device model, whatever wraps or shards it, so that a checkpoint
 loads on any mesh. DCP writes and reads the live tensors in place, without a cast or a second copy.
@@ -32,7 +32,7 @@ def _parts(model: Model) -> Sequence[nn.Module]:
 def tensors_of(
     model: Model, optimizer: torch.optim.Optimizer | None, *, create: bool = False
 ) -> State:
-    """Return a run's tensors by name: {"model": weights, "optimizer": moments, step}.
+    """Return a run's tensors, keyed by name: {"model": weights, "optimizer": moments, step}.
 
     Names are the plain model's parameter names. These are the live tensors (DTensors if sharded),
     not copies. (``set_optimizer_state_dict`` would cast float32 moments to bf16 parameters.)
@@ -65,7 +65,7 @@ def tensors_of(
             if isinstance(value, torch.Tensor):
                 kind = "a meta tensor"
             raise CheckpointError(
-                f"{section} state {name} is {kind}; a checkpoint holds tensors with data only"
+                f"{section} state {name} is {kind}, but a checkpoint holds only tensors with data"
             )
     return state
 
@@ -106,7 +106,7 @@ def spread_copies(model: Model, optimizer: torch.optim.Optimizer | None) -> None
 
 
 def read_shards(folder: Path, state: State, metadata: Metadata) -> None:
-    """Read into the tensors of ``state``, whatever the sharding of the writers.
+    """Read a checkpoint into the tensors of ``state``, however its writers sharded them.
 
     Collective; raises CheckpointError on every rank.
     """
@@ -120,7 +120,9 @@ def read_shards(folder: Path, state: State, metadata: Metadata) -> None:
         if isinstance(cause, (UserError, SystemExit, KeyboardInterrupt)):
             raise cause from error
         problem = f"rank {rank} found {type(cause).__name__}: {cause}"
-        raise CheckpointError(f"cannot load {folder}: {problem}") from error
+        raise CheckpointError(
+            f"cannot load {folder}: {problem}; correct that, or load another checkpoint"
+        ) from error
 
 
 def files_read(state: State, metadata: Metadata) -> set[str]:
@@ -136,9 +138,9 @@ def files_read(state: State, metadata: Metadata) -> set[str]:
 def compare_tensors(folder: Path, state: State, metadata: Metadata, *, exact_dtype: bool) -> None:
     """Compare names, shapes and (``exact_dtype``) dtypes of ``state`` with a checkpoint's.
 
-    Collective. A wider dtype than the checkpoint's holds the same values, as with weights that were
-    imported in bfloat16. Raises CheckpointError naming the first few tensors that differ, on every
-    rank.
+    Collective. A dtype may be wider than the checkpoint's, since it holds the same values: weights
+    may be imported in bfloat16 and trained in float32. Raises CheckpointError, on every rank, with
+    the first few tensors that differ.
     """
 
     def find_surplus() -> set[str]:
@@ -161,13 +163,13 @@ def compare_tensors(folder: Path, state: State, metadata: Metadata, *, exact_dty
 
     # Ranks may hold different parts of the model: a tensor is surplus if no rank has it.
     surplus = set.intersection(*gather_results(find_surplus))
-    _raise_if_any(folder, [f"{name} is too many" for name in sorted(surplus)])
+    _raise_if_any(folder, [f"{name} is not in this run" for name in sorted(surplus)])
 
 
 def _difference(stored: Any, value: torch.Tensor, *, exact_dtype: bool) -> str:
     """Return the difference between a tensor and the entry of the checkpoint; empty if none."""
     if not isinstance(stored, TensorStorageMetadata):
-        return "is missing"
+        return "is not in the checkpoint"
     if stored.size != value.shape:
         return f"has shape {list(stored.size)} instead of {list(value.shape)}"
     dtype = stored.properties.dtype
@@ -178,7 +180,9 @@ def _difference(stored: Any, value: torch.Tensor, *, exact_dtype: bool) -> str:
 
 def _raise_if_any(folder: Path, problems: list[str]) -> None:
     if problems:
-        raise CheckpointError(f"{folder} does not fit this model: {first_few(problems)}")
+        raise CheckpointError(
+            f"{folder} does not fit this model: {first_few(problems)}; load another checkpoint"
+        )
 
 
 class _Reader(dcp.FileSystemReader):
@@ -198,5 +202,5 @@ class _TensorPlanner(dcp.DefaultLoadPlanner):
 
     def load_bytes(self, read_item: Any, value: IO[bytes]) -> None:
         raise CheckpointError(
-            f"{read_item.dest_index.fqn} is not a tensor; a checkpoint holds tensors only"
+            f"{read_item.dest_index.fqn} is not a tensor, but a checkpoint holds only tensors"
         )

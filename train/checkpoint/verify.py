@@ -1,7 +1,7 @@
 """Verify a checkpoint: its manifest, every byte of its files, and DCP's table of tensors.
 
-The ranks divide the files among them, so that verifying takes as long as reading a checkpoint once
-over all of them. A rank only checks files that it sees, as each node may have other files.
+The ranks divide the files among themselves, so that each byte is read only once. A rank checks only
+files that it sees, since nodes may have different files.
 """
 
 import socket
@@ -29,7 +29,7 @@ class View(NamedTuple):
     inode: int
     """Inode of the folder: ranks with the same host and inode read the same files."""
     problem: str
-    """The fault of the manifest; empty if it is intact."""
+    """Description of what is wrong with the manifest; empty if it is intact."""
     digest: str
     """Digest of the manifest."""
     files: set[str]
@@ -38,12 +38,12 @@ class View(NamedTuple):
 def find_damage(folder: Path, *, read: bool = True, copies: bool = False) -> str | None:
     """Check a checkpoint folder against its manifest, its name and DCP's table of tensors.
 
-    Collective over all ranks, which divide the files among them. Returns the problems with the
-    files that they are in, or None if the checkpoint is whole.
+    Collective over all ranks, which divide the files among themselves. Returns the problems, each
+    with its file, or None if the checkpoint is whole.
 
     Args:
         read: read every byte; without it only the sizes of the files are compared.
-        copies: each node may have a copy of a file; then every copy is checked.
+        copies: check every copy of a file, since each node may have one.
     """
     views = gather_results(lambda: _view(folder))
     suffixes = _host_suffixes(views)
@@ -94,7 +94,7 @@ def _view(folder: Path) -> View:
 
 
 def _host_suffixes(views: list[View]) -> list[str]:
-    """Return the end of each rank's messages: its host, if there are several."""
+    """Return the end of each rank's messages: its host, if there are several hosts."""
     if len({view.host for view in views}) == 1:
         return [""] * len(views)
     return [f" (on {view.host})" for view in views]
@@ -124,7 +124,7 @@ def _assign_files(manifest: Manifest, views: list[View], *, copies: bool) -> dic
 
 
 def _file_damage(path: Path, size: int, digest: str, read: bool) -> str | None:
-    """Return the difference between a file and its entry of the manifest, if there is one."""
+    """Return the difference between a file and its entry in the manifest, if there is one."""
     try:
         kind = not_a_file(path)
         if kind:
@@ -136,7 +136,7 @@ def _file_damage(path: Path, size: int, digest: str, read: bool) -> str | None:
         if actual_size != size:
             return f"{path} has {actual_size} bytes instead of {size}"
         if read and describe(path)[1] != digest:
-            return f"{path} has another SHA-256 than the manifest says"
+            return f"{path} has a different SHA-256 than in the manifest"
         return None
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
@@ -146,8 +146,8 @@ def _table_damage(folder: Path, manifest: Manifest) -> str | None:
     """Return the problem of the folder's name or of DCP's table, if there is one."""
     if folder.name != checkpoint_folder(folder.parent, manifest.iteration).name:
         return (
-            f"{folder} holds iteration {manifest.iteration}, not the one that its name says; "
-            "rename it"
+            f"{folder} holds iteration {manifest.iteration}, not the one in its name; rename the "
+            "folder"
         )
     from train.checkpoint.metadata import read_metadata  # imports DCP, which takes half a second
 

@@ -1,7 +1,7 @@
 """Checks across the sections that the configurations of both entry scripts have.
 
 All of them run before the process group is formed, so that a contradiction costs a second on the
-machine that starts the job, and not the minutes until the first step on all of its nodes.
+machine that starts the job instead of the minutes until the first step on all of its nodes.
 """
 
 import os
@@ -29,7 +29,7 @@ NEEDS = (
 
 
 def validate_run(config: CommonConfig) -> None:
-    """Check the schedule, the attention kernel, and that settings which need another one have it.
+    """Check the schedule, the kernels, and that each setting has the others that it needs.
 
     Raises ConfigError for the first contradiction, naming the fields, their values and the fix.
     """
@@ -95,7 +95,7 @@ def _check_needs(config: CommonConfig) -> None:
 
 
 def _check_compile(config: CommonConfig) -> None:
-    """Check that torch.compile works: no feature intercepts operators, a CPU has a C++ compiler."""
+    """Check that torch.compile works: nothing intercepts operators, a CPU has a C++ compiler."""
     policy = config.recompute
     setting = ""
     if policy.recompute_offload:
@@ -112,7 +112,7 @@ def _check_compile(config: CommonConfig) -> None:
     compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
     if config.mesh.device_type == "cpu" and not any(map(which, compilers)):
         raise ConfigError(
-            "compile is set and no C++ compiler is installed, but torch.compile needs one on a "
+            "compile is set, but no C++ compiler is installed, and torch.compile needs one on a "
             "CPU; install one (Debian: apt-get install g++), name it in CXX, or leave compile out"
         )
 

@@ -74,11 +74,11 @@ class LoopConfig:
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def micro_batches(self, dp: int) -> int:
-        """Return the micro-batches per iteration on each of ``dp`` data-parallel ranks."""
+        """Return the number of micro-batches per iteration on each of ``dp`` ranks."""
         return self.batch_size(dp) // (self.micro_batch_size * dp)
 
     def batch_size(self, dp: int) -> int:
-        """Return the sequences (or samples) per iteration over ``dp`` data-parallel ranks."""
+        """Return the number of sequences (or samples) per iteration over ``dp`` ranks."""
         return self.global_batch_size or self.micro_batch_size * dp
 
 
@@ -98,8 +98,8 @@ class DryRunConfig:
         at_least(self, 1, "world_size")
         if self.world_size is not None and not self.dry_run:
             raise ConfigError(
-                f"world_size is {self.world_size} without dry_run; a run has as many processes as "
-                "its launcher starts: add --dry-run, or leave out --world-size"
+                f"world_size is {self.world_size}, but dry_run is not set, and a run has as many "
+                "processes as its launcher starts; add --dry-run, or leave out --world-size"
             )
 
 
@@ -190,7 +190,7 @@ class CommonConfig(ABC):
 
     @property
     def sample_ends(self) -> tuple[int, ...] | None:
-        """The cu_seqlens of a packed micro-batch's samples; None if the data define them."""
+        """The cu_seqlens of the samples in a packed micro-batch; None if the data define them."""
         return None
 
     def updated(self, **values: Any) -> Self:

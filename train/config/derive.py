@@ -1,4 +1,4 @@
-"""Derive a configuration from another: balance_over, vocabulary size, rope length, or new mesh."""
+"""Derive a configuration from another: for balance_over, a tokenizer, rope, or a new mesh."""
 
 import math
 from collections.abc import Mapping
@@ -41,8 +41,8 @@ def with_joined_ranks(config: C, world_size: int) -> C:
 def with_vocabulary(config: C, entries: int) -> C:
     """Return the configuration with the tokenizer's vocabulary size, unless one is set already.
 
-    A tokenizer may have more entries than the model, like that of Gemma 3 1B; data that contains
-    one of the extra ids is refused.
+    A tokenizer may have more entries than the model, as Gemma 3 1B's does; data with one of the
+    extra ids are refused.
     """
     size = config.model.vocab_size
     validate_entries(size or entries, config.mesh.tensor_model_parallel_size)
@@ -62,8 +62,7 @@ def beyond_vocabulary(size: int, entries: int) -> str | None:
 def with_rope_length(config: C) -> C:
     """Return the configuration with the length that dynamic rope scaling uses.
 
-    It is the run's sequence length by default: a rank has only its shard and cannot
-    measure it.
+    By default it is the run's sequence length, which a rank could not measure on its shard.
     """
     if not config.rotates:
         return config
@@ -74,7 +73,7 @@ def rope_flags(config: CommonConfig) -> list[str]:
     """Return the flags that scale rope to the sequence length; empty if no scaling is needed.
 
     The factor grows in proportion to the length: LLaMA 3.1's factor of 8 reaches 131,072 positions,
-    so that 524,288 positions take 32.
+    so 524,288 positions need a factor of 32.
     """
     if not config.rotates:
         return []
@@ -110,12 +109,12 @@ def beyond_rope(config: CommonConfig) -> str | None:
     return (
         f"note: seq_length {length} is {length / reach:.3g} times the {reach} positions that the "
         f"model and its rope reach; scale rope with {' '.join(flags)}, or set "
-        "--max-position-embeddings if it is trained for more"
+        "--max-position-embeddings if the model was trained for more"
     )
 
 
 def default_method(model: DecoderConfig) -> Literal["striped", "zigzag", "lasp"]:
-    """Return the context-parallel method for a model if the user names none.
+    """Return the context-parallel method for a model if the user chooses none.
 
     Striped balances causal attention best, but with it a rank holds every n-th token, and a delta
     rule needs consecutive tokens.
@@ -138,7 +137,7 @@ def fitted(
     pipeline stage.
 
     Args:
-        method: context-parallel method, may be auto. The default is the run's method if the
+        method: context-parallel method; it may be auto. The default is the run's method if the
             context-parallel size is the same; otherwise lasp for a model with linear attention,
             zigzag for one with a delta rule, and striped for any other.
         sizes: the mesh's sizes, one for each name in ``parallel.mesh.SIZES``.

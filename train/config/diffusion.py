@@ -15,14 +15,14 @@ INTRODUCTION = """\
 Pretrain a diffusion transformer on latents of images or of long videos, sharded over processes by
 context parallelism.
 
-The run is set by a model of configs/models or a TOML file, and flags override it; "none" unsets a
-flag that has no default. Examples:
+The settings come from a model of configs/models or a TOML file, and flags override them; "none"
+unsets a flag that has no default. Examples:
 
   handwritten digits on 4 processes, data parallel 2 x context parallel 2; resumes if its folder has
   a checkpoint
     torchrun --standalone --nproc-per-node 4 %(prog)s --config dit_tiny --load runs/dit_tiny
 
-  the same on 3 processes that exchange heads (Ulysses) and not keys and values, saved to another
+  the same on 3 processes that exchange heads (Ulysses) instead of keys and values, saved to another
   folder
     torchrun --standalone --nproc-per-node 3 %(prog)s --config dit_tiny --context-parallel-size 3 \\
         --context-parallel-method ulysses --save runs/ulysses
@@ -75,8 +75,8 @@ def validate(config: DiTRunConfig, world_size: int) -> None:
     if patches < cp * tp:
         raise ConfigError(
             f"context_parallel_size {cp} x tensor_model_parallel_size {tp} is more processes than "
-            f"a sequence's {counted(patches, 'patch')}; lower the sizes or patch_size, or pack "
-            "several samples into a sequence with --pack-samples"
+            f"the {counted(patches, 'patch')} of a sequence; lower the sizes or patch_size, or "
+            "pack several samples into a sequence with --pack-samples"
         )
     validate_run(config)
     if config.recompute.loss_chunk_size:

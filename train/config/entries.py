@@ -54,7 +54,7 @@ class TrainConfig(LoopConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(CommonConfig):
-    """Everything that decides a run, one field per section; field names are unique over all."""
+    """Everything that decides a run, one field per section; sections share no field names."""
 
     model: DecoderConfig = field(default_factory=FAMILIES[DEFAULT].config)
     data: DataConfig = field(default_factory=DataConfig)
@@ -146,7 +146,7 @@ class Config(CommonConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DiTRunConfig(CommonConfig):
-    """Everything that decides a run, one field per section; field names are unique over all."""
+    """Everything that decides a run, one field per section; sections share no field names."""
 
     model: DiTConfig = field(default_factory=DiTConfig)
     context: FullContextConfig = field(default_factory=FullContextConfig)

@@ -106,12 +106,12 @@ class ConfigField(NamedTuple):
         # An unset shell variable gives an empty text.
         if self.base is str and (not value or "\0" in value):
             raise ConfigError(
-                f"{self.name} is {value!r}; it must be a text without zero bytes, or left out"
+                f"{self.name} is {value!r}; it must be nonempty text without NUL bytes, or left out"
             )
         return value
 
     def _fits(self, value: Any) -> bool:
-        """Return whether a single value has the field's type and lies in its range."""
+        """Return True if a single value has the field's type and lies in its range."""
         if self.many or type(value) is not self.base:
             return False
         if self.choices is not None and value not in self.choices:
@@ -143,7 +143,7 @@ hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def variants_of(root: Any) -> Variants:
-    """Return the variants of a root class or an instance of it; without classes if it has none."""
+    """Return the variants of a root class or its instance; without classes if there are none."""
     return getattr(root, "VARIANTS", Variants("", "", {}))
 
 
@@ -192,7 +192,7 @@ def _fields_of(
     table: dict[str, ConfigField] = {}
     for section, cls, declared in sections:
         hints = get_type_hints(cls)
-        # Help lists the fields that a class adds first, then those that all variants share, and
+        # Help lists first the fields that a class adds, then those that all variants share, and
         # last the other inherited ones.
         local = inspect.get_annotations(cls)
         shared = inspect.get_annotations(declared)
@@ -225,7 +225,7 @@ def _fields_of(
 
 
 def _parse_annotation(hint: Any) -> tuple[Any, tuple[str, ...] | None, bool, bool]:
-    """Return an annotation's base type, choices, and if None and several values are allowed.
+    """Return an annotation's base type, choices, and whether None and several values are allowed.
 
     An annotation that cannot be a flag is returned as the base type.
     """
@@ -248,9 +248,9 @@ def _parse_annotation(hint: Any) -> tuple[Any, tuple[str, ...] | None, bool, boo
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Return the docstrings under a class's fields, keyed by field name, with inherited ones.
+    """Return the docstrings under a class's fields, keyed by field name, including inherited ones.
 
-    They are read from the source, as Python does not keep them at run time.
+    They are read from the source, since Python does not keep them at run time.
     """
     docs = {}
     for owner in reversed(cls.__mro__):

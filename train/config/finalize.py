@@ -152,7 +152,7 @@ def complete(config: C, entries: int | None, planner: Planner) -> C:
             chosen = choose(chosen)
         return chosen
 
-    # From the first rank, as the choices depend on a machine's GPUs and files.
+    # The first rank chooses for all, since the choices depend on a machine's GPUs and files.
     return from_first(with_settings)
 
 
@@ -185,7 +185,7 @@ def _method(config: CommonConfig, world_size: int, choose: Method) -> tuple[Cont
             if config.hybrid_layouts:
                 resumed: Any = replace(config, context=earlier.context)
                 validate_hybrid(resumed)
-            reason = f"context parallelism: {earlier.context.title}, as {file} has it"
+            reason = f"context parallelism: {earlier.context.title}, as in {file}"
             return earlier.context, reason
     return choose(config, world_size)
 

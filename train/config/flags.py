@@ -187,7 +187,7 @@ def parse(root: type[Root], argv: Sequence[str], introduction: str) -> Root:
         if value not in entry.fits:
             actual = f"{entry.field} is {value}" if field else f"this program has no {entry.field}"
             raise ConfigError(
-                f"{entry.flag} is given, but {actual}; it needs {', '.join(entry.fits)}: "
+                f"{entry.flag} is given, but {actual}; the flag needs {', '.join(entry.fits)}: "
                 f"{entry.text}"
             )
     return config
@@ -223,10 +223,10 @@ def _file_values(root: type, path: str, flags: Mapping[str, Any]) -> dict[str, A
         if value is False:  # --no-mock-data
             continue
         rule = "REPLACES"
-        verb = "takes the place of"
+        verb = "replaces"
         if value is None:
             rule = "PARTS"
-            verb = "none leaves out"
+            verb = "none removes"
         section = hints_of(root)[table[name].section]
         others = getattr(section, rule, {}).get(name, ())
         replaced = [other for other in others if values.get(other) and other not in flags]

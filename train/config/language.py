@@ -12,8 +12,8 @@ from train.config.sizes import validate_sizes
 INTRODUCTION = """\
 Pretrain a language model on long sequences, sharded over processes by context parallelism.
 
-The run is set by a model of configs/models or a TOML file, and flags override it; "none" unsets a
-flag that has no default. Examples:
+The settings come from a model of configs/models or a TOML file, and flags override them; "none"
+unsets a flag that has no default. Examples:
 
   the main job: 4 processes, data parallel 2 x context parallel 2; resumes if its folder has a
   checkpoint
@@ -118,7 +118,7 @@ def _validate_documents(config: Config) -> None:
     if config.model.learned_positions and not config.data.reset_position_ids:
         raise ConfigError(
             "reset_attention_mask is set with learned_absolute positions but without "
-            "reset_position_ids, so that a document's positions would depend on its offset in the "
+            "reset_position_ids, so a document's positions would depend on its offset in the "
             "sample; give --reset-position-ids, or --position-embedding-type rope"
         )
     if config.context.context_parallel_method == "none" and not config.model.linear_attention:

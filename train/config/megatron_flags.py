@@ -1,8 +1,8 @@
 """Megatron-LM flags without a field of the same name here, and the answer for each.
 
 A command line of Megatron-LM can then be used as it is: a flag that always holds here is accepted,
-and any other is refused with the flag to give instead. Passing over an unknown flag would train a
-different model without a word.
+and any other is refused with the flag to give instead. Ignoring an unknown flag could train a
+different model without a warning.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ def drop_redundant_flags(
         if entry.verdict != "=":
             raise UserError(f"unknown argument {flag}; {entry.answer}")
         if equals and not entry.values:
-            raise UserError(f"{flag} takes no value, and {value!r} is given; {entry.answer}")
+            raise UserError(f"{flag} takes no value, but {value!r} is given; {entry.answer}")
         if entry.values:
             if not equals and (not words or words[0].startswith("--")):
                 raise UserError(f"{flag} is given without a value; {entry.answer}")
@@ -104,7 +104,7 @@ def drop_redundant_flags(
 
 
 def _same(value: str, word: str) -> bool:
-    """Return whether two words are equal, as numbers if both are numbers: 0.00 equals 0."""
+    """Return True if two words are equal, as numbers if both are numbers: 0.00 equals 0."""
     try:
         return float(value) == float(word)
     except ValueError:
@@ -119,8 +119,8 @@ def markdown() -> str:
         "",
         "Most flags have Megatron-LM's names (`python pretrain_gpt.py --help` lists them). Those",
         "below do not exist here by these names. A flag that asks for what always holds here is",
-        "accepted, so that a command line of Megatron-LM can be used as it is; any other one is",
-        "refused in one line with the answer of this table. Made by `python -m",
+        "accepted, so that a command line of Megatron-LM can be used as it is; any other flag is",
+        "refused with one line that has the answer of this table. Made by `python -m",
         "train.config.pages`.",
     ]
     section = ""

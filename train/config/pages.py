@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def pages() -> dict[str, str]:
-    """Return the text of every generated page, by its name in docs/reference/."""
+    """Return the text of every generated page, keyed by its path from docs/reference/."""
     return {
         "flags.md": flags_page(),
         "megatron_flags.md": megatron_flags.markdown(),
@@ -63,7 +63,7 @@ def flags_page() -> str:
         "the flags below, which override it. A flag is a key of its section in the file:",
         "`--seq-length 4096` is `seq_length = 4096` in `[train]`. `none` unsets a flag that has",
         "no default. A switch has its opposite: `--bf16`, `--no-bf16`. Most names are",
-        "Megatron-LM's; its other flags and their answers here are [a page of their",
+        "Megatron-LM's; its other flags and their answers here have [a page of their",
         f"own](megatron_flags.md). {MADE_BY}",
     ]
     sections = dict.fromkeys(name for root in ENTRIES.values() for name in get_type_hints(root))
@@ -84,12 +84,12 @@ def _section(section: str) -> Iterable[str]:
     shared = [row for row in gpt if row in dit]
     tables = {"": shared}
     for entry in ENTRIES:
-        tables[f"`{entry}` alone:"] = [row for row in rows[entry] if row not in shared]
+        tables[f"Only in `{entry}`:"] = [row for row in rows[entry] if row not in shared]
     for root in ENTRIES.values():
         if section != variants_of(root).section:
             continue
         for variants, fields in variant_fields(root).items():
-            title = f"`{variants_of(root).name}` {variants} alone:"
+            title = f"Only with `{variants_of(root).name}` {variants}:"
             tables[title] = [_row(field, doc) for field, doc in fields]
 
     for title, table in tables.items():

@@ -1,6 +1,6 @@
 """Check that a configuration's sizes fit each other and the number of processes.
 
-Each message names the size that does not fit and the nearest ones that do: users find a mesh by
+Each message names the size that does not fit and the nearest sizes that do: users find a mesh by
 trying sizes, and on a cluster every attempt has to wait for nodes.
 """
 
@@ -54,8 +54,8 @@ def validate_magnitude(config: CommonConfig, world_size: int) -> None:
     max_workers = max(64, 8 * (os.cpu_count() or 1))
     if workers > max_workers:
         raise ConfigError(
-            f"num_workers is {workers}, processes that read ahead for each rank, on "
-            f"{os.cpu_count()} cores; it can be {max_workers} at most"
+            f"num_workers is {workers}, the processes that read ahead for each rank, but there are "
+            f"{os.cpu_count()} cores; set num_workers to {max_workers} at most"
         )
     _validate_bytes(config, world_size)
 
@@ -146,8 +146,8 @@ def validate_mesh(config: CommonConfig, world_size: int) -> None:
 
     if config.context.context_parallel_method == "none" and cp > 1:
         raise ConfigError(
-            f"context_parallel_method is none with context_parallel_size {cp}; choose a method, or "
-            "size 1"
+            f"context_parallel_method is none, but context_parallel_size is {cp}; choose a method, "
+            "or set context_parallel_size to 1"
         )
     _validate_shares(config.model, tp)
     context = config.context
@@ -368,6 +368,6 @@ def validate_entries(entries: int, tp: int, name: str = "vocab_size") -> None:
         size += 1
     if size > entries:
         raise ConfigError(
-            f"{name} is {entries}, but with tensor_model_parallel_size {tp} the last "
-            f"process would hold none; nearest that works: --{name.replace('_', '-')} {size}"
+            f"{name} is {entries}, but with tensor_model_parallel_size {tp} the last process "
+            f"would have no entries; nearest that works: --{name.replace('_', '-')} {size}"
         )

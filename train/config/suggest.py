@@ -1,8 +1,8 @@
 """Suggest a fix for a section, key or flag that a configuration does not have.
 
-A wrong name is rarely a typing error alone: it may belong to another model family, to the other
-entry, or to Megatron-LM under a name that is different here. The suggestions are tried in this
-order, the most specific first.
+A wrong name is often not just a typing error: it may belong to another model family, to the other
+entry script, or to Megatron-LM, whose flag has a different name here. The suggestions are tried in
+this order, the most specific first.
 """
 
 from collections.abc import Collection
@@ -34,14 +34,14 @@ def suggestion(
         names = families[-1]
         if len(families) > 1:
             names = f"{', '.join(families[:-1])} and {families[-1]}"
-        return f"{variants.name} {variant or variants.default} has none; {names} {verb} it"
+        return f"{variants.name} {variant or variants.default} does not have it; {names} {verb} it"
 
     for program, other in ENTRIES.items():
         if other is root:
             continue
         tables = fields_by_variant(other).values()
         if name in hints_of(other) or any(keys & table.keys() for table in tables):
-            return f"that is for {program}"
+            return f"it belongs to {program}"
 
     if name.startswith("--"):
         return _similar_flag(root, name, candidates)
@@ -51,7 +51,7 @@ def suggestion(
     if section:
         table = config_fields(root, variant)
         candidates = [entry for entry in candidates if table[entry].section == section]
-    return f"known are {', '.join(candidates)}"
+    return f"the known names are {', '.join(candidates)}"
 
 
 def _similar_flag(root: type, name: str, candidates: Collection[str]) -> str:

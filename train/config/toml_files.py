@@ -1,7 +1,7 @@
 """Read and write configurations as TOML files; a section's dataclass defines its keys.
 
 A file is never accepted in part: an unknown or misplaced key is refused with the file, the key and
-the fix, as a setting that is silently ignored costs a training run.
+the fix, since a setting that is silently ignored may cost a training run.
 """
 
 import os
@@ -40,7 +40,7 @@ def config_file(run: Path) -> Path:
 
 
 def build(root: type[Root], values: dict[str, Any]) -> Root:
-    """Build a `root` from `values` by field name, with defaults for the rest.
+    """Build a `root` from `values`, keyed by field name, with defaults for the rest.
 
     Raises UserError for a value out of range.
     """
@@ -83,7 +83,7 @@ def model_file(name: str | Path) -> Path:
     none of them.
     """
     path = Path(name)
-    # Models lay in configs/ itself in earlier versions.
+    # In earlier versions the models were in configs/ itself.
     moved = path.parent.resolve() == MODELS.parent
     # A folder with a model's name is a download or a run, not a TOML file.
     is_file = path.exists() and not path.is_dir()
@@ -108,7 +108,7 @@ def model_file(name: str | Path) -> Path:
 @cache  # once per process, however often it reads the file
 def _note_moved(path: Path, file: Path) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"note: {path} has moved to {file}, which is read", file=sys.stderr)
+        print(f"note: {path} has moved to {file}; the new file is read", file=sys.stderr)
 
 
 def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[str, Any]:
@@ -131,8 +131,7 @@ def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[
         is_section = isinstance(content, dict)
         if section in table and not is_section:  # a key and a section are both named optimizer
             raise ConfigError(
-                f"{path}: {section} stands outside of a section; "
-                f"move it to [{table[section].section}]"
+                f"{path}: {section} is outside of a section; move it to [{table[section].section}]"
             )
         if section not in sections or not is_section:
             fix = suggestion(root, section, sections, variant)
@@ -146,7 +145,8 @@ def read_toml(root: type, path: str | Path, variant: str | None = None) -> dict[
                 raise ConfigError(f"{path}: unknown key {name} in [{section}]; {fix}")
             if table[name].section != section:
                 raise ConfigError(
-                    f"{path}: {name} stands in [{section}]; move it to [{table[name].section}]"
+                    f"{path}: {name} is in the section [{section}]; "
+                    f"move it to [{table[name].section}]"
                 )
             try:
                 values[name] = table[name].convert(value)
@@ -160,12 +160,12 @@ def _parse_toml(path: Path) -> dict[str, Any]:
     try:
         kind = not_a_file(path)
         if kind not in ("", "a symbolic link"):  # a link may lead to a file
-            raise ConfigError(f"{path}: it is {kind}; name an existing TOML file")
+            raise ConfigError(f"{path}: this is {kind}; name an existing TOML file")
         with path.open(encoding="utf-8-sig") as file:
             text = file.read(LONGEST_TOML + 1)
         if len(text) > LONGEST_TOML:
             raise ConfigError(
-                f"{path}: longer than {LONGEST_TOML:,} characters, too long for a configuration; "
+                f"{path}: more than {LONGEST_TOML:,} characters are too many for a configuration; "
                 "name a TOML file"
             )
         return tomllib.loads(text)
@@ -176,7 +176,7 @@ def _parse_toml(path: Path) -> dict[str, Any]:
             f"{path}: cannot be read ({error.strerror}); name an existing TOML file"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        raise ConfigError(f"{path}: not valid TOML: {error}; correct it") from error
     except RecursionError as error:
         raise ConfigError(
             f"{path}: nested too deeply; a configuration has only sections with keys"
@@ -184,7 +184,7 @@ def _parse_toml(path: Path) -> dict[str, Any]:
 
 
 def _is_passed_over(root: type, section: str, name: str, value: Any) -> bool:
-    """Return whether an earlier version wrote this key for every variant, with its default."""
+    """Return True if an earlier version wrote this key for every variant, with its default."""
     if name not in variants_of(root).passed_over:
         return False
     for table in fields_by_variant(root).values():
@@ -219,6 +219,6 @@ def write_toml(config: object) -> str:
         if value is not None:
             tree[field.section][name] = list(value) if field.many else value
 
-    import tomli_w  # late: benches and tests that write no configuration run without it
+    import tomli_w  # imported here: benches and tests that write no configuration run without it
 
     return tomli_w.dumps(tree)

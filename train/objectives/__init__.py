@@ -17,7 +17,7 @@ class Objective(ABC):
     """
 
     loss_name: ClassVar[str]
-    """A record's field for the training loss, one of ``train.callbacks.metrics.LOSSES``."""
+    """Field of a record with the training loss, one of ``train.callbacks.metrics.LOSSES``."""
     unit: ClassVar[str]
     """Unit of the rate in progress lines; a record has it as ``UNIT_per_second``."""
 
@@ -25,8 +25,8 @@ class Objective(ABC):
     def local(self, batch: Batch) -> Batch:
         """Return this rank's shard of a batch, on its device.
 
-        Its ``count`` is the number of tokens with loss in the shard, int64 [1] on the CPU, so that
-        reading it does not wait for the device.
+        Its ``count`` is the number of tokens with a loss in the shard, int64 [1] on the CPU, so
+        that reading it does not wait for the device.
         """
 
     @abstractmethod
@@ -57,5 +57,5 @@ class Objective(ABC):
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
         """Map the parameters that several pipeline stages hold to those stages.
 
-        ``part`` is the model's part of any stage, ``stages`` the number of all.
+        ``part`` is any stage's part of the model, and ``stages`` the number of stages.
         """

@@ -23,8 +23,8 @@ CONDITIONING = ("t_embedder.", "y_embedder.")
 class Denoising(Objective):
     """Adds noise to a batch, shards it over the context-parallel ranks and sums the local loss.
 
-    Noise, time and label dropout are drawn on the CPU for whole samples, from the seed and the
-    sample's number alone: every mesh and every resumed run draws the same ones.
+    Noise, time and label dropout are drawn on the CPU for whole samples, from only the seed and the
+    sample's number: every mesh and every resumed run draws the same values.
 
     With ``joined`` the samples of a micro-batch form one sequence ``[1, T, W]``, each sample a
     document. A rank then holds patches of several samples, and times and weights are looked up per
@@ -44,7 +44,7 @@ class Denoising(Objective):
         *,
         joined: bool = False,
     ) -> None:
-        """Set up for a ``cp`` of one sample's patches or, with ``joined``, a micro-batch's."""
+        """Set up; ``cp`` shards the patches of one sample or, with ``joined``, of a micro-batch."""
         self._cp = cp
         self._device = device
         self._model = model
@@ -106,14 +106,14 @@ class Denoising(Objective):
         return self._cp.shard(patches, dim=1)
 
     def _time_first(self, patches: Tensor) -> Tensor:
-        """Return patches with one time per row: [1, T, W] of joined samples as [T, 1, W].
+        """Arrange patches with one time per row: joined samples [1, T, W] become [T, 1, W].
 
-        Applied twice, it returns its argument.
+        A second call returns them as they were.
         """
         return patches if self._sample_index is None else patches.transpose(0, 1)
 
     def _per_row(self, values: Tensor) -> Tensor:
-        """Return a value for each row of ``_time_first``, given one for each sample, [B]."""
+        """Expand ``values`` [B], one per sample, to one per row of ``_time_first``."""
         on_cpu = values.device.type == "cpu"
         index = self._sample_index if on_cpu else self._sample_index_on_device
         return values if index is None else values[index]
@@ -130,7 +130,7 @@ class Denoising(Objective):
         return [self._model.num_patches] * len(local["times"])
 
     def _weights(self, is_real_sample: Tensor, is_patch: Tensor) -> Tensor:
-        """Return 1 for patches with loss and 0 for others, shaped as ``_time_first`` without W.
+        """Return 1 for patches with a loss and 0 for others, shaped like ``_time_first`` without W.
 
         Args:
             is_real_sample: False for fillers, [B].
@@ -141,7 +141,7 @@ class Denoising(Objective):
         return self._per_row(is_real_sample)[:, None] * is_patch
 
     def loss_sum(self, model: nn.Module, local: Batch) -> Tensor:
-        """Return the sum over this rank's patches of their elements' mean loss, float32.
+        """Return the sum of this rank's patch losses, each a mean over elements, float32.
 
         Every pipeline stage but the last returns hidden states; every one but the first takes
         hidden states as patches.

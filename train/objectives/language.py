@@ -30,7 +30,7 @@ PADDING = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0, "examples": 0}
 class NextToken(Objective):
     """Shards a batch over the context-parallel ranks and sums the loss of this rank's tokens.
 
-    If tokens attend inside their document only, the samples of a micro-batch are joined into one
+    If tokens attend only inside their document, the samples of a micro-batch are joined into one
     sequence ``[1, B * S]``: a sample's end is then one more document boundary, and the attention's
     plan covers the whole micro-batch.
     """
@@ -48,14 +48,14 @@ class NextToken(Objective):
         reset_attention_mask: bool = False,
         prepare: Callable[[ContextParallel], None] = lambda cp: None,
     ) -> None:
-        """Set up for a ``cp`` of sequences of S tokens, or B * S with ``reset_attention_mask``.
+        """Set up; ``cp`` shards sequences of S tokens, or B * S with ``reset_attention_mask``.
 
         Args:
-            loss_chunk_size: tokens whose logits exist at once; 0 for all.
+            loss_chunk_size: number of tokens whose logits exist at once; 0 means all.
             reset_position_ids: positions count from 0 in each document.
-            reset_attention_mask: tokens attend inside their document only.
-            prepare: called with ``cp`` under the documents of each micro-batch, to precompute the
-                plans of the layers.
+            reset_attention_mask: tokens attend only inside their document.
+            prepare: called for each micro-batch with ``cp`` under its documents, to precompute the
+                layers' plans.
         """
         self._cp = cp
         self._length = cp.plan.seq_len
@@ -65,7 +65,7 @@ class NextToken(Objective):
         self._reset_attention = reset_attention_mask
         self._prepare = prepare
         self.wrong: Tensor | None = None
-        """Wrong tokens of each example, int64 [N]; batches with ``examples`` add to it."""
+        """Number of wrong tokens per example, int64 [N]; batches with ``examples`` add to it."""
         # Padding takes the last position: a table of learned positions may end with the sequence.
         self._positions = cp.positions.clamp(max=cp.plan.seq_len - 1).to(device)  # [T]
 
@@ -81,7 +81,7 @@ class NextToken(Objective):
         """Return this rank's tokens and labels ``[B, T]`` of sequences ``[B, S]``.
 
         Padding has no loss. If documents have positions or attention of their own, the shard has
-        ``positions`` [B, T] too. If tokens attend inside their document only, the joined samples
+        ``positions`` [B, T] too. If tokens attend only inside their document, the joined samples
         are ``[1, T]``, and ``plan``, int64 [1] on the CPU, is the number of the attention's plan in
         ``PLANS``; the tensor keeps that plan alive.
         """
@@ -111,7 +111,7 @@ class NextToken(Objective):
         return local
 
     def lengths(self, local: Batch) -> list[int]:
-        """Return the lengths of documents if tokens attend inside them only, else of sequences."""
+        """Return the lengths of documents if tokens attend only inside them, else of sequences."""
         if "plan" not in local:
             return [self._length] * len(local["tokens"])
         plan = PLANS[local["plan"]]
@@ -122,7 +122,7 @@ class NextToken(Objective):
 
         Every pipeline stage but the last returns hidden states; every one but the first takes
         hidden states as ``tokens``. For a batch with ``examples`` (each token's example number) the
-        result is the number of tokens with labels that are not the likeliest.
+        result is the number of labels that are not the likeliest token.
         """
         labels = local["labels"]
         chunk_size = self._loss_chunk_size
@@ -145,7 +145,7 @@ class NextToken(Objective):
         return "tokens", torch.empty(shape, dtype=torch.int64, device="meta")
 
     def tied(self, part: nn.Module, stages: int) -> Mapping[str, Sequence[int]]:
-        """Tie the embedding of the first stage and the last if it is also the output projection."""
+        """Tie the first and last stages' embeddings if they are also the output projection."""
         assert isinstance(part, Decoder)
         config = part.config
         # Under adapters the two copies are frozen, and stay equal without being tied.
@@ -167,8 +167,8 @@ def count_wrong(
 ) -> Tensor:
     """Add each example's wrong tokens to ``wrong`` [N]; return their total, float32.
 
-    A token with a label is wrong if another token is likelier. Logits are computed for these tokens
-    only, which are few. DTensors of tensor-parallel ranks make it collective.
+    A token with a label is wrong if another token is likelier. Logits are computed only for the few
+    tokens with labels. With DTensors of tensor-parallel ranks the call is collective.
 
     Args:
         hidden: [B, T, C].

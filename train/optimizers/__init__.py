@@ -1,4 +1,4 @@
-"""The optimizers by the name that --optimizer takes."""
+"""Registry of the optimizers, keyed by the value of --optimizer."""
 
 from train.optimizers.adamw import Adam
 from train.optimizers.base import OptimizerSpec

@@ -25,8 +25,8 @@ class AdamSettings(OwnSettings):
     adam_eps: float = 1e-8
     """Adam's epsilon, added to the square root of the second moment."""
     optimizer_backend: Backend = "torch"
-    """Kernel of a step: torch's fused AdamW, or that of NVIDIA's apex, whose CUDA extensions must
-    be built. Checkpoints are the same, and either resumes from the other's."""
+    """Kernel that computes a step: torch's fused AdamW, or NVIDIA's apex, which must be built with
+    its CUDA extensions. Both write the same checkpoints, and a run can resume with either."""
 
     def __post_init__(self) -> None:
         require(self, self.adam_eps > 0, "adam_eps", "it must be above 0")
@@ -35,7 +35,7 @@ class AdamSettings(OwnSettings):
 
 
 class Adam(OptimizerSpec):
-    """AdamW with torch's fused kernel, apex's, or torch's with moments in host memory."""
+    """AdamW by torch's fused kernel, also with moments in host memory, or by apex's."""
 
     settings = AdamSettings
     free_settings = ("optimizer_backend",)
@@ -57,13 +57,14 @@ class Adam(OptimizerSpec):
             return
         if config.optimizer_cpu_offload:
             raise ConfigError(
-                "optimizer_backend is apex and optimizer_cpu_offload is set, whose steps on "
-                "moments in host memory are torch's kernel; leave one out"
+                "optimizer_backend is apex, but optimizer_cpu_offload is set, and moments in host "
+                "memory need torch's kernel; leave out --optimizer-backend or "
+                "--optimizer-cpu-offload"
             )
         if device_type == "cpu" and not apex.EMULATED:
             raise ConfigError(
-                "optimizer_backend is apex and device is cpu, where its kernel does not run; leave "
-                "it out, or use --device cuda"
+                "optimizer_backend is apex, but device is cpu, and apex's kernel needs a GPU; "
+                "leave out --optimizer-backend, or use --device cuda"
             )
 
     def require_available(self, config: Any) -> None:

@@ -24,31 +24,31 @@ ADAM_W = 1
 BIAS_CORRECTION = 1
 """The kernel corrects the moments for their start at zero."""
 EMULATED = False
-"""True if the kernel runs on a CPU, as that of tests does."""
+"""True if the kernel is an emulation on a CPU, as in tests."""
 FIX = (
-    "build it where the run is (APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation "
-    "git+https://github.com/NVIDIA/apex; the index's package of that name is another one), or "
-    "leave optimizer_backend out, whose torch does the same work"
+    "build apex on the machine of the run (APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install "
+    "--no-build-isolation git+https://github.com/NVIDIA/apex; the package apex on PyPI is a "
+    "different one), or leave out --optimizer-backend: torch's kernel does the same work"
 )
 
 
 def apex_kernel() -> Callable[..., None]:
-    """Return the kernel, for (no-op flag, [gradients, weights, moments, squares], settings...).
+    """Return the kernel, a function of (no-op flag, [gradients, weights, moments, squares], ...).
 
     Raises:
-        UserError: apex is missing, another package, without its CUDA extensions, or built for
-            another torch.
+        UserError: apex is not installed, is another package of that name, lacks its CUDA
+            extensions, or was built for another torch.
     """
     try:
         import amp_C
         from apex.multi_tensor_apply import multi_tensor_applier
 
         return partial(multi_tensor_applier, amp_C.multi_tensor_adam)
-    except Exception as error:  # another package, or a build for another torch, raises anything
+    except Exception as error:  # another package or a build for another torch can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            "optimizer_backend is apex, and NVIDIA's apex with its CUDA extensions is not here "
-            f"({reason}); {FIX}"
+            "optimizer_backend is apex, but NVIDIA's apex with its CUDA extensions cannot be "
+            f"imported ({reason}); {FIX}"
         ) from error
 
 

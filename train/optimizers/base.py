@@ -13,7 +13,7 @@ from train.config.flags import ConfigError
 Group = dict[str, Any]
 """A parameter group of torch: ``params``, ``weight_decay``, and perhaps ``lr_factor``.
 
-A step takes the schedule's learning rate times ``lr_factor``, by default 1.
+A step uses the schedule's learning rate times ``lr_factor``, by default 1.
 """
 
 
@@ -27,20 +27,19 @@ class OwnSettings:
 class OptimizerSpec(ABC):
     """An optimizer, with its properties for training, checkpoints and the planner.
 
-    ``config`` is always an OptimizerConfig, which has the fields of all ``settings`` too.
+    ``config`` is always an OptimizerConfig, which also has the fields of all ``settings``.
     """
 
     settings: type[OwnSettings]
-    """The optimizer's settings. Their names begin with its name, as the settings of all optimizers
-    are flags of one command line."""
+    """The optimizer's own settings; those of all optimizers are flags of one command line."""
     free_settings: tuple[str, ...] = ()
-    """Settings that change no number, so that a resumed run may change them."""
+    """Settings that a resumed run may change, such as the choice of a kernel."""
     states: tuple[str, ...]
-    """Names of its float32 tensors of a parameter's shape, in torch and in checkpoints."""
+    """Names of its float32 state tensors, each like a parameter, in torch and in checkpoints."""
     offloads: bool = False
     """True if it can step with its states in host memory (``optimizer_cpu_offload``)."""
     whole_matrices: bool = False
-    """True if a step needs whole matrices, and not shards of them."""
+    """True if a step needs whole matrices instead of shards."""
 
     @property
     def state_bytes(self) -> int:
@@ -62,7 +61,7 @@ class OptimizerSpec(ABC):
         """Build the optimizer over ``groups``.
 
         Args:
-            portable: use no kernel that may be missing; set in a rehearsal without a device.
+            portable: use no kernel that may be missing; set in a rehearsal (a simulated run).
         """
 
     def groups(self, config: Any, parameters: Sequence[tuple[str, nn.Parameter]]) -> list[Group]:
@@ -88,20 +87,21 @@ class OptimizerSpec(ABC):
         """
         if self.whole_matrices and sharded:
             raise ConfigError(
-                f"optimizer is {config.optimizer}, whose step needs whole matrices, and ranks "
-                "share them; give --data-parallel-sharding-strategy ddp without tensor parallelism"
+                f"optimizer is {config.optimizer}, but its step needs whole matrices, and the "
+                "ranks have shards; give --data-parallel-sharding-strategy ddp and "
+                "--tensor-model-parallel-size 1"
             )
         if not config.optimizer_cpu_offload:
             return
         if not self.offloads:
             raise ConfigError(
-                f"optimizer_cpu_offload is set and optimizer is {config.optimizer}, which has no "
-                "step on state in host memory; leave it out"
+                f"optimizer_cpu_offload is set, but optimizer {config.optimizer} cannot step with "
+                "its state in host memory; leave out --optimizer-cpu-offload"
             )
         if device_type == "cpu":
             raise ConfigError(
-                "optimizer_cpu_offload is set and device is cpu, where the optimizer's state lies "
-                "in host memory already; leave it out, or use --device cuda"
+                "optimizer_cpu_offload is set, but device is cpu: the optimizer's state is in host "
+                "memory already; leave out --optimizer-cpu-offload, or use --device cuda"
             )
 
     def require_available(self, config: Any) -> None:  # noqa: B027

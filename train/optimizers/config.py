@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
 
-# The later ones come first: they may inherit the settings of an earlier one.
+# Later optimizers come first: their settings may inherit from those of an earlier one.
 OWN_SETTINGS = tuple(spec.settings for spec in reversed(OPTIMIZERS.values()))
 
 
@@ -30,11 +30,11 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
     clip_grad: float = 1.0
-    """Gradients are scaled down to this global norm; 0 disables clipping."""
+    """Maximum global norm of the gradients, which are scaled down to it; 0 disables clipping."""
     optimizer_cpu_offload: bool = False
     """Keep the optimizer's state, 8 bytes per parameter for Adam, in host memory. A step copies it
-    to the device and back in pieces, which takes time and changes no bit
-    (docs/concepts/memory.md)."""
+    to the device and back in pieces, which takes time but does not change
+    the result (docs/concepts/memory.md)."""
 
     def __post_init__(self) -> None:
         ScheduleConfig.__post_init__(self)
@@ -51,14 +51,15 @@ class OptimizerConfig(*OWN_SETTINGS, ScheduleConfig):  # type: ignore[misc]
         return OPTIMIZERS[self.optimizer]
 
     def _refuse_others_settings(self) -> None:
-        """Raise UserError for a setting of another optimizer than the chosen one."""
+        """Raise UserError for a setting that belongs to another optimizer than the chosen one."""
         for name, spec in OPTIMIZERS.items():
             for field in fields(spec.settings):  # type: ignore[arg-type]
                 value = getattr(self, field.name)
                 if field.name not in self.spec.setting_names and value != field.default:
                     raise UserError(
-                        f"{field.name} is {value}, a setting of optimizer {name}, and optimizer is "
-                        f"{self.optimizer}; leave it out, or give --optimizer {name}"
+                        f"{field.name} is {value}, but it is a setting of optimizer {name}, and "
+                        f"optimizer is {self.optimizer}; leave out the setting, or give "
+                        f"--optimizer {name}"
                     )
 
 

@@ -23,10 +23,10 @@ from parallel.offload import HostCopies, Slabs
 from runtime.simulation import allocates
 
 PIECE = 1 << 24
-"""Elements of a parameter that are updated at once.
+"""Number of elements of a parameter that are updated at once.
 
-Two moments of two pieces take 256 MiB on the device in float32, and the copy of one is 64 MiB, at
-which a bus reaches its full rate.
+Two moments of two pieces take 256 MiB on the device in float32, and the copy of one is 64 MiB,
+large enough for a bus to reach its full rate.
 """
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -101,7 +101,7 @@ class HostAdamW(torch.optim.AdamW):
         free: list[Any] = [compute.record_event(), None]
 
         def copy_in(number: int) -> tuple[list[Tensor], Any]:
-            """Start a copy of a piece's moments to the device; return them and the end's event."""
+            """Start to copy a piece's moments to the device; return the copies and their event."""
             moments = pieces[number].moments
             on_device = []
             for buffer, x in zip(buffers[number % 2], moments, strict=True):
@@ -139,14 +139,14 @@ class HostAdamW(torch.optim.AdamW):
 
 @allocates(offload.MOMENTS)
 def on_host(parameter: Tensor, slabs: Slabs) -> Tensor:
-    """Return zeros in host memory, sharded like the parameter; in ``slabs`` for a GPU."""
+    """Return zeros in host memory, sharded like the parameter; cut from ``slabs`` for a GPU."""
     if parameter.device.type == "cpu":
         return torch.zeros_like(parameter, device="cpu")
     return cut(parameter, slabs)
 
 
 def cut(parameter: Tensor, slabs: Slabs) -> Tensor:
-    """Return zeros like a parameter in memory of ``slabs``."""
+    """Return zeros like a parameter, in memory cut from ``slabs`` (large host buffers)."""
     moment = torch.empty_like(parameter, device="cpu")
     shard = to_local(moment)
     if shard.numel():

@@ -111,7 +111,7 @@ def _choice_note(saved: Schedule, configured: Schedule, iteration: int, keeps_sa
 def _saved_schedule(
     optimizer: OptimizerConfig, configured: Schedule, path: Path, extra: dict[str, Any]
 ) -> Schedule | None:
-    """Return the checkpoint's schedule; None if it holds imported weights, which have none."""
+    """Return the checkpoint's schedule; None for imported weights, which have no schedule."""
     if "schedule" not in extra:
         return None
     try:
@@ -127,6 +127,7 @@ def _saved_schedule(
         saved.taken_by(optimizer)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} has an invalid schedule ({type(error).__name__}: {error}); load another one"
+            f"{path} has an invalid schedule ({type(error).__name__}: {error}); load another "
+            "checkpoint"
         ) from error
     return saved

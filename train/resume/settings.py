@@ -56,7 +56,7 @@ def changes(
             continue
         keeps = f"; {spelled(name, before)} keeps it"
         if name == MICRO and config.mesh.balance_over == "dp_cp":
-            keeps = ", of all data-parallel processes together"
+            keeps = ", counted over all data-parallel processes"
         lines[name] = f"{name} was {before} and is {after}{keeps}"
 
     sample_order = config.named(config.SAMPLE_ORDER)
@@ -69,7 +69,7 @@ def changes(
     for name, before, after in _changed(extra.get("contents", {}), contents):
         lines[name] = (
             f"{name} has changed since the run began "
-            f"(digest {before!s:.8}, now {after:.8}); put the old file in its place to keep it"
+            f"(digest {before!s:.8}, now {after:.8}); put the old file back to keep it"
         )
     return lines
 
@@ -104,7 +104,8 @@ def check_allowed(path: Path, changed_lines: Mapping[str, str], allowed: Sequenc
             settings_to_allow.append(setting)
     if refused:
         raise CheckpointError(
-            f"{path} was trained otherwise: {'. '.join(changed_lines[name] for name in refused)}. "
-            "Keep the old values, or give --allow-changed "
+            f"{path} was trained with other settings or files: "
+            f"{'. '.join(changed_lines[name] for name in refused)}. Keep the old values, or give "
+            "--allow-changed "
             f"{' '.join(dict.fromkeys(settings_to_allow))}"
         )

@@ -37,7 +37,7 @@ class Start:
     """
 
     checkpoint: CheckpointConfig
-    """The settings by which the checkpoint was chosen."""
+    """The settings with which the checkpoint was chosen."""
     optimizer: OptimizerConfig
     """The optimizer's settings, with the schedule that the run follows."""
     architecture: dict[str, Any]
@@ -100,9 +100,9 @@ class Start:
                 compare_architecture(path, saved, architecture)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"{error}. hf:FOLDER needs the configuration of the same model (--config, such "
-                    "as those under configs/); "
-                    f"python -m tools.convert_hf import {path} RUN writes it"
+                    f"{error}. hf:FOLDER needs the configuration of the same model; give it with "
+                    "--config (configs/ has some, and "
+                    f"python -m tools.convert_hf import {path} RUN writes it)"
                 ) from error
             for part in parts:
                 for name, parameter in part.named_parameters():
@@ -121,8 +121,8 @@ def find_start(
 
     Without a checkpoint the run starts from scratch. With ``--finetune`` only the weights are
     loaded, and rope and windows may differ from the training: no weight's shape depends on them.
-    Adapters start there too if the checkpoint has none. The weights of ``hf:FOLDER`` are read
-    directly, without a checkpoint in between.
+    Such a run may also add adapters to a checkpoint without any. The weights of ``hf:FOLDER`` are
+    read directly, without a checkpoint in between.
 
     Args:
         checkpoint: settings of the checkpoint to load; by default the configuration's.
@@ -272,11 +272,11 @@ def _problem_of(extra: dict[str, Any], iteration: int) -> str:
 def _notes_on_averages(before: float | None, ema: Ema | None) -> list[str]:
     """Return notes on the EMA of the weights, given its decay in the checkpoint."""
     if before is None and ema is not None:
-        return ["note: it has no averages of the weights: they start from the current weights"]
+        return ["note: the checkpoint has no averages of the weights; they start from its weights"]
     if before is not None and ema is None:
         return [
-            f"note: its averages of the weights are dropped: ema_decay was {before} and is "
-            f"not set; give --ema-decay {before} to keep them"
+            f"note: the checkpoint's averages of the weights are dropped: ema_decay was {before} "
+            f"and is not set; give --ema-decay {before} to keep them"
         ]
     if ema is not None and before != ema.decay:
         keeps = spelled("ema_decay", before)

@@ -1,1 +1,1 @@
-"""Tasks of the entries: language models and diffusion transformers, a file each."""
+"""Tasks of the entry scripts: language models and diffusion transformers, one file each."""

@@ -51,9 +51,9 @@ class LanguageTask(Task[Config]):
 
     @staticmethod
     def load_tokenizer(config: Config) -> Tokenizer | MockTokenizer:
-        """Load the data's tokenizer; for mock_data return one of vocab_size entries.
+        """Load the data's tokenizer; for mock_data return a mock one of vocab_size entries.
 
-        Raises DataError: it is missing.
+        Raises DataError: the tokenizer is missing.
         """
         if config.data.mock_data:
             return MockTokenizer(config.model.vocabulary)
@@ -63,7 +63,7 @@ class LanguageTask(Task[Config]):
         """Build the whole model; with bf16, weights frozen under adapters are in 16 bits."""
         model = build_model(self.config.model, self._attend)
         if self.config.model.lora_rank is not None and self.config.train.bf16:
-            # No update adds to frozen weights, so that 16 bits lose nothing.
+            # No update is added to frozen weights, so 16 bits lose nothing.
             model.cast(torch.bfloat16, frozen=True)
         return model
 
@@ -119,7 +119,7 @@ class LanguageTask(Task[Config]):
         drawn = "drawn " if config.data.mock_data else ""
         packing = config.data.packing
         if config.data.pack_documents:
-            packing += f", none cut that fits, {1 - samples.fill:.2%} padding"
+            packing += f", cut only if too long, {1 - samples.fill:.2%} padding"
         if config.data.blend_by_length:
             packing += f", of documents of {config.data.length_blend}"
         return self._summary(

@@ -1,4 +1,4 @@
-"""Registry of the tasks, by configuration class and by the program that trains them."""
+"""Registry of the tasks, keyed by configuration class and by the program that trains them."""
 
 from typing import Any
 

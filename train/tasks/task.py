@@ -46,11 +46,11 @@ class Task(ABC, Generic[C]):
     """
 
     entry: ClassVar[str]
-    """The program that trains it."""
+    """The program that trains the model."""
     data_writer: ClassVar[str]
-    """The program that writes its data."""
+    """The program that writes the training data."""
     data_flags: ClassVar[tuple[str, ...]]
-    """The flags that name its data, with placeholders."""
+    """The flags that name the training data, with placeholders."""
 
     cp: ContextParallel
     objective: Objective
@@ -61,9 +61,9 @@ class Task(ABC, Generic[C]):
         self.mesh = mesh
         self.set_up()
         self.batch_samples = config.train.batch_size(mesh.dp.size())
-        """Sequences, or samples, per iteration."""
+        """Number of sequences (or samples) per iteration."""
         self.batch_tokens = self.batch_samples * config.sequence_length
-        """Tokens, or patches, per iteration."""
+        """Number of tokens (or patches) per iteration."""
 
     @abstractmethod
     def set_up(self) -> None:
@@ -94,7 +94,7 @@ class Task(ABC, Generic[C]):
 
     @abstractmethod
     def load_data(self, tokenizer: Any) -> Data:
-        """Open the data; collective. Raises UserError: they are missing or do not suit the run."""
+        """Open the data; collective. Raises UserError: they are missing or do not fit the run."""
 
     @abstractmethod
     def flops_per_token(self, length: int) -> float:
@@ -157,7 +157,7 @@ class Task(ABC, Generic[C]):
 
     @property
     def validation_samples(self) -> int:
-        """Number of samples of a validation, if the data have that many."""
+        """Number of samples in a validation, if the data have that many."""
         return self.config.train.eval_iters * self.batch_samples
 
     @property

@@ -93,7 +93,7 @@ def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monk
         "model.layers.0.mlp.down_proj",
     )
     broken = torch.full_like(tensors[name], torch.nan)
-    only_null = "only null or false or [] or {} is; merge it into its"
+    only_null = "only null or false or [] or {} is; merge the adapters"
     for change, other, words in (
         ({"strange": 7}, tensors, "strange = 7 is not supported"),
         ({"use_dora": True}, tensors, f"use_dora = true is not supported; {only_null}"),
@@ -117,41 +117,41 @@ def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monk
         (
             {"r": 8},
             tensors,
-            f"{name.replace('1', '0')} has shape (4, 48); the configuration makes it (8, 48)",
+            f"{name.replace('1', '0')} has shape (4, 48), but the configuration needs (8, 48)",
         ),
         ({"target_modules": [["q_proj"]]}, tensors, 'target_modules has ["q_proj"], but only'),
         (
             {"target_modules": ["q_proj", "v_proj", "down_proj"]},
             tensors,
-            "The state dict lacks base_model.",
+            "the state dict lacks base_model.",
         ),
         (
             {"target_modules": "nothing.*"},
             tensors,
-            f'"nothing.*", which does not match {linear}, but',
+            f'"nothing.*", but the file has an adapter of {linear}, which',
         ),
-        ({"target_modules": "("}, tensors, 'target_modules is "(", which does not match'),
+        ({"target_modules": "("}, tensors, 'target_modules is "(", but the file has an adapter'),
         (
             {"target_modules": "a{99999999999999999999}"},
             tensors,
-            f'9999}}", which does not match {linear}, but',
+            f'9999}}", but the file has an adapter of {linear}, which',
         ),
         (
             {"target_modules": "(" * 3000 + ")" * 3000},
             tensors,
-            f"((..., which does not match {linear}",
+            f"((..., but the file has an adapter of {linear}",
         ),
         (
             {"target_modules": r"((\w|\.)+)+!"},
             tensors,
-            r'target_modules is "((\\w|\\.)+)+!", whose match does not finish',
+            r'matching target_modules "((\\w|\\.)+)+!" does not finish',
         ),
         (
             {"target_modules": "(.|(.))+!"},
             tensors,
-            "whose match does not finish within 0.2 s of one processor",
+            "does not finish within 0.2 s of one processor",
         ),
-        ({}, tensors | {name: broken}, f"{name} holds 192 of 192 values that are not finite"),
+        ({}, tensors | {name: broken}, f"{name}: 192 of 192 values are not finite"),
     ):
         config.write_text(json.dumps(good | change))
         save_file(other, weights)
@@ -165,12 +165,12 @@ def test_files_of_an_adapter_are_read_without_trust(base, tmp_path, capsys, monk
         (
             adapter,
             [],
-            "the folder holds adapters, which transformers loads on the model that they name",
+            "the folder has adapters, which transformers would load on the base model",
         ),
     ):
         assert main(["import", str(source), str(tmp_path / "run"), *more]) == 1
         assert words in capsys.readouterr().err
-    with pytest.raises(UserError, match="adapters of a gpt, but its linear layers differ here"):
+    with pytest.raises(UserError, match="the linear layers of a gpt differ from PEFT's here"):
         read_adapter(adapter, GPT2, print)
     assert not (tmp_path / "run").exists()
     for path in (weights, config):

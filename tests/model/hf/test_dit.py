@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         dit_from_original(state | {"ema": torch.zeros(1)}, IMAGE)
     with pytest.raises(ValueError, match=r"x_embedder\.proj\.weight has shape"):
         dit_from_original(state, dataclasses.replace(IMAGE, patch_size=4))
-    with pytest.raises(ValueError, match=r"pos_embed \(1, 16, 24\) is not the sines"):
+    with pytest.raises(ValueError, match=r"pos_embed \(1, 16, 24\) differs from the sines"):
         dit_from_original(state | {"pos_embed": state["pos_embed"].flip(1)}, IMAGE)
     save_dit(tmp_path, IMAGE, random_dit(IMAGE).state_dict())
     weights = tmp_path / "model.safetensors"

@@ -97,13 +97,16 @@ def test_a_llama_that_transformers_refuses_is_a_mistral_to_it(tmp_path, change):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({}, "add_qkv_bias is True, and a LLaMA has only False; add_qkv_bias is"),
-        (WINDOW, "a Qwen2 has only False; add_qkv_bias is True, and a Qwen3 has only False"),
+        ({}, "add_qkv_bias is True, but for a LLaMA it must be False; add_qkv_bias is"),
+        (
+            WINDOW,
+            "a Qwen2 it must be False; add_qkv_bias is True, but for a Qwen3 it must be False",
+        ),
     ],
 )
 def test_a_llama_that_none_of_transformers_models_is_is_not_written(tmp_path, change, words):
     config = dataclasses.replace(LLAMA, add_qkv_bias=True, qk_layernorm=True, **change)
-    with pytest.raises(ValueError, match=re.escape(words) + ".*; keep it in its checkpoint"):
+    with pytest.raises(ValueError, match=re.escape(words) + ".*; keep the model in its checkpoint"):
         save_hf(tmp_path / "out", config, build_model(config).state_dict())
     assert not (tmp_path / "out").exists()
 
@@ -117,7 +120,7 @@ def test_a_llama_that_none_of_transformers_models_is_is_not_written(tmp_path, ch
         ({"model_type": "gpt2"}, 'model_type = "gpt2" is not supported; only "llama" or'),
         ({"max_position_embeddings": 0}, "max_position_embeddings is below 1"),
         ({"attention_dropout": "x"}, 'attention_dropout is "x"; it must be a finite number'),
-        ({"attention_dropout": 1}, "attention_dropout is 1; it must be from 0 to below 1"),
+        ({"attention_dropout": 1}, "attention_dropout is 1; it must be 0 or more and below 1"),
     ],
 )
 def test_contents_that_transformers_could_not_read(contents, words):
@@ -203,15 +206,15 @@ def test_weights_are_finite_numbers(tmp_path):
     state = build_model(LLAMA).state_dict()
     theirs = to_hf(state, LLAMA)
     for breakage, words in (
-        (lambda w: w.to(torch.int8), "embed_tokens.weight is int8; weights must be float32"),
-        (lambda w: w.to(torch.float8_e4m3fn), "is float8_e4m3fn; weights must be"),
+        (lambda w: w.to(torch.int8), "embed_tokens.weight is int8, but weights must be float32"),
+        (lambda w: w.to(torch.float8_e4m3fn), "is float8_e4m3fn, but weights must be"),
         (
             lambda w: w.index_fill(0, torch.tensor([3]), torch.nan),
-            "holds 48 of 2928 values that are not finite",
+            ": 48 of 2928 values are not finite",
         ),
         (
             lambda w: w.index_fill(1, torch.tensor([3]), -torch.inf),
-            "holds 61 of 2928 values that are not finite",
+            ": 61 of 2928 values are not finite",
         ),
     ):
         with pytest.raises(ValueError, match=words):
@@ -227,7 +230,7 @@ def test_weights_are_finite_numbers(tmp_path):
                 state | {"embedding.weight": breakage(state["embedding.weight"])},
             )
     dit = random_dit(IMAGE).state_dict()
-    with pytest.raises(ValueError, match=r"x_embedder.bias holds 1 of 24"):
+    with pytest.raises(ValueError, match=r"x_embedder.bias: 1 of 24"):
         save_dit(
             tmp_path / "out",
             IMAGE,

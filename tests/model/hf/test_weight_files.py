@@ -77,7 +77,7 @@ def test_an_index_cannot_leave_its_folder(sharded, escape):
     index = sharded / "model.safetensors.index.json"
     names = json.loads(index.read_text())["weight_map"]
     edit(index, weight_map=names | {"lm_head.weight": escape})
-    with pytest.raises(ValueError, match="no safetensors file directly in this folder"):
+    with pytest.raises(ValueError, match="not a safetensors file directly in its folder"):
         load_hf(sharded)
 
 

@@ -194,11 +194,11 @@ def test_published_sizes(shape, billions):
         ),
         (
             {"linear_gate": "per_channel"},
-            "linear_gate is per_channel; a gate per channel takes one key head per",
+            "linear_gate is per_channel; gates per channel need as many key heads as value",
         ),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
         ({"softmax_every": 3}, "softmax_every is 3; it must be from 2"),
-        ({"rotary_percent": 0.2}, "rotary_percent is 0.2; 3 of 16 channels would turn"),
+        ({"rotary_percent": 0.2}, "rotary_percent is 0.2; rope would rotate 3 of 16 channels"),
         ({"rotary_percent": float("nan")}, "rotary_percent is nan; it must be above 0"),
     ],
 )

@@ -250,7 +250,7 @@ def test_a_released_configuration_is_read():
         ({"norm_epsilon": 1e-5}, "norm_epsilon is 1e-05"),
         (
             {"softmax_every": 2},
-            "softmax_every is 2, and a released TransNormer has only linear attention in every lay",
+            "softmax_every is 2, but for a released TransNormer it must be left out, for linear",
         ),
     ],
 )

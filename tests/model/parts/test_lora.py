@@ -141,25 +141,25 @@ def test_peft_names_are_ours():
         (
             LLAMA,
             {"lora_rank": None},
-            "lora_alpha is 4.5 and lora_rank is not set; give --lora-rank",
+            "lora_alpha is 4.5, but lora_rank is not set; give --lora-rank",
         ),
         (
             LLAMA,
             {"lora_rank": None, "lora_alpha": None, "lora_target": ("wq",)},
-            "lora_target is wq and lora_rank is",
+            "lora_target is wq, but lora_rank is",
         ),
         (
             LLAMA,
             {"lora_target": ("wu",)},
-            "lora_target has wu, and a layer of this model has wq wk wv wo gate up down",
+            "lora_target has wu, but .* linear layer; choose from wq wk wv wo gate up down",
         ),
-        (LLAMA, {"lora_target": ("q_proj", "lm_head")}, "lora_target has lm_head, and a layer"),
+        (LLAMA, {"lora_target": ("q_proj", "lm_head")}, "lora_target has lm_head, but this"),
         (
             KINDS["gpt, tied"],
             {"lora_target": ("gate_proj",)},
-            "lora_target has gate_proj, and a layer",
+            "lora_target has gate_proj, but this",
         ),
-        (KDA, {"lora_target": ("wa",)}, "lora_target has wa, and a layer"),  # a bottleneck
+        (KDA, {"lora_target": ("wa",)}, "lora_target has wa, but this"),  # a bottleneck
     ],
 )
 def test_settings_without_sense_are_refused(config, settings, message):

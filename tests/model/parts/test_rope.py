@@ -135,19 +135,19 @@ TABLE = {"model_type": "gpt", "max_position_embeddings": 64}
         (
             None,
             {"factor": 2.0},
-            "factor is 2.0 and rope_scaling_type not set; linear, dynamic, yarn",
+            "factor is 2.0, but rope_scaling_type is not set; .* only linear, dynamic, yarn",
         ),
-        ("linear", {}, "factor is not set, and rope_scaling_type linear needs it"),
+        ("linear", {}, "factor is not set, but rope_scaling_type linear needs one"),
         ("linear", {"factor": 0.5}, "factor is 0.5; it must be from 1"),
         (
             "llama3",
             {"factor": 8.0},
-            "original_max_position_embeddings is not set, and .* llama3 needs it",
+            "original_max_position_embeddings is not set, but .* llama3 needs one",
         ),
         (
             "llama3",
             FACTORS | {"beta_fast": 3.0},
-            "beta_fast is 3.0 and .* llama3; yarn alone has it",
+            "beta_fast is 3.0, but .* llama3; .* only yarn has it",
         ),
         (
             "llama3",
@@ -157,22 +157,22 @@ TABLE = {"model_type": "gpt", "max_position_embeddings": 64}
         (
             "yarn",
             FACTORS | {"seq_length": 9},
-            "seq_length is 9 and rope_scaling_type yarn; dynamic alone has it",
+            "seq_length is 9, but rope_scaling_type is yarn; .* only dynamic has it",
         ),
         (
             "yarn",
             FACTORS | {"rotary_base": 1.0},
-            "type is yarn with rotary_base 1.0 .* needs a base above 1",
+            "type is yarn, but rotary_base is 1.0 .* needs a base above 1",
         ),
         (
             "linear",
             {"factor": 2.0, "model_type": "transnormer"},
-            "type is linear, and this model has no rope",
+            "type is linear, but this model has no rope",
         ),
         (
             "linear",
             {"factor": 2.0, **TABLE},
-            "type is linear, and this model has no rope; leave it out",
+            "type is linear, but this model has no rope; leave it out",
         ),
     ],
 )

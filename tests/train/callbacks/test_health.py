@@ -62,11 +62,11 @@ def test_what_one_rank_sees_all_ranks_say():
         == [bool(text) for text in other]
         == [True, False, True, True, False, True]
     )
-    assert spike == "the loss was 6.1, above 6, a spike on 1 of 2 ranks"
+    assert spike == "the loss was 6.1, a spike above the limit 6 on 1 of 2 ranks"
     assert plain == young == ""
     assert nan == other[2] == "the loss was not finite on 1 of 2 ranks"
     assert infinite == "the gradient norm was not finite"
-    assert large == "the gradient norm was 1.6, above 1.5, a spike"
+    assert large == "the gradient norm was 1.6, a spike above the limit 1.5"
 
 
 def infinite_once_at_4(trainer):
@@ -97,7 +97,7 @@ def test_rolled_back_it_goes_on_with_other_samples(tmp_path):
     assert failure == {
         "iteration": 4,
         "checkpoint": 2,
-        "why": "a step was bad, iteration 4: the loss was not finite",
+        "why": "a step was bad in iteration 4: the loss was not finite",
     }
 
 
@@ -119,7 +119,9 @@ def test_after_three_starts_that_failed_the_next_one_does_not_train(tmp_path):
     folder = tmp_path / "run"
     for starts in run_ranks(four_starts, 2, health("stop"), folder):
         assert [progress.iteration for progress, _ in starts] == [4, 4, 4, 0]
-        assert all("a step was bad, iteration 4: the loss was not" in error for _, error in starts)
+        assert all(
+            "a step was bad in iteration 4: the loss was not" in error for _, error in starts
+        )
         assert f"remove {folder}/{FAILURES} to continue from iteration 0" in starts[3][1]
 
 
@@ -160,7 +162,7 @@ def test_weights_that_an_update_broke_are_never_saved(policy, tmp_path):
     for _, error in run_ranks(
         run_with, 2, health(policy, save_interval=2), tmp_path / "run", poisoned_at_4
     ):
-        assert "iteration 4 is not saved: its update took their loss from 3." in error
+        assert "iteration 4 is not saved: its update raised its samples' loss from 3." in error
     assert checkpoints(tmp_path / "run") == [2]
     assert find_checkpoint(tmp_path / "run") is not None
 

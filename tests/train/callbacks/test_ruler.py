@@ -66,7 +66,7 @@ def test_none_on_the_command_line_leaves_out_the_curve_of_a_file(tmp_path, capsy
     assert parse_args(["--config", str(file), "--ruler-interval", "none"]).ruler == RulerConfig()
     assert (
         capsys.readouterr().err
-        == f"note: --ruler-interval none leaves out ruler_lengths, ruler_tasks of {file}\n"
+        == f"note: --ruler-interval none removes ruler_lengths, ruler_tasks of {file}\n"
     )
     with pytest.raises(ValueError, match="ruler_lengths is 640; it is of a curve"):
         parse_args(["--config", str(file), "--ruler-interval", "none", "--ruler-lengths", "640"])

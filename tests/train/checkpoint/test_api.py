@@ -196,7 +196,7 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path, stage):
     newest = find_checkpoint(tmp_path, report=notes.append)
     if stage == "pointer":
         assert newest == tmp_path / "iter_0000005", "after the rename it is there, whole"
-        assert "says 2, the newest whole one is 5" in notes[0]
+        assert "says 2, but the newest whole checkpoint is 5" in notes[0]
         return
     assert newest == tmp_path / "iter_0000002"
     # A surviving rank 0 may have cleaned up; a killed one cannot.
@@ -236,7 +236,9 @@ def test_a_disk_that_refuses_one_rank_fails_all_and_leaves_nothing(tmp_path, fai
 def test_a_whole_checkpoint_is_never_overwritten(tmp_path):
     model, optimizer = two_checkpoints(tmp_path)
     before = {path.name: describe(path) for path in (tmp_path / "iter_0000001").iterdir()}
-    with pytest.raises(CheckpointError, match="iter_0000001 exists and is whole"):
+    with pytest.raises(
+        CheckpointError, match="iter_0000001 is a whole checkpoint, which is not overwritten"
+    ):
         save(tmp_path, 1, model, optimizer)
     assert {path.name: describe(path) for path in (tmp_path / "iter_0000001").iterdir()} == before
 
@@ -248,7 +250,7 @@ def test_a_broken_one_is_moved_aside_when_its_iteration_comes_again(tmp_path, ca
     save(tmp_path, 2, model, optimizer)
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000002"
     assert describe(tmp_path / "iter_0000002.broken-1" / "__0_0.distcp") == broken
-    assert "__0_0.distcp has another SHA-256" in capsys.readouterr().err
+    assert "__0_0.distcp has a different SHA-256" in capsys.readouterr().err
 
 
 def test_another_architecture_is_refused_with_its_fields(tmp_path):

@@ -61,7 +61,7 @@ def test_a_checkpoint_without_room_is_refused_and_leaves_nothing_half_written(
 
     if when == "before":
         fill(disk)
-        message += r" and [\d,]+ are needed; remove older"
+        message += r", but [\d,]+ are needed; remove older"
     else:
         monkeypatch.setattr(checkpoint, "check_room", check_then_fill)
     with pytest.raises(CheckpointError, match=message):

@@ -126,7 +126,7 @@ BREAKS = {
     "flipped": (
         lambda node: flip_a_byte(second(node), "__3_0.distcp"),
         (
-            "passed over a broken one: .*/node1/run-.*/iter_0000002/__3_0.distcp has another "
+            "passed over a broken one: .*/node1/run-.*/iter_0000002/__3_0.distcp has a different "
             "SHA-256 than"
         ),
     ),
@@ -145,8 +145,8 @@ BREAKS = {
     "of another run": (
         lambda node: (node.parent / "run" / "starts.jsonl").write_text("begun anew\n"),
         (
-            "passed over .*/node0/run-[0-9a-f]{12}, which is of another run; remove it if that one "
-            "is over"
+            "passed over .*/node0/run-[0-9a-f]{12}, which belongs to another run; remove it if "
+            "that run is over"
         ),
     ),
     "untouched": (lambda node: None, ""),
@@ -194,12 +194,12 @@ def test_the_newest_of_both_tiers_is_taken_and_nothing_else_starts_a_run_afresh(
     flip_a_byte(saves._local / "iter_0000001")
     path, note = found(settings)
     assert path is None, "there was no shared one yet"
-    assert "__0_0.distcp has another SHA-256" in note
+    assert "__0_0.distcp has a different SHA-256" in note
     saves.save("local", 2, *run, architecture=ARCHITECTURE, extra={})
     save(tmp_path / "run", 3, *run)
     path, note = found(settings)
     assert path == tmp_path / "run" / "iter_0000003"
-    assert note == f"passed over {saves._local}/iter_0000002: {path} is no older"
+    assert note == f"passed over {saves._local}/iter_0000002: {path} is as new or newer"
     saves.save("local", 4, *run, architecture=ARCHITECTURE, extra={})
     (saves._local / "iter_0000005.1a2b3c4d.tmp").mkdir()
     flip_a_byte(path)
@@ -210,7 +210,7 @@ def test_the_newest_of_both_tiers_is_taken_and_nothing_else_starts_a_run_afresh(
     } | {"latest_checkpointed_iteration.txt"}
     saves._local.rename(tmp_path / "mine")
     saves._local.symlink_to(tmp_path / "mine")
-    with pytest.raises(CheckpointError, match="is no folder of yours"):
+    with pytest.raises(CheckpointError, match="is a link, or another user's"):
         newest_checkpoint(settings)
 
 

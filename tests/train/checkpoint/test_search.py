@@ -49,7 +49,7 @@ def _leave_out_the_shard(folder):
 
 
 BREAKAGES = {
-    "flipped byte": (flip_a_byte, "__0_0.distcp has another SHA-256"),
+    "flipped byte": (flip_a_byte, "__0_0.distcp has a different SHA-256"),
     "truncated shard": (
         lambda folder: os.truncate(folder / "__0_0.distcp", 99),
         "__0_0.distcp has 99 bytes instead of",
@@ -61,20 +61,20 @@ BREAKAGES = {
     ),
     "manifest of another kind": (
         lambda folder: (folder / "manifest.json").write_text("[1, 2]"),
-        "manifest.json holds no JSON object",
+        "manifest.json is not a JSON object",
     ),
     "altered manifest": (_alter_extra, "manifest.json does not match its own checksum"),
     "newer format": (
         lambda folder: _signed(folder, format_version=2),
-        "has format 2, this version reads 1",
+        "has format 2, but this version of Longmesh reads 1",
     ),
     "path outside": (
         lambda folder: rewrite_manifest(folder, files={"../secret": (1, "0" * 64)}),
-        "names '../secret', which is not a file of its own folder",
+        "lists '../secret', which is not a file of its folder",
     ),
     "shard left out": (
         _leave_out_the_shard,
-        "metadata points at '__0_0.distcp', not a file of the checkpoint",
+        "metadata points at '__0_0.distcp', which is not a file of the checkpoint",
     ),
 }
 
@@ -117,7 +117,7 @@ def test_ranks_find_the_same_checkpoint_and_share_the_hashing(tmp_path):
     assert "iter_0000002" in answers[0][1][0]
     assert answers[1][1] == [], "one rank reports"
     assert answers[0][2] == answers[1][2]
-    assert "__0_0.distcp has another SHA-256" in answers[0][2]
+    assert "__0_0.distcp has a different SHA-256" in answers[0][2]
     shared = [name for answer in answers for name in answer[3]]
     assert sorted(shared) == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
     assert all(len(answer[3]) == 2 for answer in answers)
@@ -135,7 +135,7 @@ def test_where_there_is_none(tmp_path):
     (tmp_path / "iter_0000007.tmp").mkdir()
     (tmp_path / "iter_7").mkdir()
     assert find_checkpoint(tmp_path) is None
-    with pytest.raises(CheckpointError, match=r"ckpt_step is 7 .* none at all"):
+    with pytest.raises(CheckpointError, match=r"ckpt_step is 7, .* no checkpoint at all"):
         find_checkpoint(tmp_path, 7)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="not a folder"):
@@ -213,7 +213,7 @@ def test_broken_ones_do_not_count(run):
     keeper.prune(run)
     assert saved_iterations(run) == [6, 5, 4, 3]
     assert len(notes) == 2
-    assert "iter_0000006/__0_0.distcp has another SHA-256" in notes[0]
+    assert "iter_0000006/__0_0.distcp has a different SHA-256" in notes[0]
     assert "iter_0000005/__0_0.distcp has 3 bytes" in notes[1], (
         "sizes are looked at even if its bytes were hashed"
     )

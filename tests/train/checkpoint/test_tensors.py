@@ -44,8 +44,8 @@ def test_tensors_that_do_not_fit_are_named(path):
     more.layers.append(nn.Linear(WIDTH, WIDTH))
     for model, message in (
         (wider, r"model.head.weight has shape \[7, 6\] instead of \[8, 6\]"),
-        (fewer, "model.layers.1.bias is too many"),
-        (more, "model.layers.2.weight is missing"),
+        (fewer, "model.layers.1.bias is not in this run"),
+        (more, "model.layers.2.weight is not in the checkpoint"),
     ):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(CheckpointError, match=message):

@@ -43,12 +43,12 @@ def test_what_contradicts_itself_is_refused():
     config = parse_args(
         ["--latent-shape", "1", "8", "8", "--patch-size", "8", "--num-attention-heads", "6"]
     )
-    with pytest.raises(ConfigError, match="more processes than a sequence's 1 patch"):
+    with pytest.raises(ConfigError, match="more processes than the 1 patch of a sequence"):
         validate(replace(config, mesh=mesh), 4)
     never = ["--class-dropout-prob", "0", "--context-parallel-method", "none"]
     with pytest.raises(
         ConfigError,
-        match=r"guidance is 4\.0 and class_dropout_prob is 0\.0, .* give --guidance 1, or",
+        match=r"guidance is 4\.0, but class_dropout_prob is 0\.0, .* give --guidance 1, or",
     ):
         validate(parse_args(never), 1)
     for harmless in (
@@ -58,7 +58,7 @@ def test_what_contradicts_itself_is_refused():
     ):
         validate(parse_args([*never, *harmless]), 1)
     with pytest.raises(
-        ConfigError, match=r"unknown argument --num-query-groups; that is for pretrain_gpt\.py"
+        ConfigError, match=r"unknown argument --num-query-groups; it belongs to pretrain_gpt\.py"
     ):
         parse_args(["--num-query-groups", "2"])
     flags = [

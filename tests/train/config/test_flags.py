@@ -42,7 +42,7 @@ def test_a_model_is_named_by_its_file_of_now_or_before_or_by_name(
     argument = str(root / name) if elsewhere and "/" in name else name
     toml_files._note_moved.cache_clear()
     assert parse_args(["--config", argument]) == load_config(flags.MODELS / "llama3_8b.toml")
-    assert ("configs/models/llama3_8b.toml, which is read" in capsys.readouterr().err) == (
+    assert ("configs/models/llama3_8b.toml; the new file is read" in capsys.readouterr().err) == (
         "configs/l" in name
     )
 
@@ -249,7 +249,7 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
     [
         (
             "--model-type gpt --max-position-embeddings 1024 --swiglu",
-            "model_type is gpt; it needs llama",
+            "model_type is gpt; the flag needs llama",
         ),
         ("--use-distributed-optimizer --bf16 --sequence-parallel --calculate-per-token-loss", None),
         (
@@ -260,11 +260,11 @@ def test_every_flag_of_the_table_is_accepted_or_refused_by_its_own_words(parse):
         ("--hidden-dropout", "--hidden-dropout is given without a value"),
         ("--optimizer adam --adam-w-mode", None),
         ("--optimizer sgd", "argument --optimizer: invalid choice: 'sgd' (choose from"),
-        ("--sgd-momentum 0.9", "there is no SGD; --optimizer names what there is"),
+        ("--sgd-momentum 0.9", "there is no SGD; --optimizer lists the choices"),
         ("--transformer-impl transformer_engine --use-flash-attn --use-mcore-models", None),
         ("--fp16", "here give --bf16"),
         ("--num-experts 8", "there is no mixture of experts"),
-        ("--sequence-parallel=false", "--sequence-parallel takes no value, and 'false' is given"),
+        ("--sequence-parallel=false", "--sequence-parallel takes no value, but 'false' is given"),
         ("--attention-dropout 0.00 --hidden-dropout=0.0 --rotary-percent 1.00", None),
         ("--attention-dropout 0.1", "--attention-dropout is 0.1, but here it can only be 0"),
         ("--model-type transnormer --disable-bias-linear", None),
@@ -305,7 +305,8 @@ def test_a_key_of_another_family_is_passed_over_at_its_default_alone_and_never_o
     assert load_config(file) == Config()
     file.write_text(f"[model]\n{line}\n")
     with pytest.raises(
-        UserError, match=f"unknown key {line.split()[0]} in .model.; model_type llama has none"
+        UserError,
+        match=f"unknown key {line.split()[0]} in .model.; model_type llama does not have it",
     ):
         load_config(file)
 
@@ -323,7 +324,8 @@ def test_a_key_that_no_earlier_version_wrote_is_never_passed_over(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text('[model]\nmodel_type = "llama"\nno_rope_freq = "4"\n')
     with pytest.raises(
-        UserError, match=r"unknown key no_rope_freq in .model.; model_type llama has none; smollm3"
+        UserError,
+        match=r"unknown key no_rope_freq in .model.; model_type llama does not have it; smollm3",
     ):
         load_config(file)
 

@@ -95,7 +95,7 @@ def test_the_file_names_the_family_unless_a_flag_does(tmp_path):
         FAMILIES["transnormer"].config,
         True,
     )
-    assert "no_scale_embedding in [model]; model_type llama has none" in refusal(
+    assert "no_scale_embedding in [model]; model_type llama does not have it" in refusal(
         "--config", str(path), "--model-type", "llama"
     )
 
@@ -119,21 +119,21 @@ def test_shipped_configs_load_and_are_free_of_contradictions(path):
             "[train]\nglobal_batchsize = 1",
             ["unknown key global_batchsize in [train]", "mean global_batch_size?"],
         ),
-        ("[train]\nzzzzzz = 1", ["unknown key zzzzzz", "known are"]),
+        ("[train]\nzzzzzz = 1", ["unknown key zzzzzz", "the known names are"]),
         (
             "[profiling]\nnope = 1",
-            ["known are profile, profile_step_start, profile_step_end, profile_ranks"],
+            ["the known names are profile, profile_step_start, profile_step_end, profile_ranks"],
         ),
         (
             "[model]\nnum_classes = 10",
-            ["unknown key num_classes in [model]", "that is for pretrain_dit.py"],
+            ["unknown key num_classes in [model]", "it belongs to pretrain_dit.py"],
         ),
         (
             "[diffusion]\nobjective = 'ddpm'",
-            ["unknown section [diffusion]", "that is for pretrain_dit.py"],
+            ["unknown section [diffusion]", "it belongs to pretrain_dit.py"],
         ),
-        ("[model]\nseq_length = 1", ["seq_length stands in [model]", "move it to [train]"]),
-        ("seq_length = 1", ["seq_length stands outside of a section", "[train]"]),
+        ("[model]\nseq_length = 1", ["seq_length is in the section [model]", "move it to [train]"]),
+        ("seq_length = 1", ["seq_length is outside of a section", "[train]"]),
         ("[train]\nseed = 'one'", ["seed is 'one'", "an integer"]),
         ("[train]\nseed = 1.0", ["seed is 1.0", "an integer"]),
         ("[train]\nbf16 = 1", ["bf16 is 1", "true or false"]),
@@ -145,16 +145,16 @@ def test_shipped_configs_load_and_are_free_of_contradictions(path):
         ("[model]\nmodel_type = 'bert'", ["model_type is 'bert'", "one of llama, gpt, "]),
         (
             "[train]\nlinear_gate = 'per_head'",
-            ["unknown key linear_gate in [train]; model_type llama has none; qwen3_5"],
+            ["unknown key linear_gate in [train]; model_type llama does not have it; qwen3_5"],
         ),
         ("[model]\nmodel_type = 2", ["model_type is 2", "one of llama, gpt, "]),
         (
             "[model]\nlinear_gate = 'per_channel'",
-            ["unknown key linear_gate in [model]; model_type llama has none; qwen"],
+            ["unknown key linear_gate in [model]; model_type llama does not have it; qwen"],
         ),
         (
             "[model]\nmodel_type = 'gpt'\nadd_qkv_bias = true",
-            ["add_qkv_bias in [model]; model_type gpt has none; llama"],
+            ["add_qkv_bias in [model]; model_type gpt does not have it; llama"],
         ),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
         ("--cp 2", ["--cp", "did you mean --context-parallel-size?"]),
         ("--seq-length 512K", ["'512K' is not an integer", "for 512 x 1,024 give 524288"]),
         ("--nope", ["unknown argument --nope; --help lists them all"]),
-        ("--num-classes 10", ["unknown argument --num-classes", "that is for pretrain_dit.py"]),
+        ("--num-classes 10", ["unknown argument --num-classes", "it belongs to pretrain_dit.py"]),
         ("--num-layers 1.5", ["--num-layers", "'1.5' is not an integer"]),
         ("--lr nan", ["--lr", "'nan' is not a finite number"]),
         ("--lr none", ["--lr", "'none'"]),
@@ -195,26 +195,26 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
         ),
         (
             "--position-embedding-type learned_absolute",
-            ["position_embedding_type is learned_absolute", "llama has rope alone"],
+            ["position_embedding_type is learned_absolute", "llama has only rope"],
         ),
         (
             "--linear-gate per_head",
-            ["--linear-gate; model_type llama has none; qwen3_5 and olmo_hybrid have it"],
+            ["--linear-gate; model_type llama does not have it; qwen3_5 and olmo_hybrid have it"],
         ),
         (
             "--model-type qwen3_5 --no-qk-layernorm",
-            ["--no-qk-layernorm; model_type qwen3_5 has none; llama has it"],
+            ["--no-qk-layernorm; model_type qwen3_5 does not have it; llama has it"],
         ),
         (
             "--query-pre-attn-scalar 8 --model-type=olmo3",
-            ["model_type olmo3 has none; gemma3 has it"],
+            ["model_type olmo3 does not have it; gemma3 has it"],
         ),
         ("--model-type", ["--model-type: expected one argument"]),
         (
             "--no-scale-embedding",
-            ["model_type llama has none; transnormer and linear_transformer have it"],
+            ["model_type llama does not have it; transnormer and linear_transformer have it"],
         ),
-        ("--no-rope-freq 2", ["--no-rope-freq; model_type llama has none; smollm3 has it"]),
+        ("--no-rope-freq 2", ["--no-rope-freq; model_type llama does not have it; smollm3 has it"]),
         ("--no-lr", ["unknown argument --no-lr; did you mean"]),
         ("--exit-on-missing-checkpoint", ["exit_on_missing_checkpoint", "--load"]),
     ],
@@ -257,10 +257,10 @@ lr_wsd_decay_iters is 6
 1 --attention-backend flash_attn_3 | flash_attn_3 | --bf16
 1 --device cpu --recompute-granularity full --recompute-offload | recompute_offload | host memory
 1 --device cpu --optimizer-cpu-offload | optimizer_cpu_offload | host memory | --device cuda
-1 --device cpu --optimizer-backend apex | optimizer_backend is apex and device is cpu | \
+1 --device cpu --optimizer-backend apex | optimizer_backend is apex, but device is cpu | \
 or use --device cuda
 1 --device cuda --optimizer-backend apex --optimizer-cpu-offload | \
-apex and optimizer_cpu_offload is set | leave one out
+apex, but optimizer_cpu_offload is set | leave out --optimizer-backend
 1 --device cpu --compile --recompute-granularity attention_boundary | \
 compile is set with recompute_granularity att
 1 --model-type transnormer --attention-backend aten | attention_backend is aten | \

@@ -184,7 +184,7 @@ def test_a_missing_kernel_is_refused_in_a_line(files, reason, tmp_path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     for module in ("apex", "apex.multi_tensor_apply", "amp_C"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(UserError, match=rf"^optimizer_backend is apex, and .*{reason}") as no:
+    with pytest.raises(UserError, match=rf"^optimizer_backend is apex, but .*{reason}") as no:
         build_optimizer(APEX, nn.Linear(1, 1))
     assert "\n" not in str(no.value)
     for module in ("apex", "apex.multi_tensor_apply", "amp_C"):
@@ -205,5 +205,5 @@ def test_all_ranks_refuse_before_any_work(default_data, tmp_path):
     flags = flags_of(default_data, "--save", str(tmp_path / "run"), "--optimizer-backend", "apex")
     first, second = run_ranks(refused, 2, flags)
     assert first == second
-    assert first.startswith("optimizer_backend is apex, and NVIDIA's apex")
+    assert first.startswith("optimizer_backend is apex, but NVIDIA's apex")
     assert not (tmp_path / "run").exists()

@@ -111,8 +111,8 @@ def test_another_prefix_is_prepared_at_the_same_time(name, other, tmp_path, monk
         (
             {"name": "alpaca"},
             (
-                "chat_template is alpaca, and a tokenizer is trained for one of chatml, llama3; "
-                "name one"
+                "chat_template is alpaca, but a tokenizer can be trained only for chatml, llama3; "
+                "give one"
             ),
         ),
     ],

@@ -101,7 +101,7 @@ def test_another_prefix_is_prepared_at_the_same_time(name, other, tmp_path, monk
     [
         (
             {"vocab_size": 257},
-            "vocab_size is 257; 256 bytes and the special tokens of chatml take 258 entries",
+            "vocab_size is 257, but 256 bytes and the special tokens of chatml take 258 entries",
         ),
         (
             {"vocab_size": 5000},

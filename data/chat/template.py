@@ -290,7 +290,7 @@ def _control_tokens(template: ChatTemplate, tokenizer: HuggingFaceTokenizer) -> 
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
     """Load a chat template: one of NAMED, a file, or by default the tokenizer's.
 
-    The tokenizer's template is chat_template.jinja or in tokenizer_config.json, beside it. Raises
+    The tokenizer's own is in chat_template.jinja or tokenizer_config.json in its folder. Raises
     DataError: there is no template, it is invalid, or the tokenizer lacks its special tokens.
     """
     if Path(tokenizer).suffix != ".json":

@@ -100,7 +100,7 @@ def test_the_first_start_begins_where_the_flags_say_and_later_ones_in_their_own_
         )
 
 
-LOST = "75 rank 0 ends because a peer of it did (Connection reset by peer)"
+LOST = "75 rank 0 ends because another rank did (Connection reset by peer)"
 BAD = "1 error: loss is not finite"
 
 

@@ -150,7 +150,7 @@ def _check(where: str, call: Any) -> None:
         or not function["name"]
     ):
         raise DataError(
-            f"{where} has tool_calls with {call!r:.60}, which has no function name; add the name"
+            f"{where} has tool_calls with {call!r:.60}, but this has no function name; add the name"
         )
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, (dict, str)):

@@ -126,7 +126,7 @@ def is_unread(where: str, key: str, value: Any) -> bool:
         )
     if key in _CONTENT:
         raise DataError(
-            f"{where} has {key}, which the chat template does not name, so it would be lost; "
+            f"{where} has {key}, but the chat template does not name it, so it would be lost; "
             f"give a template that writes it, or leave out {key} or the conversation"
         )
     if key in HARMLESS:

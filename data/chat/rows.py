@@ -198,7 +198,7 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], li
     for name, value in kwargs.items():
         if name in _NOT_VARIABLES:
             raise DataError(
-                f"it has chat_template_kwargs with {name}, which is not a template variable; "
+                f"it has chat_template_kwargs with {name}, but that is not a template variable; "
                 f"remove {name}"
             )
         if name in variables and variables[name] != value:

@@ -23,7 +23,7 @@ DIGITS = "digits"
 
 @dataclass(frozen=True, kw_only=True)
 class LatentDataConfig:
-    """Options of the latents to train on."""
+    """Settings of the latents to train on."""
 
     data_path: tuple[str, ...] = (DIGITS,)
     """Folders of latents that tools/prepare_latents.py wrote, taken together; or digits,
@@ -53,8 +53,8 @@ def digits() -> Latents:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError(
-            "data_path is digits, which needs scikit-learn; install it: pip install scikit-learn "
-            "(make venv EXTRAS=digits)"
+            "data_path is digits, but scikit-learn cannot be imported; install it: pip install "
+            "scikit-learn (make venv EXTRAS=digits)"
         ) from error
     content = load_digits()
     images = (content.images[:, None] / 8 - 1).astype(np.float32)  # [1797, 1, 8, 8]
@@ -148,7 +148,7 @@ def build_latent_datasets(
         num_train = min(math.floor(train_share * len(latents)), len(latents) - num_valid)
         if num_train < 1:
             raise DataError(
-                f'split is "{config.split}", which leaves none of the {len(latents)} samples to '
+                f'split is "{config.split}", but it leaves none of the {len(latents)} samples to '
                 "train on; make its first share larger"
             )
     train = LatentSamples(latents, rows[num_valid : num_valid + num_train], seed)
@@ -165,7 +165,7 @@ def _check_shape(path: str, shape: tuple[int, ...], latent_shape: tuple[int, ...
     subject = f"{path} has"
     fix = f"set latent_shape to {actual}"
     if path == DIGITS:
-        subject = f"data_path is {DIGITS} (the default), which has"
+        subject = f"data_path is {DIGITS} (the default) with"
         fix = f"give --data-path a folder that tools/prepare_latents.py wrote, or {fix}"
     raise DataError(f"{subject} latents of {actual}, but latent_shape is {expected}; {fix}")
 
@@ -179,8 +179,8 @@ class Vae:
             from diffusers import AutoencoderKL
         except ImportError as error:
             raise DataError(
-                "vae is given, which needs diffusers; install it: pip install diffusers (make venv "
-                "EXTRAS=images)"
+                "vae is given, but diffusers cannot be imported; install it: pip install diffusers "
+                "(make venv EXTRAS=images)"
             ) from error
         if not (Path(folder) / "config.json").is_file():
             raise DataError(
@@ -217,12 +217,12 @@ class Vae:
         channels = self._model.config.latent_channels
         if len(shape) != 3:
             raise DataError(
-                f"vae is {self._folder}, which decodes images, but latent_shape {latent_shape} has "
-                "frames; leave out --vae"
+                f"vae {self._folder} decodes images, but latent_shape {latent_shape} has frames; "
+                "leave out --vae"
             )
         if shape[0] != channels:
             raise DataError(
-                f"vae is {self._folder}, which decodes {channels} channels, but latent_shape "
+                f"vae {self._folder} decodes {channels} channels, but latent_shape "
                 f"{latent_shape} has {shape[0]}; give the vae that made the run's latents, "
                 "or leave out --vae"
             )

@@ -246,7 +246,7 @@ def _open(folder: Path, entry: dict[str, Any], shape: tuple[int, ...], dtype: st
     if too_large.any():
         row = int(np.argmax(too_large))
         raise DataError(
-            f"{labels_path}: row {row} has label {labels[row]}, which does not fit into int64; "
+            f"{labels_path}: row {row} has label {labels[row]}, but labels must fit into int64; "
             "repair the labels"
         )
     labels = np.asarray(labels, dtype=np.int64)

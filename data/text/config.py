@@ -10,7 +10,7 @@ from runtime.errors import DataError, at_least
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The text to train on."""
+    """Settings of the text to train on."""
 
     data_path: tuple[str, ...] = ()
     """Prefix of a Megatron .bin/.idx pair, or a blend: weight prefix weight prefix ..."""

@@ -318,8 +318,8 @@ def _parquet(path: Path) -> Iterator[Row]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise DataError(
-            f"{path} is Parquet, which needs pyarrow; install it: pip install pyarrow (make venv "
-            "EXTRAS=data)"
+            f"{path} is Parquet, but pyarrow cannot be imported; install it: pip install pyarrow "
+            "(make venv EXTRAS=data)"
         ) from error
     number = 0
     try:

@@ -143,7 +143,7 @@ def _by_arrow(path: Path, compression: str) -> Any:
         import pyarrow
     except ImportError as error:
         raise DataError(
-            f"{path} is compressed with {compression}, which needs pyarrow; install it (pip "
-            "install pyarrow, or make venv EXTRAS=data), or decompress the file"
+            f"{path} is compressed with {compression}, but pyarrow cannot be imported; install it "
+            "(pip install pyarrow, or make venv EXTRAS=data), or decompress the file"
         ) from error
     return pyarrow.input_stream(path, compression=compression)

@@ -36,7 +36,7 @@ def build_datasets(
     `labels`, int64 [seq_length], labels already shifted, `loss_mask`, float32 [seq_length], and, if
     `config.tells_documents`, `starts`, bool [seq_length].
 
-    ``vocab_size`` is the model's, by default the tokenizer's: an id that the model lacks is an
+    ``vocab_size`` is the model's, by default the tokenizer's: an id that the model lacks raises an
     error that names the token.
 
     Collective over all ranks if a process group is initialised: rank 0 checks the files and writes
@@ -90,7 +90,7 @@ def build_datasets(
     train, valid, test = (_join(list(split), weights) for split in zip(*files, strict=True))
     if train is None:
         raise DataError(
-            f'split is "{config.split}", which leaves nothing to train on; '
+            f'split is "{config.split}", but it leaves nothing to train on; '
             "make its first share larger than 0"
         )
     return train, valid, test

@@ -135,7 +135,7 @@ class Prepared:
 
 
 def existing(request: Request, prefix: Path) -> Prepared | None:
-    """Return the facts about the data at the prefix if this request made it; None without data.
+    """Return the facts about the data at a prefix, if this request made it; None without data.
 
     Raises DataError: the data is of another request or incomplete, or its input has changed.
     """

@@ -132,7 +132,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def tokenize_special(self, text: str) -> tuple[list[int], list[Span]]:
         """Return the ids and spans of a text, with special tokens in it read as special.
 
-        If a token takes the white space around it (lstrip, rstrip), its span is without that white
+        If a token takes the white space around it (lstrip, rstrip), its span excludes that white
         space.
         """
         with undamaged(self.path, _KIND):

@@ -75,7 +75,7 @@ def _agent_has_store() -> bool:
 def agree_on_prefix(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta
 ) -> dist.Store:
-    """Return the part of torchrun's store that belongs to this start alone.
+    """Return the part of torchrun's store that belongs only to this start.
 
     The agent's store outlives a restart of the ranks, and so does every key of earlier starts:
     a rank could read a dead rank's answer. So rank 0 draws a random prefix. Another rank announces

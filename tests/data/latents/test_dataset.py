@@ -219,7 +219,7 @@ OUTSIDE = {"latents": "../x.npy", "labels": "labels-00000.npy", "samples": 4}
         (
             LABELS,
             np.array([0, 0, 2**63 + 5, 3], np.uint64),
-            ": row 2 has label 9223372036854775813, which does not fit into int64",
+            ": row 2 has label 9223372036854775813, but labels must fit into int64",
         ),
         (BOTH, b"nothing", " cannot be read"),
         (BOTH, save({"latents": FLOATS}), r" cannot be read \(no tensor labels\)"),

@@ -46,7 +46,7 @@ def patch(offset, content):
         (".bin", lambda data: data + b"\0\0", r"d\.bin has 502 bytes"),
         (".idx", cut(0), "magic"),
         (".idx", cut(20), "cut off inside its header"),
-        (".idx", cut(100), r"d\.idx 100 bytes, but 10 sequences and 11 document bounds need 242"),
+        (".idx", cut(100), r"100 bytes, but 10 sequences and 11 document bounds need 242"),
         (".idx", patch(0, b"garbage!!"), "magic"),
         (".idx", patch(9, b"\2"), "version 2"),
         (".idx", patch(17, b"\7"), "dtype code 7"),

@@ -187,7 +187,7 @@ def test_latents_that_the_vae_cannot_decode_are_refused_before_drawing(
 ):
     monkeypatch.setattr(Sampler, "draw", lambda *_: pytest.fail("has drawn"))
     with pytest.raises(
-        DataError, match="which decodes 4 channels, and latent_shape 1 8 8 has 1; name the one"
+        DataError, match="decodes 4 channels, but latent_shape 1 8 8 has 1; give the vae"
     ):
         main(["--load", str(run), *DRAWN, "--vae", str(vae), "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
@@ -198,7 +198,7 @@ def test_a_vae_takes_images_of_its_channels_and_names_itself_where_its_pictures_
     loaded.check((4, 8, 8))
     with pytest.raises(
         DataError,
-        match="which decodes images, and latent_shape 4 3 8 8 has frames; leave out --vae",
+        match="decodes images, but latent_shape 4 3 8 8 has frames; leave out --vae",
     ):
         loaded.check((4, 3, 8, 8))
     latents = torch.zeros(3, 4, 8, 8)

@@ -94,7 +94,7 @@ def test_a_million_tokens_on_eight_h100_are_answered_within_eight_seconds_with_t
 def test_the_longest_sequence_leaves_little_and_says_so(capsys):
     assert main(["qwen3_5_9b", "--longest", "--world-size", "8", "--cluster", "h100"]) == 0
     assert (
-        "tokens: fits, which leaves less than the tenth that an allocator may need\n"
+        "tokens: fits, but leaves free less than the tenth of memory that an allocator may need\n"
         in capsys.readouterr().out
     )
 
@@ -212,7 +212,7 @@ def test_the_winner_is_a_file_that_training_accepts(tmp_path):
         ("--fits --top 3", "--top is for ranked plans, and --fits looks at one configuration"),
         (
             "--fits --context-parallel-method auto --tensor-model-parallel-size 3 --world-size 3",
-            "context_parallel_method is auto, and no method suits",
+            "context_parallel_method is auto, but no method suits",
         ),
         (
             "--context-parallel-size 3 --world-size 4",

@@ -228,7 +228,7 @@ def tightly(num_bytes: float, cluster: Cluster) -> str:
     """Return a warning to append if these bytes fit but an allocator may need more."""
     if num_bytes <= ROOM * 1e9 * cluster.memory_gb:
         return ""
-    return ", but leaves free less than the tenth of memory that an allocator may need"
+    return " (leaves less than the tenth of memory that an allocator may need)"
 
 
 def _table(rehearsals: Sequence[Rehearsal]) -> Iterator[str]:

@@ -276,7 +276,7 @@ from longmesh_attention.runtime.files import owned as é; \
         ("def f():\n    from ..mesh import x", r"\.\.mesh"),
     ):
         with pytest.raises(
-            vendor.UserError, match=rf"a\.py:\d imports {module}, relative to its folder; give"
+            vendor.UserError, match=rf"a\.py:\d imports {module} relative to its folder; use"
         ):
             vendor.renamed(line.encode(), Path("a.py"))
 

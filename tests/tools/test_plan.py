@@ -114,7 +114,7 @@ def test_a_named_model_has_a_card_without_a_flag(capsys):
             "h100",
             "--reset-attention-mask",
             "FlashAttention 2 at 31%",
-            "no published run of .* by FlashAttention 2 is",
+            "no published run of .* with FlashAttention 2 to",
         ),
         ("h100", "--attention-backend aten", "FlashAttention 2 at 31%", "no published run"),
         ("h100", "--attention-backend flash_attn_3", "FlashAttention 3 at 66%", "no published run"),

@@ -82,7 +82,7 @@ def made_by(table: str) -> str:
 
 
 def measured_cells(table: str) -> set[tuple[int, str]]:
-    """Return the measured cells of a table's CSV, by row and column."""
+    """Return the measured cells of a table's CSV, each as its row and column."""
     cells = set()
     for number, row in enumerate(csv.DictReader(io.StringIO(table))):
         for name, value in row.items():

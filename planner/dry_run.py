@@ -254,7 +254,7 @@ def _table(rehearsals: Sequence[Rehearsal]) -> Iterator[str]:
 def _commands(
     arguments: Sequence[str], entry: str, cluster: Cluster, world_size: int, requested: Any
 ) -> Iterator[str]:
-    """Yield the commands that start the run: by torchrun and, for a named cluster, by Slurm."""
+    """Yield the commands that start the run with torchrun and, for a named cluster, with Slurm."""
     flags = _run_flags(arguments, requested)
 
     # A run without --save loses its weights, so --save is added, unless --save none is given.

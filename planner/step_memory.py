@@ -70,9 +70,9 @@ class _Stage(NamedTuple):
     layers: int
     per_layer: float
     outside: float
-    """Parameters outside the layers: the first stage has the embeddings, the last the output."""
+    """Number of parameters outside the layers: embeddings (first stage) or output (last stage)."""
     output: float
-    """Parameters of the output projection."""
+    """Number of parameters of the output projection."""
 
     @property
     def total(self) -> float:
@@ -185,7 +185,7 @@ def _activations(work: StepShape, plan: Plan, arrangement: Arrangement) -> tuple
     sent = stream * in_flight * (pp > 1)
 
     # What the layers keep. With offload only the activations on their way count here; the running
-    # layer's are in its backward.
+    # layer's count in its backward pass.
     per_layer = tokens * kept_per_token(work, plan, arrangement)
     kept_layers = layers
     if arrangement.offload:

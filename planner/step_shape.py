@@ -24,7 +24,7 @@ class StepShape:
     vocab: int
     parameters: int
     outside: int
-    """Parameters outside the layers: embeddings, and an output projection with its own weights."""
+    """Number of parameters of the embeddings, and of an output projection with its own weights."""
     matrix_weights: int
     """Number of weights in all matrix products, including the output projection."""
     element_size: int

@@ -190,7 +190,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if (args.last_tokens or 0) > args.seq_length:
         raise ConfigError(
             f"--last-tokens is {args.last_tokens}, but --seq-length is {args.seq_length}; "
-            f"give --last-tokens {args.seq_length} or less"
+            "give a smaller --last-tokens"
         )
 
     return args

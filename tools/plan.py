@@ -205,7 +205,7 @@ def _check_flags(args: argparse.Namespace, run_flags: list[str], is_language: bo
     for name in ("longest", "profile"):
         if getattr(args, name) and not is_language:
             raise ConfigError(
-                f"--{name} is for language models; leave out --{name}, or change latent_shape"
+                f"--{name} is for language models; leave it out, or change latent_shape"
             )
 
     flags = [word.partition("=")[0].replace("_", "-") for word in run_flags]

@@ -152,7 +152,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "--seq-length",
         type=positive,
         metavar="N",
-        help="number of tokens of a sample, which has many conversations",
+        help="number of tokens per sample; a sample has many conversations",
     )
     add(
         "--chat-template",
@@ -182,7 +182,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Report the first flags that do not go together, which ends the command."""
+    """Report the first flags that contradict each other, and end the command."""
     if args.input and not args.output_prefix:
         parser.error("--input needs --output-prefix; give --output-prefix PREFIX, where to write")
     if args.json_keys and len(args.json_keys) > 1:

@@ -232,7 +232,7 @@ def fitted(config: DiTRunConfig, processes: int) -> DiTRunConfig:
     if processes % (mesh.tensor_model_parallel_size * mesh.context_parallel_size):
         mesh = MeshConfig()
     context = config.context
-    if context.context_parallel_method == "auto":  # it is chosen for training steps
+    if context.context_parallel_method == "auto":  # auto chooses a method for training steps
         context = FullContextConfig()
     if mesh.context_parallel_size == 1:
         context = FullContextConfig(context_parallel_method="none")

@@ -113,8 +113,8 @@ def _check_imports(files: dict[str, bytes], ours: set[str], package: str = PACKA
             is_missing = top == package and module not in modules
             if is_ours or is_missing:
                 raise UserError(
-                    f"{name} of the package imports {module}, but {module} is not in the package; "
-                    "move what it needs"
+                    f"{name} of the package imports {module}, but that is not in the package; "
+                    "move what the file needs into the package"
                 )
 
 
@@ -220,7 +220,7 @@ def _contents(folder: Path) -> dict[str, str]:
 def _name(text: str) -> str:
     """Return a package's name.
 
-    Raises UserError: it is no valid module name, or a module of Python or longmesh has it.
+    Raises UserError: the text is not a valid module name, or a module of Python or longmesh has it.
     """
     others = {"transformers", "torch", "numpy"} | sys.stdlib_module_names
     if not text.isidentifier() or iskeyword(text) or text in _our_packages() | others:

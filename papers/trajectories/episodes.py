@@ -318,8 +318,8 @@ def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> C
     seq_length = chains.seq_length or int(lengths.max())
     if lengths.max() > seq_length:
         raise DataError(
-            f"seq_length is {seq_length}, but a sequence has {lengths.max()} tokens; give "
-            f"--seq-length {lengths.max()}"
+            f"seq_length is {seq_length}, but a sequence has {lengths.max()} tokens; give a "
+            "larger --seq-length"
         )
 
     endings = (".bin", ".idx", f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", TOKENIZER, ".json")

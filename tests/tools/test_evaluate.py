@@ -215,7 +215,7 @@ def test_buckets_double():
         (["--seq-length", "100000"], "has no document of more than 100000 tokens"),
         (
             ["--last-tokens", "201"],
-            "--last-tokens is 201, but --seq-length is 200; give --last-tokens 200 or less",
+            "--last-tokens is 201, but --seq-length is 200; give a smaller --last-tokens",
         ),
         (["--ckpt-step", "7"], "ckpt_step is 7"),
         (["--data-path", "none"], "none.idx does not exist"),

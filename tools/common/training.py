@@ -174,4 +174,4 @@ def released_groups(number: int) -> Iterator[None]:
     for group in created:
         dist.destroy_process_group(group)
 
-    _clear_sharding_prop_cache()  # its meshes hold these groups and compare equal to later ones
+    _clear_sharding_prop_cache()  # cached meshes hold these groups and compare equal to later ones

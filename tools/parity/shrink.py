@@ -98,7 +98,7 @@ def _mesh(old: Values, new: Values, world_size: int | None) -> int:
     if rest or dp < 1:
         raise UserError(
             f"world_size is {world_size}, but the mesh needs a multiple of {model_size}; "
-            f"give a multiple of {model_size}"
+            "give such a --world-size"
         )
 
     if world_size is None and old["global_batch_size"]:

@@ -73,7 +73,7 @@ def make(args: argparse.Namespace) -> None:
     if args.messages and args.output.suffix != ".jsonl":
         raise DataError(
             f"{args.output} does not end in .jsonl, the ending by which tools.prepare_data knows "
-            "rows; rename it"
+            "rows; rename the file"
         )
 
     tokenizer = load_tokenizer(args.tokenizer_model)

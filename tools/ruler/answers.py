@@ -112,13 +112,13 @@ def _check_longest(length: int, positions: int | None) -> None:
     if positions is not None and length > positions:
         raise ConfigError(
             f"lengths names {length}, but the model has max_position_embeddings {positions}, so "
-            f"prompts would be cut; give lengths of at most {positions}"
+            "prompts would be cut; give smaller lengths"
         )
 
     if length > MAX_LENGTH:
         raise ConfigError(
             f"lengths names {length}, but texts have at most {MAX_LENGTH} tokens; "
-            f"give lengths of at most {MAX_LENGTH}"
+            "give smaller lengths"
         )
 
 

@@ -105,14 +105,15 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
     for task in args.tasks:
         if task not in known_tasks:
             raise DataError(
-                f"tasks names {task}, which is unknown; name some of {', '.join(known_tasks)}"
+                f"tasks names {task}, but there is no such task; name some of "
+                f"{', '.join(known_tasks)}"
             )
         if task in lacking:
             flag = task.replace("_", "-")
             kind = "SQuAD's" if task == "qa_1" else "HotpotQA's"
             raise DataError(
-                f"tasks names {task}, but the questions of {task} come from a file; give "
-                f"--{flag} FILE, {kind} JSON"
+                f"tasks names {task}, but its questions come from a file; give --{flag} FILE, "
+                f"{kind} JSON"
             )
 
     return list(dict.fromkeys(args.tasks))

@@ -95,7 +95,7 @@ class RulerConfig:
         if lengths[-1] > seq_length:
             raise UserError(
                 f"ruler_lengths names {lengths[-1]}, but seq_length is {seq_length}, so prompts "
-                f"would be cut; give lengths of at most {seq_length}, and score longer ones with "
+                "would be cut; give smaller ruler_lengths, and score longer prompts with "
                 "python -m tools.ruler"
             )
 

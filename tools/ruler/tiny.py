@@ -60,8 +60,8 @@ def write_model(
         raise UserError(f"model_type is {family}; it must be one of {', '.join(SHAPES)}")
     if hidden_size % (2 * HEADS):
         raise UserError(
-            f"hidden_size is {hidden_size}; it must be a multiple of {2 * HEADS}, since there are "
-            f"{HEADS} heads, whose size must be even for rope"
+            f"hidden_size is {hidden_size}; it must be a multiple of {2 * HEADS}, since each of "
+            f"{HEADS} heads must have an even size for rope"
         )
 
     import torch

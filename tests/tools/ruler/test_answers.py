@@ -297,9 +297,12 @@ def test_any_processes_score_the_same(run, tmp_path, meshes):
         ),
         (
             ["--tasks", "qa_2"],
-            "the questions of qa_2 come from a file; give --qa-2 FILE, HotpotQA's JSON",
+            "tasks names qa_2, but its questions come from a file; give --qa-2 FILE",
         ),
-        (["--tasks", "niah"], "tasks names niah, which is unknown; name some of niah_single_1, "),
+        (
+            ["--tasks", "niah"],
+            "tasks names niah, but there is no such task; name some of niah_single_1, ",
+        ),
         (
             ["--tasks", "vt", "--essays", "nowhere.txt"],
             "essays is nowhere.txt, but it cannot be read",

@@ -108,17 +108,17 @@ def test_folders_that_datasets_takes_as_splits_are_refused_since_others_would_be
         (images / name).rename(tmp_path / "moved")
         (images / other).mkdir()
         (tmp_path / "moved").rename(images / other / name)
-    assert "taken as a split" in error(capsys, "--input", images, "--output", tmp_path / "out")
+    assert "take it as a split" in error(capsys, "--input", images, "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("stray.png", "images holds images, and folders with images such as"),
-        ("others/cat/1.png", "have one name, and would be one class"),
+        ("stray.png", "images has images and also folders with images, such as"),
+        ("others/cat/1.png", "have the same name and would be one class"),
         ("cat/train_1.png", "4 of 5 images of .* would be left out, such as .*cat/0.png"),
-        ("metadata.jsonl", "metadata.jsonl takes the place of their classes"),
+        ("metadata.jsonl", "metadata.jsonl replaces the folders' classes"),
         ("more.zip", "cannot be read as images .*zip"),
     ],
 )
@@ -157,7 +157,7 @@ def error(capsys, *arguments):
 
 
 def test_bad_input_gives_one_message(images, tmp_path, capsys):
-    assert "is no folder" in error(
+    assert "is not a folder" in error(
         capsys, "--input", tmp_path / "none", "--output", tmp_path / "a" / "b"
     )
     assert "has no config.json" in error(

@@ -5,12 +5,13 @@ scaled_dot_product_attention in one process with a thread on each of the same co
 backward, causal. The contestants take turns, so that other load on the machine slows all of them
 equally; a step lasts as long as its slowest rank.
 
-With packed documents or a window: zigzag, striped, ring, and exchange and allgather over the layout
-balanced. The counted pairs predict a gain over zigzag; the share of it that is reached is printed.
+With packed documents or a window: zigzag, striped, ring, and exchange and allgather over the
+balanced layout. The counted pairs predict a gain over zigzag; the share of this gain that is
+reached is printed.
 
-With --alone also the cost of a mask on one rank and one core: one document, documents of about 500
-tokens, and one document under a window, each through the plan and its tiles, next to torch's
-attention of one document.
+--alone also measures the cost of a mask on one rank and one core: one document, documents of about
+500 tokens, and one document under a window, each through the plan and its tiles, next to torch's
+attention over one document.
 
     python -m bench.attention                              # sequence 8192, 8 heads of 64
     python -m bench.attention --documents lognormal --seq-length 16384 --alone 1024
@@ -122,7 +123,8 @@ def measure_cpu(
     cores = usable_cores()[:ranks]
     if len(cores) < ranks:
         raise UserError(
-            f"{ranks} ranks need a core each and this process may use {len(cores)}; use fewer ranks"
+            f"{ranks} ranks need a core each, but this process may use only {len(cores)}; "
+            "use fewer ranks"
         )
     limits = {name: slowest_pairs(name, work, ranks) for name in methods}
     load_average = list(os.getloadavg())
@@ -181,8 +183,8 @@ def compare(rows: dict[str, dict[str, Any]], ranks: int, work: MaskedShape) -> d
     The ratios are those of ring to each method and of each method to one process. Under packed
     documents or a window zigzag and striped take the place of ring.
 
-    ``limit`` is the same ratio of pairs counted in the plans; ``gain_reached`` the share of the
-    limit's gain above 1, None if the limit has no gain.
+    ``limit`` is the same ratio of pairs counted in the plans; ``gain_reached`` is the share of the
+    limit's gain (above 1) that the times reach, or None if the limit has no gain.
     """
     references = ("zigzag", "striped") if work.sparse else ("ring",)
     methods = [name for name in rows if name != ONE_PROCESS]
@@ -300,10 +302,10 @@ def main(argv: list[str] | None = None) -> None:
         "--context-parallel-size", type=positive, default=2, help="ranks (default: %(default)s)"
     )
     parser.add_argument(
-        "--documents", choices=tuple(LENGTHS), help="packed documents of such lengths"
+        "--documents", choices=tuple(LENGTHS), help="pack documents with lengths drawn this way"
     )
     parser.add_argument(
-        "--window", type=int, metavar="N", help="keys that a query sees, including its own"
+        "--window", type=int, metavar="N", help="number of keys that a query sees, with its own"
     )
     defaults = f"{' '.join(DEFAULT_METHODS)}; with documents or a window {' '.join(MASKED_METHODS)}"
     parser.add_argument(
@@ -313,7 +315,7 @@ def main(argv: list[str] | None = None) -> None:
         "--alone",
         type=int,
         metavar="N",
-        help="also the cost of documents and of a window of N on one rank",
+        help="also measure the cost of documents and of a window of N keys on one rank",
     )
     add_json(parser)
     args = parser.parse_args(argv)

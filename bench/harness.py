@@ -22,11 +22,11 @@ MIN_ROUNDS = 3
 """Number of rounds that are always done, however long they take."""
 SETTLE_SECONDS = 0.02  # OpenMP threads keep spinning for a moment after their work ends
 SIZES = {
-    "seq_length": "tokens",
-    "batch": "sequences",
-    "num_heads": "query heads",
-    "kv_heads": "key and value heads; by default as many as query heads",
-    "head_dim": "width of a head",
+    "seq_length": "number of tokens",
+    "batch": "number of sequences",
+    "num_heads": "number of query heads",
+    "kv_heads": "number of key and value heads; by default as many as query heads",
+    "head_dim": "channels per head",
 }
 Figure = TypeVar("Figure")
 
@@ -63,13 +63,13 @@ def measured(
 ) -> dict[str, list[Figure]]:
     """Let contestants take turns, and return the figures of each.
 
-    In turns, other load on the machine slows all of them equally. Each round starts with another
-    contestant, so that none always follows the same one.
+    Since they take turns, other load on the machine slows all of them equally. Each round starts
+    with another contestant, so that none always follows the same one.
 
     Args:
-        contestants: calls that return a figure of one step, such as its seconds; ``clocked`` makes
-            one of a step.
-        repeats: rounds, and more until ``min_seconds`` are over.
+        contestants: functions that run a step and return its figure, such as seconds; ``clocked``
+            makes one from a step.
+        repeats: number of rounds; more follow until ``min_seconds`` are over.
         max_seconds: time after which no further round starts, except the first three.
     """
     names = [*contestants]
@@ -101,9 +101,9 @@ def clocked(step: Callable[[], object]) -> Callable[[], float]:
 
 
 def forward_backward(attend: Callable[..., Tensor], *tensors: Tensor) -> Callable[[], list[Tensor]]:
-    """Return a step that attends forward and backward: out, and the gradients of its inputs.
+    """Return a step that attends forward and backward, and returns out and the inputs' gradients.
 
-    ``tensors`` are the inputs, some of which may be unused, and last the gradient of out.
+    ``tensors`` are the inputs, some of which may be unused, and, last, the gradient of out.
     """
     *inputs, dout = tensors
     leaves = [x.requires_grad_() for x in inputs]
@@ -138,7 +138,7 @@ def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
 def add_rounds(parser: argparse.ArgumentParser, repeats: int, max_seconds: float) -> None:
     """Add flags for the number of rounds."""
     parser.add_argument(
-        "--repeats", type=positive, default=repeats, help="rounds of all (default: %(default)s)"
+        "--repeats", type=positive, default=repeats, help="number of rounds (default: %(default)s)"
     )
     limit = "no further round after this long, except the first three (default: %(default)s)"
     parser.add_argument(
@@ -149,7 +149,7 @@ def add_rounds(parser: argparse.ArgumentParser, repeats: int, max_seconds: float
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the flag of ``write_json``."""
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write every figure here too, as JSON lines"
+        "--json", type=Path, metavar="PATH", help="also write every figure here, as JSON lines"
     )
 
 
@@ -161,7 +161,7 @@ def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 def add_results(parser: argparse.ArgumentParser) -> None:
     """Add flags for the folder of results, and for a remark in them."""
-    results = "write JSON lines and Markdown here too, named after the machine"
+    results = "also write JSON lines and Markdown to this folder, named after the machine"
     parser.add_argument("--results", type=Path, metavar="FOLDER", help=results)
     parser.add_argument(
         "--note", help="a remark for the results, such as what else the machine was doing"
@@ -202,7 +202,7 @@ def format_targets(targets: Sequence[dict[str, Any]]) -> list[str]:
 def need_cuda(device: str) -> None:
     """Raise UserError if the device is a GPU but there is none."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("this needs a CUDA GPU, and torch sees none here; nothing was written")
+        raise UserError("this needs a CUDA GPU, but torch sees none here; nothing was written")
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
@@ -233,6 +233,6 @@ def check_same(
             want_sum
         ):  # nan counts as different
             raise MeasureError(
-                f"{name} computes something else than {truth}: the squares of out, dq, dk, dv sum"
-                f" to {got} and should sum to {want}; its time would mean nothing"
+                f"{name} does not compute the same as {truth}: the squares of out, dq, dk, dv sum"
+                f" to {got}, but should sum to {want}; its time would mean nothing"
             )

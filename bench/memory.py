@@ -4,8 +4,8 @@ The measured bytes are those of weights and optimizer before the second step, pl
 step's allocations: on the CPU from every allocation and release that torch.profiler records, on a
 GPU from torch's allocator (max_memory_allocated). Of several processes the largest counts. The
 prediction is ``planner.rehearsal``, which starts no process. "kept" is the memory beyond weights
-and optimizer at the end of the forward. `make cuda-stub` does the same for GPUs that this machine
-does not have.
+and optimizer at the end of the forward pass. `make cuda-stub` does the same for GPUs that this
+machine does not have.
 
     # 21 kinds and meshes, of 1, 4 and 8 processes of gloo
     python -m bench.memory
@@ -68,7 +68,7 @@ STEPS = 3
 
 
 class Attentions(TorchDispatchMode):
-    """Counts the forwards of an attention, including those that a backward recomputes."""
+    """Counts attention's forward passes, including those recomputed in a backward pass."""
 
     count = 0
 
@@ -85,7 +85,8 @@ def lines_of(text: str, only: str = "") -> list[str]:
     chosen = [line for line in lines if only in line]
     if not chosen:
         raise UserError(
-            f"--only is {only!r}, which no case has in its name; there are: {'; '.join(lines)}"
+            f"--only is {only!r}, but no case has that in its name; the cases are: "
+            f"{'; '.join(lines)}"
         )
     return chosen
 
@@ -98,7 +99,7 @@ def command(line: str, models: Mapping[str, str] = MODELS) -> tuple[int, str]:
     model, _, words = line.partition(" ")
     if model not in models:
         raise UserError(
-            f"{line!r} begins with {model!r}, which is no model; use {', '.join(models)}"
+            f"{line!r} begins with {model!r}, but that is not a model; use {', '.join(models)}"
         )
     case = case_of(words)
     return case.ranks, " ".join([models[model], *case.flags])
@@ -111,9 +112,9 @@ def configured(flags: str) -> tuple[Any, Any]:
 
 
 def measured(rank: int, world_size: int, flags: str) -> dict[str, Any]:
-    """Measure this rank's memory in a real step, the second: its peak, and after its forward.
+    """Measure this rank's memory in a real step: at its peak, and after the forward pass.
 
-    Collective.
+    The first step is not measured. Collective.
     """
     config, make_task = configured(flags)
     with distributed_mesh(config.mesh) as mesh:
@@ -190,7 +191,7 @@ def watch_cpu(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
 
 
 def watch_cuda(step: Callable[[], object], marks: list[int]) -> dict[str, Any]:
-    """Measure as ``watch_cpu``, with torch's CUDA allocator."""
+    """Measure the same as ``watch_cpu``, with torch's CUDA allocator."""
     torch.cuda.synchronize()
     bytes_before = torch.cuda.memory_allocated()
     start = time.perf_counter()
@@ -260,13 +261,13 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = parser_for("python -m bench.memory", __doc__)
     parser.add_argument(
-        "--policies", action="store_true", help="the recompute policies, on one long sequence"
+        "--policies", action="store_true", help="measure recompute policies on a long sequence"
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
     )
     parser.add_argument("--only", default="", help="only the cases whose line contains this")
-    parser.add_argument("more", nargs="*", metavar="FLAG", help="after --: flags of every case")
+    parser.add_argument("more", nargs="*", metavar="FLAG", help="after --: add to every case")
     add_json(parser)
     args = parser.parse_args(argv)
     need_cuda(args.device)

@@ -111,8 +111,8 @@ def _prepare(
     else:
         join_here(rank, ranks, folder)
         for method in methods:
-            # KV moves in the backward too, as in the papers: moving queries would give the ranks
-            # that are idle in a ring the work of others.
+            # KV moves in the backward pass too, as in the papers: moving queries would give the
+            # ranks that are idle in a ring the work of others.
             cp = ContextParallel(work.plan(method, ranks, backward="kv"), dist.group.WORLD)
             package = method.partition("@")[2]
             attend = attention_of(package) if package else cp.attend

@@ -15,8 +15,8 @@ from runtime.errors import UserError
 from tools.common.shapes import AttentionShape
 
 SEED = 3
-"""Chosen of 8: 16,384 log-normal tokens on 2 ranks of a zigzag have an imbalance of 1.25, enough to
-be timed.
+"""Chosen from 8 seeds: 16,384 log-normal tokens on 2 ranks of a zigzag have an imbalance of 1.25,
+enough to be timed.
 """
 
 
@@ -68,7 +68,7 @@ def documents_of(name: str, seq_len: int, seed: int = SEED) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedShape(AttentionShape):
-    """One causal self-attention under a mask."""
+    """Shape of one causal self-attention under a mask."""
 
     documents: str | None = None
     """Name in ``LENGTHS`` for packed documents of such lengths; None is one document."""
@@ -134,7 +134,7 @@ class MaskedShape(AttentionShape):
         """Return the plan of a contestant on ``size`` ranks.
 
         A contestant is ``method``, ``method/layout`` or ``method@package``; a package has the plan
-        of our method with the same shards.
+        of Longmesh's method with the same shards.
 
         Raises ContextError: as ``make_plan``.
         """

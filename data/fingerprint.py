@@ -46,7 +46,7 @@ def fingerprint(index: Path, contents: Sequence[Path]) -> str:
     result = hashlib.sha256(f"{digest(index)} {sizes}".encode())
     bytes_before = 0  # bytes of the files before this one
     for path, size in zip(contents, sizes, strict=True):
-        # Also a sample that begins in the file before and ends in this one.
+        # A sample may begin in the previous file and end in this one.
         offsets = [start - bytes_before for start in starts if start < bytes_before + size]
         offsets = [offset for offset in offsets if offset > -SAMPLE_BYTES]
         if offsets:

@@ -17,7 +17,7 @@ from runtime.errors import DataError
 from runtime.signals import end_readers_at_exit, leave_to_parent
 
 IGNORE_INDEX = -100
-"""Label without loss."""
+"""Label of a position without loss."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -39,14 +39,14 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """Split of a global batch over data-parallel ranks and micro-batches, and how it is read."""
+    """Split of a global batch over data-parallel ranks and micro-batches, and its reading."""
 
     global_batch_size: int
     micro_batch_size: int
     dp_rank: int = 0
     dp_size: int = 1
     num_workers: int = 0
-    """Worker processes that read ahead; 0 reads in this process."""
+    """Number of processes that read batches ahead; 0 reads in this process."""
     pin_memory: bool = False
     """Page-lock the tensors, for non-blocking copies to a GPU."""
 
@@ -74,7 +74,7 @@ def batches(dataset: Samples, batching: Batching, consumed_samples: int) -> Iter
     samples [consumed, consumed + global_batch_size) of an endless dataset; then `consumed` grows by
     global_batch_size. Labels without loss are IGNORE_INDEX.
 
-    Raises DataError: a bad sample, when reached.
+    Raises DataError when a bad sample is reached.
     """
     return _steps(dataset, batching, count(consumed_samples))
 
@@ -114,20 +114,20 @@ def _steps(
                     raise batch
             yield step
     finally:
-        del reader  # or an error's frames keep its processes
+        del reader  # else an error's frames would keep its processes alive
 
 
 def _micro_batches(batching: Batching, indices: Iterator[int | None]) -> Iterator[list[int | None]]:
-    """Yield the indices of this rank's micro-batches: as in Megatron, the r-th of every dp_size."""
+    """Yield the indices of this rank's micro-batches: every dp_size-th one, as in Megatron."""
     begin = batching.dp_rank * batching.micro_batch_size
     while group := list(islice(indices, batching.together)):
         yield group[begin : begin + batching.micro_batch_size]
 
 
 class _Reader:
-    """Return a DataError as a value.
+    """A dataset that returns a DataError as a value.
 
-    Raised in a worker, it would arrive with a traceback as its message.
+    A DataError raised in a worker would arrive with a traceback as its message.
     """
 
     def __init__(self, dataset: Samples) -> None:

@@ -9,8 +9,8 @@ once, and the same command resumes a table.
     python -m papers.convergence --rows transnormer/fsdp transnormer/ddp   # some of them
     make lasp-table ARGS="--rows transnormer/ddp --iterations 5 --results runs/lasp"   # a short one
 
-A control shows that the comparison means anything: a run whose ranks never get the state of the
-rank before must differ from its rows by far more than LASP does.
+A control shows that the comparison can fail: a run whose ranks never get the state of the previous
+rank must differ from its row by far more than LASP does.
 """
 
 import os
@@ -45,12 +45,12 @@ BACKENDS = {
     "zero3": "ZeRO-3",
 }
 ROWS = [f"{model}/{backend}" for model in MODELS for backend in BACKENDS]
-"""In the paper's order."""
+"""Rows in the paper's order."""
 WAYS = ("without", "lasp")
 CONTROL = "dropped"
-"""With LASP, but states are dropped between ranks."""
+"""Name of the control: with LASP, but states are dropped between ranks."""
 CONTROLLED = "ddp"
-"""The backend whose rows have such a control."""
+"""Backend whose rows have a control."""
 RANKS = 4
 CONTEXT = 2
 BATCH = 8
@@ -64,12 +64,12 @@ FLAGS = f"""
 LAST = 10
 """Number of final updates whose mean loss the table shows, in addition to the last loss."""
 BOUND = 0.005
-"""Largest relative difference of the loss with LASP from without."""
+"""Maximum relative difference of the loss with LASP from the loss without."""
 SIZES = {"ranks": RANKS, "sequences": BATCH, "seq_length": LENGTH, "vocabulary": VOCABULARY}
 
 
 def published() -> dict[str, dict[str, float]]:
-    """Return the losses of the paper's models of 0.4B parameters, with LASP and without, by row."""
+    """Return the losses of the paper's 0.4B models, with LASP and without, keyed by row."""
     models = {title: name for name, title in MODELS.items()}
     backends = {title: name for name, title in BACKENDS.items()}
     losses = {}
@@ -119,8 +119,8 @@ def difference(without: Mapping[str, float], lasp: Mapping[str, float]) -> float
 def compared(result: Result) -> tuple[list[str], list[str]]:
     """Return a line per finished row and control, and the names of those that are wrong.
 
-    A row is wrong if its losses differ by more than the bound with LASP, a control if it differs
-    hardly more than its row.
+    A row is wrong if its losses with LASP differ by more than the bound, and a control if it does
+    not differ by more than 100 times as much as its row.
     """
     lines: list[str] = []
     wrong: list[str] = []
@@ -147,7 +147,7 @@ def train(rank: int, world_size: int, flags: Sequence[str], dropped: bool = Fals
         dropped: drop the states between ranks.
     """
     log = Records()
-    if dropped:  # in this rank's process alone
+    if dropped:  # only in this rank's process
         passages = state.passages
 
         def without_states(*args: Any) -> tuple[Any, ...]:
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = parser_for("python -m papers.convergence", __doc__)
     data = Path("runs/papers/stdlib")
     parser.add_argument(
-        "--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help="of: %(choices)s"
+        "--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help="some of %(choices)s"
     )
     parser.add_argument(
         "--iterations", type=int, default=300, metavar="N", help="updates (default: %(default)s)"
@@ -214,9 +214,11 @@ def main(argv: list[str] | None = None) -> None:
         type=Path,
         default=RESULTS.parent,
         metavar="FOLDER",
-        help="default: %(default)s",
+        help="folder of results (default: %(default)s)",
     )
-    parser.add_argument("--data", type=Path, default=data, metavar="PREFIX", help="%(default)s")
+    parser.add_argument(
+        "--data", type=Path, default=data, metavar="PREFIX", help="text (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks' server
     if args.iterations < 2:

@@ -28,18 +28,18 @@ MEMORY_GB = 80.0
 STATES = "weights, gradients, optimizer"
 OUTPUT = "a layer's backward, or the logits"
 DDP_STATES_GB = 22.5
-"""Fitted to the floor of DDP's column: 22 bytes per parameter, for which the planner counts 18.
-FSDP has no fitted constant."""
+"""Fitted to the floor of DDP's column: 22 bytes per parameter, while the planner counts 18. FSDP
+has no fitted constant."""
 LOGIT_BYTES = 12
-"""Per logit of a loss that is not fused: the logit and its gradient in 16 bits, the log-probability
-and its gradient in 32."""
+"""Bytes per logit of a loss that is not fused: the logit and its gradient in 16 bits, the
+log-probability and its gradient in 32."""
 
 
 @lru_cache
 def model() -> StepShape:
     """Return the work of a step of TransNormer 1B in bfloat16, batch 1.
 
-    With two micro-batches, so that the gradients are in memory during the whole step.
+    It has two micro-batches, so that the gradients are in memory during the whole step.
     """
     return replace(step_of("transnormer_1b"), micro_batches=2)
 
@@ -47,7 +47,7 @@ def model() -> StepShape:
 def volumes(measured: bool = False) -> Iterator[TableRow]:
     """Yield the elements that a rank sends in a layer's forward pass, and the counted bytes.
 
-    The elements are of 262,144 tokens on 16 ranks, the bytes of a small case on 4 processes.
+    The elements are for 262,144 tokens on 16 ranks, the bytes for a small case on 4 processes.
     """
     work = model()
     tokens = 256 * K
@@ -88,9 +88,9 @@ def memory_gb(
 
     The ``tokens`` are on ``gpus`` ranks together or, without LASP, on each.
 
-    DDP holds its states throughout. FSDP, as the paper runs it, holds all weights at the end of the
-    forward with the shards of the rest (the planner's zero2), and at the end of the backward all
-    gradients too (zero1), without activations: the larger of the two is the peak.
+    DDP keeps its states throughout. FSDP, as the paper runs it, has all weights and the shards of
+    the rest at the end of the forward pass (the planner's zero2), and at the end of the backward
+    pass all gradients too (zero1), without activations: the larger of the two is the peak.
     """
     work = model()
     plan = make_plan("lasp", seq_len=tokens, size=gpus if lasp else 1)
@@ -139,7 +139,7 @@ def ablation() -> Iterator[TableRow]:
             lasp="LASP" in options,
             recompute="full" if "AC" in options else "none",
         )
-        # Memory grows with the length: the number of lengths that fit is the longest one, in K.
+        # Memory grows with the length, so the number of lengths that fit is the longest one, in K.
         longest = bisect_right(range(K, 2048 * K, K), MEMORY_GB, key=needed)
         published = {
             "ktokens": int(row["max_sequence_ktokens_8xA100_80GB"]),

@@ -1,8 +1,9 @@
 """WallFacer's gains over Ring Attention on emulated links, predicted and measured.
 
 The paper's clusters have fast links between the GPUs of a node, and slow ones between nodes. Here
-100 Mbit/s join two nodes of 4 processes, one link for each node or for each rank; a DiT and a GPT
-of 2 layers train on them, and the planner predicts the same steps from a calibration of the link.
+links of 100 Mbit/s connect two nodes of 4 processes, one for each node or for each rank; a DiT and
+a GPT of 2 layers train on them, and the planner predicts the same steps from a calibration of the
+link.
 """
 
 import sys
@@ -25,16 +26,16 @@ from train.config.derive import with_vocabulary
 from train.config.language import parse_args
 
 LINK_RATE = "100mbit"
-"""The rate of the link, or of each rail."""
+"""Rate of the link, or of each rail."""
 LINK_TOKENS = 8192
 """Number of tokens of a step."""
 LINK_SETTINGS = [
     (link, model, length) for link in LINKS for model in ("dit", "gpt") for length in (1024, 2048)
 ]
 RING = {"dit": "ring", "gpt": "zigzag"}
-"""The fastest form of Ring Attention: it balances the work of a causal mask."""
+"""Fastest form of Ring Attention for each model: zigzag balances the work of a causal mask."""
 TEAMS = ("wallfacer_c2", "wallfacer_c2_p2p_intra")
-"""Teams of 2, the only size of 8 ranks besides 1, in both placements; the faster one counts."""
+"""Teams of 2 ranks, the only size besides 1 for 8 ranks, in both placements; the faster counts."""
 WARM_UP = 1
 """Number of warm-up steps, which are not timed."""
 STEPS = 4
@@ -42,11 +43,11 @@ STEPS = 4
 CALIBRATED_SHAPE = AttentionShape(num_heads=8, head_dim=16, batch=4)
 """Shape that the calibration measures: the models' heads."""
 CALIBRATED_LENGTHS = (128, 512)
-"""Lengths of a rank that the calibration measures."""
+"""Numbers of tokens per rank at which the calibration measures."""
 
 
 def link_gains(measured: bool = False) -> Iterator[TableRow]:
-    """Yield the gains on each link: predicted by ``bench/link``'s cluster files, or measured too.
+    """Yield the gains on each link: predicted with ``bench/link``'s cluster files, or measured too.
 
     If ``measured``, the predictions come from a calibration of each link.
 
@@ -92,7 +93,7 @@ def _measured_gains(link: str, text: Path) -> Iterator[TableRow]:
 
 
 def _link_flags(model: str, length: int, data: Path) -> dict[str, list[str]]:
-    """Return the flags of the entry by method."""
+    """Return the flags of the entry script, keyed by method."""
     cases = cases_of(model)
     shape = {
         "seq_length": length,
@@ -106,7 +107,7 @@ def _link_flags(model: str, length: int, data: Path) -> dict[str, list[str]]:
 
 
 def _link_seconds(cluster: Cluster, flags: dict[str, list[str]]) -> dict[str, float]:
-    """Return the predicted seconds of a step by method.
+    """Return the predicted seconds of a step, keyed by method.
 
     Only a diffusion transformer's command line has the shape of latents.
     """
@@ -121,7 +122,7 @@ def _link_seconds(cluster: Cluster, flags: dict[str, list[str]]) -> dict[str, fl
 
 
 def _trained_on_link(network: Network, model: str, flags: list[str]) -> float:
-    """Train by a method; return the median seconds of a step.
+    """Train with a method; return the median seconds of a step.
 
     The first steps allocate memory and connect the processes, and do not count.
     """
@@ -136,7 +137,7 @@ def _link_row(
     predictions: dict[str, float],
     trained: dict[str, float] | None = None,
 ) -> TableRow:
-    """Return the row of a setting from the seconds of a step by method, predicted and trained."""
+    """Return the row of a setting from the seconds of a step, predicted and trained."""
     labels: dict[str, str | int] = {"link": link, "model": model, "tokens": length}
     machine = device_name("cpu") if trained else "emulated"
     hardware = f"{machine}, 2 nodes of 4 processes, {LINK_RATE}"

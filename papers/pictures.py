@@ -17,7 +17,7 @@ from tools.common.report import PALETTE, plain
 
 
 def colours(count: int) -> list[Any]:
-    """Return as many different colours, of the palette or, if it has fewer, of a rainbow."""
+    """Return ``count`` different colours, of the palette or, if it has fewer, of a rainbow."""
     if count <= len(PALETTE):
         return list(PALETTE[:count])
     rainbow = colormaps["turbo"]
@@ -30,7 +30,7 @@ def draw(curves: Mapping[str, Any], rows: Sequence[TableRow]) -> Figure:
     Args:
         curves: the table's entry in tables/sheets.toml. ``panel``, ``curve`` and ``x`` name
             columns of labels; ``figures`` has pairs of a published figure and the predicted one;
-            ``label`` is that of the y axis.
+            ``label`` is the label of the y axis.
         rows: sorted by panel.
     """
     panels = []
@@ -86,7 +86,7 @@ def _draw_curves(
 
 
 def _heights(rows: Sequence[TableRow], column: str, name: str) -> list[float]:
-    """Return a figure of each row; NaN, which matplotlib leaves out, if it is no number."""
+    """Return a figure of each row; NaN, which matplotlib leaves out, if it is not a number."""
     heights = []
     for row in rows:
         value = getattr(row, column).get(name)

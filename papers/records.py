@@ -32,14 +32,15 @@ APART = "apart"
 """Rows that the planner's model does not cover; their notes give the reason."""
 HOST_ADAM = 1.8e-9
 """Seconds per parameter of a rank for DeepSpeed's Adam on the host, in rows with ``cpu adam`` in
-the column beside."""
+the column ``beside``."""
 COMPUTED_AGAIN = 0.5
 """Share of a layer's products that torchtitan's selective recomputation runs again, in rows with
 ``per op``."""
 STAGES = 4
-"""Stages of heads: a rank of 8 has 4 of Llama 3's 32 query heads, and in each stage one."""
+"""Number of stages of heads: each of 8 ranks has 4 of Llama 3's 32 query heads, one per stage."""
 LEANEST = Arrangement(recompute="full", offload=True, loss_chunk=LOSS_CHUNK, ffn_chunk=FFN_CHUNK)
-"""The paper's runs: layers are recomputed from inputs in host memory, and all weights sharded."""
+"""Settings of the paper's runs: layers are recomputed from inputs in host memory, and all weights
+are sharded."""
 CLUSTER = load_cluster(CLUSTERS / "h100_pod.toml")
 
 
@@ -50,7 +51,7 @@ def gb(work: StepShape, gpus: int, tokens: int, stages: int) -> float:
 
 
 def supported() -> list[TableRow]:
-    """Return the rows of UPipe's lengths: if each fits a GPU, and its predicted memory.
+    """Return the rows of UPipe's lengths: whether each fits a GPU, and its predicted memory.
 
     UPipe exchanges heads in stages, so that fewer of them are in memory at a time; a length counts
     as supported if it fits with stages or without.
@@ -87,7 +88,7 @@ def prediction(row: dict[str, str]) -> tuple[float, float]:
     DeepSpeed's Adam on the host, or torchtitan's selective recomputation.
 
     Args:
-        row: of tables/public_runs.csv.
+        row: a row of tables/public_runs.csv.
     """
     models = {entry["model"]: entry["flags"] for entry in rows.published("public_models")}
     gpus = int(row["gpus"])

@@ -26,13 +26,13 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "models"
 
 @lru_cache
 def step_of(config: str) -> StepShape:
-    """Return the work of a step of one sequence, by a configuration of configs/."""
+    """Return the work of a step of one sequence, for a model of configs/models."""
     return workload_of(load_config(CONFIGS / f"{config}.toml"), 1, "cuda")
 
 
 @lru_cache
 def device(name: str) -> Cluster:
-    """Return a node of a device of table 2.
+    """Return a cluster of one of table 2's devices.
 
     It has the device's rate, memory and link, and an A100's other values.
     """
@@ -61,7 +61,7 @@ def minimal_blocks() -> Iterator[TableRow]:
 
 
 def activations() -> list[TableRow]:
-    """Return bytes of a layer's activations by the paper's formulas, and by our forward's plan."""
+    """Return bytes of a layer's activations by the paper's formulas, and by Longmesh's plan."""
     s = 64 * K  # tokens
     h = 4096  # channels
     n = 32  # heads
@@ -87,12 +87,12 @@ def activations() -> list[TableRow]:
 
 
 RATIOS = {"7B": 4096, "13B": 5140, "33B": 7168, "65B": 8192, "175B": 12288, "1TB": 36864}
-"""Channels of the models of appendix C (5140 as printed there)."""
+"""Number of channels of each model in appendix C (5140 as printed there)."""
 SHORT = 4 * K
 PRINTED = {("175B", 3072): 162.6}
-"""By model and multiple of the context: the one ratio that the text states."""
+"""The one ratio that the text states, keyed by model and multiple of the context."""
 KINDS = {"ratio": 1.0, "causal": 0.5}
-"""Share of the scores that is counted."""
+"""Share of the scores that is counted, keyed by column."""
 
 
 def flops_ratio(hidden: int, long: int, share: float = 1.0) -> float:
@@ -126,8 +126,8 @@ DEVICES = {
     "TPUv4-1024": ("TPU v4", 512),
     "TPUv5e-256": ("TPU v5e", 128),
 }
-"""The device and its number. For TPUs the number is the factor between the paper's last two
-columns: chips have two cores."""
+"""Device and number of devices, keyed by the table's hardware. For TPUs the number is the factor
+between the paper's last two columns: chips have two cores."""
 MODELS = {"3B": "striped_3b", "7B": "llama2_7b", "13B": "llama2_13b", "30B": "llama2_13b"}
 COLUMNS = ("vanilla", "memory_efficient_attention", "blockwise_attention_and_ffn", "ring_attention")
 
@@ -149,7 +149,7 @@ def model(size: str) -> StepShape:
 
 
 def needed(work: StepShape, way: str, devices: int, tokens: int) -> float:
-    """Return the bytes of a device: one sequence on all by Ring Attention, one on each otherwise.
+    """Return the bytes of a device: Ring Attention has one sequence on all, others one on each.
 
     All weights are sharded over all devices and every layer is recomputed from its input (FSDP and
     full checkpointing, section 4). Vanilla attention holds its scores twice, before and after the
@@ -197,7 +197,7 @@ def max_context() -> Iterator[TableRow]:
 
 
 STEP = 1000 * 4
-"""Tokens of a trajectory: 1,000 steps of a return, a state, an action and a reward."""
+"""Number of tokens of a trajectory: 1,000 steps of a return, a state, an action and a reward."""
 AGENTS = {
     "AT + ME 32": COLUMNS[1],
     "AT + BPT 32": COLUMNS[2],
@@ -213,11 +213,11 @@ AGENT_FLAGS = """
 """GPT-2 medium's shape without its vocabulary, for the paper's 350M parameters."""
 AGENT_DEVICES = 8
 GPUS_GB = (16, 24, 40, 80)
-"""Memory sizes of GPUs."""
+"""Memory sizes of GPUs, in 10^9 bytes."""
 
 
 def agent(column: str) -> tuple[float, float]:
-    """Return the predicted seconds of a step of a column of table 5, and 10^9 bytes of a device."""
+    """Return a step's predicted seconds and a device's 10^9 bytes, for a column of table 5."""
     tokens = int(column.split()[-1]) * STEP
     ring = AGENTS[column] == COLUMNS[3]
     context_size = AGENT_DEVICES if ring else 1

@@ -2,7 +2,7 @@
 
 A paper's module makes the rows of its tables, which tables/sheets.toml describes, and calls
 ``main``. A file of results in the tree stays as it is while the program gives the same figures, so
-that its last column names the commit that first made them.
+its last column names the commit that first made them.
 """
 
 import csv
@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 
 
 def published(name: str) -> list[dict[str, str]]:
-    """Read the rows of a paper's table, tables/NAME.csv, by column name."""
+    """Read the rows of a paper's table, tables/NAME.csv, keyed by column name."""
     with (FOLDER / "tables" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -42,23 +42,23 @@ class Sheet:
     about: str
     needs: str = ""
     measures: bool = False
-    """True if ``rows`` takes ``measured``, and this machine measures then."""
+    """True if ``rows`` takes ``measured``, with which this machine measures."""
     writes: bool = True
     curves: Mapping[str, Any] | None = None
-    """A picture in the paper's form."""
+    """Description of a picture in the paper's form."""
     rows: Callable[..., Iterable[TableRow]]
     summary: Callable[[Sequence[TableRow]], str] | None = None
-    """Returns a line below the table."""
+    """Returns a line to print below the table."""
 
 
 TableFunctions = Mapping[str, Callable[..., Iterable[TableRow]]]
-"""Functions that make the rows of each table, by its name."""
+"""Functions that make the rows of a table, keyed by the table's name."""
 
 
 def sheets_of(
     paper: str, functions: TableFunctions, **summaries: Callable[[Sequence[TableRow]], str]
 ) -> tuple[str, dict[str, Sheet]]:
-    """Return the reference of a paper, and its tables by name."""
+    """Return the reference of a paper, and its tables keyed by name."""
     text = (FOLDER / "tables/sheets.toml").read_text(encoding="utf-8")
     described = tomllib.loads(text)[paper]
     sheets = {}
@@ -87,7 +87,7 @@ def _text(head: str, value: Any) -> str:
 
 
 def write(base: Path, sheet: Sheet, rows: Sequence[TableRow]) -> None:
-    """Write a table's files, and print which commit made those of before.
+    """Write a table's files, and print which commit made the previous ones.
 
     Equal files stay as they are, with their commit. So do files with measured figures that the new
     rows lack: a measurement takes minutes or another machine, and a prediction alone must not
@@ -107,11 +107,11 @@ def write(base: Path, sheet: Sheet, rows: Sequence[TableRow]) -> None:
             message = "equal, kept"
         elif not measured_cells(old) <= measured_cells(new):
             message = (
-                "measured figures that are missing now, kept; --measure gives them, or "
-                "remove the file"
+                "kept, since its measured figures are missing now; --measure measures them "
+                "again, or remove the file"
             )
         print(
-            f"{table} was made by {old_maker}: {message or 'other figures now, written anew'}",
+            f"{table} was made by {old_maker}: {message or 'written anew, since figures differ'}",
             file=sys.stderr,
         )
         if message:
@@ -138,7 +138,7 @@ def main(
     Args:
         paper: the module's name, and its section of tables/sheets.toml.
         functions: make the rows of each table.
-        summaries: return a line below a table, by the table's name.
+        summaries: return a line to print below a table, keyed by the table's name.
 
     Returns 1 after an error.
     """
@@ -146,10 +146,10 @@ def main(
     parser = parser_for(f"python -m papers.{paper}", description)
     parser.add_argument("--table", choices=list(sheets), help="one of %(choices)s (default: all)")
     parser.add_argument(
-        "--measure", action="store_true", help="also measure here what this machine can"
+        "--measure", action="store_true", help="also measure the tables that this machine can"
     )
     parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help="also write CSV and pictures there"
+        "--results", type=Path, metavar="FOLDER", help="also write CSV files and pictures there"
     )
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -169,7 +169,7 @@ def main(
 def _rows_of(sheet: Sheet, *, measure: bool) -> list[TableRow]:
     """Make the rows of a table, measured if this machine can.
 
-    If it cannot, the reason is printed and the figures are predicted alone.
+    If it cannot, the reason is printed and the figures are only predicted.
     """
     if measure and not sheet.measures:
         print(

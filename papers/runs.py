@@ -1,7 +1,7 @@
-"""Runs of a table that is trained here.
+"""Keep the runs of a table that is trained on this machine.
 
-Each run is written to the file of results when it ends, so that a killed table resumes with the
-next one; a table takes up to an hour on a CPU.
+Each run is written to the file of results when it ends, so a killed table resumes with the next
+run; a table takes up to an hour on a CPU.
 """
 
 import sys
@@ -16,12 +16,12 @@ from runtime.machine import commit_of, describe, stamp
 from tools.common.report import read_records, write_records
 
 Result = dict[str, Any]
-"""The settings, the machine of the first runs, and each finished run's figures by name, with its
-date and commit."""
+"""The settings, the machine of the first runs, and each finished run's figures keyed by its name,
+with its date and commit."""
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command line for options by their names."""
+    """Return the words of a command line for options keyed by name."""
     words = []
     for name, value in options.items():
         words += [f"--{name}", str(value)]
@@ -38,16 +38,16 @@ def commit_note(commit: str) -> str:
 def read_runs(path: Path, settings: dict[str, Any] | None = None) -> Result:
     """Read a file of results; no runs if it does not exist.
 
-    Raises UserError: it has no settings of runs, or others than the given ``settings``.
+    Raises UserError: the file has no settings of runs, or not the given ``settings``.
     """
     result: Result = {"runs": {}}
     if path.exists():
         result |= read_records(path)
         if "settings" not in result:
-            raise UserError(f"{path} holds no settings of runs; give another --results")
+            raise UserError(f"{path} has no settings of runs; give another --results")
     if settings is not None and result.setdefault("settings", settings) != settings:
         raise UserError(
-            f"{path} holds runs of {result['settings']}, not of {settings}; give another --results"
+            f"{path} has runs with {result['settings']}, not {settings}; give another --results"
         )
     return result
 
@@ -66,11 +66,11 @@ def keep_run(
 
 
 def run_all(main: Callable[[list[str]], int]) -> None:
-    """Run a command that keeps its runs, with its lines on stderr.
+    """Run a command that keeps its runs, and print its lines on stderr.
 
     Raises UserError if its status is not 0.
     """
     with redirect_stdout(sys.stderr):
         status = main([])
     if status:
-        raise UserError("the runs failed; the reason stands above")
+        raise UserError("the runs failed; see the reason above")

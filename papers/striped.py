@@ -17,7 +17,7 @@ from planner.step_shape import Arrangement, StepShape
 from tools.common.arguments import run_command
 
 TILES = {"A100": (2048, 4096), "TPU": (2048, 2048)}
-"""Queries and keys of a tile; tiles are computed completely or not at all (section 3.2)."""
+"""Numbers of queries and keys of a tile; tiles are computed whole or not at all (section 3.2)."""
 CHIPS = {"A100-80GB x8": "A100 NVLink", "TPUv3 x8": "TPU v3", "TPUv4 x16": "TPU v4"}
 
 
@@ -27,12 +27,12 @@ def model(size: str) -> StepShape:
 
 
 def speedup(work: StepShape, ranks: int, block: int, double: bool, computed: float = 0.5) -> float:
-    """Return the time of Ring over that of Striped Attention, if all sending is hidden.
+    """Return the ratio of Ring Attention's time to Striped Attention's, if all sends are hidden.
 
     Ring computes every block but its causal one in full; Striped computes the causal share of all.
 
     Args:
-        block: tokens of a rank.
+        block: number of tokens per rank.
         double: attention's operations take twice as long as others (TF32 beside bfloat16, on the
             A100).
         computed: share of a causal block that is computed; half gives the theoretical maximum.

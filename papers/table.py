@@ -13,14 +13,14 @@ from typing import Any
 from tools.common.report import as_csv as csv_of
 
 Figures = Mapping[str, float | int | str | None]
-"""Figures by name; None if a row has none."""
+"""Figures keyed by name; None if a row lacks one."""
 COLUMNS = ("published", "analytic", "measured")
 MADE_BY = "made by"
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of a table: its labels by column, and its figures.
+    """A row of a table: its labels, keyed by column, and its figures.
 
     Figures of one name are comparable; the analytic ones are predicted.
     """
@@ -75,14 +75,14 @@ def as_csv(rows: Sequence[TableRow], maker: str) -> str:
 
 
 def made_by(table: str) -> str:
-    """Return the commit and date of the program that wrote a CSV; empty if it names none."""
+    """Return the commit and date of the program that wrote a CSV; empty if the CSV lacks them."""
     for row in csv.DictReader(io.StringIO(table)):
         return row.get(MADE_BY) or ""
     return ""
 
 
 def measured_cells(table: str) -> set[tuple[int, str]]:
-    """Return the measured cells of a table's CSV, by row and column."""
+    """Return the measured cells of a table's CSV, each as its row and column."""
     cells = set()
     for number, row in enumerate(csv.DictReader(io.StringIO(table))):
         for name, value in row.items():

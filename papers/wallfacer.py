@@ -55,9 +55,9 @@ def volumes_of(tokens: int, hidden: int, ranks: int, team: int) -> tuple[float, 
 
 
 def planned(plan: Plan, heads: int, width: int) -> tuple[int, int]:
-    """Return the bytes that rank 1 sends by our plan, as point-to-point and collective.
+    """Return the bytes that rank 1 sends by Longmesh's plan, point-to-point and collective.
 
-    For a bfloat16 forward with heads of ``width`` channels.
+    They are for a bfloat16 forward pass with heads of ``width`` channels.
     """
     forward = plan.cost(
         1, batch=1, heads=heads, kv_heads=heads, head_dim=width, element_size=2
@@ -71,7 +71,7 @@ def count(
     """Return the bytes that this rank sends in each case's forward pass, as ``planned`` does.
 
     Args:
-        cases: of a method, its options, and if attention is linear.
+        cases: each has a method, its options, and True if attention is linear.
     """
     sent = []
     for method, options, linear in cases:
@@ -133,7 +133,7 @@ def volumes(measured: bool = False) -> list[TableRow]:
 def memory() -> list[TableRow]:
     """Return the peak of activations in BNH/P for 64 layers (equations 6 and 7).
 
-    That is 65 checkpoints, and 3 tensors of a team, each ``team`` times a rank's.
+    That is 65 checkpoints, and 3 tensors of a team, each ``team`` times the size of a rank's.
     """
     table = []
     for team, peak in ((1, 68), (4, 77)):
@@ -175,7 +175,7 @@ def model(name: str) -> tuple[StepShape, bool]:
 
 
 def seconds(work: StepShape, plan: Plan, cluster: Cluster, hidden: bool) -> float:
-    """Return the time of a step with ZeRO-2 and checkpoints behind the attention.
+    """Return the time of a step with ZeRO-2 and checkpoints after the attention.
 
     Without overlap it is the sum of two predictions: one with free links, one with free computing.
 
@@ -220,7 +220,7 @@ def gain(name: str, cluster: Cluster, ranks: int, tokens: int, hidden: bool) -> 
 
 
 BEST = {"wallfacer_a100_16": 2, "wallfacer_a100_8": 4}
-"""The best C by cluster of section 4.1, which does not name one for the H100 cluster."""
+"""Best C of each cluster in section 4.1, which does not state one for the H100 cluster."""
 SETTINGS = [
     (name, model, 32, length)
     for name in BEST
@@ -236,7 +236,7 @@ STATED = {("wallfacer_h100", 64): 60.71}
 
 
 def gains() -> Iterator[TableRow]:
-    """Yield the predicted best team and its gain by setting."""
+    """Yield the predicted best team and its gain for each setting."""
     for name, work, ranks, length in SETTINGS:
         cluster = load_cluster(CLUSTERS / f"{name}.toml")
         team, percent = gain(work, cluster, ranks, length * K, hidden=False)
@@ -258,9 +258,9 @@ def gains() -> Iterator[TableRow]:
 
 
 def supported() -> Iterator[TableRow]:
-    """Yield the rows of supported lengths: if each fits 8 A100 of 80 GB.
+    """Yield the rows of supported lengths: whether each fits 8 A100 of 80 GB.
 
-    In bfloat16 with ZeRO-2, and checkpoints behind the attention.
+    Training is in bfloat16 with ZeRO-2, and checkpoints after the attention.
     """
     arranged = Arrangement(
         strategy="zero2", recompute="attention_boundary", loss_chunk=2048, ffn_chunk=2048

@@ -49,7 +49,7 @@ class Cluster:
     gpus_per_node: int
     """Number of processors, and so of ranks, per node."""
     peak_tflops: float
-    """Dense bfloat16 rate of one processor by its data sheet, in 10^12 operations per second."""
+    """Dense bfloat16 rate of one processor (data sheet), in 10^12 operations per second."""
     matmul_fraction: float
     """Fraction of ``peak_tflops`` that a layer's matrix products reach; without
     ``memory_gb_per_s`` it includes the pointwise work between them.
@@ -73,28 +73,26 @@ class Cluster:
     between_latency_us: float
     """Microseconds until a message between nodes begins to arrive."""
     between_link: Literal["node", "rank"]
-    """Links between nodes: the ranks of a node share one (node), or each has its own rail (rank).
-    """
+    """Links between nodes: all ranks of a node share one (node), or each has its own (rank)."""
     memory_gb_per_s: float = 0.0
-    """Bandwidth of a processor's own memory by its data sheet, for the pointwise work; 0 if
-    unknown, in which case ``matmul_fraction`` includes that work.
+    """Bandwidth of a processor's own memory (data sheet), for the pointwise work; 0 if unknown, in
+    which case ``matmul_fraction`` includes that work.
     """
     exposed_share: float = 0.0
     """Share of the exchange of weights and gradients that is never hidden by computing."""
     attention_kernel: str = ""
-    """Name in ``RATED`` of the kernel that ``attention_fraction`` is about; empty if unknown."""
+    """Name in ``RATED`` of the kernel that reaches ``attention_fraction``; empty if unknown."""
     kernel_fractions: Mapping[str, float] = field(default_factory=dict, hash=False)
     """``attention_fraction`` of each kernel, keyed by name; a file has keys like cudnn_fraction."""
     delta_fraction: float = 0.0
     """Fraction of ``peak_tflops`` that the chunked gated delta rule reaches, forward and backward
     together; 0 if unknown, in which case it is assumed to be a share of ``attention_fraction``."""
     reserved_gb: float = 0.0
-    """Memory of the driver's context, CUDA's libraries and NCCL; ``memory_gb`` excludes it."""
+    """Memory that the driver, CUDA's libraries and NCCL take; ``memory_gb`` excludes it."""
     masked_share: float = 0.0
     """Share of a causal tile's masked pairs that the kernel computes although they are masked."""
     posted_overlap: float = 1.0
-    """Overlap of computing with a transfer that was posted before, as a share of the shorter one.
-    """
+    """Overlap of computing with a transfer posted before it, as a share of the shorter one."""
     shared_overlap: float = 0.0
     """Overlap of a transfer that a rank waits for with the computing of other ranks on the same
     processor; 0 if ranks do not share processors.
@@ -109,7 +107,7 @@ class Cluster:
     """Largest prediction error for published runs with ``attention_kernel`` that were not used for
     fitting; 0 if there are none."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """Kind of the processors; a file measured on a CPU may have any name."""
+    """Kind of processors; it cannot be told from the name of the file."""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
@@ -172,7 +170,7 @@ class Cluster:
 
     @property
     def delta_share(self) -> float:
-        """Return the fraction of the peak that a delta rule reaches, assumed if it is unknown."""
+        """Return the fraction of the peak that a delta rule reaches, or a default if unknown."""
         return self.delta_fraction or DELTA * self.attention_fraction
 
     @property
@@ -261,7 +259,7 @@ def load_cluster(path: str | Path) -> Cluster:
     is_required |= dict.fromkeys(KERNEL_FRACTIONS, False)
     for name in values:
         if name not in is_required:
-            raise ClusterError(f"{path}: unknown key {name}; known are {', '.join(is_required)}")
+            raise ClusterError(f"{path}: unknown key {name}; use one of {', '.join(is_required)}")
     for name, required in is_required.items():
         if required and name not in values:
             raise ClusterError(
@@ -292,7 +290,7 @@ def default_cluster(device_type: str) -> Cluster:
         return load_cluster(CLUSTERS / "cpu.toml")
     try:
         device_name = torch.cuda.get_device_name()
-    except (AssertionError, RuntimeError):  # torch raises one without CUDA, one without a device
+    except (AssertionError, RuntimeError):  # torch without CUDA, or without a GPU
         device_name = "this machine, on which torch finds no GPU"
     card = card_of(device_name)
     if card and card.cluster:

@@ -1,8 +1,9 @@
 """Host memory of a training step: offloaded activations and the optimizer's moments.
 
 The operating system kills a process that exceeds the host memory, without a message from torch, so
-that it has to be counted as carefully as a GPU's. torch pins powers of two only, which may double a
-tensor; so tensors are cut from slabs (parallel/offload.py), and the slabs are counted.
+host memory has to be counted as carefully as a GPU's. torch pins blocks of a power of two bytes,
+which may double the memory of a tensor; so tensors are cut from slabs (large blocks of pinned
+memory, parallel/offload.py), and the slabs are counted.
 """
 
 from functools import lru_cache

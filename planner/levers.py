@@ -1,9 +1,9 @@
-"""Levers by which a run takes less memory, the settings that they lead to, and their description.
+"""Levers (settings that save memory), the combinations to try, and their descriptions.
 
 A lever sets fields of the configuration to one of a few values, each of which takes less memory
 than the one before. Levers differ in what they cost: a loss in chunks costs little, recomputation
-costs part of a forward, full sharding costs messages, and copies to the host cost time if computing
-does not hide them. ``ORDER`` pulls roughly the cheapest first.
+costs part of a forward pass, full sharding costs messages, and copies to the host cost time if
+computing does not hide them. ``ORDER`` has roughly the cheapest first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,28 +18,28 @@ from runtime.errors import UserError
 from train.config.flags import value_of
 
 AnyConfig = Any
-"""A configuration of either entry."""
+"""Configuration of either entry script (pretrain_gpt.py, pretrain_dit.py)."""
 RECOMPUTE = (("none",), ("attention_boundary",), ("full",))
 """Policies, the leanest last. ``selective`` keeps as much as ``none`` with a flash kernel."""
 LOSS_CHUNK = 2048
-"""Tokens of the loss at once if memory is short: enough to keep a GPU busy."""
+"""Number of tokens per chunk of the loss if memory is short: enough to keep a GPU busy."""
 FFN_CHUNK = 8192
-"""Tokens of the feed-forward at once if memory is short."""
+"""Number of tokens per chunk of the feed-forward if memory is short."""
 
 
 @dataclass(frozen=True)
 class Lever:
-    """Fields of the configuration, and the values to set them to, the leanest last."""
+    """Fields of the configuration, and the values that they may take, the leanest last."""
 
     fields: tuple[str, ...]
     values: Callable[[AnyConfig, Cluster], Sequence[tuple[Any, ...]]]
 
     def of(self, config: AnyConfig) -> tuple[Any, ...]:
-        """Return the values of a configuration."""
+        """Return the values of these fields in a configuration."""
         return tuple(value_of(config, name) for name in self.fields)
 
     def further(self, config: AnyConfig, cluster: Cluster) -> list[tuple[Any, ...]]:
-        """Return the values that take less memory than a configuration's."""
+        """Return the values that take less memory than the configuration's own."""
         values = list(self.values(config, cluster))
         current = self.of(config)
         current_index = 0
@@ -50,7 +50,7 @@ class Lever:
 
 
 def _chunks(config: AnyConfig, cluster: Cluster) -> list[tuple[int, int]]:
-    """Return the loss in chunks, then the feed-forward too; configured chunks stay."""
+    """Return the configured chunks, then the loss in chunks, then the feed-forward too."""
     loss = config.recompute.loss_chunk_size
     ffn = config.recompute.ffn_chunk_size
     chunked_loss = loss
@@ -66,12 +66,12 @@ def _shardings(config: AnyConfig, cluster: Cluster) -> list[tuple[str]]:
     between = [(other,) for other in ("zero1", "zero2") if other != strategy]
     leanest = "zero3"
     if strategy == "zero3":
-        leanest = name  # another name of it
+        leanest = name  # the configured name may be an alias
     return [(name,), *between, (leanest,)]
 
 
 def _stages(config: AnyConfig, cluster: Cluster) -> list[tuple[int]]:
-    """Return all heads at once, then stages of one head per rank, if ranks exchange several."""
+    """Return the configured stages, then one head per rank and stage if ranks exchange several."""
     context = config.context
     tp = config.mesh.tensor_model_parallel_size
     degree = context.ulysses_degree
@@ -86,14 +86,14 @@ def _stages(config: AnyConfig, cluster: Cluster) -> list[tuple[int]]:
 
 
 def _on_host(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
-    """Return the device, then its host's memory, if the rate of copies is known."""
+    """Return False (on the device), then True (on the host) if the rate of copies is known."""
     if not cluster.host_gb_per_s:
         return [(False,)]
     return [(False,), (True,)]
 
 
 def _moments(config: AnyConfig, cluster: Cluster) -> list[tuple[bool]]:
-    """Return the device, then its host's memory, if the optimizer can step with its state there."""
+    """Return ``_on_host`` if the optimizer can step with its moments on the host, else False."""
     if not config.optimizer.spec.offloads:
         return [(False,)]
     return _on_host(config, cluster)
@@ -106,14 +106,14 @@ OFFLOAD = Lever(("recompute_offload",), _on_host)
 STAGES = Lever(("ulysses_head_chunks",), _stages)
 MOMENTS = Lever(("optimizer_cpu_offload",), _moments)
 ORDER = (CHUNKS, POLICY, CHUNKS, POLICY, SHARDING, OFFLOAD, STAGES, MOMENTS)
-"""Order of docs/tasks/long_context.md, after more context-parallel processes.
+"""Order of docs/tasks/long_context.md, which adds context-parallel processes before all levers.
 
-A lever that occurs twice goes one value further each time, all others to their last value.
+A lever that occurs twice moves one value further each time; the others move to their last value.
 """
 
 
 def with_levers(config: AnyConfig, *lever_values: tuple[Lever, tuple[Any, ...]]) -> AnyConfig:
-    """Return the configuration with levers at values. Raises UserError if they contradict."""
+    """Return the configuration with levers at values. Raises UserError if these are invalid."""
     overrides: dict[str, Any] = {}
     for lever, values in lever_values:
         for field, value in zip(lever.fields, values, strict=True):
@@ -130,12 +130,12 @@ def _combinations(
     for combination in product(*distinct_values):
         try:
             yield with_levers(config, *zip(levers, combination, strict=True))
-        except UserError:  # such as offload without activations to move
+        except UserError:  # for example offload without activations to move
             continue
 
 
 def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the configuration, then every other sharding, recomputation and activation offload."""
+    """Yield the configuration, then all other values of sharding, recomputation and offload."""
     yield config
     levers = (SHARDING, OFFLOAD, POLICY, CHUNKS)
     options = [(lever, lever.values(config, cluster)) for lever in levers]
@@ -145,7 +145,7 @@ def settings(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
 
 
 def least_memory(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
-    """Yield the leanest settings: all sharded, full recomputation in chunks, and each offload."""
+    """Yield the leanest settings: zero3, full recomputation, chunks, with or without offload."""
     moments = [MOMENTS.of(config), *MOMENTS.further(config, cluster)]
     options: list[tuple[Lever, Sequence[tuple[Any, ...]]]] = [
         (MOMENTS, moments),
@@ -158,9 +158,9 @@ def least_memory(config: AnyConfig, cluster: Cluster) -> Iterator[AnyConfig]:
 
 
 def ladder(tried: list[AnyConfig], cluster: Cluster, moments: bool) -> Iterator[list[AnyConfig]]:
-    """Yield settings, then those with heads in stages, then with ``moments`` on the host.
+    """Yield the settings, then those with heads in stages, then with moments on the host.
 
-    These two levers only save memory, so that they come last.
+    ``moments`` allows the last. These two levers save memory but no time, so they come last.
     """
     yield tried
     levers = (STAGES, MOMENTS) if moments else (STAGES,)
@@ -193,7 +193,7 @@ def least_changed(
 ) -> AnyConfig:
     """Return the configuration with each lever as near to the original as still fits.
 
-    The last levers go back first.
+    The last levers are reset first.
     """
     for lever in reversed(tuple(dict.fromkeys(ORDER))):
         for values in (lever.of(original), *lever.further(original, cluster)):
@@ -208,7 +208,7 @@ def least_changed(
 
 
 def untried_fields(config: AnyConfig, cluster: Cluster) -> tuple[str, ...]:
-    """Return the fields by which a configuration would take less memory, except stages of heads."""
+    """Return the fields that could still save memory, except stages of heads."""
     untried = []
     for lever in dict.fromkeys(ORDER):
         if lever is STAGES:

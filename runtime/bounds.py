@@ -59,7 +59,7 @@ def bounded(name: str, work: Callable[[], Result]) -> Result:
         return result
     except _Expired:
         raise UnboundedError(
-            f"{name} does not finish within {MAX_SECONDS:g} s of one processor; repair it"
+            f"{name} does not finish within {MAX_SECONDS:g} s of processor time; repair it"
         ) from None
     except MemoryError:
         raise UnboundedError(

@@ -52,7 +52,7 @@ def preload(module: str) -> None:
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0
 ) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on gloo ranks; return the results by rank.
+    """Call ``fn(rank, world_size, *args)`` on gloo ranks; return the results in rank order.
 
     ``fn`` is a module-level function; its result must pickle. No process outlives the call or this
     process, whatever ends it.

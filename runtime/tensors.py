@@ -23,8 +23,8 @@ TILE = (64, 512)
 group, and the columns of one of 8 tp ranks.
 """
 FORGET: list[Callable[[], None]] = []
-"""Functions that empty the caches of `cached_on_device`, as a new micro-batch would; later calls
-copy again.
+"""Functions that empty the caches of `cached_on_device`, so that later calls copy again, as for a
+new micro-batch.
 """
 
 
@@ -33,8 +33,8 @@ def initial_weight_slice(
 ) -> Tensor:
     """Return slices of the random weight ``name``, float32 on the CPU.
 
-    The values do not depend on the requested slices, so that every mesh starts with the same
-    weights. Drawing all of a large weight to use one shard would take most of a start, so a weight
+    The values do not depend on the requested slices, so every mesh starts with the same weights.
+    Drawing all of a large weight to use one shard would take most of the startup time, so a weight
     of more than WHOLE values has a generator per tile of its last two dimensions, and only the
     tiles that intersect the slices are drawn.
 
@@ -147,7 +147,7 @@ def cached_on_device(maxsize: int) -> Callable[[Callable[..., R]], Callable[...,
 
 
 def kept_in_object(method: M) -> M:
-    """Cache a method's results in its object, by hashable positional arguments.
+    """Cache a method's results in its object, keyed by its hashable positional arguments.
 
     Unlike ``lru_cache`` the cache ends with the object, and does not keep it alive.
     """

@@ -41,7 +41,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 def bound_if_possible(argv: Sequence[str]) -> list[str]:
     """Return torchrun's arguments; if the node cannot bind, print a note and drop --numa-binding.
 
-    torchrun would end with an error there.
+    On such a node torchrun would end with an error.
     """
     has_gpu = torch.cuda.is_available()
     if has_gpu and shutil.which("numactl"):

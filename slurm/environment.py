@@ -39,7 +39,7 @@ def interpreter(container: str | None = None) -> str | None:
 def digest_of_sources(config: str | None) -> str:
     """Return the digest of the sources and of the configuration file that slurm/job.sh computes.
 
-    Empty on a machine whose shell lacks a program for it; the job's first start then makes it.
+    Empty on a machine whose shell lacks a program for it; the job's first start then computes it.
     """
     program = 'source slurm/job.sh && sources "$1" | digest'
     command = ["bash", "-c", program, "bash", config or ""]
@@ -61,10 +61,10 @@ def check_torch(gpus: int, container: str | None = None) -> None:
         return
     build = "no torch"
     if version:
-        build = f"torch {version}, whose torch.version.cuda is None: it is built for CPUs"
+        build = f"torch {version}, which is built for CPUs (torch.version.cuda is None)"
     raise UserError(
-        f"{python} has {build}, and the job asks for {counted(gpus, 'GPU')} a node; make venv "
-        f"TORCH=torch=={TORCH} installs PyTorch's build for GPUs, also on a machine without one; "
-        "or name another interpreter in PYTHON, or an image with --container; --device cpu after "
-        "the entry trains on CPUs"
+        f"{python} has {build}, but the job asks for {counted(gpus, 'GPU')} a node; install "
+        f"PyTorch's build for GPUs (make venv TORCH=torch=={TORCH}, also on a machine without a "
+        "GPU), set PYTHON to another interpreter, give an image with --container, or train on CPUs "
+        "with --device cpu after the entry"
     )

@@ -53,7 +53,7 @@ def _container_variables(args: argparse.Namespace) -> dict[str, str]:
         if value:
             if not args.container:
                 raise UserError(
-                    f"{name} is {value}, and container is not set; name the image with --container"
+                    f"{name} is {value}, but container is not set; give the image with --container"
                 )
             flags[name] = value
     if not flags:
@@ -84,7 +84,7 @@ def _variables(
     if python is not None and python != DEFAULT_PYTHON:
         variables["PYTHON"] = python
 
-    # An array's runs may have different configurations; each makes its digest at its first start.
+    # An array's runs may have different configurations; each computes its digest at first start.
     if not any("--config" in flags for flags in args.array or []):
         digest = digest_of_sources(flag_value(command, "--config"))
         if digest:
@@ -124,7 +124,7 @@ def _start(
 def sbatch_options(args: argparse.Namespace, site: Site, gpus: int, save: str) -> dict[str, str]:
     """Return sbatch's options for this job.
 
-    Raises UserError: its time is not a time, or is over before the ranks have saved.
+    Raises UserError: the time is invalid, or leaves no time before the ranks are told to save.
     """
     gpu = "gpu"
     if site.gpu:
@@ -162,7 +162,7 @@ def sbatch_options(args: argparse.Namespace, site: Site, gpus: int, save: str) -
     if time_limit is not None and seconds_of(time_limit) <= args.lead:
         raise UserError(
             f"time is {time_limit}, but the ranks are told to save {args.lead} s before it is "
-            "over; give more --time, or less --lead"
+            "over; give a longer --time or a shorter --lead"
         )
     return {key: value for key, value in options.items() if value is not None}
 

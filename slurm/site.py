@@ -48,10 +48,10 @@ def read_site(path: str) -> tuple[Site, int]:
     if not isinstance(table, dict) or name not in scripts:
         problem = f"script of [slurm] is {name!r}"
         if name is None:
-            problem = "[slurm] names no script"
+            problem = "[slurm] has no script"
         raise ClusterError(
-            f"{path}: {problem}; add one of {', '.join(scripts)}, or name the file of a Slurm "
-            "cluster"
+            f"{path}: {problem}; set script to one of {', '.join(scripts)}, or give the file of a "
+            "Slurm cluster"
         )
 
     types = {field.name: field.type for field in fields(Site)}
@@ -79,7 +79,7 @@ def read_template(site: Site) -> tuple[str, str]:
     options = list(re.finditer(r"^#SBATCH .*$", template, flags=re.M))
     if not options or not template.endswith(f"\n{LAST_LINE}"):
         raise UserError(
-            f"{file} has no line of #SBATCH, or does not end with {LAST_LINE}; copy "
+            f"{file} has no #SBATCH line, or does not end with {LAST_LINE}; copy "
             "slurm/h100.sbatch again"
         )
     head_end = options[-1].end()

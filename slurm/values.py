@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from runtime.errors import UserError
 
 NAME = (r"\w[\w.,-]*", "letters, digits, and any of . , - _ after the first")
-TEXT = (r".*", "printable characters in a line")
-PATH = (r"[^-].*", "printable characters in a line, the first no -")
+TEXT = (r".*", "printable characters in one line")
+PATH = (r"[^-].*", "printable characters in one line, not beginning with -")
 FORMS = {
     "name": (
         r"\w[\w .,+=@~-]*",
@@ -21,12 +21,12 @@ FORMS = {
     **dict.fromkeys(("cluster", "save", "container", "container_mounts", "python"), PATH),
     **dict.fromkeys(("array", "command"), TEXT),
 }
-"""Pattern of a value, and the pattern in words, by the name of its flag or key. Every other name,
-also one that is added later, has the pattern NAME."""
+"""Pattern of a value, and the pattern in words, keyed by the name of its flag or key. Every other
+name, including one that is added later, has the pattern NAME."""
 
 
 def check_text(values: Mapping[str, object], place: str = "", fix: str = "") -> None:
-    """Check values, and each word of lists, by their names; values that are no texts pass.
+    """Check texts and lists of texts, by their names; other values pass.
 
     Raises UserError with ``place``, the name and the value, and the texts that are allowed.
     """

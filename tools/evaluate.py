@@ -5,8 +5,8 @@
         --seq-length 65536
 
 The beginning of each document is one sequence, which the context-parallel ranks share: by default
-all processes. The numbers are those of one process, whatever the mesh. --last-tokens N adds the
-loss of its last N predictions, which see the most context.
+all processes. The results are the same on any mesh. --last-tokens N adds the loss of each
+sequence's last N predictions, which see the most context.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Bucket:
     end: int
     tokens: int
     loss: float
-    """Mean, in nats per token."""
+    """Mean loss in nats per token."""
 
     @property
     def perplexity(self) -> float:
@@ -76,7 +76,7 @@ class Bucket:
 
 
 class LossByPosition(NextToken):
-    """Next-token prediction whose losses are summed by position, for this rank's tokens."""
+    """Next-token prediction that also sums the losses of this rank's tokens by position."""
 
     def __init__(
         self, cp: ContextParallel, device: torch.device, chunk: int, bounds: Sequence[int]
@@ -84,7 +84,7 @@ class LossByPosition(NextToken):
         """Set up for sequences and buckets [bounds[n], bounds[n + 1]) of their positions."""
         super().__init__(cp, device, chunk)
         self._chunk = chunk
-        # A rank's positions ascend, so that each bucket is a run of its tokens.
+        # A rank's positions ascend, so each bucket is a contiguous range of its tokens.
         self._cuts = torch.searchsorted(cp.positions, torch.tensor(bounds)).tolist()
         self.sums = torch.zeros(len(bounds) - 1, dtype=torch.float64, device=device)
 
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> None:
             if not rows:
                 raise DataError(
                     f"{args.data_path or ' '.join(args.text)} has no document of more than "
-                    f"{length} tokens; give longer ones, or a smaller --seq-length"
+                    f"{length} tokens; give longer documents, or a smaller --seq-length"
                 )
 
         config = complete(config, run.tokenizer.vocab_size, READER)
@@ -144,7 +144,8 @@ def main(argv: list[str]) -> None:
             last = bucket(first, length, cuts, sums, len(rows))
         if not all(math.isfinite(result.loss) for result in results):
             raise CheckpointError(
-                f"{run.checkpoint} has losses that are not finite: its training diverged"
+                f"{run.checkpoint} has losses that are not finite, so its training diverged; "
+                "give an earlier --ckpt-step"
             )
         if is_first():
             _write(folder, run, args, len(rows), results, last)
@@ -155,37 +156,48 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
-    source("--data-path", metavar="PREFIX", help="a .bin/.idx pair")
+    source("--data-path", metavar="PREFIX", help="path prefix of a .bin/.idx pair")
     source(
         "--text",
         nargs="+",
         metavar="FILE",
-        help="text files, rows or folders, as tools.prepare_data",
+        help="text files, rows or folders, as for tools.prepare_data",
     )
-    add("--seq-length", type=positive, required=True, metavar="N", help="tokens of each document")
+    add(
+        "--seq-length",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="number of tokens to evaluate of each document",
+    )
     add(
         "--documents",
         type=positive,
         default=32,
         metavar="N",
-        help="the first N long enough (default: %(default)s)",
+        help="take the first N documents that are long enough (default: %(default)s)",
     )
-    add("--last-tokens", type=positive, metavar="N", help="a row for the last N of each, too")
+    add(
+        "--last-tokens",
+        type=positive,
+        metavar="N",
+        help="add a row for the last N tokens of each document",
+    )
     add_begin(parser, "--text")
-    add("--save", type=Path, metavar="DIR", help="where to write (default: RUN/evaluation)")
+    add("--save", type=Path, metavar="DIR", help="folder to write to (default: RUN/evaluation)")
     add_mesh(parser)
     args = parser.parse_args(argv)
     if (args.last_tokens or 0) > args.seq_length:
         raise ConfigError(
-            f"--last-tokens is {args.last_tokens} and --seq-length {args.seq_length}; "
-            "give at most that"
+            f"--last-tokens is {args.last_tokens}, but --seq-length is {args.seq_length}; "
+            "give a smaller --last-tokens"
         )
 
     return args
 
 
 def documents(args: argparse.Namespace, run: Run) -> Iterator[np.ndarray]:
-    """Yield the first S + 1 tokens (int64) of every document with more than S.
+    """Yield the first S + 1 tokens (int64) of every document with more than S (--seq-length).
 
     Raises DataError: the data cannot be read, or have tokens that the model lacks.
     """
@@ -261,7 +273,7 @@ def losses(
     """Return the summed losses of all rows, each [S + 1], in each bucket of positions; collective.
 
     All data-parallel ranks take the same number of micro-batches, since they gather the model
-    together: past the last row a rank repeats rows, whose labels it ignores.
+    together: past the last row a rank repeats rows, and ignores their labels.
     """
     task = LanguageTask(config, mesh)
     chunk = config.recompute.loss_chunk_size or CHUNK

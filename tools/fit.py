@@ -4,8 +4,8 @@
 
 Prints one line for a shell, such as `4`, or on one GPU `1 --bf16 --context-parallel-size 1`, and
 reports changes on stderr. Each GPU gets one process, up to 8, and softmax attention computes in
-bfloat16 there, since its kernels take no float32. A context-parallel size that does not fit the
-processes is replaced by the nearest that does; flags of the command line stay.
+bfloat16 there, since its kernels do not support float32. A context-parallel size that does not fit
+the processes is replaced by the nearest that does, unless the command line sets the size.
 """
 
 import os
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
 
     nproc = os.environ.get("NPROC", "")
     if nproc and not (nproc.isdigit() and int(nproc)):
-        raise ConfigError(f"NPROC is {nproc!r}; it must be a whole number from 1")
+        raise ConfigError(f"NPROC is {nproc!r}; it must be a whole number of 1 or more")
 
     size, added_flags = fit(entry, flags, int(nproc) if nproc else None)
     print(size, *added_flags)
@@ -107,7 +107,7 @@ def fit(entry: str, flags: list[str], processes: int | None) -> tuple[int, list[
 
 
 def _needs_bf16(config: Any) -> bool:
-    """Return True if softmax attention runs by GPU kernels, every one of which refuses float32."""
+    """Return True if softmax attention runs on GPU kernels, none of which supports float32."""
     context = config.context
     softmax = not config.model.linear_attention or config.model.own_softmax_layout
     plain = context.context_parallel_method == "none" or context.attention_backend == "reference"

@@ -1,4 +1,4 @@
-"""Pictures: layouts of methods, with the tiles of each round, and losses of runs.
+"""Draw layouts of methods, with the tiles of each round, and losses of runs.
 
 python -m tools.plot layout --size 4 --seq-length 32 --output layouts.png
 python -m tools.plot layout --methods ring striped --full --output full.png
@@ -32,7 +32,7 @@ MAX_TOKENS = 512
 
 
 def layout_figure(args: argparse.Namespace) -> "Figure":
-    """Draw methods, by default ``PLAIN``, or ``PACKED`` under documents or a window.
+    """Draw methods, by default ``PLAIN``, or ``PACKED`` if there are documents or a window.
 
     Raises UserError: an unknown method, documents of another length, or a picture too large to
     read.
@@ -47,15 +47,15 @@ def layout_figure(args: argparse.Namespace) -> "Figure":
         documents = (0, *accumulate(lengths))
         if args.seq_length not in (None, length):
             raise UserError(
-                f"--seq-length is {args.seq_length} and --documents have {length} tokens; "
-                "leave --seq-length out"
+                f"--seq-length is {args.seq_length}, but --documents have {length} tokens; "
+                "leave out --seq-length"
             )
     else:
         length = 32 if args.seq_length is None else args.seq_length
 
     if length > MAX_TOKENS or args.size > length:
         raise UserError(
-            f"--seq-length is {length} and --size {args.size}; a picture shows up to {MAX_TOKENS} "
+            f"--seq-length is {length} and --size is {args.size}; give at most {MAX_TOKENS} "
             "tokens, and at least one for each rank"
         )
 
@@ -103,7 +103,7 @@ def read_curves(run: Path, fields: Sequence[str], by: str) -> dict[str, list[tup
         present = "no iteration"
         if by_iteration:
             present = ", ".join(by_iteration[max(by_iteration)])
-        raise UserError(f"{path} holds no {' and no '.join(fields)}; it has {present}")
+        raise UserError(f"{path} has no {' and no '.join(fields)}; it has {present}")
 
     return curves
 
@@ -134,7 +134,7 @@ def losses_figure(runs: list[Path], metrics: list[str] | None, by: str, smooth: 
     from matplotlib.figure import Figure
 
     if not 0 <= smooth < 1:
-        raise UserError(f"--smooth is {smooth}; it must be 0 to below 1")
+        raise UserError(f"--smooth is {smooth}; it must be at least 0 and below 1")
 
     requested = metrics or list(LOSSES)
     losses = tuple(field for field in requested if field in LOSSES)
@@ -226,26 +226,36 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="METHOD",
         help=(
-            "default: ring striped zigzag allgather; "
-            "with documents or a window exchange, not allgather"
+            "methods to draw (default: ring striped zigzag allgather; "
+            "with documents or a window, exchange instead of allgather)"
         ),
     )
-    add("--seq-length", type=int, help="tokens (default: 32, or those of the documents)")
-    add("--size", type=int, default=4, help="ranks (default: %(default)s)")
+    add("--seq-length", type=int, help="number of tokens (default: 32, or all of the documents)")
+    add("--size", type=int, default=4, help="number of ranks (default: %(default)s)")
     add(
-        "--documents", nargs="+", type=positive, metavar="LENGTH", help="tokens of packed documents"
+        "--documents",
+        nargs="+",
+        type=positive,
+        metavar="LENGTH",
+        help="numbers of tokens of packed documents",
     )
     add(
         "--window",
         type=positive,
         metavar="TOKENS",
         help=(
-            "tokens that each sees before itself, in full attention behind itself too; default: all"
+            "number of tokens that each token sees before itself and, in full attention, "
+            "after itself (default: all)"
         ),
     )
     mask("--causal", dest="causal", action="store_true", default=True, help="causal mask (default)")
     mask("--full", dest="causal", action="store_false", help="full attention")
-    add("--output", type=Path, default=Path("layouts.png"), help="default: %(default)s")
+    add(
+        "--output",
+        type=Path,
+        default=Path("layouts.png"),
+        help="picture to write (default: %(default)s)",
+    )
 
 
 def _add_losses(parser: argparse.ArgumentParser) -> None:
@@ -256,20 +266,30 @@ def _add_losses(parser: argparse.ArgumentParser) -> None:
         "--metric",
         nargs="+",
         metavar="FIELD",
-        help="of metrics.jsonl, losses in one panel (default: these)",
+        help="fields of metrics.jsonl to draw; losses share a panel (default: losses)",
     )
-    add("--by", choices=BY, default="iteration", help="what lies below (default: %(default)s)")
+    add(
+        "--by",
+        choices=BY,
+        default="iteration",
+        help="unit of the horizontal axis (default: %(default)s)",
+    )
     add(
         "--smooth",
         type=float,
         default=0.0,
         metavar="SHARE",
         help=(
-            "share that a point keeps of the mean before it, 0 to below 1 (default: 0); "
+            "share of the running mean in each point, from 0 to below 1 (default: 0); "
             "validation is not smoothed"
         ),
     )
-    add("--output", type=Path, default=Path("loss.png"), help="default: %(default)s")
+    add(
+        "--output",
+        type=Path,
+        default=Path("loss.png"),
+        help="picture to write (default: %(default)s)",
+    )
 
 
 if __name__ == "__main__":

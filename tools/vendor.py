@@ -45,9 +45,9 @@ TESTS = (
 def package(name: str = PACKAGE, namespace: str | None = None) -> dict[str, bytes]:
     """Return the package's files by relative path; the same checkout gives the same bytes.
 
-    ``namespace`` is that of the package's custom operators, by default its name.
+    ``namespace`` is the one of the package's custom operators, by default the package's name.
 
-    Raises UserError: a file imports something of ours that is not in the package, or cannot be
+    Raises UserError: a file imports a longmesh module that is not in the package, or cannot be
     renamed.
     """
     folders = [module.replace(".", "/") for module in PARTS]
@@ -85,7 +85,7 @@ def _public_names(path: Path) -> list[str]:
 
 
 def with_origin(files: dict[str, bytes], commit: str) -> dict[str, bytes]:
-    """Add a file with the origin of the others, and their digests as they were written."""
+    """Add a file with the origin of the others and their digests."""
     digests = {name: sha256(files[name]) for name in sorted(files)}
     origin = {"project": "longmesh", "version": __version__, "commit": commit, "files": digests}
     return {**files, ORIGIN: (json.dumps(origin, indent=1) + "\n").encode()}
@@ -113,8 +113,8 @@ def _check_imports(files: dict[str, bytes], ours: set[str], package: str = PACKA
             is_missing = top == package and module not in modules
             if is_ours or is_missing:
                 raise UserError(
-                    f"{name} of the package imports {module}, which is not in it; "
-                    "move what it needs"
+                    f"{name} of the package imports {module}, but that is not in the package; "
+                    "move what the file needs into the package"
                 )
 
 
@@ -130,7 +130,7 @@ def _imported_modules(source: bytes) -> Iterator[str]:
 def write(destination: Path, files: dict[str, bytes], name: str = PACKAGE) -> Path:
     """Write the package into a folder, whole or not at all; return its path.
 
-    Raises UserError: the folder takes no files, or the target was not written by this command or
+    Raises UserError: the folder is not writable, or the target was not written by this command or
     was changed since; InUseError: another process writes there; OSError: a file cannot be written.
     """
     target = destination / name
@@ -167,7 +167,7 @@ def _check_target(target: Path) -> None:
     """Raise UserError unless the target is free, or holds this package as it was written."""
     fix = "move it away, or name another folder"
     if target.is_symlink():
-        raise UserError(f"{target} is a symlink, which this command does not write; {fix}")
+        raise UserError(f"{target} is a symlink, but this command writes only folders; {fix}")
     if not target.exists():
         return
 
@@ -196,11 +196,11 @@ def _check_target(target: Path) -> None:
         elif name not in present:
             how = "removed"
 
-        raise UserError(f"{target / name} was {how} since; {fix}")
+        raise UserError(f"{target / name} was {how} since the package was written; {fix}")
 
 
 def _contents(folder: Path) -> dict[str, str]:
-    """Return the digest of each file of a folder, or its kind, without Python's caches."""
+    """Return each file's digest in a folder, or the kind of an entry; without Python's caches."""
     contents = {}
     for path in folder.rglob("*"):
         relative = path.relative_to(folder)
@@ -220,7 +220,7 @@ def _contents(folder: Path) -> dict[str, str]:
 def _name(text: str) -> str:
     """Return a package's name.
 
-    Raises UserError: no module can have it, or a module of Python's or ours has it.
+    Raises UserError: the text is not a valid module name, or a module of Python or longmesh has it.
     """
     others = {"transformers", "torch", "numpy"} | sys.stdlib_module_names
     if not text.isidentifier() or iskeyword(text) or text in _our_packages() | others:
@@ -311,8 +311,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"built {built}: {built.stat().st_size / 1000:.0f} KB; pip install {built}")
     if commit_before != commit_of():
         print(
-            f"note: {args.destination} lies in this checkout, where git sees it: figures made from "
-            'now on are called "with changes"; move it, or write it to runs/ or outside'
+            f"note: {args.destination} lies in this checkout, where git sees it, so results from "
+            'now on are marked "with changes"; move it, or write to runs/ or outside'
         )
 
 

@@ -1,8 +1,8 @@
 """Measure the attention alone, forward and backward, between two emulated nodes with a slow link.
 
-8 ranks in two network namespaces, as in ``python -m bench.link``, and no model: packed documents of
-log-normal lengths, documents of about 500 tokens, one document under a window, and one document,
-also with a KV head for four query heads; float32.
+8 ranks run in two network namespaces, as in ``python -m bench.link``, without a model. The cases
+are packed documents of log-normal lengths, documents of about 500 tokens, one document under a
+window, and one document, also with a KV head for four query heads; all in float32.
 
 The method exchange, which sends each row once per node, runs against every other method twice:
 sending only the rows that a query sees, and sending all rows, as every method did before masks
@@ -78,7 +78,7 @@ class Contestant:
 def attend(
     pipe: Connection, work: MaskedShape, name: str, plan: Plan, truth: list[float], steps: int
 ) -> None:
-    """Join the group and run forwards and backwards, as ``ranks.run_steps``."""
+    """Join the group and run forward and backward passes, as ``ranks.run_steps`` does."""
     with process_group() as group:
         cp = ContextParallel(plan, group)
         step = forward_backward(cp.attend, *(cp.shard(x, dim=1) for x in work.tensors()))
@@ -99,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure all cases of a command line, with a line for each contestant.
+    """Measure all cases of a command line, and print a line for each contestant.
 
     Raises MeasureError: a rank failed, or computes something else than one process; NetworkError:
     the machine does not allow the namespaces.
@@ -160,7 +160,8 @@ def work_of(case: str, **shape: int) -> MaskedShape:
 def contestants(work: MaskedShape, methods: list[str]) -> list[Contestant]:
     """Return Longmesh's method and the others, in both forms if these differ.
 
-    The forms are equal for one document, and for ulysses, which sends heads.
+    The forms (all rows, or only needed ones) are equal for one document, and for ulysses, which
+    sends heads.
     """
     chosen = [Contestant(OURS, OURS)]
     for name in methods:

@@ -22,8 +22,8 @@ QUEUE = 1 << 26  # bytes that may wait for the link: TCP's windows fit, nothing 
 SHORT = ("u16", "0x0000", "0xff00", "at", "2")
 """Packets of less than 256 bytes, which get priority.
 
-Behind a full queue of this size acknowledgements would wait for tenths of a second, as in no real
-switch, and TCP would send late, or again."""
+Behind a full queue of this size acknowledgements would wait for tenths of a second, which happens
+in no real switch, and TCP would send late or resend."""
 TRUNK = "trunk"
 CURRENT = "/proc/thread-self/ns/net"
 WITHOUT_ROOT = "unshare --user --map-root-user --net"
@@ -69,7 +69,7 @@ class Namespace:
         return process.stdout
 
     def close(self) -> None:
-        """Close the handle that keeps it alive."""
+        """Close the handle that keeps the namespace alive."""
         os.close(self._file)
 
 
@@ -183,8 +183,8 @@ def check_permission() -> None:
     """
     if not Path(CURRENT).exists():
         raise NetworkError(
-            "the link bench emulates nodes by Linux network namespaces, which this system does not"
-            " have"
+            "the link bench needs Linux network namespaces, but this system has none; run it on"
+            " Linux"
         )
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
@@ -197,8 +197,8 @@ def check_permission() -> None:
     except PermissionError as error:
         raise NetworkError(
             "the link bench makes network namespaces and limits a link between them, which takes"
-            f" CAP_SYS_ADMIN and CAP_NET_ADMIN, and this process may not ({error.strerror}); run it"
-            " as root, or, where unprivileged user namespaces are allowed, put"
+            f" CAP_SYS_ADMIN and CAP_NET_ADMIN, but this process may not ({error.strerror}); run it"
+            " as root, or, if unprivileged user namespaces are allowed, put"
             f" `{WITHOUT_ROOT}` before the command"
         ) from error
 

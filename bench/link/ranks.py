@@ -64,7 +64,7 @@ def _seated(
 ) -> list[tuple[Callable[..., None], Any]]:
     """Return the arguments of ``started`` that run ``body(pipe, *arguments)`` on every rank.
 
-    The environment is that of an agent per node.
+    The environment is the one that a launcher's agent on each node would set.
     """
     seats = []
     for rank in range(network.size):
@@ -102,7 +102,7 @@ def train(
     before: Callable[[int], None],
     entry: str = "pretrain_gpt",
 ) -> list[Iteration]:
-    """Run the entry with ``arguments`` on all ranks, and return its iterations as ``iterate``."""
+    """Run the entry with ``arguments`` on all ranks, and return iterations as ``iterate`` does."""
     return iterate(network, before, _train, entry, arguments)
 
 
@@ -189,7 +189,7 @@ def run_steps(
 def attention_crossing(config: Config, ranks_per_node: int) -> tuple[int, int]:
     """Return the bytes that a step's attentions send to node 1 and to node 0, by the plan.
 
-    Zero with tensor parallelism, whose layers send their tokens outside of the plan.
+    They are 0 with tensor parallelism, whose layers send their tokens outside of the plan.
     """
     model = config.model
     to_node_1 = 0
@@ -234,7 +234,7 @@ def plan_crossing(plan: Plan, ranks_per_node: int, **sizes: Any) -> tuple[int, i
 def add_link(parser: argparse.ArgumentParser, repeats: int) -> None:
     """Add flags for the link's rate, the number of steps, and the results."""
     parser.add_argument(
-        "--rate", default="100mbit", help="of the link or of each rail (default: %(default)s)"
+        "--rate", default="100mbit", help="rate of the link or each rail (default: %(default)s)"
     )
     parser.add_argument(
         "--repeats", type=positive, default=repeats, help="steps that count (default: %(default)s)"
@@ -249,10 +249,10 @@ def figures(
 ) -> dict[str, Any]:
     """Return the medians of a contestant's steps without the limit and within it, and its traffic.
 
-    ``run(before, steps)`` is as ``iterate``. ``on_link`` is the time of the bytes at the link's
-    rate, as a share of the step.
+    ``run(before, steps)`` returns iterations as ``iterate`` does. ``on_link`` is the time of the
+    bytes at the link's rate, as a share of the step.
 
-    Raises MeasureError: a rank failed, or computes something else than it should.
+    Raises MeasureError: a rank failed, or its result is wrong.
     """
     first_limited = WARM_UP + UNLIMITED
 

@@ -27,7 +27,7 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     tools = _listed("tools", row.get("tools"))
     functions = _listed("functions", row.get("functions"))
     if tools and functions:
-        raise DataError("it has tools and functions, which say the same; leave one out")
+        raise DataError("it has tools and functions, which mean the same; leave one out")
     if functions:
         tools = [{"type": "function", "function": function} for function in functions]
     return tools
@@ -61,7 +61,7 @@ def calls_of(where: str, turn: Mapping[str, Any]) -> list[Call]:
         calls = parsed(f"{where} has tool_calls", calls)
     if not says_nothing(calls) and not says_nothing(older):
         raise DataError(
-            f"{where} has tool_calls and function_call, which say the same; leave one out"
+            f"{where} has tool_calls and function_call, which mean the same; leave one out"
         )
     if not says_nothing(older):
         return _called(where, older)
@@ -119,7 +119,7 @@ def spoken_calls(where: str, content: Any) -> list[Call]:
     The turn's text is the JSON of one call, or of a list of calls.
     """
     if isinstance(content, str):
-        content = parsed(f"{where} is a call of a function and", content)
+        content = parsed(f"{where} is a function call with the text", content)
     return _called(where, content)
 
 
@@ -136,7 +136,7 @@ def _called(where: str, calls: Any) -> list[Call]:
         function.setdefault("arguments", function.pop("parameters", {}))
         if isinstance(function["arguments"], str):
             function["arguments"] = parsed(
-                f"{where} calls {function['name']} and", function["arguments"]
+                f"{where} calls {function['name']} with the text", function["arguments"]
             )
         called.append({"type": "function", "function": function})
     return called
@@ -150,7 +150,7 @@ def _check(where: str, call: Any) -> None:
         or not function["name"]
     ):
         raise DataError(
-            f"{where} has tool_calls with {call!r:.60}, which has no function name; add the name"
+            f"{where} has tool_calls with {call!r:.60}, but this has no function name; add the name"
         )
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, (dict, str)):

@@ -67,8 +67,8 @@ def train_chat_tokenizer(
     min_entries = len(alphabet) + len(template.special)
     if vocab_size < min_entries:
         raise DataError(
-            f"vocab_size is {vocab_size}; 256 bytes and the special tokens of {name} take "
-            f"{min_entries} entries"
+            f"vocab_size is {vocab_size}, but 256 bytes and the special tokens of {name} take "
+            f"{min_entries} entries; give --vocab-size {min_entries} or more"
         )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

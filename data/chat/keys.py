@@ -126,7 +126,7 @@ def is_unread(where: str, key: str, value: Any) -> bool:
         )
     if key in _CONTENT:
         raise DataError(
-            f"{where} has {key}, which the chat template does not name, so that it would be lost; "
+            f"{where} has {key}, but the chat template does not name it, so it would be lost; "
             f"give a template that writes it, or leave out {key} or the conversation"
         )
     if key in HARMLESS:
@@ -138,15 +138,15 @@ def is_unread(where: str, key: str, value: Any) -> bool:
         )
     if _THOUGHT_LIKE.fullmatch(key) and isinstance(value, (str, list, dict)):
         raise DataError(
-            f"{where} has {key}, a thought that the chat template does not name, so that it would "
-            f"be lost; give a template that writes it, or leave out {key} or the conversation"
+            f"{where} has {key}, a thought that the chat template does not name, so it would be "
+            f"lost; give a template that writes it, or leave out {key} or the conversation"
         )
     return key in _LINKS or not _HARMLESS_ENDS.fullmatch(key)
 
 
 def refuse_pictures(where: str, key: str, value: Any) -> None:
     """Raise DataError if a key for pictures, sound or video has a value."""
-    if value and _PICTURES.fullmatch(key):  # a number of 0 pictures is no harm
+    if value and _PICTURES.fullmatch(key):  # a count of 0 pictures is harmless
         raise DataError(
             f"{where} has {key}, but pictures, sound and video are not supported; "
             "leave the conversation out"

@@ -109,8 +109,8 @@ def _by_window(
 ) -> Bounds | None:
     """Return a turn's bounds from a short conversation (a window) that ends with the turn.
 
-    ``offset`` is the end of the ``previous`` answer in the whole text. None if the whole text does
-    not continue there as the short conversation does.
+    ``offset`` is the end of the ``previous`` answer in the whole text. Returns None if the whole
+    text does not continue there as the short conversation does.
     """
     numbers = _window_before(turns, previous)
     num_before = len(numbers)
@@ -136,7 +136,7 @@ def _by_window(
 def _window_before(turns: Sequence[Turn], previous: int) -> list[int]:
     """Return the numbers of a few turns that end with the ``previous`` answer.
 
-    They are the system's turns and those from a question on, because some templates refuse a
+    These are the system's turns and the turns from a question on: some templates refuse a
     conversation that begins with an answer, and some write a thought only after the last question.
     """
     leading = 0

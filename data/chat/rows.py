@@ -118,7 +118,7 @@ def _listed_turns(row: Mapping[str, Any]) -> list[Any]:
 
     systems = _filled(row, _SYSTEM)
     if len(systems) > 1:
-        raise DataError(f"has {' and '.join(systems)}, which say the same; leave one out")
+        raise DataError(f"has {' and '.join(systems)}, which mean the same; leave one out")
     for name, text in systems.items():
         first = turns[0] if isinstance(turns[0], dict) else {}
         if first.get("role", first.get("from")) != "system":
@@ -147,7 +147,7 @@ def _without_turns(row: Mapping[str, Any]) -> str:
     elif {"prompt", "completion"} <= keys:
         advice = (
             'it is a prompt and its completion: join both as turns under "messages", '
-            'earlier answers "train": false'
+            'and mark earlier answers with "train": false'
         )
     elif isinstance(row.get("prompt"), list):
         advice = 'its prompt is a list of turns: write them and the answer under "messages"'
@@ -181,7 +181,7 @@ def _is_unread_key(
 
 
 def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], list[str]]:
-    """Return the template's variables other than the turns, and names that it does not read.
+    """Return the template's variables besides the turns, and the names that it does not read.
 
     The variables are those that transformers and TRL pass. Raises DataError: a variable has the
     wrong type, is given twice, or must not be lost but the template does not read it.
@@ -198,7 +198,7 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], li
     for name, value in kwargs.items():
         if name in _NOT_VARIABLES:
             raise DataError(
-                f"it has chat_template_kwargs with {name}, which is not a template variable; "
+                f"it has chat_template_kwargs with {name}, but that is not a template variable; "
                 f"remove {name}"
             )
         if name in variables and variables[name] != value:
@@ -206,7 +206,7 @@ def _variables(row: Mapping[str, Any], reads: Reads) -> tuple[dict[str, Any], li
                 f"it has {name} and a different {name} in chat_template_kwargs; remove one of them"
             )
         if name not in reads.variables and not says_nothing(value):
-            is_unread("its chat_template_kwargs", name, value)  # it refuses tools and documents
+            is_unread("its chat_template_kwargs", name, value)  # raises for tools and documents
             unnamed.append(f"chat_template_kwargs {name}")
         variables[name] = tools_of({"tools": value}) if name == "tools" else value
 
@@ -248,17 +248,19 @@ def _learned(row_mark: bool | None, turns: Sequence[ReadTurn]) -> list[bool]:
             )
         if read.learned and row_mark is False:
             raise DataError(
-                f"turn {number} is marked as learned but its row as not learned; remove one mark"
+                f"turn {number} is marked as learned, but its row as not learned; remove one of "
+                "the marks"
             )
         mark = row_mark if read.learned is None else read.learned
         learned.append(is_answer and mark is not False)
     if not has_answer:
         raise DataError(
-            "no turn is the assistant's, so that nothing carries loss; leave the conversation out"
+            "no turn is the assistant's, so nothing carries loss; leave the conversation out"
         )
     if not any(learned):
         raise DataError(
-            "every turn of the assistant is marked as not learned, so that nothing carries loss"
+            "every turn of the assistant is marked as not learned, so nothing carries loss; leave "
+            "the conversation out, or remove a mark"
         )
     return learned
 

@@ -48,13 +48,14 @@ def refuse_spelled(spelled_in: Search, conversation: Conversation) -> None:
 
 
 def control_tokens(render: Render, tokenizer: HuggingFaceTokenizer) -> Search:
-    """Return a search for control tokens of the tokenizer, and those a template puts around turns.
+    """Return a search for the control tokens of a tokenizer, and of a template around turns.
 
-    The template's are all added tokens of a user's turn, the first one before an answer and the
-    first one after it. Other tokens of an answer, such as <think>, are words that a text may have.
+    The template's control tokens are all added tokens of a user's turn, the first one before an
+    answer and the first one after it. Other tokens of an answer, such as <think>, are words that a
+    text may contain.
 
     Args:
-        render: the template's.
+        render: renders turns with the template.
         tokenizer: the tokens to search for are its added tokens.
 
     Raises:
@@ -74,10 +75,10 @@ def control_tokens(render: Render, tokenizer: HuggingFaceTokenizer) -> Search:
     written = _LIKE_A_TOKEN.match(end.lstrip())
     if written is not None and added.match(written[0]) is None:
         raise DataError(
-            f"the chat template ends a turn with {written[0]!r}, which is no token of "
-            f"{tokenizer.path}: it would be learned as ordinary text, at which nothing stops; name "
-            "it in added_tokens_decoder of a tokenizer_config.json beside it, or give another "
-            "template"
+            f"the chat template ends a turn with {written[0]!r}, which is not a token of "
+            f"{tokenizer.path}, so it would be learned as ordinary text and not stop generation; "
+            "name it in added_tokens_decoder of a tokenizer_config.json beside the tokenizer, or "
+            "give another template"
         )
     texts = set(added.findall(question))
     texts |= set(added.findall(prompt.removeprefix(question))[:1])

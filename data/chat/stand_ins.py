@@ -216,7 +216,7 @@ def check_written(
         if number not in positions:
             if spoken.kind == "thought" and spoken.turn is not None and spoken.turn < last_question:
                 notes[
-                    "a turn's thought, which the template writes after the last question alone"
+                    "a turn's thought, which the template writes only after the last question"
                 ] = None
                 continue
             raise DataError(f"the chat template {name} drops {subject}; use one that keeps it")

@@ -117,7 +117,8 @@ class ChatTemplate:
             MARKS.reset(previous)
         if len(text) > MAX_CHARACTERS:
             raise UnboundedError(
-                f"{name} writes {len(text):,} characters, more than the {MAX_CHARACTERS:,} allowed"
+                f"{name} writes {len(text):,} characters, more than the {MAX_CHARACTERS:,} "
+                "allowed; shorten the conversation or repair the template"
             )
         return text
 
@@ -151,11 +152,10 @@ class ChatTemplate:
             calls += turn.get("tool_calls", ())
         if holds_null([*calls, conversation.variables.get("tools") or []]):
             notes.append(
-                "nulls in tools or tool_calls, as files of columns write for keys that one lacks "
-                "and another has"
+                "nulls in tools or tool_calls, which columnar files write for missing keys"
             )
         if tokenizer.dropped(text, special=True):
-            notes.append("characters that the tokenizer has no token for, nor an unknown token")
+            notes.append("characters for which the tokenizer has no token, nor an unknown token")
 
         ids, spans = tokenizer.tokenize_special(text)
         offsets = np.array(spans, dtype=np.int64).reshape(-1, 2)
@@ -172,8 +172,8 @@ class ChatTemplate:
         assert crossing is not None  # or the candidates would have raised
         raise DataError(
             f"the token of {text[slice(*crossing)]!r} lies across the edge of an assistant's turn, "
-            "so that it would be learned in part; set turns apart in the template, as by a special "
-            "token"
+            "so only a part of it would be learned; separate the turns in the template, for "
+            "example by a special token"
         )
 
     def _source(self, tools: Any) -> str:
@@ -204,7 +204,7 @@ class ChatTemplate:
         notes = check_written(self.name, stand_ins, positions, numbered_text, text)
         if dates:
             notes.append(
-                f"a date of the template's own, since it is not given the day of today ({TODAY})"
+                f"a date that the template writes itself, since today's is not given ({TODAY})"
             )
         if not spans:
             return None, notes
@@ -263,11 +263,11 @@ class ChatTemplate:
         elif by_marks is None:
             raise DataError(
                 f"the chat template {self.name} does not say exactly which tokens are the "
-                "assistant's: neither by generation marks around its turns alone, nor by turns "
-                f"that only add text (it writes the text through turn {by_prefixes + 1} in another "
-                "way once others follow); put {% generation %} and {% endgeneration %} around "
-                "them, take a template that is made for training, as TRL's, or mark turns that are "
-                'not to be learned with "train": false'
+                "assistant's: no generation marks enclose exactly these tokens, and its turns do "
+                f"not only add text (the text through turn {by_prefixes + 1} changes once more "
+                "turns follow); put {% generation %} and {% endgeneration %} around the words of "
+                "the assistant, use a template made for training, such as TRL's, or mark turns not "
+                'to be learned with "train": false'
             )
 
 
@@ -290,7 +290,7 @@ def _control_tokens(template: ChatTemplate, tokenizer: HuggingFaceTokenizer) -> 
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
     """Load a chat template: one of NAMED, a file, or by default the tokenizer's.
 
-    The tokenizer's is in chat_template.jinja or tokenizer_config.json in its folder. Raises
+    The tokenizer's own is in chat_template.jinja or tokenizer_config.json in its folder. Raises
     DataError: there is no template, it is invalid, or the tokenizer lacks its special tokens.
     """
     if Path(tokenizer).suffix != ".json":
@@ -333,7 +333,7 @@ def _named_source(tokenizer: str, name: str) -> str:
     if missing:
         raise DataError(
             f"{tokenizer} lacks {', '.join(missing)}, special tokens of the chat template {name}; "
-            "give another, or leave out --tokenizer-model to train a tokenizer that has them"
+            "give another template, or leave out --tokenizer-model to train a tokenizer with them"
         )
     return template.source
 

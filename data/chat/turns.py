@@ -66,7 +66,7 @@ def read_turn(where: str, turn: Any, reads: Reads) -> ReadTurn:
     calls = calls_of(where, turn)
     if name in CALL_ROLES:
         if calls:
-            raise DataError(f"{where} has the role {name} and tool_calls; write its calls once")
+            raise DataError(f"{where} has the role {name} and tool_calls; leave out tool_calls")
         calls = spoken_calls(where, content)
         content = None
     content = _content(where, content, reads)
@@ -111,12 +111,12 @@ def _either(where: str, turn: Mapping[str, Any], name: str, other: str) -> Any:
     """Return the value of one of two synonymous keys. Raises DataError if they differ."""
     values = [turn[key] for key in (name, other) if turn.get(key) is not None]
     if len(values) == 2 and values[0] != values[1]:
-        raise DataError(f"{where} has {name} and {other}, which differ; leave one out")
+        raise DataError(f"{where} has {name} and {other}, which differ; leave out one of them")
     return values[0] if values else None
 
 
 def _role(where: str, role: Any, reads: Reads) -> str:
-    """Return the role by the name that the template knows. Raises DataError."""
+    """Return a turn's role, under the name that the template knows. Raises DataError."""
     if not isinstance(role, str) or (role not in ROLES and role not in reads.texts):
         raise DataError(f"{where} has the role {role!r:.40}; it must be one of {', '.join(ROLES)}")
     name = ROLES.get(role, role)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _DEEP = {"I;16", "I;16L", "I;16B", "I;16N"}
-"""Modes of one channel of 16 bits."""
+"""Pillow's modes with one channel of 16 bits."""
 _DEEP_FORMATS = {"PNG", "TIFF", "JPEG2000", "PPM"}
 """Formats in which white is the largest integer."""
 _SHALLOW = {"L;2": 85, "L;4": 17}
@@ -43,17 +43,17 @@ class Pictures:
         """Return the middle square of a picture, resized: float32 [3, size, size] from -1 to 1.
 
         Args:
-            path: of the file; a name alone if there is `content`.
+            path: path of the file; with ``content``, a name for messages.
             content: bytes of the file, to read instead of the path.
             size: height and width of the result.
 
-        Raises DataError: a file that is no picture, or a kind whose black and white are not known.
+        Raises DataError: the file is not a picture, or its black and white are not known.
         """
         from PIL import Image, ImageOps
 
         try:
-            # A file, not its name: Pillow maps a named TIFF of one tile, and swaps the sides of a
-            # rotated one.
+            # Pass an open file, not its name: Pillow memory-maps a named TIFF of one tile, and
+            # swaps the sides of a rotated one.
             with (
                 open(path, "rb") if content is None else io.BytesIO(content) as file,
                 Image.open(file) as image,
@@ -73,7 +73,7 @@ class Pictures:
         side = min(upright.size)
         left = (upright.width - side) // 2
         top = (upright.height - side) // 2
-        # Not by resize's own box: its filter would reach pixels outside of the square.
+        # Not cropped by resize's argument box: the filter would use pixels outside the square.
         cropped = upright.crop((left, top, left + side, top + side))
         resized = cropped.resize((size, size), Image.Resampling.BICUBIC)
         pixels = np.asarray(resized, dtype=np.float32)
@@ -117,9 +117,9 @@ def _scale_transparency(image: "Image") -> None:
 
 
 def _colours(image: "Image") -> "Image":
-    """Convert a picture to mode RGB, or to mode F from 0 to 255 if it is deep.
+    """Convert a picture to mode RGB; one deeper than 8 bits, to mode F from 0 to 255.
 
-    Raises ValueError.
+    Raises ValueError (`_one_deep_channel`).
     """
     from PIL import Image
 
@@ -144,15 +144,15 @@ def _one_deep_channel(image: "Image") -> np.ndarray:
     if image.mode == "F":
         if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
             raise ValueError(
-                f"its values are floats from {values.min():g} to {values.max():g}, and white is "
-                "not known for floats outside of 0 to 1; convert it to 8 or 16 bits"
+                f"its values are floats from {values.min():g} to {values.max():g}, but white is "
+                "not known for floats outside 0 to 1; convert it to 8 or 16 bits"
             )
         shares = values
     elif image.format in _DEEP_FORMATS and not (image.format == "TIFF" and image.mode == "I"):
         shares = values / ((1 << _bits(image)) - 1)
     else:
         raise ValueError(
-            f"it holds integers of mode {image.mode}, whose white is not known; "
+            f"it holds integers of mode {image.mode}, for which white is not known; "
             "convert it to 8 or 16 bits"
         )
 
@@ -193,5 +193,5 @@ def _has_other_profile(image: "Image") -> bool:
     try:
         name = ImageCms.getProfileDescription(ImageCms.ImageCmsProfile(io.BytesIO(profile)))
     except (OSError, ImageCms.PyCMSError):
-        return True  # no program can apply it
+        return True  # a broken profile is not applied either
     return "sRGB" not in name

@@ -5,7 +5,7 @@ and a resumed run reads the samples from that number on: on another number of ra
 micro-batch size or other workers, it gets the samples that the first run would have read. So no
 dataset here may count its calls or advance a generator.
 
-Samples may mark where documents begin (data/text/documents.py). S tokens of a sample.
+Samples may mark where documents begin (data/text/documents.py). A sample has S tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ _PERIOD = 1 << 16
 class EpochedDataset:
     """A dataset of endless epochs: sample n is sample n mod len of epoch n // len.
 
-    Each epoch has every token once, in another order. Megatron builds one index over all epochs of
-    a run instead, so that its order depends on the run's length: a run that is prolonged would
-    then see other samples.
+    Each epoch has every token once, in a different order. Megatron builds one index over all
+    epochs of a run instead, so that its order depends on the run's length: a run that is prolonged
+    would then see other samples.
     """
 
     first: Samples
@@ -76,8 +76,8 @@ class EpochedDataset:
             sample = self._epoch(epoch)[within_epoch]
         except (IndexError, OverflowError) as error:
             raise DataError(
-                f"{self.name}: sample {index} is not in the file ({error}); its cache of sample "
-                "indices is damaged: remove it, and it is written anew"
+                f"{self.name}: sample {index} is not in the file ({error}); the cache of sample "
+                "indices is damaged: remove this cache, which is then written anew"
             ) from error
 
         tokens = sample["tokens"]
@@ -218,7 +218,7 @@ class MockSamples:
         ``tokens`` and ``labels`` are int64, ``loss_mask`` is float32, each [S].
         """
         # The index comes first: trailing zero words do not change a seed, so index 0 would not
-        # count behind a seed of two words.
+        # count after a seed of two words.
         uniform = np.random.default_rng((index or 0, self.seed)).random(self.seq_length + 1)
         ids = torch.from_numpy((self.vocab_size * uniform**4).astype(np.int64))
         loss_mask = torch.full((self.seq_length,), float(index is not None))

@@ -34,7 +34,7 @@ def document_ends(ids: Tensor, eod: int, begins_document: bool) -> Tensor:
 
 
 class DocumentStream:
-    """An epoch of GPTDataset with samples that mark the first token of each document.
+    """An epoch of GPTDataset whose samples mark the first token of each document.
 
     A sample is cut from a stream, so its first document may begin before the sample, and its last
     one may continue after it. Both parts count as documents of this sample.
@@ -59,7 +59,7 @@ class DocumentStream:
     def __getitem__(self, index: int | None) -> dict[str, Any]:
         """Return GPTDataset's sample with `begins`, bool [S + 1].
 
-        It marks the tokens that begin a document, the last label included.
+        `begins` marks the tokens, including the last label, that begin a document.
         """
         sample = self._dataset[index]
         text = torch.cat((sample["tokens"], sample["labels"][-1:]))  # [S + 1]

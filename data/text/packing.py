@@ -1,4 +1,4 @@
-"""Pack whole documents and conversations into samples. S tokens of a sample.
+"""Pack whole documents and conversations into samples. A sample has S tokens.
 
 Text is packed from the `.idx` alone; the pair of files does not change. A document longer than S
 tokens is cut into fragments of S tokens and a shorter last one. A fragment is a document of its
@@ -27,10 +27,10 @@ from data.text.reader import TokenReader
 from runtime.errors import DataError
 
 PADDING_DOCUMENT = 1024
-"""Tokens of a padding document. Short ones keep attention over padding cheap."""
+"""Number of tokens of a document of padding; short ones keep attention over padding cheap."""
 FRAGMENT = np.dtype([("begin", "<i8"), ("length", "<i4"), ("more", "?"), ("first", "?")])
-"""A document or a part of one: tokens before it in the `.bin`, its length, whether its document
-continues after it, and whether it begins its document."""
+"""A document or a part of one: the number of tokens before it in the `.bin`, its length, whether
+its document continues after it, and whether it begins its document."""
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -109,8 +109,8 @@ def packed_documents(
     The result depends only on the arguments. The seed decides which of equally long fragments share
     a sample; without a shuffle, neighbours in a sorted corpus would always be packed together.
 
-    Returns fragments sample by sample, FRAGMENT [F], and the fragments before each sample, then F;
-    int64 [samples + 1].
+    Returns fragments sample by sample, FRAGMENT [F], and the number of fragments before each
+    sample, then F, int64 [samples + 1].
 
     Args:
         lengths: number of tokens of every document of the file, int32 [N]; empty documents are in
@@ -153,7 +153,7 @@ class PackedSamples:
 
     Args:
         fragments: FRAGMENT [F], sample by sample.
-        bounds: fragments before each sample, then F; int64 [samples + 1].
+        bounds: number of fragments before each sample, then F, int64 [samples + 1].
         learned: pair with a 1 for each token with a loss and a 0 for others; None for text.
     """
 
@@ -240,7 +240,7 @@ class Conversations(PackedSamples):
     PREFIX_loss_mask, holds a one for every token that is learned and a zero for every other.
     Padding is not stored, so the same files serve every sequence length that is long enough.
 
-    With ``check`` both pairs are read as by `check_indexed`.
+    With ``check`` both pairs are checked by `check_indexed`.
 
     Raises DataError: a pair is broken, the two do not match, or a sample is longer than S.
     """
@@ -267,14 +267,14 @@ class Conversations(PackedSamples):
         ):
             raise DataError(
                 f"{mask_prefix}.idx and {prefix}.idx are of different conversations; "
-                "write them again"
+                "write both again (tools/prepare_data.py --chat)"
             )
         begins = np.concatenate(([0], np.cumsum(self.indexed.lengths, dtype=np.int64)))
         self.longest = int(np.diff(begins[self.indexed.bounds]).max())
         """Number of tokens of the longest sample."""
         if self.longest > seq_length:
             raise DataError(
-                f"{prefix} holds samples of {self.longest} tokens and seq_length is {seq_length}; "
+                f"{prefix} has samples of {self.longest} tokens, but seq_length is {seq_length}; "
                 f"give --seq-length {self.longest}, or prepare the conversations with "
                 f"--seq-length {seq_length}"
             )

@@ -52,7 +52,7 @@ from runtime.files import InUseError, owned
 from runtime.machine import usable_cores
 from runtime.signals import signals_later
 
-# Input that takes a process longer than its start.
+# Bytes of input per worker: with fewer, starting the process would take longer than its work.
 _BYTES_PER_WORKER = 1 << 23
 
 
@@ -84,7 +84,7 @@ class TokenFiles:
 
 
 RESUMED = ("bin", "lengths", "learned", "refused", "journal")
-"""Endings of drafts with which versions before 2026-11-28 resumed a killed preparation."""
+"""Endings of drafts from which versions before 2026-11-28 resumed a killed preparation."""
 
 
 def prepare(
@@ -107,13 +107,14 @@ def prepare(
     """
     if not prefix.name:
         raise DataError(
-            f"the output prefix {prefix} ends in no file name; give one such as runs/data/mine"
+            f"the output prefix {prefix} does not end in a file name; give one such as "
+            "runs/data/mine"
         )
     chat = request.chat
     if chat is not None and request.tokenizer_model is None and chat.chat_template not in NAMED:
         raise DataError(
-            f"chat_template is {chat.chat_template}, and a tokenizer is trained for one of "
-            f"{', '.join(NAMED)}; name one, or give --tokenizer-model"
+            f"chat_template is {chat.chat_template}, but a tokenizer can be trained only for "
+            f"{', '.join(NAMED)}; give one of these, or --tokenizer-model"
         )
     try:
         prepared = None if overwrite else existing(request, prefix)
@@ -121,7 +122,7 @@ def prepare(
             return prepared, True
         with ExitStack() as locks:
             _lock(request, prefix, locks)
-            # While this one waited for the lock, another process may have finished the same data.
+            # While this process waited for the lock, another may have finished the same data.
             prepared = None if overwrite else existing(request, prefix)
             if prepared is not None:
                 return prepared, True
@@ -130,11 +131,11 @@ def prepare(
             try:
                 return _prepare(request, prefix, overwrite, progress, workers), False
             except (KeyboardInterrupt, SystemExit, StoppedError):
-                print("nothing was written; the same command begins again", file=sys.stderr)
+                print("nothing was written; the same command starts over", file=sys.stderr)
                 raise
     except OSError as error:  # errors of writing have become DataErrors here
         raise DataError(
-            f"cannot read {error.filename or prefix} ({error.strerror}); check that you may"
+            f"cannot read {error.filename or prefix} ({error.strerror}); check its permissions"
         ) from error
 
 
@@ -163,7 +164,7 @@ def _prepare(
     source: Corpus | Rows = Rows(files)
     if request.chat is None:
         source = Corpus(files, request.max_bytes, not request.inputs, request.json_key)
-    inputs = inputs_of(request)  # before reading: a file that changes meanwhile is noticed later
+    inputs = inputs_of(request)  # before reading, so that a change meanwhile is noticed later
     size = _check_input(request, source, progress)
     ends = ends_of(request)
 
@@ -206,7 +207,7 @@ def _prepare(
             }
         drafts[".json"].write_text(json.dumps(record, indent=1) + "\n")
         if overwrite:
-            # At no time may a new .bin exist with an old record, or text with a loss mask.
+            # At no time may a new .bin exist with an old record, or text with an old loss mask.
             for end in (".json", *CHAT_ENDS):
                 with_end(prefix, end).unlink(missing_ok=True)
             if TOKENIZER in ends:
@@ -232,8 +233,8 @@ def _train(
 def _check_input(request: Request, source: Corpus | Rows, progress: bool) -> int | None:
     """Read all input once; return its size, in bytes of text or in conversations.
 
-    None if the input is on the hub. An unreadable file must fail now, not after hours of training a
-    tokenizer.
+    Returns None if the input is on the hub. An unreadable file must fail now, not after hours of
+    training a tokenizer.
     """
     if not all(path.exists() for path in source.files):
         return None
@@ -248,7 +249,7 @@ def _check_input(request: Request, source: Corpus | Rows, progress: bool) -> int
 
     if not request.inputs:
         raise DataError(
-            f"{stdlib_folder()} holds no Python sources on this machine; give other text by --input"
+            f"{stdlib_folder()} has no Python sources on this machine; give other text with --input"
         )
     kind = "text" if request.chat is None else "conversation"
     suffix = ""
@@ -258,7 +259,7 @@ def _check_input(request: Request, source: Corpus | Rows, progress: bool) -> int
 
 
 def _bar(title: str, total: int | None, progress: bool, request: Request) -> Any:
-    """Return a progress bar on stderr that appears after three seconds."""
+    """Return a progress bar on stderr that appears after two seconds at the earliest."""
     from tqdm import tqdm
 
     with signals_later():  # an interrupt inside tqdm's constructor ends in a traceback

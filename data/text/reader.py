@@ -38,6 +38,6 @@ class TokenReader:
 
     def _changed(self, path: str, size: int, new_size: int) -> DataError:
         return DataError(
-            f"{path} has {new_size} bytes, and had {size}: it was changed while it is read; "
+            f"{path} has {new_size} bytes, but had {size}: it was changed while being read; "
             f"{REWRITE}"
         )

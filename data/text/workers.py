@@ -37,7 +37,7 @@ class Tokens:
     """1 for each token with a loss, uint8 [T]; None if all tokens have one."""
     counts: Counter[str] = field(default_factory=Counter)
     refused: Sequence[str] = ()
-    """Messages on documents that could not be used, one line each."""
+    """Messages about documents that could not be used, one line each."""
 
 
 def joined(tokenizer: Tokenizer, documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -111,7 +111,8 @@ def in_order(
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise StoppedError(
-            f"one of {workers} processes was killed, perhaps for memory; give fewer --workers"
+            f"one of {workers} processes was killed, perhaps for lack of memory; "
+            "give fewer --workers"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

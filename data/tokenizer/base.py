@@ -21,8 +21,8 @@ class Tokenizer(ABC):
     """Interface of tokenizers for Longmesh and Megatron's GPTDataset."""
 
     pad = -1
-    """GPTDataset masks every label equal to it: a real id here (many tokenizers reuse eod or unk)
-    would silently drop real tokens from the loss. No token has id -1."""
+    """GPTDataset masks every label equal to this id: a real one (many tokenizers reuse eod or
+    unk) would silently drop real tokens from the loss. No token has id -1."""
     bos: int | None = None
     """Id that begins a text; None without one."""
     before: tuple[int, ...] = ()
@@ -39,7 +39,7 @@ class Tokenizer(ABC):
         self.path = path
         self.vocab_size = vocab_size
         self.eod = eod
-        # By content, not path: a retrained tokenizer at the same path must not reuse the old
+        # By content, not by path: a retrained tokenizer at the same path must not reuse the old
         # caches.
         self.sha256 = sha256(content)
         self.unique_identifiers: OrderedDict[str, object] = OrderedDict(
@@ -47,7 +47,7 @@ class Tokenizer(ABC):
         )
 
     def __reduce__(self) -> tuple[Any, tuple[type["Tokenizer"], str]]:
-        # By path: a process that is sent a tokenizer with every batch reads its file once.
+        # Pickle only the path: a process that gets one with every batch reads its file once.
         return _loaded_once, (type(self), self.path)
 
     @abstractmethod
@@ -57,15 +57,15 @@ class Tokenizer(ABC):
     def begin(self, add_bos_token: AddBos = "auto") -> tuple[int, ...]:
         """Return the ids to put before a text.
 
-        Raises DataError: always, and the tokenizer has no begin token.
+        Raises DataError: add_bos_token is always, but the tokenizer has no begin token.
         """
         if add_bos_token == "never":
             return ()
         if add_bos_token == "always" and not self.before:
             if self.bos is None:
                 raise DataError(
-                    f"add_bos_token is always, and {self.path} names no bos_token; name one, "
-                    "or leave it out"
+                    f"add_bos_token is always, but {self.path} has no bos_token; use a tokenizer "
+                    "with one, or leave out --add-bos-token"
                 )
             return (self.bos,)
         return self.before
@@ -76,13 +76,13 @@ class Tokenizer(ABC):
         return [*self.begin(add_bos_token), *self.tokenize(text), *after, self.eod]
 
     def missing(self, entries: int, token: int) -> str | None:
-        """Return a message if the tokenizer has a token and a model of `entries` lacks it."""
+        """Return a message if a token is the tokenizer's, but a model of `entries` lacks it."""
         if not entries <= token < self.vocab_size:
             return None
         return (
-            f"token {self.name_of(token)} is in the tokenizer's {self.vocab_size} entries, and the "
-            f"model's vocab_size is {entries}, so that it has no embedding for it; take it out of "
-            "the data"
+            f"token {self.name_of(token)} is in the tokenizer's {self.vocab_size} entries, but the "
+            f"model's vocab_size is {entries}, so the model has no embedding for it; remove the "
+            "token from the data"
         )
 
     def name_of(self, token: int) -> str:
@@ -93,11 +93,11 @@ class Tokenizer(ABC):
     def dropped(self, text: str, special: bool = False) -> int:
         """Return the number of tokens that a text loses.
 
-        A vocabulary without a token for a character, nor one for the unknown, drops it.
+        A character is dropped if the vocabulary has neither a token for it nor an unknown token.
 
         Args:
             text: the text.
-            special: special tokens spelled out in it count as such.
+            special: True if special tokens spelled out in the text count as special.
         """
         return 0
 
@@ -124,7 +124,7 @@ def undamaged(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
         reason = re.sub(r"^[A-Z_]+: src/.*\] ?", "", lines)[:200]  # without sentencepiece's prefix
         hint = f" ({reason})" if reason else ""
         raise DataError(
-            f"{path} is no {kind} or is damaged{hint}; copy or train it again"
+            f"{path} is not a {kind} or is damaged{hint}; copy or train it again"
         ) from error
 
 

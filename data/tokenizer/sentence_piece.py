@@ -20,7 +20,7 @@ _KIND = "sentencepiece model"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model`. Those of `train_tokenizer` round-trip every text exactly."""
+    """A sentencepiece `.model`; one of `train_tokenizer` round-trips every text exactly."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         import sentencepiece
@@ -91,7 +91,7 @@ def train_tokenizer(
             sentence_iterator=iter(lines),
             model_writer=model,
             model_type="bpe",
-            # Beyond these bounds it names no bound in its error, or takes gigabytes.
+            # Beyond these limits sentencepiece's error names no limit, or it takes gigabytes.
             vocab_size=min(max(vocab_size, 2), 1 << 24),
             byte_fallback=True,
             normalization_rule_name="identity",
@@ -128,7 +128,7 @@ def train_tokenizer(
 def to_train_on(texts: Iterable[str]) -> Iterator[str]:
     """Yield the first 8 million characters of texts.
 
-    A few thousand merges settle on them, within about a second.
+    They suffice to train a few thousand merges, and take about a second.
     """
     characters = 8_000_000
     for text in texts:

@@ -2,8 +2,8 @@
 
 A small GPT is trained on chains of 1, 4, 16 and 64 attempts at tasks of the world of doors, the
 same attempts and as many tokens each time. It then plays unseen tasks, and each finished attempt
-joins its context. In a control every attempt is at another task than those of the context, so that
-nothing in it can help. Finished runs are saved at once, and the same command resumes.
+joins its context. In a control every attempt is at another task than those of the context, so the
+context cannot help. Finished runs are saved at once, and the same command resumes.
 
     make rl-table
     python -m papers.trajectories.attempts --tasks 64 --iterations 8 --unseen 16 \\
@@ -47,12 +47,12 @@ RESULTS = rows.FOLDER / "results" / "ring_rl.jsonl"
 CHAIN_LENGTHS = (1, 4, 16, 64)
 LONGEST = max(CHAIN_LENGTHS)
 CONTROL = "shuffled"
-"""The longest chain's model, with attempts of other tasks in its context."""
+"""Name of the control: the longest chain's model, with attempts of other tasks in its context."""
 RANKS = 2
 BATCH = 2
 SEED = 0
 TOKENS = LONGEST * (4 * STEPS + 1)
-"""Tokens of a sample, which holds one longest chain, or shorter ones of as many tokens."""
+"""Number of tokens of a sample: one longest chain, or shorter chains with as many tokens."""
 FLAGS = f"""
     --model-type gpt --position-embedding-type rope --num-layers 2 --hidden-size 64
     --num-attention-heads 4 --init-method-std 0.06 --seq-length {TOKENS}
@@ -64,11 +64,11 @@ TEMPERATURE = 0.4
 """Temperature of the model's doors. The model learns the players' slips too, and at a temperature
 below 1 it makes few of them."""
 LATER = 16
-"""The attempt whose return is compared with the first one's."""
+"""Number of the attempt whose return is compared with the first one's."""
 ERRORS = 2.0
 """A difference counts if it is larger than this many standard errors."""
 LAST = 50
-"""Final updates whose mean loss is a run's."""
+"""Number of final updates whose mean loss is the run's loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +76,10 @@ class Size:
     """The size of an experiment; the defaults are the table's."""
 
     tasks: int = 800
-    """Tasks to train on."""
+    """Number of tasks to train on."""
     iterations: int = 400
     unseen: int = 200
-    """Tasks to play."""
+    """Number of tasks to play."""
 
 
 def command_line(trajectories: int, data: Path, save: Path, iterations: int) -> list[str]:
@@ -109,10 +109,10 @@ def roll_out(
     """Play K tasks in N ``attempts`` each; return the returns, int64 [K, N].
 
     The context is as in training, but in order of time: the remaining return, the room, the door
-    and the reward of each step, and at an attempt's end if it reached the best return.
+    and the reward of each step, and at an attempt's end a mark if it reached the best return.
 
     Args:
-        read: as of ``Writer.begin``; it draws doors.
+        read: a function of ``Writer.begin`` that draws doors.
         right: the right doors, int64 [K, R].
         shuffled: play the next one of the K tasks in each attempt, so that no attempt of the
             context is at its task.
@@ -156,9 +156,9 @@ def roll_out(
 def play(
     run: Path, codec: Codec, right: np.ndarray, attempts: int, *, shuffled: bool = False
 ) -> np.ndarray:
-    """Play by a run's model, which draws the doors; arguments as of ``roll_out``.
+    """Play with a run's model, which draws the doors; arguments are those of ``roll_out``.
 
-    Only the logits of doors are drawn from, as a world has no step for another token.
+    Only the logits of doors are drawn from, since a world has no step for another token.
     """
     first = int(codec.offsets[codec.acts][0])
     draw = Draw(temperature=TEMPERATURE, generator=torch.Generator().manual_seed(SEED))
@@ -279,7 +279,7 @@ def _train_and_play(
 
     run = _run_of(prefix)
     if run.exists():
-        shutil.rmtree(run)  # of a start that was interrupted
+        shutil.rmtree(run)  # left by an interrupted start
     run_ranks(train, RANKS, command_line(trajectories, prefix, run, iterations), timeout=3600)
 
     losses = [record["lm_loss"] for record in read_metrics(run / METRICS)]
@@ -353,7 +353,7 @@ def main(argv: list[str] | None = None) -> None:
     lines, wrong = compared(runs)
     print("\n".join(lines))
     if wrong:
-        raise UserError(f"it is not as the paper says: {'; '.join(wrong)}")
+        raise UserError(f"the results contradict the paper: {'; '.join(wrong)}")
 
 
 if __name__ == "__main__":

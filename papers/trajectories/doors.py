@@ -3,7 +3,7 @@
 An attempt begins in the first room and opens one door a step. The right one leads to the next room
 and gives a reward, the room's number from 1; any other leaves the player in the room, without a
 reward. The right doors are the task, one of 8^4: a model's weights cannot memorise them, and one
-attempt is too short to find them, so that a model can only gain by reading earlier attempts.
+attempt is too short to find them, so a model can only gain by reading earlier attempts.
 
 Legend: K tasks, R rooms, N attempts of T steps.
 """
@@ -17,14 +17,15 @@ from papers.trajectories.episodes import Episode
 ROOMS = STEPS = 4
 """A player that knows all doors leaves the last room with the last step."""
 BEST = ROOMS * (ROOMS + 1) // 2
-"""The best return."""
+"""Best possible return."""
 DOORS = 8
 SLIPS = (0.1, 0.2, 0.3)
-"""Shares of a player's steps at a random door, whatever it knows; each player has one of them."""
+"""Shares of steps in which a player opens a random door, whatever it knows; each player has one of
+these shares."""
 NOVICE = 24
-"""Bound of the attempts in which a player only opens random doors; each player has a number of
-them. Without these a model could infer the right doors from how often a player opens them, and
-would not need the rewards."""
+"""Upper bound on the number of first attempts in which a player only opens random doors; each
+player has a number below it. Without these attempts a model could infer the right doors from how
+often a player opens them, and would not need the rewards."""
 
 
 def tasks(seed: int, first: int, count: int) -> np.ndarray:
@@ -41,7 +42,7 @@ class Rooms:
     """The players of K tasks, each in a room."""
 
     right: np.ndarray
-    """[K, R]."""
+    """Right door of each room, int64 [K, R]."""
 
     def __post_init__(self) -> None:
         self.room = np.zeros(len(self.right), np.int64)
@@ -63,8 +64,8 @@ def histories(
     """Return the rooms, doors and rewards of players that learn from attempt to attempt.
 
     Each is int64 [K, N, T]. A player opens the door that it knows to be right, or one that it has
-    not seen fail. Players differ in the attempt from which they do so, and in how often they slip.
-    Perfect ones do so from the first and never slip.
+    not seen fail. Players differ in the attempt from which they do so, and in how often they slip
+    (open a random door). Perfect players do so from the first attempt on, and never slip.
     """
     num_tasks = len(right)
     rng = np.random.default_rng((seed, 1))

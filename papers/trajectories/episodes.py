@@ -3,8 +3,8 @@
 A sequence is a chain of attempts at one task in ascending order of their returns. Each step begins
 with the return that remains to the chain's best one, and each attempt ends with a mark that tells
 if it reached that return (Liu and Abbeel 2023, arXiv:2305.16554, "Emergent Agentic Transformer from
-Chain of Hindsight Experience"). Only actions carry loss. Numbers become tokens by bins of
-quantiles, so that every token of a column is about as frequent as the others.
+Chain of Hindsight Experience"). Only actions carry loss. Numbers become tokens by bins whose edges
+are quantiles, so every token of a column is about as frequent as the others.
 
 Legend: T steps of an attempt, O and A numbers of an observation and an action, C = O + A + 2
 columns.
@@ -50,7 +50,7 @@ class Episode:
 
     @cached_property
     def total(self) -> float:
-        """The episode's return."""
+        """Return (sum of rewards) of the episode."""
         return float(self.reward.sum())
 
     def numbers(self, best: float) -> np.ndarray:
@@ -67,7 +67,7 @@ def read_episodes(paths: Iterable[Path]) -> Iterator[Episode]:
     is its folder. Rows of any other file are episodes with T rows in each list, and may name their
     ``task``, by default the file.
 
-    Raises DataError naming a file or row that is no such episode.
+    Raises DataError: a file or row is not such an episode; the message names it.
     """
     for path in paths:
         if path.suffix == ".npz":
@@ -77,21 +77,21 @@ def read_episodes(paths: Iterable[Path]) -> Iterator[Episode]:
                 if isinstance(row, DataError):
                     raise DataError(f"{where}: {row}")
                 if not isinstance(row, dict):
-                    raise DataError(f"{where}: no object; repair it")
+                    raise DataError(f"{where}: it is not a JSON object; repair the row")
                 yield _episode(where, str(row.get("task", path)), row)
         else:
             raise DataError(
-                f"{path} holds no episodes; they are in .npz, .jsonl, .json, .parquet or a dataset"
+                f"{path} has no episodes; give .npz, .jsonl, .json, .parquet or a dataset"
             )
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    """Return the fields of an episode in ExoRL's format, without the rows that are no steps."""
+    """Return the fields of an episode in ExoRL's format, without the rows that are not steps."""
     try:
         with np.load(path) as file:
             return {name: file[name][rows] for name, rows in STEPS.items() if name in file}
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is no .npz or is damaged ({error}); copy it again") from error
+        raise DataError(f"{path} is not an .npz or is damaged ({error}); copy it again") from error
 
 
 def _episode(where: str, task: str, fields: dict[str, Any]) -> Episode:
@@ -103,7 +103,7 @@ def _episode(where: str, task: str, fields: dict[str, Any]) -> Episode:
         observation, action, reward = (np.asarray(fields[name], np.float64) for name in STEPS)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{where} has a value that is no number ({error}); repair it or leave it out"
+            f"{where} has a value that is not a number ({error}); repair or remove the episode"
         ) from error
 
     observation = _as_rows(observation)
@@ -111,11 +111,14 @@ def _episode(where: str, task: str, fields: dict[str, Any]) -> Episode:
     steps = {"observation": len(observation), "action": len(action), "reward": reward.size}
     if len(set(steps.values())) > 1 or not reward.size:
         raise DataError(
-            f"{where} has {steps} rows; each step has one of each: repair it or leave it out"
+            f"{where} has {steps} rows, but a step has one row of each; repair or remove the "
+            "episode"
         )
     for array in (observation, action, reward):
         if not np.isfinite(array).all():
-            raise DataError(f"{where} holds a number that is not finite; leave it out")
+            raise DataError(
+                f"{where} has a number that is not finite; repair or remove the episode"
+            )
     return Episode(task, observation, action, reward.reshape(-1))
 
 
@@ -132,7 +135,7 @@ class Column:
 
     name: str
     edges: tuple[float, ...]
-    """Ascending."""
+    """Edges between the bins, ascending."""
     values: tuple[float, ...]
     """A number for each bin: the median of its numbers, or the only one."""
 
@@ -162,7 +165,7 @@ class Codec:
     """
 
     def __init__(self, columns: Sequence[Column]) -> None:
-        """``columns`` are those of ``Episode.numbers``."""
+        """Set up for the bins of ``Episode.numbers``' columns."""
         self.columns = tuple(columns)
         sizes = [len(column.values) for column in columns]
         self.offsets = _FIRST + np.cumsum([0, *sizes])[:-1]
@@ -178,13 +181,13 @@ class Codec:
         An attempt's target, the best return of its chain, is at least its own return and at most
         the best of its task: the bins are fitted to both.
 
-        Raises DataError: episodes with other numbers of columns.
+        Raises DataError: episodes have different numbers of columns.
         """
         shapes = {(e.observation.shape[1], e.action.shape[1]) for e in episodes}
         if len(shapes) != 1:
             raise DataError(
-                f"the episodes' observations and actions have {sorted(shapes)} numbers; prepare "
-                "each alone"
+                f"the episodes' observations and actions have different sizes, {sorted(shapes)}; "
+                "prepare each size alone"
             )
         ((observations, actions),) = shapes
 
@@ -217,7 +220,7 @@ class Codec:
             return cls(columns)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} holds no bins ({error}); papers.trajectories.prepare writes them"
+                f"{path} has no bins ({error}); write it with papers.trajectories.prepare"
             ) from error
 
     @property
@@ -268,14 +271,15 @@ class Chains:
     """Settings of prepared sequences."""
 
     trajectories: int
-    """Attempts of a sequence."""
+    """Number of attempts in a sequence."""
     bins: int = 32
     """Maximum number of bins of a column."""
     seq_length: int | None = None
-    """Tokens of a sample, which holds all sequences that fit; by default those of the longest one.
+    """Number of tokens of a sample, which has as many sequences as fit; by default the length of
+    the longest sequence.
     """
     seed: int = 0
-    """Deals the attempts at a task to its sequences, and orders these."""
+    """Seed that deals the attempts at a task to its sequences, and orders the sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +294,7 @@ class ChainSummary:
     learned: int
     """Number of tokens with a loss."""
     left_over: int
-    """Episodes that make no whole sequence of their task."""
+    """Number of episodes left over, too few for another sequence of their task."""
     seq_length: int
 
 
@@ -298,15 +302,15 @@ def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> C
     """Write the sequences, their loss mask, the tokenizer and the bins of episodes.
 
     The files are PREFIX.bin and .idx, the pair of the loss mask, PREFIX_tokenizer and PREFIX.json.
-    A pure function of its arguments. Raises DataError: no task has enough episodes, or a sequence
-    is longer than a sample.
+    Their content depends only on the arguments. Raises DataError: no task has enough episodes, or a
+    sequence is longer than a sample.
     """
     codec = Codec.fit(episodes, chains.bins)
 
     groups = _deal(episodes, chains)
     if not groups:
         raise DataError(
-            f"trajectories is {chains.trajectories}, and no task has as many episodes; give fewer"
+            f"trajectories is {chains.trajectories}, but no task has as many episodes; give fewer"
         )
 
     encoded = [codec.chain(attempts) for attempts in groups]
@@ -314,8 +318,8 @@ def write_chains(episodes: Sequence[Episode], prefix: Path, chains: Chains) -> C
     seq_length = chains.seq_length or int(lengths.max())
     if lengths.max() > seq_length:
         raise DataError(
-            f"seq_length is {seq_length}, and a sequence has {lengths.max()} tokens; give "
-            "--seq-length that"
+            f"seq_length is {seq_length}, but a sequence has {lengths.max()} tokens; give a "
+            "larger --seq-length"
         )
 
     endings = (".bin", ".idx", f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", TOKENIZER, ".json")

@@ -95,11 +95,11 @@ class AttentionCost:
         return Links(inside, between)
 
     def _seconds(self, moves: Moves | None, operations: int, scan: int) -> float:
-        """Return the seconds of a backward pass that moves KV or queries, or of a forward (None).
+        """Return the seconds of a forward pass (``moves`` is None) or of a backward pass.
 
-        Rounds of softmax attention overlap with the transfers of other rounds; collectives are
-        waited for. With a method that sends only the needed rows, ranks do not run in lockstep, and
-        the busiest rank or link decides. Linear attention counts the operations of its ``scan``.
+        Rounds of softmax attention overlap with the transfers of other rounds; ranks wait for
+        collectives. With a method that sends only the needed rows, ranks do not run in lockstep,
+        and the busiest rank or link decides. ``scan`` counts the operations of linear attention.
         """
         plan = self.plan
         if plan.geometry.method.states:

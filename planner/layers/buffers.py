@@ -1,4 +1,4 @@
-"""Count the buffers of attention's backward pass, in bytes of a rank.
+"""Count the buffers of attention's backward pass, in bytes per rank.
 
 A backward pass allocates its results and, depending on the method, the tensors that circulate or
 are gathered, with their gradients. A forward pass needs less and is not counted.

@@ -80,7 +80,7 @@ class DeltaShape(NamedTuple):
         return [states, q, element_size * self.outputs]
 
     def activations(self, plan: Plan, batch: int, element_size: int, normed: float) -> float:
-        """Return the bytes per token that the rule and the modules around it keep for backward.
+        """Return the bytes per token kept for the backward pass by the rule and its modules.
 
         These are q, k and v before and after the convolution and the activation; normalised queries
         and keys in float32 and in their dtype; the output before and after its norm (which keeps
@@ -148,7 +148,8 @@ class DeltaCost:
     def rounds(self, *, reverse: bool) -> list[list[tuple[int, int, int]]]:
         """Return (rank, peer, bytes) of each message: first the halos, then each round's states.
 
-        With ``reverse`` the messages are the gradients of these.
+        Halos are the earlier tokens that the convolution needs. With ``reverse`` the messages are
+        the gradients of both.
         """
         shape = self.shape
         gradient_size = max(4, self.element_size)
@@ -242,7 +243,7 @@ class DeltaCost:
             )
             multiply_adds = max(multiply_adds, of_rank)
 
-        # Products take the kernels' rate, and passes over the channels take the memory's.
+        # Products run at the kernels' rate, and passes over the channels at the memory's.
         slowdown = 1.0
         if shape.per_channel:
             slowdown = PER_CHANNEL

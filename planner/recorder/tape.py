@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Tape(NamedTuple):
-    """Recorded effects of an operator's call, with storages numbered from its first one."""
+    """Recorded effects of an operator's call; storages are numbered from 0 for the call's first."""
 
     events: list[tuple[int, int]]
     kinds: list[str]

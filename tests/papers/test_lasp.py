@@ -122,7 +122,7 @@ def test_a_row_is_trained_once_and_kept(tmp_path, capsys):
     )  # nothing is trained again, nor prepared
     assert "nothing trained" in capsys.readouterr().out
     assert convergence.main([*flags, "--iterations", "4"]) == 1
-    assert "holds runs of" in capsys.readouterr().err
+    assert "has runs with" in capsys.readouterr().err
 
 
 def test_the_committed_runs_are_all_and_within_the_bound():

@@ -169,7 +169,7 @@ def contents(folder):
     [
         (
             lambda target: (target / "own.py").write_text("mine = 1"),
-            r"own\.py was added since; move it away",
+            r"own\.py was added since the package was written; move it away",
         ),
         (lambda target: (target / "part/own").mkdir(), "part/own was added since"),
         (lambda target: (target / "part/own").symlink_to("nowhere"), "part/own was added since"),
@@ -276,7 +276,7 @@ from longmesh_attention.runtime.files import owned as é; \
         ("def f():\n    from ..mesh import x", r"\.\.mesh"),
     ):
         with pytest.raises(
-            vendor.UserError, match=rf"a\.py:\d imports {module}, relative to its folder; give"
+            vendor.UserError, match=rf"a\.py:\d imports {module} relative to its folder; use"
         ):
             vendor.renamed(line.encode(), Path("a.py"))
 
@@ -314,7 +314,7 @@ def test_a_wheel_that_git_sees_in_the_checkout_is_told(tmp_path, monkeypatch, ca
     monkeypatch.setattr(vendor, "commit_of", commit)
     assert vendor.main([str(tmp_path / "seen")]) == 0
     assert (
-        "seen lies in this checkout, where git sees it: figures made from now on"
+        "seen lies in this checkout, where git sees it, so results from now on"
         in capsys.readouterr().out
     )
     assert vendor.main([str(tmp_path / "seen")]) == 0

@@ -7,13 +7,13 @@ python -m tools.plan --config configs/models/llama_tiny.toml --cluster laptop.to
     --context-parallel-size 4 --vocab-size 8192
 python -m tools.calibrate --ceilings  # copies and matrix products on all cores; no file
 
-Links inside nodes need two processes on each, links between nodes two nodes. A figure that was not
-measured, and is not taken from --links, is a comment in the file, and the planner names it. On a
-CPU every process has one thread.
+To measure links inside nodes, start two processes on each node; for links between nodes, start two
+nodes. A figure that was neither measured nor taken from --links becomes a comment in the file, and
+the planner names it as missing. On a CPU every process has one thread.
 
 All ranks measure at once, since those of a node may share cores, memory and adapters; the median
-over ranks counts. Short work counts by its mean: ranks that share a core wait for it now and then,
-and longer than the work itself takes.
+over ranks counts. Of short work the mean counts: ranks that share a core now and then wait for it
+longer than the work itself takes.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def checked(args: argparse.Namespace) -> Cluster | None:
     refuse_folder("--out", args.out)
     if args.out.exists() and not args.force:
         raise UserError(
-            f"--out is {args.out}, which exists; give --force to replace it, or another --out"
+            f"--out is {args.out}, but that exists; give --force to replace it, or another --out"
         )
 
     why = unwritable(args.out.parent, "give another --out")
@@ -78,7 +78,7 @@ def text_of(
         value, origin = values.get(entry.name, (None, ""))
         if value is None and links is not None and entry.name in ABOUT_LINKS:
             value = getattr(links, entry.name)
-            origin = f"not measured: of {' '.join(links.name.split())}"
+            origin = f"not measured: taken from {' '.join(links.name.split())}"
         if value is not None:
             written = f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
             line = f"{entry.name} = {written}"
@@ -87,7 +87,7 @@ def text_of(
             lines.append(line)
         elif entry.default is MISSING:
             lines.append(
-                f"# {entry.name} is missing: not measured by the processes started; add it"
+                f"# {entry.name} is missing: the started processes could not measure it; add it"
             )
 
     return "\n".join(lines) + "\n"
@@ -140,10 +140,10 @@ def _write(
 
     missing = [key for key in ABOUT_LINKS if f"# {key} is missing" in text]
     if missing:
-        print(f"not measured, and missing there: {', '.join(missing)}")
+        print(f"not measured, and missing from the file: {', '.join(missing)}")
         print(
-            "start it on two nodes, with two processes on each, or take what is missing from "
-            "--links FILE"
+            "start tools.calibrate on two nodes, with two processes on each, or take the missing "
+            "figures from --links FILE"
         )
 
 
@@ -155,37 +155,43 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=Path,
         default=Path("cluster.toml"),
         metavar="FILE",
-        help="to write (default: %(default)s)",
+        help="cluster file to write (default: %(default)s)",
     )
-    add("--force", action="store_true", help="replace FILE")
+    add("--force", action="store_true", help="replace FILE if it exists")
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="default: cuda where there is one",
+        help="device to measure (default: a GPU if there is one)",
     )
-    add("--name", help="a few words for the planner's output (default: processes and device)")
+    add("--name", help="short name in the planner's output (default: processes and device)")
     add(
         "--links",
         type=Path,
         metavar="FILE",
         help="cluster file with the links that cannot be measured here",
     )
-    add("--num-heads", type=positive, metavar="N", help="query heads")
-    add("--head-dim", type=positive, metavar="N", help="width of a head")
-    add("--batch", type=positive, default=1, metavar="N", help="sequences (default: %(default)s)")
+    add("--num-heads", type=positive, metavar="N", help="number of query heads")
+    add("--head-dim", type=positive, metavar="N", help="channels per head")
+    add(
+        "--batch",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="number of sequences (default: %(default)s)",
+    )
     add(
         "--ceilings",
         action="store_true",
-        help="measure what one device can do at most, and write no cluster file",
+        help="measure one device's maximum rates, and write no cluster file",
     )
-    add("--json", type=Path, metavar="PATH", help="write the ceilings here too, as JSON lines")
+    add("--json", type=Path, metavar="PATH", help="file for the ceilings, as JSON lines")
     add(
         "--lengths",
         type=positive,
         nargs="+",
         metavar="N",
-        help="tokens of a process, at which to measure attention",
+        help="numbers of tokens per process at which to measure attention",
     )
     return parser.parse_args(argv)
 

@@ -1,8 +1,8 @@
-"""Measured rates of the devices: matrix products, attention, launches of tiles, memory.
+"""Measure the rates of devices: matrix products, attention, launches of tiles, memory.
 
 All ranks measure at once, since those of a node may share cores, memory and adapters; the median
-over ranks counts. Short work counts by its mean: ranks that share a core wait for it now and then,
-and longer than the work itself takes.
+over ranks counts. Of short work the mean counts: ranks that share a core now and then wait for it
+longer than the work itself takes.
 """
 
 import os
@@ -28,14 +28,14 @@ from train.callbacks import say
 from train.callbacks.progress import peak_flops
 
 Figures = dict[str, tuple[Any, str]]
-"""Value, and the way it was measured, by key of a cluster file."""
+"""Value and the way it was measured, keyed by the key of a cluster file."""
 FFN = 4
 """Width of the feed-forward layer as a multiple of the hidden size."""
 REPEATS = 3
 TINY = 4
-"""Positions of a tile so small that its launch takes all of its time."""
+"""Number of positions of a tile so small that its launch takes all of its time."""
 TILES = 8
-"""Tiles of the rank that has the most."""
+"""Number of tiles of the rank that has the most."""
 HOST_BYTES = 1 << 28
 
 
@@ -46,7 +46,7 @@ def middle_of_ranks(measured: Callable[[], float]) -> float:
 
 
 def measure_products(device: torch.device, work: AttentionShape, rows: int) -> Figures:
-    """Measure the best matrix product, and those of a layer, in TFLOP/s."""
+    """Measure the best matrix product and the products of a layer, in TFLOP/s."""
     dtype = DTYPES[work.dtype]
     width = work.num_heads * work.head_dim
     peak = middle_of_ranks(lambda: peak_flops(device, dtype)) / 1e12
@@ -77,9 +77,9 @@ def measure_products(device: torch.device, work: AttentionShape, rows: int) -> F
 
 
 def measure_tiles(device: torch.device, work: AttentionShape, lengths: tuple[int, ...]) -> Figures:
-    """Measure attention in TFLOP/s, the share of a causal tile computed in vain, and a launch.
+    """Measure attention's TFLOP/s, the share of masked pairs computed anyway, and a launch.
 
-    The longest of the ascending lengths counts; the others are printed on the way.
+    Only the longest of the ascending lengths counts; the results of the others are just printed.
     """
     for length in lengths:
         tile = replace(work, seq_length=length)
@@ -123,7 +123,7 @@ def rank_step(
 ) -> tuple[Callable[[], None], int]:
     """Return a function that runs a ring's last rank without communication, and its pairs.
 
-    The last rank of a causal ring attends in every round. The ``work`` is of each of ``size``
+    The last rank of a causal ring attends in every round. ``work`` is the shape on each of ``size``
     ranks.
     """
     plan = make_plan("ring", seq_len=size * work.seq_length, size=size, causal=causal)
@@ -134,7 +134,7 @@ def rank_step(
 
 
 def attention_seconds(device: torch.device, work: AttentionShape, causal: bool) -> float:
-    """Measure one tile as runs compute it, in seconds forward and backward together."""
+    """Measure one tile as runs compute it, in seconds of forward and backward pass together."""
     try:
         step, pairs = rank_step(device, work, causal=causal)
         seconds = middle_of_ranks(lambda: mean(time_steps(step, device.type, 3 * PROBES)))
@@ -160,7 +160,7 @@ def launch_seconds(device: torch.device, work: AttentionShape, rate: float) -> f
 
 
 def measure_memory(device: torch.device, sharing: int) -> Figures:
-    """Return a processor's memory and, of a GPU, the host's and the rate of copies between them."""
+    """Return a processor's memory and, for a GPU, the host's memory and the rate of copies."""
     host_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sharing / 1e9
     if device.type == "cpu":
         return {"memory_gb": (host_gb, "the machine's, shared by its processes")}

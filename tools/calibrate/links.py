@@ -1,4 +1,4 @@
-"""Measured links: inside nodes, between nodes, and together with computing."""
+"""Measure links inside nodes and between nodes, and how computing overlaps with them."""
 
 from statistics import mean
 
@@ -13,9 +13,9 @@ from train.callbacks import say
 GROWTH = 4
 MAX_BYTES = 1 << 28
 LONG_ENOUGH = 0.05
-"""Seconds of an exchange's bytes after which no larger message is tried.
+"""Seconds of an exchange's bytes above which no larger message is tried.
 
-TCP sends a message again that waits longer than its shortest timeout, 0.2 s, behind earlier ones of
+TCP resends a message that waits longer than its shortest timeout, 0.2 s, behind earlier messages of
 its sender: such a time would say nothing about the link.
 """
 
@@ -54,15 +54,15 @@ def measure_between(device: torch.device, local_size: int) -> Figures:
     alone = rate_of(largest, smaller_seconds, larger_seconds)
     say(f"between nodes, one rank of each alone: {alone / 1e9:.4g} GB/s")
 
-    # All ranks of a node together get one link's rate, or each gets its own: halfway in the
-    # logarithm decides.
+    # All ranks of a node together get one link's rate, or each gets its own: the geometric mean of
+    # the two cases decides.
     shared = local_size == 1 or alone / together > local_size**0.5
-    # The link's own rate is the better of two: of ranks that meet some wait longer, and processors
-    # may bound ranks with a link each.
+    # A shared link's rate is the better of the two measurements: if all ranks send, some wait
+    # longer. With a link for each rank, the processors may be the limit if all send.
     rate = alone
     if shared:
         rate = max(alone, together * local_size)
-    about = f"{local_size} ranks of a node at once, each to its like"
+    about = f"{local_size} ranks of a node at once, each to its counterpart"
     about_link = f"one rank alone is {alone / together:.2g} times as fast"
     return {
         "between_gb_per_s": (rate / 1e9, f"one rank alone, or {about}"),
@@ -132,7 +132,7 @@ def measure_overlaps(device: torch.device, work: AttentionShape, local_size: int
 def measure_link(name: str, device: torch.device, peers: list[int]) -> tuple[float, float, int]:
     """Return a link's latency in seconds, its rate in bytes per second and the largest message.
 
-    Messages grow until their bytes take long enough.
+    Messages grow until their bytes take ``LONG_ENOUGH``.
     """
     size = FIRST_BYTES
     latency = 0.0
@@ -149,10 +149,10 @@ def measure_link(name: str, device: torch.device, peers: list[int]) -> tuple[flo
 
 
 def rate_of(size: int, smaller_seconds: float, larger_seconds: float) -> float:
-    """Return the bytes per second from the times of a size and of the one before it.
+    """Return the bytes per second from the times of a message and of the next smaller one.
 
-    Their difference has no latency. It is most of the time of so large a message: if less than half
-    is left, the smaller exchange was disturbed, and half the time counts.
+    The difference of the times contains no latency. For so large a message it is most of the time:
+    if it is less than half, the smaller exchange was disturbed, and half the time counts.
     """
     seconds = max(larger_seconds - smaller_seconds, larger_seconds / 2, 1e-9)
     return (size - size // GROWTH) / seconds

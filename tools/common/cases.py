@@ -51,7 +51,7 @@ class Case:
     joined: int = _flag("micro-batch-size", 0)
     batch: int | None = _flag("global-batch-size", None)
     more: tuple[str, ...] = ()
-    """Other flags, which have no word."""
+    """Other flags, for which there is no word."""
 
     @property
     def ranks(self) -> int:
@@ -171,7 +171,7 @@ def case_of(line: str) -> Case:
         else:
             numbers = [f"{name}=N" for name in (*DIMENSIONS, *FLAGS) if name not in CHOICES]
             accepted = dict.fromkeys([*numbers, *WORDS])
-            raise UserError(f"{line!r} has the word {word!r}; use {', '.join(accepted)}")
+            raise UserError(f"{line!r} has the unknown word {word!r}; use {', '.join(accepted)}")
 
     return Case(**values, more=tuple((mark + flags).split()))
 

@@ -52,7 +52,7 @@ def product_times(
 def ceilings(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
     """Measure a device's ceilings.
 
-    Returns ``copy_gb_per_s``, ``matmul_tflops`` by dtype and, on a CPU, ``threads``.
+    Returns ``copy_gb_per_s``, ``matmul_tflops`` keyed by dtype and, on a CPU, ``threads``.
     """
     result: dict[str, Any] = {"copy_gb_per_s": copy_bandwidth(device)}
     result["matmul_tflops"] = {name: matmul_rate(device, getattr(torch, name)) for name in dtypes}

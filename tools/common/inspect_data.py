@@ -72,7 +72,7 @@ def _ends(indexed: "Indexed", eod: int) -> str:
 
     lumped = ""
     if indexed.is_lumped:
-        lumped = ", which its .idx has as sequences of one document"
+        lumped = " (its .idx lists them as sequences of one document)"
     if not without_end:
         return lumped
 
@@ -129,7 +129,7 @@ def shown(
 def _marked_text(
     tokenizer: "Tokenizer", ids: "np.ndarray", mask: "np.ndarray"
 ) -> list[tuple[str, bool]]:
-    """Return the characters of a text, each with whether its token has a loss.
+    """Return the characters of a text, each with True if its token carries loss.
 
     Runs of tokens with and without loss are decoded separately, so that no character has both.
     """
@@ -149,8 +149,8 @@ def _shortened(text: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     if len(text) <= 2 * _SHOWN + 100:
         return text
     note = (
-        f"\n... {len(text) - 2 * _SHOWN:,} of {len(text):,} characters left out, "
-        "which --whole shows ...\n"
+        f"\n... {len(text) - 2 * _SHOWN:,} of {len(text):,} characters left out; "
+        "--whole shows them ...\n"
     )
     return [*text[:_SHOWN], *((character, False) for character in note), *text[-_SHOWN:]]
 

@@ -156,7 +156,7 @@ def discarded(ranking: Ranking, cluster: Cluster, top: int) -> str:
     num_candidates = len(ranking.candidates)
     shown = ""
     if top < num_candidates:
-        shown = f", of which the best {top} are shown (--top)"
+        shown = f" (the best {top} are shown, --top)"
     sums = f"{ranking.refused.total()} refused, {len(ranking.over_memory)} too large"
     if ranking.over_host_memory:
         sums += f", {len(ranking.over_host_memory)} too large for host memory"
@@ -168,8 +168,8 @@ def discarded(ranking: Ranking, cluster: Cluster, top: int) -> str:
     if ranking.over_memory:
         smallest = min(ranking.over_memory) / 1e9
         lines.append(
-            f"  too large {len(ranking.over_memory)}: {cluster.memory_gb:g} GB, and these take "
-            f"{smallest:.1f} or more"
+            f"  too large {len(ranking.over_memory)}: memory is {cluster.memory_gb:g} GB, but "
+            f"these take {smallest:.1f} or more"
         )
 
     return "\n".join(lines)
@@ -237,7 +237,7 @@ def answer(
     lines += ["start it:", *command(best, config, world_size, cluster, file)]
     if best.checkpoint.load is None:
         lines.append(
-            "  it trains from random weights; add --finetune --load RUN to begin with another run's"
+            "  it trains from random weights; add --finetune --load RUN to begin with RUN's weights"
         )
 
     return "\n".join([*lines, *notes(best, scaled=True), *sources(best, cluster)])
@@ -257,7 +257,7 @@ def alike(rows: Sequence[PlanRow]) -> list[str]:
     if not numbers:
         return []
 
-    return [f"equal to 1, as far as predictions tell (to {ALIKE:.0%}): {', '.join(numbers)}"]
+    return [f"as fast as 1, as far as predictions tell (to {ALIKE:.0%}): {', '.join(numbers)}"]
 
 
 def notes(config: Any, scaled: bool = False) -> list[str]:
@@ -269,7 +269,7 @@ def notes(config: Any, scaled: bool = False) -> list[str]:
     if note and scaled:
         note = re.sub(
             r"scale rope with .*, or set --max-position-embeddings",
-            "the command scales rope to them; set --max-position-embeddings in its place",
+            "the command scales rope to them; set --max-position-embeddings instead",
             note,
         )
 
@@ -323,12 +323,12 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
     recurrent = best.model.recurrent
     if cluster.public_error and best.causal and not recurrent:
         error = (
-            f"at most {cluster.public_error:.0%} on published runs of this card, to which nothing "
-            f"was fitted; over all cards {largest_public_error():.0%}"
+            f"at most {cluster.public_error:.0%} on published runs on this GPU that were not used "
+            f"for fitting; on all GPUs at most {largest_public_error():.0%}"
         )
     else:
         error = (
-            f"unknown: no published run of such a model on this card by {kernel} is there to "
+            f"unknown: there is no published run of such a model on this GPU with {kernel} to "
             "compare with"
         )
 
@@ -343,7 +343,7 @@ def sources(best: Any, cluster: Cluster) -> list[str]:
         f"{kernel} at {cluster.attention_fraction:.0%}{rule}; the cluster's file has their sources",
         f"  error: {error}",
         "         (python -m papers.records --table public compares them all)",
-        "  memory: counted by the plan that runs, allocator's reserve left out; "
-        "--dry-run counts the run's own code",
-        "  no run of this program on a GPU has been made yet",
+        "  memory: counted from the plan that runs, without the allocator's reserve; "
+        "--dry-run rehearses the run's own code",
+        "  this program has not been run on a GPU yet",
     ]

@@ -43,8 +43,8 @@ def renamed(source: bytes, path: Path, name: str = PACKAGE, namespace: str | Non
     Packages move into the package ``name``; ``namespace`` is the operators' new namespace, by
     default ``name``.
 
-    Raises UserError: a relative import, or an ``import a.b`` without ``as``, whose name is used all
-    over the file.
+    Raises UserError: the file has a relative import, or an ``import a.b`` without ``as``, whose
+    uses would have to be renamed all over the file.
     """
     lines = source.splitlines(keepends=True)
     edits: set[Edit] = set()
@@ -65,12 +65,12 @@ def renamed(source: bytes, path: Path, name: str = PACKAGE, namespace: str | Non
 
 
 def _import_from_edit(node: ast.ImportFrom, lines: list[bytes], path: Path, name: str) -> Edit:
-    """Return the edit of a ``from ... import``. Raises UserError: it is relative."""
+    """Return the edit of a ``from ... import``. Raises UserError: the import is relative."""
     module = "." * node.level + (node.module or "")
     if node.level:
         raise UserError(
-            f"{path}:{node.lineno} imports {module}, relative to its folder; "
-            "give the module's full name"
+            f"{path}:{node.lineno} imports {module} relative to its folder; "
+            "use the module's full name"
         )
 
     row = node.lineno - 1

@@ -34,7 +34,7 @@ Column = str | Callable[[Any], Any]
 
 
 def cell(column: Column, row: Record) -> str:
-    """Return a row's cell of a column; empty if the row lacks a field."""
+    """Return a row's text in a column; empty if the row lacks a field."""
     if callable(column):
         value = column(row)
         if value is None:
@@ -100,7 +100,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "-
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
-    """Return the lines of a table in aligned columns: ``left`` to the left, others to the right."""
+    """Return a table's lines in columns; those in ``left`` are aligned left, others right."""
     formats = []
     for index, column in enumerate(zip(*lines, strict=True)):
         width = max(map(len, column))
@@ -144,7 +144,8 @@ def lines_of(result: dict[str, Any]) -> list[str]:
             clash = row.keys() & {"of", "key"}
             if clash:
                 raise UserError(
-                    f"a row of {name} has a field {min(clash)!r}, which the file needs; rename it"
+                    f"a row of {name} has a field {min(clash)!r}, but the file needs that name; "
+                    "rename the field"
                 )
 
             labels = {"of": name}
@@ -223,7 +224,7 @@ def save(figure: "Figure", path: Path, flag: str) -> None:
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
         raise UserError(
-            f"{flag} is {path}, whose ending is not a picture format; use one of "
+            f"{flag} is {path}, but its ending is not a picture format; use one of "
             f"{', '.join(formats)}"
         )
 

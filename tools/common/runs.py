@@ -33,9 +33,9 @@ class Run:
     """Chat template and turn-end tokens of the conversations that the model was trained on."""
 
     def add_bos_token(self, requested: "AddBos | None" = None) -> "AddBos":
-        """Return whether texts begin with the begin token.
+        """Return the setting that decides whether texts begin with the begin token.
 
-        By default texts begin as the documents did that the run was trained on.
+        By default texts begin as the documents that the run was trained on.
         """
         from data.text.begins import recorded_begin
         from data.text.config import blend
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The tokens that end a text: of documents, of turns, and those in an import's files."""
+        """Tokens that end a text: at the end of documents or turns, or by an import's files."""
         from model.hf.chat import generation_ends
         from train.run import HF_FOLDER
 
@@ -75,7 +75,7 @@ class Run:
     def template(self, file: str | None = None) -> "ChatTemplate":
         """Return the chat template.
 
-        It is the given file or name, else that of the run's conversations, else the tokenizer's.
+        It is the given file or name, else the one of the run's conversations, else the tokenizer's.
 
         Raises DataError: there is no template, or it is invalid.
         """
@@ -97,7 +97,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
         "--ckpt-step",
         type=int,
         metavar="N",
-        help="iteration (default: the newest whole checkpoint)",
+        help="iteration to load (default: the newest whole checkpoint)",
     )
     for name, shared in (("tensor", "each layer's matrices"), ("pipeline", "the layers")):
         add(
@@ -105,14 +105,14 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
             type=positive,
             default=1,
             metavar="N",
-            help=f"processes that share {shared} (default: %(default)s)",
+            help=f"number of processes that share {shared} (default: %(default)s)",
         )
 
     add(
         "--context-parallel-size",
         type=positive,
         metavar="N",
-        help="processes that share each sequence (default: all others)",
+        help="number of processes that share each sequence (default: all that remain)",
     )
     add(
         "--context-parallel-method",
@@ -128,7 +128,7 @@ def add_begin(parser: argparse.ArgumentParser, texts: str) -> None:
         choices=("auto", "always", "never"),
         help=(
             f"begin {texts} with the begin token "
-            "(default: as the run's documents, or if the tokenizer adds it)"
+            "(default: like the run's documents, else if the tokenizer adds it)"
         ),
     )
 
@@ -136,7 +136,7 @@ def add_begin(parser: argparse.ArgumentParser, texts: str) -> None:
 def add_scoring(parser: argparse.ArgumentParser, groups: str) -> None:
     """Add the flags for scoring a run: lengths, number of samples, the mesh.
 
-    ``groups`` says in the help what that number of samples is for.
+    ``groups`` names, in the help, what each gets that number of samples.
     """
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of the run")
@@ -146,10 +146,15 @@ def add_scoring(parser: argparse.ArgumentParser, groups: str) -> None:
         nargs="+",
         required=True,
         metavar="N",
-        help="tokens of prompt and answer",
+        help="numbers of tokens of prompt and answer together",
     )
-    add("--samples", type=positive, default=20, help=f"samples for {groups} (default: %(default)s)")
-    add("--batch-size", type=positive, default=1, help="samples at once (default: %(default)s)")
+    add(
+        "--samples",
+        type=positive,
+        default=20,
+        help=f"number of samples for {groups} (default: %(default)s)",
+    )
+    add("--batch-size", type=positive, default=1, help="samples per batch (default: %(default)s)")
     add("--save", type=Path, metavar="DIR", help="folder to write to (default: RUN/evaluation)")
     add_mesh(parser)
 
@@ -222,8 +227,8 @@ def _load_text_config(folder: Path, toml: Path) -> "Config":
 
     if config.data.mock_data:
         raise ConfigError(
-            f"{toml}: mock_data is set: the run was trained on random tokens and has no tokenizer; "
-            "name a run that was trained with --data-path and --tokenizer-model "
+            f"{toml}: mock_data is set, so the run was trained on random tokens and has no "
+            "tokenizer; name a run that was trained with --data-path and --tokenizer-model "
             "(python -m tools.prepare_data writes both)"
         )
 

@@ -21,7 +21,7 @@ BACKWARD_PRODUCTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """One causal self-attention."""
+    """Shape of one causal self-attention."""
 
     seq_length: int = 8192
     batch: int = 1
@@ -37,14 +37,14 @@ class AttentionShape:
 
         if self.num_heads % self.kv_heads:
             raise UserError(
-                f"kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}"
+                f"kv_heads is {self.kv_heads}; it must divide num_heads {self.num_heads}"
             )
         if self.dtype not in DTYPES:
             raise UserError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
 
     @property
     def pairs(self) -> int:
-        """Unmasked (query, key) pairs."""
+        """Number of unmasked (query, key) pairs."""
         return self.seq_length * (self.seq_length + 1) // 2
 
     def flops(self, pairs: int, products: int = FORWARD_PRODUCTS + BACKWARD_PRODUCTS) -> int:

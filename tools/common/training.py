@@ -1,4 +1,4 @@
-"""Run and time trainers with records in memory, and a few iterations of many configurations."""
+"""Run trainers with records in memory, and time a few iterations of many configurations."""
 
 import gc
 import logging
@@ -79,7 +79,7 @@ def build_trainer(
 ) -> Trainer:
     """Build and load everything for training a validated configuration on a mesh; collective.
 
-    The mesh exists already, so that ``allow_resize`` is switched off. Other arguments are those of
+    The mesh exists already, so ``allow_resize`` is switched off. Other arguments are those of
     ``Trainer``.
     """
     task = task_of(config)
@@ -97,7 +97,7 @@ def measure(
     """Return each configuration's median seconds per iteration, after one warm-up. Collective.
 
     Args:
-        iterations: iterations to time of each; all configurations begin with the same seed.
+        iterations: number of iterations to time of each configuration; all have the same seed.
         peak_flops: FLOP/s that MFU is relative to; by default a process's peak.
     """
     seconds = []
@@ -156,8 +156,8 @@ def released_groups(number: int) -> Iterator[None]:
     """Destroy the process groups that the body created, in order of creation; collective.
 
     torch names a group by its ranks and the number of groups, so a later group may get a destroyed
-    one's name and find its dead addresses in the store: each ``number`` has its own part of the
-    store.
+    one's name and find its dead addresses in the store. Therefore each ``number`` has its own part
+    of the store.
     """
     # Private: a torch without it fails only here.
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -174,4 +174,4 @@ def released_groups(number: int) -> Iterator[None]:
     for group in created:
         dist.destroy_process_group(group)
 
-    _clear_sharding_prop_cache()  # its meshes hold these groups and compare equal to later ones
+    _clear_sharding_prop_cache()  # cached meshes hold these groups and compare equal to later ones

@@ -1,4 +1,4 @@
-"""Outputs of modules and their gradients in one step: recorded on any mesh, compared in order.
+"""Record modules' outputs and gradients in one step on any mesh, and compare them in order.
 
 A piece is the part of a micro-batch that one rank has: the numbers of its tokens [B, T] among all
 tokens of the step (sample x length + position, -1 for padding), and values [B, T, C] or, under
@@ -42,10 +42,10 @@ class Notes:
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     on: bool = False
     token_numbers: Tensor | None = None
-    """Token numbers [B, T] of the micro-batch in the forward that runs."""
+    """Token numbers [B, T] of the micro-batch whose forward pass is running."""
 
     def watch(self, parts: Sequence[nn.Module], share: tuple[int, int]) -> None:
-        """Record the outputs of the parts' modules while ``on``, in forwards of ``noted``."""
+        """Record the outputs of the parts' modules while ``on``, in passes that ``noted`` runs."""
         self.on = True
         self.share = share
         modules = {name: module for part in parts for name, module in part.named_modules()}
@@ -63,7 +63,7 @@ class Notes:
     def noted(self, loss_sum: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return an objective's ``loss_sum`` that records the batch of the first stage.
 
-        It also sets the micro-batch of the modules' hooks.
+        It also sets the micro-batch for the modules' hooks.
         """
 
         def noting(objective: Objective, model: Any, local: Batch) -> Tensor:
@@ -84,9 +84,9 @@ class Notes:
         self._note(name, output)
 
     def _note(self, name: str, values: Any) -> None:
-        """Record values, and their gradient when the backward computes it."""
+        """Record values, and their gradient when the backward pass computes it."""
         numbers = self.token_numbers
-        is_recompute = torch._C._current_graph_task_id() != -1  # a forward inside the backward
+        is_recompute = torch._C._current_graph_task_id() != -1  # forward inside a backward pass
         if numbers is None or not self.on or is_recompute:
             return
         self._add(name, numbers, values)
@@ -98,10 +98,10 @@ class Notes:
             placement.is_partial() for placement in values.placements
         )
         if is_partial:
-            return  # the sum is another module's result
+            return  # the sum is the result of another module
 
         values = to_local(values).detach().clone()
-        if values.ndim == 2 and values.is_floating_point():  # of positions: the same in all samples
+        if values.ndim == 2 and values.is_floating_point():  # per position, equal in all samples
             values = values.expand(len(numbers), *values.shape)
         self.pieces.setdefault(name, []).append((numbers, values, self.share))
 
@@ -112,8 +112,8 @@ def furthest_of_modules(
     """Yield each tensor's name, largest difference on any rank, and largest value.
 
     Outputs come first, then gradients, each in the order of the step. If the ranks read other
-    samples than one process, only that is yielded. The difference is infinite for NaN, and if no
-    rank has a token.
+    samples than one process, only that is yielded. The difference is infinite for NaN, and if some
+    token of an output is on no rank.
 
     Args:
         got: the pieces of every rank of the mesh.
@@ -141,7 +141,7 @@ def furthest_of_modules(
 
 
 def _whole(pieces: list[Piece]) -> Tensor:
-    """Return one process's values by token number: float64 [tokens, C]."""
+    """Return one process's values, indexed by token number: float64 [tokens, C]."""
     all_numbers = []
     all_rows = []
     for piece_numbers, values, _ in pieces:

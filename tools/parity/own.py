@@ -1,4 +1,4 @@
-"""A shrunk run on its mesh against one process: everything compared in the order of a step."""
+"""Compare a shrunk run on its mesh with one process, in the order of a step."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,13 +18,13 @@ from train.config.flags import write_toml
 from train.tasks.registry import task_of
 
 LOSS = 2e-6
-"""Bound on the difference of losses."""
+"""Relative bound on the difference of losses."""
 NORM = 1e-6
-"""Relative bound on the gradient norm."""
+"""Relative bound on the difference of gradient norms."""
 MODULES = 1e-4
-"""Bound on outputs of modules and their gradients; rounding makes some differ by 1e-6."""
+"""Relative bound for modules' outputs and their gradients; rounding makes some differ by 1e-6."""
 PARAMETERS = 2e-5
-"""Bound on gradients of parameters."""
+"""Relative bound for gradients of parameters."""
 TIMEOUT_SECONDS = 900.0
 
 
@@ -36,7 +36,7 @@ class MergedRun:
     tensors: dict[str, dict[str, torch.Tensor]]
     memory_mb: float
     copies_differ: tuple[str, ...]
-    """Tensors of which two ranks hold different copies."""
+    """Names of the tensors whose copies differ between ranks."""
     pieces: list[dict[str, list[Piece]]]
     """Pieces of each rank's modules."""
 
@@ -106,7 +106,7 @@ def compared(
     """Train a shrunk run on its mesh and in one process; return all differences in order.
 
     Args:
-        world_size: processes of the run before it is shrunk.
+        world_size: number of processes of the run before it is shrunk.
         sabotage: breaks something in each process of the mesh.
         say: receives progress text.
 

@@ -1,4 +1,4 @@
-"""One process of a comparison: its samples, its training as by an entry script, its results."""
+"""Run one process of a comparison: its samples, its training, and its results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,10 +45,10 @@ class OwnSamples(list[Sample]):
 def samples_of(requested: Any, small: Any, number: int) -> tuple[list[Sample], str]:
     """Return ``number`` samples for the shrunken run, and their origin.
 
-    Of a text every k-th token is taken, with its label and its loss; a document begins there if one
-    began since the token before. Of latents a corner is taken. Token ids and classes are taken
-    modulo the small vocabulary and number of classes. Some tokens carry no loss, so that ranks hold
-    unequal numbers of valid tokens.
+    From a text, every k-th token is taken, with its label and loss mask; a document begins at a
+    token if one began since the previous taken token. From latents, a corner is taken. Token ids
+    and classes are taken modulo the small vocabulary and number of classes. Some tokens carry no
+    loss, so that ranks have unequal numbers of valid tokens.
 
     Args:
         requested: the run before it was shrunk.
@@ -65,7 +65,7 @@ def samples_of(requested: Any, small: Any, number: int) -> tuple[list[Sample], s
             samples.append(_shrunk_sample(small, whole, index))
 
     if run_samples is None:
-        return samples, "made-up samples, as there are no data yet"
+        return samples, "made-up samples, since there are no data yet"
 
     return samples, " ".join(requested.data.data_path)
 
@@ -102,9 +102,9 @@ def _(requested: DiTRunConfig) -> Any:
 def _shrunk_sample(small: Any, whole: Sample | None, number: int) -> Sample:
     """Return a sample for the shrunken run, cut from ``whole`` or made up.
 
-    It numbers its tokens or itself, so that outputs of ranks are matched with one process's.
+    The sample has a number, or one for each token, to match ranks' outputs with one process's.
     """
-    raise TypeError(f"no samples of {type(small)}")
+    raise TypeError(f"_shrunk_sample does not support {type(small)}; register a function for it")
 
 
 @_shrunk_sample.register
@@ -137,7 +137,7 @@ def _text(small: Config, whole: Sample | None, number: int) -> Sample:
 
 @_shrunk_sample.register
 def _latents(small: DiTRunConfig, whole: Sample | None, number: int) -> Sample:
-    """Return a sample of latent_shape, with its number; every fourth has none, as padding has."""
+    """Return a sample of latent_shape, with its number; every fourth has -1, like padding."""
     shape = small.model.latent_shape
     if whole is None:
         whole = {"latents": torch.randn(shape), "labels": torch.tensor(number)}
@@ -150,7 +150,7 @@ def _latents(small: DiTRunConfig, whole: Sample | None, number: int) -> Sample:
 
 
 def feed(path: Path, notes: Notes) -> None:
-    """Replace the data of this process's entries by the samples of a file, and note outputs.
+    """Train this process's tasks on the samples of a file, and record modules' outputs.
 
     The last third of the samples is for validation. This patches the tasks and the objectives of
     the process, which does nothing else afterwards.
@@ -166,7 +166,7 @@ def feed(path: Path, notes: Notes) -> None:
     text.load_tokenizer = staticmethod(lambda _: SimpleNamespace(vocab_size=1))
     for task in (text, latents):
         task.load_data = load_data
-        task.validate = staticmethod(lambda *_: None)  # done as the run was shrunk
+        task.validate = staticmethod(lambda *_: None)  # the run was validated when it was shrunk
 
     Config.contents = DiTRunConfig.contents = CommonConfig.contents  # type: ignore[method-assign]
 
@@ -177,11 +177,11 @@ def feed(path: Path, notes: Notes) -> None:
 
 
 def _number_patches() -> None:
-    """Let the denoising objective number the patches of a micro-batch, as texts' tokens are."""
+    """Let the denoising objective number the patches of a micro-batch like tokens of text."""
     local = Denoising.local
 
     def numbered(self: Denoising, batch: Batch) -> Batch:
-        """Add the numbers of patches; those of joined samples lie in one row."""
+        """Add the numbers of patches; joined samples (one sequence) have them in one row."""
         patches = self._model.num_patches
         joined = self._sample_index is not None
         numbers = batch["sample"][:, None] * patches + torch.arange(patches)
@@ -195,10 +195,10 @@ def _number_patches() -> None:
 
 @dataclass
 class RankResult:
-    """A rank's results: its records, and whole tensors by name and moment of the run.
+    """A rank's results: its records, and whole tensors keyed by moment of the run and name.
 
-    The first rank of each pipeline stage sends the tensors, every rank their digests, which must be
-    equal.
+    The first rank of each pipeline stage sends the tensors; every rank sends their digests, which
+    must be equal.
     """
 
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -206,7 +206,7 @@ class RankResult:
     digests: dict[str, dict[str, str]] = field(default_factory=dict)
     memory_mb: float = 0.0
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    """Pieces of each module in the first step, if a run's own samples are trained on."""
+    """Pieces of each module in the first step, if the run trains on samples of a file."""
 
     def keep(self, moment: str, values: dict[str, Tensor], send: bool) -> None:
         """Store tensors, gathering DTensors whole: collective over their meshes."""
@@ -232,16 +232,16 @@ def train(
     samples: Path | None = None,
     wrap: Callable[[Samples], Samples] = lambda data: data,
 ) -> RankResult:
-    """Train on the joined processes and return this rank's results.
+    """Train on this rank and all others, and return this rank's results. Collective.
 
     Args:
         sabotage: breaks something first, to show that the comparison finds it.
         samples: a file of ``samples_of`` to train on in place of the data; outputs of modules are
-            recorded then.
+            then recorded.
         wrap: replaces the data set, without ``samples``.
     """
     if task is DiffusionTask or samples is not None:
-        # Modulations, adapters and biases begin at zero, where many a wrong gradient is right.
+        # Modulations, adapters and biases begin at zero, which would hide many wrong gradients.
         module: Any = tasks.task
         module.initial_weight = _nonzero(initial_weight)
     if sabotage is not None:
@@ -284,7 +284,7 @@ def _nonzero(initial: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Return this rank's parameters by name, both copies of a tied one if it holds both stages."""
+    """Return this rank's parameters by name; of a tied one both copies, if both are here."""
     parameters = {}
     for part in trainer.runner.parts:
         for name, parameter in part.named_parameters():
@@ -305,7 +305,7 @@ def state(trainer: Trainer) -> dict[str, Tensor]:
 def _watch(trainer: Trainer, result: RankResult, send: bool, notes: Notes) -> None:
     """Store the first step's gradients before clipping, and the tensors of the first checkpoint.
 
-    The notes on modules end with the gradients.
+    Modules are recorded only until then.
     """
     clip = gradients.clip_gradients
     save = saving.save_checkpoint

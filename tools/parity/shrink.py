@@ -21,7 +21,7 @@ COPIES = "num_distributed_optimizer_instances"
 MAX_PROCESSES = 8
 HEAD_DIM = 16
 VOCABULARY = 499
-"""Entries of the small vocabulary: odd, so that its shards are uneven."""
+"""Number of entries of the small vocabulary: odd, so that its shards are uneven."""
 TOKENS_PER_RANK = 64
 """Number of tokens per context-parallel rank."""
 NUM_HEADS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -29,7 +29,7 @@ NUM_HEADS = (1, 2, 3, 4, 6, 8, 12, 16)
 NOT_COMPUTED = ("checkpoint", "logging", "profiling", "dry", "health")
 """Sections about the files and the output of a run, not about its numbers."""
 SHARED = ("mesh", "pipeline", "data_parallel", "context", "recompute", "hybrid")
-"""Sections whose defaults the one process takes."""
+"""Sections of which the run in one process takes the defaults."""
 Values = dict[str, Any]
 
 
@@ -39,16 +39,16 @@ def shrunk(
     """Shrink a run to at most 8 processes, two iterations and heads of 16 channels.
 
     It runs in float32 on the CPU. Its layers are the fewest that have every kind of layer and
-    stage. Ratios stay: of query to key heads, of windows, chunks and scaled rope to the sequence,
-    and divisibility. A dimension that has no room beside others is 1.
+    stage. The ratios of query to key heads and of windows, chunks and scaled rope to the sequence
+    stay, and so does divisibility. A mesh dimension becomes 1 if 8 processes are too few for it.
 
     Args:
-        world_size: processes of the run; by default those of its mesh, and 2 data-parallel ranks
-            if there is room.
+        world_size: number of processes of the run; by default those of its mesh, and 2
+            data-parallel ranks if there is room.
 
     Returns:
-        The small run; the same in one process, by the plainest attention, one sample at a time; the
-        processes.
+        The small run; the same run in one process, with the plainest attention and one sample at a
+        time; the number of processes of the small run.
 
     Raises UserError: no sizes keep every kind.
     """
@@ -67,7 +67,7 @@ def shrunk(
 
 
 def _one_process(config: CommonConfig, new: Values, sections: dict[str, str]) -> CommonConfig:
-    """Return a small run for one process, by the plainest attention."""
+    """Return a small run for one process, with the plainest attention."""
     values = {}
     for name in new:
         if sections[name] not in SHARED:
@@ -90,15 +90,15 @@ def _built(like: CommonConfig, values: Values) -> CommonConfig:
 
 
 def _mesh(old: Values, new: Values, world_size: int | None) -> int:
-    """Set the mesh's sizes; return the processes."""
+    """Set the mesh's sizes; return the number of processes."""
     pp, cp, tp = (old[name] for name in SIZES)
     model_size = pp * cp * tp
     processes = 2 * model_size if world_size is None else world_size
     dp, rest = divmod(processes, model_size)
     if rest or dp < 1:
         raise UserError(
-            f"world_size is {world_size}, and the mesh takes multiples of {model_size}; "
-            "give one of them"
+            f"world_size is {world_size}, but the mesh needs a multiple of {model_size}; "
+            "give such a --world-size"
         )
 
     if world_size is None and old["global_batch_size"]:
@@ -132,7 +132,7 @@ def _mesh(old: Values, new: Values, world_size: int | None) -> int:
 def _context_ranks(old: Values, new: Values, cp: int, room: int) -> int:
     """Choose the method's options and the fewest ranks that exercise every kind of round.
 
-    If 4 ranks fit into the room, they are taken where fewer would do.
+    4 ranks are taken even if fewer would do, provided that at least 4 are available (``room``).
     """
     degree = old["ulysses_degree"]
     team = min(old["context_parallel_team_size"], 2)
@@ -159,16 +159,18 @@ def _context_ranks(old: Values, new: Values, cp: int, room: int) -> int:
 
 @singledispatch
 def _shrink_samples(requested: CommonConfig, old: Values, new: Values) -> int:
-    """Shrink the samples and the settings in their units; return the tokens of one."""
-    raise TypeError(f"no small samples of {type(requested)}")
+    """Shrink the samples and the settings in their units; return the tokens of a sample."""
+    raise TypeError(
+        f"_shrink_samples does not support {type(requested)}; register a function for it"
+    )
 
 
 @_shrink_samples.register
 def _shrink_text(requested: Config, old: Values, new: Values) -> int:
-    """Shrink the sequence, positions, windows, vocabulary and adapters. Return the tokens."""
+    """Shrink sequence, positions, windows, vocabulary and adapters; return the tokens."""
     length = old["seq_length"]
     short = TOKENS_PER_RANK * max(new[CP], 2)
-    if length % (2 * old[CP] * old[TP]):  # ranks do not divide the length, nor the short one
+    if length % (2 * old[CP] * old[TP]):  # ranks do not divide either length, short or long
         short -= 5
     short = min(length, short)
 
@@ -202,7 +204,7 @@ def _shrink_text(requested: Config, old: Values, new: Values) -> int:
 
 @_shrink_samples.register
 def _shrink_latents(requested: DiTRunConfig, old: Values, new: Values) -> int:
-    """Shrink the latents to a few patches along each axis, and the classes. Return the patches."""
+    """Shrink the classes, and latents to a few patches along each axis; return the patches."""
     grid = [*requested.model.patch_grid]  # [time,] height, width
     if not requested.model.video:
         grid = grid[1:]
@@ -299,8 +301,8 @@ def _shrink_run(old: Values, new: Values, ranks: int, rank_ratio: float) -> None
 def _with_heads(requested: CommonConfig, old: Values, new: Values, ranks: int) -> CommonConfig:
     """Return the run with the fewest heads that it accepts.
 
-    As before, each key head has its number of query heads, and tensor-parallel ranks share key
-    heads or not.
+    Each key head keeps its number of query heads (at most 8), and tensor-parallel ranks share key
+    heads only if they did before.
     """
     num_groups = requested.model.query_groups
     old_tp = old[TP]
@@ -313,8 +315,8 @@ def _with_heads(requested: CommonConfig, old: Values, new: Values, ranks: int) -
             continue
         try:
             config = _built(requested, new | _widths(requested, old, key_heads))
-            # A small run may offload to what the CPU has already, and have adapters beside random
-            # weights.
+            # Two things are allowed only to a small run: offload from a CPU to its own memory, and
+            # adapters beside random weights.
             task_of(config).validate(config.updated(recompute_offload=False, load="."), ranks)
         except UserError as error:
             refusals.append(error)
@@ -322,7 +324,7 @@ def _with_heads(requested: CommonConfig, old: Values, new: Values, ranks: int) -
             return config
 
     raise UserError(
-        "no small model is of this one's kind; change what its smallest one is refused for: "
+        "no small model has all properties of this one; change what the smallest is refused for: "
         f"{refusals[0]}"
     )
 

@@ -1,4 +1,4 @@
-"""Ask a run the questions, in turns of its replicas, and score each task and length."""
+"""Ask a run the questions, divided among its replicas, and score each task and length."""
 
 import argparse
 import time
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN_WRONG = 3
-"""Wrong answers in a cell's record."""
+"""Maximum number of wrong answers in a cell's record."""
 MAX_LENGTH = 1 << 24
 """Maximum number of tokens of a prompt; a longer text would take minutes and gigabytes."""
 THRESHOLD = 85.6
 """Llama-2-7b-chat's average at 4K, above which RULER's paper calls a length effective (section 4).
 """
 Answer = tuple[float, dict[str, Any]]
-"""The right share of an answer, 0 to 1, and its record, which is written if it is wrong."""
+"""Share of an answer that is right, 0 to 1, and its record, written if the answer is wrong."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Cell:
         return fmean(self.shares)
 
     def entry(self) -> dict[str, Any]:
-        """Return the cell as its file has it."""
+        """Return the cell as it is written to its file."""
         wrong = [answer for share, answer in self.answers if share < 1]
         return {
             "task": self.task,
@@ -111,14 +111,14 @@ def score_run(args: argparse.Namespace) -> None:
 def _check_longest(length: int, positions: int | None) -> None:
     if positions is not None and length > positions:
         raise ConfigError(
-            f"lengths names {length}, and the model has max_position_embeddings {positions}, so "
-            "that prompts would be cut; give at most that"
+            f"lengths names {length}, but the model has max_position_embeddings {positions}, so "
+            "prompts would be cut; give smaller lengths"
         )
 
     if length > MAX_LENGTH:
         raise ConfigError(
-            f"lengths names {length}, and texts of up to {MAX_LENGTH} tokens are made; "
-            "give at most that"
+            f"lengths names {length}, but texts have at most {MAX_LENGTH} tokens; "
+            "give smaller lengths"
         )
 
 
@@ -131,8 +131,9 @@ def ask_all(
 ) -> Cell:
     """Ask a number of questions in batches, which the writer's replicas share; collective.
 
-    Every rank gets the cell. ``positions`` are those of a model with a table of them, beyond which
-    no answer goes. An error of one replica is raised on all of them, which wait for its answers.
+    Every rank gets the cell. ``positions`` is the size of the model's position table, if it has
+    one; no answer goes beyond it. An error of one replica is raised on all, since they would wait
+    for its answers.
     """
     batches = []
     for begin in range(0, samples, batch_size):
@@ -233,7 +234,7 @@ def _grid(cells: Sequence[Cell]) -> tuple[list[str], list[int], list[list[float]
 
 
 def table(cells: Sequence[Cell]) -> list[str]:
-    """Return a row for each task and the averages, a column for each length and all.
+    """Return a table: a row per task and the averages, a column per length and for all.
 
     If all tasks are RULER's, the effective length follows.
     """

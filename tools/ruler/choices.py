@@ -1,4 +1,4 @@
-"""The tasks and files of a command line, and the makers of their examples."""
+"""Read the tasks and files of a command line, and build the makers of their examples."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ def makers_of(
     begin: tuple[int, ...],
     purpose: Purpose = "score",
 ) -> list[ExampleMaker | LineMaker]:
-    """Return a maker for each length and task, and of line retrieval for each depth.
+    """Return a maker for each length and task; line retrieval has one for each depth too.
 
     ``template`` loads the chat template, ``begin`` are the tokens before a base model's prompt.
 
@@ -48,7 +48,7 @@ def makers_of(
         chosen += ruler_makers
 
     if lines.NAME in tasks:
-        # Whatever --chat says: a record is asked about in turns.
+        # With or without --chat: the questions about a record are turns of a conversation.
         chosen += _line_makers(args, lengths, Prompts(tokenizer, template()), purpose)
 
     return chosen
@@ -57,7 +57,7 @@ def makers_of(
 def _line_makers(
     args: argparse.Namespace, lengths: Sequence[int], prompts: Prompts, purpose: Purpose
 ) -> list[LineMaker]:
-    """Return a maker of line retrieval for each length and depth; to train on, for any depth."""
+    """Return a line-retrieval maker for each length and depth; in training one for all depths."""
     depths = 0 if purpose == "train" else args.depths
     makers = []
     for length in lengths:
@@ -95,8 +95,8 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
     if not args.tasks:
         if lacking:
             note = (
-                f"{', '.join(lacking)} left out: their questions come from files, "
-                "which --qa-1 and --qa-2 name"
+                f"{', '.join(lacking)} left out, since their questions come from files; "
+                "give them with --qa-1 FILE and --qa-2 FILE"
             )
             print_notes([note])
         return [task for task in TASKS if task not in lacking]
@@ -105,13 +105,14 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
     for task in args.tasks:
         if task not in known_tasks:
             raise DataError(
-                f"tasks names {task}, and there are {', '.join(known_tasks)}; name some of these"
+                f"tasks names {task}, but there is no such task; name some of "
+                f"{', '.join(known_tasks)}"
             )
         if task in lacking:
             flag = task.replace("_", "-")
             kind = "SQuAD's" if task == "qa_1" else "HotpotQA's"
             raise DataError(
-                f"tasks names {task}, whose questions come from a file; give --{flag} FILE, "
+                f"tasks names {task}, but its questions come from a file; give --{flag} FILE, "
                 f"{kind} JSON"
             )
 
@@ -119,7 +120,7 @@ def tasks_of(args: argparse.Namespace) -> list[str]:
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Print notes on the first process, before the processes have joined."""
+    """Print notes on the first process, before there is a process group."""
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"note: {note}", file=sys.stderr)

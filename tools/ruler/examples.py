@@ -1,7 +1,7 @@
-"""RULER's examples for a tokenizer, as large as fits a length.
+"""Make RULER's examples for a tokenizer, as large as a length allows.
 
-An example is a function of task, length, seed and number alone. Here are also the settings of a
-run's small curve of examples.
+An example depends only on task, length, seed and number. This file also has the settings of the
+small curve of examples that a run may draw as it trains.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ TURN_END = 16
 MIN_LENGTH = 512
 """Number of tokens of an example in which most tasks' answers fit."""
 _TRIES = 1000
-"""Draws in a row that do not fit, after which a task without a file ends."""
+"""Maximum number of draws in a row that do not fit, for a task without a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,12 @@ class RulerConfig:
         "niah_multikey_1",
         "niah_multikey_2",
     )
-    """Tasks of the examples, of those that read no file."""
+    """Tasks of the examples; only tasks that read no file are possible."""
 
     PARTS: ClassVar[dict[str, tuple[str, ...]]] = {
         "ruler_interval": ("ruler_lengths", "ruler_samples", "ruler_tasks")
     }
-    """The fields of --config's file that go where a flag sets another to none."""
+    """Fields of --config's file that are dropped if a flag sets the field in the key to none."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "ruler_interval", "ruler_samples")
@@ -58,7 +58,7 @@ class RulerConfig:
             require(self, length >= 1, "ruler_lengths", "each must be 1 or more")
 
         without_file = [task for task in TASKS if not task.startswith("qa")]
-        unknown = f"there are {', '.join(without_file)}; name some of these"
+        unknown = f"each task must be one of {', '.join(without_file)}"
         for task in self.ruler_tasks:
             require(self, task in without_file, "ruler_tasks", unknown)
 
@@ -69,14 +69,13 @@ class RulerConfig:
         require(self, is_unique, "ruler_tasks", "name each task once")
         few = (
             f"it must be at least 1 for each of the {num_tasks} ruler_tasks; "
-            "give more, or name fewer"
+            "give more samples, or name fewer tasks"
         )
         require(self, self.ruler_samples >= num_tasks, "ruler_samples", few)
 
         if self.ruler_interval is None:
             unused = (
-                "it is of a curve that ruler_interval asks for; "
-                "give --ruler-interval N, or leave it out"
+                "it has no effect without ruler_interval; give --ruler-interval N, or leave it out"
             )
             for name in self.PARTS["ruler_interval"]:
                 is_default = getattr(self, name) == getattr(RulerConfig, name)
@@ -95,8 +94,8 @@ class RulerConfig:
 
         if lengths[-1] > seq_length:
             raise UserError(
-                f"ruler_lengths names {lengths[-1]} and seq_length is {seq_length}, so that "
-                "prompts would be cut; give at most that, and ask for longer ones with "
+                f"ruler_lengths names {lengths[-1]}, but seq_length is {seq_length}, so prompts "
+                "would be cut; give smaller ruler_lengths, and score longer prompts with "
                 "python -m tools.ruler"
             )
 
@@ -115,21 +114,22 @@ class Example:
     new_tokens: int
     """Maximum number of tokens of the answer."""
     score: Callable[[str], float]
-    """A written text -> the share of the answers, 0 to 1, in it."""
+    """Maps a written text to the share of the answers that it contains, 0 to 1."""
     turns: list[Turn]
     """The conversation to train on."""
     size: int = 0
-    """Sentences, lines or words of the haystack."""
+    """Number of sentences, lines or words of the haystack."""
 
 
 class ExampleMaker:
     """Makes the examples of one task and length.
 
-    The room for the answer is the task's maximum, or, to train on, that of the answer itself. A
-    question that does not fit is left out, and the next takes its number.
+    The tokens reserved for the answer are the task's maximum or, in examples to train on, only
+    those that the answer takes. A question that does not fit is left out, and the next takes its
+    number.
 
-    Tokenizing a long haystack takes most of the time, so that the maker first estimates the tokens
-    of a piece of it, and begins its search for the size there.
+    Tokenizing a long haystack takes most of the time, so the maker first estimates the tokens of a
+    piece of it, and begins its search for the size there.
     """
 
     def __init__(
@@ -159,11 +159,9 @@ class ExampleMaker:
         self._fitting: list[int] = []
         """Numbers of the questions that fit, in order."""
         self._tried = 0
-        """Numbers that were looked at."""
+        """Number of questions that were tried."""
         self.left_out: dict[int, Question] = {}
-        """Questions that do not fit the length, among those of the examples so far, by their number
-        in a file.
-        """
+        """Questions tried so far that do not fit the length, keyed by their number in a file."""
 
         file = sources.questions.get(task)
         self._num_questions = 0 if file is None else len(file.questions)
@@ -175,8 +173,8 @@ class ExampleMaker:
         smallest = self.task.make(first, self.task.min_size)
         if prompts.tokenizer.unknown in prompts.ids(smallest):
             raise DataError(
-                f"{task} has words that {prompts.tokenizer.path} has no token for; take a run of "
-                "another tokenizer, or leave the task out"
+                f"{task} has words that {prompts.tokenizer.path} has no token for; take a run with "
+                "another tokenizer, or leave out the task"
             )
 
         self._each, self._guess, self._other_tokens = self._estimated(first)
@@ -187,8 +185,8 @@ class ExampleMaker:
         """Return estimates from one case.
 
         Returns:
-            The tokens of a piece of the haystack; a size that about fills the room; the tokens
-            besides the haystack's words.
+            The number of tokens of a piece of the haystack; a size that about fills the length; the
+            number of tokens besides the haystack's words.
         """
         min_size = self.task.min_size
 
@@ -199,7 +197,7 @@ class ExampleMaker:
         larger = tokens(2 * min_size + 30)
         each = max(1e-3, (larger - smallest) / (min_size + 30))
         guess = max(min_size, min_size + int((self._room - smallest) / each))
-        # The first pieces may be longer than the later ones: a second look at about the right size.
+        # The first pieces may be longer than the later ones, so estimate again at about the size.
         filled = tokens(guess)
         if guess > min_size:
             each = max(1e-3, (filled - smallest) / (guess - min_size))
@@ -214,7 +212,7 @@ class ExampleMaker:
         return self._fill(number) if number else self._first
 
     def _fill(self, number: int) -> Example:
-        """Search the size of an example, and make it."""
+        """Search for the size of an example, and make it."""
         case = self._case_of(number)
         task = self.task
         make = cache(lambda size: task.make(case, size))
@@ -248,7 +246,7 @@ class ExampleMaker:
     def _word_counter(self, case: RulerCase) -> Callable[[int], int]:
         """Return a function that counts the tokens of the haystack's words, for a size.
 
-        Each word is tokenized once and alone. It returns 0 for tasks of other haystacks.
+        Each word is tokenized once, on its own. The count is 0 for tasks with other haystacks.
         """
         words = self.task.words
         if words is None:
@@ -295,9 +293,9 @@ class ExampleMaker:
 
         smallest = min(sizes)
         raise DataError(
-            f"{self.name} takes {smallest} tokens and {self._answer_room} for the answer at the "
-            f"least, and a length is {self.length}; give {smallest + self._answer_room} or "
-            "somewhat more, or leave the task out"
+            f"{self.name} takes at least {smallest} tokens and {self._answer_room} for the answer, "
+            f"but a length is {self.length}; give {smallest + self._answer_room} or somewhat more, "
+            "or leave out the task"
         )
 
     def _numbered(self, number: int) -> RulerCase:
@@ -317,7 +315,7 @@ def makers(
 ) -> list[ExampleMaker]:
     """Return a maker for each length and task, prepared for a number of samples.
 
-    Raises DataError: no question of a task fits; the message has the flag with the other tasks.
+    Raises DataError: no question of a task fits; the message has ``flag`` with the tasks that fit.
     """
     ready: list[ExampleMaker] = []
     errors: dict[str, DataError] = {}

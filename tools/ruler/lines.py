@@ -1,8 +1,8 @@
 """Line retrieval, after LongEval: a record of named lines or needles, and questions about some.
 
-Every draw is a SHA-256 of its purpose, seed, sample and name, so that a seed gives the same bytes
-on any machine. The purpose, train or score, is part of it: no conversation that is trained on is
-ever asked, whatever the seeds.
+Every draw is a SHA-256 of its purpose, seed, sample and name, so a seed gives the same bytes on any
+machine. The purpose is train or score: no conversation to train on is ever asked when scoring,
+whatever the seeds.
 
 LongEval: Li et al. 2023, "How Long Can Open-Source LLMs Truly Promise on Context Length?"; the
 sentences between needles: Mohtashami & Jaggi 2023, "Landmark Attention".
@@ -33,9 +33,9 @@ LARGEST_VALUE = 50_000
 SPARE = 8
 """Number of extra tokens that an answer may have, for example by another spelling."""
 EDGE = 16
-"""Lines at each end of a record that most questions of the training samples are about."""
+"""Number of lines at each end of a record; most questions to train on are about these."""
 _PROBE = 32
-"""Lines to estimate a line's tokens from."""
+"""Number of lines from which the tokens per line are estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +43,19 @@ class LineTask:
     """The settings of conversations."""
 
     tokens: int
-    """Tokens of a conversation at most, with those of the chat template; the record gets as many
-    lines as fit.
+    """Maximum number of tokens of a conversation, including the chat template's; the record gets as
+    many lines as fit.
     """
     purpose: Purpose
     seed: int
     form: Literal["lines", "needle", "repeat"] = "lines"
     """lines: every line is like the asked one; needle: the others say nothing; repeat: the answer
-    is the record again, of 2 names to as many as fit, every other one with a value, so that no
-    position tells the next word."""
+    repeats the record of 2 or more names, about half of them with a value, so that no position
+    tells the next word."""
     vocabulary: Literal["small", "full"] = "full"
     questions: int = 1
-    """Lines to ask for, one after the other; of repeat, the times that the answer has the record.
+    """Number of lines to ask for, one after the other; with repeat, number of times that the answer
+    contains the record.
     """
 
 
@@ -65,9 +66,9 @@ class LineMaker:
         """Estimate a line's tokens.
 
         Args:
-            depth: number of the asked line's depth, from 0, the first line, to ``depths - 1``, the
-                last one.
-            depths: number of all depths; 0 for any place. One depth alone is the middle.
+            depth: index of the asked line's depth, from 0 (the first line) to ``depths - 1`` (the
+                last line).
+            depths: number of depths; 0 means any line. A single depth is the middle.
 
         Raises DataError: not even the asked lines fit, the tokenizer lacks words, or there is no
         chat template.
@@ -92,15 +93,15 @@ class LineMaker:
         probe = self._turns(0, probe_lines, None)
         if prompts.tokenizer.unknown in self._prompt(probe):
             raise DataError(
-                f"vocabulary is {task.vocabulary}, and the tokenizer does not know all of its "
-                "words; a model of the small vocabulary's words takes --vocabulary small"
+                f"vocabulary is {task.vocabulary}, but the tokenizer does not know all of its "
+                "words; give --vocabulary small if the model has the small vocabulary's words"
             )
 
         smallest = self._tokens(self._turns(0, min_lines, None))
         if smallest > task.tokens:
             raise DataError(
                 f"{NAME} takes {smallest} tokens for {counted(min_lines, 'line')} and as many "
-                f"questions, and a length is {task.tokens}; give longer --lengths, or ask fewer "
+                f"questions, but a length is {task.tokens}; give longer --lengths, or ask fewer "
                 "questions"
             )
 
@@ -144,7 +145,7 @@ class LineMaker:
         template = self.prompts.template
         tokenizer = self.prompts.tokenizer
         assert template is not None
-        assert isinstance(tokenizer, HuggingFaceTokenizer)  # or it had no template
+        assert isinstance(tokenizer, HuggingFaceTokenizer)  # others have no chat template
         return tokenizer.tokenize_special(template.render(turns, prompt=prompt))[0]
 
     def _turns(self, sample: int, lines: int, depth: float | None) -> list[Turn]:
@@ -253,9 +254,9 @@ def _num_names(words: int) -> int:
 
 
 def _words_for(lines: int) -> int:
-    """Return the words of a name, 2 or more.
+    """Return the number of words of a name, 2 or more.
 
-    A sixth of the names stays unused, so that drawing another one is quick.
+    At least a sixth of the names stays unused, so that drawing another one is quick.
     """
     words = 2
     while _num_names(words) <= 1.2 * lines:

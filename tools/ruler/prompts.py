@@ -17,18 +17,18 @@ class Prompts:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
-    """The template of a model of conversations; None: the question and the beginning of the answer
-    are one text.
+    """Template of a chat model; without one, the question and the beginning of the answer are one
+    text.
     """
     begin: tuple[int, ...] = ()
-    """Tokens before such a text."""
+    """Tokens before the text of a prompt without a template."""
 
     def ids(self, question: Question, answer: str = "") -> list[int]:
         """Return the tokens of a prompt, and of an answer after it. Raises DataError."""
         if self.template is None:
             text = question.text + question.prefix + answer
             return [*self.begin, *self.tokenizer.tokenize(text)]
-        assert isinstance(self.tokenizer, HuggingFaceTokenizer)  # else load_template had failed
+        assert isinstance(self.tokenizer, HuggingFaceTokenizer)  # else load_template would raise
         turn = {"role": "user", "content": question.text}
         prompt = self.template.render([turn], prompt=True)
         return self.tokenizer.tokenize_special(prompt + question.prefix + answer)[0]
@@ -48,7 +48,7 @@ class Prompts:
 
     @property
     def ends(self) -> set[int]:
-        """The tokens that end an answer."""
+        """Tokens that end an answer."""
         if self.template is None:
             return {self.tokenizer.eod}
 
@@ -80,9 +80,9 @@ def answer_of(question: Question) -> str:
 
 
 def fill(room: int, tokens: Callable[[int], int], min_size: int, guess: int, each: float) -> int:
-    """Return the largest size whose tokens fit the room; ``min_size`` if not even that one fits.
+    """Return the largest size with at most ``room`` tokens; ``min_size`` if even that has more.
 
-    A search by halves, whose first steps go where the estimate of ``each`` tokens a piece leads: a
+    This is a bisection whose first steps follow the estimate of ``each`` tokens per piece, since a
     tokenization takes long, and the estimate is good.
     """
     low = min_size - 1  # fits, or is below the smallest

@@ -31,15 +31,15 @@ from tools.ruler.texts import (
 )
 
 SHORT = 4096
-"""Lengths below it have the smaller lists of ``cwe``."""
+"""Number of tokens below which ``cwe`` has the smaller lists."""
 HOPS = 4
-"""Assignments of ``vt`` after the first."""
+"""Number of assignments of ``vt`` after the first."""
 COMMON = 10
-"""Words that ``cwe`` asks for."""
+"""Number of words that ``cwe`` asks for."""
 NUM_DEPTHS = 40
-"""Depths at which needles may lie between essay sentences, from 0 to 100 %."""
+"""Number of depths at which needles may lie between essay sentences, from 0 to 100 %."""
 EXAMPLE_LINES = 14
-"""Lines of noise of the example of ``vt``: about its 500 tokens in the benchmark."""
+"""Number of noise lines in the example of ``vt``, for about the benchmark's 500 tokens."""
 Haystack = Literal["noise", "essay", "needle"]
 Kind = Literal["numbers", "words", "uuids"]
 
@@ -59,7 +59,7 @@ class Sources:
 
     essays: Essays = field(default_factory=Essays)
     questions: dict[str, Questions] = field(default_factory=dict)
-    """By task, qa_1 and qa_2."""
+    """Questions of files, keyed by task (qa_1 and qa_2)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RulerCase:
     """One of a task's examples, before its size is known."""
 
     draw: str
-    """The name of its draws."""
+    """Name that determines the random draws."""
     number: int
     length: int
     """Maximum number of tokens of the prompt and the answer together."""
@@ -76,19 +76,19 @@ class RulerCase:
 
 @dataclass(frozen=True, kw_only=True)
 class RulerTask:
-    """One of the benchmark's rows."""
+    """One of the benchmark's tasks."""
 
     make: Callable[[RulerCase, int], Question]
-    """A case and a size -> its question."""
+    """Maps a case and a size to a question."""
     new_tokens: int
     """Number of tokens reserved for the answer; the length includes them."""
     min_size: int = 1
     words: Callable[[RulerCase, int], Mapping[str, int]] | None = None
-    """The count of each word of a haystack of few words, so that its tokens are known before its
-    text is made.
+    """Maps a case and a size to the count of each word, if the haystack has few different words, so
+    that its tokens can be counted before its text is made.
     """
     any: bool = False
-    """One of the answers is enough (string_match_part); else each counts (string_match_all)."""
+    """True if one of the answers is enough (string_match_part), not all (string_match_all)."""
 
     def score(self, written: str, answers: Sequence[str]) -> float:
         """Return the share of answers, 0 to 1, that a text contains; case does not count."""
@@ -161,7 +161,7 @@ def niah(
 
 
 def variable_tracking(case: RulerCase, size: int) -> Question:
-    """Assign one number to a chain of variables; ask for all of them. An example goes before."""
+    """Assign one number to a chain of variables; ask for all of them, after a solved example."""
     text, prefix, answers = _chain(case.draw, size, letters=5)
     example, example_prefix, example_answers = _chain(
         f"{case.draw}:shown", EXAMPLE_LINES, letters=3
@@ -199,7 +199,7 @@ def _letters(number: int, size: int, alphabet: str) -> str:
 def common_words(case: RulerCase, size: int) -> Question:
     """List words, ``COMMON`` of them more often than the ``size`` others; ask for these.
 
-    An example goes before.
+    A solved example precedes the question.
     """
     if case.length < SHORT:
         example = _listed(f"{case.draw}:shown", 10, 3, 1)
@@ -218,7 +218,7 @@ def _listed(draw: str, size: int, often: int, seldom: int) -> Question:
     if COMMON + size <= len(single_words):
         numbers = distinct(draw, COMMON + size, len(single_words), "word")
         words = [single_words[n] for n in numbers]
-    else:  # the benchmark takes another, longer list there
+    else:  # the benchmark takes another, longer list in this case
         words = _drawn(draw, "words", COMMON + size, "word")
 
     listed = shuffled(draw, words[:COMMON] * often + words[COMMON:] * seldom, "order")
@@ -236,7 +236,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 def frequent_words(case: RulerCase, size: int) -> Question:
-    """Write coded words by a zeta distribution, dots the most often; ask for the next three."""
+    """Write coded words with a zeta distribution, dots most often; ask for the next three."""
     counts = coded_words(case, size)
     repeated = []
     for word, count in counts.items():
@@ -300,7 +300,7 @@ def _drawn(draw: str, kind: Kind, size: int, purpose: str) -> list[str]:
         return [str(UUID(int=bits(draw, purpose, n), version=4)) for n in range(size)]
 
     num_words = 2
-    while names(num_words) <= 4 * size:  # with few of the names in use, drawing others is quick
+    while names(num_words) <= 4 * size:  # so that most names are unused, and drawing one is quick
         num_words += 1
 
     return [name(n, num_words) for n in distinct(draw, size, names(num_words), purpose)]

@@ -1,8 +1,8 @@
 """RULER's texts: haystacks, names and words, questions of files, and the draws that choose them.
 
-A draw is a SHA-256 of its name, so that a seed gives the same on any machine and Python. The paper
-takes Paul Graham's essays and the wordlists of a package. Neither is here: sentences are made from
-some hundred words, and words joined by a hyphen make as many names as are needed.
+A draw is a SHA-256 of its name, so a seed gives the same draws on any machine and Python. The paper
+takes Paul Graham's essays and the wordlists of a package. Here sentences are made from some hundred
+words instead, and words joined by a hyphen make as many names as are needed.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from runtime.files import sha256
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 WORDS = Path(__file__).with_name("words.txt")
-"""A line each of adjectives, nouns and verbs, no word twice."""
+"""File with one line each of adjectives, nouns and verbs; no word occurs twice."""
 SENTENCES = (
     "The {adjective} {noun} {verb} the {noun}.",
     "In the {noun}, a {adjective} {noun} {verb} the {noun} of the {noun}.",
@@ -84,7 +84,7 @@ def names(words: int) -> int:
 
 
 def name(number: int, words: int) -> str:
-    """Return the name, such as torpid-kid, of a number below ``names(words)``."""
+    """Return the name (such as torpid-kid) that belongs to a number below ``names(words)``."""
     adjectives, nouns, _ = wordlists()
     reversed_words = []
     for choices in (nouns, *[adjectives] * (words - 1)):
@@ -94,12 +94,12 @@ def name(number: int, words: int) -> str:
 
 
 class Essays:
-    """An endless haystack of sentences: a file's again and again, or made ones, always the same."""
+    """An endless haystack of sentences: a file's, repeated, or made ones, always the same."""
 
     def __init__(self, file: Path | None = None) -> None:
         """Read a file: RULER's JSON with a ``text``, or plain text. Raises DataError."""
         self.title = "made sentences"
-        """Its name in tables."""
+        """Name of the haystack in tables."""
         self._sentences: list[str] = []
         self._repeats = file is not None
         if file is not None:
@@ -145,12 +145,12 @@ def _read(file: Path) -> list[str]:
         sentences = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"essays is {file}, which cannot be read ({type(error).__name__}: {error}); give plain "
-            'text in UTF-8, or JSON {"text": "..."}'
+            f"essays is {file}, but it cannot be read ({type(error).__name__}: {error}); give "
+            'plain text in UTF-8, or JSON {"text": "..."}'
         ) from error
 
     if sentences == [""]:
-        raise DataError(f"essays is {file}, which has no text; give another file, or leave it out")
+        raise DataError(f"essays is {file}, but it has no text; give another file, or none")
 
     return sentences
 
@@ -162,16 +162,16 @@ class FileQuestion:
     question: str
     answers: tuple[str, ...]
     paragraphs: tuple[str, ...]
-    """The texts that answer it."""
+    """Paragraphs that belong to the question."""
     near: tuple[str, ...] = ()
-    """Other texts of the same article, which come before those of other articles."""
+    """Other paragraphs of the same article, which are taken before those of other articles."""
 
 
 class Questions:
     """The questions of a file."""
 
     def __init__(self, file: Path) -> None:
-        """Read a file. Raises DataError: it cannot be read, or has another form, or no question."""
+        """Read a file. Raises DataError: it cannot be read, has an unknown form, or no question."""
         try:
             text = file.read_text(encoding="utf-8-sig")
             self.questions = []
@@ -195,10 +195,10 @@ class Questions:
             paragraphs.update(question.paragraphs, question.near)
 
         self.paragraphs = sorted(paragraphs)
-        """All paragraphs of the file, each once."""
+        """All different paragraphs of the file."""
 
     def around(self, draw: str, question: FileQuestion, size: int) -> list[str]:
-        """Return ``size`` other paragraphs to hide a question's in.
+        """Return ``size`` other paragraphs, among which to hide those of a question.
 
         Those of the same article come first, then others; all are repeated when they run out.
         """
@@ -229,11 +229,9 @@ def _check_question(position: str, question: FileQuestion) -> None:
     }
     for name, texts in fields.items():
         if not texts:
-            raise DataError(f"{position}: {name} is empty; leave the question out, or repair it")
+            raise DataError(f"{position}: {name} is empty; repair or remove the question")
         if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise DataError(
-                f"{position}: {name} holds an empty text; leave the question out, or repair it"
-            )
+            raise DataError(f"{position}: {name} has an empty text; repair or remove the question")
 
 
 def _questions_of(text: str) -> Iterator[tuple[str, FileQuestion]]:
@@ -274,7 +272,7 @@ def _hotpot_questions(rows: Any) -> Iterator[tuple[str, FileQuestion]]:
 def _squad_questions(articles: Any) -> Iterator[tuple[str, FileQuestion]]:
     """Yield the questions of SQuAD's articles that have an answer.
 
-    Questions without an answer are counted, so that a number finds its question in the file.
+    Questions without an answer are counted too, so that a number is a position in the file.
     """
     number = 0
     for article in articles:
@@ -312,5 +310,5 @@ def _question_of_line(number: int, line: str) -> FileQuestion:
 
 def _strings(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise TypeError(f"{values!r:.60} is no list of strings")
+        raise TypeError(f"{values!r:.60} is not a list of strings")
     return tuple(values)

@@ -1,11 +1,11 @@
-"""A tiny model of random weights, in transformers' files, which learns to retrieve in minutes.
+"""Write a tiny model of random weights that learns to retrieve in minutes.
 
-Its tokens are words of short lines, or of RULER's needles in built-in sentences. Of lines a name, a
-value and the end are a token each, and by the chat template a question ends with the name that it
-asks for. Of needles a token is a word with the space before it, a mark, or up to three digits, so
-that a number is three tokens; the words between a key and its number, in a needle and before an
-answer, are no tokens. Either way the answer follows its key in the text, which two layers can
-learn.
+Its files are those of transformers. Its tokens are words of short lines, or of RULER's needles in
+built-in sentences. In lines, a name, a value and the end are one token each, and in the chat
+template a question ends with the name that it asks for. In needles, a token is a word with the
+space before it, a punctuation mark, or up to three digits, so a number is three tokens; the words
+between a key and its number, in a needle and before an answer, are dropped. Either way the answer
+follows its key in the text, which two layers can learn.
 """
 
 import string
@@ -36,7 +36,7 @@ LEARNED = (
 )
 """The needle tasks without UUIDs."""
 MAX_NAMES = 6
-"""Names of a conversation of ``repeated`` at most."""
+"""Maximum number of names in a conversation of ``repeated``."""
 OF_FILE: dict[str, Any] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
@@ -47,7 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = OF_FILE["shapes"]
 def write_model(
     folder: Path, hidden_size: int, seed: int, task: str, model_type: str | None
 ) -> str:
-    """Write model, tokenizer and chat template; return the text that says so.
+    """Write model, tokenizer and chat template; return a description.
 
     Args:
         task: line_retrieval or niah, whose words the tokenizer has.
@@ -60,8 +60,8 @@ def write_model(
         raise UserError(f"model_type is {family}; it must be one of {', '.join(SHAPES)}")
     if hidden_size % (2 * HEADS):
         raise UserError(
-            f"hidden_size is {hidden_size}; it must be a multiple of {2 * HEADS}: {HEADS} heads, "
-            "even for rope"
+            f"hidden_size is {hidden_size}; it must be a multiple of {2 * HEADS}, since each of "
+            f"{HEADS} heads must have an even size for rope"
         )
 
     import torch
@@ -70,7 +70,8 @@ def write_model(
         from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
     except ImportError as error:
         raise UserError(
-            "a model is written by transformers: pip install transformers (make venv EXTRAS=dev)"
+            "transformers, which writes the model, is not installed; pip install transformers "
+            "(make venv EXTRAS=dev)"
         ) from error
 
     is_lines = task == NAME
@@ -142,7 +143,7 @@ def tokenizer_of_needles() -> Any:
 
 
 def _needle_texts() -> list[str]:
-    """Return texts that together have every token of the needle tasks."""
+    """Return texts that together contain every token of the needle tasks."""
     texts = []
     for shape in (NOISE, *SENTENCES):
         sentence = shape.replace("{", "").replace("}", "")

@@ -98,7 +98,7 @@ def _headline(drawing: Drawing) -> str:
         if left >= 0:
             neighbours.append(f"{left} before")
         if right > 0:
-            neighbours.append(f"{right} behind")
+            neighbours.append(f"{right} after")
         mask += f", each sees itself and {' and '.join(neighbours)}"
 
     return f"Who owns which token, who computes what when: {tokens}, {plan.size} ranks, {mask}"

@@ -12,6 +12,7 @@ the blocks make of it.
 Shapes: B samples, I image and T text tokens, n of them this rank's, H heads of width D.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,9 +71,16 @@ class SumOverRanks(torch.autograd.Function):
 class TokenSplit:
     """The tokens of one forward: which are this rank's, and how samples with less text end."""
 
-    def __init__(self, context: ContextParallel, image_len: int, text_len: int) -> None:
-        """Find this rank's tokens; ``context`` is over ``image_len + text_len`` positions."""
+    def __init__(
+        self, context: ContextParallel, image_len: int, text_len: int, first: int = 0
+    ) -> None:
+        """Find this rank's tokens.
+
+        Args:
+            context: of a sequence with these tokens, from position ``first`` on.
+        """
         self.context = context
+        self._first = first
         self.whole_len: dict[Stream, int] = {
             "image": image_len,
             "text": text_len,
@@ -81,9 +89,9 @@ class TokenSplit:
         self.text_lengths: tuple[int, ...] | None = None
         """Number of text tokens of each sample without its padding; None if no text is padded."""
 
-        positions = context.positions
-        image = positions[positions < image_len]
-        text = positions[(positions >= image_len) & (positions < image_len + text_len)] - image_len
+        image = self._image_tokens(context.positions)
+        positions = context.positions - first - image_len
+        text = positions[(positions >= 0) & (positions < text_len)]
         self.num_image = len(image)
         self.num_text = len(text)
         stand_in = torch.zeros(1, dtype=torch.long)
@@ -96,6 +104,11 @@ class TokenSplit:
             "joint": torch.cat([text, image + text_len]),
         }
         self._cuts: dict[tuple[int, Tokens], tuple[Tensor, Tensor]] = {}
+
+    def _image_tokens(self, positions: Tensor) -> Tensor:
+        """Return the numbers of the image tokens among positions of the sequence."""
+        tokens = positions - self._first
+        return tokens[(tokens >= 0) & (tokens < self.whole_len["image"])]
 
     def local_len(self, stream: Stream) -> int:
         """Return the number of tokens that this rank holds, a stand-in included."""
@@ -174,10 +187,16 @@ class TokenSplit:
         x = x[:, : self.num_image]  # without a stand-in
         if self.context.group is None:
             return x
-        local_positions = len(self.context.positions)
-        x = F.pad(x, (0, 0, 0, local_positions - self.num_image))
+        plan = self.context.plan
+        tokens = [self._image_tokens(plan.positions(rank)) for rank in range(plan.size)]
+        length = max(map(len, tokens))
+        x = F.pad(x, (0, 0, 0, length - self.num_image))
         gathered: Tensor = GatherTokens.apply(x, self.context.group)  # type: ignore[no-untyped-call]
-        return gathered[:, : self.whole_len["image"]]
+
+        places = torch.empty(self.whole_len["image"], dtype=torch.long)
+        for rank, local_tokens in enumerate(tokens):
+            places[local_tokens] = rank * length + torch.arange(len(local_tokens))
+        return gathered.index_select(1, places.to(x.device))
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Return the attention ``[B, H, Q, D]`` of whole queries to the image tokens of all ranks.
@@ -276,3 +295,39 @@ class TokenSplit:
             out = self._attend(*selected, text_len=text_len, scale=scale)
             outputs = outputs.index_copy(0, index, out)
         return outputs
+
+
+class PackedSplit:
+    """This rank's tokens of several clips that are packed into one sequence."""
+
+    def __init__(
+        self, context: ContextParallel, splits: Sequence[TokenSplit], text_lens: Sequence[int]
+    ) -> None:
+        """Pack clips in this order.
+
+        Args:
+            context: of all clips' tokens, each clip a document.
+            splits: this rank's tokens of each clip.
+            text_lens: number of text tokens of each clip.
+        """
+        self.context = context
+        self.splits = tuple(splits)
+        self._text_lens = tuple(text_lens)
+
+    def cut_argument(self, name: str, value: Any, argument: Argument) -> Any:
+        """Return a block's argument, which is this rank's already."""
+        return value
+
+    def clips(self) -> Iterator[tuple[slice, slice]]:
+        """Yield each clip's part of this rank's tokens, and of the text."""
+        token, text = 0, 0
+        for split, text_len in zip(self.splits, self._text_lens, strict=True):
+            yield slice(token, token + split.num_image), slice(text, text + text_len)
+            token += split.num_image
+            text += text_len
+
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Return the attention ``[1, n, H, D]`` of this rank's tokens, each within its clip."""
+        padding = len(self.context.positions) - q.shape[1]
+        local = [F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v)]
+        return self.context.attend(*local, scale=scale)[:, : q.shape[1]]

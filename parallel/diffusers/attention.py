@@ -90,8 +90,8 @@ class AttentionMode(ReplacingMode):
         """Attend from this rank's tokens to those of all ranks."""
         split = self._split
         if isinstance(split, PackedSplit):
-            local = [x.transpose(1, 2) for x in (query, key, value)]  # [1, n, H, D]
-            return split.attend_packed(*local, scale).transpose(1, 2)
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [1, n, H, D]
+            return split.attend_packed(q, k, v, scale).transpose(1, 2)
         num_image = split.local_len("image")
         num_text = split.local_len("text")
         num_queries, num_keys = query.shape[2], key.shape[2]
@@ -105,8 +105,8 @@ class AttentionMode(ReplacingMode):
         sample = None
         if split.text_lengths is not None and len(query) < len(split.text_lengths):
             sample = self.calls  # Mochi attends sample by sample
-        local = [x.transpose(1, 2) for x in (query, key, value)]  # [B, n, H, D]
-        out = split.attend(*local, text_first=self._family.text_first, scale=scale, sample=sample)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [B, n, H, D]
+        out = split.attend(q, k, v, text_first=self._family.text_first, scale=scale, sample=sample)
         return out.transpose(1, 2)
 
 
@@ -117,6 +117,7 @@ class PoolingMode(ReplacingMode):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
         """Attend from whole queries ``[B, H, Q, D]`` to this rank's keys and all others."""
+        assert isinstance(self._split, TokenSplit)
         return self._split.attend_whole(query, key, value, scale)
 
 

@@ -106,13 +106,13 @@ class Family:
 
 
 CONTROLNET = "a ControlNet's residuals are added between blocks; run the model without it"
-WAN_BLOCK = {
+WAN_BLOCK: dict[str, Argument] = {
     "hidden_states": IMAGE,
     "control_hidden_states": IMAGE,
     "temb": Tokens("image", ndim=4),
     "rotary_emb": IMAGE,
 }
-HUNYUAN_BLOCK = {
+HUNYUAN_BLOCK: dict[str, Argument] = {
     "hidden_states": IMAGE,
     "encoder_hidden_states": TEXT,
     "attention_mask": TextMask(),
@@ -120,7 +120,7 @@ HUNYUAN_BLOCK = {
     "image_rotary_emb": Tokens("image", 0),
     "num_tokens": FirstImageTokens(),
 }
-FLUX_BLOCK = {
+FLUX_BLOCK: dict[str, Argument] = {
     "hidden_states": IMAGE,
     "encoder_hidden_states": TEXT,
     "image_rotary_emb": Tokens("joint", 0),

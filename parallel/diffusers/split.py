@@ -42,7 +42,7 @@ class GatherTokens(torch.autograd.Function):
         return torch.cat(shards, 1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Return this rank's part of the summed gradient."""
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
@@ -61,7 +61,7 @@ class SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Return the sum of the gradients."""
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
@@ -191,7 +191,7 @@ class TokenSplit:
         tokens = [self._image_tokens(plan.positions(rank)) for rank in range(plan.size)]
         length = max(map(len, tokens))
         x = F.pad(x, (0, 0, 0, length - self.num_image))
-        gathered: Tensor = GatherTokens.apply(x, self.context.group)  # type: ignore[no-untyped-call]
+        gathered: Tensor = GatherTokens.apply(x, self.context.group)
 
         places = torch.empty(self.whole_len["image"], dtype=torch.long)
         for rank, local_tokens in enumerate(tokens):
@@ -224,7 +224,7 @@ class TokenSplit:
             weights = (scores - largest).exp()
             sums = torch.cat([weights @ v, weights.sum(-1, keepdim=True)], -1)  # [B, H, Q, D + 1]
             if group is not None:
-                sums = SumOverRanks.apply(sums, group)  # type: ignore[no-untyped-call]
+                sums = SumOverRanks.apply(sums, group)
             return (sums[..., :-1] / sums[..., -1:]).to(dtype)
 
     def attend(
@@ -247,16 +247,18 @@ class TokenSplit:
         with_text = q.shape[1] > self.local_len("image")
         order = self._order(text_first, with_text).to(q.device)
         padding = len(self.context.positions) - len(order)
-        local = [F.pad(x.index_select(1, order), (0, 0, 0, 0, 0, padding)) for x in (q, k, v)]
 
-        if not with_text:
-            outputs = self._attend(*local, text_len=0, scale=scale)
-        elif self.text_lengths is None:
-            outputs = self._attend(*local, text_len=self.whole_len["text"], scale=scale)
-        elif sample is not None:
-            outputs = self._attend(*local, text_len=self.text_lengths[sample], scale=scale)
+        def local(x: Tensor) -> Tensor:
+            return F.pad(x.index_select(1, order), (0, 0, 0, 0, 0, padding))
+
+        local_q, local_k, local_v = local(q), local(k), local(v)
+        if with_text and self.text_lengths is not None and sample is None:
+            outputs = self._attend_by_length(local_q, local_k, local_v, scale)
         else:
-            outputs = self._attend_by_length(*local, scale)
+            text_len = self.whole_len["text"] if with_text else 0
+            if with_text and self.text_lengths is not None and sample is not None:
+                text_len = self.text_lengths[sample]
+            outputs = self._attend(local_q, local_k, local_v, text_len, scale)
         rows = q.new_zeros(q.shape)
         return rows.index_copy(1, order, outputs[:, : len(order)])
 
@@ -272,7 +274,7 @@ class TokenSplit:
         return torch.cat([image, text])
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, text_len: int, scale: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, text_len: int, scale: float | None
     ) -> Tensor:
         """Attend ``[B, n, H, D]`` for samples with the same number of text tokens."""
         end = self.whole_len["image"] + text_len
@@ -291,8 +293,8 @@ class TokenSplit:
         outputs = torch.zeros_like(q)
         for text_len, samples in samples_of.items():
             index = torch.tensor(samples, device=q.device)
-            selected = (x.index_select(0, index) for x in (q, k, v))
-            out = self._attend(*selected, text_len=text_len, scale=scale)
+            selected_q, selected_k, selected_v = q[index], k[index], v[index]
+            out = self._attend(selected_q, selected_k, selected_v, text_len, scale)
             outputs = outputs.index_copy(0, index, out)
         return outputs
 
@@ -329,5 +331,6 @@ class PackedSplit:
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Return the attention ``[1, n, H, D]`` of this rank's tokens, each within its clip."""
         padding = len(self.context.positions) - q.shape[1]
-        local = [F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v)]
-        return self.context.attend(*local, scale=scale)[:, : q.shape[1]]
+        q_padded, k_padded, v_padded = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
+        out = self.context.attend(q_padded, k_padded, v_padded, scale=scale)
+        return out[:, : q.shape[1]]

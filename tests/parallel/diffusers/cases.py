@@ -1,6 +1,6 @@
 """Tiny random models of diffusers with inputs: 45 image tokens or so, padded text, a batch of 2."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,13 @@ def inputs_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 def loss_of(model: nn.Module, inputs: Mapping[str, Any], sum_only: bool = False) -> Tensor:
     """A loss in which every element of the prediction has another weight; its mean, or sum."""
+    return loss_of_predictions(model(**inputs, return_dict=False), sum_only)
+
+
+def loss_of_predictions(predictions: Sequence[Tensor], sum_only: bool = False) -> Tensor:
+    """The sum of the losses of predictions; LTX-2 predicts sound, too."""
     losses = []
-    for prediction in model(**inputs, return_dict=False):  # LTX-2 predicts sound, too
+    for prediction in predictions:
         count = torch.arange(prediction.numel(), device=prediction.device, dtype=torch.float64)
         target = (0.37 * count).sin().view(prediction.shape).to(prediction.dtype)
         squares = (prediction - target) ** 2

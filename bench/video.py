@@ -85,15 +85,16 @@ def forwards(model: nn.Module) -> Callable[[list[dict[str, Tensor]]], list[Tenso
 @contextmanager
 def counting_ranks(size: int) -> Iterator[None]:
     """Let diffusers count ``size`` accelerators: it divides by their number, 0 on a CPU."""
-    count = torch.accelerator.device_count
-    kind = torch._C._get_accelerator
-    torch.accelerator.device_count = lambda: size
-    torch._C._get_accelerator = lambda: torch.device("cpu")  # type: ignore[assignment]
+    originals = [(torch.accelerator, "device_count"), (torch._C, "_get_accelerator")]
+    functions = [getattr(module, name) for module, name in originals]
+    replacements = [lambda: size, lambda: torch.device("cpu")]
     try:
+        for (module, name), replacement in zip(originals, replacements, strict=True):
+            setattr(module, name, replacement)
         yield
     finally:
-        torch.accelerator.device_count = count
-        torch._C._get_accelerator = kind
+        for (module, name), function in zip(originals, functions, strict=True):
+            setattr(module, name, function)
 
 
 def contestants_of(kind: str, size: int) -> dict[str, Step]:

@@ -89,11 +89,11 @@ def errors(
     a key's bias is 0 in exact arithmetic.
     """
     names = ["loss", *(name for name, x in model.named_parameters() if x.requires_grad)]
-    min_norm = MIN_NORM * float(torch.stack([x.norm() for x in expected[1:]]).norm())
+    min_norm = MIN_NORM * torch.stack([x.double().norm() for x in expected[1:]]).norm()
     wrong = {}
     for name, x, reference in zip(names, mine, expected, strict=True):
-        scale = max(float(reference.norm()), min_norm)
-        error = float((x - reference).norm()) / scale
+        difference = (x.double() - reference.double()).norm()
+        error = float(difference / reference.double().norm().clamp(min=min_norm))
         if not error < bound:
             wrong[name] = error
     return wrong

@@ -44,9 +44,13 @@ def differences(rank, world_size, cells):
             mean = gradients(loss, model, dist.group.WORLD)
         wrong = errors(mean, alone(case, dtype), model, BOUNDS[dtype])
         if wrong and dtype == torch.float32:
-            # One process in float32 has errors, too: a tensor is right if it is near the exact one.
-            exact = errors(mean, alone(case, torch.float64), model, BOUNDS[dtype])
-            wrong = {tensor: error for tensor, error in wrong.items() if tensor in exact}
+            # A gradient may be a small difference of large numbers, in one process, too.
+            exact = alone(case, torch.float64)
+            ranks = errors(mean, exact, model, BOUNDS[dtype])
+            process = errors(alone(case, dtype), exact, model, BOUNDS[dtype] / 4)
+            wrong = {
+                name: error for name, error in ranks.items() if error > 2 * process.get(name, 0)
+            }
         results.append(wrong)
     return results
 

@@ -27,7 +27,7 @@ from runtime.slurm import leave_ending
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 20.0
-"""Time without a beat after which a holder on another host counts as dead; if it only hung, it ends
+"""Time without a beat after which a holder on another host counts as dead. If it only hung, it ends
 itself at its next beat.
 """
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

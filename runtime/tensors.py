@@ -19,8 +19,8 @@ Part = tuple[slice, ...]
 WHOLE = 1 << 20
 """Maximum number of values of a weight that is drawn at once (about 5 ms)."""
 TILE = (64, 512)
-"""Rows and columns of a tile, the part of a larger weight that is drawn at once: about the rows of
-one rank in a large FSDP group, and the columns of one of 8 tp ranks.
+"""Rows and columns of a tile, the part of a larger weight that is drawn at once. A tile has about
+the rows of one rank in a large FSDP group, and the columns of one of 8 tp ranks.
 """
 FORGET: list[Callable[[], None]] = []
 """Functions that empty the caches of `cached_on_device`, so that later calls copy again, as for a

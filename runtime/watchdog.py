@@ -255,7 +255,7 @@ class Process:
     pid: int
     start_time: str
     stacks: int
-    """Descriptor of the nameless file for stacks; it is empty until another process asks for them."""
+    """Descriptor of a nameless file for the stacks; empty until another process asks for them."""
 
     @property
     def runs(self) -> bool:

@@ -44,9 +44,7 @@ def _listed(name: str, value: Any) -> list[Any] | None:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(
-            f"it has {name} {value!r:.40}; they must be a list of objects, or its JSON"
-        )
+        raise DataError(f"it has {name} {value!r:.40}; they must be a list of objects, or its JSON")
     return value
 
 

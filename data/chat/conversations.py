@@ -18,7 +18,7 @@ class NamedTemplate:
     source: str
     special: tuple[str, ...]
     begin: str | None
-    """Token that begins a text (bos_token); None if there is none."""
+    """Token that begins a text (bos_token); None without such a token."""
     end: str
     """Token that ends a turn (eos_token), at which generation stops."""
 

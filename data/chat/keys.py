@@ -27,7 +27,7 @@ MARKS = (
     "loss_mask",
     "step_loss_mask",
 )
-"""Loss flags: a turn is learned (carries loss) if its value is true or 1, not if false or 0."""
+"""Keys of loss flags: true or 1 for a turn that is learned (carries loss), false or 0 if not."""
 MASKED = "masked"
 """Loss flag with the opposite meaning, as in torchtune: true or 1 if a turn is not learned."""
 
@@ -86,7 +86,7 @@ class Reads:
     """Attributes and string constants; every key of a turn that the template could read is among
     them. Rendering shows which keys it does read."""
     texts: frozenset[str] = frozenset()
-    """String constants, some of which may be roles."""
+    """String constants; a turn may have one of them as its role."""
 
     def __or__(self, other: "Reads") -> "Reads":
         return Reads(

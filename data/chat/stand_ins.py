@@ -221,7 +221,7 @@ def check_written(
                 continue
             raise DataError(f"the chat template {name} drops {subject}; use one that writes it")
         if spoken.text is not None and not rendered.holds(spoken.text):
-            raise DataError(f"the chat template {name} changes {subject}; use one that writes it unchanged")
+            raise DataError(f"the chat template {name} changes {subject}; use one that does not")
         first = positions[number][0]
         if spoken.in_json and numbered_text[max(0, first - 2) : first] == '\\"':
             notes[

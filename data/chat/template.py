@@ -71,7 +71,7 @@ class ChatTemplate:
 
     @property
     def reads(self) -> Reads:
-        """The names that the template uses."""
+        """The names that the template uses, for conversations with tools too."""
         reads = names_in(self.name, self.source)
         return reads if self.tool_use is None else reads | names_in(self.name, self.tool_use)
 

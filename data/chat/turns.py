@@ -116,7 +116,7 @@ def _either(where: str, turn: Mapping[str, Any], name: str, other: str) -> Any:
 
 
 def _role(where: str, role: Any, reads: Reads) -> str:
-    """Return a turn's role, under the name that the template knows. Raises DataError."""
+    """Return a turn's role as the template calls it. Raises DataError for an unknown role."""
     if not isinstance(role, str) or (role not in ROLES and role not in reads.texts):
         raise DataError(f"{where} has the role {role!r:.40}; it must be one of {', '.join(ROLES)}")
     name = ROLES.get(role, role)

@@ -46,7 +46,7 @@ class Shard:
 
 
 class Latents:
-    """The samples of several shards in order, all of one shape."""
+    """Latents and labels of several shards, as one sequence of samples of the same shape."""
 
     def __init__(self, shards: Sequence[Shard], shape: tuple[int, ...]) -> None:
         self.shards = shards
@@ -183,7 +183,7 @@ def _index(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path}: shape is {shape}; it must be [channels, (frames,) height, width]; {_WRITE}"
         )
-    if index.get("dtype") not in list(DTYPES):  # a list: a JSON list is unhashable
+    if index.get("dtype") not in list(DTYPES):  # a dict lookup would fail for a JSON list
         raise DataError(
             f"{path}: dtype is {index.get('dtype')}; it must be {' or '.join(DTYPES)}; {_WRITE}"
         )

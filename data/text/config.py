@@ -27,9 +27,9 @@ class DataConfig:
     next to the data.
     """
     blend_by_length: tuple[str, ...] = ()
-    """TOKENS:SHARE ...: the share of each file's training tokens that is drawn from documents of
-    more than TOKENS tokens, up to the next TOKENS: 4096:0.2 32768:0.5 leaves 0.3 for documents of
-    up to 4096. By default the shares are those of the files."""
+    """Blend each file's training tokens by document length, TOKENS:SHARE ...: SHARE of them come
+    from documents of more than TOKENS tokens, up to the next TOKENS. 4096:0.2 32768:0.5 leaves 0.3
+    for documents of up to 4096. By default the shares are those of the files."""
     pack_documents: bool = False
     """Fill samples with whole documents by best fit; Megatron cuts samples from one stream. Only a
     document of more than seq_length tokens is cut, no label is another document's token, and the

@@ -27,7 +27,7 @@ from data.text.reader import TokenReader
 from runtime.errors import DataError
 
 PADDING_DOCUMENT = 1024
-"""Padding is split into documents of this many tokens, to keep attention over it cheap."""
+"""Padding is split into documents of at most this many tokens, to keep attention over it cheap."""
 FRAGMENT = np.dtype([("begin", "<i8"), ("length", "<i4"), ("more", "?"), ("first", "?")])
 """Record of a document or a part of one. begin: number of tokens before it in the `.bin`; length:
 its number of tokens; more: True if its document continues after it; first: True if it begins its
@@ -107,8 +107,9 @@ def packed_documents(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pack a file's documents into samples of at most S tokens.
 
-    The result depends only on the arguments. The seed decides which of equally long fragments share
-    a sample; without a shuffle, neighbours in a sorted corpus would always be packed together.
+    The result depends only on the arguments. The seed decides which fragments of the same length
+    share a sample; without a shuffle, neighbours in a sorted corpus would always be packed
+    together.
 
     Returns two arrays: the fragments sample by sample, FRAGMENT [F]; and the number of fragments
     before each sample, with F at the end, int64 [samples + 1].

@@ -116,7 +116,7 @@ class Prepared:
 
     @property
     def summary(self) -> str:
-        """One line about the data."""
+        """One line about the data, to print."""
         tokens = f"{self.tokens:,} tokens ({self.dtype})"
         counts = self.conversations
         if counts is None:

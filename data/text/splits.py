@@ -132,7 +132,7 @@ class TextFile:
         if check and self.indexed.is_lumped:
             print(
                 f"note: {self.prefix}.idx has one document of {len(self.lengths):,} sequences: "
-                "each sequence is taken as a document",
+                "each sequence counts as a document",
                 file=sys.stderr,
             )
 

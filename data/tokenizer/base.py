@@ -21,14 +21,14 @@ class Tokenizer(ABC):
     """Interface of tokenizers for Longmesh and Megatron's GPTDataset."""
 
     pad = -1
-    """GPTDataset masks every label equal to this id: a real id (many tokenizers reuse eod or
-    unk) would silently drop real tokens from the loss. No token has id -1."""
+    """Padding id, which no token has. GPTDataset masks every label equal to it: a real id (many
+    tokenizers reuse eod or unk) would silently drop real tokens from the loss."""
     bos: int | None = None
-    """Id that begins a text; None without one."""
+    """Id of the token that begins a text; None without such a token."""
     before: tuple[int, ...] = ()
-    """Ids that the tokenizer adds before a text by itself."""
+    """Ids of the tokens that the tokenizer adds before a text by itself."""
     after: tuple[int, ...] = ()
-    """Ids that the tokenizer adds after a text by itself."""
+    """Ids of the tokens that the tokenizer adds after a text by itself."""
     settings: str | None = None
     """Digest of the settings in files next to the tokenizer; None if no such file is read."""
     unknown: int | None = None
@@ -76,7 +76,7 @@ class Tokenizer(ABC):
         return [*self.begin(add_bos_token), *self.tokenize(text), *after, self.eod]
 
     def missing(self, entries: int, token: int) -> str | None:
-        """Return an error message if the tokenizer has a token but a model of `entries` has not."""
+        """Return an error message if the tokenizer has a token that a model of `entries` lacks."""
         if not entries <= token < self.vocab_size:
             return None
         return (

@@ -54,7 +54,7 @@ def samples_of(requested: Any, small: Any, number: int) -> tuple[list[Sample], s
         requested: the run before it was shrunk.
         small: the shrunken run.
 
-    Raises DataError: the data cannot be read.
+    Raises DataError if the data cannot be read.
     """
     run_samples: Any = _run_samples(requested)
     samples = []

@@ -133,7 +133,7 @@ def measure_overlaps(device: torch.device, work: AttentionShape, local_size: int
 
 
 def measure_link(name: str, device: torch.device, peers: list[int]) -> tuple[float, float, int]:
-    """Measure a link with messages that grow until one takes ``LONG_ENOUGH``.
+    """Measure a link with messages that grow up to ``LONG_ENOUGH`` or ``MAX_BYTES``.
 
     Returns the latency in seconds, the rate in bytes per second, and the size of the largest
     message in bytes. ``peers`` are those of ``exchange_seconds``.
